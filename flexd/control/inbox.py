@@ -1,0 +1,173 @@
+"""Where the agent's thread leaves chunks and the training thread takes them, at a step all ranks agree on.
+
+Every rank must apply the same chunks at the same step, although chunks arrive at each rank at their own time. The
+training thread tells its peers the highest version it holds in the sizes exchange it does anyway (``begin_exchange``);
+the minimum over all ranks comes back (``end_exchange``) and is *agreed*: every rank holds these chunks and will apply
+them before its next step.
+
+::
+
+    received ---- end_exchange(min >= version) ----> agreed ---- take() ----> applied
+        |
+        `---- settle() (epoch ended) ----> dropped
+
+What was told to the peers may have been agreed by them, so nothing told is dropped before the outcome is known:
+``settle`` waits for it. When every rank has settled and none has been offered a newer chunk, all ranks hold the same
+agreed version and nothing beyond it; so the daemon may number new chunks from there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.errors import ChunkRefusedError, ControlError
+from flexd.keyspace import KeySpace
+from flexd.layout import RankLayout, Tier
+from flexd.placement import Delta
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class ChunkInbox:
+    """Thread-safe. ``offer`` and ``settle`` belong to the agent's thread, the rest to the training thread.
+
+    Args:
+        rank: this rank in ``layout``.
+        replica_slots: replica slots of this rank for each dim-group.
+    """
+
+    def __init__(self, keyspace: KeySpace, layout: RankLayout, rank: int, replica_slots: tuple[int, ...]) -> None:
+        self._keyspace = keyspace
+        self._layout = layout
+        self._rank = rank
+        self._slots = np.array(replica_slots, dtype=np.int64)
+        self._changed = threading.Condition()
+        self._chunks: deque[tuple[int, Delta, Int64Array]] = deque()
+        self._received_version = 0
+        self._agreed_version = 0
+        self._applied_version = 0
+        self._agreed_digest = 0
+        self._slots_used = np.zeros(len(replica_slots), dtype=np.int64)
+        """By the placement with every received chunk applied."""
+        self._in_exchange = False
+
+    @property
+    def applied_version(self) -> int:
+        return self._applied_version
+
+    @property
+    def agreed_version(self) -> int:
+        return self._agreed_version
+
+    def offer(self, version: int, delta: Delta) -> None:
+        """Takes one chunk in. A repeated version is ignored.
+
+        Raises:
+            ChunkRefusedError: out of order, rows outside the tables, repeated rows or unknown tiers, or the chunk
+                needs more replica slots than this rank has. Nothing is kept of it.
+        """
+        with self._changed:
+            if version <= self._received_version:
+                return
+            if version != self._received_version + 1:
+                raise ChunkRefusedError(
+                    f"rank {self._rank}: chunk {version} after {self._received_version}",
+                    remedy="push chunks in order",
+                )
+            change = self._slot_change(version, delta)
+            after = self._slots_used + change
+            if bool((after > self._slots).any()):
+                group = int(np.argmax(after - self._slots))
+                raise ChunkRefusedError(
+                    f"rank {self._rank}: chunk {version} needs {int(after[group])} replica slots in dim-group {group}, "
+                    f"there are {int(self._slots[group])}",
+                    remedy="plan with the replica slots of the rank's hello",
+                )
+            self._slots_used = after
+            self._chunks.append((version, delta, change))
+            self._received_version = version
+
+    def settle(self, timeout_seconds: float) -> tuple[int, int]:
+        """Drops what is received but not agreed; returns (agreed version, digest of the placement at it).
+
+        Raises:
+            ControlError: the training step that is exchanging right now did not finish it within the deadline.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        with self._changed:
+            while self._in_exchange:
+                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                    raise ControlError(
+                        f"rank {self._rank}: the running step has not finished its exchange in {timeout_seconds:g} s",
+                        remedy="the channel is joined again once training moves on",
+                    )
+            while self._chunks and self._chunks[-1][0] > self._agreed_version:
+                _, _, change = self._chunks.pop()
+                self._slots_used = self._slots_used - change
+            self._received_version = self._agreed_version
+            return self._agreed_version, self._agreed_digest
+
+    def begin_exchange(self) -> int:
+        """The version to tell the peers. Every call is followed by ``end_exchange``."""
+        with self._changed:
+            self._in_exchange = True
+            return self._received_version
+
+    def end_exchange(self, lowest_version: int) -> None:
+        """``lowest_version``: the minimum over all ranks of what ``begin_exchange`` returned there."""
+        with self._changed:
+            for version, delta, _ in self._chunks:
+                if self._agreed_version < version <= lowest_version:
+                    self._agreed_digest = (self._agreed_digest + delta.digest_change()) % 2**64
+            self._agreed_version = max(self._agreed_version, lowest_version)
+            self._in_exchange = False
+            self._changed.notify_all()
+
+    def take(self, max_bytes: int, bytes_of: Callable[[Delta], int]) -> list[tuple[int, Delta]]:
+        """Agreed chunks not applied yet, in order, up to ``max_bytes`` of row copies (but at least one).
+
+        All ranks are given the same chunks at the same step: what is agreed and ``bytes_of`` are equal everywhere.
+        """
+        taken: list[tuple[int, Delta]] = []
+        spent = 0
+        with self._changed:
+            while self._chunks and self._chunks[0][0] <= self._agreed_version:
+                version, delta, _ = self._chunks[0]
+                cost = bytes_of(delta)
+                if taken and spent + cost > max_bytes:
+                    break
+                spent += cost
+                self._chunks.popleft()
+                taken.append((version, delta))
+        return taken
+
+    def applied(self, version: int) -> None:
+        """The training thread has applied chunks up to ``version``."""
+        with self._changed:
+            self._applied_version = version
+
+    def _slot_change(self, version: int, delta: Delta) -> Int64Array:
+        """int64[groups]: replica slots taken (or freed, negative) on this rank. Raises ChunkRefusedError."""
+        keys = delta.keys
+        total = self._keyspace.total_rows
+        if len(keys) and (int(keys.min()) < 0 or int(keys.max()) >= total):
+            raise ChunkRefusedError(
+                f"rank {self._rank}: chunk {version} names keys outside 0..{total - 1}",
+                remedy="daemon and trainer must list the same tables",
+            )
+        if len(np.unique(keys)) != len(keys):
+            raise ChunkRefusedError(f"rank {self._rank}: chunk {version} names a row twice")
+        if len(keys) and max(int(delta.old_tiers.max()), int(delta.new_tiers.max())) > Tier.DEVICE:
+            raise ChunkRefusedError(f"rank {self._rank}: chunk {version} names an unknown tier")
+        groups = self._keyspace.group_of(keys)
+        before = self._layout.holds_replica(self._rank, keys, delta.old_tiers).astype(np.int64)
+        after = self._layout.holds_replica(self._rank, keys, delta.new_tiers).astype(np.int64)
+        change = np.zeros(len(self._slots), dtype=np.int64)
+        np.add.at(change, groups, after - before)
+        return change

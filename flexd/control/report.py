@@ -1,0 +1,58 @@
+"""What a rank says of itself: who it is (hello) and how its steps go (report)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """Fixed for the life of one training process.
+
+    Attributes:
+        job: name; daemon and ranks must agree.
+        attempt: the job attempt (unique per launch, equal on all ranks of it).
+        rank, world_size, nodes, local_ranks: as in ``RankLayout``.
+        replica_slots: replica slots of this rank for each dim-group of the key space.
+        table_digest: ``KeySpace.digest`` of the trainer's tables.
+    """
+
+    job: str
+    attempt: str
+    rank: int
+    world_size: int
+    nodes: int
+    local_ranks: int
+    replica_slots: tuple[int, ...]
+    table_digest: str
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One rank's training steps since its previous report (sums, unless said otherwise).
+
+    Attributes:
+        step: the newest step (absolute).
+        steps: steps summed here.
+        placement_version, placement_digest: after the newest step.
+        step_seconds: wall time of the steps.
+        apply_seconds: of which spent in applying chunks.
+        accesses_by_tier: lookups answered from (HOME, NODE, DEVICE) rows.
+        all_to_all_intra_bytes, all_to_all_inter_bytes: sent by this rank in the exchange (ids and rows).
+        sync_intra_bytes, sync_inter_bytes: sent by this rank in replica synchronisation.
+        migration_intra_bytes, migration_inter_bytes: sent by this rank in applying chunks.
+    """
+
+    step: int
+    steps: int
+    placement_version: int
+    placement_digest: int
+    step_seconds: float
+    apply_seconds: float
+    accesses_by_tier: tuple[int, int, int]
+    all_to_all_intra_bytes: int
+    all_to_all_inter_bytes: int
+    sync_intra_bytes: int
+    sync_inter_bytes: int
+    migration_intra_bytes: int
+    migration_inter_bytes: int

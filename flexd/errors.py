@@ -1,0 +1,85 @@
+"""Every error flexd raises on purpose: what was wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+
+class FlexdError(Exception):
+    """Base of all flexd errors.
+
+    Args:
+        message: what was wrong and where (names the table, row, file, rank, key path ...).
+        remedy: what the reader can do about it; appended to the text after a dash.
+    """
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        self.message = message
+        self.remedy = remedy
+        super().__init__(f"{message} - {remedy}" if remedy else message)
+
+
+class ConfigError(FlexdError):
+    """A configuration value is missing, malformed or contradicts another."""
+
+
+class StreamError(FlexdError):
+    """A stream source or publisher cannot do what was asked (unreachable broker, corrupt segment)."""
+
+
+class CodecError(StreamError):
+    """One message cannot be decoded. ``reason`` is a bounded label for metrics."""
+
+    def __init__(self, message: str, *, reason: str, remedy: str = "") -> None:
+        self.reason = reason
+        super().__init__(message, remedy=remedy)
+
+
+class PositionLostError(StreamError):
+    """The saved position lies beyond the log's end or before its start: the log lost data."""
+
+
+class SketchError(FlexdError):
+    """A sketch was given what it cannot hold, or two sketches cannot be merged."""
+
+
+class SnapshotError(FlexdError):
+    """A snapshot or journal is corrupt, of another format, or cannot be written."""
+
+
+class TopologyError(FlexdError):
+    """The cluster description is malformed or contradicts the live ranks."""
+
+
+class PlanError(FlexdError):
+    """No plan can be made from what was given."""
+
+
+class PlacementError(FlexdError):
+    """A delta or chunk does not fit the placement it is applied to."""
+
+
+class ControlError(FlexdError):
+    """The control channel failed: unreachable peer, broken epoch, deadline passed."""
+
+
+class AuthenticationError(ControlError):
+    """A control message is not signed with the shared secret."""
+
+
+class StaleMessageError(ControlError):
+    """A control message belongs to another job attempt, topology generation or epoch."""
+
+
+class ChunkRefusedError(PlacementError):
+    """A chunk was refused whole by a rank; the placement is as it was."""
+
+
+class EmbeddingError(FlexdError):
+    """A lookup cannot be served: row out of range, wrong dtype, unknown feature."""
+
+
+class ApiError(FlexdError):
+    """The admin API refused a request or cannot be reached. ``status`` is the HTTP status, 0 if none."""
+
+    def __init__(self, message: str, *, status: int = 0, remedy: str = "") -> None:
+        self.status = status
+        super().__init__(message, remedy=remedy)

@@ -1,0 +1,1 @@
+"""What the daemon remembers of the access stream."""

@@ -1,0 +1,78 @@
+"""What the planner reads: per table the access rate, the frequency curve and the hot rows with their bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.errors import SketchError
+
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class TableProfile:
+    """The accesses of one table, as shares of the table's own accesses.
+
+    Attributes:
+        table: name.
+        rows: rows of the table.
+        weight: decayed accesses seen (the sum over rows); 0 means the stream has not touched the table.
+        accesses_per_step: expected accesses of the whole job (all ranks) to this table in one training step.
+        hot_rows: int64[h], row ids listed one by one, most frequent first.
+        hot_share: float64[h], estimated share of the table's accesses (``estimate / weight``).
+        hot_lower, hot_upper: float64[h], bounds on the share (equal to it for exact counters).
+        bin_share: float64[k], share of one row in each frequency bin of the rows not listed.
+        bin_rows: float64[k], rows in each bin (fractional where a sketch estimates the curve).
+        distinct_rows: rows seen at all (estimate).
+        coverage: share of ``weight`` that hot rows and bins together explain, 0-1.
+        source_node_share: float64[h, nodes] or None, by which node the accesses of each hot row come from.
+    """
+
+    table: str
+    rows: int
+    weight: float
+    accesses_per_step: float
+    hot_rows: Int64Array
+    hot_share: Float64Array
+    hot_lower: Float64Array
+    hot_upper: Float64Array
+    bin_share: Float64Array
+    bin_rows: Float64Array
+    distinct_rows: float
+    coverage: float
+    source_node_share: Float64Array | None = None
+
+    def __post_init__(self) -> None:
+        listed = len(self.hot_rows)
+        if not (len(self.hot_share) == len(self.hot_lower) == len(self.hot_upper) == listed):
+            raise SketchError(f"profile of table {self.table!r}: hot row arrays differ in length")
+        if len(self.bin_share) != len(self.bin_rows):
+            raise SketchError(f"profile of table {self.table!r}: bin arrays differ in length")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All tables at one moment.
+
+    Attributes:
+        tables: one entry a table, in the order of the key space.
+        generation: counts the profiles made by this daemon (monotonic across restarts through the snapshot).
+        window_seconds: event time between the oldest and newest access seen.
+        event_time_seconds: newest event time seen (Unix seconds), NaN before the first.
+        half_life_seconds: of the decay; inf if none.
+        lag_messages: stream messages not read yet when the profile was made.
+        samples: accesses behind the profile, undecayed.
+    """
+
+    tables: tuple[TableProfile, ...]
+    generation: int = 0
+    window_seconds: float = 0.0
+    event_time_seconds: float = float("nan")
+    half_life_seconds: float = float("inf")
+    lag_messages: int = 0
+    samples: int = 0
+    extra: dict[str, float] = field(default_factory=dict)
