@@ -112,7 +112,8 @@ class KeySpace:
 
     def keys(self, table: int, rows: npt.NDArray[np.integer]) -> Int64Array:
         """Row ids of one table -> int64[n] keys. Rows are not range-checked here."""
-        return rows.astype(np.int64, copy=False) + self.first_key[table]
+        keys: Int64Array = rows.astype(np.int64, copy=False) + self.first_key[table]
+        return keys
 
     @cached_property
     def _order(self) -> Int64Array:
