@@ -1,0 +1,96 @@
+"""What the HTTP side needs of the daemon, and how the daemon's errors become HTTP statuses."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from flexd.errors import (
+    ApiError,
+    ConfigError,
+    ControlError,
+    FlexdError,
+    PlacementError,
+    PlanError,
+    SnapshotError,
+    StreamError,
+    TopologyError,
+)
+from flexd.server.models import (
+    ErrorBody,
+    ErrorDetail,
+    PauseState,
+    PlanReport,
+    ProbeResult,
+    ReplanResult,
+    Status,
+)
+
+
+class DaemonApi(Protocol):
+    """The daemon's verbs. Called from several HTTP threads at once; every call returns within its deadline.
+
+    On failure each verb raises a FlexdError and has changed nothing: ``ApiError`` with an HTTP status of its own
+    choice (409 while paused, say), ``PlanError`` if no plan can be made from what is known.
+    """
+
+    def status(self) -> Status:
+        """Everything on one screen. Takes no lock that ingest or a migration holds for long."""
+        ...
+
+    def plan(self) -> PlanReport:
+        """A dry run: what a re-plan would change now. Moves nothing and is recorded nowhere.
+
+        Raises:
+            PlanError: too few accesses, no ranks, or no cluster description to plan from.
+        """
+        ...
+
+    def replan(self, reason: str, wait_seconds: float) -> ReplanResult:
+        """Plans now and starts the migration; waits at most ``wait_seconds`` for its end.
+
+        Returns early when the daemon shuts down. A deadline that passes is no error: the outcome is ``timed_out`` and the
+        migration goes on.
+
+        Raises:
+            PlanError: no plan can be made.
+            ApiError: paused (409), or shutting down (503).
+        """
+        ...
+
+    def pause(self, reason: str) -> PauseState:
+        """Holds planning and pushing at the next chunk boundary; ingest goes on."""
+        ...
+
+    def resume(self) -> PauseState:
+        """Ends a pause."""
+        ...
+
+    def health(self) -> ProbeResult:
+        """Does the loop tick? Never blocks."""
+        ...
+
+    def ready(self) -> ProbeResult:
+        """Is the daemon useful now (stream readable, ranks there)? Never blocks."""
+        ...
+
+
+_STATUS_OF: tuple[tuple[type[FlexdError], int], ...] = (
+    (ConfigError, 422),
+    (PlanError, 409),
+    (PlacementError, 409),
+    (TopologyError, 409),
+    (ControlError, 503),
+    (StreamError, 503),
+    (SnapshotError, 503),
+)
+
+
+def http_status(error: FlexdError) -> int:
+    """The HTTP status that an error is answered with."""
+    if isinstance(error, ApiError):
+        return error.status if 400 <= error.status <= 599 else 500
+    return next((status for kind, status in _STATUS_OF if isinstance(error, kind)), 500)
+
+
+def error_body(error: FlexdError) -> ErrorBody:
+    return ErrorBody(error=ErrorDetail(type=type(error).__name__, message=error.message, remedy=error.remedy))

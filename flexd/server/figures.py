@@ -1,0 +1,194 @@
+"""One frozen snapshot of the daemon's figures, read on every scrape of the metrics page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+TIER_NAMES = ("home", "node", "device")
+TRAFFIC_KINDS = ("all_to_all", "sync", "migration")
+LINKS = ("intra", "inter")
+
+
+@dataclass(frozen=True)
+class IngestFigures:
+    """Counters since the daemon started, and gauges of the stream as it is now.
+
+    Attributes:
+        messages, accesses, bytes: read and counted.
+        rejected_messages, rejected_accesses: by reason; the reasons are a bounded set (``CodecError.reason``, ...).
+        adjusted_accesses: counted, but at another time than they were dated, by rule (``future_clamped``, ``late``).
+        lag_messages: not read yet.
+        dead_letters: samples of rejected messages written.
+        connected: False while the source reports a problem.
+        newest_event_unix_seconds: newest event time, NaN before the first.
+    """
+
+    messages: int = 0
+    accesses: int = 0
+    bytes: int = 0
+    rejected_messages: Mapping[str, int] = field(default_factory=dict)
+    rejected_accesses: Mapping[str, int] = field(default_factory=dict)
+    adjusted_accesses: Mapping[str, int] = field(default_factory=dict)
+    lag_messages: int = 0
+    dead_letters: int = 0
+    connected: bool = True
+    newest_event_unix_seconds: float = float("nan")
+
+
+@dataclass(frozen=True)
+class SketchFigures:
+    """Memory and quality of what is remembered.
+
+    Attributes:
+        bytes_by_table: memory of each table's counter; the keys are the configured tables.
+        error_bound_by_table: largest over-estimate as a share of the table's accesses.
+        profile_age_seconds: since the newest profile, NaN before the first.
+        profile_coverage: 0-1, NaN before the first.
+        profile_samples: accesses behind the newest profile.
+        profile_generation: profiles made.
+    """
+
+    bytes_by_table: Mapping[str, int] = field(default_factory=dict)
+    error_bound_by_table: Mapping[str, float] = field(default_factory=dict)
+    profile_age_seconds: float = float("nan")
+    profile_coverage: float = float("nan")
+    profile_samples: int = 0
+    profile_generation: int = 0
+
+
+@dataclass(frozen=True)
+class PlanFigures:
+    """Planning since the daemon started.
+
+    Attributes:
+        plans: by outcome (``changed``, ``unchanged``, ``refused``).
+        seconds: wall time of all planning, summed.
+        predicted_before_seconds, predicted_after_seconds: communication of one step as the newest plan prices it.
+        age_seconds: since the newest plan, NaN before the first.
+    """
+
+    plans: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    predicted_before_seconds: float = float("nan")
+    predicted_after_seconds: float = float("nan")
+    age_seconds: float = float("nan")
+
+
+@dataclass(frozen=True)
+class MigrationFigures:
+    """Migrations since the daemon started.
+
+    Attributes:
+        migrations: ended ones, by final state (``committed``, ``superseded``, ``cancelled``, ``failed``).
+        rows, bytes, chunks: applied by every rank.
+        progress: 0-1 of the one in flight, NaN if none is.
+    """
+
+    migrations: Mapping[str, int] = field(default_factory=dict)
+    rows: int = 0
+    bytes: int = 0
+    chunks: int = 0
+    progress: float = float("nan")
+
+
+@dataclass(frozen=True)
+class PlacementFigures:
+    """Where the rows are.
+
+    Attributes:
+        version: of the placement that every rank has agreed on.
+        version_by_rank: as each rank reported it last.
+        rows_by_tier: rows in (HOME, NODE, DEVICE).
+        digest_mismatches: reports whose placement digest was not the daemon's for that version.
+    """
+
+    version: int = 0
+    version_by_rank: Mapping[int, int] = field(default_factory=dict)
+    rows_by_tier: tuple[int, int, int] = (0, 0, 0)
+    digest_mismatches: int = 0
+
+
+@dataclass(frozen=True)
+class TrainingFigures:
+    """What the ranks measured, summed over ranks since the daemon started.
+
+    Attributes:
+        accesses_by_tier: lookups answered from (HOME, NODE, DEVICE) rows.
+        sent_bytes: (kind, link) -> bytes; kind of ``TRAFFIC_KINDS``, link of ``LINKS``.
+        steps: steps of all ranks.
+        step_seconds: their wall time.
+        apply_seconds: of which spent in applying chunks.
+        newest_step: the newest step that any rank reported.
+    """
+
+    accesses_by_tier: tuple[int, int, int] = (0, 0, 0)
+    sent_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    steps: int = 0
+    step_seconds: float = 0.0
+    apply_seconds: float = 0.0
+    newest_step: int = 0
+
+
+@dataclass(frozen=True)
+class ControlFigures:
+    """The control channel since the daemon started.
+
+    Attributes:
+        epochs: epochs begun.
+        topology_generation: of the live ranks.
+        ranks, ranks_ready: expected and present.
+        refused_messages: by kind (a bounded set: ``stale``, ``forged``, ``malformed``, ...).
+        refused_chunks: chunks that a rank refused whole.
+    """
+
+    epochs: int = 0
+    topology_generation: int = 0
+    ranks: int = 0
+    ranks_ready: int = 0
+    refused_messages: Mapping[str, int] = field(default_factory=dict)
+    refused_chunks: int = 0
+
+
+@dataclass(frozen=True)
+class SnapshotFigures:
+    """Durable state.
+
+    Attributes:
+        age_seconds: since the newest snapshot, NaN before the first.
+        written, failures: since the daemon started.
+        bytes: size of the newest.
+    """
+
+    age_seconds: float = float("nan")
+    written: int = 0
+    failures: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class DaemonFigures:
+    """All of it at one moment.
+
+    Attributes:
+        job, version: constant labels of the build info.
+        started_unix_seconds: start of the daemon.
+        healthy, ready, paused: as in the status.
+        pauses: pauses since the daemon started.
+    """
+
+    job: str
+    version: str
+    started_unix_seconds: float
+    healthy: bool = True
+    ready: bool = False
+    paused: bool = False
+    pauses: int = 0
+    ingest: IngestFigures = IngestFigures()
+    sketch: SketchFigures = SketchFigures()
+    plan: PlanFigures = PlanFigures()
+    migration: MigrationFigures = MigrationFigures()
+    placement: PlacementFigures = PlacementFigures()
+    training: TrainingFigures = TrainingFigures()
+    control: ControlFigures = ControlFigures()
+    snapshot: SnapshotFigures = SnapshotFigures()

@@ -1,0 +1,352 @@
+"""What the admin API answers: typed, units in the names. The daemon fills them, the command line prints them."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Measured = Annotated[float | None, BeforeValidator(_finite_or_none)]
+"""A figure that may not be known yet: NaN and infinities (which JSON has no word for) become null."""
+Share = Annotated[float, Field(ge=0, le=1)]
+TierName = Literal["HOME", "NODE", "DEVICE"]
+RowsByTier = dict[TierName, int]
+MigrationState = Literal["PENDING", "PUSHING", "APPLYING", "COMMITTED", "SUPERSEDED", "CANCELLED", "FAILED"]
+SketchKind = Literal["dense", "count_min"]
+
+
+class Model(BaseModel):
+    """A reader ignores fields it does not know, so that an older command line reads a newer daemon."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+
+class StreamStatus(Model):
+    """The access stream as it is read now."""
+
+    source: str
+    """Kind of the source: ``file_log``, ``kafka`` or ``synthetic``."""
+    lag_messages: int = 0
+    """Messages in the stream that are not read yet."""
+    messages_per_second: Measured = None
+    """Recent rate."""
+    accesses_per_second: Measured = None
+    """Recent rate."""
+    messages: int = 0
+    """Messages read since the daemon started."""
+    accesses: int = 0
+    """Accesses counted since the daemon started."""
+    rejected_messages: dict[str, int] = Field(default_factory=dict)
+    """Messages not counted, by reason."""
+    rejected_accesses: dict[str, int] = Field(default_factory=dict)
+    """Accesses not counted inside good messages, by reason."""
+    newest_event_unix_seconds: Measured = None
+    """Newest event time seen."""
+    problem: str | None = None
+    """Why the source cannot be read at the moment, if so."""
+
+
+class TableSketchStatus(Model):
+    """The counter of one table."""
+
+    table: str
+    """Name of the table."""
+    kind: SketchKind
+    """``dense`` counts every row by itself, ``count_min`` is bounded."""
+    bytes: int
+    """Memory of the counter."""
+    error_bound: Measured = None
+    """Largest over-estimate, as a share of the table's accesses; 0 for dense."""
+
+
+class ProfileStatus(Model):
+    """What the planner would read now."""
+
+    generation: int = 0
+    """Counts the profiles made; goes on over restarts."""
+    samples: int = 0
+    """Accesses behind it, undecayed."""
+    coverage: Measured = None
+    """Smallest share of a table's accesses that listed rows and bins explain, 0-1."""
+    age_seconds: Measured = None
+    """Since it was made."""
+    window_seconds: Measured = None
+    """Event time between the oldest and the newest access."""
+
+
+class SketchStatus(Model):
+    """What the daemon remembers of the stream."""
+
+    bytes: int = 0
+    """Memory of all counters."""
+    tables: tuple[TableSketchStatus, ...] = ()
+    """One entry a table, in the configured order."""
+    profile: ProfileStatus = ProfileStatus()
+    """The newest profile."""
+
+
+class TopologyStatus(Model):
+    """The training ranks that have said hello."""
+
+    generation: int = 0
+    """Counts the changes of the live ranks."""
+    attempt: str | None = None
+    """The job attempt of the live ranks."""
+    nodes: int = 0
+    """Nodes of the training job."""
+    local_ranks: int = 0
+    """Ranks in each node."""
+    ready: bool = False
+    """Whether every rank is there and plans can be pushed."""
+    missing_ranks: tuple[int, ...] = ()
+    """Ranks of the attempt that have not said hello."""
+    cluster: str | None = None
+    """Name of the cluster description that prices plans."""
+    problem: str | None = None
+    """Why the ranks cannot be driven, if so."""
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.local_ranks
+
+
+class PlacementStatus(Model):
+    """The placement that every rank has agreed on."""
+
+    version: int = 0
+    """Counts the applied chunks."""
+    rows: RowsByTier = Field(default_factory=dict)
+    """Rows in each tier."""
+    digest: str = "0" * 16
+    """Order-free digest of the hot rows, 16 hexadecimal digits."""
+
+
+class CostItem(Model):
+    """One item of a cost: a phase of the step on one class of link."""
+
+    phase: str
+    """``forward_ids``, ``forward_rows``, ``backward_rows``, ``sync`` ..."""
+    link: str
+    """``intra`` (inside a node) or ``inter`` (between nodes)."""
+    collective: str | None = None
+    """``all_to_all``, ``all_reduce`` ..."""
+    bytes_per_step: Measured = None
+    """Sent by one rank in one step."""
+    seconds: Measured = None
+    """Predicted time in one step."""
+
+
+class PlanCost(Model):
+    """Predicted communication of one step with one placement."""
+
+    seconds: Measured = None
+    """Predicted, as the planner compares it (exposed share of each item, summed)."""
+    inter_bytes_per_step: Measured = None
+    """Sent between nodes by one rank in one step."""
+    intra_bytes_per_step: Measured = None
+    """Sent inside a node by one rank in one step."""
+    items: tuple[CostItem, ...] = ()
+    """Where it goes."""
+
+
+class PlanReport(Model):
+    """A plan against the live placement: what changes, what it costs, and why."""
+
+    plan_id: str
+    """Id of the plan."""
+    parent_id: str | None = None
+    """The plan that was live before it."""
+    reason: str = ""
+    """What asked for it."""
+    created_unix_seconds: Measured = None
+    """When it was made."""
+    topology_generation: int = 0
+    """The live ranks it was made for."""
+    profile_generation: int = 0
+    """The profile it was made from."""
+    rows_before: RowsByTier = Field(default_factory=dict)
+    """Rows in each tier of the live placement."""
+    rows_after: RowsByTier = Field(default_factory=dict)
+    """Rows in each tier of the plan."""
+    promotions: int = 0
+    """Rows that get more copies."""
+    demotions: int = 0
+    """Rows that lose copies."""
+    migration_bytes: int = 0
+    """Row values and optimizer state that the migration copies, over all ranks."""
+    before: PlanCost = PlanCost()
+    """The live placement under the profile as it is now."""
+    after: PlanCost = PlanCost()
+    """The plan under the same profile."""
+    baselines: dict[str, PlanCost] = Field(default_factory=dict)
+    """Other strategies under the same profile, by name."""
+    lower_bound_seconds: Measured = None
+    """No placement within the replica budget can be priced below this."""
+    gap: Measured = None
+    """(plan - lower bound) / lower bound."""
+    why: tuple[str, ...] = ()
+    """What replication wins here, and what it does not, in words and figures."""
+
+    @property
+    def changed_rows(self) -> int:
+        return self.promotions + self.demotions
+
+
+class MigrationReport(Model):
+    """A migration in flight, or the newest one."""
+
+    migration_id: str
+    """Id of the migration."""
+    plan_id: str
+    """The plan it carries out."""
+    state: MigrationState
+    """Where it stands."""
+    progress: Share = 0.0
+    """Share of its chunks that every rank has applied."""
+    rows: int = 0
+    """Rows it moves."""
+    rows_applied: int = 0
+    """Of which on every rank."""
+    chunks: int = 0
+    """Chunks it is pushed in."""
+    chunks_pushed: int = 0
+    """Of which pushed."""
+    chunks_applied: int = 0
+    """Of which applied by every rank."""
+    bytes: int = 0
+    """Row values and optimizer state it copies, over all ranks."""
+    started_unix_seconds: Measured = None
+    """When it was started."""
+    problem: str | None = None
+    """Why it failed or is held up."""
+
+
+class SnapshotStatus(Model):
+    """How much would be read again after a crash."""
+
+    age_seconds: Measured = None
+    """Since the newest durable snapshot; null before the first."""
+    written: int = 0
+    """Snapshots written since the daemon started."""
+    failures: int = 0
+    """Snapshots that could not be written since the daemon started."""
+    problem: str | None = None
+    """Why the newest attempt failed, if it did."""
+
+
+class Status(Model):
+    """The daemon on one screen."""
+
+    job: str
+    """Name of the training job."""
+    version: str
+    """Version of flexd."""
+    uptime_seconds: float = 0.0
+    """Since the daemon started."""
+    healthy: bool = True
+    """Whether the daemon's loop ticks."""
+    ready: bool = False
+    """Whether it is useful now."""
+    reasons: tuple[str, ...] = ()
+    """Why it is not healthy or not ready."""
+    paused: bool = False
+    """Whether planning and pushing are held."""
+    pause_reason: str | None = None
+    """What the pause was asked for."""
+    stream: StreamStatus
+    """The access stream."""
+    sketch: SketchStatus = SketchStatus()
+    """What is remembered of it."""
+    topology: TopologyStatus = TopologyStatus()
+    """The training ranks."""
+    placement: PlacementStatus = PlacementStatus()
+    """Where the rows are now."""
+    last_plan: PlanReport | None = None
+    """The newest plan that was made."""
+    migration: MigrationReport | None = None
+    """The migration in flight, or the newest one."""
+    snapshot: SnapshotStatus = SnapshotStatus()
+    """Durable state."""
+
+
+class ReplanRequest(BaseModel):
+    """Body of ``POST /v1/replan``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    reason: Annotated[str, Field(max_length=500)] = "asked for by hand"
+    """Recorded with the plan."""
+    wait_seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 0.0
+    """How long to wait for the migration to end; 0 returns as soon as the plan is made."""
+
+
+class PauseRequest(BaseModel):
+    """Body of ``POST /v1/pause``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    reason: Annotated[str, Field(max_length=500)] = "asked for by hand"
+    """Shown in the status until ``resume``."""
+
+
+ReplanOutcome = Literal["unchanged", "accepted", "committed", "superseded", "cancelled", "failed", "timed_out"]
+
+
+class ReplanResult(Model):
+    """What became of a re-plan."""
+
+    outcome: ReplanOutcome
+    """``unchanged``: nothing to move. ``accepted``: the migration runs (no wait was asked for). ``committed``: every
+    rank has applied it. ``timed_out``: still running at the end of the wait; it goes on."""
+    plan: PlanReport | None = None
+    """The plan."""
+    migration: MigrationReport | None = None
+    """Its migration, if anything moves."""
+    placement_version: int = 0
+    """The version that every rank has agreed on."""
+    message: str = ""
+    """One sentence for people."""
+
+
+class PauseState(Model):
+    """Whether planning and pushing are held."""
+
+    paused: bool
+    """Whether they are held now."""
+    reason: str | None = None
+    """What the pause was asked for."""
+    changed: bool = True
+    """False if it was so already."""
+
+
+class ProbeResult(Model):
+    """Answer of ``/healthz`` and ``/readyz``."""
+
+    ok: bool
+    """HTTP status 200 if true, 503 if not."""
+    reasons: tuple[str, ...] = ()
+    """Why not."""
+
+
+class ErrorDetail(Model):
+    """What was wrong and what to do about it."""
+
+    type: str
+    """Class of the error."""
+    message: str
+    """What was wrong, and where."""
+    remedy: str = ""
+    """What the reader can do."""
+
+
+class ErrorBody(Model):
+    """Body of every answer with a status of 400 or above, except those of the probes."""
+
+    error: ErrorDetail
+    """The error."""
