@@ -1,0 +1,1 @@
+"""How accesses arrive at the daemon and how trainers emit them."""

@@ -1,0 +1,158 @@
+"""Walks the framing of an Arrow IPC stream without trusting it, before Arrow itself looks inside.
+
+Arrow validates what it reads, except that a compressed buffer makes it allocate the uncompressed length that the
+message claims. So each message's flatbuffer is checked here for compression (refused) and its lengths for the bounds
+of the payload. Layout: Apache Arrow columnar format 1.5, "Encapsulated message format" and `format/Message.fbs`.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+CONTINUATION = b"\xff\xff\xff\xff"
+
+_SCHEMA, _DICTIONARY_BATCH, _RECORD_BATCH = 1, 2, 3
+_MAX_DICTIONARIES = 16
+
+_PREFIX = struct.Struct("<Ii")
+_U8 = struct.Struct("<B")
+_U16 = struct.Struct("<H")
+_I32 = struct.Struct("<i")
+_U32 = struct.Struct("<I")
+_I64 = struct.Struct("<q")
+
+
+class FrameError(Exception):
+    """The framing is broken. ``reason`` is one of the codec's reasons."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
+class Frames(NamedTuple):
+    """Byte ranges of one stream: schema [0, schema_end), dictionaries, batch [batch_start, batch_end)."""
+
+    schema_end: int
+    dictionaries: int
+    batch_start: int
+    batch_end: int
+
+
+def walk(payload: bytes | memoryview) -> Frames:
+    """Finds the schema and the one record batch of an Arrow IPC stream.
+
+    Raises:
+        FrameError: ``truncated``, ``compressed``, ``wrong_schema`` (not schema, dictionaries, one batch) or
+            ``corrupt`` (lengths or offsets that contradict each other).
+    """
+    schema_end = dictionaries = 0
+    position = 0
+    while True:
+        kind, end = _message(payload, position)
+        if position == 0:
+            if kind != _SCHEMA:
+                raise FrameError("wrong_schema", "the first Arrow message is not a schema")
+            schema_end = end
+        elif kind == _DICTIONARY_BATCH:
+            dictionaries += 1
+            if dictionaries > _MAX_DICTIONARIES:
+                raise FrameError("wrong_schema", f"more than {_MAX_DICTIONARIES} dictionaries")
+        elif kind == _RECORD_BATCH:
+            _check_rest(payload, end)
+            return Frames(schema_end, dictionaries, position, end)
+        else:
+            raise FrameError("wrong_schema", f"Arrow message of type {kind} where a record batch was expected")
+        position = end
+
+
+def _message(payload: bytes | memoryview, start: int) -> tuple[int, int]:
+    """(header type, end of the body) of the encapsulated message at ``start``."""
+    if start + _PREFIX.size > len(payload):
+        raise FrameError("truncated", f"{len(payload)} bytes end before the record batch")
+    marker, metadata_bytes = _PREFIX.unpack_from(payload, start)
+    if marker != 0xFFFFFFFF:
+        raise FrameError("corrupt", f"no Arrow message at byte {start}")
+    if metadata_bytes == 0:
+        raise FrameError("empty", "the Arrow stream holds no record batch")
+    metadata_start = start + _PREFIX.size
+    metadata_end = metadata_start + metadata_bytes
+    if metadata_bytes < 0:
+        raise FrameError("corrupt", f"negative metadata length at byte {start}")
+    if metadata_end > len(payload):
+        raise FrameError("truncated", f"Arrow metadata at byte {start} goes {metadata_end - len(payload)} bytes beyond")
+    table = _Flatbuffer(payload, metadata_start, metadata_end)
+    message = table.root()
+    kind = table.u8(message, 1)
+    header = table.child(message, 2)
+    body_bytes = table.i64(message, 3)
+    if header is None:
+        raise FrameError("corrupt", f"Arrow message without header at byte {start}")
+    end = metadata_end + body_bytes
+    if body_bytes < 0:
+        raise FrameError("corrupt", f"negative body length at byte {start}")
+    if end > len(payload):
+        raise FrameError("truncated", f"Arrow body at byte {start} goes {end - len(payload)} bytes beyond the payload")
+    batch: int | None = None
+    if kind == _RECORD_BATCH:
+        batch = header
+    elif kind == _DICTIONARY_BATCH:
+        batch = table.child(header, 1)
+    if batch is not None and table.child(batch, 3) is not None:
+        raise FrameError("compressed", "the Arrow buffers are compressed")
+    return kind, end
+
+
+def _check_rest(payload: bytes | memoryview, end: int) -> None:
+    """After the batch only the end-of-stream marker may follow."""
+    rest = len(payload) - end
+    if rest == 0:
+        return
+    if rest < _PREFIX.size:
+        raise FrameError("truncated", f"{rest} bytes after the record batch")
+    if _PREFIX.unpack_from(payload, end) != (0xFFFFFFFF, 0) or rest > _PREFIX.size:
+        raise FrameError("wrong_schema", f"{rest} bytes after the record batch: one batch a message")
+
+
+class _Flatbuffer:
+    """Bounds-checked reads of flatbuffer tables inside [start, end) of a payload."""
+
+    def __init__(self, payload: bytes | memoryview, start: int, end: int) -> None:
+        self._payload = payload
+        self._start = start
+        self._end = end
+
+    def root(self) -> int:
+        return self._table(self._start + self._read(_U32, self._start))
+
+    def u8(self, table: int, field: int) -> int:
+        at = self._field(table, field)
+        return 0 if at is None else self._read(_U8, at)
+
+    def i64(self, table: int, field: int) -> int:
+        at = self._field(table, field)
+        return 0 if at is None else self._read(_I64, at)
+
+    def child(self, table: int, field: int) -> int | None:
+        """Position of the table that a field points at, or None if the field is absent."""
+        at = self._field(table, field)
+        return None if at is None else self._table(at + self._read(_U32, at))
+
+    def _table(self, at: int) -> int:
+        self._read(_I32, at)
+        return at
+
+    def _field(self, table: int, field: int) -> int | None:
+        vtable = table - self._read(_I32, table)
+        slot = 4 + 2 * field
+        if slot + 2 > self._read(_U16, vtable):
+            return None
+        offset = self._read(_U16, vtable + slot)
+        return table + offset if offset else None
+
+    def _read(self, kind: struct.Struct, at: int) -> int:
+        if at < self._start or at + kind.size > self._end:
+            raise FrameError("corrupt", "Arrow metadata points outside itself")
+        value: int = kind.unpack_from(self._payload, at)[0]
+        return value

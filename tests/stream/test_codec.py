@@ -1,0 +1,284 @@
+"""The codec: round trips, what is refused and why, and that no bytes can hurt it."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.errors import CodecError, StreamError
+from flexd.stream import codec
+from flexd.stream.codec import REASONS, decode, encode_arrow, encode_json
+from flexd.stream.types import AccessBatch
+
+MAX = 1 << 20
+
+
+def same(a: AccessBatch, b: AccessBatch) -> bool:
+    if (a.sequence_lengths is None) != (b.sequence_lengths is None):
+        return False
+    if a.sequence_lengths is not None and not np.array_equal(a.sequence_lengths, b.sequence_lengths):
+        return False
+    return (
+        a.table == b.table
+        and np.array_equal(a.rows, b.rows)
+        and a.source_rank == b.source_rank
+        and a.event_time_seconds == b.event_time_seconds
+    )
+
+
+@st.composite
+def batches(draw, dtype=None):
+    kind = dtype or draw(st.sampled_from([np.int32, np.int64]))
+    info = np.iinfo(kind)
+    lengths = draw(st.none() | st.lists(st.integers(0, 5), max_size=6))
+    total = draw(st.integers(0, 20)) if lengths is None else sum(lengths)
+    rows = draw(st.lists(st.integers(int(info.min), int(info.max)), min_size=total, max_size=total))
+    name = draw(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20))
+    return AccessBatch(
+        name,
+        np.array(rows, dtype=kind),
+        draw(st.integers(0, 2**31 - 1)),
+        draw(st.floats(0, 1e11)),
+        None if lengths is None else np.array(lengths, dtype=np.int32),
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(batches(), min_size=1, max_size=5))
+def test_both_formats_round_trip(sent):
+    for encode in (encode_arrow, encode_json):
+        received = decode(encode(sent), MAX)
+        assert len(received) == len(sent)
+        assert all(same(a, b) for a, b in zip(sent, received, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_arrow_keeps_the_id_type_and_shares_the_memory(dtype):
+    payload = encode_arrow([AccessBatch("t", np.arange(8192, dtype=dtype), 0, 1.0)])
+    rows = decode(payload, MAX)[0].rows
+    assert rows.dtype == dtype
+    start = np.frombuffer(payload, dtype=np.uint8).ctypes.data
+    assert start <= rows.ctypes.data < start + len(payload)
+
+
+def test_unaligned_payload_gives_aligned_rows():
+    payload = encode_arrow([AccessBatch("t", np.arange(100, dtype=np.int64), 0, 1.0)])
+    shifted = memoryview(b"x" + payload)[1:]
+    rows = decode(shifted, MAX)[0].rows
+    assert rows.flags.aligned
+    assert np.array_equal(rows, np.arange(100))
+
+
+def stream(columns: dict[str, pa.Array], **write_options) -> bytes:
+    batch = pa.RecordBatch.from_pydict(columns)
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(**write_options)) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue()
+
+
+def columns(**changed) -> dict[str, pa.Array]:
+    base = {
+        "table": pa.array(["a", "b"]),
+        "rows": pa.array([[1, 2, 3], [4]], type=pa.list_(pa.int64())),
+        "source_rank": pa.array([0, 1], type=pa.int32()),
+        "event_time": pa.array([1.5, 2.0]),
+    }
+    base.update(changed)
+    return {name: column for name, column in base.items() if column is not None}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"table": pa.array(["a", "b"]).dictionary_encode()},
+        {"table": pa.array(["a", "b"], type=pa.large_utf8())},
+        {"rows": pa.array([[1, 2, 3], [4]], type=pa.large_list(pa.int32()))},
+        {"event_time": pa.array([1500, 2000], type=pa.timestamp("ms", tz="UTC"))},
+        {"event_time": pa.array([1_500_000_000, 2_000_000_000], type=pa.timestamp("ns"))},
+        {"sequence_lengths": pa.array([[1, 2], None], type=pa.list_(pa.int32()))},
+    ],
+)
+def test_accepts_what_other_writers_produce(changed):
+    received = decode(stream(columns(**changed)), MAX)
+    assert [b.table for b in received] == ["a", "b"]
+    assert [b.rows.tolist() for b in received] == [[1, 2, 3], [4]]
+    assert [b.event_time_seconds for b in received] == [1.5, 2.0]
+    assert [b.source_rank for b in received] == [0, 1]
+    if "sequence_lengths" in changed:
+        assert received[0].sequence_lengths.tolist() == [1, 2]
+        assert received[1].sequence_lengths is None
+
+
+def reason_of(payload: bytes, limit: int = MAX) -> str:
+    with pytest.raises(CodecError) as caught:
+        decode(payload, limit)
+    assert caught.value.reason in REASONS
+    return caught.value.reason
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"rows": None}, "wrong_schema"),
+        ({"extra": pa.array([1, 2])}, "wrong_schema"),
+        ({"rows": pa.array([[1.0], [2.0]])}, "wrong_type"),
+        ({"rows": pa.array([1, 2])}, "wrong_type"),
+        ({"rows": pa.array([[1], [2]], type=pa.list_(pa.uint64()))}, "wrong_type"),
+        ({"table": pa.array([b"a", b"b"])}, "wrong_type"),
+        ({"source_rank": pa.array([0.0, 1.0])}, "wrong_type"),
+        ({"event_time": pa.array([1, 2])}, "wrong_type"),
+        ({"rows": pa.array([[1], None], type=pa.list_(pa.int64()))}, "null_value"),
+        ({"rows": pa.array([[1], [None]], type=pa.list_(pa.int64()))}, "null_value"),
+        ({"table": pa.array(["a", None])}, "null_value"),
+        ({"event_time": pa.array([1.0, float("nan")])}, "bad_event_time"),
+        ({"event_time": pa.array([1.0, -1.0])}, "bad_event_time"),
+        ({"event_time": pa.array([1.0, 1.7e12])}, "bad_event_time"),
+        ({"source_rank": pa.array([0, -1], type=pa.int32())}, "bad_source_rank"),
+        ({"table": pa.array(["a", ""])}, "bad_table_name"),
+        ({"table": pa.array(["a", "b" * 257])}, "bad_table_name"),
+        ({"sequence_lengths": pa.array([[1, 1], [1]], type=pa.list_(pa.int32()))}, "bad_lengths"),
+        ({"sequence_lengths": pa.array([[4, -1], [1]], type=pa.list_(pa.int32()))}, "bad_lengths"),
+    ],
+)
+def test_refused_arrow(changed, reason):
+    assert reason_of(stream(columns(**changed))) == reason
+
+
+def test_refused_framing():
+    good = stream(columns())
+    assert reason_of(b"") == "empty"
+    assert reason_of(b"  \n") == "empty"
+    assert reason_of(b"PK\x03\x04") == "not_arrow_or_json"
+    assert reason_of(b"ARROW1\0\0" + good) == "not_arrow_or_json"
+    assert reason_of(good, limit=len(good) - 1) == "too_large"
+    assert reason_of(good + b"x" * 20) == "wrong_schema"
+    assert reason_of(stream(columns(), compression="lz4")) == "compressed"
+    dictionary = columns(table=pa.array(["a", "b"]).dictionary_encode())
+    assert reason_of(stream(dictionary, compression="zstd")) == "compressed"
+    schema_only = pa.RecordBatch.from_pydict(columns()).schema.serialize().to_pybytes()
+    assert reason_of(schema_only) == "truncated"
+    assert reason_of(schema_only + b"\xff\xff\xff\xff\0\0\0\0") == "empty"
+    none = {name: column[:0] for name, column in columns().items()}
+    assert reason_of(stream(none)) == "empty"
+
+
+def test_every_truncation_is_refused():
+    good = encode_arrow([AccessBatch("t", np.arange(50, dtype=np.int64), 0, 1.0)])
+    for length in range(len(good)):
+        assert reason_of(good[:length]) in ("truncated", "empty", "corrupt")
+
+
+def test_too_many_entries():
+    many = codec.MAX_ENTRIES + 1
+    payload = stream(
+        {
+            "table": pa.array(["t"] * many),
+            "rows": pa.array([[]] * many, type=pa.list_(pa.int32())),
+            "source_rank": pa.array([0] * many, type=pa.int32()),
+            "event_time": pa.array([0.0] * many),
+        }
+    )
+    assert reason_of(payload, limit=1 << 24) == "too_many_entries"
+    assert reason_of(b"{}\n" * many, limit=1 << 24) == "too_many_entries"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "bad_json"),
+        ("[1]\n", "not_arrow_or_json"),
+        ('{"table": "t"}', "wrong_schema"),
+        ('{"table":"t","rows":[1],"source_rank":0,"event_time":1,"lengths":[1]}', "wrong_schema"),
+        ('{"table":"t","rows":[1.5],"source_rank":0,"event_time":1}', "wrong_type"),
+        ('{"table":"t","rows":[true],"source_rank":0,"event_time":1}', "wrong_type"),
+        ('{"table":"t","rows":[1,true],"source_rank":0,"event_time":1}', "wrong_type"),
+        ('{"table":"t","rows":[[1]],"source_rank":0,"event_time":1}', "wrong_type"),
+        ('{"table":"t","rows":"1","source_rank":0,"event_time":1}', "wrong_type"),
+        ('{"table":"t","rows":["1"],"source_rank":0,"event_time":1}', "wrong_type"),
+        ('{"table":"t","rows":[9223372036854775808],"source_rank":0,"event_time":1}', "wrong_type"),
+        ('{"table":"t","rows":[null],"source_rank":0,"event_time":1}', "null_value"),
+        ('{"table":null,"rows":[1],"source_rank":0,"event_time":1}', "null_value"),
+        ('{"table":7,"rows":[1],"source_rank":0,"event_time":1}', "wrong_type"),
+        ('{"table":"","rows":[1],"source_rank":0,"event_time":1}', "bad_table_name"),
+        ('{"table":"t","rows":[1],"source_rank":true,"event_time":1}', "wrong_type"),
+        ('{"table":"t","rows":[1],"source_rank":-1,"event_time":1}', "bad_source_rank"),
+        ('{"table":"t","rows":[1],"source_rank":0,"event_time":"now"}', "wrong_type"),
+        ('{"table":"t","rows":[1],"source_rank":0,"event_time":NaN}', "bad_json"),
+        ('{"table":"t","rows":[1],"source_rank":0,"event_time":1e300}', "bad_event_time"),
+        ('{"table":"t","rows":[1],"source_rank":0,"event_time":1,"sequence_lengths":[2]}', "bad_lengths"),
+        ('{"table":"t","rows":' + "[" * 100_000, "bad_json"),
+        ('{"table":"t","rows":[' + "9" * 10_000 + '],"source_rank":0,"event_time":1}', "bad_json"),
+    ],
+)
+def test_refused_json(line, reason):
+    assert reason_of(line.encode()) == reason
+
+
+def test_json_is_read_as_a_person_writes_it():
+    text = '\n{"event_time": 3, "table": "t", "rows": [1, 2], "source_rank": 7}\r\n\n' + json.dumps(
+        {"table": "u", "rows": [], "source_rank": 0, "event_time": 0.5, "sequence_lengths": []}
+    )
+    first, second = decode(text.encode(), MAX)
+    assert (first.table, first.rows.tolist(), first.source_rank, first.event_time_seconds) == ("t", [1, 2], 7, 3.0)
+    assert second.sequence_lengths.tolist() == []
+    assert reason_of(b'{"table":"\xff"}') == "bad_json"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=300), st.sampled_from([b"", b"\xff\xff\xff\xff", b"{", b'{"table":']))
+def test_random_bytes_only_raise_codec_errors(tail, head):
+    reason_of(head + tail)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_mutated_arrow_is_read_or_refused(data):
+    lengths = pa.array([[1, 2], [1]], type=pa.list_(pa.int32()))
+    table = pa.array(["a", "b"])
+    if data.draw(st.booleans()):
+        table = table.dictionary_encode()
+    payload = bytearray(stream(columns(sequence_lengths=lengths, table=table)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(4, len(payload) - 8))
+        if data.draw(st.booleans()):
+            payload[at] = data.draw(st.integers(0, 255))
+        else:
+            struct.pack_into("<q", payload, at, data.draw(st.sampled_from([-1, 0, 1, 2**31 - 1, 2**40, 2**62])))
+    try:
+        received = decode(bytes(payload), MAX)
+    except CodecError as error:
+        assert error.reason in REASONS
+        return
+    # Whatever was accepted is safe to read to the end.
+    assert sum(len(b.rows) for b in received) <= len(payload)
+    assert all(int(b.rows.astype(np.int64).sum()) is not None and len(b.table) <= 256 for b in received)
+
+
+@pytest.mark.parametrize("batch_list", [[], [AccessBatch("t", np.zeros(0, dtype=np.int32), 0, 0.0)] * 65_537])
+def test_encoder_refuses_what_the_decoder_would(batch_list):
+    with pytest.raises(StreamError):
+        encode_arrow(batch_list)
+
+
+@pytest.mark.parametrize(
+    ("rows", "lengths"),
+    [
+        (np.zeros(3), None),
+        (np.zeros((2, 2), dtype=np.int64), None),
+        (np.zeros(3, dtype=np.int64), np.array([1, 1], dtype=np.int32)),
+        (np.zeros(3, dtype=np.int64), np.array([4, -1], dtype=np.int32)),
+        (np.zeros(3, dtype=np.int64), np.array([3], dtype=np.int64)),
+    ],
+)
+def test_batch_checks_itself(rows, lengths):
+    with pytest.raises(StreamError):
+        AccessBatch("t", rows, 0, 0.0, lengths)
