@@ -1,5 +1,48 @@
-"""flexd keeps the embedding rows of a running recommender training in the right places."""
+"""flexd keeps the embedding rows of a running recommender training in the right places.
+
+The trainer's side is imported from here; names load on first use, so that the daemon and the CLI start without it.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+    from flexd.embedding.connect import connect
+    from flexd.embedding.jagged import Jagged
+    from flexd.embedding.optimizer import SGD, RowWiseAdagrad
+    from flexd.layout import RankLayout
+    from flexd.stream.publisher import Publisher
+
+_HOMES = {
+    "EmbeddingCollection": "flexd.embedding.collection",
+    "EmbeddingTable": "flexd.embedding.collection",
+    "Jagged": "flexd.embedding.jagged",
+    "Publisher": "flexd.stream.publisher",
+    "RankLayout": "flexd.layout",
+    "RowWiseAdagrad": "flexd.embedding.optimizer",
+    "SGD": "flexd.embedding.optimizer",
+    "connect": "flexd.embedding.connect",
+}
+
+__all__ = [
+    "SGD",
+    "EmbeddingCollection",
+    "EmbeddingTable",
+    "Jagged",
+    "Publisher",
+    "RankLayout",
+    "RowWiseAdagrad",
+    "__version__",
+    "connect",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'flexd' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""The trainer's side: embedding tables sharded over ranks, with hot rows replicated in tiers."""

@@ -1,0 +1,317 @@
+"""``flexd.EmbeddingCollection``: the module a trainer imports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from flexd.control.inbox import ChunkInbox
+from flexd.embedding.exchange import Agreement, Hop
+from flexd.embedding.features import FeatureMap
+from flexd.embedding.groups import ChainGroups, layout_from_environment
+from flexd.embedding.initial import initial_rows
+from flexd.embedding.jagged import Jagged
+from flexd.embedding.migrate import Migrator
+from flexd.embedding.optimizer import SGD, FusedOptimizer, RowOptimizer
+from flexd.embedding.route import Route, Router
+from flexd.embedding.store import TORCH_DTYPES, GroupStore
+from flexd.embedding.sync import Landed, ReplicaSync
+from flexd.embedding.traffic import Traffic
+from flexd.embedding.whole import gather_rows, replicas_bit_equal
+from flexd.errors import EmbeddingError, TopologyError
+from flexd.keyspace import KeySpace, TableSpec
+from flexd.layout import RankLayout
+
+MAX_PENDING_FORWARDS = 64
+
+
+@dataclass(frozen=True)
+class EmbeddingTable:
+    """One table of a collection.
+
+    Attributes:
+        features: inputs that look rows up here; default: one named like the table.
+        init_scale: initial values are uniform in [-init_scale, init_scale); default 1/sqrt(rows), as TorchRec.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    features: tuple[str, ...] = ()
+    dtype: str = "float32"
+    init_scale: float | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.rows**-0.5 if self.init_scale is None else self.init_scale
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        return self.features or (self.name,)
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of one route forward; its gradients wait in the collection for ``optimizer.step``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, collection: EmbeddingCollection, pending: _Pending
+    ) -> tuple[torch.Tensor, ...]:
+        del anchor
+        ctx.collection, ctx.pending = collection, pending
+        return tuple(collection._router.fetch(pending.route))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
+        ctx.pending.add(ctx.collection._router.reduce(ctx.pending.route, list(grads)))
+        return None, None, None
+
+
+class _Pending:
+    """A forward pass whose gradients have not been pushed yet: per group [rows of this rank, dim], or nothing."""
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+        self.grads: list[torch.Tensor] | None = None
+
+    def add(self, grads: list[torch.Tensor]) -> None:
+        self.grads = grads if self.grads is None else [a + b for a, b in zip(self.grads, grads, strict=True)]
+
+
+class EmbeddingCollection(nn.Module):
+    """Un-pooled lookups in tables sharded over all ranks, with hot rows replicated as the daemon says.
+
+    ``forward``, ``optimizer.step`` and ``load_state_dict`` are collective. Chunks of row migrations are applied at
+    the start of a forward pass that no unstepped backward pass depends on. Without a daemon (``flexd.connect``) all
+    rows stay home and the module is a two-hop row-wise sharded embedding.
+
+    Args:
+        tables: equal on all ranks, in the same order as in the daemon's configuration.
+        optimizer: of all rows; stepped by ``self.optimizer.step()``.
+        layout: nodes x local ranks; default from torchrun's ``LOCAL_WORLD_SIZE`` (one node without it).
+        replica_fraction: replica slots of each rank, as a fraction of all rows of the dim-group.
+        replica_slots: the same as absolute numbers, one a dim-group; instead of ``replica_fraction``.
+        average_gradients: divide gradients by the world size, as ``DistributedDataParallel`` does for the rest.
+        exchange: "chain" (DESIGN: two hops), "direct" (every rank asks every home) or "direct_no_dedup" (what
+            sharded modules do by default); the last two are for comparison.
+        max_migration_bytes_per_step: cap on copied rows at one step (a chunk above it is applied alone).
+        seed: of the initial values; the same seed gives the same tables on any number of ranks.
+
+    Raises:
+        TopologyError: layout and process group disagree, or ranks were given different tables.
+        EmbeddingError: two tables read the same feature, or the replica budget is malformed.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingTable],
+        *,
+        optimizer: RowOptimizer | None = None,
+        layout: RankLayout | None = None,
+        replica_fraction: float = 0.0,
+        replica_slots: Sequence[int] | None = None,
+        average_gradients: bool = True,
+        exchange: str = "chain",
+        max_migration_bytes_per_step: int = 4 * 2**20,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        row_optimizer = optimizer or SGD()
+        self.tables = tuple(tables)
+        self.keyspace = KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, row_optimizer.name) for t in tables])
+        self.traffic = Traffic()
+        self._groups = ChainGroups(layout or layout_from_environment(), self.traffic)
+        self.layout = self._groups.layout
+        self.rank = self._groups.rank
+        self.device = torch.device(device)
+        self._check_same_tables()
+        self._features = FeatureMap(
+            self.keyspace, [table.feature_names for table in self.tables], self.rank, self.device
+        )
+        self.replica_slots = self._replica_slots(replica_fraction, replica_slots)
+        self._stores = [
+            GroupStore(group, self.layout, self.rank, slots, self.device)
+            for group, slots in zip(self.keyspace.groups, self.replica_slots, strict=True)
+        ]
+        self._seed = seed
+        self._initialise()
+        self._router = Router(self._stores, self._hops(exchange), self.traffic, dedup=exchange != "direct_no_dedup")
+        self._sync = ReplicaSync(self._groups, self._stores, row_optimizer, self.traffic)
+        self.migrator = Migrator(self._groups, self._stores, self.traffic)
+        self.inbox = ChunkInbox(self.keyspace, self.layout, self.rank, self.replica_slots)
+        self._max_migration_bytes = max_migration_bytes_per_step
+        self._scale = 1.0 / self.layout.world_size if average_gradients else 1.0
+        self._pending: list[_Pending] = []
+        self._stale_replicas = False
+        self.steps = 0
+        self.apply_seconds = 0.0
+        # The anchor gives autograd a reason to call backward, and schedulers a parameter group. It is hidden from
+        # named_parameters(): DDP and dense optimizers must not see it.
+        self.__dict__["_anchor"] = nn.Parameter(torch.zeros((), device=self.device))
+        self.optimizer = FusedOptimizer(self.__dict__["_anchor"], row_optimizer.lr, self._push, self._pending.clear)
+
+    @property
+    def placement_version(self) -> int:
+        return self.inbox.applied_version
+
+    def forward(self, features: Mapping[str, Jagged]) -> dict[str, Jagged]:
+        """Looks up every feature given: ids [n] -> rows [n, dim], with the lengths of the input.
+
+        A feature of the collection that is missing on this rank counts as empty; the result has the features given.
+
+        Raises:
+            EmbeddingError: on every rank, if on any rank an id is out of range, of a wrong dtype, or of an unknown
+                feature. Nothing was looked up; the step may be tried again with other input.
+        """
+        grad = torch.is_grad_enabled() and self.training
+        if grad and len(self._pending) >= MAX_PENDING_FORWARDS:
+            raise EmbeddingError(
+                f"{MAX_PENDING_FORWARDS} forward passes without a step",
+                remedy="call optimizer.step() after backward(), or evaluate under torch.no_grad()",
+            )
+        if not self._pending:
+            self._apply_chunks()
+        error: EmbeddingError | None = None
+        try:
+            order, keys = self._features.keys(features)
+        except EmbeddingError as fault:
+            order, keys, error = [], self._features.no_keys(), fault
+        agreement = Agreement(self.inbox.begin_exchange(), 0 if error is None else self.rank + 1)
+        route = self._router.find(keys, agreement)
+        self.inbox.end_exchange(route.agreement.version)
+        if route.agreement.fault:
+            raise error or EmbeddingError(
+                f"rank {route.agreement.fault - 1} was given input that cannot be looked up",
+                remedy=f"see the error of rank {route.agreement.fault - 1}",
+            )
+        if grad:
+            pending = _Pending(route)
+            self._pending.append(pending)
+            rows = _Lookup.apply(self.__dict__["_anchor"], self, pending)  # type: ignore[no-untyped-call]
+        else:
+            rows = self._router.fetch(route)
+        return self._features.split(features, order, rows)
+
+    def _apply_chunks(self) -> None:
+        started = time.perf_counter()
+        if self._stale_replicas:
+            self.migrator.refresh()
+            self._stale_replicas = False
+        chunks = self.inbox.take(self._max_migration_bytes, self.migrator.copied_bytes)
+        for version, delta in chunks:
+            with torch.no_grad():
+                self.migrator.apply(delta)
+            self.inbox.applied(version)
+        if chunks:
+            self.apply_seconds += time.perf_counter() - started
+
+    def _push(self, lr: float) -> None:
+        if not self._pending:
+            return
+        landed: list[Landed] = [[] for _ in self._stores]
+        for pending in self._pending:
+            grads = pending.grads or [
+                store.rows.new_zeros((stop.rows, store.rows.shape[1]))
+                for store, stop in zip(self._stores, pending.route.stops[0], strict=True)
+            ]
+            if self._scale != 1.0:
+                grads = [grad * self._scale for grad in grads]
+            for group, parts in enumerate(self._router.push(pending.route, grads)):
+                landed[group].extend(parts)
+        self._pending.clear()
+        self._sync.update(landed, lr)
+        self.steps += 1
+
+    def _replica_slots(self, fraction: float, slots: Sequence[int] | None) -> tuple[int, ...]:
+        if slots is None:
+            slots = [int(fraction * group.rows) for group in self.keyspace.groups]
+        if not 0.0 <= fraction <= 1.0 or len(slots) != len(self.keyspace.groups) or min(slots) < 0:
+            raise EmbeddingError(
+                f"replica budget: fraction {fraction}, slots {list(slots)} for {len(self.keyspace.groups)} dim-groups",
+                remedy="a fraction of 0 to 1, or one number of slots a dim-group",
+            )
+        return tuple(int(count) for count in slots)
+
+    def _hops(self, exchange: str) -> list[Hop]:
+        layout = self.layout
+        dims = [group.dim for group in self.keyspace.groups]
+        world, local_ranks = layout.world_size, layout.local_ranks
+        if exchange == "chain":
+            hops = [
+                Hop(self._groups.node, lambda keys: keys % local_ranks, dims),
+                Hop(self._groups.rail, lambda keys: keys % world // local_ranks, dims),
+            ]
+        elif exchange in ("direct", "direct_no_dedup"):
+            hops = [Hop(self._groups.world, lambda keys: keys % world, dims)]
+        else:
+            raise EmbeddingError(f"exchange {exchange!r}", remedy="one of chain, direct, direct_no_dedup")
+        return [hop for hop in hops if hop.peers.size > 1]
+
+    def _initialise(self) -> None:
+        for store in self._stores:
+            keys = store.home_keys()
+            tables, rows = self.keyspace.table_rows(keys)
+            for table in store.group.tables:
+                at = np.flatnonzero(tables == table)
+                spec = self.tables[table]
+                values = initial_rows(spec.name, rows[at], spec.dim, store.dtype, scale=spec.scale, seed=self._seed)
+                store.rows[torch.from_numpy(at).to(self.device)] = values.to(self.device)
+
+    def _check_same_tables(self) -> None:
+        if self._groups.world.size == 1:
+            return
+        mine = torch.tensor([int(self.keyspace.digest[:15], 16)], dtype=torch.int64, device=self.device)
+        everyone = self._groups.world.all_gather(mine).view(-1).tolist()
+        if len(set(everyone)) > 1:
+            odd = [rank for rank, digest in enumerate(everyone) if digest != everyone[0]]
+            raise TopologyError(
+                f"ranks {odd} have other tables than rank 0", remedy="construct the same tables on every rank"
+            )
+
+    def initial_table(self, name: str) -> torch.Tensor:
+        """[rows, dim] initial values of a whole table, as training on one process would start from."""
+        spec = self.tables[self.keyspace.index[name]]
+        dtype = TORCH_DTYPES[spec.dtype]
+        return initial_rows(spec.name, np.arange(spec.rows), spec.dim, dtype, scale=spec.scale, seed=self._seed)
+
+    def gather_table(self, name: str) -> torch.Tensor:
+        """Collective. [rows, dim] of a whole table on every rank: for small tables, tests and exports."""
+        table = self.keyspace.index[name]
+        store = next(store for store in self._stores if table in store.group.tables)
+        return gather_rows(self._groups, store, int(self.keyspace.first_key[table]), self.keyspace.tables[table].rows)
+
+    def replicas_bit_equal(self) -> bool:
+        """Collective. Do all replicas, with optimizer state, equal their home copies bit for bit?"""
+        with self.traffic.uncounted():
+            return replicas_bit_equal(self._groups, self._stores)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for index, store in enumerate(self._stores):
+            destination[f"{prefix}group{index}.rows"] = store.rows[: store.home_rows].clone()
+            destination[f"{prefix}group{index}.state"] = store.state[: store.home_rows].clone()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        strict, missing, errors = args[1], args[2], args[4]
+        for index, store in enumerate(self._stores):
+            for name, held in (("rows", store.rows), ("state", store.state)):
+                key = f"{prefix}group{index}.{name}"
+                value = state_dict.get(key)
+                if value is None:
+                    if strict:
+                        missing.append(key)
+                elif value.shape != (store.home_rows, held.shape[1]):
+                    errors.append(
+                        f"{key}: shape {tuple(value.shape)}, this rank holds {(store.home_rows, held.shape[1])}: "
+                        "the state was saved by another rank or world size"
+                    )
+                else:
+                    held[: store.home_rows].copy_(value)
+        self._stale_replicas = True

@@ -1,0 +1,130 @@
+"""The process groups of the chain, and collectives over them that count what they send."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from flexd.embedding.traffic import Traffic
+from flexd.errors import TopologyError
+from flexd.layout import RankLayout
+
+# torch 2.13 renamed it and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Peers:
+    """One group of ranks that a rank exchanges with; collectives over a single rank are skipped.
+
+    Args:
+        ranks: ascending global ranks of the group, this rank among them.
+        inter_node: does a message to another member leave the node? One answer for a rail or a node; for the whole
+            world it is told by peer.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int, layout: RankLayout, traffic: Traffic
+    ) -> None:
+        self.group = group
+        self.ranks = list(ranks)
+        self.size = len(self.ranks)
+        self.index = self.ranks.index(rank)
+        node = layout.node_of(rank)
+        self.far = [layout.node_of(peer) != node for peer in self.ranks]
+        self._traffic = traffic
+
+    def _count(self, bytes_by_peer: Sequence[int]) -> None:
+        intra = inter = 0
+        for peer, sent in enumerate(bytes_by_peer):
+            if peer == self.index:
+                continue
+            if self.far[peer]:
+                inter += sent
+            else:
+                intra += sent
+        self._traffic.sent(intra, inter)
+
+    def _count_even(self, total: int) -> None:
+        """A collective whose sent bytes spread evenly over the other members."""
+        others = self.size - 1
+        far = sum(self.far)
+        self._traffic.sent(total * (others - far) // others, total * far // others)
+
+    def all_to_all(self, send: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> torch.Tensor:
+        """Flat ``send`` split by peer -> flat received, split by ``receive_counts``."""
+        if self.size == 1:
+            return send
+        received = send.new_empty(sum(receive_counts))
+        dist.all_to_all_single(received, send, list(receive_counts), list(send_counts), group=self.group)
+        self._count([count * send.element_size() for count in send_counts])
+        return received
+
+    def all_reduce(self, flat: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """In place; bit-equal on every member."""
+        if self.size == 1 or flat.numel() == 0:
+            return
+        dist.all_reduce(flat, op=op, group=self.group)
+        self._count_even(2 * flat.numel() * flat.element_size() * (self.size - 1) // self.size)
+
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+        """[n, ...] on every member (equal shapes) -> [size, n, ...]."""
+        if self.size == 1:
+            return part.unsqueeze(0)
+        parts = part.new_empty((self.size, *part.shape))
+        if part.numel():
+            _all_gather(parts.view(-1), part.reshape(-1), group=self.group)
+            self._count_even(part.numel() * part.element_size() * (self.size - 1))
+        return parts
+
+
+class ChainGroups:
+    """World, node and rail of one rank.
+
+    Collective: every rank of the default process group constructs it at the same point. Without
+    ``torch.distributed`` the world is one rank.
+
+    Raises:
+        TopologyError: the layout does not have as many ranks as the default process group.
+    """
+
+    def __init__(self, layout: RankLayout, traffic: Traffic) -> None:
+        live = dist.is_available() and dist.is_initialized()
+        world_size = dist.get_world_size() if live else 1
+        self.rank = dist.get_rank() if live else 0
+        if layout.world_size != world_size:
+            raise TopologyError(
+                f"layout of {layout.nodes} nodes x {layout.local_ranks} local ranks, but the process group has "
+                f"{world_size} ranks",
+                remedy="pass the layout of this job, or launch as many ranks as it has",
+            )
+        self.layout = layout
+        node_groups = [self._new(layout.node_ranks(node), live) for node in range(layout.nodes)]
+        rail_groups = [self._new(layout.rail_ranks(local), live) for local in range(layout.local_ranks)]
+        node, local = layout.node_of(self.rank), layout.local_rank_of(self.rank)
+        everyone = list(range(world_size))
+        self.world = Peers(dist.group.WORLD if live else None, everyone, self.rank, layout, traffic)
+        self.node = Peers(node_groups[node], layout.node_ranks(node), self.rank, layout, traffic)
+        self.rail = Peers(rail_groups[local], layout.rail_ranks(local), self.rank, layout, traffic)
+
+    @staticmethod
+    def _new(ranks: list[int], live: bool) -> dist.ProcessGroup | None:
+        return dist.new_group(ranks) if live and len(ranks) > 1 else None
+
+
+def layout_from_environment() -> RankLayout:
+    """Nodes and local ranks as torchrun tells them (``LOCAL_WORLD_SIZE``); one node without it.
+
+    Raises:
+        TopologyError: the world size is no multiple of ``LOCAL_WORLD_SIZE``.
+    """
+    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if local < 1 or world_size % local:
+        raise TopologyError(
+            f"LOCAL_WORLD_SIZE={local} does not divide the world size {world_size}",
+            remedy="pass layout=RankLayout(nodes, local_ranks)",
+        )
+    return RankLayout(world_size // local, local)

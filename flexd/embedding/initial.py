@@ -1,0 +1,38 @@
+"""Initial row values as a function of (seed, table, row, column) alone.
+
+Any sharding over any number of ranks starts from the same table, and no rank ever holds more than its share.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_BLOCK_ROWS = 1 << 16
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators (OOPSLA 2014), the finaliser."""
+    x = x + _GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def initial_rows(
+    table: str, rows: npt.NDArray[np.int64], dim: int, dtype: torch.dtype, *, scale: float, seed: int
+) -> torch.Tensor:
+    """[n, dim] values of the given rows of a table, uniform in [-scale, scale)."""
+    out = torch.empty((len(rows), dim), dtype=dtype)
+    salt = np.uint64(zlib.crc32(table.encode()) << 32 | (seed & 0xFFFFFFFF))
+    columns = np.arange(dim, dtype=np.uint64)
+    for start in range(0, len(rows), _BLOCK_ROWS):
+        block = rows[start : start + _BLOCK_ROWS].astype(np.uint64)
+        bits = _splitmix64(_splitmix64(block + salt)[:, None] + columns[None, :])
+        unit = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        out[start : start + len(block)] = torch.from_numpy((unit * 2 - 1) * scale).to(dtype)
+    return out

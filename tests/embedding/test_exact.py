@@ -1,0 +1,108 @@
+"""Invariants 1-3: migrations change neither losses nor tables, replicas are bit-equal, versions agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from exactness import Scenario, train_alone
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rank_pool import RankPool
+
+from flexd.layout import RankLayout
+
+Ranks = Callable[[int], RankPool]
+
+
+def check(scenario: Scenario, ranks: Ranks, tolerance: float = 1e-9) -> list[dict]:
+    results = ranks(scenario.layout.world_size).run("exactness:train", scenario)
+    losses, tables = train_alone(scenario)
+    for rank, result in enumerate(results):
+        np.testing.assert_allclose(result["losses"], losses[rank], rtol=0, atol=tolerance)
+        assert result["unequal"] == 0, "a replica differed from its home copy"
+        assert result["versions"] == results[0]["versions"], "ranks at different placement versions"
+        assert result["digest"] == results[0]["digest"]
+        for name, table in tables.items():
+            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=tolerance)
+    return results
+
+
+LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]
+
+
+@pytest.mark.parametrize(("nodes", "local_ranks"), [*LAYOUTS, (3, 2)])
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+def test_training_equals_one_process(ranks: Ranks, nodes: int, local_ranks: int, optimizer: str) -> None:
+    results = check(Scenario(nodes, local_ranks, optimizer, seed=nodes * 10 + local_ranks), ranks)
+    assert results[0]["versions"][-1] >= 3, "the scenario must really migrate rows"
+
+
+@pytest.mark.parametrize("exchange", ["direct", "direct_no_dedup"])
+def test_direct_exchange_is_exact_too(ranks: Ranks, exchange: str) -> None:
+    check(Scenario(2, 2, "rowwise_adagrad", exchange=exchange), ranks)
+
+
+@pytest.mark.parametrize(("nodes", "local_ranks"), [(2, 2), (2, 1)])
+def test_tables_of_two_dims(ranks: Ranks, nodes: int, local_ranks: int) -> None:
+    check(Scenario(nodes, local_ranks, "rowwise_adagrad", two_dims=True), ranks)
+
+
+def test_several_passes_a_step(ranks: Ranks) -> None:
+    check(Scenario(2, 2, "rowwise_adagrad", passes=3), ranks)
+
+
+def test_float32_to_rounding(ranks: Ranks) -> None:
+    check(Scenario(2, 2, "rowwise_adagrad", dtype="float32"), ranks, tolerance=1e-5)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    optimizer=st.sampled_from(["sgd", "rowwise_adagrad"]),
+    seed=st.integers(0, 10_000),
+    fraction=st.sampled_from([0.05, 0.3, 1.0]),
+    every=st.integers(1, 3),
+    two_dims=st.booleans(),
+)
+def test_any_schedule_of_migrations(
+    ranks: Ranks, layout: tuple[int, int], optimizer: str, seed: int, fraction: float, every: int, two_dims: bool
+) -> None:
+    check(
+        Scenario(
+            *layout, optimizer, seed=seed, steps=12, replica_fraction=fraction, migrate_every=every, two_dims=two_dims
+        ),
+        ranks,
+    )
+
+
+def test_migrations_cut_the_all_to_all(ranks: Ranks) -> None:
+    still = ranks(4).run("exactness:train", Scenario(2, 2, migrate_every=1000))
+    moving = ranks(4).run("exactness:train", Scenario(2, 2))
+    for kind in ("node_accesses", "device_accesses"):
+        assert sum(r["traffic"][kind] for r in still) == 0
+        assert sum(r["traffic"][kind] for r in moving) > 0
+    inter = [sum(r["traffic"]["all_to_all_inter_bytes"] for r in results) for results in (still, moving)]
+    assert inter[1] < inter[0]
+    accesses = [
+        sum(r["traffic"][f"{tier}_accesses"] for tier in ("home", "node", "device") for r in results)
+        for results in (still, moving)
+    ]
+    assert accesses[0] == accesses[1], "every lookup is counted once, at the tier that answers it"
+
+
+@pytest.mark.parametrize(("nodes", "local_ranks", "guilty"), [(1, 1, 0), (2, 2, 3), (2, 1, 0), (1, 2, 1)])
+def test_bad_input_is_an_error_on_every_rank(ranks: Ranks, nodes: int, local_ranks: int, guilty: int) -> None:
+    layout = RankLayout(nodes, local_ranks)
+    texts = ranks(layout.world_size).run("exactness:bad_input", layout, guilty)
+    expected = ["row 50 of table 'item' is outside 0..49", "row -1", "torch.float32", "'nothing'"]
+    for rank, got in enumerate(texts):
+        for text, cause in zip(got, expected, strict=True):
+            assert (cause if rank == guilty else f"rank {guilty} was given input") in text
+
+
+def test_a_chunk_beyond_the_budget_is_refused(ranks: Ranks) -> None:
+    for text in ranks(4).run("exactness:refused", RankLayout(2, 2)):
+        assert "needs" in text
+        assert "replica slots" in text

@@ -1,0 +1,204 @@
+"""Training on ranks with random migrations, and the same training in one process with nn.Embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.jagged import Jagged
+from flexd.embedding.optimizer import SGD, RowWiseAdagrad
+from flexd.errors import ChunkRefusedError
+from flexd.keyspace import KeySpace, TableSpec
+from flexd.layout import RankLayout, Tier
+from flexd.placement import Delta, Placement
+
+
+@dataclass(frozen=True)
+class Scenario:
+    nodes: int
+    local_ranks: int
+    optimizer: str = "sgd"
+    exchange: str = "chain"
+    steps: int = 20
+    seed: int = 0
+    dtype: str = "float64"
+    replica_fraction: float = 0.4
+    migrate_every: int = 2
+    two_dims: bool = False
+    passes: int = 1
+
+    @property
+    def layout(self) -> RankLayout:
+        return RankLayout(self.nodes, self.local_ranks)
+
+
+def tables_of(scenario: Scenario) -> list[EmbeddingTable]:
+    dims = (8, 12) if scenario.two_dims else (8, 8)
+    return [
+        EmbeddingTable("item", 61, dims[0], ("history", "target"), scenario.dtype, init_scale=0.5),
+        EmbeddingTable("shop", 17, dims[1], (), scenario.dtype, init_scale=0.5),
+    ]
+
+
+def row_optimizer(scenario: Scenario) -> SGD | RowWiseAdagrad:
+    return SGD(lr=0.3) if scenario.optimizer == "sgd" else RowWiseAdagrad(lr=0.1)
+
+
+def batch(scenario: Scenario, step: int, rank: int) -> dict[str, Jagged]:
+    """Skewed ids; now and then empty, all-unique, or without a feature."""
+    rng = np.random.default_rng([scenario.seed, step, rank])
+    samples = int(rng.integers(0, 5))
+    out = {}
+    for name, rows in (("history", 61), ("target", 61), ("shop", 17)):
+        if rng.random() < 0.15:
+            continue
+        lengths = rng.integers(0, 6, size=samples)
+        count = int(lengths.sum())
+        ids = rng.permutation(rows)[:count] if rng.random() < 0.2 else (rng.zipf(1.3, count) - 1) % rows
+        lengths = lengths if len(ids) == count else np.array([len(ids)])
+        out[name] = Jagged(
+            torch.from_numpy(ids.astype(np.int32 if rng.random() < 0.5 else np.int64)), torch.from_numpy(lengths)
+        )
+    return out
+
+
+def loss_of(rows: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Any smooth function that couples the features."""
+    total = sum((values.tanh() ** 2).sum() for values in rows.values())
+    mixed = torch.stack([values.sum() for values in rows.values()]).sum() if rows else torch.zeros(())
+    return total * 0.1 + (mixed * 0.05).sin()
+
+
+def random_chunks(scenario: Scenario, keyspace: KeySpace, slots: tuple[int, ...]) -> list[Delta]:
+    """A chunk every ``migrate_every`` steps that fits every rank, in every direction between tiers."""
+    rng = np.random.default_rng([scenario.seed, 999])
+    placement = Placement.empty()
+    chunks = []
+    limits = np.array(slots)
+    for _ in range(scenario.steps // scenario.migrate_every):
+        keys = np.sort(rng.choice(keyspace.total_rows, size=int(rng.integers(1, 24)), replace=False)).astype(np.int64)
+        old = placement.tiers_of(keys)
+        new = rng.integers(0, 3, size=len(keys)).astype(np.uint8)
+        changed = new != old
+        delta = Delta(keys[changed], old[changed], new[changed])
+        after = placement.apply(delta)
+        group = keyspace.group_of(after.keys)
+        used = [
+            scenario.layout.replica_slots_used(after.keys[group == g], after.tiers[group == g]).max(initial=0)
+            for g in range(len(limits))
+        ]
+        if (np.array(used) <= limits).all():
+            placement = after
+            chunks.append(delta)
+    return chunks
+
+
+def train(rank: int, scenario: Scenario) -> dict[str, object]:
+    """On one rank. Chunks arrive at each rank at its own time; replicas are compared after every step."""
+    collection = EmbeddingCollection(
+        tables_of(scenario), optimizer=row_optimizer(scenario), layout=scenario.layout,
+        replica_fraction=scenario.replica_fraction, exchange=scenario.exchange, seed=scenario.seed,
+        max_migration_bytes_per_step=2000,
+    )  # fmt: skip
+    chunks = random_chunks(scenario, collection.keyspace, collection.replica_slots)
+    rng = np.random.default_rng([scenario.seed, 7, rank])
+    losses, versions, unequal = [], [], 0
+    for step in range(scenario.steps):
+        due = min(len(chunks), step // scenario.migrate_every)
+        while collection.inbox._received_version < due and rng.random() < 0.7:
+            version = collection.inbox._received_version + 1
+            collection.inbox.offer(version, chunks[version - 1])
+        for index in range(scenario.passes):
+            out = collection(batch(scenario, step * scenario.passes + index, rank))
+            loss = loss_of({name: jagged.values for name, jagged in out.items()})
+            if loss.requires_grad:
+                loss.backward()
+            losses.append(float(loss.detach()))
+        collection.optimizer.step()
+        versions.append(collection.placement_version)
+        unequal += not collection.replicas_bit_equal()
+        with torch.no_grad():
+            collection.eval()
+            collection(batch(scenario, 10_000 + step, rank))
+            collection.train()
+    tables = {table.name: collection.gather_table(table.name).numpy() for table in collection.tables}
+    keys, tiers = collection.migrator.placement()
+    return {
+        "losses": losses, "versions": versions, "unequal": unequal, "tables": tables, "chunks": len(chunks),
+        "traffic": collection.traffic.totals(), "digest": collection.migrator.digest,
+        "placement": (keys, tiers),
+    }  # fmt: skip
+
+
+def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.ndarray]]:
+    """Losses by rank and the final tables, from plain nn.Embedding tables in this process."""
+    specs = {table.name: table for table in tables_of(scenario)}
+    reference = EmbeddingCollection(list(specs.values()), layout=RankLayout(1, 1), seed=scenario.seed)
+    tables = {name: nn.Embedding.from_pretrained(reference.initial_table(name), freeze=False) for name in specs}
+    table_of = {"history": "item", "target": "item", "shop": "shop"}
+    world = scenario.layout.world_size
+    adagrad = {name: torch.zeros(spec.rows, 1, dtype=torch.float64) for name, spec in specs.items()}
+    losses: list[list[float]] = [[] for _ in range(world)]
+    for step in range(scenario.steps):
+        for table in tables.values():
+            table.weight.grad = torch.zeros_like(table.weight)
+        for rank in range(world):
+            for index in range(scenario.passes):
+                features = batch(scenario, step * scenario.passes + index, rank)
+                rows = {name: tables[table_of[name]](jagged.values) for name, jagged in features.items()}
+                loss = loss_of(rows)
+                if loss.requires_grad:
+                    (loss / world).backward()
+                losses[rank].append(float(loss.detach()))
+        with torch.no_grad():
+            for name, table in tables.items():
+                grad = table.weight.grad
+                assert grad is not None
+                if scenario.optimizer == "sgd":
+                    table.weight -= 0.3 * grad
+                else:
+                    adagrad[name] += grad.double().square().mean(dim=1, keepdim=True)
+                    table.weight -= 0.1 * grad / (adagrad[name].sqrt() + 1e-8).to(grad.dtype)
+    return losses, {name: table.weight.detach().numpy() for name, table in tables.items()}
+
+
+def bad_input(rank: int, layout: RankLayout, guilty: int) -> list[str]:
+    """One rank passes bad ids; all ranks are to see an error, and to go on afterwards."""
+    from flexd.errors import EmbeddingError
+
+    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
+    good = {"item": Jagged(torch.tensor([1, 2, 3]), torch.tensor([3]))}
+    faults = [
+        {"item": Jagged(torch.tensor([1, 50]), torch.tensor([2]))},
+        {"item": Jagged(torch.tensor([-1]), torch.tensor([1]))},
+        {"item": Jagged(torch.tensor([1.5]), torch.tensor([1]))},
+        {"nothing": Jagged(torch.tensor([1]), torch.tensor([1]))},
+    ]
+    texts = []
+    for fault in faults:
+        try:
+            collection(fault if rank == guilty else good)
+            texts.append("no error")
+        except EmbeddingError as error:
+            texts.append(str(error))
+        collection(good)["item"].values.sum().backward()
+        collection.optimizer.step()
+    return texts
+
+
+def refused(rank: int, layout: RankLayout) -> str:
+    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout, replica_slots=[1])
+    keys = np.arange(20, dtype=np.int64)
+    try:
+        collection.inbox.offer(1, Delta(keys, np.zeros(20, np.uint8), np.full(20, Tier.DEVICE, np.uint8)))
+    except ChunkRefusedError as error:
+        return str(error)
+    return "taken"
+
+
+def spec_digest() -> str:
+    return KeySpace([TableSpec("item", 61, 8)]).digest

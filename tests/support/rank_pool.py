@@ -1,0 +1,90 @@
+"""Real gloo ranks for tests: processes that stay up and run one function after another, each with a deadline."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing as mp
+import os
+import socket
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size),
+        GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if world_size > 1:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    pipe.send(("ready", None))
+    while True:
+        try:
+            name, args = pipe.recv()
+        except EOFError:
+            return
+        module, function = name.split(":")
+        try:
+            pipe.send(("ok", getattr(importlib.import_module(module), function)(rank, *args)))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+
+
+class RankPool:
+    """``world_size`` processes in one gloo process group. ``run`` calls ``module:function(rank, *args)`` on each."""
+
+    def __init__(self, world_size: int) -> None:
+        context = mp.get_context("spawn")
+        port = free_port()
+        self.world_size = world_size
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._collect(120)
+
+    def run(self, function: str, *args: Any, timeout: float = 120) -> list[Any]:
+        """Results by rank. Raises AssertionError with the first rank's traceback, TimeoutError past the deadline."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        return self._collect(timeout)
+
+    def _collect(self, timeout: float) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        results, errors = [], []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                self.close()
+                raise TimeoutError(f"rank {rank} of {self.world_size} did not answer in {timeout} s: {errors}")
+            kind, value = pipe.recv()
+            results.append(value)
+            if kind == "error":
+                errors.append(f"rank {rank}: {value}")
+        if errors:
+            raise AssertionError("\n".join(errors))
+        return results
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(10)
