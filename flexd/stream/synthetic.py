@@ -1,0 +1,149 @@
+"""A source that makes its own accesses: Zipf with drift, paced, and the same again from any position."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from flexd.errors import StreamError
+from flexd.stream.codec import encode_arrow
+from flexd.stream.types import AccessBatch, Message, Positions
+from flexd.stream.zipf import Int64Array, ZipfSampler
+
+PARTITION = "synthetic"
+
+
+class SyntheticSource:
+    """Message n is a pure function of n and the arguments, so a restored source repeats the stream exactly.
+
+    Message n holds the accesses of one table (the tables take turns) in stream time n * m / rate, where m is
+    ``accesses_per_message``. The row of popularity rank r is ``scatter(r - floor(drift * t))``: each second
+    ``drift_rows_per_second`` new rows enter at the top and every row falls as many ranks. ``scatter`` is a bijection
+    that spreads neighbouring ranks over the table.
+
+    Messages come due as the clock runs, at ``accesses_per_second``; what the reader has not fetched is ``lag``.
+
+    Args:
+        tables: (name, rows) of each table.
+        source_ranks: the messages claim to come from these many ranks in turn.
+        start_seconds: event time of message 0.
+        clock: monotonic seconds.
+        sleep: waits for a number of seconds.
+
+    Raises:
+        StreamError: no tables, or an argument out of range.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[tuple[str, int]],
+        *,
+        zipf_exponent: float = 1.05,
+        accesses_per_second: float = 1_000_000,
+        drift_rows_per_second: float = 0.0,
+        seed: int = 0,
+        accesses_per_message: int = 8192,
+        source_ranks: int = 1,
+        start_seconds: float = 0.0,
+        max_poll_messages: int = 256,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not tables or any(not 1 <= rows <= 2**40 for _, rows in tables):
+            raise StreamError("synthetic source: tables need 1 to 2^40 rows each", remedy="name at least one table")
+        positive = (zipf_exponent, accesses_per_second, accesses_per_message, source_ranks, max_poll_messages)
+        if not all(math.isfinite(v) and v > 0 for v in positive) or not drift_rows_per_second >= 0 or seed < 0:
+            raise StreamError(
+                "synthetic source: an argument is not positive", remedy="check rate, exponent, drift, seed"
+            )
+        self._tables = list(tables)
+        self._samplers = [ZipfSampler(rows, zipf_exponent) for _, rows in tables]
+        self._multipliers = [_scatter_multiplier(rows) for _, rows in tables]
+        self._seconds_per_message = accesses_per_message / accesses_per_second
+        self._drift = drift_rows_per_second
+        self._seed = seed
+        self._accesses_per_message = accesses_per_message
+        self._source_ranks = source_ranks
+        self._start_seconds = start_seconds
+        self._max_poll_messages = max_poll_messages
+        self._clock = clock
+        self._sleep = sleep
+        self._next = 0
+        self._first = 0
+        self._started_at = clock()
+        self._closed = False
+
+    @property
+    def problem(self) -> str | None:
+        return None
+
+    @property
+    def messages_lost(self) -> int:
+        return 0
+
+    @property
+    def positions_lost(self) -> int:
+        return 0
+
+    def poll(self, timeout_seconds: float) -> list[Message]:
+        if self._closed:
+            raise StreamError("synthetic source: closed")
+        due = self.lag()
+        if due == 0:
+            next_due = self._started_at + (self._next - self._first + 1) * self._seconds_per_message
+            self._sleep(max(0.0, min(timeout_seconds, next_due - self._clock())))
+            due = self.lag()
+        count = min(due, self._max_poll_messages)
+        messages = [self._message(self._next + i) for i in range(count)]
+        self._next += count
+        return messages
+
+    def restore(self, positions: Mapping[str, int]) -> None:
+        self._next = self._first = positions.get(PARTITION, 0)
+        self._started_at = self._clock()
+
+    def positions(self) -> Positions:
+        return {PARTITION: self._next}
+
+    def lag(self) -> int:
+        due = int((self._clock() - self._started_at) / self._seconds_per_message)
+        return max(0, due - (self._next - self._first))
+
+    def commit(self, positions: Mapping[str, int]) -> str | None:
+        return None
+
+    def close(self) -> None:
+        self._closed = True
+
+    def batch(self, number: int) -> AccessBatch:
+        """What message ``number`` holds."""
+        which = number % len(self._tables)
+        name, rows = self._tables[which]
+        # A counter-based generator: any message's stream is reached without making the ones before.
+        random = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, number, which, 0]))
+        seconds = number * self._seconds_per_message
+        ranks = self._samplers[which].sample(self._accesses_per_message, random)
+        ranks -= math.floor(self._drift * seconds)
+        ids = _scatter(ranks, rows, self._multipliers[which])
+        narrow = ids.astype(np.int32) if rows <= 2**31 else ids
+        return AccessBatch(
+            name, narrow, (number // len(self._tables)) % self._source_ranks, self._start_seconds + seconds
+        )
+
+    def _message(self, number: int) -> Message:
+        return Message(PARTITION, number, encode_arrow([self.batch(number)]))
+
+
+def _scatter_multiplier(rows: int) -> int:
+    """A factor coprime to ``rows`` near the golden ratio of it, small enough that products stay below 2^63."""
+    multiplier = max(1, min(int(rows * 0.6180339887), 2**62 // rows))
+    while math.gcd(multiplier, rows) != 1:
+        multiplier -= 1
+    return multiplier
+
+
+def _scatter(ranks: Int64Array, rows: int, multiplier: int) -> Int64Array:
+    return (ranks % rows) * multiplier % rows
