@@ -1,0 +1,1 @@
+"""The cluster that training runs on: link bandwidths, latencies, and the files that describe them."""

@@ -1,0 +1,146 @@
+"""Cluster descriptions as YAML: read, write, and the presets that ship with flexd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flexd.errors import TopologyError
+from flexd.topology.model import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel
+
+FORMAT_VERSION = 1
+MAX_FILE_BYTES = 2**20
+_PRESETS = resources.files("flexd.topology") / "presets"
+
+
+def preset_names() -> list[str]:
+    """Names of the presets, sorted."""
+    return sorted(item.name.removesuffix(".yaml") for item in _PRESETS.iterdir() if item.name.endswith(".yaml"))
+
+
+def load_preset(name: str) -> Cluster:
+    """Raises TopologyError if there is no such preset; the text lists those there are."""
+    names = preset_names()
+    if name not in names:
+        raise TopologyError(f"no topology preset {name!r}", remedy=f"one of {', '.join(names)}")
+    return parse_cluster((_PRESETS / f"{name}.yaml").read_text(encoding="utf-8"), origin=f"preset {name}")
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Reads a topology file. Raises TopologyError that names the file and the key at fault."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        text = data.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TopologyError(f"{path}: cannot be read: {error}", remedy="give a readable UTF-8 YAML file") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise TopologyError(f"{path}: larger than {MAX_FILE_BYTES} bytes", remedy="this is no topology file")
+    return parse_cluster(text, origin=str(path))
+
+
+def write_cluster(cluster: Cluster, path: Path) -> None:
+    """Writes a file that ``load_cluster`` reads back equal. Raises TopologyError if it cannot be written."""
+    try:
+        path.write_text(dump_cluster(cluster), encoding="utf-8")
+    except OSError as error:
+        raise TopologyError(f"{path}: cannot be written: {error}", remedy="give a writable path") from error
+
+
+def dump_cluster(cluster: Cluster) -> str:
+    """The cluster as YAML text."""
+    data: dict[str, Any] = {"version": FORMAT_VERSION, "name": cluster.name, "source": cluster.source}
+    for link in Link:
+        model = cluster.link(link)
+        data[link.value] = {"wire_bytes_per_second": model.wire_bytes_per_second} | {
+            collective.value: {
+                "latency_seconds": model.curve(collective).latency_seconds,
+                "points": [list(point) for point in model.curve(collective).points],
+            }
+            for collective in Collective
+        }
+    exposed = cluster.exposed
+    data["exposed"] = {"forward": exposed.forward, "backward": exposed.backward, "sync": exposed.sync}
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+
+
+def parse_cluster(text: str, origin: str) -> Cluster:
+    """YAML text to a cluster. Raises TopologyError that starts with ``origin`` and names the key at fault."""
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise TopologyError(f"{origin}: no valid YAML: {error}", remedy="correct the syntax") from error
+    top = _mapping(data, origin, {"version", "name", "source", "intra_node", "inter_node", "exposed"}, {"exposed"})
+    if top["version"] != FORMAT_VERSION:
+        raise TopologyError(f"{origin}: version: {top['version']!r}", remedy=f"this flexd reads {FORMAT_VERSION}")
+    share = {"forward", "backward", "sync"}
+    exposed = _mapping(top.get("exposed", {}), f"{origin}: exposed", share, share)
+    try:
+        return Cluster(
+            name=_text(top["name"], f"{origin}: name"),
+            source=_text(top["source"], f"{origin}: source"),
+            intra_node=_link(top["intra_node"], f"{origin}: intra_node"),
+            inter_node=_link(top["inter_node"], f"{origin}: inter_node"),
+            exposed=Exposed(**{key: _number(value, f"{origin}: exposed.{key}") for key, value in exposed.items()}),
+        )
+    except TopologyError as error:
+        if error.message.startswith(origin):
+            raise
+        raise TopologyError(f"{origin}: {error}") from error
+
+
+def _link(data: Any, where: str) -> LinkModel:
+    fields = _mapping(data, where, {"wire_bytes_per_second", *(c.value for c in Collective)}, set())
+    curves = {c.value: _curve(fields[c.value], f"{where}.{c}") for c in Collective}
+    return LinkModel(
+        wire_bytes_per_second=_number(fields["wire_bytes_per_second"], f"{where}.wire_bytes_per_second"), **curves
+    )
+
+
+def _curve(data: Any, where: str) -> CollectiveCurve:
+    fields = _mapping(data, where, {"latency_seconds", "points"}, set())
+    rows = fields["points"]
+    if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == 2 for row in rows):
+        raise TopologyError(f"{where}.points: {rows!r}", remedy="give a list of [message bytes, bytes per second]")
+    points = tuple(
+        (_number(size, f"{where}.points[{i}][0]"), _number(bandwidth, f"{where}.points[{i}][1]"))
+        for i, (size, bandwidth) in enumerate(rows)
+    )
+    try:
+        return CollectiveCurve(_number(fields["latency_seconds"], f"{where}.latency_seconds"), points)
+    except TopologyError as error:
+        raise TopologyError(error.message.replace("curve", where, 1), remedy=error.remedy) from error
+
+
+def _mapping(data: Any, where: str, keys: set[str], optional: set[str]) -> Mapping[str, Any]:
+    if not isinstance(data, dict):
+        raise TopologyError(f"{where}: must be a mapping, got {type(data).__name__}")
+    missing = sorted(keys - optional - data.keys())
+    if missing:
+        raise TopologyError(f"{where}: {missing[0]} is missing", remedy=f"keys: {', '.join(sorted(keys))}")
+    unknown = sorted(str(key) for key in data.keys() - keys)
+    if unknown:
+        raise TopologyError(f"{where}: {unknown[0]} is not a known key", remedy=f"keys: {', '.join(sorted(keys))}")
+    return data
+
+
+def _number(value: Any, where: str) -> float:
+    # YAML reads `1e9` (no dot) as text.
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TopologyError(f"{where}: {value!r} is not a number", remedy="give a number")
+    return float(value)
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise TopologyError(f"{where}: {value!r} is not text", remedy="give text")
+    return value
