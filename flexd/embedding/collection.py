@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +151,8 @@ class EmbeddingCollection(nn.Module):
         self._pending: list[_Pending] = []
         self._stale_replicas = False
         self.steps = 0
+        self.after_step: Callable[[], None] | None = None
+        """Called at the end of every ``optimizer.step``."""
         self.apply_seconds = 0.0
         # The anchor gives autograd a reason to call backward, and schedulers a parameter group. It is hidden from
         # named_parameters(): DDP and dense optimizers must not see it.
@@ -214,7 +216,7 @@ class EmbeddingCollection(nn.Module):
 
     def _push(self, lr: float) -> None:
         if not self._pending:
-            return
+            return  # nothing was looked up for training on any rank
         landed: list[Landed] = [[] for _ in self._stores]
         for pending in self._pending:
             grads = pending.grads or [
@@ -228,6 +230,8 @@ class EmbeddingCollection(nn.Module):
         self._pending.clear()
         self._sync.update(landed, lr)
         self.steps += 1
+        if self.after_step is not None:
+            self.after_step()
 
     def _replica_slots(self, fraction: float, slots: Sequence[int] | None) -> tuple[int, ...]:
         if slots is None:

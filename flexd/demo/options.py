@@ -1,0 +1,54 @@
+"""What ``flexd demo`` was asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexd.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """``flexd demo --help`` explains each; ``replica_budget`` is a fraction of all rows, per rank.
+
+    Raises:
+        ConfigError: a value that no run can have.
+    """
+
+    trace: Path | None = None
+    nodes: int = 2
+    local_ranks: int = 2
+    steps: int = 300
+    kafka: str | None = None
+    replica_budget: float = 0.05
+    output: str = "table"
+    plot: Path | None = None
+    kill_daemon_at: int | None = None
+    restart_daemon_after: int | None = None
+    dtype: str = "float32"
+    batch_size: int = 128
+    seed: int = 0
+    out_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        checks = {
+            "--nodes": (self.nodes, 1, 16),
+            "--local-ranks": (self.local_ranks, 1, 16),
+            "--steps": (self.steps, 20, 1_000_000),
+            "--batch-size": (self.batch_size, 2, 65_536),
+            "--replica-budget": (self.replica_budget, 0.0, 1.0),
+        }
+        for name, (value, lowest, highest) in checks.items():
+            if not lowest <= value <= highest:
+                raise ConfigError(f"{name} {value}", remedy=f"{lowest} to {highest}")
+        if self.dtype not in ("float32", "float64"):
+            raise ConfigError(f"--dtype {self.dtype}", remedy="float32 or float64")
+        if self.kill_daemon_at is not None and not 0 < self.kill_daemon_at < self.steps:
+            raise ConfigError(f"--kill-daemon-at {self.kill_daemon_at}", remedy=f"a step below --steps {self.steps}")
+        if self.restart_daemon_after is not None and self.kill_daemon_at is None:
+            raise ConfigError("--restart-daemon-after without --kill-daemon-at", remedy="give both")
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.local_ranks

@@ -1,0 +1,195 @@
+"""One training rank of the demo: ``python -m flexd.demo.rank SETUP.json RANK``.
+
+Progress goes to standard output, one JSON object a step; the full record to ``rank-R.npz`` in the run's directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import flexd
+from flexd.demo.model import NextItem, right_aligned
+from flexd.demo.trace import Batch, Batches, load_trace
+from flexd.stream.types import Sink
+
+TRAFFIC = (
+    "all_to_all_intra_bytes", "all_to_all_inter_bytes", "sync_intra_bytes", "sync_inter_bytes",
+    "migration_intra_bytes", "migration_inter_bytes", "home_accesses", "node_accesses", "device_accesses",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """What the runner tells every rank; written as JSON, so all fields are plain."""
+
+    trace: str
+    job: str
+    nodes: int
+    local_ranks: int
+    steps: int
+    batch_size: int
+    history: int
+    dim: int
+    dtype: str
+    learning_rate: float
+    dense_learning_rate: float
+    replica_budget: float
+    seed: int
+    store_port: int
+    control: str
+    directory: str
+    file_log: str
+    kafka: str | None
+    topic: str
+    check_every: int
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.local_ranks
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def load(path: Path) -> RunSetup:
+        return RunSetup(**json.loads(path.read_text()))
+
+    def batches(self) -> Batches:
+        return Batches(
+            load_trace(Path(self.trace)),
+            world_size=self.world_size,
+            batch_size=self.batch_size,
+            steps=self.steps,
+            history=self.history,
+            min_history=self.history // 2,
+        )
+
+    def tables(self, batches: Batches) -> list[flexd.EmbeddingTable]:
+        trace = batches.trace
+        return [
+            flexd.EmbeddingTable(name, int(rows), self.dim, dtype=self.dtype, init_scale=self.dim**-0.5)
+            for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
+        ]
+
+    def dense(self) -> NextItem:
+        torch.manual_seed(self.seed)
+        return NextItem(self.dim, self.history).to(getattr(torch, self.dtype))
+
+
+def features_of(batch: Batch, names: tuple[str, ...]) -> dict[str, flexd.Jagged]:
+    return {
+        name: flexd.Jagged(torch.from_numpy(ids), torch.from_numpy(lengths))
+        for name, ids, lengths in zip(names, batch.ids, batch.lengths, strict=True)
+        if len(ids)
+    }
+
+
+def loss_of(model: torch.nn.Module, batch: Batch, rows: list[torch.Tensor], history: int) -> torch.Tensor:
+    """The model's loss from each table's rows (in table order, tables without rows left out)."""
+    sequences, mask = right_aligned(
+        torch.cat(rows), torch.from_numpy(batch.order), torch.from_numpy(batch.sequence_lengths), history + 1
+    )
+    loss: torch.Tensor = model(sequences, mask)
+    return loss
+
+
+def _sink(setup: RunSetup, rank: int) -> Sink:
+    if setup.kafka:
+        from flexd.stream.kafka import KafkaSink
+
+        return KafkaSink(setup.kafka, setup.topic)
+    from flexd.stream.file_log import FileLogSink
+
+    return FileLogSink(Path(setup.file_log), f"rank-{rank}")
+
+
+def train(setup: RunSetup, rank: int) -> dict[str, Any]:
+    """Trains all steps and returns the record of this rank, by name."""
+    batches = setup.batches()
+    names = batches.trace.table_names
+    collection = flexd.EmbeddingCollection(
+        setup.tables(batches),
+        optimizer=flexd.RowWiseAdagrad(lr=setup.learning_rate),
+        layout=flexd.RankLayout(setup.nodes, setup.local_ranks),
+        replica_fraction=setup.replica_budget,
+        seed=setup.seed,
+    )
+    dense = setup.dense()
+    model: torch.nn.Module = DistributedDataParallel(dense) if setup.world_size > 1 else dense
+    dense_optimizer = torch.optim.SGD(dense.parameters(), lr=setup.dense_learning_rate)
+    publisher = flexd.Publisher(_sink(setup, rank), source_rank=rank)
+    connection = flexd.connect(collection, setup.control, job=setup.job)
+    record: dict[str, list[Any]] = {
+        name: [] for name in ("loss", "version", "seconds", "applied", "bit_equal", *TRAFFIC)
+    }
+    for step in range(setup.steps):
+        started = time.perf_counter()
+        before, applied_before = collection.traffic.totals(), collection.apply_seconds
+        batch = batches.batch(step, rank)
+        features = features_of(batch, names)
+        for name, jagged in features.items():
+            publisher.publish(name, jagged.values, jagged.lengths, event_time_seconds=batch.seconds)
+        out = collection(features)
+        loss = loss_of(model, batch, [out[name].values for name in names if name in out], setup.history)
+        dense_optimizer.zero_grad()
+        loss.backward()
+        dense_optimizer.step()
+        collection.optimizer.step()
+        seconds = time.perf_counter() - started
+        after = collection.traffic.totals()
+        record["loss"].append(loss.item())
+        record["version"].append(collection.placement_version)
+        record["seconds"].append(seconds)
+        record["applied"].append(collection.apply_seconds > applied_before)
+        if step % setup.check_every == 0 or step == setup.steps - 1:
+            record["bit_equal"].append(collection.replicas_bit_equal())
+        for name in TRAFFIC:
+            record[name].append(after[name] - before[name])
+        progress = {"step": step, "loss": loss.item(), "version": collection.placement_version, "seconds": seconds}
+        progress |= {name: record[name][-1] for name in TRAFFIC}
+        print(json.dumps(progress), flush=True)
+    publisher.close(5.0)
+    connection.close(5.0)
+    tables = {f"table/{name}": collection.gather_table(name).numpy() for name in names} if rank == 0 else {}
+    if rank == 0:
+        tables |= {f"dense/{name}": value.numpy() for name, value in dense.state_dict().items()}
+    return {
+        **{name: np.array(values) for name, values in record.items()},
+        "publisher_dropped": np.array(publisher.counters().dropped),
+        **tables,
+    }
+
+
+def main() -> int:
+    setup, rank = RunSetup.load(Path(sys.argv[1])), int(sys.argv[2])
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if setup.world_size > 1:
+        store = dist.TCPStore(
+            "127.0.0.1", setup.store_port, setup.world_size, is_master=rank == 0, timeout=timedelta(seconds=60)
+        )
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=setup.world_size, timeout=timedelta(seconds=120)
+        )
+    record = train(setup, rank)
+    np.savez(Path(setup.directory) / f"rank-{rank}.npz", **record)
+    if setup.world_size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

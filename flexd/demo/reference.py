@@ -1,0 +1,112 @@
+"""The same training in one plain process, and what row-wise sharding would have sent for the same batches.
+
+``python -m flexd.demo.reference SETUP.json`` writes ``reference.npz`` beside the ranks' records.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from flexd.demo.rank import RunSetup, features_of, loss_of
+from flexd.demo.trace import Batch, Batches
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.keyspace import KeySpace
+from flexd.layout import RankLayout
+
+ID_BYTES = 8
+ADAGRAD_EPS = 1e-8
+
+
+class RowWiseBaseline:
+    """Inter-node bytes of a step if every rank asked every row's home directly, counted from the id sets."""
+
+    def __init__(self, keyspace: KeySpace, layout: RankLayout) -> None:
+        self._keyspace = keyspace
+        self._layout = layout
+
+    def bytes_of(self, batch: Batch, rank: int, *, dedup: bool) -> int:
+        """Id out, row back, gradient out, for every (distinct) id whose home is in another node."""
+        total = 0
+        for table, ids in enumerate(batch.ids):
+            keys = self._keyspace.keys(table, np.unique(ids) if dedup else ids)
+            far = int((self._layout.home_node(keys) != self._layout.node_of(rank)).sum())
+            total += far * (ID_BYTES + 2 * self._keyspace.tables[table].row_bytes)
+        return total
+
+
+class PlainTraining:
+    """``nn.Embedding`` tables and row-wise Adagrad on all ranks' batches, in one process."""
+
+    def __init__(self, setup: RunSetup, batches: Batches) -> None:
+        self._setup = setup
+        self._batches = batches
+        specs = setup.tables(batches)
+        start = EmbeddingCollection(specs, layout=RankLayout(1, 1), seed=setup.seed)
+        self.keyspace = start.keyspace
+        self.names = batches.trace.table_names
+        self.tables = {
+            spec.name: nn.Embedding.from_pretrained(start.initial_table(spec.name), freeze=False) for spec in specs
+        }
+        self._sums = {
+            spec.name: torch.zeros(spec.rows, 1, dtype=self.tables[spec.name].weight.dtype) for spec in specs
+        }
+        self.dense = setup.dense()
+        self._dense_optimizer = torch.optim.SGD(self.dense.parameters(), lr=setup.dense_learning_rate)
+
+    def step(self, step: int) -> list[float]:
+        """One step over all ranks' batches: the losses by rank."""
+        setup, losses = self._setup, []
+        self._dense_optimizer.zero_grad()
+        for rank in range(setup.world_size):
+            batch = self._batches.batch(step, rank)
+            features = features_of(batch, self.names)
+            rows = [self.tables[name](features[name].values) for name in self.names if name in features]
+            loss = loss_of(self.dense, batch, rows, setup.history)
+            (loss / setup.world_size).backward()
+            losses.append(loss.item())
+        self._dense_optimizer.step()
+        with torch.no_grad():
+            for name, table in self.tables.items():
+                grad = table.weight.grad
+                if grad is None:
+                    continue
+                sums = self._sums[name].add_(grad.square().mean(dim=1, keepdim=True))
+                table.weight.sub_(setup.learning_rate * grad / (sums.sqrt() + ADAGRAD_EPS))
+                table.weight.grad = None
+        return losses
+
+
+def run(setup: RunSetup) -> dict[str, Any]:
+    batches = setup.batches()
+    training = PlainTraining(setup, batches)
+    layout = RankLayout(setup.nodes, setup.local_ranks)
+    baseline = RowWiseBaseline(training.keyspace, layout)
+    losses, row_wise, row_wise_dedup = [], [], []
+    for step in range(setup.steps):
+        losses.append(training.step(step))
+        shards = [(batches.batch(step, rank), rank) for rank in range(setup.world_size)]
+        row_wise.append(sum(baseline.bytes_of(batch, rank, dedup=False) for batch, rank in shards))
+        row_wise_dedup.append(sum(baseline.bytes_of(batch, rank, dedup=True) for batch, rank in shards))
+    return {
+        "loss": np.array(losses),
+        "row_wise": np.array(row_wise),
+        "row_wise_dedup": np.array(row_wise_dedup),
+        **{f"table/{name}": table.weight.detach().numpy() for name, table in training.tables.items()},
+        **{f"dense/{name}": value.numpy() for name, value in training.dense.state_dict().items()},
+    }
+
+
+def main() -> int:
+    setup = RunSetup.load(Path(sys.argv[1]))
+    np.savez(Path(setup.directory) / "reference.npz", **run(setup))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Joins a collection to the daemon: chunks come in through its inbox, step reports go out."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from flexd.control.agent import Agent
+from flexd.control.report import RankIdentity, StepReport
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.errors import ConfigError
+
+ADDRESS_VARIABLE = "FLEXD_CONTROL"
+SECRET_VARIABLE = "FLEXD_SECRET_FILE"
+
+
+class Connection:
+    """A running agent, fed a report after every step. Losing the daemon is not an event for the trainer."""
+
+    def __init__(self, collection: EmbeddingCollection, agent: Agent) -> None:
+        self.agent = agent
+        self._collection = collection
+        self._last_totals = collection.traffic.totals()
+        self._last_apply_seconds = collection.apply_seconds
+        self._last_step_at = time.monotonic()
+        collection.after_step = self._report
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        """Sends what is pending and stops the agent's thread, within the deadline."""
+        self._collection.after_step = None
+        self.agent.stop(timeout_seconds)
+
+    def _report(self) -> None:
+        collection = self._collection
+        totals = collection.traffic.totals()
+        since = {name: value - self._last_totals[name] for name, value in totals.items()}
+        now = time.monotonic()
+        self.agent.report(
+            StepReport(
+                step=collection.steps,
+                steps=1,
+                placement_version=collection.placement_version,
+                placement_digest=collection.migrator.digest,
+                step_seconds=now - self._last_step_at,
+                apply_seconds=collection.apply_seconds - self._last_apply_seconds,
+                accesses_by_tier=(since["home_accesses"], since["node_accesses"], since["device_accesses"]),
+                all_to_all_intra_bytes=since["all_to_all_intra_bytes"],
+                all_to_all_inter_bytes=since["all_to_all_inter_bytes"],
+                sync_intra_bytes=since["sync_intra_bytes"],
+                sync_inter_bytes=since["sync_inter_bytes"],
+                migration_intra_bytes=since["migration_intra_bytes"],
+                migration_inter_bytes=since["migration_inter_bytes"],
+            )
+        )
+        self._last_totals, self._last_step_at = totals, now
+        self._last_apply_seconds = collection.apply_seconds
+
+
+def connect(
+    collection: EmbeddingCollection,
+    address: str | None = None,
+    *,
+    job: str,
+    attempt: str | None = None,
+    secret_file: str | Path | None = None,
+    timeout_seconds: float = 15.0,
+) -> Connection:
+    """Starts the agent of this rank; returns at once, whether the daemon is there or not.
+
+    Args:
+        address: "host:port" of the daemon's control channel; default from ``FLEXD_CONTROL``.
+        job: as in the daemon's configuration.
+        attempt: equal on all ranks and new for every launch of the job; default: torchrun's run id and restart count,
+            or else a random one agreed with rank 0 (collective).
+        secret_file: as in the daemon's configuration; default from ``FLEXD_SECRET_FILE``.
+        timeout_seconds: deadline of every wait of the agent's thread.
+
+    Raises:
+        ConfigError: no address, or the secret file cannot be read or is empty.
+    """
+    address = address or os.environ.get(ADDRESS_VARIABLE)
+    if not address:
+        raise ConfigError("no control address", remedy=f"pass address='host:port' or set {ADDRESS_VARIABLE}")
+    identity = RankIdentity(
+        job=job,
+        attempt=attempt or _agreed_attempt(),
+        rank=collection.rank,
+        world_size=collection.layout.world_size,
+        nodes=collection.layout.nodes,
+        local_ranks=collection.layout.local_ranks,
+        replica_slots=collection.replica_slots,
+        table_digest=collection.keyspace.digest,
+    )
+    agent = Agent(
+        collection.inbox,
+        identity,
+        address,
+        secret=_read_secret(secret_file or os.environ.get(SECRET_VARIABLE)),
+        timeout_seconds=timeout_seconds,
+        placement_lists=collection.migrator.placement,
+    )
+    connection = Connection(collection, agent)
+    agent.start()
+    return connection
+
+
+def _read_secret(path: str | Path | None) -> bytes | None:
+    if not path:
+        return None
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"secret file {path}: {error.strerror}", remedy="mount the daemon's secret") from error
+    if not secret:
+        raise ConfigError(f"secret file {path} is empty", remedy="write at least 16 random bytes to it")
+    return secret
+
+
+def _agreed_attempt() -> str:
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run:
+        return f"{run}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    token = os.urandom(7).hex()
+    if dist.is_available() and dist.is_initialized():
+        import torch
+
+        number = torch.tensor([int(token, 16)], dtype=torch.int64)
+        dist.broadcast(number, src=0)
+        token = f"{int(number.item()):014x}"
+    return token
