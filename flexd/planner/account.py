@@ -1,0 +1,93 @@
+"""What replication wins in a plan, in words and figures: against the same chain with every row at HOME."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexd.layout import Tier
+from flexd.planner.cost import CostBreakdown
+from flexd.planner.traffic import Phase, Where
+from flexd.topology.model import Cluster, Collective, Link
+
+
+def replication_account(home: CostBreakdown, plan: CostBreakdown, cluster: Cluster) -> dict[str, Any]:
+    """Figures per rank and step, and ``words``: a list of sentences that say them.
+
+    Args:
+        home: cost of the chain without replicas.
+        plan: cost of the same chain with the plan's replicas.
+    """
+    link = cluster.link(Link.INTER_NODE)
+    exchange_bytes = max(plan.all_to_all_bytes(Where.INTER_NODE), home.all_to_all_bytes(Where.INTER_NODE))
+    sync_bytes = plan.sync_bytes(Where.INTER_NODE)
+    all_to_all = cluster.curve(Link.INTER_NODE, Collective.ALL_TO_ALL).bandwidth(exchange_bytes)
+    all_reduce = cluster.curve(Link.INTER_NODE, Collective.ALL_REDUCE).bandwidth(sync_bytes)
+    figures = {
+        "replicated_rows": float(plan.rows[Tier.NODE] + plan.rows[Tier.DEVICE]),
+        "saved_exposed_seconds": home.exposed_seconds - plan.exposed_seconds,
+        "ids_not_sent": home.ids_sent - plan.ids_sent,
+        "ids_not_sent_seconds": _seconds(home, Phase.FORWARD_IDS) - _seconds(plan, Phase.FORWARD_IDS),
+        "forward_freed_seconds": home.forward_seconds - plan.forward_seconds,
+        "forward_freed_inter_node_bytes": _forward_bytes(home) - _forward_bytes(plan),
+        "backward_freed_seconds": home.backward_seconds - plan.backward_seconds,
+        "sync_seconds": plan.sync_seconds,
+        "inter_node_all_to_all_bytes_saved": home.all_to_all_bytes(Where.INTER_NODE)
+        - plan.all_to_all_bytes(Where.INTER_NODE),
+        "inter_node_sync_bytes_added": sync_bytes,
+        "all_to_all_bytes_per_second": all_to_all,
+        "all_reduce_bytes_per_second": all_reduce,
+        "all_to_all_wire_share": all_to_all / link.wire_bytes_per_second,
+        "all_reduce_wire_share": all_reduce / link.wire_bytes_per_second,
+    }
+    return figures | {"words": _words(figures, cluster)}
+
+
+def _words(figures: dict[str, float], cluster: Cluster) -> list[str]:
+    ratio = figures["all_reduce_bytes_per_second"] / figures["all_to_all_bytes_per_second"]
+    bandwidth = (
+        f"between nodes an all-reduce moves {figures['all_reduce_bytes_per_second'] / 1e9:.1f} GB/s a rank "
+        f"({figures['all_reduce_wire_share']:.0%} of the wire), an all-to-all "
+        f"{figures['all_to_all_bytes_per_second'] / 1e9:.1f} GB/s ({figures['all_to_all_wire_share']:.0%}): "
+        f"{ratio:.2f} times as much"
+    )
+    if figures["replicated_rows"] == 0:
+        return [
+            "no row is replicated: at these bandwidths, latencies and budgets no copy pays for its synchronisation "
+            f"({bandwidth})"
+        ]
+    share = cluster.exposed
+    return [
+        f"replicas save {_time(figures['saved_exposed_seconds'])} of exposed communication a step against the same "
+        "chain with every row at home",
+        f"ids: {figures['ids_not_sent']:,.0f} requests a rank and step are not sent "
+        f"({_time(figures['ids_not_sent_seconds'])})",
+        bandwidth[0].upper() + bandwidth[1:],
+        f"the forward path is freed of {_time(figures['forward_freed_seconds'])} and of "
+        f"{_size(figures['forward_freed_inter_node_bytes'])} between nodes; the backward path of "
+        f"{_time(figures['backward_freed_seconds'])}; the synchronisation takes {_time(figures['sync_seconds'])} "
+        f"(exposed: forward {share.forward:.0%}, backward {share.backward:.0%}, synchronisation {share.sync:.0%})",
+        f"bytes are not what is won: {_size(figures['inter_node_all_to_all_bytes_saved'])} of all-to-all between nodes "
+        f"become {_size(figures['inter_node_sync_bytes_added'])} of synchronisation",
+    ]
+
+
+def _seconds(cost: CostBreakdown, phase: Phase) -> float:
+    return float(cost.phase_seconds[phase].sum())
+
+
+def _forward_bytes(cost: CostBreakdown) -> float:
+    return float(cost.bytes[:, [Phase.FORWARD_IDS, Phase.FORWARD_ROWS], Where.INTER_NODE].sum())
+
+
+def _time(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def _size(size: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(size) >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} bytes"

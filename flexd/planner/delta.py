@@ -1,0 +1,133 @@
+"""From the live placement to a plan: in which order rows change tier, and in which pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.errors import PlanError
+from flexd.keyspace import KeySpace
+from flexd.layout import RankLayout, Tier
+from flexd.placement import Delta, Placement
+
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+UInt8Array = npt.NDArray[np.uint8]
+
+_LEAST_BLOCK = 64
+_MOST_BLOCKS = 512
+
+
+def slots_used(keys: Int64Array, tiers: UInt8Array, keyspace: KeySpace, layout: RankLayout) -> Int64Array:
+    """int64[groups, world_size]: replica slots that rows at these tiers take, by dim-group and rank."""
+    group = keyspace.group_of(keys)
+    return np.stack(
+        [layout.replica_slots_used(keys[group == g], tiers[group == g]) for g in range(len(keyspace.groups))]
+    )
+
+
+def moved_bytes(delta: Delta, keyspace: KeySpace, layout: RankLayout) -> Int64Array:
+    """int64[n]: values and optimizer state that each change moves: 0 where it only drops copies."""
+    copies = np.array([1, layout.nodes, layout.world_size])
+    payload = np.array(
+        [
+            keyspace.tables[group.tables[0]].row_bytes + keyspace.tables[group.tables[0]].state_bytes
+            for group in keyspace.groups
+        ],
+        dtype=np.int64,
+    )
+    promoted = copies[delta.new_tiers] > copies[delta.old_tiers]
+    return np.where(promoted, payload[keyspace.group_of(delta.keys)], 0)
+
+
+def plan_delta(
+    live: Placement,
+    target: Placement,
+    gains: Float64Array,
+    keyspace: KeySpace,
+    layout: RankLayout,
+    replica_slots: Sequence[int],
+) -> Delta:
+    """The changes from ``live`` to ``target``, the most useful first.
+
+    Promotions come by gain per byte; demotions come as late as the slots that promotions need allow. Every prefix
+    leaves every rank within its slots (unless ``live`` does not: then demotions come first until it does).
+
+    Args:
+        gains: float64[len(target)], of each row of ``target`` at its tier.
+        replica_slots: per dim-group, of each rank.
+
+    Raises:
+        PlanError: the target itself takes more slots than there are.
+    """
+    slots = np.array(replica_slots, dtype=np.int64)[:, None]
+    if bool((slots_used(target.keys, target.tiers, keyspace, layout) > slots).any()):
+        raise PlanError("the plan takes more replica slots than the ranks have", remedy="plan again with these slots")
+    changes = live.delta_to(target)
+    up = changes.new_tiers > changes.old_tiers
+    demotions, promotions = changes.take(np.flatnonzero(~up)), changes.take(np.flatnonzero(up))
+    order = _by_gain(promotions, target, gains, keyspace, layout)
+    promotions = promotions.take(order)
+    block = max(_LEAST_BLOCK, -(-len(changes) // _MOST_BLOCKS))
+    freed = _cumulative(demotions, block, keyspace, layout)
+    taken = _cumulative(promotions, block, keyspace, layout)
+    used = slots_used(live.keys, live.tiers, keyspace, layout)
+    pieces: list[Delta] = []
+    done = 0
+    for i in range(1, len(taken)):
+        while done + 1 < len(freed) and bool((used + freed[done] + taken[i] > slots).any()):
+            pieces.append(demotions.take(slice(done * block, (done + 1) * block)))
+            done += 1
+        pieces.append(promotions.take(slice((i - 1) * block, i * block)))
+    pieces.append(demotions.take(slice(done * block, None)))
+    return Delta(
+        np.concatenate([piece.keys for piece in pieces]),
+        np.concatenate([piece.old_tiers for piece in pieces]),
+        np.concatenate([piece.new_tiers for piece in pieces]),
+    )
+
+
+def delta_chunks(
+    delta: Delta, keyspace: KeySpace, layout: RankLayout, rows_per_chunk: int, bytes_per_chunk: int
+) -> Iterator[Delta]:
+    """Successive slices of at most ``rows_per_chunk`` rows that move at most ``bytes_per_chunk``.
+
+    One row is always allowed, however large.
+    """
+    rows_per_chunk = max(1, rows_per_chunk)
+    moved = np.cumsum(moved_bytes(delta, keyspace, layout))
+    start = 0
+    while start < len(delta):
+        before = int(moved[start - 1]) if start else 0
+        by_bytes = int(np.searchsorted(moved, before + bytes_per_chunk, side="right"))
+        end = min(max(by_bytes, start + 1), start + rows_per_chunk, len(delta))
+        yield delta.take(slice(start, end))
+        start = end
+
+
+def _by_gain(
+    promotions: Delta, target: Placement, gains: Float64Array, keyspace: KeySpace, layout: RankLayout
+) -> Int64Array:
+    """Order of the promotions: gain per byte moved, largest first; equal ones by key."""
+    gain = gains[np.searchsorted(target.keys, promotions.keys)]
+    density = gain / np.maximum(moved_bytes(promotions, keyspace, layout), 1)
+    return np.lexsort((promotions.keys, -density)).astype(np.int64)
+
+
+def _cumulative(delta: Delta, block: int, keyspace: KeySpace, layout: RankLayout) -> Int64Array:
+    """int64[blocks + 1, groups, world_size]: slots taken (freed: negative) by the first i blocks of the delta."""
+    changes = [np.zeros((len(keyspace.groups), layout.world_size), np.int64)]
+    for start in range(0, len(delta), block):
+        part = delta.take(slice(start, start + block))
+        changes.append(
+            slots_used(part.keys, part.new_tiers, keyspace, layout)
+            - slots_used(part.keys, part.old_tiers, keyspace, layout)
+        )
+    return np.cumsum(np.stack(changes), axis=0)
+
+
+def rows_by_tier(placement: Placement) -> dict[str, int]:
+    """Rows above HOME, by the name of their tier."""
+    return {tier.name: int(np.count_nonzero(placement.tiers == tier)) for tier in (Tier.NODE, Tier.DEVICE)}
