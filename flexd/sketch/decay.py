@@ -1,0 +1,198 @@
+"""Forward decay: what an access weighs by its event time, as whole units of a counter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from flexd.errors import SketchError
+
+UNIT_BITS = 16
+"""An access weighs 2^16 to 2^18 units when it is counted, so rounding to a whole unit costs at most 2^-17 of it."""
+GROWTH_HALF_LIVES = 2
+"""Half-lives that a counter takes on before it is rescaled."""
+MAX_UNITS = 2 ** (UNIT_BITS + GROWTH_HALF_LIVES)
+
+MIN_HALF_LIFE_SECONDS = 1e-3
+
+JUMP_TIMES = 8
+"""So many different event times in a row beyond the future limit are believed: the stream was idle, not one clock wrong."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """How the accesses of one event time are counted.
+
+    Attributes:
+        event_time_seconds: the time they count as (another than their own only if ``future_clamped``).
+        late: older than the newest event; weighted by their own time all the same.
+        future_clamped: dated too far ahead, counted as of the newest event.
+        relabel_half_lives: non-zero once, when the first event of the stream turns out to have been dated wrongly:
+            everything counted so far moves this many half-lives back.
+    """
+
+    event_time_seconds: float
+    late: bool = False
+    future_clamped: bool = False
+    relabel_half_lives: int = 0
+
+
+class ForwardDecay:
+    """The event-time clock of a stream and the weights it gives (Cormode, Shkapenyuk, Srivastava and Xu, *Forward
+    Decay*, ICDE 2009: exponential decay with a landmark).
+
+    An access at event time t has forward weight ``2^(t/H)`` for ever; what it weighs *now* is that divided by
+    ``2^(now/H)``, where *now* is the newest event time. Nothing stored changes as time passes, so order of arrival
+    does not matter, late accesses are weighted like punctual ones, and idle tables decay by themselves. Counters hold
+    the forward weight in whole units of ``2^unit_exponent``; an exponent is an integer, so that two counters with the
+    same half-life merge after a shift.
+
+    Args:
+        half_life_seconds: event time in which an access loses half its weight; None counts for ever (weight 1).
+        max_future_seconds: accesses dated further ahead of the newest event are counted as of the newest event.
+
+    Raises:
+        SketchError: half-life under a millisecond or not finite, or a negative limit.
+    """
+
+    def __init__(self, half_life_seconds: float | None, max_future_seconds: float) -> None:
+        if half_life_seconds is not None and not MIN_HALF_LIFE_SECONDS <= half_life_seconds < math.inf:
+            raise SketchError(f"half-life {half_life_seconds} s", remedy="give 0.001 seconds or more, or None")
+        if not max_future_seconds >= 0:
+            raise SketchError(f"future limit {max_future_seconds} s", remedy="give a non-negative number of seconds")
+        self.half_life_seconds = half_life_seconds
+        self.max_future_seconds = max_future_seconds
+        self._newest = math.nan
+        self._oldest = math.nan
+        self._confirmed = False
+        self._ahead_times = 0
+        self._ahead_last = math.nan
+        self._ahead_lowest = math.inf
+
+    @property
+    def newest_seconds(self) -> float:
+        """Newest event time, NaN before the first."""
+        return self._newest
+
+    @property
+    def oldest_seconds(self) -> float:
+        """Oldest event time, NaN before the first."""
+        return self._oldest
+
+    def admit(self, event_time_seconds: float) -> Admission:
+        """Places one event time on the clock and moves the clock.
+
+        Raises:
+            SketchError: the time is not finite.
+        """
+        time = event_time_seconds
+        if not math.isfinite(time):
+            raise SketchError(f"event time {time}", remedy="send Unix seconds")
+        newest = self._newest
+        if math.isnan(newest):
+            self._newest = self._oldest = time
+            return Admission(time)
+        if time > newest + self.max_future_seconds:
+            return self._ahead(time)
+        self._ahead_times = 0
+        if time >= newest:
+            self._confirmed = self._confirmed or time > newest
+            self._newest = time
+            return Admission(time)
+        if not self._confirmed and time < newest - self.max_future_seconds:
+            # Only the stream's first event stood behind this clock. Were it kept, everything after an event dated
+            # years ahead would weigh nothing.
+            self._newest = self._oldest = time
+            half_life = self.half_life_seconds
+            return Admission(time, relabel_half_lives=0 if half_life is None else math.ceil((newest - time) / half_life))
+        self._confirmed = True
+        self._oldest = min(self._oldest, time)
+        return Admission(time, late=True)
+
+    def _ahead(self, time: float) -> Admission:
+        if self._ahead_times == 0:
+            self._ahead_lowest = math.inf
+        if self._ahead_times == 0 or time != self._ahead_last:
+            self._ahead_times += 1
+        self._ahead_last = time
+        self._ahead_lowest = min(self._ahead_lowest, time)
+        if self._ahead_times < JUMP_TIMES:
+            return Admission(self._newest, future_clamped=True)
+        self._ahead_times = 0
+        self._newest = self._ahead_lowest
+        self._confirmed = True
+        if time <= self._newest + self.max_future_seconds:
+            self._newest = time
+            return Admission(time)
+        return Admission(self._newest, future_clamped=True)
+
+    def advance(self, to_event_time_seconds: float) -> None:
+        """Moves the clock on without an event: an idle stream decays too. Earlier times do nothing."""
+        if not math.isnan(self._newest) and math.isfinite(to_event_time_seconds):
+            self._newest = max(self._newest, to_event_time_seconds)
+
+    def unit_exponent(self, event_time_seconds: float) -> int:
+        """The exponent at which an access of this time weighs 2^16 to 2^17 units; 0 without decay."""
+        if self.half_life_seconds is None:
+            return 0
+        return math.floor(event_time_seconds / self.half_life_seconds) - UNIT_BITS
+
+    def needs_rescale(self, event_time_seconds: float, exponent: int) -> bool:
+        """True if an access of this time weighs ``MAX_UNITS`` or more at this exponent."""
+        return self.unit_exponent(event_time_seconds) >= exponent + GROWTH_HALF_LIVES
+
+    def units(self, event_time_seconds: float, exponent: int) -> int:
+        """The weight of one access in units of ``2^exponent``, rounded to nearest; 1 without decay."""
+        if self.half_life_seconds is None:
+            return 1
+        power = event_time_seconds / self.half_life_seconds - exponent
+        return round(2.0**power) if power > -2 else 0
+
+    def unit_weight(self, exponent: int) -> float:
+        """What one unit of ``2^exponent`` weighs now, in accesses of now; 0 if it has decayed away."""
+        if self.half_life_seconds is None or math.isnan(self._newest):
+            return 1.0
+        power = exponent - self._newest / self.half_life_seconds
+        return 2.0**power if power > -1000 else 0.0
+
+    def log_weight(self, event_time_seconds: float) -> float:
+        """Natural logarithm of the forward weight ``2^(t/H)``; 0 without decay."""
+        return 0.0 if self.half_life_seconds is None else event_time_seconds / self.half_life_seconds * math.log(2.0)
+
+    def merge(self, other: ForwardDecay) -> None:
+        """Takes the other clock's window in.
+
+        Raises:
+            SketchError: another half-life.
+        """
+        if other.half_life_seconds != self.half_life_seconds:
+            raise SketchError(
+                f"half-lives {self.half_life_seconds} and {other.half_life_seconds} s cannot be merged",
+                remedy="give all daemons of a job the same sketch settings",
+            )
+        if math.isnan(other._newest):
+            return
+        first = math.isnan(self._newest)
+        self._newest = other._newest if first else max(self._newest, other._newest)
+        self._oldest = other._oldest if first else min(self._oldest, other._oldest)
+        self._confirmed = self._confirmed or other._confirmed
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able; floats as hexadecimal text, so that they come back bit by bit and NaN is no problem."""
+        return {
+            "newest": self._newest.hex(),
+            "oldest": self._oldest.hex(),
+            "confirmed": self._confirmed,
+            "ahead_times": self._ahead_times,
+            "ahead_last": self._ahead_last.hex(),
+            "ahead_lowest": self._ahead_lowest.hex(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Takes over what ``state`` gave. Raises KeyError, TypeError or ValueError on anything else."""
+        newest, oldest = float.fromhex(state["newest"]), float.fromhex(state["oldest"])
+        last, lowest = float.fromhex(state["ahead_last"]), float.fromhex(state["ahead_lowest"])
+        self._newest, self._oldest, self._ahead_last, self._ahead_lowest = newest, oldest, last, lowest
+        self._confirmed = bool(state["confirmed"])
+        self._ahead_times = int(state["ahead_times"])
