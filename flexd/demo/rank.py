@@ -162,13 +162,12 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
         print(json.dumps(progress), flush=True)
     publisher.close(5.0)
     connection.close(5.0)
-    tables = {f"table/{name}": collection.gather_table(name).numpy() for name in names} if rank == 0 else {}
-    if rank == 0:
-        tables |= {f"dense/{name}": value.numpy() for name, value in dense.state_dict().items()}
+    final = {f"table/{name}": collection.gather_table(name).numpy() for name in names}  # collective
+    final |= {f"dense/{name}": value.numpy() for name, value in dense.state_dict().items()}
     return {
         **{name: np.array(values) for name, values in record.items()},
         "publisher_dropped": np.array(publisher.counters().dropped),
-        **tables,
+        **(final if rank == 0 else {}),
     }
 
 
