@@ -2,36 +2,72 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from flexd.config_text import describe_faults, overlay_environment, read_yaml_mapping, redacted
 from flexd.errors import ConfigError
 from flexd.keyspace import DTYPE_BYTES, STATE_FLOATS_PER_ROW, KeySpace, TableSpec
 
-ENV_PREFIX = "FLEXD__"
 
+def _no_truth_value(value: Any) -> Any:
+    """YAML reads yes, no, on and off as truth values, and pydantic would take them for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not a truth value")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_no_truth_value)]
+Float = Annotated[float, BeforeValidator(_no_truth_value)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
-Seconds = Annotated[float, Field(gt=0, le=86_400 * 365)]
-Port = Annotated[int, Field(ge=0, le=65_535)]
+Seconds = Annotated[Float, Field(gt=0, le=86_400 * 365)]
+Port = Annotated[Int, Field(ge=0, le=65_535)]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is a name or address that only this machine can reach."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``host:port`` or ``[v6]:port`` -> (host, port). Raises ValueError with what is allowed."""
+    host, colon, port = address.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not colon or not bare or (":" in bare and bare == host) or not (port.isascii() and port.isdigit()):
+        raise ValueError("must be host:port or [IPv6 address]:port")
+    if int(port) > 65_535:
+        raise ValueError("the port must be 0 to 65535")
+    return bare, int(port)
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, hide_input_in_errors=True
+    )
 
 
 class TableConfig(Section):
     """One embedding table. The list must equal the trainer's, in the same order."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    rows: Annotated[int, Field(ge=1, le=2**40)]
-    dim: Annotated[int, Field(ge=1, le=65_536)]
+    """As in the stream's messages and in the trainer."""
+    rows: Annotated[Int, Field(ge=1, le=2**40)]
+    """Number of rows; row ids are 0 to rows - 1."""
+    dim: Annotated[Int, Field(ge=1, le=65_536)]
+    """Numbers in one row."""
     dtype: str = "float32"
+    """Of the rows: ``float64``, ``float32``, ``float16`` or ``bfloat16``."""
     optimizer: str = "sgd"
+    """``sgd`` or ``rowwise_adagrad``: decides how much optimizer state migrates with a row."""
 
     @field_validator("dtype")
     @classmethod
@@ -52,6 +88,7 @@ class FileLogSource(Section):
     """Append-only segment files with offsets; needs no broker."""
 
     kind: Literal["file_log"]
+    """Selects this source."""
     path: Path
     """Directory of the log: one sub-directory a partition."""
 
@@ -60,25 +97,69 @@ class KafkaSource(Section):
     """A Kafka topic read in a consumer group."""
 
     kind: Literal["kafka"]
+    """Selects this source."""
     bootstrap_servers: Annotated[str, Field(min_length=1)]
+    """``host:port``, several separated by commas."""
     topic: Annotated[str, Field(min_length=1)] = "flexd-accesses"
+    """Topic of the accesses."""
     group_id: Annotated[str, Field(min_length=1)] = "flexd"
+    """Consumer group."""
     on_position_lost: Literal["earliest", "latest", "fail"] = "earliest"
     """What to do when the broker no longer has the saved position."""
     connect_timeout_seconds: Seconds = 15.0
+    """Deadline of the first connection."""
     session_timeout_seconds: Seconds = 10.0
+    """Without a heartbeat for so long the broker gives the partitions to others."""
     client_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Passed to kafka-python as they are: security_protocol, sasl_*, ssl_* ..."""
+    client_option_files: dict[str, Path] = Field(default_factory=dict)
+    """Client options whose text is read from a file, so that no secret stands in the configuration:
+    ``{sasl_plain_password: /run/secrets/kafka-password}``. A closing line break is dropped."""
+
+    @field_validator("client_options", mode="before")
+    @classmethod
+    def _scalar_options(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            for option, setting in value.items():
+                if not isinstance(setting, str | int | float | bool):
+                    raise ValueError(f"option {option!r} must be text, a number or a truth value")
+        return value
+
+    @field_validator("client_option_files")
+    @classmethod
+    def _given_once(cls, value: dict[str, Path], info: ValidationInfo) -> dict[str, Path]:
+        twice = sorted(set(value) & set(info.data.get("client_options", {})))
+        if twice:
+            raise ValueError(f"given in client_options too: {', '.join(twice)}")
+        return value
+
+    def resolved_client_options(self) -> dict[str, str | int | float | bool]:
+        """``client_options`` with those of ``client_option_files`` read in. Raises ConfigError if one is unreadable."""
+        options = dict(self.client_options)
+        for option, path in self.client_option_files.items():
+            try:
+                options[option] = path.read_text(encoding="utf-8").rstrip("\r\n")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(
+                    f"stream.source.client_option_files.{option}: {path} cannot be read: {error}",
+                    remedy="mount the secret, readable by the daemon's user",
+                ) from error
+        return options
 
 
 class SyntheticSource(Section):
     """Zipf accesses with drift, made in the daemon: for trying flexd without a trainer."""
 
     kind: Literal["synthetic"]
-    zipf_exponent: Annotated[float, Field(gt=0, le=4)] = 1.05
-    accesses_per_second: Annotated[float, Field(gt=0)] = 1_000_000
-    drift_rows_per_second: Annotated[float, Field(ge=0)] = 0.0
-    seed: int = 0
+    """Selects this source."""
+    zipf_exponent: Annotated[Float, Field(gt=0, le=4)] = 1.05
+    """Skew: the popularity of the k-th row is proportional to k to the power of minus this."""
+    accesses_per_second: Annotated[Float, Field(gt=0)] = 1_000_000
+    """Over all tables."""
+    drift_rows_per_second: Annotated[Float, Field(ge=0)] = 0.0
+    """How fast the popular rows move through the table."""
+    seed: Int = 0
+    """Of the random numbers."""
 
 
 SourceConfig = Annotated[FileLogSource | KafkaSource | SyntheticSource, Field(discriminator="kind")]
@@ -89,27 +170,35 @@ class DeadLetterConfig(Section):
 
     path: Path | None = None
     """File to keep them in; default: ``dead-letters.jsonl`` in the state directory."""
-    max_bytes: Annotated[int, Field(ge=0)] = 4 * 2**20
-    max_message_bytes: Annotated[int, Field(ge=16)] = 512
+    max_bytes: Annotated[Int, Field(ge=0)] = 4 * 2**20
+    """Size of the file, at most; 0 keeps nothing."""
+    max_message_bytes: Annotated[Int, Field(ge=16)] = 512
     """How much of each rejected message is kept."""
 
 
 class StreamConfig(Section):
+    """The stream of accesses."""
+
     source: SourceConfig
-    max_message_bytes: Annotated[int, Field(ge=1024)] = 16 * 2**20
+    """Where it comes from."""
+    max_message_bytes: Annotated[Int, Field(ge=1024)] = 16 * 2**20
     """A larger message is rejected unread."""
     poll_seconds: Seconds = 0.2
+    """How long one read waits for messages."""
     dead_letters: DeadLetterConfig = DeadLetterConfig()
+    """Samples of rejected messages."""
 
 
 class SketchConfig(Section):
-    memory_bytes: Annotated[int, Field(ge=2**20)] = 512 * 2**20
+    """What is remembered of the stream."""
+
+    memory_bytes: Annotated[Int, Field(ge=2**20)] = 512 * 2**20
     """For all counters together: decides dense or count-min for each table."""
-    half_life_seconds: Annotated[float, Field(gt=0)] | None = 3600.0
+    half_life_seconds: Annotated[Float, Field(gt=0)] | None = 3600.0
     """Event-time half-life of an access; null counts for ever."""
-    max_hot_rows: Annotated[int, Field(ge=1)] = 1_000_000
+    max_hot_rows: Annotated[Int, Field(ge=1)] = 1_000_000
     """Rows listed one by one in the profile, per table."""
-    max_future_seconds: Annotated[float, Field(ge=0)] = 300.0
+    max_future_seconds: Annotated[Float, Field(ge=0)] = 300.0
     """Accesses dated further ahead of the newest event than this are counted as of the newest event."""
 
 
@@ -121,98 +210,147 @@ class TopologyConfig(Section):
     file: Path | None = None
     """A topology file."""
 
-    @model_validator(mode="after")
-    def _one_of(self) -> TopologyConfig:
-        if self.preset is not None and self.file is not None:
+    @field_validator("file")
+    @classmethod
+    def _one_of(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None and info.data.get("preset") is not None:
             raise ValueError("give `preset` or `file`, not both")
-        return self
+        return value
 
 
 class PlannerConfig(Section):
+    """When and how to plan."""
+
     interval_seconds: Seconds = 300.0
     """Time between automatic plans."""
-    min_spacing_seconds: Annotated[float, Field(ge=0)] = 1.0
-    horizon_steps: Annotated[float, Field(gt=0)] = 10_000
+    min_spacing_seconds: Annotated[Float, Field(ge=0)] = 1.0
+    """Two plans are at least so far apart, whatever asks for them."""
+    horizon_steps: Annotated[Float, Field(gt=0)] = 10_000
     """Steps over which a migration must pay for itself (hysteresis)."""
-    min_samples: Annotated[int, Field(ge=0)] = 10_000
+    min_samples: Annotated[Int, Field(ge=0)] = 10_000
     """No plan is made from fewer accesses than this."""
-    min_coverage: Annotated[float, Field(ge=0, le=1)] = 0.5
-    batch_accesses_per_step: Annotated[float, Field(gt=0)] | None = None
+    min_coverage: Annotated[Float, Field(ge=0, le=1)] = 0.5
+    """No plan is made from a profile that explains a smaller share of the accesses."""
+    batch_accesses_per_step: Annotated[Float, Field(gt=0)] | None = None
     """Accesses of the whole job per step, used until the ranks report their own."""
 
 
 class ControlConfig(Section):
-    listen_host: str = "127.0.0.1"
-    listen_port: Port = 29_400
+    """The channel between the daemon and the training ranks."""
+
     secret_file: Path | None = None
     """Shared secret of daemon and ranks (HMAC-SHA256). Without it messages are not authenticated:
     allowed on loopback only."""
-    chunk_rows: Annotated[int, Field(ge=1, le=2**22)] = 4096
+    listen_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Address that the ranks connect to."""
+    listen_port: Port = 29_400
+    """Port that the ranks connect to; 0 takes any free one."""
+    chunk_rows: Annotated[Int, Field(ge=1, le=2**22)] = 4096
     """Largest chunk the daemon announces."""
-    chunk_bytes: Annotated[int, Field(ge=1)] = 4 * 2**20
+    chunk_bytes: Annotated[Int, Field(ge=1)] = 4 * 2**20
     """Row values (with optimizer state) that one chunk may move; ranks apply at most one chunk's worth a step."""
     timeout_seconds: Seconds = 15.0
     """Deadline of every wait on the channel."""
 
-    @model_validator(mode="after")
-    def _secret_beyond_loopback(self) -> ControlConfig:
-        if self.secret_file is None and self.listen_host not in ("127.0.0.1", "localhost", "::1"):
-            raise ValueError(
-                f"listen_host {self.listen_host!r} is reachable from other machines: set control.secret_file"
-            )
-        return self
+    @field_validator("listen_host")
+    @classmethod
+    def _secret_beyond_loopback(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("secret_file") is None and not is_loopback(value):
+            raise ValueError("is reachable from other machines: set control.secret_file, or listen on 127.0.0.1")
+        return value
 
 
 class ServerConfig(Section):
-    host: str = "127.0.0.1"
-    port: Port = 9464
-    unix_socket: Path | None = None
-    """Serve the API on this socket instead of TCP."""
+    """The admin API and the metrics page."""
 
-    @model_validator(mode="after")
-    def _loopback_only(self) -> ServerConfig:
-        if self.unix_socket is None and self.host not in ("127.0.0.1", "localhost", "::1"):
-            raise ValueError(f"host {self.host!r}: the admin API binds loopback or a unix socket only")
-        return self
+    unix_socket: Path | None = None
+    """Serve the API on this socket (mode 0600) instead of TCP."""
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Loopback address of the API."""
+    port: Port = 9464
+    """Port of the API; 0 takes any free one."""
+    metrics_listen: str | None = None
+    """``host:port`` of a second, read-only listener with nothing but ``/metrics``, ``/healthz`` and ``/readyz``, for
+    Prometheus and the kubelet. It may bind any address."""
+
+    @field_validator("host")
+    @classmethod
+    def _loopback_only(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("unix_socket") is None and not is_loopback(value):
+            raise ValueError(
+                "the admin API binds loopback or server.unix_socket only; server.metrics_listen may bind any address"
+            )
+        return value
+
+    @field_validator("metrics_listen")
+    @classmethod
+    def _host_and_port(cls, value: str | None) -> str | None:
+        if value is not None:
+            split_address(value)
+        return value
 
 
 class StateConfig(Section):
+    """What survives a restart."""
+
     dir: Path = Path("flexd-state")
+    """Directory of snapshots and journal; one daemon each."""
     snapshot_interval_seconds: Seconds = 30.0
-    keep_snapshots: Annotated[int, Field(ge=1, le=1000)] = 3
+    """Time between snapshots: what a crash reads again."""
+    keep_snapshots: Annotated[Int, Field(ge=1, le=1000)] = 3
+    """Older ones are deleted."""
 
 
 class LogConfig(Section):
+    """Log lines on stderr."""
+
     level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least severe lines to write."""
     format: Literal["text", "json"] = "text"
+    """``text`` for people, ``json`` one object a line."""
 
 
 class Config(Section):
     """The whole file."""
 
     job: Name
+    """Name of the training job; daemon and ranks must agree."""
     tables: Annotated[list[TableConfig], Field(min_length=1)]
+    """The embedding tables, as the trainer has them."""
     stream: StreamConfig
+    """The stream of accesses."""
     sketch: SketchConfig = SketchConfig()
+    """What is remembered of it."""
     topology: TopologyConfig = TopologyConfig()
+    """Which cluster prices the plans."""
     planner: PlannerConfig = PlannerConfig()
+    """When and how to plan."""
     control: ControlConfig = ControlConfig()
+    """The channel to the ranks."""
     server: ServerConfig = ServerConfig()
+    """Admin API and metrics."""
     state: StateConfig = StateConfig()
+    """What survives a restart."""
     log: LogConfig = LogConfig()
-    shutdown_seconds: Annotated[float, Field(gt=0, le=300)] = 20.0
+    """Log lines."""
+    shutdown_seconds: Annotated[Float, Field(gt=0, le=300)] = 20.0
     """SIGTERM to exit, at most."""
 
-    @model_validator(mode="after")
-    def _unique_tables(self) -> Config:
-        names = [table.name for table in self.tables]
-        twice = sorted({name for name in names if names.count(name) > 1})
+    @field_validator("tables")
+    @classmethod
+    def _unique_tables(cls, value: list[TableConfig]) -> list[TableConfig]:
+        twice = sorted(name for name, times in Counter(table.name for table in value).items() if times > 1)
         if twice:
-            raise ValueError(f"tables named twice: {', '.join(twice)}")
-        return self
+            raise ValueError(f"each table needs its own name; named twice: {', '.join(twice)}")
+        return value
 
     def keyspace(self) -> KeySpace:
         return KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, t.optimizer) for t in self.tables])
+
+    def document(self) -> dict[str, Any]:
+        """The effective configuration as plain JSON values, secrets left out."""
+        shown: dict[str, Any] = redacted(self.model_dump(mode="json"))
+        return shown
 
 
 def load_config(path: Path, environ: Mapping[str, str] = os.environ) -> Config:
@@ -220,62 +358,20 @@ def load_config(path: Path, environ: Mapping[str, str] = os.environ) -> Config:
 
     Raises:
         ConfigError: the file cannot be read, is no YAML mapping, or a value is not allowed; the text lists every
-            fault as ``key.path: what (got value)``.
+            fault as ``key.path: what is allowed (got value)``.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}", remedy="give a readable UTF-8 YAML file") from error
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" at line {where.line + 1}, column {where.column + 1}" if where else ""
-        raise ConfigError(f"{path}: no valid YAML{line}: {getattr(error, 'problem', error)}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: the top level must be a mapping, got {type(data).__name__}")
-    return parse_config(_overlay(data, environ), origin=str(path))
+    data, variables = overlay_environment(read_yaml_mapping(path), environ)
+    return parse_config(data, origin=str(path), variables=variables)
 
 
-def parse_config(data: Mapping[str, Any], origin: str = "config") -> Config:
-    """Checks an already parsed mapping. Raises ConfigError as ``load_config`` does."""
+def parse_config(data: Mapping[str, Any], origin: str = "config", variables: Mapping[str, str] | None = None) -> Config:
+    """Checks an already parsed mapping; ``variables`` names the environment variable that set a key path.
+
+    Raises:
+        ConfigError: as ``load_config``.
+    """
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{origin}: {line}" for line in _faults(error))) from error
-
-
-def _faults(error: ValidationError) -> list[str]:
-    lines = []
-    for fault in error.errors(include_url=False):
-        path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in fault["loc"]).lstrip(".") or "(top level)"
-        message = fault["msg"].removeprefix("Value error, ")
-        if fault["type"] == "missing":
-            lines.append(f"{path}: is required")
-        elif fault["type"] == "extra_forbidden":
-            lines.append(f"{path}: is not a known key")
-        else:
-            value = repr(fault["input"])
-            lines.append(f"{path}: {message} (got {value if len(value) <= 120 else value[:117] + '...'})")
-    return lines
-
-
-def _overlay(data: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """``FLEXD__CONTROL__LISTEN_PORT=1`` sets ``control.listen_port``; values are parsed as YAML scalars."""
-    merged: dict[str, Any] = dict(data)
-    for variable in sorted(environ):
-        if not variable.startswith(ENV_PREFIX):
-            continue
-        path = variable.removeprefix(ENV_PREFIX).lower().split("__")
-        node = merged
-        for key in path[:-1]:
-            child = node.get(key)
-            if child is not None and not isinstance(child, dict):
-                raise ConfigError(
-                    f"environment variable {variable}: {key!r} is not a section",
-                    remedy="name keys as FLEXD__SECTION__KEY",
-                )
-            node[key] = dict(child or {})
-            node = node[key]
-        node[path[-1]] = yaml.safe_load(environ[variable])
-    return merged
+        faults = describe_faults(error, Config, variables or {})
+        raise ConfigError("\n".join(f"{origin}: {line}" for line in faults)) from None

@@ -48,8 +48,8 @@ class DaemonApi(Protocol):
     def replan(self, reason: str, wait_seconds: float) -> ReplanResult:
         """Plans now and starts the migration; waits at most ``wait_seconds`` for its end.
 
-        Returns early when the daemon shuts down. A deadline that passes is no error: the outcome is ``timed_out`` and the
-        migration goes on.
+        Returns early when the daemon shuts down. A deadline that passes is no error: the outcome is ``timed_out``
+        and the migration goes on.
 
         Raises:
             PlanError: no plan can be made.

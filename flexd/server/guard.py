@@ -1,0 +1,136 @@
+"""What a request must be like before a handler sees it: small, and not sent by a stranger's web page."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from flexd.config import is_loopback
+from flexd.errors import ApiError
+from flexd.server.api import error_body
+
+MAX_REQUEST_BYTES = 64 * 1024
+BODY_SECONDS = 10.0
+
+
+class RequestTooLargeError(ApiError):
+    """The body is larger than any verb needs."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"the request body is larger than {MAX_REQUEST_BYTES} bytes", status=413, remedy="send a shorter reason"
+        )
+
+
+class RequestGuard:
+    """ASGI middleware.
+
+    A browser on the same machine can be made to send requests to loopback by any page it shows, directly
+    (cross-site request) or by a name that resolves to 127.0.0.1 later on (DNS rebinding). So the ``Host`` must be a
+    loopback name, and an ``Origin``, which browsers add to cross-site and to mutating requests, must be this server.
+
+    Args:
+        loopback_only: check ``Host`` and ``Origin``; false on listeners that browsers cannot reach (unix sockets) or
+            that only read (metrics).
+    """
+
+    def __init__(self, app: ASGIApp, *, loopback_only: bool) -> None:
+        self._app = app
+        self._loopback_only = loopback_only
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            if self._loopback_only:
+                _refuse_strangers(headers)
+            if _declared_length(headers) > MAX_REQUEST_BYTES:
+                raise RequestTooLargeError
+            # A GET may carry a body too; nobody reads it, and uvicorn closes the connection then.
+            body = await _whole_body(receive) if scope["method"] not in ("GET", "HEAD") else None
+        except ApiError as error:
+            await _answer(send, error)
+            return
+        await self._app(scope, receive if body is None else _Replay(body, receive), send)
+
+
+class _Replay:
+    """Hands out a body that was read already, then what the server says next (a disconnect)."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+async def _whole_body(receive: Receive) -> bytes:
+    """Reads the body. Raises ApiError if it is too large, too slow or cut off."""
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    raise ApiError("the request was cut off", status=400, remedy="send it again")
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > MAX_REQUEST_BYTES:
+                    raise RequestTooLargeError
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise ApiError(
+            f"the request body did not arrive in {BODY_SECONDS:g} s", status=408, remedy="send it again"
+        ) from None
+
+
+def _refuse_strangers(headers: Headers) -> None:
+    host = headers.get("host", "")
+    if not is_loopback(_host_name(host)):
+        raise ApiError(
+            f"the Host header {host[:200]!r} is not a loopback name",
+            status=403,
+            remedy="address the daemon as 127.0.0.1 or localhost",
+        )
+    origin = headers.get("origin")
+    if origin is not None and origin.lower() != f"http://{host}".lower():
+        raise ApiError(
+            f"requests from the web page {origin[:200]!r} are refused",
+            status=403,
+            remedy="use the flexd command line or another HTTP client",
+        )
+
+
+def _host_name(host: str) -> str:
+    try:
+        return (urlsplit(f"//{host}").hostname or "").lower()
+    except ValueError:
+        return ""
+
+
+def _declared_length(headers: Headers) -> int:
+    text = headers.get("content-length", "0")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else MAX_REQUEST_BYTES + 1
+
+
+async def _answer(send: Send, error: ApiError) -> None:
+    body = json.dumps(error_body(error).model_dump()).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,271 @@
+"""Serves an ASGI application from a background thread, on TCP or on a unix socket."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import stat
+import threading
+import time
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from flexd.config import ServerConfig, split_address
+from flexd.errors import ApiError
+from flexd.server.api import DaemonApi
+from flexd.server.app import create_app, create_metrics_app
+from flexd.server.metrics import Metrics
+
+BACKLOG = 64
+MAX_CONNECTIONS = 64
+KEEP_ALIVE_SECONDS = 5
+START_SECONDS = 10.0
+_MAX_UNIX_PATH_BYTES = 107
+"""sockaddr_un on Linux, less the closing NUL."""
+
+_log = logging.getLogger(__name__)
+
+
+class HttpListener:
+    """One listening socket and the thread that serves it.
+
+    Args:
+        app: what to serve.
+        host, port: TCP address; port 0 lets the system choose (see ``address``).
+        unix_socket: serve here instead of TCP; the file gets mode 0600 and goes away at ``stop``.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0, unix_socket: Path | None = None
+    ) -> None:
+        self._app = app
+        self._host = host
+        self._port = port
+        self._unix_socket = unix_socket
+        self._socket: socket.socket | None = None
+        self._inode: int | None = None
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def address(self) -> str:
+        """``http://host:port`` with the port that is really bound, or ``unix:PATH``."""
+        if self._unix_socket is not None:
+            return f"unix:{self._unix_socket}"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def port(self) -> int:
+        """The bound TCP port; 0 on a unix socket."""
+        if self._unix_socket is not None:
+            return 0
+        return self._port if self._socket is None else int(self._socket.getsockname()[1])
+
+    def start(self) -> None:
+        """Binds and serves; returns once requests are answered.
+
+        Raises:
+            ApiError: the address is taken or not ours, the socket path is unusable, or the server did not come up.
+        """
+        if self._thread is not None:
+            raise ApiError(f"{self.address} is being served already", remedy="start a listener once")
+        self._socket = self._bind_unix(self._unix_socket) if self._unix_socket is not None else self._bind_tcp()
+        config = uvicorn.Config(
+            self._app,
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=2,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._serve, args=(self._server, self._socket), name="flexd-http", daemon=True
+        )
+        self._thread.start()
+        deadline = time.monotonic() + START_SECONDS
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                self.stop(1.0)
+                raise ApiError(
+                    f"the HTTP server on {self.address} did not start: {self._failure or 'deadline passed'}",
+                    remedy="see the log",
+                ) from self._failure
+            time.sleep(0.005)
+
+    def stop(self, timeout_seconds: float) -> bool:
+        """Stops taking requests, lets running ones end, and gives up on them after the deadline.
+
+        Returns whether the thread has ended. May be called more than once.
+        """
+        thread, server = self._thread, self._server
+        if thread is not None and server is not None:
+            server.should_exit = True
+            thread.join(max(0.0, timeout_seconds))
+            if thread.is_alive():
+                server.force_exit = True
+                thread.join(0.5)
+        if self._socket is not None:
+            self._socket.close()
+        if self._unix_socket is not None and self._inode is not None:
+            with contextlib.suppress(OSError):
+                if self._unix_socket.stat().st_ino == self._inode:
+                    self._unix_socket.unlink()
+            self._inode = None
+        return thread is None or not thread.is_alive()
+
+    def _serve(self, server: uvicorn.Server, bound: socket.socket) -> None:
+        try:
+            server.run(sockets=[bound])
+        except BaseException as error:
+            # uvicorn reports a failed start-up by SystemExit; in a thread of ours that must reach `start`, not vanish.
+            self._failure = error
+            if server.started:
+                _log.exception("the HTTP server ended", extra={"address": self.address})
+
+    def _bind_tcp(self) -> socket.socket:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            bound = socket.socket(family, kind, protocol)
+        except OSError as error:
+            raise ApiError(
+                f"cannot serve on host {self._host!r}: {error}", remedy="set server.host to an address of this machine"
+            ) from error
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            # Without this a second daemon could bind too (SO_REUSEADDR) and fail only when uvicorn listens.
+            bound.listen(BACKLOG)
+        except OSError as error:
+            bound.close()
+            remedy = {
+                errno.EADDRINUSE: "stop the other process, or choose another port (0 takes any free one)",
+                errno.EADDRNOTAVAIL: "choose an address of this machine",
+                errno.EACCES: "choose a port above 1023",
+            }.get(error.errno or 0, "choose another address")
+            raise ApiError(
+                f"cannot serve on {self._host}:{self._port}: {error.strerror or error}", remedy=remedy
+            ) from error
+        return bound
+
+    def _bind_unix(self, path: Path) -> socket.socket:
+        if len(os.fsencode(path)) > _MAX_UNIX_PATH_BYTES:
+            raise ApiError(
+                f"the socket path {path} is longer than {_MAX_UNIX_PATH_BYTES} bytes",
+                remedy="choose a shorter server.unix_socket",
+            )
+        _remove_stale(path)
+        bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            # Linux takes the file's mode from the socket: nobody can connect in the moment between bind and chmod.
+            os.fchmod(bound.fileno(), 0o600)
+            bound.bind(os.fspath(path))
+            path.chmod(0o600)
+            bound.listen(BACKLOG)
+            self._inode = path.stat().st_ino
+        except OSError as error:
+            bound.close()
+            raise ApiError(
+                f"cannot serve on the unix socket {path}: {error.strerror or error}",
+                remedy="its directory must exist and be writable",
+            ) from error
+        return bound
+
+
+def _remove_stale(path: Path) -> None:
+    """Removes a socket that nobody listens on. Raises ApiError if somebody does, or if it is no socket."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ApiError(f"cannot look at {path}: {error.strerror}", remedy="check its directory") from error
+    if not stat.S_ISSOCK(mode):
+        raise ApiError(f"{path} exists and is not a socket", remedy="choose another server.unix_socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(1.0)
+        try:
+            client.connect(os.fspath(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+            return
+        except OSError as error:
+            raise ApiError(
+                f"cannot tell whether {path} is in use: {error}", remedy="remove it if no daemon runs"
+            ) from error
+    raise ApiError(f"another process serves on {path}", remedy="stop it, or choose another server.unix_socket")
+
+
+class DaemonServer:
+    """The daemon's listeners: the admin API, and the metrics-only one if configured.
+
+    Args:
+        api: the daemon.
+        metrics: its metrics page.
+        config: where to listen.
+    """
+
+    def __init__(self, api: DaemonApi, metrics: Metrics, config: ServerConfig) -> None:
+        on_socket = config.unix_socket is not None
+        self._admin = HttpListener(
+            create_app(api, metrics, loopback_only=not on_socket),
+            host=config.host,
+            port=config.port,
+            unix_socket=config.unix_socket,
+        )
+        self._metrics: HttpListener | None = None
+        if config.metrics_listen is not None:
+            host, port = split_address(config.metrics_listen)
+            self._metrics = HttpListener(create_metrics_app(api, metrics), host=host, port=port)
+
+    @property
+    def address(self) -> str:
+        """Where the admin API is served: ``http://host:port`` or ``unix:PATH``."""
+        return self._admin.address
+
+    @property
+    def port(self) -> int:
+        """The bound TCP port of the admin API; 0 on a unix socket."""
+        return self._admin.port
+
+    @property
+    def metrics_address(self) -> str | None:
+        """Where the metrics-only listener serves, if there is one."""
+        return None if self._metrics is None else self._metrics.address
+
+    def start(self) -> None:
+        """Serves on all listeners, or on none.
+
+        Raises:
+            ApiError: an address is taken or unusable.
+        """
+        self._admin.start()
+        if self._metrics is not None:
+            try:
+                self._metrics.start()
+            except BaseException:
+                self._admin.stop(1.0)
+                raise
+
+    def stop(self, timeout_seconds: float) -> bool:
+        """Stops all listeners within the deadline; returns whether all have ended."""
+        deadline = time.monotonic() + timeout_seconds
+        ended = True if self._metrics is None else self._metrics.stop(max(0.0, deadline - time.monotonic()))
+        return self._admin.stop(max(0.0, deadline - time.monotonic())) and ended

@@ -1,0 +1,251 @@
+"""The metrics page: one frozen ``DaemonFigures`` a scrape, in Prometheus' naming (base units, ``_total``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from flexd.server.figures import (
+    LINKS,
+    TIER_NAMES,
+    TRAFFIC_KINDS,
+    ControlFigures,
+    DaemonFigures,
+    IngestFigures,
+    MigrationFigures,
+    PlacementFigures,
+    PlanFigures,
+    SketchFigures,
+    SnapshotFigures,
+    TrainingFigures,
+)
+
+MAX_LABEL_VALUES = 4096
+"""Series of one metric, at most; the rest is summed (counters) or left out (gauges) and the metrics page says so."""
+
+
+class Metrics:
+    """A registry of its own, so that nothing else in the process shows up here.
+
+    Args:
+        figures: called once a scrape, from an HTTP thread; must not block.
+    """
+
+    def __init__(self, figures: Callable[[], DaemonFigures]) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(FiguresCollector(figures))
+        ProcessCollector(registry=self.registry)
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """(page, content type): OpenMetrics if the ``Accept`` header asks for it, else Prometheus text."""
+        encoder, content_type = choose_encoder(accept)
+        return encoder(self.registry), content_type
+
+
+class FiguresCollector(Collector):
+    """Turns one ``DaemonFigures`` into metric families; keeps nothing between scrapes."""
+
+    def __init__(self, figures: Callable[[], DaemonFigures]) -> None:
+        self._figures = figures
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the registry then does not collect at registration, when the daemon is not up yet."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        figures = self._figures()
+        yield InfoMetricFamily(
+            "flexd_build", "The running flexd.", value={"version": figures.version, "job": figures.job}
+        )
+        yield _gauge("flexd_start_time_seconds", "Start of the daemon, Unix time.", figures.started_unix_seconds)
+        yield _gauge("flexd_healthy", "1 while the daemon's loop ticks.", figures.healthy)
+        yield _gauge("flexd_ready", "1 while the daemon is useful (as /readyz).", figures.ready)
+        yield _gauge("flexd_paused", "1 while planning and pushing are held.", figures.paused)
+        yield _counter("flexd_pauses", "Pauses asked for.", figures.pauses)
+        yield from _ingest(figures.ingest)
+        yield from _sketch(figures.sketch)
+        yield from _plan(figures.plan)
+        yield from _migration(figures.migration)
+        yield from _placement(figures.placement)
+        yield from _training(figures.training)
+        yield from _control(figures.control)
+        yield from _snapshot(figures.snapshot)
+
+
+def _ingest(ingest: IngestFigures) -> Iterator[Metric]:
+    yield _counter("flexd_ingest_messages", "Stream messages read and counted.", ingest.messages)
+    yield _counter("flexd_ingest_accesses", "Accesses counted.", ingest.accesses)
+    yield _counter("flexd_ingest_bytes", "Payload bytes of the messages read.", ingest.bytes)
+    yield _counters(
+        "flexd_ingest_rejected_messages", "Messages not counted, by reason.", "reason", ingest.rejected_messages
+    )
+    yield _counters(
+        "flexd_ingest_rejected_accesses",
+        "Accesses not counted inside good messages, by reason.",
+        "reason",
+        ingest.rejected_accesses,
+    )
+    yield _counters(
+        "flexd_ingest_adjusted_accesses",
+        "Accesses counted at another time than they were dated, by rule.",
+        "rule",
+        ingest.adjusted_accesses,
+    )
+    yield _gauge("flexd_ingest_lag_messages", "Messages in the stream not read yet.", ingest.lag_messages)
+    yield _gauge("flexd_ingest_connected", "0 while the source reports a problem.", ingest.connected)
+    yield _counter("flexd_ingest_dead_letters", "Samples of rejected messages kept.", ingest.dead_letters)
+    yield _gauge(
+        "flexd_ingest_newest_event_time_seconds",
+        "Newest event time seen, Unix time; NaN before the first.",
+        ingest.newest_event_unix_seconds,
+    )
+
+
+def _sketch(sketch: SketchFigures) -> Iterator[Metric]:
+    yield _gauges("flexd_sketch_bytes", "Memory of the counter of each table.", "table", sketch.bytes_by_table)
+    yield _gauges(
+        "flexd_sketch_error_bound_ratio",
+        "Largest over-estimate as a share of the table's accesses; 0 for exact counters.",
+        "table",
+        sketch.error_bound_by_table,
+    )
+    yield _gauge("flexd_profile_age_seconds", "Since the newest profile.", sketch.profile_age_seconds)
+    yield _gauge("flexd_profile_coverage_ratio", "Accesses the newest profile explains, 0-1.", sketch.profile_coverage)
+    yield _gauge("flexd_profile_samples", "Accesses behind the newest profile.", sketch.profile_samples)
+    yield _gauge("flexd_profile_generation", "Profiles made; goes on over restarts.", sketch.profile_generation)
+
+
+def _plan(plan: PlanFigures) -> Iterator[Metric]:
+    yield _counters("flexd_plans", "Plans asked for, by outcome.", "outcome", plan.plans)
+    yield SummaryMetricFamily(
+        "flexd_plan_duration_seconds",
+        "Wall time of planning.",
+        count_value=sum(plan.plans.values()),
+        sum_value=plan.seconds,
+    )
+    predicted = GaugeMetricFamily(
+        "flexd_plan_predicted_step_communication_seconds",
+        "Communication of one step as the newest plan prices it, before and after.",
+        labels=["placement"],
+    )
+    predicted.add_metric(["before"], plan.predicted_before_seconds)
+    predicted.add_metric(["after"], plan.predicted_after_seconds)
+    yield predicted
+    yield _gauge("flexd_plan_age_seconds", "Since the newest plan.", plan.age_seconds)
+
+
+def _migration(migration: MigrationFigures) -> Iterator[Metric]:
+    yield _counters("flexd_migrations", "Migrations ended, by final state.", "state", migration.migrations)
+    yield _counter("flexd_migration_rows", "Rows whose tier changed on every rank.", migration.rows)
+    yield _counter("flexd_migration_bytes", "Row values and optimizer state copied.", migration.bytes)
+    yield _counter("flexd_migration_chunks", "Chunks applied by every rank.", migration.chunks)
+    yield _gauge(
+        "flexd_migration_progress_ratio", "Of the migration in flight, 0-1; NaN if none is.", migration.progress
+    )
+
+
+def _placement(placement: PlacementFigures) -> Iterator[Metric]:
+    yield _gauge("flexd_placement_version", "Chunks applied by every rank.", placement.version)
+    yield _gauges(
+        "flexd_rank_placement_version",
+        "As each rank reported it last.",
+        "rank",
+        {str(rank): version for rank, version in sorted(placement.version_by_rank.items())},
+    )
+    yield _gauges(
+        "flexd_placement_rows", "Rows in each tier.", "tier", _by_tier(placement.rows_by_tier), keep=len(TIER_NAMES)
+    )
+    yield _counter(
+        "flexd_placement_digest_mismatches",
+        "Reports whose placement digest was not the daemon's.",
+        placement.digest_mismatches,
+    )
+
+
+def _training(training: TrainingFigures) -> Iterator[Metric]:
+    yield _counters(
+        "flexd_training_accesses",
+        "Lookups, by the tier of the row that answered.",
+        "tier",
+        _by_tier(training.accesses_by_tier),
+    )
+    sent = CounterMetricFamily(
+        "flexd_training_sent_bytes",
+        "Bytes that the ranks measured where they send, by kind of traffic and link.",
+        labels=["kind", "link"],
+    )
+    for kind in TRAFFIC_KINDS:
+        for link in LINKS:
+            sent.add_metric([kind, link], training.sent_bytes.get((kind, link), 0))
+    yield sent
+    yield SummaryMetricFamily(
+        "flexd_training_step_duration_seconds",
+        "Wall time of training steps, over all ranks.",
+        count_value=training.steps,
+        sum_value=training.step_seconds,
+    )
+    yield _counter(
+        "flexd_training_apply_seconds", "Step time spent in applying chunks, over all ranks.", training.apply_seconds
+    )
+    yield _gauge("flexd_training_step", "The newest step that any rank reported.", training.newest_step)
+
+
+def _control(control: ControlFigures) -> Iterator[Metric]:
+    yield _counter("flexd_control_epochs", "Epochs of the control channel begun.", control.epochs)
+    yield _gauge("flexd_control_topology_generation", "Changes of the live ranks.", control.topology_generation)
+    yield _gauge("flexd_control_ranks", "Ranks that the live attempt has.", control.ranks)
+    yield _gauge("flexd_control_ranks_ready", "Of which have joined the control channel.", control.ranks_ready)
+    yield _counters(
+        "flexd_control_refused_messages", "Control messages refused, by kind.", "kind", control.refused_messages
+    )
+    yield _counter("flexd_control_refused_chunks", "Chunks that a rank refused whole.", control.refused_chunks)
+
+
+def _snapshot(snapshot: SnapshotFigures) -> Iterator[Metric]:
+    yield _gauge("flexd_snapshot_age_seconds", "Since the newest durable snapshot.", snapshot.age_seconds)
+    yield _gauge("flexd_snapshot_bytes", "Size of the newest snapshot.", snapshot.bytes)
+    yield _counter("flexd_snapshots", "Snapshots written.", snapshot.written)
+    yield _counter("flexd_snapshot_failures", "Snapshots that could not be written.", snapshot.failures)
+
+
+def _by_tier(values: tuple[int, int, int]) -> dict[str, int]:
+    return dict(zip(TIER_NAMES, values, strict=True))
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=float(value))
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, text, value=float(value))
+
+
+def _gauges(
+    name: str, text: str, label: str, values: Mapping[str, float], keep: int = MAX_LABEL_VALUES
+) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in list(values.items())[:keep]:
+        family.add_metric([key], float(value))
+    return family
+
+
+def _counters(
+    name: str, text: str, label: str, values: Mapping[str, float], keep: int = MAX_LABEL_VALUES
+) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=[label])
+    items = list(values.items())
+    for key, value in items[:keep]:
+        family.add_metric([key], float(value))
+    if len(items) > keep:
+        family.add_metric(["other"], float(sum(value for _, value in items[keep:])))
+    return family

@@ -1,0 +1,148 @@
+"""Where the daemon listens: ports, unix sockets, what is in the way, and the end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from flexd.config import ServerConfig
+from flexd.errors import ApiError
+from flexd.server.http import DaemonServer, HttpListener
+from flexd.server.metrics import Metrics
+
+
+def make_server(daemon, **config) -> DaemonServer:
+    return DaemonServer(daemon, Metrics(lambda: daemon.figures), ServerConfig(**config))
+
+
+def over(path: Path) -> httpx.Client:
+    return httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://flexd", timeout=10)
+
+
+def test_port_zero_reports_the_bound_port(server):
+    assert server.port > 0
+    assert server.address == f"http://127.0.0.1:{server.port}"
+
+
+def test_a_taken_port_is_an_error_with_a_remedy(server, daemon):
+    second = make_server(daemon, port=server.port)
+    with pytest.raises(ApiError, match=f"{server.port}: Address already in use") as caught:
+        second.start()
+    assert "port" in caught.value.remedy
+
+
+def test_a_taken_metrics_port_leaves_nothing_listening(server, daemon):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    second = make_server(daemon, port=port, metrics_listen=f"127.0.0.1:{server.port}")
+    with pytest.raises(ApiError, match="Address already in use"):
+        second.start()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=2)
+
+
+def test_a_host_that_is_not_ours():
+    with pytest.raises(ApiError, match="cannot serve on"):
+        HttpListener(lambda *_: None, host="192.0.2.1", port=0).start()
+
+
+def test_unix_socket_is_private_served_and_removed(daemon, tmp_path):
+    path = tmp_path / "flexd.sock"
+    served = make_server(daemon, unix_socket=path)
+    served.start()
+    try:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert (served.address, served.port) == (f"unix:{path}", 0)
+        with over(path) as client:
+            assert client.get("/v1/status").json()["job"] == "job"
+            assert client.post("/v1/pause", json={}).status_code == 200
+    finally:
+        assert served.stop(10)
+    assert not path.exists()
+
+
+def test_a_stale_socket_is_replaced_a_live_one_is_not(daemon, tmp_path):
+    path = tmp_path / "flexd.sock"
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(path))
+    served = make_server(daemon, unix_socket=path)
+    served.start()
+    try:
+        with pytest.raises(ApiError, match="another process serves"):
+            make_server(daemon, unix_socket=path).start()
+        with over(path) as client:
+            assert client.get("/healthz").status_code == 200
+    finally:
+        assert served.stop(10)
+
+
+def test_a_file_in_the_way_is_kept(daemon, tmp_path):
+    path = tmp_path / "precious"
+    path.write_text("data")
+    with pytest.raises(ApiError, match="is not a socket"):
+        make_server(daemon, unix_socket=path).start()
+    assert path.read_text() == "data"
+
+
+@pytest.mark.parametrize("path", ["missing/flexd.sock", "x" * 200])
+def test_unusable_socket_paths(daemon, tmp_path, path):
+    with pytest.raises(ApiError) as caught:
+        make_server(daemon, unix_socket=tmp_path / path).start()
+    assert caught.value.remedy
+
+
+def test_stop_ends_although_a_call_hangs(daemon):
+    daemon.hold = threading.Event()
+    served = make_server(daemon, port=0)
+    served.start()
+    failures: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            httpx.post(f"{served.address}/v1/replan", json={"wait_seconds": 60}, timeout=30)
+        except httpx.HTTPError as error:
+            failures.append(error)
+
+    caller = threading.Thread(target=wait)
+    caller.start()
+    while not daemon.calls:
+        pass
+    assert served.stop(5)
+    caller.join(10)
+    assert not caller.is_alive()
+    daemon.hold.set()
+
+
+def test_stop_twice_and_start_again_on_the_same_port(daemon):
+    first = make_server(daemon, port=0)
+    first.start()
+    port = first.port
+    httpx.get(f"{first.address}/healthz")
+    assert first.stop(10)
+    assert first.stop(10)
+    again = make_server(daemon, port=port)
+    again.start()
+    assert again.stop(10)
+
+
+def test_no_descriptor_or_thread_is_left(daemon):
+    def open_descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    warm = make_server(daemon, port=0)
+    warm.start()
+    warm.stop(10)
+    before, threads = open_descriptors(), threading.active_count()
+    for _ in range(3):
+        served = make_server(daemon, port=0, metrics_listen="127.0.0.1:0")
+        served.start()
+        assert served.stop(10)
+    assert open_descriptors() <= before
+    assert threading.active_count() <= threads

@@ -1,0 +1,149 @@
+"""The metrics page as Prometheus reads it."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import httpx
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from flexd.server.figures import (
+    ControlFigures,
+    DaemonFigures,
+    IngestFigures,
+    MigrationFigures,
+    PlacementFigures,
+    PlanFigures,
+    SketchFigures,
+    SnapshotFigures,
+    TrainingFigures,
+)
+from flexd.server.metrics import MAX_LABEL_VALUES, Metrics
+
+FULL = DaemonFigures(
+    job="job",
+    version="1.2.3",
+    started_unix_seconds=1700000000.0,
+    ready=True,
+    paused=True,
+    pauses=2,
+    ingest=IngestFigures(
+        messages=10,
+        accesses=1000,
+        bytes=9999,
+        rejected_messages={"truncated": 3, 'odd "reason"\n': 1},
+        rejected_accesses={"negative_row": 7},
+        adjusted_accesses={"late": 4},
+        lag_messages=5,
+        dead_letters=4,
+        newest_event_unix_seconds=1700000001.5,
+    ),
+    sketch=SketchFigures({"items": 4096}, {"items": 0.0}, 1.5, 0.99, 1000, 8),
+    plan=PlanFigures({"changed": 2, "refused": 1}, 0.75, 0.004, 0.002, 60.0),
+    migration=MigrationFigures({"committed": 2}, 300, 4096, 6, 0.5),
+    placement=PlacementFigures(6, {1: 6, 0: 5}, (90, 7, 3), 0),
+    training=TrainingFigures((60, 30, 10), {("all_to_all", "inter"): 123, ("sync", "intra"): 45}, 40, 8.5, 0.1, 21),
+    control=ControlFigures(3, 2, 4, 3, {"stale": 1}, 0),
+    snapshot=SnapshotFigures(12.0, 9, 1, 5000),
+)
+
+
+def samples(figures: DaemonFigures) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    page, _ = Metrics(lambda: figures).render()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(page.decode())
+        for sample in family.samples
+    }
+
+
+def test_every_figure_is_on_the_page():
+    found = samples(FULL)
+    expected = {
+        ("flexd_build_info", (("job", "job"), ("version", "1.2.3"))): 1,
+        ("flexd_paused", ()): 1,
+        ("flexd_pauses_total", ()): 2,
+        ("flexd_ingest_accesses_total", ()): 1000,
+        ("flexd_ingest_rejected_messages_total", (("reason", "truncated"),)): 3,
+        ("flexd_ingest_rejected_messages_total", (("reason", 'odd "reason"\n'),)): 1,
+        ("flexd_ingest_rejected_accesses_total", (("reason", "negative_row"),)): 7,
+        ("flexd_ingest_adjusted_accesses_total", (("rule", "late"),)): 4,
+        ("flexd_ingest_lag_messages", ()): 5,
+        ("flexd_sketch_bytes", (("table", "items"),)): 4096,
+        ("flexd_profile_coverage_ratio", ()): 0.99,
+        ("flexd_plans_total", (("outcome", "changed"),)): 2,
+        ("flexd_plan_duration_seconds_count", ()): 3,
+        ("flexd_plan_duration_seconds_sum", ()): 0.75,
+        ("flexd_plan_predicted_step_communication_seconds", (("placement", "after"),)): 0.002,
+        ("flexd_migration_bytes_total", ()): 4096,
+        ("flexd_migration_progress_ratio", ()): 0.5,
+        ("flexd_rank_placement_version", (("rank", "0"),)): 5,
+        ("flexd_placement_rows", (("tier", "device"),)): 3,
+        ("flexd_training_accesses_total", (("tier", "node"),)): 30,
+        ("flexd_training_sent_bytes_total", (("kind", "all_to_all"), ("link", "inter"))): 123,
+        ("flexd_training_sent_bytes_total", (("kind", "sync"), ("link", "intra"))): 45,
+        ("flexd_training_sent_bytes_total", (("kind", "migration"), ("link", "inter"))): 0,
+        ("flexd_training_step_duration_seconds_count", ()): 40,
+        ("flexd_control_refused_messages_total", (("kind", "stale"),)): 1,
+        ("flexd_snapshot_failures_total", ()): 1,
+    }
+    assert {key: found.get(key) for key in expected} == expected
+
+
+def test_a_daemon_that_has_seen_nothing_still_has_a_page():
+    found = samples(DaemonFigures(job="j", version="1", started_unix_seconds=1.0))
+    assert found[("flexd_ingest_messages_total", ())] == 0
+    assert math.isnan(found[("flexd_snapshot_age_seconds", ())])
+
+
+def test_names_follow_prometheus_conventions():
+    page, _ = Metrics(lambda: FULL).render()
+    families = [f for f in text_string_to_metric_families(page.decode()) if f.name.startswith("flexd_")]
+    assert len(families) > 40
+    assert len({family.name for family in families}) == len(families)
+    for family in families:
+        assert re.fullmatch(r"flexd(_[a-z0-9]+)+", family.name)
+        assert family.documentation.endswith((".", "."))
+        assert not re.search(r"_(milliseconds|ms|kb|mb|percent)(_|$)", family.name)
+        if family.type == "counter":
+            assert all(sample.name.endswith("_total") for sample in family.samples)
+
+
+def test_label_sets_stay_bounded():
+    many = {f"reason{i}": 1 for i in range(MAX_LABEL_VALUES + 100)}
+    figures = DaemonFigures(
+        job="j", version="1", started_unix_seconds=1.0, ingest=IngestFigures(rejected_messages=many)
+    )
+    found = {key: v for key, v in samples(figures).items() if key[0] == "flexd_ingest_rejected_messages_total"}
+    assert len(found) == MAX_LABEL_VALUES + 1
+    assert sum(found.values()) == len(many)
+
+
+def test_two_pages_do_not_share_a_registry():
+    other = DaemonFigures(job="other", version="1", started_unix_seconds=1.0)
+    assert ("flexd_build_info", (("job", "other"), ("version", "1"))) in samples(other)
+    assert ("flexd_build_info", (("job", "job"), ("version", "1.2.3"))) in samples(FULL)
+
+
+@pytest.mark.parametrize("accept", ["", "text/plain;version=0.0.4", "application/openmetrics-text; version=1.0.0"])
+def test_over_http_in_both_formats(server, daemon, accept):
+    daemon.figures = FULL
+    answer = httpx.get(f"{server.address}/metrics", headers={"accept": accept})
+    assert answer.status_code == 200
+    openmetrics = accept.startswith("application/openmetrics")
+    assert answer.headers["content-type"].startswith(
+        "application/openmetrics-text" if openmetrics else "text/plain; version="
+    )
+    assert answer.headers["content-type"].count("charset") == 1
+    families = {f.name for f in (parse_openmetrics if openmetrics else text_string_to_metric_families)(answer.text)}
+    assert "flexd_ingest_lag_messages" in families
+
+
+def test_figures_that_fail_are_a_500_and_the_next_scrape_works(server, daemon):
+    good, daemon.figures = daemon.figures, None
+    assert httpx.get(f"{server.address}/metrics").status_code == 500
+    daemon.figures = good
+    assert httpx.get(f"{server.address}/metrics").status_code == 200
