@@ -19,11 +19,11 @@ from flexd.server.models import (
     ErrorBody,
     ErrorDetail,
     PauseState,
-    PlanReport,
     ProbeResult,
     ReplanResult,
     Status,
 )
+from flexd.server.plan_report import PlanReport
 
 
 class DaemonApi(Protocol):

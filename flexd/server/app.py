@@ -23,12 +23,12 @@ from flexd.server.models import (
     ErrorDetail,
     PauseRequest,
     PauseState,
-    PlanReport,
     ProbeResult,
     ReplanRequest,
     ReplanResult,
     Status,
 )
+from flexd.server.plan_report import PlanReport
 
 MAX_SLOW_CALLS = 8
 """Plans and waits for migrations at one time: they hold a thread each, and the probes need threads too."""

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
+from flexd.server.plan_report import Measured, Model, PlanReport, RowsByTier
 
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-Measured = Annotated[float | None, BeforeValidator(_finite_or_none)]
-"""A figure that may not be known yet: NaN and infinities (which JSON has no word for) become null."""
 Share = Annotated[float, Field(ge=0, le=1)]
-TierName = Literal["HOME", "NODE", "DEVICE"]
-RowsByTier = dict[TierName, int]
 MigrationState = Literal["PENDING", "PUSHING", "APPLYING", "COMMITTED", "SUPERSEDED", "CANCELLED", "FAILED"]
 SketchKind = Literal["dense", "count_min"]
-
-
-class Model(BaseModel):
-    """A reader ignores fields it does not know, so that an older command line reads a newer daemon."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
 
 class StreamStatus(Model):
@@ -125,77 +111,6 @@ class PlacementStatus(Model):
     """Rows in each tier."""
     digest: str = "0" * 16
     """Order-free digest of the hot rows, 16 hexadecimal digits."""
-
-
-class CostItem(Model):
-    """One item of a cost: a phase of the step on one class of link."""
-
-    phase: str
-    """``forward_ids``, ``forward_rows``, ``backward_rows``, ``sync`` ..."""
-    link: str
-    """``intra`` (inside a node) or ``inter`` (between nodes)."""
-    collective: str | None = None
-    """``all_to_all``, ``all_reduce`` ..."""
-    bytes_per_step: Measured = None
-    """Sent by one rank in one step."""
-    seconds: Measured = None
-    """Predicted time in one step."""
-
-
-class PlanCost(Model):
-    """Predicted communication of one step with one placement."""
-
-    seconds: Measured = None
-    """Predicted, as the planner compares it (exposed share of each item, summed)."""
-    inter_bytes_per_step: Measured = None
-    """Sent between nodes by one rank in one step."""
-    intra_bytes_per_step: Measured = None
-    """Sent inside a node by one rank in one step."""
-    items: tuple[CostItem, ...] = ()
-    """Where it goes."""
-
-
-class PlanReport(Model):
-    """A plan against the live placement: what changes, what it costs, and why."""
-
-    plan_id: str
-    """Id of the plan."""
-    parent_id: str | None = None
-    """The plan that was live before it."""
-    reason: str = ""
-    """What asked for it."""
-    created_unix_seconds: Measured = None
-    """When it was made."""
-    topology_generation: int = 0
-    """The live ranks it was made for."""
-    profile_generation: int = 0
-    """The profile it was made from."""
-    rows_before: RowsByTier = Field(default_factory=dict)
-    """Rows in each tier of the live placement."""
-    rows_after: RowsByTier = Field(default_factory=dict)
-    """Rows in each tier of the plan."""
-    promotions: int = 0
-    """Rows that get more copies."""
-    demotions: int = 0
-    """Rows that lose copies."""
-    migration_bytes: int = 0
-    """Row values and optimizer state that the migration copies, over all ranks."""
-    before: PlanCost = PlanCost()
-    """The live placement under the profile as it is now."""
-    after: PlanCost = PlanCost()
-    """The plan under the same profile."""
-    baselines: dict[str, PlanCost] = Field(default_factory=dict)
-    """Other strategies under the same profile, by name."""
-    lower_bound_seconds: Measured = None
-    """No placement within the replica budget can be priced below this."""
-    gap: Measured = None
-    """(plan - lower bound) / lower bound."""
-    why: tuple[str, ...] = ()
-    """What replication wins here, and what it does not, in words and figures."""
-
-    @property
-    def changed_rows(self) -> int:
-        return self.promotions + self.demotions
 
 
 class MigrationReport(Model):

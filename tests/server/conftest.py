@@ -15,12 +15,12 @@ from flexd.server.metrics import Metrics
 from flexd.server.models import (
     MigrationReport,
     PauseState,
-    PlanReport,
     ProbeResult,
     ReplanResult,
     Status,
     StreamStatus,
 )
+from flexd.server.plan_report import PlanReport, ReplicationReport
 
 OK = ProbeResult(ok=True)
 FIGURES = DaemonFigures(job="job", version="1.2.3", started_unix_seconds=1.0)
@@ -50,7 +50,7 @@ class FakeDaemon:
 
     def plan(self) -> PlanReport:
         self._enter("plan")
-        return PlanReport(plan_id="p2", why=("because",))
+        return PlanReport(plan_id="p2", replication=ReplicationReport(words=("because",)))
 
     def replan(self, reason: str, wait_seconds: float) -> ReplanResult:
         self._enter("replan", reason, wait_seconds)

@@ -13,7 +13,8 @@ from flexd.errors import ApiError, ControlError, EmbeddingError, PlanError
 from flexd.server import guard
 from flexd.server.app import MAX_SLOW_CALLS
 from flexd.server.guard import MAX_REQUEST_BYTES
-from flexd.server.models import ErrorBody, PlanReport, ProbeResult, Status
+from flexd.server.models import ErrorBody, ProbeResult, Status
+from flexd.server.plan_report import PlanReport
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def client(server):
 
 def test_every_verb_reaches_the_daemon(client, daemon):
     assert Status.model_validate(client.get("/v1/status").json()).job == "job"
-    assert PlanReport.model_validate(client.get("/v1/plan").json()).why == ("because",)
+    assert PlanReport.model_validate(client.get("/v1/plan").json()).replication.words == ("because",)
     replanned = client.post("/v1/replan", json={"reason": "new item launch", "wait_seconds": 2.5})
     assert (replanned.status_code, replanned.json()["outcome"]) == (200, "committed")
     assert client.post("/v1/pause", json={"reason": "maintenance"}).json()["changed"] is True

@@ -1,0 +1,173 @@
+"""A plan as the admin API shows it: the planner's summary, typed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Measured = Annotated[float | None, BeforeValidator(_finite_or_none)]
+"""A figure that may not be known yet: NaN and infinities (which JSON has no word for) become null."""
+TierName = Literal["HOME", "NODE", "DEVICE"]
+LinkName = Literal["intra_node", "inter_node"]
+RowsByTier = dict[TierName, int]
+
+
+class Model(BaseModel):
+    """A reader ignores fields it does not know, so that an older command line reads a newer daemon."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+
+class LinkBytes(Model):
+    """Sent by one rank in one step on one class of link."""
+
+    all_to_all: Measured = None
+    """Bytes of ids and rows in the exchange, forward and backward."""
+    sync: Measured = None
+    """Bytes of replica synchronisation."""
+
+
+class PhaseCost(Model):
+    """One phase of a step on one class of link."""
+
+    bytes: Measured = None
+    """Sent by one rank in one step."""
+    seconds: Measured = None
+    """Predicted time, hidden or not."""
+
+
+class TierCost(Model):
+    """What the rows of one tier cost in a step."""
+
+    rows: Measured = None
+    """Rows that the profile knows of."""
+    self_bytes: Measured = None
+    """Answered without traffic."""
+    intra_node_bytes: Measured = None
+    """Sent by one rank inside its node."""
+    inter_node_bytes: Measured = None
+    """Sent by one rank to other nodes."""
+    seconds: Measured = None
+    """Predicted time, without latency."""
+
+
+class CostReport(Model):
+    """Predicted communication of one rank in one step."""
+
+    exposed_seconds: Measured = None
+    """What compute does not hide: what plans are compared by."""
+    total_seconds: Measured = None
+    """Hidden or not."""
+    forward_seconds: Measured = None
+    """Of the forward exchange."""
+    backward_seconds: Measured = None
+    """Of the backward exchange."""
+    sync_seconds: Measured = None
+    """Of replica synchronisation."""
+    ids_sent: Measured = None
+    """Row ids that one rank requests."""
+    bytes: dict[LinkName, LinkBytes] = Field(default_factory=dict)
+    """By class of link."""
+    phases: dict[str, dict[LinkName, PhaseCost]] = Field(default_factory=dict)
+    """By phase (``forward_ids``, ``forward_rows``, ``backward_rows``, ``sync_mask``, ``sync_rows``) and link."""
+    tiers: dict[TierName, TierCost] = Field(default_factory=dict)
+    """By tier."""
+
+
+class ReplicationReport(Model):
+    """What replicas win against the same exchange with every row at home; per rank and step."""
+
+    words: tuple[str, ...] = ()
+    """The same in sentences."""
+    replicated_rows: Measured = None
+    """Rows above HOME."""
+    saved_exposed_seconds: Measured = None
+    """All in all."""
+    ids_not_sent: Measured = None
+    """Requests that are not sent."""
+    ids_not_sent_seconds: Measured = None
+    """Their time."""
+    forward_freed_seconds: Measured = None
+    """Less time in the forward exchange."""
+    forward_freed_inter_node_bytes: Measured = None
+    """Fewer bytes between nodes in the forward exchange."""
+    backward_freed_seconds: Measured = None
+    """Less time in the backward exchange."""
+    sync_seconds: Measured = None
+    """What the synchronisation takes instead."""
+    inter_node_all_to_all_bytes_saved: Measured = None
+    """Fewer all-to-all bytes between nodes."""
+    inter_node_sync_bytes_added: Measured = None
+    """What is synchronised between nodes instead."""
+    all_to_all_bytes_per_second: Measured = None
+    """Of one rank between nodes, at the size at hand."""
+    all_reduce_bytes_per_second: Measured = None
+    """Of one rank between nodes, at the size at hand."""
+    all_to_all_wire_share: Measured = None
+    """Share of the wire that an all-to-all reaches."""
+    all_reduce_wire_share: Measured = None
+    """Share of the wire that an all-reduce reaches."""
+
+
+class PlanReport(Model):
+    """A plan against the live placement: what changes, what it costs, and why."""
+
+    plan_id: str
+    """Id of the plan."""
+    parent_id: str = ""
+    """The plan that the live placement came from."""
+    reason: str = ""
+    """What asked for it."""
+    created_unix_seconds: Measured = None
+    """When it was made."""
+    topology_generation: int = 0
+    """The live ranks it was made for."""
+    profile_generation: int = 0
+    """The profile it was made from."""
+    cluster: str = ""
+    """The cluster description that priced it."""
+    replica_slots: tuple[int, ...] = ()
+    """Replica slots of each rank, for each dim-group."""
+    rows_before: RowsByTier = Field(default_factory=dict)
+    """Rows above HOME in the live placement."""
+    rows: RowsByTier = Field(default_factory=dict)
+    """Rows above HOME in the plan."""
+    promotions: int = 0
+    """Rows that get more copies."""
+    demotions: int = 0
+    """Rows that lose copies."""
+    migration_bytes: int = 0
+    """Row values and optimizer state that the migration copies."""
+    migration_seconds: Measured = None
+    """Predicted time of the migration, by bandwidth alone."""
+    objective_seconds: Measured = None
+    """What the planner minimises: exposed time, with row bounds and the migration over the horizon."""
+    lower_bound_seconds: Measured = None
+    """No plan within the replica slots has a smaller objective."""
+    gap: Measured = None
+    """How far above the lower bound the plan can be at most, as a share of the objective."""
+    before: CostReport = CostReport()
+    """The live placement under the profile as it is now."""
+    after: CostReport = CostReport()
+    """The plan under the same profile."""
+    baselines: dict[str, CostReport] = Field(default_factory=dict)
+    """Other strategies under the same profile, by name."""
+    replication: ReplicationReport = ReplicationReport()
+    """What replication wins here, and what it does not."""
+
+    @classmethod
+    def from_summary(cls, summary: Mapping[str, Any], rows_before: Mapping[str, int]) -> PlanReport:
+        """The planner's ``Plan.summary()``, with the live placement's rows by tier beside it."""
+        return cls.model_validate({**summary, "rows_before": dict(rows_before)})
+
+    @property
+    def changed_rows(self) -> int:
+        return self.promotions + self.demotions
