@@ -1,11 +1,16 @@
-"""What stream tests share: batches to send."""
+"""What stream tests share: batches to send and brokers to send them to."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from flexd.stream.types import AccessBatch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 
 @pytest.fixture
@@ -16,3 +21,21 @@ def make_batch():
         return AccessBatch("items", np.arange(ids, dtype=dtype) + number * 1000, number % 4, float(number))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tansu():
+    """One broker for all tests that do not stop it."""
+    from tansu_broker import TansuBroker
+
+    with TansuBroker() as broker:
+        yield broker
+
+
+@pytest.fixture
+def own_tansu():
+    """A broker that a test may kill, stop and restart."""
+    from tansu_broker import TansuBroker
+
+    with TansuBroker() as broker:
+        yield broker

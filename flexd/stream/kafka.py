@@ -1,0 +1,416 @@
+"""Accesses through Kafka: a consumer-group source whose positions are the caller's, and a sink."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kafka import KafkaConsumer, KafkaProducer
+from kafka.consumer.subscription_state import ConsumerRebalanceListener
+from kafka.errors import (
+    KafkaConfigurationError,
+    KafkaError,
+    LogTruncationError,
+    NoOffsetForPartitionError,
+    OffsetOutOfRangeError,
+)
+from kafka.structs import OffsetAndMetadata, TopicPartition
+
+from flexd.errors import PositionLostError, StreamError
+from flexd.stream.connector import Connector
+from flexd.stream.partition_reader import OnPositionLost
+from flexd.stream.types import Message, Positions
+
+_log = logging.getLogger(__name__)
+
+ClientOption = str | int | float | bool
+
+_FATAL = (KafkaConfigurationError, ValueError, TypeError, AssertionError, FileNotFoundError, PermissionError)
+_OURS = frozenset(
+    (
+        "bootstrap_servers",
+        "group_id",
+        "enable_auto_commit",
+        "auto_offset_reset",
+        "value_deserializer",
+        "value_serializer",
+    )
+)
+_PROBE_AFTER_SECONDS = 2.0
+_CLOSE_SECONDS = 5.0
+
+
+class KafkaSource:
+    """Reads a topic in a consumer group. See ``Source`` for the contract; partitions are named ``topic/number``.
+
+    The group decides which partitions this process reads; where it reads them is never taken from the broker: a newly
+    assigned partition starts at its restored position, at the position already reached here, or at the earliest
+    message. So a lost commit or a rebalance repeats nothing.
+
+    A position that the broker no longer has is noticed in three ways: the broker says so (retention, truncation), or
+    it silently answers nothing while its high-water mark is below the position (a broker that lost its memory). Then
+    ``on_position_lost`` decides. A topic made anew that has grown beyond the old position cannot be told from the old.
+
+    While the broker cannot be reached ``poll`` returns nothing, and ``problem`` says so after about two seconds.
+
+    Args:
+        client_options: passed to kafka-python as they are, over our defaults.
+
+    Raises:
+        StreamError: ``client_options`` sets what is ours to set.
+    """
+
+    def __init__(
+        self,
+        bootstrap_servers: str,
+        topic: str,
+        group_id: str,
+        *,
+        on_position_lost: OnPositionLost = "earliest",
+        connect_timeout_seconds: float = 15.0,
+        session_timeout_seconds: float = 10.0,
+        client_options: Mapping[str, ClientOption] | None = None,
+        max_poll_messages: int = 2000,
+        max_poll_bytes: int = 16 * 2**20,
+    ) -> None:
+        self._topic = topic
+        self._name = f"Kafka topic {topic!r} at {bootstrap_servers}"
+        self._on_position_lost: OnPositionLost = on_position_lost
+        self._session_timeout_seconds = session_timeout_seconds
+        self._max_poll_messages = max_poll_messages
+        session_ms = int(session_timeout_seconds * 1000)
+        self._options: dict[str, Any] = {
+            "bootstrap_servers": [server.strip() for server in bootstrap_servers.split(",")],
+            "group_id": group_id,
+            "enable_auto_commit": False,
+            # Resets are our decision, so that they are counted: the client must raise instead.
+            "auto_offset_reset": "none",
+            "allow_auto_create_topics": False,
+            "bootstrap_timeout_ms": int(connect_timeout_seconds * 1000),
+            "session_timeout_ms": session_ms,
+            "heartbeat_interval_ms": max(session_ms // 3, 1),
+            "fetch_max_bytes": max_poll_bytes,
+            "max_partition_fetch_bytes": max_poll_bytes // 2,
+            "receive_message_max_bytes": 128 * 2**20,
+            "metadata_max_age_ms": 10_000,
+            "reconnect_backoff_max_ms": 2_000,
+            "metrics_enabled": False,
+            **_checked(client_options),
+        }
+        self._connector: Connector[KafkaConsumer] = Connector(
+            self._name,
+            self._connect,
+            lambda consumer: consumer.close(autocommit=False, timeout_ms=int(_CLOSE_SECONDS * 500)),
+            timeout_seconds=connect_timeout_seconds,
+            fatal=_FATAL,
+        )
+        self._lock = threading.Lock()
+        """Restoring against the rebalance listener, which runs on the client's own thread."""
+        self._positions: Positions = {}
+        self._stale_highwater: dict[str, int | None] = {}
+        self._resumed_from: Positions = {}
+        self._last_answer = time.monotonic()
+        self._problem: str | None = None
+        self._commit_problem: str | None = None
+        self._closed = False
+        self.messages_lost = 0
+        self.positions_lost = 0
+        self.commits_failed = 0
+
+    @property
+    def problem(self) -> str | None:
+        return self._connector.problem or self._problem or self._commit_problem
+
+    def poll(self, timeout_seconds: float) -> list[Message]:
+        deadline = time.monotonic() + timeout_seconds
+        consumer = self._connector.get(timeout_seconds)
+        if consumer is None:
+            return []
+        self._probe_if_silent(consumer, deadline)
+        try:
+            records = consumer.poll(
+                timeout_ms=max(0, int((deadline - time.monotonic()) * 1000)), max_records=self._max_poll_messages
+            )
+        except OffsetOutOfRangeError as error:
+            self._lose_positions(consumer, error.args[0], "the broker no longer has it")
+            return []
+        except LogTruncationError as error:
+            self._lose_positions(consumer, error.divergent_offsets, "the broker's log was truncated")
+            return []
+        except NoOffsetForPartitionError:
+            self._seek(consumer, consumer.assignment())
+            return []
+        except (KafkaError, OSError) as error:
+            self._problem = f"{self._name}: {type(error).__name__}: {error}"
+            time.sleep(max(0.0, min(0.1, deadline - time.monotonic())))
+            return []
+        messages = [message for part, got in records.items() for message in self._accept(self._key(part), got)]
+        if messages:
+            self._last_answer = time.monotonic()
+            self._problem = None
+        else:
+            self._check_highwater(consumer)
+        return messages
+
+    def restore(self, positions: Mapping[str, int]) -> None:
+        consumer = self._connector.get(0.0)
+        with self._lock:
+            self._positions = dict(positions)
+            self._resumed_from = {}
+        if consumer is not None:
+            self._seek(consumer, consumer.assignment())
+
+    def positions(self) -> Positions:
+        return dict(self._positions)
+
+    def lag(self) -> int:
+        """Over the partitions assigned here, from the high-water marks of the last answers."""
+        consumer = None if self._closed else self._connector.get(0.0)
+        if consumer is None:
+            return 0
+        total = 0
+        for partition in consumer.assignment():
+            highwater = _highwater(consumer, partition)
+            if highwater is not None:
+                total += max(0, highwater - self._positions.get(self._key(partition), 0))
+        return total
+
+    def commit(self, positions: Mapping[str, int]) -> str | None:
+        consumer = self._connector.get(0.0)
+        if consumer is None:
+            return self._connector.problem
+        offsets = {
+            partition: OffsetAndMetadata(positions[key], "", -1)
+            for partition in consumer.assignment()
+            if (key := self._key(partition)) in positions
+        }
+        self._commit_problem = None
+        if offsets:
+            try:
+                consumer.commit(offsets, timeout_ms=int(min(self._session_timeout_seconds, 5.0) * 1000))
+            except KafkaError as error:
+                # Rebalance in progress, session expired, broker away: the next commit covers it.
+                self.commits_failed += 1
+                self._commit_problem = f"{self._name}: commit failed: {type(error).__name__}: {error}"
+        return self._commit_problem
+
+    def close(self) -> None:
+        self._closed = True
+        self._connector.close(_CLOSE_SECONDS)
+
+    def _connect(self) -> KafkaConsumer:
+        consumer = KafkaConsumer(**self._options)
+        consumer.subscribe([self._topic], listener=_SeekOnAssignment(self, consumer))
+        return consumer
+
+    def _key(self, partition: TopicPartition) -> str:
+        return f"{partition.topic}/{partition.partition}"
+
+    def _seek(self, consumer: KafkaConsumer, partitions: Iterable[TopicPartition]) -> None:
+        """Puts partitions where they belong. Also called on the client's thread: must not wait for the broker."""
+        with self._lock:
+            for partition in partitions:
+                key = self._key(partition)
+                self._stale_highwater[key] = _highwater(consumer, partition)
+                # A partition that was taken away in this moment comes back through the listener.
+                with contextlib.suppress(KafkaError, ValueError, KeyError):
+                    if key in self._positions:
+                        consumer.seek(partition, self._positions[key])
+                    elif key in self._resumed_from and self._on_position_lost == "latest":
+                        consumer.seek_to_end(partition)
+                    else:
+                        consumer.seek_to_beginning(partition)
+
+    def _accept(self, key: str, records: list[Any]) -> list[Message]:
+        """Moves the position past ``records``. Those below it are repeats of a fetch that a rebalance overtook."""
+        position = self._positions.get(key, 0)
+        if records[0].offset < position:
+            records = [record for record in records if record.offset >= position]
+            if not records:
+                return []
+        lost_from = self._resumed_from.pop(key, None)
+        if lost_from is not None:
+            self.messages_lost += max(0, records[0].offset - lost_from)
+        self._positions[key] = records[-1].offset + 1
+        return [Message(key, record.offset, record.value or b"") for record in records]
+
+    def _check_highwater(self, consumer: KafkaConsumer) -> None:
+        lost = {}
+        for partition in consumer.assignment():
+            key = self._key(partition)
+            highwater = _highwater(consumer, partition)
+            position = self._positions.get(key)
+            # A mark from before the last seek says nothing about the position after it.
+            if highwater is None or position is None or highwater == self._stale_highwater.get(key):
+                continue
+            if position > highwater:
+                lost[partition] = position
+        if lost:
+            self._lose_positions(consumer, lost, "the broker's log ends before it")
+
+    def _lose_positions(self, consumer: KafkaConsumer, lost: Mapping[TopicPartition, object], cause: str) -> None:
+        positions = {self._key(partition): self._positions.get(self._key(partition)) for partition in lost}
+        text = f"{self._name}: position lost: {cause}: {positions}"
+        if self._on_position_lost == "fail":
+            self._problem = text
+            raise PositionLostError(
+                text, remedy="restore a matching snapshot, or set on_position_lost to earliest or latest"
+            )
+        with self._lock:
+            for partition in lost:
+                key = self._key(partition)
+                self.positions_lost += 1
+                self._resumed_from[key] = self._positions.pop(key, 0)
+        self._seek(consumer, lost)
+        _log.warning("%s; going on at the %s message", text, self._on_position_lost)
+
+    def _probe_if_silent(self, consumer: KafkaConsumer, deadline: float) -> None:
+        """The client hides an unreachable broker: after a silent while it is asked for something it must answer."""
+        now = time.monotonic()
+        if now - self._last_answer < _PROBE_AFTER_SECONDS:
+            return
+        assignment = sorted(consumer.assignment())
+        if not assignment:
+            self._problem = (
+                f"{self._name}: no partition assigned (topic missing, group joining, or more members than partitions)"
+            )
+            return
+        try:
+            consumer.beginning_offsets(assignment[:1], timeout_ms=max(1, int((deadline - now) * 1000)))
+        except (KafkaError, OSError) as error:
+            self._problem = f"{self._name}: broker does not answer ({type(error).__name__})"
+        else:
+            self._problem = None
+            self._last_answer = time.monotonic()
+
+
+class _SeekOnAssignment(ConsumerRebalanceListener):  # type: ignore[misc]
+    def __init__(self, source: KafkaSource, consumer: KafkaConsumer) -> None:
+        self._source = source
+        self._consumer = consumer
+
+    def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:
+        """Nothing to do: positions are saved by the caller."""
+
+    def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
+        self._source._seek(self._consumer, assigned)
+
+
+class KafkaSink:
+    """Sends messages to a topic, spread over its partitions. See ``Sink`` for the contract.
+
+    The client is connected on the first ``send``; while the broker is away ``send`` raises at once between attempts.
+
+    Args:
+        max_unacknowledged_bytes: beyond this ``send`` waits up to ``max_wait_seconds`` for the broker, then raises.
+        client_options: passed to kafka-python as they are, over our defaults.
+    """
+
+    def __init__(
+        self,
+        bootstrap_servers: str,
+        topic: str,
+        *,
+        connect_timeout_seconds: float = 15.0,
+        max_wait_seconds: float = 1.0,
+        max_unacknowledged_bytes: int = 32 * 2**20,
+        client_options: Mapping[str, ClientOption] | None = None,
+    ) -> None:
+        self._topic = topic
+        self._name = f"Kafka topic {topic!r} at {bootstrap_servers}"
+        self._max_wait_seconds = max_wait_seconds
+        self._max_unacknowledged_bytes = max_unacknowledged_bytes
+        options: dict[str, Any] = {
+            "bootstrap_servers": [server.strip() for server in bootstrap_servers.split(",")],
+            "bootstrap_timeout_ms": int(connect_timeout_seconds * 1000),
+            "max_block_ms": int(max_wait_seconds * 1000),
+            "max_request_size": 16 * 2**20,
+            "batch_size": 2**20,
+            "linger_ms": 5,
+            "request_timeout_ms": 10_000,
+            "delivery_timeout_ms": 30_000,
+            "reconnect_backoff_max_ms": 2_000,
+            "metrics_enabled": False,
+            **_checked(client_options),
+        }
+        self._connector: Connector[KafkaProducer] = Connector(
+            self._name,
+            lambda: KafkaProducer(**options),
+            lambda producer: producer.close(timeout=_CLOSE_SECONDS / 2),
+            timeout_seconds=connect_timeout_seconds,
+            fatal=_FATAL,
+        )
+        self._acknowledged = threading.Condition()
+        self._unacknowledged_bytes = 0
+        self._failed = 0
+
+    @property
+    def messages_failed(self) -> int:
+        return self._failed
+
+    def send(self, payload: bytes) -> None:
+        producer = self._connector.get(self._max_wait_seconds)
+        if producer is None:
+            raise StreamError(self._connector.problem or f"{self._name}: not connected", remedy="check the broker")
+        with self._acknowledged:
+            if not self._acknowledged.wait_for(self._has_room, self._max_wait_seconds):
+                raise StreamError(
+                    f"{self._name}: {self._unacknowledged_bytes} bytes unacknowledged", remedy="check the broker"
+                )
+            self._unacknowledged_bytes += len(payload)
+        try:
+            future = producer.send(self._topic, value=payload)
+        except (KafkaError, OSError) as error:
+            self._settle(len(payload), failed=False)
+            raise StreamError(f"{self._name}: {type(error).__name__}: {error}", remedy="check the broker") from error
+        future.add_callback(lambda _: self._settle(len(payload), failed=False))
+        future.add_errback(lambda _: self._settle(len(payload), failed=True))
+
+    def flush(self, timeout_seconds: float) -> None:
+        with self._acknowledged:
+            if self._unacknowledged_bytes == 0:
+                return
+        producer = self._connector.get(0.0)
+        if producer is None:
+            raise StreamError(f"{self._name}: not connected", remedy="check the broker")
+        try:
+            producer.flush(timeout_seconds)
+        except KafkaError as error:
+            raise StreamError(
+                f"{self._name}: not delivered within {timeout_seconds:g} s", remedy="check the broker"
+            ) from error
+
+    def close(self) -> None:
+        self._connector.close(_CLOSE_SECONDS)
+
+    def _has_room(self) -> bool:
+        return self._unacknowledged_bytes < self._max_unacknowledged_bytes
+
+    def _settle(self, payload_bytes: int, *, failed: bool) -> None:
+        with self._acknowledged:
+            self._unacknowledged_bytes -= payload_bytes
+            self._failed += failed
+            self._acknowledged.notify_all()
+
+
+def _highwater(consumer: KafkaConsumer, partition: TopicPartition) -> int | None:
+    """None if the partition was taken away in this moment or has not been fetched yet."""
+    try:
+        highwater: int | None = consumer.highwater(partition)
+    except (KafkaError, KeyError):
+        return None
+    return highwater
+
+
+def _checked(client_options: Mapping[str, ClientOption] | None) -> dict[str, Any]:
+    options = dict(client_options or {})
+    ours = sorted(_OURS & options.keys())
+    if ours:
+        raise StreamError(f"Kafka client options {', '.join(ours)} are set by flexd", remedy="leave them out")
+    if isinstance(version := options.get("api_version"), str):
+        options["api_version"] = tuple(int(part) for part in version.split("."))  # type: ignore[assignment]
+    return options

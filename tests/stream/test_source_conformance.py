@@ -1,0 +1,180 @@
+"""The contract of ``Source``, run against every implementation."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+
+import pytest
+
+from flexd.errors import StreamError
+from flexd.stream.file_log import FileLogSink, FileLogSource
+from flexd.stream.synthetic import SyntheticSource
+from flexd.stream.types import Message, Sink, Source
+
+PARTITIONS = 2
+
+
+class Stream:
+    """A stream under test: what was produced is known, and sources on it can be opened."""
+
+    def __init__(self, open_source: Callable[[], Source], produce: Callable[[int], None] | None) -> None:
+        self.open_source = open_source
+        self.produce = produce or (lambda count: None)
+        self.endless = produce is None
+
+
+@pytest.fixture
+def file_log(tmp_path):
+    sinks = [FileLogSink(tmp_path, f"p{i}", segment_bytes=400) for i in range(PARTITIONS)]
+    sent = [0]
+
+    def produce(count: int) -> None:
+        for _ in range(count):
+            sinks[sent[0] % PARTITIONS].send(b"message %d" % sent[0])
+            sent[0] += 1
+        for sink in sinks:
+            sink.flush(1.0)
+
+    yield Stream(lambda: FileLogSource(tmp_path, discovery_seconds=0.01), produce)
+    for sink in sinks:
+        sink.close()
+
+
+@pytest.fixture
+def synthetic():
+    tables = [("a", 1000), ("b", 50)]
+    return Stream(lambda: SyntheticSource(tables, accesses_per_second=2000, accesses_per_message=8), None)
+
+
+def kafka_stream(bootstrap: str, topic: str, session_seconds: float, **client_options: str) -> tuple[Stream, Sink]:
+    from flexd.stream.kafka import KafkaSink, KafkaSource
+
+    sink = KafkaSink(bootstrap, topic, client_options=client_options)
+    group = f"group-{uuid.uuid4().hex[:8]}"
+    sent = [0]
+
+    def open_source() -> Source:
+        return KafkaSource(
+            bootstrap, topic, group, session_timeout_seconds=session_seconds, client_options=client_options
+        )
+
+    def produce(count: int) -> None:
+        for _ in range(count):
+            sink.send(b"message %d" % sent[0])
+            sent[0] += 1
+        sink.flush(10.0)
+
+    return Stream(open_source, produce), sink
+
+
+@pytest.fixture
+def kafka_tansu(tansu):
+    topic = f"topic-{uuid.uuid4().hex[:8]}"
+    tansu.create_topic(topic, PARTITIONS)
+    stream, sink = kafka_stream(tansu.bootstrap_servers, topic, 2.0)
+    yield stream
+    sink.close()
+
+
+@pytest.fixture
+def kafka_mock():
+    from confluent_kafka.admin import AdminClient
+
+    admin = AdminClient({"test.mock.num.brokers": 1, "bootstrap.servers": "mock"})
+    broker = next(iter(admin.list_topics(timeout=10).brokers.values()))
+    topic = f"topic-{uuid.uuid4().hex[:8]}"
+    # Asking for a topic makes it.
+    admin.list_topics(topic, timeout=10)
+    # Its first rebalance takes three seconds: a shorter session would end before.
+    stream, sink = kafka_stream(f"{broker.host}:{broker.port}", topic, 6.0, api_version="2.3")
+    yield stream
+    sink.close()
+    del admin
+
+
+@pytest.fixture(params=["file_log", "synthetic", "kafka_tansu", "kafka_mock"])
+def stream(request):
+    return request.getfixturevalue(request.param)
+
+
+def take(source: Source, count: int, seconds: float = 30.0) -> list[Message]:
+    """At least ``count`` messages."""
+    messages: list[Message] = []
+    deadline = time.monotonic() + seconds
+    while len(messages) < count:
+        assert time.monotonic() < deadline, f"{len(messages)} of {count} messages; problem: {source.problem}"
+        messages += source.poll(0.2)
+    return messages
+
+
+def by_partition(messages: list[Message]) -> dict[str, dict[int, bytes]]:
+    parts: dict[str, dict[int, bytes]] = {}
+    for message in messages:
+        part = parts.setdefault(message.partition, {})
+        assert not part or message.offset > max(part), "offsets of a partition increase"
+        part[message.offset] = bytes(message.payload)
+    return parts
+
+
+def test_contract(stream):
+    """One pass through everything a source promises; in one test because joining a group takes a second."""
+    stream.produce(20)
+    first = stream.open_source()
+    assert isinstance(first, Source)
+    assert not any(first.positions().values())
+    first.restore({})
+    messages = take(first, 20)
+    saved = first.positions()
+
+    # Nothing is missing, and positions are those of what was returned.
+    parts = by_partition(messages)
+    assert saved == {name: max(part) + 1 for name, part in parts.items()}
+    if not stream.endless:
+        assert sorted(p for part in parts.values() for p in part.values()) == sorted(
+            b"message %d" % i for i in range(20)
+        )
+        assert first.lag() == 0
+        assert first.poll(0.05) == []
+        assert first.positions() == saved
+    assert first.commit(saved) is None
+    assert first.problem is None
+    assert first.messages_lost == 0
+
+    # Going back repeats the same messages, and only those after the position.
+    halfway = {name: sorted(part)[len(part) // 2] for name, part in parts.items()}
+    first.restore(halfway)
+    assert first.positions() == halfway
+    stream.produce(5)
+    again = by_partition(take(first, len(messages) - sum(sorted(p).index(halfway[n]) for n, p in parts.items()) + 5))
+    for name, part in again.items():
+        assert min(part) == halfway[name]
+        known = {offset: payload for offset, payload in parts[name].items() if offset in part}
+        assert known.items() <= part.items()
+    latest = first.positions()
+    first.close()
+    first.close()
+    with pytest.raises(StreamError):
+        first.poll(0.01)
+
+    # Another process: what was committed to the broker does not matter, what is restored does.
+    second = stream.open_source()
+    one = sorted(latest)[0]
+    second.restore({one: latest[one]})
+    stream.produce(4)
+    rest = by_partition(take(second, 4 if stream.endless else 4 + sum(len(p) for n, p in parts.items() if n != one)))
+    assert all(offset >= latest[one] for offset in rest.get(one, {}))
+    for name in set(parts) - {one}:
+        assert min(rest[name]) == min(parts[name]), "an unknown partition starts at its earliest message"
+        assert parts[name].items() <= rest[name].items()
+    second.close()
+
+
+def test_poll_is_bounded_by_its_deadline_and_closing_is_final(stream):
+    source = stream.open_source()
+    source.restore({})
+    assert isinstance(source.poll(0.0), list)
+    source.close()
+    with pytest.raises(StreamError):
+        source.poll(0.0)

