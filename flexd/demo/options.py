@@ -27,7 +27,7 @@ class DemoOptions:
     kill_daemon_at: int | None = None
     restart_daemon_after: int | None = None
     dtype: str = "float32"
-    batch_size: int = 128
+    batch_size: int = 320
     seed: int = 0
     out_dir: Path | None = None
 

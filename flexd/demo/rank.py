@@ -73,7 +73,7 @@ class RunSetup:
             batch_size=self.batch_size,
             steps=self.steps,
             history=self.history,
-            min_history=self.history // 2,
+            min_history=self.history,
         )
 
     def tables(self, batches: Batches) -> list[flexd.EmbeddingTable]:

@@ -68,25 +68,27 @@ def load_trace(path: Path) -> Trace:
     return Trace(table, row, arrays["ts"].astype(np.float64), user, table_rows, names)
 
 
-def synthetic_trace(events: int, seed: int = 0, *, rows: int = 20_000, users: int = 4_000) -> Trace:
-    """A shop whose fashions change: Zipf 1.05 item popularity, of which a tenth of the ranking turns over eight times.
+def synthetic_trace(
+    events: int, seed: int = 0, *, rows: int = 12_000, active: int = 2_000, users: int = 1_000, exponent: float = 1.0
+) -> Trace:
+    """A shop whose fashions change: Zipf popularity over the items in season; every season a third of them changes.
 
-    Users are as skewed as items (Zipf 0.6); event time runs at one event a second.
+    Most rows of the table rest at any time, as RecShard (arXiv 2201.10095) saw of production tables. Event time runs at
+    one event a second.
     """
     rng = np.random.default_rng(seed)
-    weight = np.arange(1, rows + 1) ** -1.05
-    rank = np.minimum(np.searchsorted(np.cumsum(weight) / weight.sum(), rng.random(events)), rows - 1)
-    activity = rng.permutation(np.arange(1, users + 1) ** -0.6)
-    user = np.minimum(np.searchsorted(np.cumsum(activity) / activity.sum(), rng.random(events)), users - 1)
+    weight = np.arange(1, active + 1) ** -exponent
+    rank = np.minimum(np.searchsorted(np.cumsum(weight) / weight.sum(), rng.random(events)), active - 1)
     row = np.empty(events, dtype=np.int64)
     items = rng.permutation(rows)
-    for season in np.array_split(np.arange(events), 8):
+    for season in np.array_split(np.arange(events), 6):
         row[season] = items[rank[season]]
-        turned = rng.choice(rows // 10, rows // 20, replace=False)
-        swapped = rng.choice(np.arange(rows // 10, rows), len(turned), replace=False)
-        items[turned], items[swapped] = items[swapped], items[turned]
+        leaving = rng.choice(active, active // 3, replace=False)
+        coming = active + rng.choice(rows - active, len(leaving), replace=False)
+        items[leaving], items[coming] = items[coming], items[leaving]
+    user = rng.integers(0, users, events)
     seconds = np.arange(events, dtype=np.float64) + 1.7e9
-    return Trace(np.zeros(events, np.int64), row, seconds, user.astype(np.int64), np.array([rows]), ("item",))
+    return Trace(np.zeros(events, np.int64), row, seconds, user, np.array([rows]), ("item",))
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Batches:
     """
 
     def __init__(
-        self, trace: Trace, *, world_size: int, batch_size: int, steps: int, history: int = 40, min_history: int = 4
+        self, trace: Trace, *, world_size: int, batch_size: int, steps: int, history: int, min_history: int
     ) -> None:
         self.trace = trace
         self.history = history
