@@ -256,8 +256,9 @@ def test_mutated_arrow_is_read_or_refused(data):
     try:
         received = decode(bytes(payload), MAX)
     except CodecError as error:
-        assert error.reason in REASONS
-        return
+        if error.reason in REASONS:
+            return
+        raise
     # Whatever was accepted is safe to read to the end.
     assert sum(len(b.rows) for b in received) <= len(payload)
     assert all(int(b.rows.astype(np.int64).sum()) is not None and len(b.table) <= 256 for b in received)

@@ -1,0 +1,342 @@
+"""The trainer's end of the stream: hands the accesses of each step to a background thread, and never blocks a step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.errors import StreamError
+from flexd.stream.codec import MAX_ENTRIES, MAX_EVENT_TIME_SECONDS, MAX_TABLE_NAME_CHARS, encode_arrow
+from flexd.stream.types import AccessBatch, Int32Array, Sink
+
+_log = logging.getLogger(__name__)
+
+_ENTRY_BYTES = 64
+"""What one entry costs in a message beside its arrays and its name, generously."""
+_MESSAGE_BYTES = 2048
+"""What schema and framing cost, generously."""
+_IDLE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class PublisherCounters:
+    """Where the accesses given to ``publish`` went, in accesses unless said otherwise.
+
+    Attributes:
+        published: taken by the sink.
+        dropped_queue_full: the background thread was behind.
+        dropped_sink: the sink refused them, or they were still queued when ``close`` ran out of time.
+        dropped_invalid: the arrays, the table name or the time were unusable (the first is logged).
+        sampled_out: left out by sampling.
+        queued: not decided yet.
+        messages: messages taken by the sink.
+        messages_failed: of which the sink could not deliver in the end.
+    """
+
+    published: int
+    dropped_queue_full: int
+    dropped_sink: int
+    dropped_invalid: int
+    sampled_out: int
+    queued: int
+    messages: int
+    messages_failed: int
+
+
+class Publisher:
+    """Sends the accesses of one rank to a sink.
+
+    ``publish`` copies the arrays into a bounded queue and returns; a daemon thread coalesces what has gathered into
+    messages and sends them. A full queue or a dead sink costs accesses, which are counted, never time or an exception.
+
+    Sampling keeps every access with the same probability ``sample_fraction``, whatever its row, so shares and
+    frequency ratios estimated downstream are unbiased; absolute counts are ``sample_fraction`` times the true ones.
+    ``sample_by="batch"`` draws once a call, which costs nothing for what is left out. ``"sample"`` draws once a
+    sequence (``lengths`` needed, else it draws once a call): the estimate from the same number of accesses varies less,
+    because the accesses of one batch are alike. Sequences are kept or left out whole, so their lengths stay true.
+
+    Args:
+        sink: where to; owned from now on and closed by ``close``. Used by the background thread only.
+        source_rank: this rank.
+        max_queue_batches, max_queue_bytes: bounds of the queue; as much again may be on its way to the sink.
+        max_message_bytes: messages are filled up to this size; below the usual broker limit of 1 MiB by default.
+        linger_seconds: how long the first queued batch waits for company.
+
+    Raises:
+        StreamError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        *,
+        source_rank: int,
+        max_queue_batches: int = 256,
+        max_queue_bytes: int = 64 * 2**20,
+        sample_fraction: float = 1.0,
+        sample_by: Literal["batch", "sample"] = "batch",
+        seed: int = 0,
+        max_message_bytes: int = 900_000,
+        linger_seconds: float = 0.05,
+    ) -> None:
+        if not 0 < sample_fraction <= 1:
+            raise StreamError(f"publisher: sample_fraction {sample_fraction}", remedy="give 0 < fraction <= 1")
+        if not 0 <= source_rank < 2**31 or max_queue_batches < 1 or max_message_bytes < 2 * _MESSAGE_BYTES:
+            raise StreamError("publisher: a bound or the source rank is out of range", remedy="check the arguments")
+        self._sink = sink
+        self._source_rank = source_rank
+        self._max_queue_batches = max_queue_batches
+        self._max_queue_bytes = max_queue_bytes
+        self._sample_fraction = sample_fraction
+        self._sample_by = sample_by
+        self._random = np.random.default_rng([seed, source_rank])
+        self._max_message_bytes = max_message_bytes
+        self._linger_seconds = linger_seconds
+        self._changed = threading.Condition()
+        self._queue: deque[AccessBatch] = deque()
+        self._queue_bytes = 0
+        self._in_flight = 0
+        self._close_deadline: float | None = None
+        self._counts = dict.fromkeys(
+            ("published", "dropped_queue_full", "dropped_sink", "dropped_invalid", "sampled_out", "messages"), 0
+        )
+        self._complained = False
+        self.problem: str | None = None
+        """The last failure of the sink, None once it works again."""
+        self._thread = threading.Thread(target=self._run, name="flexd-publisher", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(5.0)
+
+    def publish(self, table: str, rows: Any, lengths: Any = None, event_time_seconds: float | None = None) -> bool:
+        """Queues the accesses of one look-up. Never raises for what it is given, never waits for the sink.
+
+        Args:
+            table: name of the table.
+            rows: integer[n], numpy array or CPU tensor (a device tensor would have to be waited for: it is refused).
+            lengths: integer[s] or None, how ``rows`` splits into sequences.
+            event_time_seconds: Unix seconds; now by default.
+
+        Returns:
+            Whether anything was queued.
+        """
+        try:
+            batch = self._batch(table, rows, lengths, time.time() if event_time_seconds is None else event_time_seconds)
+        except (StreamError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+            self._count("dropped_invalid", _size_of(rows))
+            if not self._complained:
+                self._complained = True
+                _log.warning("accesses of table %r cannot be published: %s (reported once)", table, error)
+            return False
+        if batch is None:
+            return False
+        with self._changed:
+            if not self._has_room(batch):
+                self._counts["dropped_queue_full"] += len(batch.rows)
+                return False
+            if self._close_deadline is not None:
+                self._counts["dropped_sink"] += len(batch.rows)
+                return False
+            self._queue.append(batch)
+            self._queue_bytes += _bytes_of(batch)
+            self._changed.notify()
+        return True
+
+    def counters(self) -> PublisherCounters:
+        with self._changed:
+            queued = sum(len(batch.rows) for batch in self._queue) + self._in_flight
+            return PublisherCounters(queued=queued, messages_failed=self._sink.messages_failed, **self._counts)
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Sends what is queued and closes the sink. True if everything was sent within the deadline."""
+        with self._changed:
+            if self._close_deadline is None:
+                self._close_deadline = time.monotonic() + timeout_seconds
+            self._changed.notify_all()
+        self._thread.join(timeout_seconds)
+        with self._changed:
+            left = sum(len(batch.rows) for batch in self._queue)
+            self._counts["dropped_sink"] += left
+            self._queue.clear()
+            self._queue_bytes = 0
+            return left == 0 and self._in_flight == 0 and self.problem is None
+
+    def _batch(self, table: str, rows: Any, lengths: Any, event_time_seconds: float) -> AccessBatch | None:
+        """A copy of the accesses that sampling keeps; None if it keeps none. Raises if they are unusable."""
+        if not isinstance(table, str) or not 0 < len(table) <= MAX_TABLE_NAME_CHARS:
+            raise StreamError(f"table name of {len(table)} characters")
+        if not 0 <= event_time_seconds <= MAX_EVENT_TIME_SECONDS:
+            raise StreamError(f"event time {event_time_seconds}")
+        ids = _host_array(rows)
+        parts: Int32Array | None = None if lengths is None else _host_array(lengths).astype(np.int32)
+        # Checks the shapes before anything is drawn or copied.
+        batch = AccessBatch(table, ids, self._source_rank, float(event_time_seconds), parts)
+        if self._sample_fraction < 1.0:
+            if self._sample_by == "batch" or parts is None:
+                if self._random.random() >= self._sample_fraction:
+                    self._count("sampled_out", len(ids))
+                    return None
+            else:
+                keep = self._random.random(len(parts)) < self._sample_fraction
+                kept = ids[np.repeat(keep, parts)]
+                self._count("sampled_out", len(ids) - len(kept))
+                if not keep.any():
+                    return None
+                return AccessBatch(table, kept, self._source_rank, batch.event_time_seconds, parts[keep])
+        if not self._has_room(batch):
+            self._count("dropped_queue_full", len(ids))
+            return None
+        return AccessBatch(table, ids.copy(), self._source_rank, batch.event_time_seconds, parts)
+
+    def _has_room(self, batch: AccessBatch) -> bool:
+        within = self._queue_bytes + _bytes_of(batch) <= self._max_queue_bytes
+        return len(self._queue) < self._max_queue_batches and within
+
+    def _count(self, name: str, accesses: int) -> None:
+        with self._changed:
+            self._counts[name] += accesses
+
+    # ---- the background thread ----
+
+    def _run(self) -> None:
+        while True:
+            batches = self._take()
+            if not batches:
+                break
+            for message in _messages(batches, self._max_message_bytes):
+                self._send(message)
+            with self._changed:
+                idle = not self._queue
+            if idle:
+                self._flush(_IDLE_SECONDS)
+        self._flush(self._time_left())
+        try:
+            self._sink.close()
+        except Exception as error:
+            self.problem = str(error)
+
+    def _take(self) -> list[AccessBatch]:
+        """What has gathered, after lingering for more; empty when closing and drained or out of time."""
+        with self._changed:
+            while not self._queue and self._close_deadline is None:
+                self._changed.wait(_IDLE_SECONDS)
+            linger_until = time.monotonic() + self._linger_seconds
+            while self._close_deadline is None and self._queue_bytes < self._max_message_bytes:
+                left = linger_until - time.monotonic()
+                if left <= 0 or len(self._queue) >= self._max_queue_batches // 2:
+                    break
+                self._changed.wait(left)
+            if self._close_deadline is not None and time.monotonic() >= self._close_deadline:
+                return []
+            batches = list(self._queue)
+            self._queue.clear()
+            self._queue_bytes = 0
+            self._in_flight = sum(len(batch.rows) for batch in batches)
+            return batches
+
+    def _send(self, batches: list[AccessBatch]) -> None:
+        accesses = sum(len(batch.rows) for batch in batches)
+        sent = False
+        if self._close_deadline is None or time.monotonic() < self._close_deadline:
+            # A sink is foreign code; whatever it does must not end this thread, or every later step would be lost.
+            try:
+                self._sink.send(encode_arrow(batches))
+                self.problem = None
+                sent = True
+            except Exception as error:
+                if self.problem is None:
+                    _log.warning("accesses are dropped: %s", error)
+                self.problem = str(error)
+        with self._changed:
+            self._in_flight -= accesses
+            self._counts["published" if sent else "dropped_sink"] += accesses
+            self._counts["messages"] += sent
+
+    def _flush(self, timeout_seconds: float) -> None:
+        try:
+            self._sink.flush(timeout_seconds)
+        except Exception as error:
+            self.problem = str(error)
+
+    def _time_left(self) -> float:
+        return 0.0 if self._close_deadline is None else max(0.0, self._close_deadline - time.monotonic())
+
+
+def _host_array(values: Any) -> npt.NDArray[Any]:
+    """int32[n] or int64[n], sharing memory if it can. Raises TypeError or StreamError for anything that is no array of
+    integers in host memory."""
+    if hasattr(values, "detach"):
+        values = values.detach().numpy()
+    array = np.asarray(values)
+    if array.dtype in (np.int32, np.int64):
+        return array
+    if array.dtype.kind not in "iu" or array.dtype == np.uint64:
+        raise StreamError(f"{array.dtype} is no integer type of row ids", remedy="give int32 or int64")
+    return array.astype(np.int64)
+
+
+def _size_of(rows: Any) -> int:
+    try:
+        return int(np.prod(rows.shape, dtype=np.int64))
+    except (AttributeError, TypeError, ValueError):
+        return 0
+
+
+def _bytes_of(batch: AccessBatch) -> int:
+    lengths = 0 if batch.sequence_lengths is None else batch.sequence_lengths.nbytes
+    return batch.rows.nbytes + lengths + 4 * len(batch.table) + _ENTRY_BYTES
+
+
+def _messages(batches: list[AccessBatch], max_message_bytes: int) -> Iterator[list[AccessBatch]]:
+    """Groups batches into messages, keeping their order per id type (mixed, int32 ids would be sent as int64)."""
+    limit = max_message_bytes - _MESSAGE_BYTES
+    groups: dict[np.dtype[Any], list[AccessBatch]] = {}
+    sizes: dict[np.dtype[Any], int] = {}
+    for batch in batches:
+        for piece in _pieces(batch, limit):
+            kind, size = piece.rows.dtype, _bytes_of(piece)
+            group = groups.setdefault(kind, [])
+            if group and (sizes[kind] + size > limit or len(group) >= MAX_ENTRIES):
+                yield group
+                group = groups[kind] = []
+            sizes[kind] = size + (sizes[kind] if group else 0)
+            group.append(piece)
+    yield from (group for group in groups.values() if group)
+
+
+def _pieces(batch: AccessBatch, max_bytes: int) -> Iterator[AccessBatch]:
+    """Parts of at most ``max_bytes``, cut between sequences; a longer sequence stays whole."""
+    size = _bytes_of(batch)
+    if size <= max_bytes:
+        yield batch
+        return
+    lengths = batch.sequence_lengths
+    room = max_bytes - (_bytes_of(batch) - batch.rows.nbytes - (0 if lengths is None else lengths.nbytes))
+    if lengths is None:
+        rows_a_piece = max(1, room // batch.rows.itemsize)
+        for first in range(0, len(batch.rows), rows_a_piece):
+            rows = batch.rows[first : first + rows_a_piece]
+            yield AccessBatch(batch.table, rows, batch.source_rank, batch.event_time_seconds)
+        return
+    ends = np.cumsum(lengths, dtype=np.int64)
+    cost = ends * batch.rows.itemsize + np.arange(1, len(ends) + 1) * lengths.itemsize
+    first = 0
+    while first < len(lengths):
+        spent = int(cost[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(cost, spent + room, side="right")))
+        start = int(ends[first - 1]) if first else 0
+        rows = batch.rows[start : int(ends[last - 1])]
+        yield AccessBatch(batch.table, rows, batch.source_rank, batch.event_time_seconds, lengths[first:last])
+        first = last

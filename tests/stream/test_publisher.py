@@ -1,0 +1,257 @@
+"""The publisher: nothing it is given can block or raise, and every access is accounted for."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.errors import StreamError
+from flexd.stream.codec import decode
+from flexd.stream.file_log import FileLogSink, FileLogSource
+from flexd.stream.publisher import Publisher
+from flexd.stream.types import AccessBatch, Sink
+
+MAX = 1 << 24
+
+
+class MemorySink:
+    """Keeps messages; fails or hangs on demand."""
+
+    def __init__(self) -> None:
+        self.payloads: list[bytes] = []
+        self.error: Exception | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.closed = False
+        self.messages_failed = 0
+
+    def send(self, payload: bytes) -> None:
+        self.gate.wait(20.0)
+        if self.error is not None:
+            raise self.error
+        self.payloads.append(payload)
+
+    def flush(self, timeout_seconds: float) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        self.closed = True
+
+    def batches(self) -> list[AccessBatch]:
+        return [batch for payload in self.payloads for batch in decode(payload, MAX)]
+
+
+def total(publisher: Publisher) -> int:
+    c = publisher.counters()
+    return c.published + c.dropped_queue_full + c.dropped_sink + c.dropped_invalid + c.sampled_out + c.queued
+
+
+def wait_until(condition, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_batches_arrive_as_they_were():
+    sink = MemorySink()
+    assert isinstance(sink, Sink)
+    publisher = Publisher(sink, source_rank=3)
+    rows = np.arange(10, dtype=np.int32)
+    assert publisher.publish("a", rows, lengths=[4, 6], event_time_seconds=5.0)
+    rows[:] = -1  # the step goes on with its arrays
+    assert publisher.publish("b", torch.arange(5), lengths=torch.tensor([5]), event_time_seconds=6.0)
+    before = time.time()
+    assert publisher.publish("a", np.arange(3, dtype=np.uint16))
+    assert publisher.close(10.0)
+    assert sink.closed
+    received = {(b.table, b.rows.dtype, len(b.rows)): b for b in sink.batches()}
+    first = received["a", np.dtype(np.int32), 10]
+    assert first.rows.tolist() == list(range(10))
+    assert first.sequence_lengths.tolist() == [4, 6]
+    assert (first.source_rank, first.event_time_seconds) == (3, 5.0)
+    assert received["b", np.dtype(np.int64), 5].rows.tolist() == [0, 1, 2, 3, 4]
+    assert before <= received["a", np.dtype(np.int64), 3].event_time_seconds <= time.time()
+    assert publisher.counters().published == total(publisher) == 18
+
+
+def test_a_full_queue_drops_and_counts_and_does_not_wait():
+    sink = MemorySink()
+    sink.gate.clear()
+    publisher = Publisher(sink, source_rank=0, max_queue_batches=4, linger_seconds=0.0)
+    sent = [publisher.publish("t", np.full(10, i)) for i in range(50)]
+    assert sent.count(False) >= 40
+    assert publisher.counters().dropped_queue_full == 10 * sent.count(False)
+    assert total(publisher) == 500
+    sink.gate.set()
+    assert publisher.close(10.0)
+    kept = [i for i, ok in enumerate(sent) if ok]
+    assert [int(b.rows[0]) for b in sink.batches()] == kept
+    assert total(publisher) == 500
+
+
+def test_the_queue_is_bounded_in_bytes():
+    sink = MemorySink()
+    sink.gate.clear()
+    publisher = Publisher(sink, source_rank=0, max_queue_bytes=100_000, linger_seconds=0.0)
+    assert not publisher.publish("t", np.zeros(20_000, dtype=np.int64))
+    assert publisher.counters().dropped_queue_full == 20_000
+    sink.gate.set()
+    publisher.close(5.0)
+
+
+def test_a_dead_sink_drops_and_counts_and_recovers():
+    sink = MemorySink()
+    sink.error = StreamError("broker away")
+    publisher = Publisher(sink, source_rank=0, linger_seconds=0.0)
+    publisher.publish("t", np.zeros(7, dtype=np.int64))
+    wait_until(lambda: publisher.counters().dropped_sink == 7)
+    assert publisher.problem == "broker away"
+    sink.error = ZeroDivisionError("a bug in a sink")
+    publisher.publish("t", np.zeros(2, dtype=np.int64))
+    wait_until(lambda: publisher.counters().dropped_sink == 9)
+    sink.error = None
+    publisher.publish("t", np.zeros(5, dtype=np.int64))
+    assert publisher.close(10.0)
+    assert publisher.counters().published == 5
+    assert publisher.problem is None
+    assert total(publisher) == 14
+
+
+def test_closing_gives_up_at_its_deadline():
+    sink = MemorySink()
+    sink.gate.clear()
+    publisher = Publisher(sink, source_rank=0, linger_seconds=0.0)
+    publisher.publish("t", np.zeros(3, dtype=np.int64))
+    wait_until(lambda: publisher.counters().queued == 3 and not publisher._queue)
+    publisher.publish("t", np.zeros(4, dtype=np.int64))
+    assert not publisher.close(0.1)
+    assert publisher.counters().dropped_sink == 4
+    assert not publisher.publish("t", np.zeros(2, dtype=np.int64))
+    sink.gate.set()
+    wait_until(lambda: sink.closed)
+    assert total(publisher) == 9
+
+
+@pytest.mark.parametrize(
+    ("table", "rows", "lengths", "seconds"),
+    [
+        ("t", np.zeros(3), None, None),
+        ("t", np.zeros((2, 3), dtype=np.int64), None, None),
+        ("t", np.zeros(3, dtype=np.uint64), None, None),
+        ("t", np.zeros(3, dtype=bool), None, None),
+        ("t", np.zeros(3, dtype=np.int64), [1, 1], None),
+        ("t", np.zeros(3, dtype=np.int64), [4, -1], None),
+        ("t", np.zeros(3, dtype=np.int64), [1.5, 1.5], None),
+        ("t", np.zeros(3, dtype=np.int64), None, float("nan")),
+        ("t", np.zeros(3, dtype=np.int64), None, -1.0),
+        ("", np.zeros(3, dtype=np.int64), None, None),
+        (None, np.zeros(3, dtype=np.int64), None, None),
+        ("t", torch.zeros(3, dtype=torch.int64, device="meta"), None, None),
+        ("t", "abc", None, None),
+        ("t", None, None, None),
+    ],
+)
+def test_unusable_input_is_counted_not_raised(table, rows, lengths, seconds):
+    sink = MemorySink()
+    publisher = Publisher(sink, source_rank=0)
+    assert publisher.publish(table, rows, lengths, seconds) is False
+    expected = int(np.prod(rows.shape)) if hasattr(rows, "shape") else 0
+    assert publisher.counters().dropped_invalid == expected
+    publisher.close(5.0)
+    assert sink.payloads == []
+
+
+@pytest.mark.parametrize("by", ["batch", "sample"])
+def test_sampling_is_unbiased(by):
+    """Row r appears r+1 times a batch; the sampled shares must be the same, and a tenth must be kept."""
+    sink = MemorySink()
+    publisher = Publisher(sink, source_rank=1, sample_fraction=0.1, sample_by=by, max_queue_batches=10_000, seed=5)
+    rows = np.repeat(np.arange(20), np.arange(1, 21))
+    lengths = np.ones(len(rows), dtype=np.int32)
+    batches = 4000
+    for _ in range(batches):
+        publisher.publish("t", rows, lengths, 1.0)
+    assert publisher.close(20.0)
+    counts = np.bincount(np.concatenate([b.rows for b in sink.batches()]), minlength=20)
+    expected = np.arange(1, 21) * batches * 0.1
+    # Five standard deviations of the coarser scheme, in which all copies of a row are kept or dropped together.
+    sigma = np.arange(1, 21) * np.sqrt(batches * 0.1 * 0.9)
+    assert (np.abs(counts - expected) < 5 * sigma).all()
+    assert publisher.counters().sampled_out + publisher.counters().published == len(rows) * batches
+    assert publisher.counters().sampled_out == len(rows) * batches - counts.sum()
+
+
+def test_sampling_by_sample_keeps_sequences_whole():
+    sink = MemorySink()
+    publisher = Publisher(sink, source_rank=0, sample_fraction=0.5, sample_by="sample")
+    lengths = np.arange(100, dtype=np.int32)
+    publisher.publish("t", np.repeat(np.arange(100), lengths), lengths, 1.0)
+    publisher.close(5.0)
+    (batch,) = sink.batches()
+    assert 20 < len(batch.sequence_lengths) < 80
+    assert np.array_equal(batch.rows, np.repeat(batch.sequence_lengths, batch.sequence_lengths))
+
+
+def test_ranks_sample_differently():
+    kept = []
+    for rank in range(2):
+        sink = MemorySink()
+        publisher = Publisher(sink, source_rank=rank, sample_fraction=0.5)
+        kept.append([publisher.publish("t", np.zeros(1, dtype=np.int64)) for _ in range(64)])
+        publisher.close(5.0)
+    assert kept[0] != kept[1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 400), max_size=20), st.booleans(), st.booleans()), min_size=1, max_size=8
+    )
+)
+def test_messages_stay_within_their_size_and_lose_nothing(calls):
+    sink = MemorySink()
+    publisher = Publisher(sink, source_rank=0, max_message_bytes=6000, linger_seconds=0.02)
+    sent: list[np.ndarray] = []
+    sequences: list[int] = []
+    for number, (lengths, wide, with_lengths) in enumerate(calls):
+        rows = (np.arange(sum(lengths)) + number * 10_000).astype(np.int64 if wide else np.int32)
+        publisher.publish("t", rows, lengths if with_lengths else None, 1.0)
+        sent.append(rows)
+        sequences += lengths if with_lengths else []
+    assert publisher.close(20.0)
+    received = sink.batches()
+    assert max((len(p) for p in sink.payloads), default=0) <= 6000
+    rows = np.concatenate([b.rows for b in received]) if received else np.empty(0)
+    assert sorted(rows.tolist()) == sorted(np.concatenate(sent).tolist())
+    got = [int(n) for b in received if b.sequence_lengths is not None for n in b.sequence_lengths]
+    assert sorted(got) == sorted(sequences)
+
+
+def test_through_a_file_log(tmp_path):
+    publisher = Publisher(FileLogSink(tmp_path, "rank0"), source_rank=0)
+    source = FileLogSource(tmp_path, discovery_seconds=0.01)
+    for step in range(5):
+        publisher.publish("t", np.full(100, step), event_time_seconds=float(step))
+    got: list[AccessBatch] = []
+    deadline = time.monotonic() + 10
+    # Seen without closing: an idle publisher flushes.
+    while sum(len(b.rows) for b in got) < 500 and time.monotonic() < deadline:
+        got += [b for m in source.poll(0.1) for b in decode(m.payload, MAX)]
+    assert [int(b.rows[0]) for b in got] == [0, 1, 2, 3, 4]
+    assert publisher.close(5.0)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"sample_fraction": 0.0}, {"sample_fraction": 1.5}, {"source_rank": -1}, {"max_queue_batches": 0}]
+)
+def test_refuses_bad_arguments(arguments):
+    with pytest.raises(StreamError):
+        Publisher(MemorySink(), **{"source_rank": 0, **arguments})
