@@ -19,16 +19,14 @@ MIN_LOG2_WIDTH = 8
 MAX_LOG2_WIDTH = 30
 FAILURE_PROBABILITY = math.exp(-DEPTH)
 """Of one estimate exceeding ``error_share`` (Cormode and Muthukrishnan 2005, theorem 1)."""
-_BLOCK_IDS = 128
+BLOCK_IDS = 128
+"""A candidate buffer needs room for one more block."""
 CANDIDATE_BUFFER = 65_536
-ADMISSION_BAND = 8
+ADMISSION_BAND = 2
 """Accesses past the admission threshold for which a row is still reported as a candidate."""
 
-_SEED = np.uint64(0x9E3779B97F4A7C15)
-_REHASH = np.uint64(0xD6E8FEB86659FD93)
 
-
-@numba.njit(cache=True, nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@numba.njit(cache=True, nogil=True, inline="always")
 def _hash(x: Any) -> Any:
     """The 64-bit finaliser of MurmurHash3 (Appleby, public domain) over a salted id."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
@@ -37,13 +35,13 @@ def _hash(x: Any) -> Any:
     return x ^ (x >> np.uint64(33))
 
 
-@numba.njit(cache=True, nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@numba.njit(cache=True, nogil=True, inline="always")
 def _rehash(h: Any) -> Any:
     g = h * np.uint64(0xD6E8FEB86659FD93)
     return g ^ (g >> np.uint64(32))
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True, nogil=True)
 def _add(
     rows: Any,
     start: int,
@@ -62,7 +60,7 @@ def _add(
     width = one << np.uint64(log2_width)
     mask = width - one
     register_mask = np.uint64(registers.size - 1)
-    band = threshold + np.uint64(8) * units
+    band = threshold + np.uint64(2) * units
     index = np.empty((128, 4), np.uint64)
     kept = np.empty(128, np.int64)
     negative = 0
@@ -127,7 +125,7 @@ def _add(
     return start, negative, outside, candidate_count
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True, nogil=True)
 def _query(rows: Any, cells: Any, log2_width: int, out: Any) -> None:
     half = np.uint64(32)
     width = np.uint64(1) << np.uint64(log2_width)
@@ -180,7 +178,7 @@ class CountMin:
     @property
     def error_share(self) -> float:
         """Over-estimate as a share of all accesses that one row's estimate exceeds with probability at most e^-4."""
-        return math.e / 2**self.log2_width
+        return math.e / (1 << self.log2_width)
 
     def add(
         self,
@@ -290,5 +288,6 @@ def warm_up() -> None:
     for dtype in (np.int32, np.int64):
         counter = CountMin(4, MIN_LOG2_WIDTH)
         registers = np.zeros(16, dtype=np.uint8)
-        counter.add(np.arange(4, dtype=dtype), 0, 1, registers, 0, np.empty(_BLOCK_IDS, dtype=np.int64), 0)
-        counter.query(np.arange(4, dtype=np.int64))
+        rows = np.zeros(4, dtype=np.int64).astype(dtype)
+        counter.add(rows, 0, 1, registers, 0, np.empty(BLOCK_IDS, dtype=np.int64), 0)
+        counter.query(np.zeros(4, dtype=np.int64))

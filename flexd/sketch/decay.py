@@ -17,7 +17,8 @@ MAX_UNITS = 2 ** (UNIT_BITS + GROWTH_HALF_LIVES)
 MIN_HALF_LIFE_SECONDS = 1e-3
 
 JUMP_TIMES = 8
-"""So many different event times in a row beyond the future limit are believed: the stream was idle, not one clock wrong."""
+"""So many different event times in a row beyond the future limit are believed: not one clock is wrong, the stream was
+idle."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,9 @@ class ForwardDecay:
             # years ahead would weigh nothing.
             self._newest = self._oldest = time
             half_life = self.half_life_seconds
-            return Admission(time, relabel_half_lives=0 if half_life is None else math.ceil((newest - time) / half_life))
+            return Admission(
+                time, relabel_half_lives=0 if half_life is None else math.ceil((newest - time) / half_life)
+            )
         self._confirmed = True
         self._oldest = min(self._oldest, time)
         return Admission(time, late=True)

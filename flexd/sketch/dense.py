@@ -20,7 +20,7 @@ _PENDING_CARRIES = 16_384
 _BLOCK_IDS = 4096
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True, nogil=True)
 def _add(
     rows: Any, start: int, low: Any, units: Any, block_ids: int, carries: Any, carried: int
 ) -> tuple[int, int, int, int]:
@@ -55,7 +55,7 @@ def _add(
     return start, negative, outside, carried
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True, nogil=True)
 def _shift_low(low: Any, bits: int) -> None:
     """Halves round down, so that a row which is never seen again ends at 0."""
     half = np.uint64((1 << (bits - 1)) - 1)
@@ -63,7 +63,7 @@ def _shift_low(low: Any, bits: int) -> None:
         low[i] = np.uint32((np.uint64(low[i]) + half) >> np.uint64(bits))
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True, nogil=True)
 def _merge_low(low: Any, other: Any, start: int, carries: Any) -> tuple[int, int]:
     top = np.uint32(31)
     carried = 0
@@ -112,9 +112,8 @@ class DenseCounter:
         return self._low.nbytes + self._high_rows.nbytes + self._high_carries.nbytes + self._pending.nbytes
 
     @property
-    def high_rows(self) -> int:
-        """Rows in the side list."""
-        self._settle()
+    def settled_high_rows(self) -> int:
+        """Rows in the side list; up to 16,384 carries may still wait to enter it."""
         return len(self._high_rows)
 
     def add(self, rows: npt.NDArray[np.int32] | Int64Array, units: int) -> tuple[int, int]:
@@ -222,12 +221,14 @@ class DenseCounter:
             and low.dtype == np.uint32
             and rows.shape == carries.shape
             and rows.dtype == carries.dtype == np.int64
-            and (len(rows) == 0 or (0 <= int(rows[0]) and int(rows[-1]) < self.rows))
+            and (len(rows) == 0 or (int(rows[0]) >= 0 and int(rows[-1]) < self.rows))
             and bool((np.diff(rows) > 0).all())
             and bool((carries > 0).all())
         )
         if not fits:
-            raise SketchError(f"saved counters do not fit a table of {self.rows} rows", remedy="start from empty counters")
+            raise SketchError(
+                f"saved counters do not fit a table of {self.rows} rows", remedy="start from empty counters"
+            )
         self._low, self._high_rows, self._high_carries = low.copy(), rows.copy(), carries.copy()
         self._pending_count = 0
 

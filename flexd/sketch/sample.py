@@ -77,7 +77,7 @@ class AccessSample:
         return self._rows
 
     def relabel(self, log_weight_change: float) -> None:
-        """Counts everything sampled so far as of a time at which accesses weigh ``exp(log_weight_change)`` times as much."""
+        """Counts what is sampled so far as of a time whose accesses weigh ``exp(log_weight_change)`` times as much."""
         self._keys = self._keys - log_weight_change
         self._limit -= log_weight_change
 

@@ -1,0 +1,334 @@
+"""All tables of a job: what the daemon remembers of the stream, within one memory budget."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.errors import SketchError
+from flexd.keyspace import KeySpace, TableSpec
+from flexd.sketch import budget, tables
+from flexd.sketch.budget import TableChoice
+from flexd.sketch.decay import ForwardDecay
+from flexd.sketch.profile import Profile, TableProfile
+from flexd.sketch.quantiles import KllQuantiles
+from flexd.sketch.tables import Arrays, TableSketch
+
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+
+STATE_FORMAT = 1
+_ROW_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+
+
+@dataclass(frozen=True)
+class SketchSettings:
+    """What a ``SketchSet`` is made with; saved with its state, which fits only equal ones.
+
+    Attributes:
+        memory_bytes: for the counters of all tables.
+        half_life_seconds: event time in which an access loses half its weight; None counts for ever.
+        max_future_seconds: accesses dated further ahead of the newest event count as of the newest event.
+        max_hot_rows: rows listed one by one in a profile, per table.
+    """
+
+    memory_bytes: int = 512 * 2**20
+    half_life_seconds: float | None = 3600.0
+    max_future_seconds: float = 300.0
+    max_hot_rows: int = 1_000_000
+
+
+@dataclass(frozen=True)
+class IngestCounts:
+    """Accesses of one or more batches, by what became of them.
+
+    ``accepted + unknown_table + negative_row + row_out_of_range`` is all of them; ``future_clamped`` and ``late`` are
+    parts of ``accepted``.
+    """
+
+    accepted: int = 0
+    unknown_table: int = 0
+    negative_row: int = 0
+    row_out_of_range: int = 0
+    future_clamped: int = 0
+    late: int = 0
+
+    def __add__(self, other: IngestCounts) -> IngestCounts:
+        return IngestCounts(
+            self.accepted + other.accepted,
+            self.unknown_table + other.unknown_table,
+            self.negative_row + other.negative_row,
+            self.row_out_of_range + other.row_out_of_range,
+            self.future_clamped + other.future_clamped,
+            self.late + other.late,
+        )
+
+
+class SketchSet:
+    """Counters of every table over one event-time clock. Not thread-safe: the owner brings the lock.
+
+    Args:
+        key_tables: the tables of the key space, in its order.
+        memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows: as in ``SketchSettings``.
+
+    Raises:
+        ConfigError: no tables, or two of the same name.
+        SketchError: impossible settings, or more tables than the memory can hold at all.
+    """
+
+    def __init__(
+        self,
+        key_tables: Sequence[TableSpec],
+        memory_bytes: int = SketchSettings.memory_bytes,
+        half_life_seconds: float | None = SketchSettings.half_life_seconds,
+        max_future_seconds: float = SketchSettings.max_future_seconds,
+        max_hot_rows: int = SketchSettings.max_hot_rows,
+    ) -> None:
+        keyspace = KeySpace(key_tables)
+        if max_hot_rows < 1:
+            raise SketchError(f"max_hot_rows {max_hot_rows}", remedy="list at least one")
+        settings = SketchSettings(memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows)
+        self.settings = settings
+        self.digest = keyspace.digest
+        self._index = keyspace.index
+        self._specs = keyspace.tables
+        self._decay = ForwardDecay(settings.half_life_seconds, settings.max_future_seconds)
+        self._choices = budget.choose(self._specs, settings.memory_bytes, settings.max_hot_rows)
+        self._tables: list[TableSketch] = [
+            tables.make_table(spec, choice, seed)
+            for seed, (spec, choice) in enumerate(zip(self._specs, self._choices, strict=True))
+        ]
+        self._lengths: dict[int, KllQuantiles] = {}
+
+    @classmethod
+    def of(cls, key_tables: Sequence[TableSpec], settings: SketchSettings) -> SketchSet:
+        """An empty set. Raises as the constructor does."""
+        return cls(
+            key_tables,
+            settings.memory_bytes,
+            settings.half_life_seconds,
+            settings.max_future_seconds,
+            settings.max_hot_rows,
+        )
+
+    def choices(self) -> tuple[TableChoice, ...]:
+        """How each table is counted, in the order of the key space."""
+        return self._choices
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all counters now."""
+        return sum(table.nbytes for table in self._tables)
+
+    @property
+    def samples(self) -> int:
+        """Accesses counted, undecayed."""
+        return sum(table.samples for table in self._tables)
+
+    @property
+    def newest_event_seconds(self) -> float:
+        """NaN before the first access."""
+        return self._decay.newest_seconds
+
+    def ingest(
+        self,
+        table: str,
+        rows: npt.NDArray[np.integer[Any]],
+        source_rank: int,
+        event_time_seconds: float,
+        sequence_lengths: npt.NDArray[np.integer[Any]] | None = None,
+    ) -> IngestCounts:
+        """Counts one batch.
+
+        Args:
+            table: name; accesses of an unknown one are counted as such and nothing else happens.
+            rows: integer[n] row ids (int32 and int64 without a copy).
+            source_rank: rank whose samples made the accesses.
+            event_time_seconds: when, Unix seconds.
+            sequence_lengths: integer[s] or None.
+
+        Raises:
+            SketchError: rows are no vector of integers, or the time is not finite. Nothing is counted then.
+        """
+        if rows.ndim != 1 or rows.dtype.kind not in "iu":
+            raise SketchError(f"rows of table {table!r} are {rows.dtype}{list(rows.shape)}", remedy="give row ids [n]")
+        index = self._index.get(table)
+        if index is None:
+            return IngestCounts(unknown_table=len(rows))
+        if not len(rows):
+            return IngestCounts()
+        admission = self._decay.admit(event_time_seconds)
+        if admission.relabel_half_lives:
+            for sketch in self._tables:
+                sketch.relabel(admission.relabel_half_lives)
+        ids = rows if rows.dtype in _ROW_DTYPES else rows.astype(np.int64)
+        negative, outside = self._tables[index].add(
+            np.ascontiguousarray(ids), admission.event_time_seconds, self._decay
+        )
+        if sequence_lengths is not None:
+            self._lengths.setdefault(index, KllQuantiles()).add(sequence_lengths)
+        accepted = len(rows) - negative - outside
+        return IngestCounts(
+            accepted=accepted,
+            negative_row=negative,
+            row_out_of_range=outside,
+            future_clamped=accepted if admission.future_clamped else 0,
+            late=accepted if admission.late else 0,
+        )
+
+    def advance(self, to_event_time_seconds: float) -> None:
+        """Lets an idle stream decay: event time has moved on although nothing was accessed."""
+        self._decay.advance(to_event_time_seconds)
+
+    def query(self, table: str, rows: Int64Array) -> Float64Array:
+        """int64[n] rows -> float64[n] decayed accesses: exact for dense tables, never too few for count-min.
+
+        Raises:
+            SketchError: unknown table, or rows outside it.
+        """
+        index = self._known(table)
+        if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= self._specs[index].rows):
+            raise SketchError(f"rows outside table {table!r}", remedy=f"ask for 0 to {self._specs[index].rows - 1}")
+        return self._tables[index].query(rows, self._decay)
+
+    def sequence_length_quantiles(self, table: str, ranks: Sequence[float]) -> Float64Array:
+        """float64[len(ranks)] at normalised ranks 0-1 (rank error ``KllQuantiles.rank_error``); empty if none seen.
+
+        Raises:
+            SketchError: unknown table.
+        """
+        lengths = self._lengths.get(self._known(table))
+        return np.empty(0, dtype=np.float64) if lengths is None else lengths.quantiles(ranks)
+
+    def profile(
+        self,
+        accesses_per_step: Mapping[str, float] | float | None = None,
+        generation: int = 0,
+        lag_messages: int = 0,
+        guard: AbstractContextManager[Any] | None = None,
+    ) -> Profile:
+        """What the planner reads.
+
+        Args:
+            accesses_per_step: of the whole job in one training step: by table (those not named: 0), or in total, which
+                is split as the decayed accesses are; None leaves 0 everywhere (not known).
+            generation, lag_messages: copied into the profile.
+            guard: a lock that is entered again for each table, and held only while that table's counters are copied;
+                without it the caller keeps writers away.
+        """
+        guard = guard or contextlib.nullcontext()
+        with guard:
+            decay, samples = copy.copy(self._decay), self.samples
+        made: list[TableProfile] = []
+        for sketch in self._tables:
+            with guard:
+                frozen = sketch.copy()
+            made.append(frozen.profile(decay, self.settings.max_hot_rows))
+        total = sum(table.weight for table in made)
+        steps = [_accesses(table, total, accesses_per_step) for table in made]
+        window = decay.newest_seconds - decay.oldest_seconds
+        half_life = decay.half_life_seconds
+        return Profile(
+            tables=tuple(dataclasses.replace(t, accesses_per_step=a) for t, a in zip(made, steps, strict=True)),
+            generation=generation,
+            window_seconds=window if samples else 0.0,
+            event_time_seconds=decay.newest_seconds,
+            half_life_seconds=float("inf") if half_life is None else half_life,
+            lag_messages=lag_messages,
+            samples=samples,
+        )
+
+    def merge(self, other: SketchSet) -> None:
+        """Adds what another daemon has seen of other partitions; the other is left as it is.
+
+        Raises:
+            SketchError: other tables or settings. Nothing is merged then.
+        """
+        if other.digest != self.digest or other.settings != self.settings:
+            raise SketchError(
+                "sketches of other tables or settings cannot be merged",
+                remedy="give all daemons of a job the same tables and sketch settings",
+            )
+        self._decay.merge(other._decay)
+        for mine, theirs in zip(self._tables, other._tables, strict=True):
+            mine.merge(theirs)
+        for index, lengths in other._lengths.items():
+            self._lengths.setdefault(index, KllQuantiles()).merge(lengths)
+
+    def state(self) -> tuple[dict[str, Any], Arrays]:
+        """(JSON-able description, arrays by name): a copy of everything; ``from_state`` makes an equal set of it."""
+        metas: list[dict[str, Any]] = []
+        arrays: Arrays = {}
+        for index, sketch in enumerate(self._tables):
+            meta, parts = sketch.state()
+            metas.append(meta)
+            arrays.update({f"{index}/{name}": array for name, array in parts.items()})
+        for index, lengths in self._lengths.items():
+            arrays[f"{index}/sequence_lengths"] = lengths.serialized()
+        meta = {
+            "format": STATE_FORMAT,
+            "tables": self.digest,
+            "settings": dataclasses.asdict(self.settings),
+            "decay": self._decay.state(),
+            "sketches": metas,
+        }
+        return meta, arrays
+
+    @classmethod
+    def from_state(
+        cls, key_tables: Sequence[TableSpec], settings: SketchSettings, meta: Mapping[str, Any], arrays: Arrays
+    ) -> SketchSet:
+        """The set that ``state`` described.
+
+        Raises:
+            SketchError: it is of other tables or settings, of another format, or damaged.
+        """
+        fresh = cls.of(key_tables, settings)
+        if meta.get("format") != STATE_FORMAT:
+            raise SketchError(
+                f"sketch state of format {meta.get('format')!r}", remedy=f"this flexd reads {STATE_FORMAT}"
+            )
+        if meta.get("tables") != fresh.digest or meta.get("settings") != dataclasses.asdict(settings):
+            raise SketchError(
+                "saved sketches are of other tables or sketch settings",
+                remedy="restore the old configuration, or start from empty sketches",
+            )
+        try:
+            fresh._decay.load(meta["decay"])
+            for index, (sketch, saved) in enumerate(zip(fresh._tables, meta["sketches"], strict=True)):
+                prefix = f"{index}/"
+                parts = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
+                sketch.load(saved, parts)
+                if "sequence_lengths" in parts:
+                    fresh._lengths[index] = KllQuantiles()
+                    fresh._lengths[index].load(parts["sequence_lengths"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise SketchError(f"sketch state is damaged: {error!r}", remedy="start from empty sketches") from error
+        return fresh
+
+    def _known(self, table: str) -> int:
+        index = self._index.get(table)
+        if index is None:
+            raise SketchError(f"unknown table {table!r}", remedy=f"one of {', '.join(self._index)}"[:500])
+        return index
+
+
+def _accesses(table: TableProfile, total_weight: float, given: Mapping[str, float] | float | None) -> float:
+    if given is None:
+        return 0.0
+    if isinstance(given, Mapping):
+        return float(given.get(table.table, 0.0))
+    return float(given) * table.weight / total_weight if total_weight > 0 else 0.0
+
+
+def warm_up() -> None:
+    """Compiles all kernels before the first message: seconds the first time, a moment with numba's cache."""
+    tables.warm_up()
