@@ -1,0 +1,1 @@
+"""The ``flexd`` command."""

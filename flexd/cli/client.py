@@ -1,0 +1,160 @@
+"""Talks to the daemon's admin API: every call has a deadline, every failure an error that names the address."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from flexd.cli.exit_codes import DaemonRefusedError, DaemonTimeoutError, DaemonUnreachableError
+from flexd.errors import ConfigError
+from flexd.server.models import (
+    ErrorBody,
+    PauseRequest,
+    PauseState,
+    ReplanRequest,
+    ReplanResult,
+    Status,
+)
+from flexd.server.plan_report import PlanReport
+
+DEFAULT_URL = "http://127.0.0.1:9464"
+URL_VARIABLE = "FLEXD_URL"
+SOCKET_VARIABLE = "FLEXD_SOCKET"
+CONNECT_SECONDS = 3.0
+ANSWER_SECONDS = 10.0
+PLAN_SECONDS = 120.0
+"""A plan over 10^9 rows takes seconds; this is for a machine that is busy besides."""
+MAX_ANSWER_BYTES = 64 * 2**20
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class DaemonAddress:
+    """Where the daemon is: a base URL, or a unix socket."""
+
+    url: str
+    socket: Path | None = None
+
+    def __str__(self) -> str:
+        return f"unix socket {self.socket}" if self.socket is not None else self.url
+
+    @staticmethod
+    def choose(url: str | None, socket: Path | None, environ: Mapping[str, str]) -> DaemonAddress:
+        """An option beats a variable; the default is ``DEFAULT_URL``.
+
+        Raises:
+            ConfigError: both options or both variables are given, or the URL is none.
+        """
+        if url is None and socket is None:
+            url = environ.get(URL_VARIABLE) or None
+            socket = Path(environ[SOCKET_VARIABLE]) if environ.get(SOCKET_VARIABLE) else None
+        if url is not None and socket is not None:
+            raise ConfigError("a URL and a socket of the daemon are given", remedy="give one of them")
+        if socket is not None:
+            return DaemonAddress("http://flexd", socket)
+        url = url or DEFAULT_URL
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"the daemon's URL {url!r}: {error}", remedy=f"such as {DEFAULT_URL}") from error
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ConfigError(f"the daemon's URL {url!r} is no http address", remedy=f"such as {DEFAULT_URL}")
+        return DaemonAddress(url)
+
+
+class DaemonClient:
+    """One method a verb.
+
+    Each raises DaemonUnreachableError, DaemonRefusedError (the daemon's own message and remedy) or
+    DaemonTimeoutError.
+    """
+
+    def __init__(self, address: DaemonAddress) -> None:
+        self._address = address
+
+    def status(self) -> Status:
+        return self._call("GET", "/v1/status", Status, ANSWER_SECONDS)
+
+    def plan(self) -> PlanReport:
+        return self._call("GET", "/v1/plan", PlanReport, PLAN_SECONDS)
+
+    def replan(self, reason: str, wait_seconds: float) -> ReplanResult:
+        body = ReplanRequest(reason=reason, wait_seconds=wait_seconds)
+        return self._call("POST", "/v1/replan", ReplanResult, PLAN_SECONDS + wait_seconds, body)
+
+    def pause(self, reason: str) -> PauseState:
+        return self._call("POST", "/v1/pause", PauseState, ANSWER_SECONDS, PauseRequest(reason=reason))
+
+    def resume(self) -> PauseState:
+        return self._call("POST", "/v1/resume", PauseState, ANSWER_SECONDS)
+
+    def _call(
+        self, method: str, path: str, model: type[_Model], seconds: float, body: BaseModel | None = None
+    ) -> _Model:
+        status, content = self._exchange(method, path, seconds, None if body is None else body.model_dump())
+        try:
+            if status < 400:
+                return model.model_validate_json(content)
+            error = ErrorBody.model_validate_json(content).error
+        except ValidationError as invalid:
+            raise DaemonUnreachableError(
+                f"{self._address} answered {method} {path} with status {status} and nothing that flexd says",
+                status=status,
+                remedy="is it another program, or a daemon of another version?",
+            ) from invalid
+        raise DaemonRefusedError(f"{error.type}: {error.message}", status=status, remedy=error.remedy)
+
+    def _exchange(self, method: str, path: str, seconds: float, body: dict[str, Any] | None) -> tuple[int, bytes]:
+        """(HTTP status, body) within ``seconds``."""
+        deadline = time.monotonic() + seconds
+        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
+        # No proxies: the address is this machine, whatever the environment says of others.
+        transport = None if self._address.socket is None else httpx.HTTPTransport(uds=str(self._address.socket))
+        try:
+            with (
+                httpx.Client(
+                    base_url=self._address.url, transport=transport, timeout=timeout, trust_env=False
+                ) as client,
+                client.stream(
+                    method,
+                    path,
+                    content=None if body is None else json.dumps(body),
+                    headers={} if body is None else {"content-type": "application/json"},
+                ) as answer,
+            ):
+                parts: list[bytes] = []
+                size = 0
+                for part in answer.iter_bytes():
+                    parts.append(part)
+                    size += len(part)
+                    if size > MAX_ANSWER_BYTES:
+                        raise DaemonUnreachableError(
+                            f"{self._address} answers {path} without end", remedy="is it another program?"
+                        )
+                    if time.monotonic() > deadline:
+                        raise httpx.ReadTimeout("deadline passed")
+                return answer.status_code, b"".join(parts)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise DaemonUnreachableError(
+                f"no flexd daemon at {self._address}: {error}",
+                remedy=f"start it (flexd run -c FILE), or name its address with --url, --socket, {URL_VARIABLE} or "
+                f"{SOCKET_VARIABLE}",
+            ) from error
+        except httpx.TimeoutException as error:
+            raise DaemonTimeoutError(
+                f"the daemon at {self._address} did not answer {method} {path} within {seconds:g} s",
+                remedy="see its log; flexd status shows whether it is alive",
+            ) from error
+        except httpx.TransportError as error:
+            raise DaemonUnreachableError(
+                f"the connection to {self._address} broke: {error or type(error).__name__}",
+                remedy="has the daemon just stopped?",
+            ) from error

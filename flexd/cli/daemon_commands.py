@@ -1,0 +1,106 @@
+"""``run``, ``check-config`` and ``version``: what needs no running daemon."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import flexd
+from flexd.cli import units
+from flexd.cli.options import OutputOption
+from flexd.cli.view import Facts, OutputFormat, emit, show
+from flexd.config import Config, load_config
+
+LIBRARIES = ("torch", "numpy", "numba", "pyarrow", "kafka-python", "datasketches", "pydantic")
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("run")(run)
+    app.command("check-config")(check_config)
+    app.command("version")(version_command)
+
+
+def run(
+    config: Annotated[Path, typer.Option("-c", "--config", metavar="FILE", help="The daemon's YAML.")],
+) -> None:
+    """Runs the daemon until SIGTERM or SIGINT.
+
+    Example: flexd run -c configs/laptop.yaml
+    """
+    checked = load_config(config)
+    from flexd.daemon import run_daemon
+
+    raise typer.Exit(run_daemon(checked))
+
+
+def check_config(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The daemon's YAML.")],
+    output: Annotated[
+        OutputFormat | None, typer.Option("-o", "--output", help="Print the effective configuration, secrets left out.")
+    ] = None,
+) -> None:
+    """Checks a configuration, with FLEXD__SECTION__KEY variables laid over it. Exit status 2 if it is wrong.
+
+    Example: flexd check-config configs/laptop.yaml -o yaml
+    """
+    config = load_config(file)
+    if output is None:
+        show([_summary(file, config)], typer.get_text_stream("stdout"))
+    else:
+        emit(config.document(), [_effective(config)], output)
+
+
+def version_command(output: OutputOption = OutputFormat.TABLE) -> None:
+    """Prints the version of flexd and of what it stands on.
+
+    Example: flexd version -o json
+    """
+    found = {"flexd": flexd.__version__, "python": platform.python_version()}
+    for library in LIBRARIES:
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:
+            found[library] = "not installed"
+    emit(found, [Facts("", tuple(found.items()))], output)
+
+
+def _summary(file: Path, config: Config) -> Facts:
+    rows = sum(table.rows for table in config.tables)
+    return Facts(
+        "",
+        (
+            (str(file), "ok"),
+            ("job", config.job),
+            ("tables", f"{len(config.tables)} with {units.count(rows)} rows"),
+            ("source", config.stream.source.kind),
+            ("api", _api(config)),
+            ("metrics", config.server.metrics_listen or "with the api"),
+        ),
+    )
+
+
+def _api(config: Config) -> str:
+    server = config.server
+    return f"unix socket {server.unix_socket}" if server.unix_socket else f"{server.host}:{server.port}"
+
+
+def _effective(config: Config) -> Facts:
+    """Every value by its key path."""
+    pairs: list[tuple[str, str]] = []
+
+    def walk(path: str, value: object) -> None:
+        if isinstance(value, dict) and value:
+            for key, item in value.items():
+                walk(f"{path}.{key}" if path else str(key), item)
+        elif isinstance(value, list) and value:
+            for i, item in enumerate(value):
+                walk(f"{path}[{i}]", item)
+        else:
+            pairs.append((path, "null" if value is None else str(value)))
+
+    walk("", config.document())
+    return Facts("", tuple(pairs))

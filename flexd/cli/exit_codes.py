@@ -1,0 +1,47 @@
+"""What the exit status of every command means."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from flexd.errors import ApiError, ConfigError, FlexdError
+
+
+class ExitCode(IntEnum):
+    OK = 0
+    FAILED = 1
+    """An error that has no code of its own."""
+    USAGE = 2
+    """The command line or a configuration value is wrong."""
+    UNREACHABLE = 3
+    """No daemon answers at the address."""
+    REFUSED = 4
+    """The daemon answered that it cannot or will not do it, or the migration failed."""
+    TIMED_OUT = 5
+    """The daemon did not answer, or the migration did not end, within the deadline."""
+    INTERRUPTED = 130
+    """Control-C."""
+
+
+class DaemonUnreachableError(ApiError):
+    """Nothing that speaks the admin API is at the address."""
+
+
+class DaemonRefusedError(ApiError):
+    """The daemon answered with an error; ``status`` is the HTTP status."""
+
+
+class DaemonTimeoutError(ApiError):
+    """The daemon took the request but did not answer within the deadline."""
+
+
+_CODES: tuple[tuple[type[FlexdError], ExitCode], ...] = (
+    (ConfigError, ExitCode.USAGE),
+    (DaemonUnreachableError, ExitCode.UNREACHABLE),
+    (DaemonRefusedError, ExitCode.REFUSED),
+    (DaemonTimeoutError, ExitCode.TIMED_OUT),
+)
+
+
+def exit_code_of(error: FlexdError) -> ExitCode:
+    return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)

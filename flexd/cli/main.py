@@ -1,0 +1,49 @@
+"""The ``flexd`` command: its groups, and how errors end it."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+import typer
+
+from flexd.cli import control_commands, daemon_commands, demo_command, inspect_commands
+from flexd.cli.exit_codes import ExitCode, exit_code_of
+from flexd.errors import FlexdError
+
+app = typer.Typer(
+    name="flexd",
+    help="Keeps the embedding rows of a running recommender training in the right places.\n\n"
+    "Exit status: 0 ok, 1 unexpected error, 2 wrong usage or configuration, 3 no daemon answers, 4 the daemon refuses "
+    "or the migration failed, 5 a deadline passed.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+daemon_commands.add_to(app)
+app.command("status")(inspect_commands.status)
+app.command("plan")(inspect_commands.plan)
+app.command("replan")(control_commands.replan)
+app.command("pause")(control_commands.pause)
+app.command("resume")(control_commands.resume)
+app.command("demo")(demo_command.demo)
+
+
+def main() -> None:
+    """Runs one command and ends the process with an ``ExitCode``."""
+    try:
+        app()
+    except FlexdError as error:
+        # One fault a line (a configuration may have several); the remedy stands on a line of its own then.
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.remedy:
+            print(f"remedy: {error.remedy}", file=sys.stderr)
+        sys.exit(exit_code_of(error))
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.INTERRUPTED)
+    except Exception as error:
+        traceback.print_exc()
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        print("remedy: this is a fault of flexd; please report it with the lines above", file=sys.stderr)
+        sys.exit(ExitCode.FAILED)

@@ -1,0 +1,29 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexd.cli.client import DEFAULT_URL, SOCKET_VARIABLE, URL_VARIABLE, DaemonAddress, DaemonClient
+from flexd.cli.view import OutputFormat
+
+UrlOption = Annotated[
+    str | None,
+    typer.Option("--url", metavar="URL", help=f"The daemon's address. [env: {URL_VARIABLE}; default: {DEFAULT_URL}]"),
+]
+SocketOption = Annotated[
+    Path | None, typer.Option("--socket", metavar="PATH", help=f"The daemon's unix socket. [env: {SOCKET_VARIABLE}]")
+]
+OutputOption = Annotated[OutputFormat, typer.Option("-o", "--output", help="How to print the answer.")]
+ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Recorded by the daemon.")]
+
+BY_HAND = "asked for by hand"
+
+
+def connect(url: str | None, socket: Path | None) -> DaemonClient:
+    """The client of the daemon that options and environment name. Raises ConfigError if they contradict."""
+    return DaemonClient(DaemonAddress.choose(url, socket, os.environ))

@@ -1,0 +1,122 @@
+"""A plan as people read it: what moves, what it wins by link and phase, what else there is, and why."""
+
+from __future__ import annotations
+
+from flexd.cli import units
+from flexd.cli.view import Block, Facts, Sentences, Table
+from flexd.server.plan_report import CostReport, LinkName, PhaseCost, PlanReport, TierName
+
+TIERS: tuple[TierName, ...] = ("NODE", "DEVICE")
+LINKS: tuple[LinkName, ...] = ("intra_node", "inter_node")
+
+
+def plan_blocks(plan: PlanReport) -> list[Block]:
+    return [_head(plan), _rows(plan), _items(plan), _strategies(plan), *_why(plan)]
+
+
+def plan_facts(plan: PlanReport) -> tuple[tuple[str, str], ...]:
+    """A plan in a few lines, for the status."""
+    before, after = plan.before.exposed_seconds, plan.after.exposed_seconds
+    return (
+        ("plan", f"{plan.plan_id} ({plan.reason or 'no reason given'}) at {units.when(plan.created_unix_seconds)}"),
+        ("changes", _changes(plan)),
+        (
+            "predicted",
+            f"{units.seconds(before)} -> {units.seconds(after)} a step exposed ({units.change(before, after)})",
+        ),
+    )
+
+
+def _changes(plan: PlanReport) -> str:
+    if plan.changed_rows == 0:
+        return "none: the live placement stays"
+    return (
+        f"{units.count(plan.promotions)} promotions, {units.count(plan.demotions)} demotions, "
+        f"{units.size(plan.migration_bytes)} to copy ({units.seconds(plan.migration_seconds)})"
+    )
+
+
+def _head(plan: PlanReport) -> Facts:
+    slots = ", ".join(units.count(number) for number in plan.replica_slots) or units.UNKNOWN
+    return Facts(
+        "",
+        (
+            ("plan", plan.plan_id + (f" after {plan.parent_id}" if plan.parent_id else "")),
+            ("reason", plan.reason or units.UNKNOWN),
+            ("made", units.when(plan.created_unix_seconds)),
+            ("made for", f"topology generation {plan.topology_generation}, profile {plan.profile_generation}"),
+            ("priced as", plan.cluster or units.UNKNOWN),
+            ("replica slots", f"{slots} a rank"),
+            ("changes", _changes(plan)),
+        ),
+    )
+
+
+def _rows(plan: PlanReport) -> Table:
+    rows = tuple(
+        (
+            tier,
+            units.count(plan.rows_before.get(tier, 0)),
+            units.count(plan.rows.get(tier, 0)),
+            units.signed(plan.rows.get(tier, 0) - plan.rows_before.get(tier, 0)),
+        )
+        for tier in TIERS
+    )
+    return Table(
+        "rows with replicas", ("tier", "before", "after", "change"), rows, frozenset(("before", "after", "change"))
+    )
+
+
+def _items(plan: PlanReport) -> Table:
+    columns = ("phase", "link", "bytes before", "bytes after", "time before", "time after", "change")
+    rows: list[tuple[str, ...]] = []
+    nothing = PhaseCost()
+    for phase in {**plan.before.phases, **plan.after.phases}:
+        for link in LINKS:
+            before = plan.before.phases.get(phase, {}).get(link, nothing)
+            after = plan.after.phases.get(phase, {}).get(link, nothing)
+            if not any((before.bytes, before.seconds, after.bytes, after.seconds)):
+                continue
+            rows.append(
+                (
+                    phase.replace("_", " "),
+                    link.replace("_", "-"),
+                    units.size(before.bytes),
+                    units.size(after.bytes),
+                    units.seconds(before.seconds),
+                    units.seconds(after.seconds),
+                    units.change(before.seconds, after.seconds),
+                )
+            )
+    for name, earlier, later in (
+        ("all", plan.before.total_seconds, plan.after.total_seconds),
+        ("exposed", plan.before.exposed_seconds, plan.after.exposed_seconds),
+    ):
+        rows.append((name, "", "", "", units.seconds(earlier), units.seconds(later), units.change(earlier, later)))
+    return Table("predicted communication of one rank in one step", columns, tuple(rows), frozenset(columns[2:]))
+
+
+def _strategies(plan: PlanReport) -> Table:
+    columns = ("strategy", "exposed", "all", "inter-node all-to-all", "inter-node sync", "plan against it")
+    costs = {**plan.baselines, "live placement": plan.before, "this plan": plan.after}
+    rows = [_strategy(name, cost, plan.after) for name, cost in costs.items()]
+    if plan.lower_bound_seconds is not None:
+        gap = f"within {units.share(plan.gap)}" if plan.gap is not None else ""
+        rows.append(("lower bound", units.seconds(plan.lower_bound_seconds), "", "", "", gap))
+    return Table("strategies under the same accesses", columns, tuple(rows), frozenset(columns[1:]))
+
+
+def _strategy(name: str, cost: CostReport, plan: CostReport) -> tuple[str, ...]:
+    inter = cost.bytes.get("inter_node")
+    return (
+        name.replace("_", " "),
+        units.seconds(cost.exposed_seconds),
+        units.seconds(cost.total_seconds),
+        units.size(inter.all_to_all if inter else None),
+        units.size(inter.sync if inter else None),
+        "" if cost is plan else units.change(cost.exposed_seconds, plan.exposed_seconds),
+    )
+
+
+def _why(plan: PlanReport) -> list[Block]:
+    return [Sentences("why", plan.replication.words)] if plan.replication.words else []

@@ -1,0 +1,167 @@
+"""The daemon on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flexd.cli import units
+from flexd.cli.plan_view import plan_facts
+from flexd.cli.view import Block, Facts, Sentences, Table
+from flexd.server.models import MigrationReport, ReplanResult, Status
+
+MAX_TABLES = 20
+"""The largest counters; the rest is one line (`-o json` lists all)."""
+MAX_MISSING_RANKS = 16
+
+
+def status_blocks(status: Status) -> list[Block]:
+    blocks: list[Block] = [_daemon(status), _stream(status), _sketch(status), _topology(status), _placement(status)]
+    if status.last_plan is not None:
+        blocks.append(Facts("last plan", plan_facts(status.last_plan)))
+    if status.migration is not None:
+        blocks.append(Facts("migration", migration_facts(status.migration)))
+    if status.sketch.tables:
+        blocks.append(_tables(status))
+    return blocks
+
+
+def replan_blocks(result: ReplanResult) -> list[Block]:
+    blocks: list[Block] = [
+        Sentences("", (f"{result.outcome}: {result.message}" if result.message else result.outcome,))
+    ]
+    if result.plan is not None:
+        blocks.append(Facts("plan", plan_facts(result.plan)))
+    if result.migration is not None:
+        blocks.append(Facts("migration", migration_facts(result.migration)))
+    return blocks
+
+
+def migration_facts(migration: MigrationReport) -> tuple[tuple[str, str], ...]:
+    facts = [
+        ("id", f"{migration.migration_id} of plan {migration.plan_id}"),
+        ("state", f"{migration.state}, {units.share(migration.progress)} done"),
+        ("rows", f"{units.count(migration.rows_applied)} of {units.count(migration.rows)}"),
+        (
+            "chunks",
+            f"{units.count(migration.chunks_applied)} applied, {units.count(migration.chunks_pushed)} pushed "
+            f"of {units.count(migration.chunks)}",
+        ),
+        ("bytes", units.size(migration.bytes)),
+    ]
+    if migration.problem:
+        facts.append(("problem", migration.problem))
+    return tuple(facts)
+
+
+def _daemon(status: Status) -> Facts:
+    if not status.healthy:
+        health = "NOT HEALTHY"
+    else:
+        health = "ready" if status.ready else "NOT READY"
+    facts = [
+        ("job", status.job),
+        ("flexd", f"{status.version}, up {units.age(status.uptime_seconds)}"),
+        ("health", health),
+        *(("", reason) for reason in status.reasons),
+    ]
+    if status.paused:
+        facts.append(("paused", status.pause_reason or "yes"))
+    return Facts("", tuple(facts))
+
+
+def _stream(status: Status) -> Facts:
+    stream = status.stream
+    facts = [
+        (
+            "source",
+            f"{stream.source}, {units.count(stream.lag_messages)} messages behind, "
+            f"newest access {units.when(stream.newest_event_unix_seconds)}",
+        ),
+        (
+            "rate",
+            f"{units.rate(stream.accesses_per_second, 'accesses')}, "
+            f"{units.rate(stream.messages_per_second, 'messages')}",
+        ),
+        ("counted", f"{units.count(stream.accesses)} accesses in {units.count(stream.messages)} messages"),
+        ("rejected", _rejected(stream.rejected_messages, stream.rejected_accesses)),
+    ]
+    if stream.problem:
+        facts.append(("problem", stream.problem))
+    return Facts("stream", tuple(facts))
+
+
+def _rejected(messages: Mapping[str, int], accesses: Mapping[str, int]) -> str:
+    parts = [
+        f"{units.count(sum(by_reason.values()))} {what} ({', '.join(f'{r} {units.count(n)}' for r, n in shown)})"
+        for what, by_reason in (("messages", messages), ("accesses", accesses))
+        if (shown := [(reason, number) for reason, number in by_reason.items() if number])
+    ]
+    return ", ".join(parts) or "nothing"
+
+
+def _sketch(status: Status) -> Facts:
+    sketch, profile = status.sketch, status.sketch.profile
+    snapshot = status.snapshot
+    facts = [
+        ("memory", f"{units.size(sketch.bytes)} in {len(sketch.tables)} tables"),
+        (
+            "profile",
+            f"{profile.generation}: {units.count(profile.samples)} accesses over "
+            f"{units.age(profile.window_seconds)}, coverage {units.share(profile.coverage)}, "
+            f"{units.age(profile.age_seconds)} old",
+        ),
+        (
+            "snapshot",
+            f"{units.age(snapshot.age_seconds)} old, {units.count(snapshot.written)} written, "
+            f"{units.count(snapshot.failures)} failed",
+        ),
+    ]
+    if snapshot.problem:
+        facts.append(("problem", snapshot.problem))
+    return Facts("sketch", tuple(facts))
+
+
+def _topology(status: Status) -> Facts:
+    topology = status.topology
+    if topology.world_size == 0:
+        ranks = "none have said hello"
+    else:
+        ranks = (
+            f"{topology.world_size} = {topology.nodes} nodes x {topology.local_ranks}, attempt "
+            f"{topology.attempt or units.UNKNOWN}, generation {topology.generation}, "
+            f"{'ready' if topology.ready else 'NOT READY'}"
+        )
+    facts = [("ranks", ranks), ("priced as", topology.cluster or units.UNKNOWN)]
+    if topology.missing_ranks:
+        shown = ", ".join(str(rank) for rank in topology.missing_ranks[:MAX_MISSING_RANKS])
+        more = len(topology.missing_ranks) - MAX_MISSING_RANKS
+        facts.append(("missing", shown + (f" and {more} more" if more > 0 else "")))
+    if topology.problem:
+        facts.append(("problem", topology.problem))
+    return Facts("topology", tuple(facts))
+
+
+def _placement(status: Status) -> Facts:
+    placement = status.placement
+    rows = ", ".join(f"{tier} {units.count(number)}" for tier, number in placement.rows.items())
+    return Facts(
+        "placement",
+        (
+            ("version", f"{placement.version}, digest {placement.digest}"),
+            ("rows", rows or "all at HOME"),
+        ),
+    )
+
+
+def _tables(status: Status) -> Table:
+    largest = sorted(status.sketch.tables, key=lambda table: -table.bytes)
+    rows = [
+        (table.table, table.kind.replace("_", "-"), units.size(table.bytes), units.share(table.error_bound))
+        for table in largest[:MAX_TABLES]
+    ]
+    if len(largest) > MAX_TABLES:
+        rest = largest[MAX_TABLES:]
+        rows.append((f"and {len(rest)} more", "", units.size(sum(table.bytes for table in rest)), ""))
+    return Table(
+        "counters", ("table", "kind", "memory", "error bound"), tuple(rows), frozenset(("memory", "error bound"))
+    )

@@ -1,0 +1,77 @@
+"""Figures as people read them. Bytes in powers of 1000, like the bandwidths they are divided by."""
+
+from __future__ import annotations
+
+import datetime
+
+UNKNOWN = "-"
+
+
+def count(value: float | None) -> str:
+    if value is None:
+        return UNKNOWN
+    return f"{value:,.0f}"
+
+
+def signed(value: int) -> str:
+    return f"{value:+,d}" if value else "0"
+
+
+def size(value: float | None) -> str:
+    if value is None:
+        return UNKNOWN
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value:.0f} B"
+
+
+def rate(value: float | None, what: str) -> str:
+    if value is None:
+        return UNKNOWN
+    for unit, scale in ((" G", 1e9), (" M", 1e6), (" k", 1e3)):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g}{unit} {what}/s"
+    return f"{value:.3g} {what}/s"
+
+
+def seconds(value: float | None) -> str:
+    """A short time: what one step or one plan takes."""
+    if value is None:
+        return UNKNOWN
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(value) >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return "0 s" if value == 0 else f"{value / 1e-9:.3g} ns"
+
+
+def age(value: float | None) -> str:
+    """A long time: two units of it."""
+    if value is None:
+        return UNKNOWN
+    whole = round(value)
+    if whole < 60:
+        return f"{value:.3g} s"
+    for name, unit, lower_name, lower in (("d", 86_400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= unit:
+            return f"{whole // unit} {name} {whole % unit // lower} {lower_name}"
+    return f"{whole} s"
+
+
+def share(value: float | None) -> str:
+    if value is None:
+        return UNKNOWN
+    return f"{value:.2%}" if value < 0.9995 or value == 1 else f"{value:.4%}"
+
+
+def change(before: float | None, after: float | None) -> str:
+    """Of ``after`` against ``before``."""
+    if before is None or after is None or before == 0:
+        return UNKNOWN
+    return f"{after / before - 1:+.1%}"
+
+
+def when(unix_seconds: float | None) -> str:
+    if unix_seconds is None:
+        return UNKNOWN
+    return datetime.datetime.fromtimestamp(unix_seconds).astimezone().isoformat(sep=" ", timespec="seconds")
