@@ -15,10 +15,9 @@ from pydantic import BaseModel, ValidationError
 from flexd.cli.exit_codes import DaemonRefusedError, DaemonTimeoutError, DaemonUnreachableError
 from flexd.errors import ConfigError
 from flexd.server.models import (
+    MAX_REASON_CHARACTERS,
     ErrorBody,
-    PauseRequest,
     PauseState,
-    ReplanRequest,
     ReplanResult,
     Status,
 )
@@ -70,6 +69,14 @@ class DaemonAddress:
         return DaemonAddress(url)
 
 
+def _checked(reason: str) -> str:
+    if len(reason) > MAX_REASON_CHARACTERS:
+        raise ConfigError(
+            f"the reason has {len(reason)} characters", remedy=f"at most {MAX_REASON_CHARACTERS} are recorded"
+        )
+    return reason
+
+
 class DaemonClient:
     """One method a verb.
 
@@ -87,19 +94,19 @@ class DaemonClient:
         return self._call("GET", "/v1/plan", PlanReport, PLAN_SECONDS)
 
     def replan(self, reason: str, wait_seconds: float) -> ReplanResult:
-        body = ReplanRequest(reason=reason, wait_seconds=wait_seconds)
+        body = {"reason": _checked(reason), "wait_seconds": wait_seconds}
         return self._call("POST", "/v1/replan", ReplanResult, PLAN_SECONDS + wait_seconds, body)
 
     def pause(self, reason: str) -> PauseState:
-        return self._call("POST", "/v1/pause", PauseState, ANSWER_SECONDS, PauseRequest(reason=reason))
+        return self._call("POST", "/v1/pause", PauseState, ANSWER_SECONDS, {"reason": _checked(reason)})
 
     def resume(self) -> PauseState:
         return self._call("POST", "/v1/resume", PauseState, ANSWER_SECONDS)
 
     def _call(
-        self, method: str, path: str, model: type[_Model], seconds: float, body: BaseModel | None = None
+        self, method: str, path: str, model: type[_Model], seconds: float, body: dict[str, Any] | None = None
     ) -> _Model:
-        status, content = self._exchange(method, path, seconds, None if body is None else body.model_dump())
+        status, content = self._exchange(method, path, seconds, body)
         try:
             if status < 400:
                 return model.model_validate_json(content)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from flexd.cli.view import OutputFormat
 from flexd.demo.options import DemoOptions
 
 
-class DType(str, Enum):
+class DType(StrEnum):
     FLOAT32 = "float32"
     FLOAT64 = "float64"
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from flexd.server.plan_report import Measured, Model, PlanReport, RowsByTier
 
+MAX_REASON_CHARACTERS = 500
 Share = Annotated[float, Field(ge=0, le=1)]
 MigrationState = Literal["PENDING", "PUSHING", "APPLYING", "COMMITTED", "SUPERSEDED", "CANCELLED", "FAILED"]
 SketchKind = Literal["dense", "count_min"]
@@ -195,7 +196,7 @@ class ReplanRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    reason: Annotated[str, Field(max_length=500)] = "asked for by hand"
+    reason: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = "asked for by hand"
     """Recorded with the plan."""
     wait_seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 0.0
     """How long to wait for the migration to end; 0 returns as soon as the plan is made."""
@@ -206,7 +207,7 @@ class PauseRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    reason: Annotated[str, Field(max_length=500)] = "asked for by hand"
+    reason: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = "asked for by hand"
     """Shown in the status until ``resume``."""
 
 

@@ -55,7 +55,7 @@ def flexd_command() -> Flexd:
     def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("FLEXD")}
         return subprocess.run(
-            [sys.executable, "-m", "flexd.cli", *map(str, arguments)],
+            [sys.executable, "-m", "flexd", *map(str, arguments)],
             cwd=REPOSITORY,
             env={**clean, **environment},
             capture_output=True,
