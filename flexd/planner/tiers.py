@@ -11,6 +11,7 @@ hold the same copies, and NODE is used.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,6 +33,7 @@ UInt8Array = npt.NDArray[np.uint8]
 _BISECTIONS = 48
 _PRICE_ROUNDS = 4
 """At most: prices depend on the message sizes, which depend on the plan."""
+_UNEVEN_STEPS = 24
 _FEW_ROWS = 20_000
 """Up to here more multipliers around the best one are tried than pay for themselves with many rows."""
 
@@ -220,7 +222,7 @@ class _Problem:
 
     def candidates(self, decision: Float64Array) -> tuple[list[UInt8Array], float]:
         """Tiers within the slots to choose from, and the least any such tiers add to the cost of HOME (at most 0)."""
-        usable = usable_tiers(self.layout)
+        usable, world = usable_tiers(self.layout), self.layout.world_size
         result: list[UInt8Array] = []
         bound = 0.0
         if int(self.layout.replica_slots_used(self.load.keys, self.live).max(initial=0)) <= self.slots:
@@ -229,12 +231,18 @@ class _Problem:
             kept = decision.copy()
             kept[[other for other in Tier if other not in (Tier.HOME, tier)]] = -np.inf
             bound = min(bound, -self.most_of_one(decision[tier], tier) + self.fixed_seconds(frozenset({int(tier)})))
-            result.append(self.within_slots(kept, 0.0))
+            result.append(self.within_slots(kept, self.slot_prices(np.zeros(world))))
         if len(usable) == 2:
             multiplier, dual = self.multiplier(decision)
             bound = min(bound, -dual + self.fixed_seconds(frozenset(int(tier) for tier in usable)))
-            spread = np.geomspace(0.5, 2.0, 33) if len(self.load.keys) <= _FEW_ROWS else np.array([0.999, 1.0, 1.001])
-            result.extend(self.within_slots(decision, float(multiplier * factor)) for factor in spread)
+            node_first = self.slot_prices(np.zeros(world))
+            node_first[Tier.DEVICE] = np.inf
+            result.append(self.within_slots(decision, node_first))
+            few = len(self.load.keys) <= _FEW_ROWS
+            for factor in np.geomspace(0.5, 2.0, 33) if few else (0.999, 1.0, 1.001):
+                result.append(self.within_slots(decision, self.slot_prices(np.full(world, multiplier * factor))))
+            if few and multiplier > 0:
+                result.extend(self.uneven_prices(decision, multiplier))
         return result, bound
 
     def slot_counts(self) -> Float64Array:
@@ -285,11 +293,28 @@ class _Problem:
                 break
         return middle if used == budget else high, dual
 
-    def within_slots(self, decision: Float64Array, price: float) -> UInt8Array:
-        """uint8[h] tiers that fit every rank: DEVICE where it is best at this slot price, NODE into what is left."""
+    def slot_prices(self, of_rank: Float64Array) -> Float64Array:
+        """float64[tier, world]: what the slots of a row cost by tier and home, at a price per slot of each rank."""
+        by_node = of_rank.reshape(self.layout.nodes, self.layout.local_ranks)
+        rail = np.broadcast_to(by_node.sum(axis=0), by_node.shape).reshape(-1)
+        return np.stack([np.zeros_like(of_rank), rail - of_rank, of_rank.sum() - of_rank])
+
+    def uneven_prices(self, decision: Float64Array, price: float) -> Iterator[UInt8Array]:
+        """Tiers at slot prices that rise on ranks with too many replicas and fall on the others (subgradient steps)."""
+        layout, keys = self.layout, self.load.keys
+        homes = layout.home_rank(keys)
+        of_rank = np.full(layout.world_size, price)
+        for step in range(1, _UNEVEN_STEPS + 1):
+            tiers = (decision - self.slot_prices(of_rank)[:, homes]).argmax(axis=0).astype(np.uint8)
+            excess = layout.replica_slots_used(keys, tiers) - self.slots
+            of_rank = np.maximum(of_rank + price / step * excess / max(self.slots, 1), 0.0)
+            yield self.within_slots(decision, self.slot_prices(of_rank))
+
+    def within_slots(self, decision: Float64Array, slot_prices: Float64Array) -> UInt8Array:
+        """uint8[h] tiers that fit every rank: DEVICE where it is best at these prices, NODE into what is left."""
         layout, keys = self.layout, self.load.keys
         tiers = np.zeros(len(keys), np.uint8)
-        net = decision - price * self.slot_counts()[:, None]
+        net = decision - slot_prices[:, layout.home_rank(keys)]
         device = np.flatnonzero((net.argmax(axis=0) == Tier.DEVICE) & (decision[Tier.DEVICE] > 0))
         world = layout.world_size
         if len(device) and layout.local_ranks > 1:
@@ -309,4 +334,19 @@ class _Problem:
                     decision[Tier.NODE, rows], layout.home_node(keys[rows]), free[layout.rail_ranks(local)]
                 )
                 tiers[rows[fits]] = Tier.NODE
+        self.upgrade(tiers, decision)
         return tiers
+
+    def upgrade(self, tiers: UInt8Array, decision: Float64Array) -> None:
+        """Raises NODE rows to DEVICE, in place, in the slots that are left: exact, given the rows at NODE.
+
+        Their own rail holds these rows already, so an upgrade takes a slot on every rank of the other rails.
+        """
+        layout, keys = self.layout, self.load.keys
+        more = decision[Tier.DEVICE] - decision[Tier.NODE]
+        rows = np.flatnonzero((tiers == Tier.NODE) & (more > 0))
+        if len(rows) and layout.local_ranks > 1:
+            free = self.slots - layout.replica_slots_used(keys, tiers)
+            least = free.reshape(layout.nodes, layout.local_ranks).min(axis=0)
+            fits = best_within_slots(more[rows], keys[rows] % layout.local_ranks, least)
+            tiers[rows[fits]] = Tier.DEVICE

@@ -1,0 +1,90 @@
+"""Small planning problems for the planner's tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexd.keyspace import KeySpace
+from flexd.planner.workload import GroupLoad
+from flexd.sketch.profile import Profile, TableProfile
+from flexd.topology.model import Cluster, CollectiveCurve, Exposed, LinkModel
+
+
+def flat(bandwidth: float, latency: float = 0.0) -> CollectiveCurve:
+    return CollectiveCurve(latency, ((1e6, bandwidth),))
+
+
+def cluster(
+    *,
+    all_to_all: float = 10e9,
+    all_reduce: float = 20e9,
+    intra: float = 100e9,
+    latency: float = 0.0,
+    exposed: Exposed | None = None,
+) -> Cluster:
+    """Figures made up for tests, with an all-reduce that reaches more of the wire."""
+    return Cluster(
+        name="test",
+        source="made up",
+        intra_node=LinkModel(2 * intra, flat(intra, latency), flat(1.5 * intra, latency), flat(intra, latency)),
+        inter_node=LinkModel(25e9, flat(all_to_all, latency), flat(all_reduce, latency), flat(all_to_all, latency)),
+        exposed=exposed or Exposed(),
+    )
+
+
+def load(
+    accesses: np.ndarray,
+    keys: np.ndarray | None = None,
+    *,
+    row_bytes: int = 64,
+    relative_error: float = 0.0,
+    bin_accesses: tuple[float, ...] = (),
+    bin_rows: tuple[float, ...] = (),
+) -> GroupLoad:
+    keys = np.arange(len(accesses), dtype=np.int64) if keys is None else keys
+    order = np.argsort(keys)
+    a = np.asarray(accesses, dtype=np.float64)[order]
+    return GroupLoad(
+        group=0,
+        row_bytes=row_bytes,
+        state_bytes=0,
+        keys=keys[order],
+        accesses=a,
+        accesses_lower=a * (1 - relative_error),
+        accesses_upper=a * (1 + relative_error),
+        bin_accesses=np.array(bin_accesses),
+        bin_rows=np.array(bin_rows),
+    )
+
+
+def zipf(rows: int, exponent: float, accesses: float) -> np.ndarray:
+    p = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
+    return accesses * p / p.sum()
+
+
+def profile(
+    keyspace: KeySpace, accesses_per_step: float, *, hot: int, exponent: float = 1.2, seed: int = 0, shift: int = 0
+) -> Profile:
+    """Each table Zipf over a random order of its rows, ``hot`` rows listed; ``shift`` moves the popularity (drift)."""
+    tables = []
+    for i, spec in enumerate(keyspace.tables):
+        order = np.roll(np.random.default_rng(seed + i).permutation(spec.rows), shift)
+        share = zipf(spec.rows, exponent, 1.0)
+        tail = share[hot:]
+        tables.append(
+            TableProfile(
+                table=spec.name,
+                rows=spec.rows,
+                weight=1e6,
+                accesses_per_step=accesses_per_step,
+                hot_rows=order[:hot].astype(np.int64),
+                hot_share=share[:hot],
+                hot_lower=share[:hot],
+                hot_upper=share[:hot],
+                bin_share=np.array([tail.mean()]) if len(tail) else np.empty(0),
+                bin_rows=np.array([float(len(tail))]) if len(tail) else np.empty(0),
+                distinct_rows=float(spec.rows),
+                coverage=1.0,
+            )
+        )
+    return Profile(tables=tuple(tables), generation=3, samples=10**6)

@@ -1,0 +1,186 @@
+"""Properties of the optimiser that users rely on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_cases import cluster, load, zipf
+
+from flexd.errors import PlanError
+from flexd.layout import RankLayout, Tier
+from flexd.planner.cost import group_cost
+from flexd.planner.tiers import choose_tiers
+from flexd.topology.model import Cluster, CollectiveCurve, Exposed, LinkModel
+
+LAYOUT = RankLayout(2, 2)
+NONE = np.inf
+
+
+def no_live(rows: int) -> np.ndarray:
+    return np.zeros(rows, np.uint8)
+
+
+@pytest.mark.parametrize("layout", [RankLayout(2, 2), RankLayout(3, 4), RankLayout(1, 4), RankLayout(5, 1)])
+@pytest.mark.parametrize("slots", [0, 1, 7, 100, 10_000])
+def test_no_rank_exceeds_its_slots(layout: RankLayout, slots: int) -> None:
+    rng = np.random.default_rng(slots)
+    # Keys of few homes: the worst for balance.
+    keys = np.sort(rng.choice(40_000, 3000, replace=False)) // 3 * 3
+    keys = np.unique(keys)
+    problem = load(rng.permutation(zipf(len(keys), 1.1, 20_000.0)), keys.astype(np.int64))
+    choice = choose_tiers(problem, layout, cluster(), slots, no_live(len(keys)), NONE)
+    assert layout.replica_slots_used(problem.keys, choice.tiers).max() <= slots
+    if slots == 7:
+        assert layout.replica_slots_used(problem.keys, choice.tiers).max() >= 6
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([RankLayout(1, 4), RankLayout(4, 1)]))
+def test_more_budget_never_costs_more(seed: int, layout: RankLayout) -> None:
+    rng = np.random.default_rng(seed)
+    problem = load(rng.pareto(1.0, 200), rng.choice(900, 200, replace=False).astype(np.int64))
+    costs = [
+        choose_tiers(problem, layout, cluster(), slots, no_live(200), NONE).cost.exposed_seconds
+        for slots in (0, 1, 2, 3, 5, 8, 20, 50, 150, 1000)
+    ]
+    assert np.all(np.diff(costs) <= 1e-18)
+
+
+def test_more_budget_never_costs_more_with_both_tiers() -> None:
+    problem = load(zipf(4000, 1.1, 4000.0), np.random.default_rng(0).permutation(4000).astype(np.int64))
+    machine = cluster(exposed=Exposed(1.0, 1.0, 0.5))
+    choices = [choose_tiers(problem, LAYOUT, machine, slots, no_live(4000), NONE) for slots in range(0, 1500, 100)]
+    costs = [choice.cost.exposed_seconds for choice in choices]
+    assert np.all(np.diff(costs) <= 0)
+    assert costs[-1] < 0.9 * costs[0]
+    assert max(1 - choice.lower_bound_seconds / choice.objective_seconds for choice in choices) < 1e-3
+
+
+def test_does_not_depend_on_the_order_of_rows() -> None:
+    rng = np.random.default_rng(5)
+    accesses, keys = zipf(500, 1.0, 500.0), rng.permutation(2000)[:500].astype(np.int64)
+    first = choose_tiers(load(accesses, keys), LAYOUT, cluster(), 60, no_live(500), NONE)
+    order = rng.permutation(500)
+    second = choose_tiers(load(accesses[order], keys[order]), LAYOUT, cluster(), 60, no_live(500), NONE)
+    assert np.array_equal(first.tiers, second.tiers)
+    assert first.objective_seconds == second.objective_seconds
+
+
+def test_uniform_traffic_stays_at_home_when_copies_do_not_pay() -> None:
+    problem = load(np.full(1000, 0.01))
+    choice = choose_tiers(problem, LAYOUT, cluster(all_reduce=15e9), 1000, no_live(1000), NONE)
+    assert (choice.tiers == Tier.HOME).all()
+    assert choice.objective_seconds == choice.cost.exposed_seconds
+
+
+def test_hot_rows_are_replicated_and_cold_ones_are_not() -> None:
+    accesses = np.concatenate([np.full(50, 5.0), np.full(950, 1e-3)])
+    choice = choose_tiers(load(accesses), LAYOUT, cluster(), 1000, no_live(1000), NONE)
+    assert (choice.tiers[:50] != Tier.HOME).all()
+    assert (choice.tiers[50:] == Tier.HOME).all()
+    assert (choice.gains[:50] > 0).all()
+    assert (choice.gains[50:] == 0).all()
+
+
+def test_never_above_the_chain_without_replicas() -> None:
+    # An all-reduce slower than the all-to-all: replicas lose.
+    machine = cluster(all_reduce=5e9, intra=100e9)
+    problem = load(zipf(300, 1.2, 3000.0))
+    choice = choose_tiers(problem, RankLayout(4, 1), machine, 300, no_live(300), NONE)
+    home = group_cost(problem, no_live(300), RankLayout(4, 1), machine)
+    assert (choice.tiers == Tier.HOME).all()
+    assert choice.cost.exposed_seconds == home.exposed_seconds
+
+
+def test_a_sync_latency_that_eats_the_gain_means_no_replicas() -> None:
+    problem = load(zipf(100, 1.2, 100.0))
+    assert choose_tiers(problem, LAYOUT, cluster(), 50, no_live(100), NONE).tiers.any()
+    assert not choose_tiers(problem, LAYOUT, cluster(latency=1e-3), 50, no_live(100), NONE).tiers.any()
+
+
+def test_one_node_uses_device_and_one_rank_a_node_uses_node() -> None:
+    problem = load(np.full(40, 3.0))
+    one_node = choose_tiers(problem, RankLayout(1, 4), cluster(), 40, no_live(40), NONE)
+    assert set(one_node.tiers) == {Tier.DEVICE}
+    one_rank = choose_tiers(problem, RankLayout(4, 1), cluster(), 40, no_live(40), NONE)
+    assert set(one_rank.tiers) == {Tier.NODE}
+    # Live rows under the other name of the same copies are no change that costs.
+    live = np.full(40, Tier.DEVICE, np.uint8)
+    same = choose_tiers(problem, RankLayout(4, 1), cluster(), 40, live, 1e-12)
+    assert set(same.tiers) == {Tier.NODE}
+    alone = choose_tiers(problem, RankLayout(1, 1), cluster(), 40, no_live(40), NONE)
+    assert not alone.tiers.any()
+
+
+def test_a_migration_must_pay_within_the_horizon() -> None:
+    problem = load(np.full(40, 3.0))
+    assert choose_tiers(problem, LAYOUT, cluster(), 40, no_live(40), 1000.0).tiers.all()
+    assert not choose_tiers(problem, LAYOUT, cluster(), 40, no_live(40), 0.5).tiers.any()
+    # Rows that are there already have nothing to pay.
+    live = choose_tiers(problem, LAYOUT, cluster(), 40, no_live(40), NONE).tiers
+    assert np.array_equal(choose_tiers(problem, LAYOUT, cluster(), 40, live, 0.5).tiers, live)
+
+
+def test_noise_below_the_hysteresis_changes_nothing() -> None:
+    rng = np.random.default_rng(1)
+    accesses = zipf(2000, 1.0, 2000.0)
+    first = choose_tiers(load(accesses), LAYOUT, cluster(), 100, no_live(2000), NONE)
+    assert first.tiers.any()
+    live, flaps, free_flaps = first.tiers, 0, 0
+    for _ in range(5):
+        noisy = load(accesses * np.exp(rng.normal(0, 0.02, 2000)))
+        tiers = choose_tiers(noisy, LAYOUT, cluster(), 100, live, 10.0).tiers
+        flaps += np.count_nonzero(tiers != live)
+        free_flaps += np.count_nonzero(choose_tiers(noisy, LAYOUT, cluster(), 100, live, NONE).tiers != live)
+        live = tiers
+    assert flaps == 0
+    assert free_flaps > 0
+
+
+def test_promotion_needs_the_lower_bound_and_demotion_the_upper() -> None:
+    # The threshold lies where NODE begins to pay; 2 % around it, with bounds of 30 %, nothing moves.
+    grid = np.linspace(0.05, 3.0, 400)
+    alone = choose_tiers(load(grid), RankLayout(4, 1), cluster(), 400, no_live(400), NONE).tiers
+    threshold = grid[np.argmax(alone > 0)]
+    assert 0.1 < threshold < 2.0
+    for factor in (0.95, 1.05):
+        near = load(np.full(8, threshold * factor), relative_error=0.3)
+        assert not choose_tiers(near, RankLayout(4, 1), cluster(), 8, no_live(8), NONE).tiers.any()
+    above, below = load(np.full(8, threshold * 1.05), relative_error=0.3), load(np.full(8, threshold * 0.95))
+    stay = np.full(8, Tier.NODE, np.uint8)
+    assert (choose_tiers(above, RankLayout(4, 1), cluster(), 8, stay, NONE).tiers == Tier.NODE).all()
+    assert not choose_tiers(below, RankLayout(4, 1), cluster(), 8, stay, NONE).tiers.any()
+    assert (choose_tiers(load(np.full(8, 2 * threshold)), RankLayout(4, 1), cluster(), 8, no_live(8), NONE).tiers).all()
+
+
+def test_bandwidth_that_depends_on_size() -> None:
+    """Prices are found at the plan's own message sizes; the result still beats HOME and stays within the slots."""
+    rising = CollectiveCurve(0.0, ((1e3, 1e9), (1e5, 8e9), (1e7, 20e9)))
+    slow = CollectiveCurve(0.0, ((1e3, 5e8), (1e5, 4e9), (1e7, 10e9)))
+    link = LinkModel(25e9, slow, rising, slow)
+    machine = Cluster("curved", "made up", link, link, Exposed(1.0, 1.0, 0.7))
+    problem = load(zipf(1000, 1.1, 5000.0))
+    choice = choose_tiers(problem, LAYOUT, machine, 80, no_live(1000), NONE)
+    home = group_cost(problem, no_live(1000), LAYOUT, machine)
+    assert choice.cost.exposed_seconds < home.exposed_seconds
+    assert LAYOUT.replica_slots_used(problem.keys, choice.tiers).max() <= 80
+    assert choice.lower_bound_seconds <= choice.objective_seconds
+
+
+def test_bad_arguments() -> None:
+    problem = load(np.ones(3))
+    with pytest.raises(PlanError, match="replica slots"):
+        choose_tiers(problem, LAYOUT, cluster(), -1, no_live(3), NONE)
+    with pytest.raises(PlanError, match="horizon"):
+        choose_tiers(problem, LAYOUT, cluster(), 1, no_live(3), 0.0)
+    with pytest.raises(PlanError, match="horizon"):
+        choose_tiers(problem, LAYOUT, cluster(), 1, no_live(3), float("nan"))
+
+
+def test_no_listed_rows() -> None:
+    problem = load(np.empty(0), bin_accesses=(0.5,), bin_rows=(1000.0,))
+    choice = choose_tiers(problem, LAYOUT, cluster(), 10, no_live(0), NONE)
+    assert len(choice.tiers) == 0
+    assert choice.cost.exposed_seconds > 0
