@@ -1,0 +1,128 @@
+"""Formulas of DESIGN section 6, prices, latencies and the baselines."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from planner_cases import cluster, flat, load, zipf
+
+from flexd.layout import RankLayout, Tier
+from flexd.planner.baselines import BASELINES, ROW_WISE, ROW_WISE_DEDUP, TWO_HOP
+from flexd.planner.cost import Exchange, group_cost, total_cost
+from flexd.planner.traffic import Phase, Where, migration_bytes
+from flexd.topology.model import Cluster, Exposed, LinkModel
+
+N, L, B, A = 3, 4, 128, 0.7
+LAYOUT = RankLayout(N, L)
+W = N * L
+U, V, WW = 1 - np.exp(-A), 1 - np.exp(-L * A), 1 - np.exp(-W * A)
+
+
+def rows_bytes(tier: Tier, exchange: Exchange = Exchange.CHAIN) -> np.ndarray:
+    """Bytes of row values by link, of one row at this tier, both directions or the sync."""
+    cost = group_cost(load(np.array([A]), row_bytes=B), np.array([tier], np.uint8), LAYOUT, cluster(), exchange)
+    return cost.bytes[:, [Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS, Phase.SYNC_ROWS]].sum(axis=(0, 1))
+
+
+def test_the_table_of_the_design() -> None:
+    hop2 = (N - 1) / N
+    assert rows_bytes(Tier.HOME, Exchange.DIRECT)[1:] == pytest.approx(
+        [2 * A * B * (L - 1) / W, 2 * A * B * (W - L) / W]
+    )
+    assert rows_bytes(Tier.HOME, Exchange.DIRECT_DEDUP)[1:] == pytest.approx(
+        [2 * U * B * (L - 1) / W, 2 * U * B * (W - L) / W]
+    )
+    assert rows_bytes(Tier.HOME)[1:] == pytest.approx([2 * U * B * (L - 1) / L, 2 * V / L * B * hop2])
+    assert rows_bytes(Tier.NODE)[1:] == pytest.approx([2 * U * B * (L - 1) / L, 2 * WW / L * B * hop2])
+    assert rows_bytes(Tier.DEVICE)[1:] == pytest.approx([2 * WW * B * (L - 1) / L, 2 * WW / L * B * hop2])
+    assert rows_bytes(Tier.DEVICE)[Where.SELF] == pytest.approx(U * B)
+
+
+def test_seconds_are_bytes_at_the_collective_of_the_item() -> None:
+    machine = Cluster(
+        "m", "s", LinkModel(9e9, flat(1e9), flat(2e9), flat(3e9)), LinkModel(9e9, flat(4e9), flat(5e9), flat(6e9))
+    )
+    accesses = load(np.full(3, A), row_bytes=B)
+    cost = group_cost(accesses, np.array([0, 1, 2], np.uint8), LAYOUT, machine)
+    speed = np.divide(cost.bytes, cost.transfer_seconds, out=np.zeros((3, 5, 3)), where=cost.transfer_seconds > 0)
+    assert speed[Tier.HOME, :3, Where.INTRA_NODE] == pytest.approx([1e9] * 3)
+    assert speed[Tier.HOME, :3, Where.INTER_NODE] == pytest.approx([4e9] * 3)
+    assert speed[Tier.NODE, 3:, Where.INTER_NODE] == pytest.approx([5e9] * 2)
+    assert speed[Tier.DEVICE, 3:, Where.INTER_NODE] == pytest.approx([5e9] * 2)
+    assert speed[Tier.DEVICE, Phase.SYNC_ROWS, Where.INTRA_NODE] == pytest.approx(3e9)
+    assert (cost.transfer_seconds[:, :, Where.SELF] == 0).all()
+    assert cost.total_seconds == pytest.approx(cost.forward_seconds + cost.backward_seconds + cost.sync_seconds)
+
+
+def test_exposed_shares() -> None:
+    problem, tiers = load(np.full(4, A)), np.array([0, 1, 2, 2], np.uint8)
+    full = group_cost(problem, tiers, LAYOUT, cluster(latency=1e-6))
+    part = group_cost(problem, tiers, LAYOUT, cluster(latency=1e-6, exposed=Exposed(1.0, 0.5, 0.25)))
+    assert full.exposed_seconds == pytest.approx(full.total_seconds)
+    assert part.exposed_seconds == pytest.approx(
+        full.forward_seconds + 0.5 * full.backward_seconds + 0.25 * full.sync_seconds
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "tiers", "collectives"),
+    [
+        (RankLayout(2, 2), [0], 8),
+        (RankLayout(2, 2), [0, 1], 10),
+        (RankLayout(2, 2), [0, 2], 12),
+        (RankLayout(2, 2), [0, 1, 2], 14),
+        (RankLayout(1, 4), [0], 4),
+        (RankLayout(1, 4), [0, 2], 7),
+        (RankLayout(4, 1), [0, 1], 6),
+        (RankLayout(1, 1), [0], 0),
+    ],
+)
+def test_latency_counts_the_collectives(layout: RankLayout, tiers: list[int], collectives: int) -> None:
+    cost = group_cost(load(np.full(len(tiers), A)), np.array(tiers, np.uint8), layout, cluster(latency=1.0))
+    assert cost.latency_seconds.sum() == pytest.approx(collectives)
+
+
+def test_a_direct_all_to_all_takes_as_long_as_its_slower_link() -> None:
+    problem = load(zipf(50, 1.0, 50.0))
+    machine = cluster(all_to_all=10e9, intra=100e9)
+    cost = group_cost(problem, np.zeros(50, np.uint8), LAYOUT, machine, Exchange.DIRECT)
+    assert cost.transfer_seconds[:, :, Where.INTRA_NODE].sum() == 0
+    assert cost.transfer_seconds[:, :, Where.INTER_NODE].sum() == pytest.approx(
+        cost.bytes[:, :, Where.INTER_NODE].sum() / 10e9
+    )
+    assert cost.bytes[:, :, Where.INTRA_NODE].sum() > 0
+
+
+def test_baselines_are_ordered_by_what_they_know() -> None:
+    problem = load(zipf(2000, 1.1, 4000.0), bin_accesses=(1e-3,), bin_rows=(5e4,))
+    costs = {baseline.name: baseline.price([problem], LAYOUT, cluster()) for baseline in BASELINES}
+    inter = [costs[name.name].all_to_all_bytes(Where.INTER_NODE) for name in (ROW_WISE, ROW_WISE_DEDUP, TWO_HOP)]
+    assert inter[0] > inter[1] > inter[2] > 0
+    assert all(baseline.source for baseline in BASELINES)
+    assert len({baseline.name for baseline in BASELINES}) == len(BASELINES)
+
+
+def test_bins_are_home_rows() -> None:
+    listed = group_cost(load(np.full(100, 0.2)), np.zeros(100, np.uint8), LAYOUT, cluster())
+    binned = group_cost(
+        load(np.empty(0), bin_accesses=(0.2,), bin_rows=(100.0,)), np.zeros(0, np.uint8), LAYOUT, cluster()
+    )
+    np.testing.assert_allclose(listed.bytes, binned.bytes)
+
+
+def test_rows_above_home_that_are_not_listed() -> None:
+    problem = load(np.empty(0), bin_accesses=(0.2,), bin_rows=(100.0,))
+    cost = group_cost(problem, np.zeros(0, np.uint8), LAYOUT, cluster(), unlisted=np.array([0.0, 30.0, 0.0]))
+    assert cost.rows == pytest.approx([70.0, 30.0, 0.0])
+    same = group_cost(load(np.full(100, 0.2)), np.repeat([0, 1], [70, 30]).astype(np.uint8), LAYOUT, cluster())
+    np.testing.assert_allclose(cost.bytes, same.bytes)
+
+
+def test_costs_add_up() -> None:
+    one = group_cost(load(np.full(5, A)), np.ones(5, np.uint8), LAYOUT, cluster(latency=1e-6))
+    assert total_cost([one, one]).exposed_seconds == pytest.approx(2 * one.exposed_seconds)
+    assert total_cost([one, one, one]).ids_sent == pytest.approx(3 * one.ids_sent)
+
+
+def test_migration_bytes() -> None:
+    assert migration_bytes(LAYOUT, 100) == pytest.approx([0, 100 * (N - 1) / N / L, 100 * (W - 1) / W])

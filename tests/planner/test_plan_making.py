@@ -1,0 +1,224 @@
+"""make_plan from a profile to a plan and its summary."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from planner_cases import cluster, profile
+
+from flexd.errors import PlanError
+from flexd.keyspace import KeySpace, TableSpec
+from flexd.layout import RankLayout, Tier
+from flexd.placement import Placement
+from flexd.planner.plan import Plan, make_plan, placement_cost
+from flexd.planner.workload import make_loads
+from flexd.sketch.profile import Profile
+from flexd.topology.files import load_preset
+
+KEYSPACE = KeySpace([TableSpec("items", 5000, 16), TableSpec("users", 3000, 32, optimizer="rowwise_adagrad")])
+LAYOUT = RankLayout(2, 2)
+ACCESSES = 20_000.0
+
+
+def plan(
+    seen: Profile, live: Placement | None = None, *, slots: tuple[int, ...] = (200, 100), horizon: float = 1e4, **kwargs
+) -> Plan:
+    return make_plan(
+        seen,
+        KEYSPACE,
+        kwargs.pop("layout", LAYOUT),
+        kwargs.pop("machine", cluster()),
+        slots,
+        live or Placement.empty(),
+        plan_id="p2",
+        parent_id="p1",
+        topology_generation=4,
+        horizon_steps=horizon,
+        now_unix_seconds=123.5,
+        reason="test",
+    )
+
+
+def test_a_plan_says_everything() -> None:
+    made = plan(profile(KEYSPACE, ACCESSES, hot=800))
+    summary = json.loads(json.dumps(made.summary(), allow_nan=False))
+    assert summary["plan_id"] == "p2"
+    assert summary["parent_id"] == "p1"
+    assert (summary["topology_generation"], summary["profile_generation"]) == (4, 3)
+    assert summary["created_unix_seconds"] == 123.5
+    assert summary["promotions"] == len(made.target) > 0
+    assert summary["demotions"] == 0
+    assert sum(summary["rows"].values()) == len(made.target)
+    assert summary["after"]["exposed_seconds"] < summary["before"]["exposed_seconds"]
+    assert summary["before"]["exposed_seconds"] == pytest.approx(summary["baselines"]["two_hop"]["exposed_seconds"])
+    assert set(summary["baselines"]) == {"row_wise", "row_wise_dedup", "two_hop"}
+    assert 0 <= summary["gap"] < 0.01
+    assert summary["lower_bound_seconds"] <= summary["objective_seconds"]
+    moved = [64, 128 + 4]
+    groups = KEYSPACE.group_of(made.delta.keys)
+    assert summary["migration_bytes"] == sum(moved[g] for g in groups)
+    assert summary["migration_seconds"] > 0
+    assert len(made.gains) == len(made.target)
+    assert (made.gains > 0).all()
+
+
+def test_what_replication_wins_is_said_in_words_and_figures() -> None:
+    made = plan(profile(KEYSPACE, ACCESSES, hot=800))
+    account = made.summary()["replication"]
+    home, after = made.baselines["two_hop"], made.after
+    assert account["ids_not_sent"] == pytest.approx(home.ids_sent - after.ids_sent)
+    assert account["ids_not_sent"] > 0
+    assert account["forward_freed_seconds"] == pytest.approx(home.forward_seconds - after.forward_seconds)
+    assert account["all_reduce_bytes_per_second"] == pytest.approx(20e9)
+    assert account["all_to_all_wire_share"] == pytest.approx(0.4)
+    assert account["saved_exposed_seconds"] == pytest.approx(home.exposed_seconds - after.exposed_seconds)
+    saved = account["forward_freed_seconds"] + account["backward_freed_seconds"] - account["sync_seconds"]
+    assert account["saved_exposed_seconds"] == pytest.approx(saved)
+    # Exact training with replicas moves no fewer bytes between nodes than the chain, apart from the ids.
+    ids = (home.bytes[:, 0, 2].sum() - after.bytes[:, 0, 2].sum()).item()
+    assert account["inter_node_sync_bytes_added"] >= account["inter_node_all_to_all_bytes_saved"] - ids
+    words = " ".join(account["words"])
+    for part in ("ids", "all-reduce", "all-to-all", "forward path", "2.00 times"):
+        assert part in words
+
+
+def test_no_replicas_is_explained_too() -> None:
+    made = plan(profile(KEYSPACE, ACCESSES, hot=800), slots=(0, 0))
+    assert len(made.target) == 0
+    assert "no row is replicated" in made.summary()["replication"]["words"][0]
+
+
+def test_the_next_plan_from_the_same_profile_changes_nothing() -> None:
+    seen = profile(KEYSPACE, ACCESSES, hot=800)
+    first = plan(seen)
+    second = plan(seen, first.target)
+    assert len(second.delta) == 0
+    assert second.before.exposed_seconds == pytest.approx(second.after.exposed_seconds)
+    assert second.summary()["migration_bytes"] == 0
+
+
+def test_drift_moves_rows_and_unlisted_rows_go_home() -> None:
+    first = plan(profile(KEYSPACE, ACCESSES, hot=300))
+    drifted = profile(KEYSPACE, ACCESSES, hot=300, shift=150)
+    second = plan(drifted, first.target)
+    assert second.demotions > 0
+    assert second.promotions > 0
+    assert second.after.exposed_seconds < second.before.exposed_seconds
+    listed = np.concatenate([load.keys for load in make_loads(drifted, KEYSPACE, LAYOUT)])
+    assert np.isin(second.target.keys, listed).all()
+
+
+def test_slots_of_each_group_hold_on_every_rank() -> None:
+    made = plan(profile(KEYSPACE, ACCESSES, hot=800), slots=(37, 11))
+    for group, slots in enumerate((37, 11)):
+        mine = KEYSPACE.group_of(made.target.keys) == group
+        used = LAYOUT.replica_slots_used(made.target.keys[mine], made.target.tiers[mine])
+        assert 0 < used.max() <= slots
+
+
+@pytest.mark.parametrize("name", ["azure-a100-200g", "h100-400g"])
+def test_the_presets_replicate_the_hot_rows_of_a_large_job(name: str) -> None:
+    keyspace = KeySpace([TableSpec("items", 300_000, 128)])
+    made = make_plan(
+        profile(keyspace, 4e8, hot=150_000),
+        keyspace,
+        RankLayout(4, 8),
+        load_preset(name),
+        [15_000],
+        Placement.empty(),
+        plan_id="p",
+        parent_id="",
+        topology_generation=1,
+        horizon_steps=1e4,
+        now_unix_seconds=0.0,
+        reason="",
+    )
+    assert len(made.target) > 100_000
+    assert made.after.exposed_seconds < made.baselines["two_hop"].exposed_seconds
+    assert made.after.exposed_seconds < made.baselines["row_wise_dedup"].exposed_seconds
+    assert made.gap < 1e-3
+
+
+def test_a_preset_keeps_small_messages_at_home() -> None:
+    """Synchronising a few rows costs more latency than it saves: the plan says so instead of replicating."""
+    made = plan(profile(KEYSPACE, ACCESSES, hot=800), machine=load_preset("azure-a100-200g"))
+    assert len(made.target) == 0
+
+
+def test_row_order_of_the_profile_does_not_matter() -> None:
+    seen = profile(KEYSPACE, ACCESSES, hot=400)
+    rng = np.random.default_rng(0)
+    tables = []
+    for table in seen.tables:
+        order = rng.permutation(400)
+        tables.append(
+            dataclasses.replace(
+                table,
+                hot_rows=table.hot_rows[order],
+                hot_share=table.hot_share[order],
+                hot_lower=table.hot_lower[order],
+                hot_upper=table.hot_upper[order],
+            )
+        )
+    one, two = plan(seen), plan(dataclasses.replace(seen, tables=tuple(tables)))
+    assert np.array_equal(one.target.keys, two.target.keys)
+    assert np.array_equal(one.target.tiers, two.target.tiers)
+    assert one.objective_seconds == two.objective_seconds
+
+
+def test_unexplained_accesses_are_spread_over_the_other_rows() -> None:
+    seen = profile(KEYSPACE, ACCESSES, hot=100)
+    blind = dataclasses.replace(seen.tables[0], bin_share=np.empty(0), bin_rows=np.empty(0))
+    load = make_loads(dataclasses.replace(seen, tables=(blind, seen.tables[1])), KEYSPACE, LAYOUT)[0]
+    assert load.bin_rows.tolist() == [4900.0]
+    total = load.accesses.sum() + load.bin_accesses @ load.bin_rows
+    assert total == pytest.approx(ACCESSES / LAYOUT.world_size)
+
+
+def test_placement_cost_of_nothing_is_the_chain() -> None:
+    loads = make_loads(profile(KEYSPACE, ACCESSES, hot=50), KEYSPACE, LAYOUT)
+    made = plan(profile(KEYSPACE, ACCESSES, hot=50), slots=(0, 0))
+    cost = placement_cost(loads, Placement.empty(), KEYSPACE, LAYOUT, cluster())
+    assert cost.to_dict() == made.baselines["two_hop"].to_dict()
+    # Unlisted rows of a placement are priced, not forgotten.
+    unlisted = np.setdiff1d(np.arange(5000), loads[0].keys)[:40]
+    live = Placement.of(unlisted, np.full(40, Tier.DEVICE, np.uint8))
+    cost = placement_cost(loads, live, KEYSPACE, LAYOUT, cluster())
+    assert cost.rows[Tier.DEVICE] == 40
+    assert cost.sync_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"accesses_per_step": float("nan")}, "accesses per step are unknown"),
+        ({"accesses_per_step": -1.0}, "accesses per step are unknown"),
+        ({"table": "other"}, "other tables"),
+        ({"hot_share": np.full(50, np.nan)}, "NaN or negative"),
+        ({"hot_rows": np.full(50, 7)}, "listed twice"),
+        ({"hot_rows": np.arange(50) + 4990}, "outside the table"),
+        ({"bin_share": np.array([-1.0])}, "bin is NaN"),
+    ],
+)
+def test_bad_profiles(change: dict, message: str) -> None:
+    seen = profile(KEYSPACE, ACCESSES, hot=50)
+    broken = dataclasses.replace(seen.tables[0], **change)
+    with pytest.raises(PlanError, match=message):
+        plan(dataclasses.replace(seen, tables=(broken, seen.tables[1])))
+
+
+def test_an_empty_profile() -> None:
+    seen = profile(KEYSPACE, ACCESSES, hot=50)
+    empty = tuple(dataclasses.replace(table, weight=0.0, accesses_per_step=float("nan")) for table in seen.tables)
+    with pytest.raises(PlanError, match="empty"):
+        plan(dataclasses.replace(seen, tables=empty))
+    # One table without accesses is no fault.
+    plan(dataclasses.replace(seen, tables=(empty[0], seen.tables[1])))
+
+
+def test_one_budget_per_group() -> None:
+    with pytest.raises(PlanError, match="dim-groups"):
+        plan(profile(KEYSPACE, ACCESSES, hot=50), slots=(5,))

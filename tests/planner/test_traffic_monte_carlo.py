@@ -1,0 +1,114 @@
+"""The expected bytes of the cost model against counted bytes of drawn id sets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from planner_cases import cluster, load, zipf
+
+from flexd.layout import RankLayout, Tier
+from flexd.planner.cost import Exchange, group_cost
+from flexd.planner.traffic import ID_BYTES, Phase, Where
+from flexd.planner.workload import statistics
+
+ROWS, ROW_BYTES, STEPS = 600, 96, 60
+
+
+def count_chain(layout: RankLayout, tiers: np.ndarray, accesses: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Bytes sent per rank by (tier, phase, link), counted as the running exchange sends them."""
+    nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
+    keys = np.arange(ROWS)
+    home, owner = layout.home_rank(keys), keys % local
+    counted = np.zeros((3, 5, 3))
+    sets = rng.poisson(accesses, (nodes, local, ROWS)) > 0
+    anywhere = sets.any(axis=(0, 1))
+    is_tier = [tiers == t for t in Tier]
+
+    def add(tier: int, phase: Phase, link: Where, count: float, size: float) -> None:
+        counted[tier, phase, link] += count * size
+
+    for node in range(nodes):
+        asked_of_owner = np.zeros(ROWS, bool)
+        for rank in range(local):
+            mine = sets[node, rank]
+            global_rank = layout.rank_of(node, rank)
+            held = (home == global_rank) | layout.holds_replica(global_rank, keys, tiers)
+            go = mine & ~held & (owner != rank)
+            asked_of_owner |= mine & ~held
+            for t in Tier:
+                n = np.count_nonzero(go & is_tier[t])
+                add(t, Phase.FORWARD_IDS, Where.INTRA_NODE, n, ID_BYTES)
+                add(t, Phase.FORWARD_ROWS, Where.INTRA_NODE, n, ROW_BYTES)
+                add(t, Phase.BACKWARD_ROWS, Where.INTRA_NODE, n, ROW_BYTES)
+                add(t, Phase.FORWARD_ROWS, Where.SELF, np.count_nonzero(mine & held & is_tier[t]), ROW_BYTES)
+        owner_rank = node * local + owner
+        at_owner = (home == owner_rank) | np.array(
+            [layout.holds_replica(r, keys[i : i + 1], tiers[i : i + 1])[0] for i, r in enumerate(owner_rank)]
+        )
+        for t in Tier:
+            n = np.count_nonzero(asked_of_owner & ~at_owner & is_tier[t])
+            add(t, Phase.FORWARD_IDS, Where.INTER_NODE, n, ID_BYTES)
+            add(t, Phase.FORWARD_ROWS, Where.INTER_NODE, n, ROW_BYTES)
+            add(t, Phase.BACKWARD_ROWS, Where.INTER_NODE, n, ROW_BYTES)
+    # An all-reduce of s bytes over g ranks sends 2 (g-1) s in all, reduce-scatter and all-gather (g-1) s each.
+    touched = {t: np.count_nonzero(anywhere & is_tier[t]) for t in Tier}
+    add(Tier.NODE, Phase.SYNC_ROWS, Where.INTER_NODE, touched[Tier.NODE], 2 * (nodes - 1) * ROW_BYTES)
+    add(Tier.NODE, Phase.SYNC_MASK, Where.INTER_NODE, is_tier[Tier.NODE].sum(), 2 * (nodes - 1) / 8)
+    add(Tier.DEVICE, Phase.SYNC_ROWS, Where.INTRA_NODE, touched[Tier.DEVICE], 2 * nodes * (local - 1) * ROW_BYTES)
+    add(Tier.DEVICE, Phase.SYNC_ROWS, Where.INTER_NODE, touched[Tier.DEVICE], 2 * (nodes - 1) * ROW_BYTES)
+    return counted / world
+
+
+@pytest.mark.parametrize("layout", [RankLayout(2, 2), RankLayout(3, 2), RankLayout(1, 3), RankLayout(3, 1)], ids=str)
+def test_chain_bytes(layout: RankLayout) -> None:
+    rng = np.random.default_rng(layout.world_size)
+    accesses = rng.permutation(zipf(ROWS, 0.8, 400.0))
+    tiers = rng.integers(0, 3, ROWS).astype(np.uint8)
+    if layout.nodes == 1:
+        tiers[tiers == Tier.NODE] = Tier.HOME
+    if layout.local_ranks == 1:
+        tiers[tiers == Tier.DEVICE] = Tier.NODE
+    counted = np.mean([count_chain(layout, tiers, accesses, rng) for _ in range(STEPS)], axis=0)
+    problem = load(accesses, row_bytes=ROW_BYTES)
+    expected = group_cost(problem, tiers, layout, cluster()).bytes
+    mask = 2 * (layout.world_size - 1) / layout.world_size / 8 * np.count_nonzero(tiers == Tier.DEVICE)
+    assert expected[Tier.DEVICE, Phase.SYNC_MASK].sum() == pytest.approx(mask)
+    expected[Tier.DEVICE, Phase.SYNC_MASK] = 0.0
+    assert counted.sum() > 0
+    # 600 rows, 60 steps: rows' homes are a sample too, hence a few per cent.
+    np.testing.assert_allclose(expected, counted, rtol=0.08, atol=ROW_BYTES * 0.3)
+    assert expected.sum() == pytest.approx(counted.sum(), rel=0.015)
+
+
+@pytest.mark.parametrize("layout", [RankLayout(2, 2), RankLayout(3, 2)], ids=str)
+def test_direct_bytes(layout: RankLayout) -> None:
+    rng = np.random.default_rng(9)
+    accesses = rng.permutation(zipf(ROWS, 0.8, 400.0))
+    home = layout.home_rank(np.arange(ROWS))
+    problem = load(accesses, row_bytes=ROW_BYTES)
+    counted = {False: np.zeros(3), True: np.zeros(3)}
+    for _ in range(STEPS):
+        draws = rng.poisson(accesses, (layout.world_size, ROWS))
+        for rank in range(layout.world_size):
+            where = np.where(home == rank, 0, np.where(home // layout.local_ranks == layout.node_of(rank), 1, 2))
+            for dedup in (False, True):
+                count = np.minimum(draws[rank], 1) if dedup else draws[rank]
+                counted[dedup] += np.bincount(where, weights=count, minlength=3) * ROW_BYTES
+    for dedup, exchange in ((False, Exchange.DIRECT), (True, Exchange.DIRECT_DEDUP)):
+        cost = group_cost(problem, np.zeros(ROWS, np.uint8), layout, cluster(), exchange)
+        rows = cost.bytes[Tier.HOME, Phase.FORWARD_ROWS]
+        np.testing.assert_allclose(rows, counted[dedup] / STEPS / layout.world_size, rtol=0.08)
+        np.testing.assert_array_equal(cost.bytes[Tier.HOME, Phase.BACKWARD_ROWS, 1:], rows[1:])
+        np.testing.assert_allclose(cost.bytes[Tier.HOME, Phase.FORWARD_IDS, 1:] * ROW_BYTES / ID_BYTES, rows[1:])
+
+
+def test_distinct_rows() -> None:
+    """u, v and w of single rows."""
+    layout = RankLayout(3, 2)
+    accesses = np.array([1e-4, 0.05, 0.3, 1.0, 4.0])
+    draws = np.random.default_rng(2).poisson(accesses, (40_000, 3, 2, 5)) > 0
+    stats = statistics(accesses, layout)
+    np.testing.assert_allclose(stats[2], draws.mean(axis=(0, 1, 2)), atol=0.004)
+    np.testing.assert_allclose(stats[3], draws.any(axis=2).mean(axis=(0, 1)), atol=0.006)
+    np.testing.assert_allclose(stats[4], draws.any(axis=(1, 2)).mean(axis=0), atol=0.008)
+    assert stats[4, 0] == pytest.approx(6e-4, rel=1e-3)

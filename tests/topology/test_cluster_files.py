@@ -1,0 +1,158 @@
+"""Cluster descriptions: curves, validation, YAML and presets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexd.errors import TopologyError
+from flexd.topology.files import dump_cluster, load_cluster, load_preset, parse_cluster, preset_names, write_cluster
+from flexd.topology.model import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel
+
+CURVE = CollectiveCurve(1e-5, ((1e3, 1e8), (1e6, 5e9), (1e9, 2e10)))
+
+
+def test_curve() -> None:
+    assert CURVE.bandwidth(1e6) == pytest.approx(5e9)
+    assert CURVE.bandwidth(1.0) == pytest.approx(1e8)
+    assert CURVE.bandwidth(1e12) == pytest.approx(2e10)
+    assert CURVE.bandwidth(10**4.5) == pytest.approx((1e8 * 5e9) ** 0.5)
+    assert CURVE.seconds(0) == pytest.approx(1e-5)
+    assert CURVE.seconds(1e6) == pytest.approx(1e-5 + 1e6 / 5e9)
+    assert not CURVE.is_affine
+    assert CollectiveCurve(0.0, ((1e3, 1e9), (1e6, 1e9))).is_affine
+
+
+@given(st.floats(0, 1e12), st.floats(0, 1e12))
+def test_a_larger_message_never_takes_less(one: float, other: float) -> None:
+    small, large = sorted((one, other))
+    assert CURVE.seconds(small) <= CURVE.seconds(large) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("latency", "points", "message"),
+    [
+        (-1.0, ((1e3, 1e9),), "latency_seconds"),
+        (float("nan"), ((1e3, 1e9),), "latency_seconds"),
+        (0.0, (), "points: empty"),
+        (0.0, ((1e3, float("nan")),), r"points\[0\]"),
+        (0.0, ((1e3, 0.0),), r"points\[0\]"),
+        (0.0, ((0.0, 1e9),), r"points\[0\]"),
+        (0.0, ((1e3, 1e9), (1e3, 2e9)), "does not increase"),
+        (0.0, ((1e3, 1e6), (1e4, 1e9)), "less time"),
+    ],
+)
+def test_bad_curves(latency: float, points: tuple[tuple[float, float], ...], message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        CollectiveCurve(latency, points)
+
+
+def test_bad_clusters() -> None:
+    link = LinkModel(1e9, CURVE, CURVE, CURVE)
+    with pytest.raises(TopologyError, match="source"):
+        Cluster("a", " ", link, link)
+    with pytest.raises(TopologyError, match="name"):
+        Cluster("", "s", link, link)
+    with pytest.raises(TopologyError, match=r"inter_node\.wire_bytes_per_second"):
+        Cluster("a", "s", link, LinkModel(float("inf"), CURVE, CURVE, CURVE))
+    with pytest.raises(TopologyError, match=r"exposed\.sync"):
+        Cluster("a", "s", link, link, Exposed(1.0, 1.0, 1.5))
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets(name: str, tmp_path: Path) -> None:
+    cluster = load_preset(name)
+    assert cluster.name == name
+    assert "github.com" in cluster.source
+    for link in Link:
+        for collective in Collective:
+            # NVLink SHARP reduces in the switch: its bus bandwidth may pass the wire's.
+            slack = 1.1 if (link, collective) == (Link.INTRA_NODE, Collective.ALL_REDUCE) else 1.0
+            assert cluster.curve(link, collective).bandwidth(1e9) <= slack * cluster.link(link).wire_bytes_per_second
+    inter = cluster.inter_node
+    assert inter.all_to_all.bandwidth(1e9) < inter.all_reduce.bandwidth(1e9)
+    assert inter.all_reduce.bandwidth(1e9) < cluster.intra_node.all_reduce.bandwidth(1e9)
+    write_cluster(cluster, tmp_path / "c.yaml")
+    assert load_cluster(tmp_path / "c.yaml") == cluster
+
+
+def test_there_are_presets_for_200_and_400_gigabit() -> None:
+    wires = {load_preset(name).inter_node.wire_bytes_per_second for name in preset_names()}
+    assert {25e9, 50e9} <= wires
+
+
+def data() -> dict:
+    return yaml.safe_load(dump_cluster(load_preset("azure-a100-200g")))
+
+
+def broken(change) -> str:
+    top = data()
+    change(top)
+    return yaml.safe_dump(top)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.pop("inter_node"), "inter_node is missing"),
+        (lambda d: d["inter_node"].pop("all_reduce"), "inter_node: all_reduce is missing"),
+        (lambda d: d["intra_node"]["all_gather"].pop("points"), r"intra_node\.all_gather: points is missing"),
+        (
+            lambda d: d["inter_node"]["all_to_all"].update(points=[[1e6, float("nan")]]),
+            r"inter_node\.all_to_all\.points",
+        ),
+        (lambda d: d["inter_node"]["all_to_all"].update(points=[[1e6]]), r"inter_node\.all_to_all\.points"),
+        (lambda d: d["inter_node"]["all_to_all"].update(points=[[1e6, "fast"]]), r"points\[0\]\[1\]: 'fast'"),
+        (lambda d: d["inter_node"]["all_to_all"].update(latency_seconds=True), "latency_seconds: True"),
+        (lambda d: d["exposed"].update(sync=2), r"exposed\.sync"),
+        (lambda d: d["exposed"].update(other=1), "other is not a known key"),
+        (lambda d: d.update(version=7), "version"),
+        (lambda d: d.update(color="red"), "color is not a known key"),
+        (lambda d: d.update(source=3), "source: 3 is not text"),
+        (lambda d: d["intra_node"].update(wire_bytes_per_second=0), r"intra_node\.wire_bytes_per_second"),
+    ],
+)
+def test_bad_files_name_the_key(change, message: str) -> None:
+    with pytest.raises(TopologyError, match=message) as caught:
+        parse_cluster(broken(change), origin="my.yaml")
+    assert str(caught.value).startswith("my.yaml")
+
+
+def test_exposed_may_be_left_out_and_numbers_without_a_dot_are_numbers() -> None:
+    top = data()
+    del top["exposed"]
+    text = yaml.safe_dump(top).replace("25000000000.0", "25e9")
+    assert "25e9" in text
+    cluster = parse_cluster(text, origin="x")
+    assert cluster.exposed == Exposed()
+    assert cluster.inter_node.wire_bytes_per_second == 25e9
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(TopologyError, match="cannot be read"):
+        load_cluster(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(TopologyError, match="no valid YAML"):
+        load_cluster(tmp_path / "bad.yaml")
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(TopologyError, match="must be a mapping"):
+        load_cluster(tmp_path / "list.yaml")
+    (tmp_path / "huge.yaml").write_bytes(b"#" * (2**20 + 10))
+    with pytest.raises(TopologyError, match="larger"):
+        load_cluster(tmp_path / "huge.yaml")
+    with pytest.raises(TopologyError, match="cannot be written"):
+        write_cluster(load_preset("h100-400g"), tmp_path / "no" / "c.yaml")
+    with pytest.raises(TopologyError, match="one of azure-a100-200g"):
+        load_preset("none")
+
+
+def test_with_exposed_changes_nothing_else() -> None:
+    cluster = load_preset("h100-400g")
+    other = cluster.with_exposed(Exposed(1.0, 0.5, 0.0))
+    assert other.exposed.sync == 0.0
+    assert other.inter_node == cluster.inter_node
+    assert other.is_affine
