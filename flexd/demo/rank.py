@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 import flexd
@@ -144,7 +145,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
         out = collection(features)
         loss = loss_of(model, batch, [out[name].values for name in names if name in out], setup.history)
         dense_optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         dense_optimizer.step()
         collection.optimizer.step()
         seconds = time.perf_counter() - started
@@ -161,12 +162,14 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
         progress |= {name: record[name][-1] for name in TRAFFIC}
         print(json.dumps(progress), flush=True)
     publisher.close(5.0)
+    counters = publisher.counters()
+    dropped = counters.dropped_queue_full + counters.dropped_sink + counters.dropped_invalid
     connection.close(5.0)
     final = {f"table/{name}": collection.gather_table(name).numpy() for name in names}  # collective
     final |= {f"dense/{name}": value.numpy() for name, value in dense.state_dict().items()}
     return {
         **{name: np.array(values) for name, values in record.items()},
-        "publisher_dropped": np.array(publisher.counters().dropped),
+        "publisher_dropped": np.array(dropped),
         **(final if rank == 0 else {}),
     }
 
@@ -176,7 +179,7 @@ def main() -> int:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if setup.world_size > 1:
-        store = dist.TCPStore(
+        store = TCPStore(
             "127.0.0.1", setup.store_port, setup.world_size, is_master=rank == 0, timeout=timedelta(seconds=60)
         )
         dist.init_process_group(

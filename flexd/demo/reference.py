@@ -51,11 +51,9 @@ class PlainTraining:
         self.keyspace = start.keyspace
         self.names = batches.trace.table_names
         self.tables = {
-            spec.name: nn.Embedding.from_pretrained(start.initial_table(spec.name), freeze=False) for spec in specs
+            spec.name: nn.Embedding(spec.rows, spec.dim, _weight=start.initial_table(spec.name)) for spec in specs
         }
-        self._sums = {
-            spec.name: torch.zeros(spec.rows, 1, dtype=self.tables[spec.name].weight.dtype) for spec in specs
-        }
+        self._sums = {spec.name: torch.zeros(spec.rows, 1, dtype=self.tables[spec.name].weight.dtype) for spec in specs}
         self.dense = setup.dense()
         self._dense_optimizer = torch.optim.SGD(self.dense.parameters(), lr=setup.dense_learning_rate)
 
@@ -68,7 +66,7 @@ class PlainTraining:
             features = features_of(batch, self.names)
             rows = [self.tables[name](features[name].values) for name in self.names if name in features]
             loss = loss_of(self.dense, batch, rows, setup.history)
-            (loss / setup.world_size).backward()
+            (loss / setup.world_size).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())
         self._dense_optimizer.step()
         with torch.no_grad():

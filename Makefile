@@ -1,0 +1,43 @@
+# Each target does its own set-up: a virtual environment in .venv with everything it needs, made once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo demo-kafka test lint types imports docs bench clean
+
+demo: $(STAMP)
+	$(BIN)/flexd demo $(DEMO)
+
+demo-kafka: $(STAMP)
+	$(BIN)/python tools/demo_kafka.py $(DEMO)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+imports: $(STAMP)
+	$(BIN)/lint-imports --cache-dir .import_linter_cache
+
+docs: $(STAMP)
+	$(BIN)/python tools/gen_config_docs.py
+
+bench: $(STAMP)
+	$(BIN)/python tools/bench_sketch.py --quick
+
+# setuptools is named because the package itself is built without isolation: a build environment of its own would
+# ignore the constraints and fetch another torch.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "setuptools>=77" wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info

@@ -1,0 +1,95 @@
+"""Makes the daemon's parts from its configuration."""
+
+from __future__ import annotations
+
+from flexd.config import Config, FileLogSource, KafkaSource
+from flexd.control.coordinator import ControlOptions
+from flexd.errors import ConfigError
+from flexd.sketch.table_set import SketchSettings
+from flexd.stream.types import Source
+from flexd.topology.files import load_cluster, load_preset
+from flexd.topology.model import Cluster
+
+DEFAULT_PRESET = "azure-a100-200g"
+
+
+def make_source(config: Config) -> Source:
+    """The stream source; a broker is not contacted yet.
+
+    Raises:
+        ConfigError: a client option file cannot be read.
+        StreamError: the options are not usable together.
+    """
+    source = config.stream.source
+    if isinstance(source, FileLogSource):
+        from flexd.stream.file_log import FileLogSource as FileLog
+
+        return FileLog(source.path)
+    if isinstance(source, KafkaSource):
+        from flexd.stream.kafka import KafkaSource as Kafka
+
+        return Kafka(
+            source.bootstrap_servers,
+            source.topic,
+            source.group_id,
+            on_position_lost=source.on_position_lost,
+            connect_timeout_seconds=source.connect_timeout_seconds,
+            session_timeout_seconds=source.session_timeout_seconds,
+            client_options=source.resolved_client_options(),
+        )
+    from flexd.stream.synthetic import SyntheticSource
+
+    return SyntheticSource(
+        [(table.name, table.rows) for table in config.tables],
+        zipf_exponent=source.zipf_exponent,
+        accesses_per_second=source.accesses_per_second,
+        drift_rows_per_second=source.drift_rows_per_second,
+        seed=source.seed,
+    )
+
+
+def make_cluster(config: Config) -> Cluster:
+    """The cluster description of ``topology``.
+
+    Raises:
+        TopologyError: the preset is not known, or the file cannot be read or is malformed.
+    """
+    topology = config.topology
+    if topology.file is not None:
+        return load_cluster(topology.file)
+    return load_preset(topology.preset or DEFAULT_PRESET)
+
+
+def sketch_settings(config: Config) -> SketchSettings:
+    sketch = config.sketch
+    return SketchSettings(
+        memory_bytes=sketch.memory_bytes,
+        half_life_seconds=sketch.half_life_seconds,
+        max_future_seconds=sketch.max_future_seconds,
+        max_hot_rows=sketch.max_hot_rows,
+    )
+
+
+def control_options(config: Config) -> ControlOptions:
+    """Raises ConfigError if the secret file cannot be read or is empty."""
+    control = config.control
+    secret = None
+    if control.secret_file is not None:
+        try:
+            secret = control.secret_file.read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(
+                f"control.secret_file: {control.secret_file}: {error.strerror}", remedy="mount the secret"
+            ) from error
+        if not secret:
+            raise ConfigError(
+                f"control.secret_file: {control.secret_file} is empty", remedy="write at least 16 random bytes to it"
+            )
+    return ControlOptions(
+        job=config.job,
+        listen_host=control.listen_host,
+        listen_port=control.listen_port,
+        secret=secret,
+        timeout_seconds=control.timeout_seconds,
+        max_chunk_rows=max(control.chunk_rows, 1),
+    )

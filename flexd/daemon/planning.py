@@ -1,0 +1,200 @@
+"""When a plan may be made, from what, and how it becomes a migration."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from flexd.config import Config
+from flexd.control.coordinator import Coordinator, LiveTopology
+from flexd.control.migration import Migration, MigrationState
+from flexd.daemon.plan_log import PlanLog
+from flexd.daemon.training import TrainingMonitor
+from flexd.errors import PlanError
+from flexd.keyspace import KeySpace
+from flexd.layout import RankLayout
+from flexd.placement import Delta, Placement
+from flexd.planner.delta import delta_chunks, plan_delta
+from flexd.planner.plan import Plan, make_plan
+from flexd.sketch.profile import Profile
+from flexd.topology.model import Cluster
+
+ProfileMaker = Callable[[float], Profile]
+"""Accesses of the whole job per step -> the profile as it is now."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """A plan on its way to the ranks."""
+
+    plan: Plan
+    migration: Migration
+    started_unix_seconds: float
+
+
+class Planning:
+    """Makes plans, hands them to the coordinator, and keeps account. Thread-safe; one plan at a time.
+
+    Raises (``make``):
+        PlanError: the ranks are not all there, or the profile is too thin to plan from.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        keyspace: KeySpace,
+        cluster: Cluster,
+        profile: ProfileMaker,
+        coordinator: Coordinator,
+        training: TrainingMonitor,
+        log: PlanLog,
+    ) -> None:
+        self._config = config
+        self._keyspace = keyspace
+        self.cluster = cluster
+        self._profile = profile
+        self._coordinator = coordinator
+        self._training = training
+        self._log = log
+        self._making = threading.Lock()
+        self._account = threading.Lock()
+        self._serial = 0
+        self.last_plan: Plan | None = None
+        self.last_rows_before: Placement = Placement.empty()
+        self.last_profile: Profile | None = None
+        self.last_execution: Execution | None = None
+        self.outcomes: Counter[str] = Counter()
+        self.migrations: Counter[str] = Counter()
+        self.migrated: Counter[str] = Counter()
+        self.seconds = 0.0
+        newest = log.newest
+        self._live_plan_id = str(newest["plan_id"]) if newest else ""
+
+    def live_topology(self) -> LiveTopology:
+        live = self._coordinator.live()
+        if live is None or not live.ready:
+            raise PlanError(
+                f"no plan without ranks: {self._coordinator.status().reason}",
+                remedy="start the training, or check that it uses this daemon's control address",
+            )
+        return live
+
+    def make(self, reason: str) -> Plan:
+        """A plan against the live placement, recorded as the newest. Nothing is moved."""
+        with self._making:
+            started = time.monotonic()
+            try:
+                plan, profile, live = self._make(reason)
+            except PlanError:
+                self.outcomes["refused"] += 1
+                raise
+            finally:
+                self.seconds += time.monotonic() - started
+            self.last_plan, self.last_profile, self.last_rows_before = plan, profile, live
+            return plan
+
+    def _make(self, reason: str) -> tuple[Plan, Profile, Placement]:
+        topology = self.live_topology()
+        settings = self._config.planner
+        per_step = self._training.accesses_per_step(topology.layout.world_size) or settings.batch_accesses_per_step
+        if not per_step:
+            raise PlanError(
+                "the accesses of a training step are not known yet",
+                remedy="wait for the ranks' first report, or set planner.batch_accesses_per_step",
+            )
+        profile = self._profile(per_step)
+        self._check_complete(profile)
+        live = self._coordinator.placement()
+        self._serial += 1
+        plan = make_plan(
+            profile,
+            self._keyspace,
+            topology.layout,
+            self.cluster,
+            topology.replica_slots,
+            live,
+            plan_id=f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self._serial}",
+            parent_id=self._live_plan_id,
+            topology_generation=topology.generation,
+            horizon_steps=settings.horizon_steps,
+            now_unix_seconds=time.time(),
+            reason=reason,
+        )
+        return plan, profile, live
+
+    def _check_complete(self, profile: Profile) -> None:
+        """Too little seen makes a plan worse than none: it would move rows for noise."""
+        settings = self._config.planner
+        if profile.samples < settings.min_samples:
+            raise PlanError(
+                f"the profile is thin: {profile.samples} accesses seen, planner.min_samples is {settings.min_samples}",
+                remedy="wait for more of the stream, or lower planner.min_samples",
+            )
+        seen = [table for table in profile.tables if table.weight > 0]
+        weight = sum(table.weight for table in seen)
+        coverage = sum(table.coverage * table.weight for table in seen) / weight if weight else 0.0
+        if coverage < settings.min_coverage:
+            raise PlanError(
+                f"the profile explains {coverage:.0%} of the accesses, planner.min_coverage is "
+                f"{settings.min_coverage:.0%}",
+                remedy="raise sketch.memory_bytes or sketch.max_hot_rows, or lower planner.min_coverage",
+            )
+
+    def execute(self, plan: Plan) -> Execution | None:
+        """Starts the plan's migration, which supersedes the one in flight; None if the plan changes nothing."""
+        if len(plan.delta) == 0:
+            self.outcomes["unchanged"] += 1
+            return None
+        layout = self.live_topology().layout
+        first_version: list[int] = []
+
+        def chunks(placement: Placement) -> Iterator[Delta]:
+            first_version.append(placement.version + 1)
+            return self._chunks(plan, placement, layout)
+
+        def on_progress(migration: Migration) -> None:
+            if migration.done:
+                self._finished(plan, migration, first_version)
+
+        migration = self._coordinator.migrate(plan.plan_id, chunks, on_progress, plan.topology_generation)
+        self.outcomes["changed"] += 1
+        self.last_execution = Execution(plan, migration, time.time())
+        return self.last_execution
+
+    def _chunks(self, plan: Plan, placement: Placement, layout: RankLayout) -> Iterator[Delta]:
+        """The way from where the ranks are now: an older migration may have gone on since the plan was made."""
+        control = self._config.control
+        delta = plan_delta(placement, plan.target, plan.gains, self._keyspace, layout, plan.replica_slots)
+        return delta_chunks(delta, self._keyspace, layout, control.chunk_rows, control.chunk_bytes)
+
+    def _finished(self, plan: Plan, migration: Migration, first_version: list[int]) -> None:
+        progress = migration.progress
+        with self._account:
+            self.migrations[progress.state.value] += 1
+            self.migrated["rows"] += progress.rows_applied
+            self.migrated["chunks"] += progress.chunks_applied
+            self.migrated["bytes"] += plan.migration_bytes if progress.state is MigrationState.COMMITTED else 0
+            if progress.chunks_pushed == 0:
+                return
+            self._live_plan_id = plan.plan_id
+            self._log.append(
+                {
+                    "plan_id": plan.plan_id,
+                    "parent_id": plan.parent_id,
+                    "reason": plan.reason,
+                    "created_unix_seconds": plan.created_unix_seconds,
+                    "topology_generation": plan.topology_generation,
+                    "profile_generation": plan.profile_generation,
+                    "state": progress.state.value,
+                    "promotions": plan.promotions,
+                    "demotions": plan.demotions,
+                    "rows_applied": progress.rows_applied,
+                    "chunks": progress.chunks_pushed,
+                    "first_version": first_version[0] if first_version else 0,
+                    "last_version": progress.last_version,
+                }
+            )

@@ -1,0 +1,166 @@
+"""The demo's child processes: training ranks whose progress is followed, and a daemon that may be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from flexd.errors import FlexdError
+
+LOG_TAIL_LINES = 15
+
+
+def _tail(path: Path) -> str:
+    try:
+        return "\n".join(path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+    except OSError:
+        return "(no log)"
+
+
+def _environment() -> dict[str, str]:
+    # One thread a process: the ranks share the cores, and idle spinning threads would only take them from each other.
+    return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+
+
+class Ranks:
+    """All training ranks. ``newest(rank)`` is the last progress record each has printed."""
+
+    def __init__(self, setup_file: Path, world_size: int, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self.records: list[list[dict[str, Any]]] = [[] for _ in range(world_size)]
+        self._processes = []
+        self._threads = []
+        for rank in range(world_size):
+            with (directory / f"rank-{rank}.log").open("wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "flexd.demo.rank", str(setup_file), str(rank)],
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=_environment(),
+                )
+            thread = threading.Thread(target=self._follow, args=(rank, process), daemon=True)
+            thread.start()
+            self._processes.append(process)
+            self._threads.append(thread)
+
+    def _follow(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        for line in process.stdout or ():
+            record = json.loads(line)
+            with self._lock:
+                self.records[rank].append(record)
+
+    def step(self) -> int:
+        """Steps that every rank has done."""
+        with self._lock:
+            return min(len(records) for records in self.records)
+
+    def running(self) -> bool:
+        """Raises FlexdError if a rank has failed."""
+        codes = [process.poll() for process in self._processes]
+        for rank, code in enumerate(codes):
+            if code not in (None, 0):
+                self.stop()
+                raise FlexdError(
+                    f"training rank {rank} ended with exit code {code}:\n{_tail(self._directory / f'rank-{rank}.log')}",
+                    remedy=f"the whole log is {self._directory / f'rank-{rank}.log'}",
+                )
+        return any(code is None for code in codes)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self._processes:
+            process.wait(10)
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(10)
+
+
+class DaemonProcess:
+    """``flexd run`` as a child process with its log in the run's directory."""
+
+    def __init__(self, config_file: Path, url: str, directory: Path) -> None:
+        self._config_file = config_file
+        self._url = url
+        self._log = directory / "daemon.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, timeout_seconds: float = 60.0, *, wait: bool = True) -> None:
+        """Raises FlexdError if the daemon is not healthy within the deadline."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "flexd", "run", "-c", str(self._config_file)],
+                stdout=log,
+                stderr=log,
+                env=_environment(),
+            )
+        deadline = time.monotonic() + timeout_seconds
+        while wait:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise FlexdError(f"the daemon did not start:\n{_tail(self._log)}", remedy=f"see {self._log}")
+            try:
+                if httpx.get(f"{self._url}/healthz", timeout=1.0).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.1)
+
+    def status(self) -> dict[str, Any] | None:
+        """The daemon's status, or None while it cannot be asked."""
+        try:
+            answer = httpx.get(f"{self._url}/v1/status", timeout=1.0)
+            status: dict[str, Any] = answer.json()
+            return status if answer.status_code == 200 else None
+        except (httpx.HTTPError, ValueError):
+            return None
+
+    def kill(self) -> None:
+        """SIGKILL: nothing is saved, nothing said."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait(10)
+
+    def stop(self, timeout_seconds: float = 25.0) -> None:
+        """SIGTERM, as Kubernetes does; SIGKILL past the deadline."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+def run_reference(setup_file: Path, directory: Path, timeout_seconds: float) -> None:
+    """The plain single-process training of the same data. Raises FlexdError if it fails or takes too long."""
+    log_file = directory / "reference.log"
+    with log_file.open("wb") as log:
+        try:
+            code = subprocess.run(
+                [sys.executable, "-m", "flexd.demo.reference", str(setup_file)],
+                stdout=log,
+                stderr=log,
+                timeout=timeout_seconds,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired as error:
+            raise FlexdError(f"the single-process reference took more than {timeout_seconds:g} s") from error
+    if code:
+        raise FlexdError(f"the single-process reference failed:\n{_tail(log_file)}")

@@ -1,0 +1,235 @@
+"""Runs the demo: daemon, stream, training ranks and reference as real processes, then the summary."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from rich.console import Console
+
+from flexd.demo.options import DemoOptions
+from flexd.demo.plot import plot_run
+from flexd.demo.processes import DaemonProcess, Ranks, run_reference
+from flexd.demo.rank import RunSetup
+from flexd.demo.screen import LiveView, print_summary
+from flexd.demo.summary import RunRecord, summarise, tolerance
+from flexd.demo.trace import Batches, Trace, load_trace, synthetic_trace
+from flexd.errors import FlexdError
+from flexd.topology.files import load_preset, write_cluster
+from flexd.topology.model import Cluster, LinkModel
+
+HISTORY = 32
+DIM = 32
+PRESET = "azure-a100-200g"
+SCALE = 5_000
+"""A production step looks up about 15.5M rows of 256 bytes a rank (TorchRec's 1,935-table example), the demo's about
+10,000 of 128: three orders of magnitude less. Latencies are scaled down like the bytes, so that the plan weighs them as
+it would there."""
+PLAN_SECONDS = 2.0
+STEP_SECONDS_LIMIT = 5.0
+
+
+def scale_model(cluster: Cluster, factor: float) -> Cluster:
+    """The same cluster with latencies divided by ``factor``: bytes and latencies keep their ratio."""
+
+    def scaled(link: LinkModel) -> LinkModel:
+        return replace(
+            link,
+            **{
+                name: replace(curve, latency_seconds=curve.latency_seconds / factor)
+                for name in ("all_to_all", "all_reduce", "all_gather")
+                for curve in [getattr(link, name)]
+            },
+        )
+
+    return replace(
+        cluster,
+        name=f"{cluster.name}-scale-model",
+        source=f"{cluster.source} Latencies divided by {factor:g}: a scale model for flexd's demo, whose steps move so "
+        "many times fewer bytes than a production step.",
+        intra_node=scaled(cluster.intra_node),
+        inter_node=scaled(cluster.inter_node),
+    )
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def _write_trace(trace: Trace, path: Path) -> None:
+    arrays: dict[str, Any] = {
+        "table": trace.table, "row": trace.row, "ts": trace.seconds,
+        "table_rows": trace.table_rows, "table_names": np.array(trace.table_names),
+    }  # fmt: skip
+    if trace.user is not None:
+        arrays["user"] = trace.user
+    np.savez(path, **arrays)
+
+
+class Demo:
+    """One run in one directory."""
+
+    def __init__(self, options: DemoOptions, directory: Path) -> None:
+        self._options = options
+        self._directory = directory
+        self.trace_file = options.trace or directory / "synthetic.npz"
+        if options.trace is None:
+            _write_trace(synthetic_trace(600_000, options.seed), self.trace_file)
+        store_port, control_port, http_port = _free_ports(3)
+        self.setup = RunSetup(
+            trace=str(self.trace_file.resolve()),
+            job="flexd-demo",
+            nodes=options.nodes,
+            local_ranks=options.local_ranks,
+            steps=options.steps,
+            batch_size=options.batch_size,
+            history=HISTORY,
+            dim=DIM,
+            dtype=options.dtype,
+            learning_rate=0.05,
+            dense_learning_rate=0.05,
+            replica_budget=options.replica_budget,
+            seed=options.seed,
+            store_port=store_port,
+            control=f"127.0.0.1:{control_port}",
+            directory=str(directory),
+            file_log=str(directory / "stream"),
+            kafka=options.kafka,
+            topic=f"flexd-demo-{os.getpid()}-{int(time.time())}",
+            check_every=5,
+        )
+        self.setup_file = directory / "setup.json"
+        self.setup.save(self.setup_file)
+        self.state = directory / "state"
+        config_file = self._write_config(load_trace(self.trace_file), control_port, http_port)
+        self.daemon = DaemonProcess(config_file, f"http://127.0.0.1:{http_port}", directory)
+
+    def _write_config(self, trace: Trace, control_port: int, http_port: int) -> Path:
+        setup = self.setup
+        batches = Batches(
+            trace, world_size=setup.world_size, batch_size=setup.batch_size, steps=setup.steps, history=HISTORY,
+            min_history=HISTORY,
+        )  # fmt: skip
+        topology = self._directory / "topology.yaml"
+        write_cluster(scale_model(load_preset(PRESET), SCALE), topology)
+        source: dict[str, Any] = {"kind": "file_log", "path": setup.file_log}
+        if setup.kafka:
+            source = {
+                "kind": "kafka", "bootstrap_servers": setup.kafka, "topic": setup.topic,
+                "group_id": setup.topic, "session_timeout_seconds": 6.0,
+            }  # fmt: skip
+        config = {
+            "job": setup.job,
+            "tables": [
+                {"name": name, "rows": int(rows), "dim": DIM, "dtype": setup.dtype, "optimizer": "rowwise_adagrad"}
+                for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
+            ],
+            "stream": {"source": source},
+            # A run passes through the whole trace, so its event time jumps from batch to batch.
+            "sketch": {
+                "memory_bytes": 64 * 2**20, "half_life_seconds": max(1.0, batches.span_seconds / 12),
+                "max_future_seconds": max(1.0, batches.span_seconds),
+            },
+            "topology": {"file": str(topology)},
+            "planner": {
+                "interval_seconds": PLAN_SECONDS, "min_spacing_seconds": 0.5, "horizon_steps": setup.steps / 6,
+                "min_samples": 20_000,
+            },
+            "control": {"listen_port": control_port, "timeout_seconds": 15.0},
+            "server": {"port": http_port},
+            "state": {"dir": str(self.state), "snapshot_interval_seconds": 1.0},
+        }  # fmt: skip
+        path = self._directory / "flexd.yaml"
+        path.write_text(yaml.safe_dump(config, sort_keys=False))
+        return path
+
+    def run(self) -> RunRecord:
+        options, setup = self._options, self.setup
+        if setup.kafka:
+            from flexd.stream.kafka import ensure_topic
+
+            ensure_topic(setup.kafka, setup.topic, partitions=setup.world_size, timeout_seconds=20.0)
+        restart_at = None
+        if options.kill_daemon_at is not None and options.restart_daemon_after is not None:
+            restart_at = options.kill_daemon_at + options.restart_daemon_after
+        killed = restarted = False
+        deadline = time.monotonic() + 120 + setup.steps * STEP_SECONDS_LIMIT
+        with LiveView(setup.steps, enabled=options.output == "table") as view:
+            self.daemon.start()
+            ranks = Ranks(self.setup_file, setup.world_size, self._directory)
+            try:
+                while ranks.running():
+                    if time.monotonic() > deadline:
+                        raise FlexdError("the training ranks did not end in time", remedy=f"see {self._directory}")
+                    step = ranks.step()
+                    if options.kill_daemon_at is not None and not killed and step >= options.kill_daemon_at:
+                        self.daemon.kill()
+                        killed = True
+                        view.say(f"daemon killed at step {step}")
+                    if restart_at is not None and not restarted and killed and step >= restart_at:
+                        self.daemon.start(wait=False)
+                        restarted = True
+                        view.say(f"daemon restarted at step {step}")
+                    status = self.daemon.status() if self.daemon.alive else None
+                    view.update(step, [records[-1] for records in ranks.records if records], status)
+                    time.sleep(0.1)
+                ranks.join()
+            finally:
+                ranks.stop()
+                self.daemon.stop()
+            view.say("training is done; training the same data in one plain process to compare")
+            run_reference(self.setup_file, self._directory, deadline - time.monotonic())
+        return RunRecord.load(setup, self._directory, self.state / "plans.jsonl")
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Runs, prints the summary, and returns the exit code: 0, or 1 if the run broke what flexd promises."""
+    directory = options.out_dir or Path(tempfile.mkdtemp(prefix="flexd-demo-"))
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        record = Demo(options, directory).run()
+        if options.plot is not None:
+            plot_run(record, options.plot)
+    except BaseException:
+        print(f"the run's files are in {directory}", file=sys.stderr)
+        raise
+    summary = summarise(record)
+    if options.output == "json":
+        print(json.dumps(summary, indent=2))
+    elif options.output == "yaml":
+        print(yaml.safe_dump(summary, sort_keys=False), end="")
+    else:
+        print_summary(summary, Console())
+    broken = _broken_promises(record, summary)
+    for text in broken:
+        print(f"flexd demo: {text}", file=sys.stderr)
+    if options.out_dir is None and not broken:
+        shutil.rmtree(directory, ignore_errors=True)
+    return 1 if broken else 0
+
+
+def _broken_promises(record: RunRecord, summary: dict[str, Any]) -> list[str]:
+    broken = []
+    if not summary["replicas_bit_equal"]:
+        broken.append("a replica differed from its home copy")
+    if not summary["placement_versions_equal"]:
+        broken.append("ranks were at different placement versions in the same step")
+    if summary["max_abs_difference_to_single_process"] > tolerance(record.setup):
+        broken.append("the tables differ from single-process training by more than rounding")
+    return broken

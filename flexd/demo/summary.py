@@ -1,0 +1,147 @@
+"""The demo's figures, from what ranks, daemon and reference recorded. Bytes are counted, never computed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.demo.rank import TRAFFIC, RunSetup
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One finished run.
+
+    Attributes:
+        ranks: each rank's arrays by name, one value a step.
+        reference: the single-process training and the row-wise baselines.
+        plans: the daemon's plan log, one entry a plan that was carried out.
+    """
+
+    setup: RunSetup
+    ranks: tuple[dict[str, Array], ...]
+    reference: dict[str, Array]
+    plans: tuple[dict[str, Any], ...]
+
+    @staticmethod
+    def load(setup: RunSetup, directory: Path, plan_log: Path) -> RunRecord:
+        def arrays(path: Path) -> dict[str, Array]:
+            with np.load(path) as file:
+                return {name: file[name] for name in file.files}
+
+        plans = plan_log.read_text().splitlines() if plan_log.exists() else []
+        return RunRecord(
+            setup,
+            tuple(arrays(directory / f"rank-{rank}.npz") for rank in range(setup.world_size)),
+            arrays(directory / "reference.npz"),
+            tuple(json.loads(line) for line in plans),
+        )
+
+    def job_total(self, name: str) -> Array:
+        """A traffic counter summed over ranks, one value a step."""
+        total: Array = np.sum([rank[name] for rank in self.ranks], axis=0)
+        return total
+
+    def before_steps(self) -> slice:
+        """Steps before the first replica, at most a tenth of the run."""
+        version = self.ranks[0]["version"]
+        first = int(np.argmax(version > 0)) if version.any() else len(version)
+        return slice(0, max(1, min(first, self.setup.steps // 10)))
+
+    def after_steps(self) -> slice:
+        """The last tenth of the run."""
+        return slice(self.setup.steps - max(1, self.setup.steps // 10), self.setup.steps)
+
+    def plan_steps(self) -> list[int]:
+        """The steps at which each plan's first chunk was applied."""
+        version = self.ranks[0]["version"]
+        starts = [int(plan["first_version"]) for plan in self.plans]
+        return [int(np.argmax(version >= start)) for start in starts if len(version) and version[-1] >= start]
+
+
+def inter_node_bytes(record: RunRecord, steps: slice) -> dict[str, float]:
+    """Bytes a step that the whole job sent between nodes."""
+    parts = {
+        kind: float(record.job_total(f"{kind}_inter_bytes")[steps].mean())
+        for kind in ("all_to_all", "sync", "migration")
+    }
+    return {**parts, "total": sum(parts.values())}
+
+
+def _row_wise(counted: Array, steps: slice) -> dict[str, float]:
+    mean = float(counted[steps].mean())
+    return {"all_to_all": mean, "sync": 0.0, "migration": 0.0, "total": mean}
+
+
+def _difference(record: RunRecord, prefixes: tuple[str, ...]) -> float:
+    first, reference = record.ranks[0], record.reference
+    names = [name for name in reference if name.startswith(prefixes)]
+    return max(float(np.abs(first[name] - reference[name]).max()) for name in names)
+
+
+def _pause_ms(record: RunRecord) -> dict[str, float | None]:
+    seconds = np.concatenate([rank["seconds"][1:] for rank in record.ranks])
+    applied = np.concatenate([rank["applied"][1:] for rank in record.ranks])
+    if not applied.any() or applied.all():
+        return {"p50": None, "p99": None}
+    usual = float(np.median(seconds[~applied]))
+    p50, p99 = np.percentile(seconds[applied], [50, 99])
+    return {"p50": float(p50 - usual) * 1e3, "p99": float(p99 - usual) * 1e3}
+
+
+def summarise(record: RunRecord) -> dict[str, Any]:
+    """The JSON of ``flexd demo -o json``."""
+    setup = record.setup
+    before, after = record.before_steps(), record.after_steps()
+    accesses = {tier: int(record.job_total(f"{tier}_accesses")[after].sum()) for tier in ("home", "node", "device")}
+    losses = np.stack([rank["loss"] for rank in record.ranks], axis=1)
+    tenth = max(1, setup.steps // 10)
+    differences = {
+        "tables": _difference(record, ("table/",)),
+        "dense": _difference(record, ("dense/",)),
+        "losses": float(np.abs(losses - record.reference["loss"]).max()),
+    }
+    return {
+        "trace": Path(setup.trace).name,
+        "ranks": setup.world_size,
+        "nodes": setup.nodes,
+        "steps": setup.steps,
+        "dtype": setup.dtype,
+        "replica_budget": setup.replica_budget,
+        "plans": len(record.plans),
+        "migrated_rows": sum(int(plan["promotions"]) + int(plan["demotions"]) for plan in record.plans),
+        "placement_version": int(record.ranks[0]["version"][-1]),
+        "inter_node_bytes_per_step": {
+            "row_wise": _row_wise(record.reference["row_wise"], after),
+            "row_wise_dedup": _row_wise(record.reference["row_wise_dedup"], after),
+            "before": inter_node_bytes(record, before),
+            "after": inter_node_bytes(record, after),
+        },
+        "compared_steps": {"before": [before.start, before.stop], "after": [after.start, after.stop]},
+        "tier_access_share": {tier: count / max(1, sum(accesses.values())) for tier, count in accesses.items()},
+        "loss": {"first": float(losses[:tenth].mean()), "last": float(losses[-tenth:].mean())},
+        "replicas_bit_equal": bool(all(rank["bit_equal"].all() for rank in record.ranks)),
+        "placement_versions_equal": bool(
+            all(np.array_equal(rank["version"], record.ranks[0]["version"]) for rank in record.ranks)
+        ),
+        "max_abs_difference_to_single_process": max(differences.values()),
+        "difference_to_single_process": differences,
+        "step_ms": {"p50": float(np.median([rank["seconds"][1:] for rank in record.ranks])) * 1e3},
+        "step_pause_ms": _pause_ms(record),
+        "stream_accesses_dropped": int(sum(rank["publisher_dropped"] for rank in record.ranks)),
+    }
+
+
+def tolerance(setup: RunSetup) -> float:
+    """What rounding may do to a table value in a run of this length: a few hundred units in the last place of 1."""
+    return 1e-9 if setup.dtype == "float64" else 2e-4
+
+
+__all__ = ["TRAFFIC", "RunRecord", "inter_node_bytes", "summarise", "tolerance"]
