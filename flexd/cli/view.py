@@ -90,7 +90,6 @@ def _plain(block: Block) -> str:
 
 
 def _show_rich(blocks: Sequence[Block], stream: TextIO) -> None:
-    # rich takes a tenth of a second to load, which a pipe need not pay.
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table as RichTable
