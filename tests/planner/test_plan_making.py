@@ -119,8 +119,9 @@ def test_slots_of_each_group_hold_on_every_rank() -> None:
         assert 0 < used.max() <= slots
 
 
-@pytest.mark.parametrize("name", ["azure-a100-200g", "h100-400g"])
-def test_the_presets_replicate_the_hot_rows_of_a_large_job(name: str) -> None:
+@pytest.mark.parametrize(("name", "rows"), [("azure-a100-200g", 150_000), ("h100-400g", 0)])
+def test_presets_with_a_large_job(name: str, rows: int) -> None:
+    """The smaller lead of an all-reduce in the H100 figures does not pay for its latency with so few rows."""
     keyspace = KeySpace([TableSpec("items", 300_000, 128)])
     made = make_plan(
         profile(keyspace, 4e8, hot=150_000),
@@ -136,8 +137,8 @@ def test_the_presets_replicate_the_hot_rows_of_a_large_job(name: str) -> None:
         now_unix_seconds=0.0,
         reason="",
     )
-    assert len(made.target) > 100_000
-    assert made.after.exposed_seconds < made.baselines["two_hop"].exposed_seconds
+    assert 0.9 * rows <= len(made.target) <= rows
+    assert (made.after.exposed_seconds < made.baselines["two_hop"].exposed_seconds) == (rows > 0)
     assert made.after.exposed_seconds < made.baselines["row_wise_dedup"].exposed_seconds
     assert made.gap < 1e-3
 
