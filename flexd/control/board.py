@@ -1,0 +1,85 @@
+"""The daemon's side of the store: what it hosts, writes and cleans up."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from torch.distributed import QueueEmptyError
+
+from flexd.control.channel import Hint, Keys, host_store, job_store
+from flexd.control.messages import (
+    ChunkHeader,
+    DaemonNotice,
+    EpochAnnouncement,
+    HelloRefused,
+    ListRequest,
+    Signer,
+)
+
+_KEPT_REFUSALS = 1024
+
+
+class Board:
+    """Hosts the store and holds its keys, of which there is a bounded number. For the coordinator's thread alone.
+
+    Raises:
+        ControlError: cannot listen there.
+    """
+
+    def __init__(self, host: str, port: int, job: str, signer: Signer, timeout_seconds: float) -> None:
+        self._signer = signer
+        self._server, self.port = host_store(host, port, timeout_seconds)
+        self._prefix = Keys.prefix(job)
+        self.store = job_store(self._server, job)
+        self._refusals: deque[str] = deque()
+        self.hint = Hint()
+        self._write_hint(self.hint)
+
+    def publish(self, notice: DaemonNotice) -> None:
+        """Ranks register from now on."""
+        self.store.set(Keys.NOTICE, self._signer.seal(notice))
+
+    def messages(self, limit: int) -> Iterator[bytes]:
+        """At most ``limit`` messages that wait in the queue."""
+        for _ in range(min(limit, self.store.queue_len(Keys.INBOUND))):
+            try:
+                yield self.store.queue_pop(Keys.INBOUND, False)
+            except QueueEmptyError:
+                return
+
+    def refuse(self, refusal: HelloRefused) -> None:
+        key = Keys.refused(refusal.nonce)
+        self.store.set(key, self._signer.seal(refusal))
+        self._refusals.append(key)
+        while len(self._refusals) > _KEPT_REFUSALS:
+            self.store.delete_key(self._refusals.popleft())
+
+    def announce(self, announcement: EpochAnnouncement) -> None:
+        self.store.set(Keys.EPOCH, self._signer.seal(announcement))
+        self._write_hint(Hint(announcement.epoch))
+
+    def go(self) -> None:
+        """All ranks have settled: everyone joins the epoch's group."""
+        self._write_hint(Hint(self.hint.epoch, True))
+
+    def command(self, message: ChunkHeader | ListRequest) -> None:
+        self.store.set(Keys.command(message.epoch, message.command), self._signer.seal(message))
+        self._write_hint(Hint(message.epoch, True, message.command))
+
+    def forget_command(self, epoch: int, command: int) -> None:
+        """No rank will read it any more."""
+        self.store.delete_key(Keys.command(epoch, command))
+
+    def end_epoch(self) -> None:
+        """Ranks leave the group when they look next; the epoch's keys go."""
+        ended = self.hint.epoch
+        self._write_hint(Hint())
+        parts = (f"{self._prefix}/{Keys.command(ended, 0)[:-1]}", f"{self._prefix}/{Keys.group(ended)}/")
+        for key in self._server.list_keys():
+            if any(part in key for part in parts):
+                self._server.delete_key(key.lstrip("/"))
+
+    def _write_hint(self, hint: Hint) -> None:
+        self.store.set(Keys.HINT, hint.text())
+        self.hint = hint

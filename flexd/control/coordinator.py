@@ -1,0 +1,502 @@
+"""The daemon's side of the control channel: registers the ranks, opens epochs, pushes migrations, hears reports.
+
+One thread does it all, a tick at a time; every wait in a tick has a deadline. An epoch goes through::
+
+    (none) --all ranks of an attempt are here--> SETTLING --all settled, group joined--> LIVE
+                                                            `--placement unknown--> LISTING --all listed--> LIVE
+    any phase --a rank says hello anew, is lost, refuses a chunk, or the group fails--> (none)
+
+Chunks are pushed in LIVE only: then every rank has settled, and all agreed versions are equal (see ``inbox``).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from flexd.control.board import Board
+from flexd.control.channel import CHANNEL_ERRORS, Backoff, first_line, new_token
+from flexd.control.epoch import Epoch, EpochFailedError, Phase
+from flexd.control.journal import PlacementJournal, Segment
+from flexd.control.membership import Membership, Topology
+from flexd.control.messages import (
+    ChunkRefused,
+    DaemonNotice,
+    EpochMessage,
+    Hello,
+    HelloRefused,
+    Listing,
+    Progress,
+    Settled,
+    Signer,
+)
+from flexd.control.migration import ChunkSource, Migration, MigrationState
+from flexd.control.pusher import ChunkPusher
+from flexd.control.report import StepReport
+from flexd.errors import (
+    AuthenticationError,
+    ControlError,
+    SnapshotError,
+    StaleMessageError,
+    TopologyError,
+)
+from flexd.keyspace import KeySpace
+from flexd.layout import RankLayout
+from flexd.placement import Placement
+
+logger = logging.getLogger(__name__)
+
+OnReport = Callable[[int, StepReport], None]
+OnEvent = Callable[[str, Mapping[str, object]], None]
+
+_MESSAGES_PER_TICK = 4096
+
+
+@dataclass(frozen=True)
+class ControlOptions:
+    """Plain options of the coordinator.
+
+    Attributes:
+        listen_port: 0 takes a free one (see ``Coordinator.port``).
+        secret: the shared secret; None on loopback only.
+        timeout_seconds: deadline of every wait on the channel, and the silence after which a rank is gone.
+        window_chunks: chunks pushed but not yet applied by every rank, at most.
+        max_chunk_rows: a larger chunk fails its migration.
+        tick_seconds: time between looks at the queue.
+    """
+
+    job: str
+    listen_host: str = "127.0.0.1"
+    listen_port: int = 29_400
+    secret: bytes | None = None
+    timeout_seconds: float = 15.0
+    window_chunks: int = 4
+    max_chunk_rows: int = 2**22
+    tick_seconds: float = 0.02
+
+
+@dataclass(frozen=True)
+class LiveTopology:
+    """The ranks as they are now.
+
+    Attributes:
+        generation: counts the changes of the set of rank processes; a plan names the one it was made for.
+        replica_slots: for each dim-group, what every rank has (the minimum over ranks).
+        ready: chunks can be pushed. reason: why not, if not.
+    """
+
+    generation: int
+    attempt: str
+    layout: RankLayout
+    replica_slots: tuple[int, ...]
+    ready: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class ControlStatus:
+    """The channel at one moment, for people and metrics. Counters are since the start.
+
+    Attributes:
+        ranks, ranks_ready: expected and present, of the newest attempt.
+        refused_messages: by kind: stale, forged, malformed, identity.
+        reason: what the coordinator waits for; empty when all ranks are live.
+    """
+
+    epoch: int
+    epochs: int
+    generation: int
+    attempt: str
+    ranks: int
+    ranks_ready: int
+    agreed_version: int
+    applied_version: int
+    paused: bool
+    refused_messages: Mapping[str, int]
+    refused_chunks: int
+    digest_mismatches: int
+    reason: str
+
+
+class Coordinator:
+    """Hosts the control channel. All methods are thread-safe.
+
+    Args:
+        journal: where the placement is durable; the caller closes it after ``stop``.
+        on_report: called with (rank, report) for every step report.
+        on_event: called with (name, fields) for everything worth a log line or a metric.
+            Both run in the coordinator's thread and must not block; what they raise is logged.
+    """
+
+    def __init__(
+        self,
+        options: ControlOptions,
+        keyspace: KeySpace,
+        journal: PlacementJournal,
+        on_report: OnReport | None = None,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        self._options = options
+        self._keyspace = keyspace
+        self._journal = journal
+        self._on_report = on_report
+        self._on_event = on_event
+        self._signer = Signer(options.secret)
+        self._instance = new_token()
+        self._members = Membership(
+            options.job, keyspace.digest, len(keyspace.groups), silent_seconds=options.timeout_seconds
+        )
+        self._pusher = ChunkPusher(journal, options.window_chunks, options.max_chunk_rows)
+        self._backoff = Backoff()
+        self._counters: Counter[str] = Counter()
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._board: Board | None = None
+        self._epoch: Epoch | None = None
+        self._epochs = 0
+        self._next_epoch_at = 0.0
+        segment = journal.segment
+        self._generation = segment.generation if segment else 0
+        self._topology_identity = segment.topology if segment else ""
+        self._live: LiveTopology | None = None
+        self._reason = "no rank has registered"
+        self._applied = 0
+        self._agreed = journal.last_version
+        self._placement = journal.placement_at(self._agreed)
+        self._present = ("", 0, 0)
+        self._thread = threading.Thread(target=self._run, name="flexd-coordinator", daemon=True)
+
+    def start(self) -> None:
+        """Raises ControlError if the address cannot be listened on."""
+        options = self._options
+        self._board = Board(
+            options.listen_host, options.listen_port, options.job, self._signer, options.timeout_seconds
+        )
+        self._board.publish(DaemonNotice(options.job, self._instance, self._keyspace.digest))
+        if self._journal.truncated_bytes:
+            self._event("journal_truncated", bytes=self._journal.truncated_bytes)
+        self._thread.start()
+
+    def stop(self, timeout_seconds: float) -> bool:
+        """Ends the epoch and the thread; False if it did not end within the deadline. Open migrations fail."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    @property
+    def port(self) -> int:
+        """Where it listens; 0 before ``start``."""
+        return self._board.port if self._board is not None else 0
+
+    def live(self) -> LiveTopology | None:
+        """None until all ranks of an attempt have registered."""
+        return self._live
+
+    def placement(self) -> Placement:
+        """What all ranks have agreed on. Before any rank is live: the newest placement in the journal."""
+        with self._lock:
+            if self._placement.version != self._agreed:
+                self._placement = self._journal.placement_at(self._agreed)
+            return self._placement
+
+    def migrate(
+        self,
+        plan_id: str,
+        chunks: ChunkSource,
+        on_progress: Callable[[Migration], None] | None = None,
+        generation: int | None = None,
+    ) -> Migration:
+        """Starts pushing as soon as the ranks are live; supersedes the migration before it at its next chunk.
+
+        Args:
+            chunks: deltas, in order, each from the placement that the one before leaves; or a function that makes
+                them from the placement at which this migration starts (an older one may still change it until then).
+            on_progress: called in the coordinator's thread after every change; must not block.
+            generation: fail if the ranks are of another topology generation by then.
+        """
+        migration = Migration(plan_id, chunks, generation, on_progress)
+        if self._stopping.is_set():
+            raise ControlError("the coordinator is stopping", remedy="start the daemon again")
+        self._pusher.submit(migration)
+        return migration
+
+    def current_migration(self) -> Migration | None:
+        """The one that is running, or else waiting."""
+        return self._pusher.current
+
+    def pause(self) -> None:
+        """Pushes no further chunk until ``resume``; what is pushed is applied."""
+        self._pusher.paused = True
+
+    def resume(self) -> None:
+        self._pusher.paused = False
+
+    def status(self) -> ControlStatus:
+        live, epoch = self._live, self._epoch
+        attempt, present, expected = self._present
+        return ControlStatus(
+            epoch=epoch.number if epoch else 0,
+            epochs=self._epochs,
+            generation=self._generation,
+            attempt=attempt,
+            ranks=expected,
+            ranks_ready=present,
+            agreed_version=self._agreed,
+            applied_version=self._applied,
+            paused=self._pusher.paused,
+            refused_messages={kind: self._counters[kind] for kind in ("stale", "forged", "malformed", "identity")},
+            refused_chunks=self._counters["chunks_refused"],
+            digest_mismatches=self._counters["digest_mismatches"],
+            reason="" if live is not None and live.ready else self._reason,
+        )
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._stopping.wait(self._options.tick_seconds):
+            now = time.monotonic()
+            # Stopped or starved for a while: the ranks' silence was ours.
+            self._members.forgive(now - last - 1.0 if now - last > 1.0 else 0.0)
+            last = now
+            try:
+                self._tick(now)
+            except CHANNEL_ERRORS as error:
+                self._end_epoch(first_line(error))
+            except Exception as error:
+                # The thread must outlive every surprise; the next epoch starts clean.
+                logger.exception("control channel: unexpected error")
+                self._end_epoch(first_line(error))
+            self._tell_progress()
+        self._pusher.stop("the daemon is stopping")
+        self._end_epoch("the daemon is stopping")
+        self._tell_progress()
+
+    @property
+    def _hosting(self) -> Board:
+        if self._board is None:
+            raise ControlError("the coordinator is not started")
+        return self._board
+
+    def _tick(self, now: float) -> None:
+        for data in self._hosting.messages(_MESSAGES_PER_TICK):
+            self._take(data, now)
+        for hello in self._members.expire(now):
+            self._event("rank_lost", attempt=hello.attempt, rank=hello.rank)
+        topology = self._members.complete()
+        self._present = self._members.present()
+        epoch = self._epoch
+        if epoch is not None and (topology is None or topology.nonces != epoch.topology.nonces):
+            self._end_epoch("a rank has left or registered anew", failed=False)
+            epoch = None
+        if topology is None:
+            attempt, present, expected = self._present
+            self._not_ready(
+                f"{present} of {expected} ranks of attempt {attempt!r} are here" if attempt else "no rank is registered"
+            )
+        if epoch is None:
+            self._pusher.end_early()
+            if topology is not None and now >= self._next_epoch_at:
+                self._begin_epoch(topology)
+        elif epoch.phase is Phase.LIVE:
+            self._push(epoch)
+        elif epoch.advance(self._placement_is_known, now):
+            self._go_live(epoch)
+
+    def _take(self, data: bytes, now: float) -> None:
+        """One message from the queue; a bad one is counted and changes nothing."""
+        try:
+            message = self._signer.open(data)
+            if message.job != self._options.job:
+                raise StaleMessageError(f"a {message.kind} message of job {message.job!r}")
+            if isinstance(message, Hello):
+                self._take_hello(message, now)
+            elif isinstance(message, Settled | Progress | ChunkRefused | Listing):
+                epoch = self._epoch
+                if epoch is None:
+                    raise StaleMessageError(f"a {message.kind} message outside of any epoch")
+                epoch.check(message)
+                self._members.heard(message.attempt, message.rank, now)
+                self._take_in_epoch(epoch, message)
+            else:
+                raise ControlError(f"a {message.kind} message from a rank")
+        except EpochFailedError:
+            raise
+        except AuthenticationError:
+            self._refused_message("forged")
+        except StaleMessageError:
+            self._refused_message("stale")
+        except ControlError:
+            self._refused_message("malformed")
+
+    def _take_hello(self, hello: Hello, now: float) -> None:
+        if hello.instance != self._instance:
+            raise StaleMessageError("a hello to another daemon")
+        try:
+            if self._members.accept(hello, now):
+                self._event("rank_hello", attempt=hello.attempt, rank=hello.rank, version=hello.agreed_version)
+        except TopologyError as error:
+            self._refused_message("identity")
+            self._event("rank_refused", attempt=hello.attempt, rank=hello.rank, reason=str(error))
+            self._hosting.refuse(
+                HelloRefused(self._options.job, self._instance, hello.nonce, error.message[:2000], error.remedy)
+            )
+
+    def _take_in_epoch(self, epoch: Epoch, message: EpochMessage) -> None:
+        if isinstance(message, Settled):
+            epoch.settled(message)
+        elif isinstance(message, Listing):
+            epoch.listed(message)
+        elif isinstance(message, ChunkRefused):
+            self._counters["chunks_refused"] += 1
+            self._event("chunk_refused", rank=message.rank, version=message.version, reason=message.reason)
+            self._pusher.fail_active(f"rank {message.rank} refused chunk {message.version}: {message.reason}")
+            self._end_epoch(f"rank {message.rank} refused chunk {message.version}", failed=False)
+        elif isinstance(message, Progress):
+            epoch.progressed(message)
+            if message.report is not None:
+                self._take_report(message.rank, message.report)
+
+    def _take_report(self, rank: int, report: StepReport) -> None:
+        expected = self._pusher.digest_at(report.placement_version)
+        if expected is not None and expected != report.placement_digest:
+            self._counters["digest_mismatches"] += 1
+            self._event("placement_digest_mismatch", rank=rank, version=report.placement_version)
+        if self._on_report is not None:
+            try:
+                self._on_report(rank, report)
+            except Exception:
+                logger.exception("control channel: the report callback failed")
+
+    def _begin_epoch(self, topology: Topology) -> None:
+        if topology.identity != self._topology_identity:
+            self._topology_identity = topology.identity
+            self._generation += 1
+            self._pusher.new_generation(f"the ranks changed: topology generation is {self._generation} now")
+        self._epochs += 1
+        self._epoch = Epoch(
+            self._hosting, topology, self._options.job, self._instance, self._generation, self._epochs,
+            self._options.timeout_seconds, self._keyspace.total_rows,
+        )  # fmt: skip
+        self._reason = "the ranks are settling"
+        self._publish_live(topology, ready=False)
+
+    def _placement_is_known(self, version: int, digest: int) -> bool:
+        """Makes the journal continue from what the ranks agreed on, if it can tell what that is."""
+        try:
+            placement = self._journal.placement_at(version)
+        except SnapshotError:
+            placement = Placement.empty(version)
+        if placement.digest() != digest and version == 0:
+            placement = Placement.empty()
+        if placement.digest() != digest:
+            return False
+        self._adopt(placement)
+        return True
+
+    def _adopt(self, placement: Placement) -> None:
+        segment = self._journal.segment
+        attempt = self._epoch.topology.attempt if self._epoch else ""
+        wanted = Segment(attempt, self._generation, self._topology_identity)
+        try:
+            known = segment == wanted and self._journal.placement_at(placement.version).digest() == placement.digest()
+        except SnapshotError:
+            known = False
+        if not known:
+            self._journal.begin(wanted, placement)
+        with self._lock:
+            self._placement, self._agreed = placement, placement.version
+
+    def _go_live(self, epoch: Epoch) -> None:
+        if epoch.listed_placement is not None:
+            self._adopt(epoch.listed_placement)
+            self._event("placement_listed", version=epoch.version, rows=len(epoch.listed_placement))
+        self._pusher.begin_epoch(epoch.version, epoch.digest)
+        self._reason = ""
+        self._backoff.reset()
+        self._publish_live(epoch.topology, ready=True)
+        self._event(
+            "epoch_live", epoch=epoch.number, generation=self._generation, attempt=epoch.topology.attempt,
+            version=epoch.version,
+        )  # fmt: skip
+
+    def _push(self, epoch: Epoch) -> None:
+        agreed, applied = epoch.agreed_by_all, epoch.applied_by_all
+        self._pusher.acknowledge(agreed, applied)
+        self._applied = applied
+        if agreed > self._agreed:
+            with self._lock:
+                self._agreed = agreed
+                try:
+                    self._journal.note_agreed(agreed)
+                except SnapshotError as error:
+                    self._event("journal_not_compacted", reason=str(error))
+        while not self._stopping.is_set():
+            chunk = self._pusher.next_chunk(self._generation)
+            if chunk is None:
+                return
+            epoch.push(chunk)
+
+    def _end_epoch(self, reason: str, failed: bool = True) -> None:
+        """Everyone drops the group; the next epoch begins after a wait that grows with repeated failure."""
+        epoch, self._epoch = self._epoch, None
+        self._reason = reason
+        if failed:
+            self._next_epoch_at = time.monotonic() + self._backoff.seconds()
+        if epoch is None:
+            return
+        self._not_ready(reason)
+        self._event("epoch_ended", epoch=epoch.number, reason=reason)
+        try:
+            epoch.close()
+        except CHANNEL_ERRORS as error:
+            logger.error("control channel: the store does not answer: %s", first_line(error))
+
+    def _not_ready(self, reason: str) -> None:
+        self._reason = reason
+        live = self._live
+        if live is not None and (live.ready or live.reason != reason):
+            self._live = LiveTopology(
+                live.generation, live.attempt, live.layout, live.replica_slots, ready=False, reason=reason
+            )
+
+    def _publish_live(self, topology: Topology, ready: bool) -> None:
+        self._live = LiveTopology(
+            self._generation, topology.attempt, topology.layout, topology.replica_slots, ready, self._reason
+        )
+
+    def _tell_progress(self) -> None:
+        for migration in self._pusher.take_finished():
+            progress = migration.progress
+            self._event(
+                f"migration_{progress.state.value}", plan_id=progress.plan_id, rows=progress.rows_pushed,
+                chunks=progress.chunks_pushed, version=progress.last_version, reason=progress.reason,
+            )  # fmt: skip
+            self._notify(migration)
+        current = self._pusher.current
+        if current is not None and current.state is not MigrationState.PENDING:
+            self._notify(current)
+
+    @staticmethod
+    def _notify(migration: Migration) -> None:
+        try:
+            migration.notify()
+        except Exception:
+            logger.exception("control channel: the progress callback failed")
+
+    def _refused_message(self, kind: str) -> None:
+        self._counters[kind] += 1
+        # Anyone who can connect can send rubbish: powers of two keep the log bounded.
+        if self._counters[kind] & (self._counters[kind] - 1) == 0:
+            self._event("message_refused", kind=kind, count=self._counters[kind])
+
+    def _event(self, name: str, **fields: object) -> None:
+        logger.info("control channel: %s %s", name, fields)
+        if self._on_event is not None:
+            try:
+                self._on_event(name, fields)
+            except Exception:
+                logger.exception("control channel: the event callback failed")

@@ -1,0 +1,288 @@
+"""What travels between daemon and ranks: small signed JSON texts. Nothing is looked into before its signature holds.
+
+Wire form: 64 hex digits of HMAC-SHA256 over the rest, a newline, then canonical JSON (sorted keys, no spaces) with the
+message's ``kind`` and fields. Freshness is mutual: a rank's hello carries a new nonce, the epoch announcement repeats
+the nonces it is for and adds a new token, and everything said in the epoch carries that token; so nothing recorded
+earlier can be replayed, to either side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, ClassVar, TypeVar
+
+from flexd.control.report import StepReport
+from flexd.errors import AuthenticationError, ControlError
+
+MAX_MESSAGE_BYTES = 64 * 1024
+"""A longer message is refused unread: the largest honest one is an epoch announcement (17 bytes a rank)."""
+
+_MAC_HEX = 64
+_MAX_INT = 2**64
+
+
+@dataclass(frozen=True)
+class Message:
+    """Base of all messages. ``job`` is checked by every receiver."""
+
+    kind: ClassVar[str] = ""
+    job: str
+
+
+@dataclass(frozen=True)
+class DaemonNotice(Message):
+    """Who hosts this store. ``instance`` is new for every start of the daemon."""
+
+    kind: ClassVar[str] = "daemon"
+    instance: str
+    table_digest: str
+
+
+@dataclass(frozen=True)
+class Hello(Message):
+    """A rank registers; repeated as it stands (``sequence`` counts on) while the rank waits for an epoch.
+
+    Attributes:
+        session: new for every training process. nonce: new for every registration.
+        address: the rank's address as seen on the way to the daemon.
+        can_list: the rank can list its placement if the daemon has lost it.
+    """
+
+    kind: ClassVar[str] = "hello"
+    instance: str
+    attempt: str
+    rank: int
+    world_size: int
+    nodes: int
+    local_ranks: int
+    replica_slots: tuple[int, ...]
+    table_digest: str
+    session: str
+    nonce: str
+    sequence: int
+    agreed_version: int
+    agreed_digest: int
+    address: str
+    can_list: bool
+
+
+@dataclass(frozen=True)
+class HelloRefused(Message):
+    """The daemon does not take this rank, and why."""
+
+    kind: ClassVar[str] = "hello_refused"
+    instance: str
+    nonce: str
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class EpochAnnouncement(Message):
+    """The daemon opens an epoch for exactly the registrations ``nonces`` (by rank)."""
+
+    kind: ClassVar[str] = "epoch"
+    instance: str
+    attempt: str
+    generation: int
+    epoch: int
+    token: str
+    nonces: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EpochMessage(Message):
+    """Base of all that is said inside an epoch: the fence."""
+
+    attempt: str
+    generation: int
+    epoch: int
+    token: str
+
+
+@dataclass(frozen=True)
+class Settled(EpochMessage):
+    """The rank has left the previous epoch and settled its inbox: it takes no chunk before this epoch's first."""
+
+    kind: ClassVar[str] = "settled"
+    rank: int
+    sequence: int
+    agreed_version: int
+    agreed_digest: int
+    applied_version: int
+
+
+@dataclass(frozen=True)
+class Progress(EpochMessage):
+    """The rank is alive and has come this far; with the training steps since the last one, if any."""
+
+    kind: ClassVar[str] = "progress"
+    rank: int
+    sequence: int
+    agreed_version: int
+    applied_version: int
+    report: StepReport | None
+
+
+@dataclass(frozen=True)
+class ChunkRefused(EpochMessage):
+    """The rank has refused a chunk whole."""
+
+    kind: ClassVar[str] = "chunk_refused"
+    rank: int
+    sequence: int
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Listing(EpochMessage):
+    """Answer to ``ListRequest``: the tensors follow over the group. ``error`` says why not, if so."""
+
+    kind: ClassVar[str] = "listing"
+    rank: int
+    sequence: int
+    version: int
+    rows: int
+    sha256: str
+    error: str
+
+
+@dataclass(frozen=True)
+class ChunkHeader(EpochMessage):
+    """A chunk follows over the group: int64[rows] keys, uint8[2 rows] old tiers then new tiers."""
+
+    kind: ClassVar[str] = "chunk"
+    command: int
+    plan_id: str
+    version: int
+    rows: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ListRequest(EpochMessage):
+    """The daemon has lost the placement of ``version``: ``ranks`` list the rows that they know above HOME."""
+
+    kind: ClassVar[str] = "list"
+    command: int
+    version: int
+    ranks: tuple[int, ...]
+
+
+_KINDS: dict[str, type[Message]] = {
+    cls.kind: cls
+    for cls in (
+        DaemonNotice, Hello, HelloRefused, EpochAnnouncement, Settled, Progress, ChunkRefused, Listing, ChunkHeader,
+        ListRequest,
+    )
+}  # fmt: skip
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+
+class Signer:
+    """Seals and opens messages with the shared secret.
+
+    Without a secret (loopback only) the signature is keyed with the empty string: it still detects damage.
+    """
+
+    def __init__(self, secret: bytes | None) -> None:
+        self._key = secret or b""
+
+    def seal(self, message: Message) -> str:
+        """Raises ControlError if the message is longer than ``MAX_MESSAGE_BYTES``."""
+        body = json.dumps(
+            {"kind": message.kind, **_to_json(message)}, sort_keys=True, separators=(",", ":"), allow_nan=False
+        )
+        text = f"{self._mac(body.encode())}\n{body}"
+        if len(text) > MAX_MESSAGE_BYTES:
+            raise ControlError(f"a {message.kind} message of {len(text)} bytes is longer than {MAX_MESSAGE_BYTES}")
+        return text
+
+    def open(self, data: bytes) -> Message:
+        """Raises AuthenticationError (bad signature) or ControlError (signed, but no message this version knows)."""
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise ControlError(f"a message of {len(data)} bytes is longer than {MAX_MESSAGE_BYTES}")
+        mac, body = data[:_MAC_HEX], data[_MAC_HEX + 1 :]
+        if not hmac.compare_digest(mac, self._mac(body).encode()):
+            raise AuthenticationError(
+                "a control message is not signed with the shared secret",
+                remedy="give daemon and trainers the same secret file",
+            )
+        return _from_body(body)
+
+    def open_as(self, kind: type[AnyMessage], data: bytes) -> AnyMessage:
+        """As ``open``; also raises ControlError if it is another kind of message."""
+        message = self.open(data)
+        if not isinstance(message, kind):
+            raise ControlError(f"a {message.kind} message where a {kind.kind} message belongs")
+        return message
+
+    def _mac(self, body: bytes) -> str:
+        return hmac.new(self._key, body, hashlib.sha256).hexdigest()
+
+
+def _to_json(value: Any) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for item in fields(value):
+        field_value = getattr(value, item.name)
+        out[item.name] = _to_json(field_value) if isinstance(field_value, StepReport) else field_value
+    return out
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"number {text}")
+
+
+def _from_body(body: bytes) -> Message:
+    try:
+        data = json.loads(body, parse_constant=_no_constant)
+        if not isinstance(data, dict):
+            raise ValueError("no JSON object")
+        cls = _KINDS[str(data.pop("kind", ""))]
+        return typing.cast(Message, _build(cls, data))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ControlError(
+            f"a signed control message cannot be read: {error}", remedy="run the same flexd version on both sides"
+        ) from error
+
+
+@cache
+def _hints(cls: Any) -> Mapping[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {item.name: hints[item.name] for item in fields(cls)}
+
+
+def _build(cls: Any, data: dict[str, Any]) -> Any:
+    hints = _hints(cls)
+    if data.keys() != hints.keys():
+        raise ValueError(f"{cls.__name__} with fields {sorted(data)}")
+    return cls(**{name: _checked(hint, data[name], f"{cls.__name__}.{name}") for name, hint in hints.items()})
+
+
+def _checked(hint: Any, value: Any, where: str) -> Any:
+    if isinstance(hint, types.UnionType):
+        return None if value is None else _checked(typing.get_args(hint)[0], value, where)
+    if hint is StepReport and isinstance(value, dict):
+        return _build(StepReport, value)
+    if typing.get_origin(hint) is tuple and isinstance(value, list):
+        inner = typing.get_args(hint)
+        if inner[-1] is not Ellipsis and len(inner) != len(value):
+            raise ValueError(f"{where} has {len(value)} items")
+        return tuple(_checked(inner[0], item, where) for item in value)
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    if hint is int and type(value) is int and abs(value) < _MAX_INT:
+        return value
+    if hint in (str, bool) and type(value) is hint:
+        return value
+    raise ValueError(f"{where} is a {type(value).__name__}")

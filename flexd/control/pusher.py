@@ -1,0 +1,231 @@
+"""Which chunk goes out next: one migration at a time, a bounded number of chunks ahead of the slowest rank. No network.
+
+A chunk has a version from the moment it is journalled. It is *outstanding* until all ranks have applied it; when an
+epoch ends, the chunks that the ranks have not agreed on are void, and those of a running migration go out again under
+new versions.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from flexd.control.journal import PlacementJournal
+from flexd.control.migration import Migration, MigrationEvent, MigrationState
+from flexd.errors import FlexdError, PlacementError
+from flexd.placement import Delta
+
+logger = logging.getLogger(__name__)
+
+CHUNK_ROW_BYTES = 10
+"""On the control channel: an int64 key and two uint8 tiers."""
+_KEPT_DIGESTS = 256
+
+
+@dataclass(frozen=True)
+class NumberedChunk:
+    version: int
+    plan_id: str
+    delta: Delta
+
+
+@dataclass
+class _Outstanding:
+    version: int
+    delta: Delta
+    migration: Migration
+    agreed: bool = False
+
+
+class ChunkPusher:
+    """``submit``, ``pause`` and ``resume`` may be called from any thread; the rest belongs to the coordinator's.
+
+    Args:
+        window_chunks: chunks pushed but not yet applied by every rank, at most.
+        max_chunk_rows: a larger chunk fails its migration.
+    """
+
+    def __init__(self, journal: PlacementJournal, window_chunks: int, max_chunk_rows: int) -> None:
+        self._journal = journal
+        self._window = window_chunks
+        self._max_rows = max_chunk_rows
+        self._lock = threading.Lock()
+        self._next: Migration | None = None
+        self._active: Migration | None = None
+        self._outstanding: deque[_Outstanding] = deque()
+        self._again: deque[Delta] = deque()
+        self._digests: dict[int, int] = {}
+        self._finished: deque[Migration] = deque(maxlen=64)
+        self.version = 0
+        """The newest version pushed."""
+        self.paused = False
+
+    @property
+    def current(self) -> Migration | None:
+        """The migration that is running, or else the one that waits."""
+        return self._active or self._next
+
+    @property
+    def outstanding_chunks(self) -> int:
+        return len(self._outstanding)
+
+    def submit(self, migration: Migration) -> None:
+        """Makes it the next one; a migration still waiting is superseded at once, a running one at its next chunk."""
+        with self._lock:
+            older, self._next = self._next, migration
+            if older is not None and not older.done:
+                self._finish(older, MigrationEvent.SUPERSEDE, f"superseded by plan {migration.plan_id}")
+
+    def begin_epoch(self, version: int, digest: int) -> None:
+        """All ranks have agreed on exactly ``version``, and hold no chunk beyond it."""
+        self.acknowledge(version, 0)
+        void = [chunk for chunk in self._outstanding if chunk.version > version]
+        self._outstanding = deque(chunk for chunk in self._outstanding if chunk.version <= version)
+        active = self._active
+        again = [chunk.delta for chunk in void if chunk.migration is active]
+        if active is not None and again:
+            self._again.extendleft(reversed(again))
+            rows = sum(len(delta) for delta in again)
+            active.count(
+                chunks_pushed=-len(again), rows_pushed=-rows, bytes_pushed=-rows * CHUNK_ROW_BYTES,
+                last_version=min(version, active.progress.last_version),
+            )  # fmt: skip
+            if active.state is MigrationState.APPLYING:
+                active.fire(MigrationEvent.ROLLED_BACK)
+        self.version = version
+        self._digests = {version: digest}
+
+    def new_generation(self, reason: str) -> None:
+        """Other ranks, or an empty placement: what was under way means nothing to them."""
+        self._outstanding.clear()
+        self.fail_active(reason)
+
+    def fail_active(self, reason: str) -> None:
+        if self._active is not None:
+            self._finish(self._active, MigrationEvent.FAIL, reason)
+            self._drop_active()
+
+    def stop(self, reason: str) -> None:
+        """No chunk will be pushed any more."""
+        self.fail_active(reason)
+        with self._lock:
+            waiting, self._next = self._next, None
+        if waiting is not None and not waiting.done:
+            self._finish(waiting, MigrationEvent.FAIL, reason)
+
+    def acknowledge(self, agreed_version: int, applied_version: int) -> None:
+        """Every rank has come at least this far."""
+        for chunk in self._outstanding:
+            if not chunk.agreed and chunk.version <= max(agreed_version, applied_version):
+                chunk.agreed = True
+                chunk.migration.count(chunks_agreed=1)
+        while self._outstanding and self._outstanding[0].version <= applied_version:
+            chunk = self._outstanding.popleft()
+            chunk.migration.count(chunks_applied=1, rows_applied=len(chunk.delta))
+
+    def next_chunk(self, generation: int) -> NumberedChunk | None:
+        """The chunk to push now, journalled and numbered; None if there is none or the window is full."""
+        self._advance(generation)
+        active = self._active
+        if active is None or active.state is not MigrationState.PUSHING or self.paused:
+            return None
+        if len(self._outstanding) >= self._window:
+            return None
+        try:
+            delta = self._again.popleft() if self._again else active.next_chunk()
+            if delta is None:
+                active.fire(MigrationEvent.EXHAUSTED)
+                self._advance(generation)
+                return None
+            if len(delta) > self._max_rows:
+                raise PlacementError(
+                    f"a chunk of {len(delta)} rows",
+                    remedy=f"cut the delta into chunks of at most {self._max_rows} rows",
+                )
+            self._journal.append(self.version + 1, delta)
+        except Exception as error:
+            # The chunk source is the caller's code: whatever it raises fails this migration, not the daemon.
+            if not isinstance(error, FlexdError):
+                logger.exception("migration %s: its chunks cannot be made", active.plan_id)
+            self.fail_active(str(error))
+            return None
+        self._digests[self.version + 1] = (self._digests.get(self.version, 0) + delta.digest_change()) % 2**64
+        while len(self._digests) > _KEPT_DIGESTS:
+            del self._digests[next(iter(self._digests))]
+        self.version += 1
+        self._outstanding.append(_Outstanding(self.version, delta, active))
+        active.count(
+            chunks_pushed=1, rows_pushed=len(delta), bytes_pushed=len(delta) * CHUNK_ROW_BYTES,
+            last_version=self.version,
+        )  # fmt: skip
+        return NumberedChunk(self.version, active.plan_id, delta)
+
+    def digest_at(self, version: int) -> int | None:
+        """Of the placement at a recent version; None if it is not known any more."""
+        return self._digests.get(version)
+
+    def take_finished(self) -> list[Migration]:
+        """Migrations that reached a final state since the last call."""
+        finished: list[Migration] = []
+        while self._finished:
+            finished.append(self._finished.popleft())
+        return finished
+
+    def end_early(self) -> None:
+        """Cancels and supersedes what is due, chunks to push or not."""
+        with self._lock:
+            waiting = self._next
+            if waiting is not None and waiting.cancel_reason:
+                self._finish(waiting, MigrationEvent.CANCEL, waiting.cancel_reason)
+                self._next = waiting = None
+        active = self._active
+        if active is None or active.state is not MigrationState.PUSHING:
+            return
+        if active.cancel_reason:
+            self._finish(active, MigrationEvent.CANCEL, active.cancel_reason)
+            self._drop_active()
+        elif waiting is not None:
+            self._finish(active, MigrationEvent.SUPERSEDE, f"superseded by plan {waiting.plan_id}")
+            self._drop_active()
+
+    def _advance(self, generation: int) -> None:
+        """Every transition that needs no chunk."""
+        self.end_early()
+        active = self._active
+        if (
+            active is not None
+            and active.state is MigrationState.APPLYING
+            and not any(chunk.migration is active for chunk in self._outstanding)
+        ):
+            self._finish(active, MigrationEvent.APPLIED)
+            self._drop_active()
+        # The next delta is made from a placement that all ranks are sure to reach.
+        if self._active is None and all(chunk.agreed for chunk in self._outstanding):
+            self._start_next(generation)
+
+    def _start_next(self, generation: int) -> None:
+        with self._lock:
+            migration, self._next = self._next, None
+        if migration is None:
+            return
+        self._active = migration
+        if migration.generation is not None and migration.generation != generation:
+            self.fail_active(f"planned for topology generation {migration.generation}, the ranks are at {generation}")
+            return
+        migration.fire(MigrationEvent.START)
+        try:
+            migration.begin(self._journal.placement_at(self.version))
+        except Exception as error:
+            if not isinstance(error, FlexdError):
+                logger.exception("migration %s: its chunks cannot be made", migration.plan_id)
+            self.fail_active(str(error))
+
+    def _finish(self, migration: Migration, event: MigrationEvent, reason: str = "") -> None:
+        migration.fire(event, reason)
+        self._finished.append(migration)
+
+    def _drop_active(self) -> None:
+        self._active = None
+        self._again.clear()
