@@ -285,9 +285,8 @@ class CountMin:
 
 def warm_up() -> None:
     """Compiles the kernels (or loads them from numba's cache)."""
-    for dtype in (np.int32, np.int64):
+    for rows in (np.zeros(4, dtype=np.int32), np.zeros(4, dtype=np.int64)):
         counter = CountMin(4, MIN_LOG2_WIDTH)
         registers = np.zeros(16, dtype=np.uint8)
-        rows = np.zeros(4, dtype=np.int64).astype(dtype)
         counter.add(rows, 0, 1, registers, 0, np.empty(BLOCK_IDS, dtype=np.int64), 0)
         counter.query(np.zeros(4, dtype=np.int64))

@@ -257,8 +257,8 @@ class DenseCounter:
 
 def warm_up() -> None:
     """Compiles the kernels (or loads them from numba's cache), so that the first messages do not wait for it."""
-    for dtype in (np.int32, np.int64):
+    for rows in (np.zeros(4, dtype=np.int32), np.zeros(4, dtype=np.int64)):
         counter = DenseCounter(4)
-        counter.add(np.arange(4, dtype=dtype), 1)
+        counter.add(rows, 1)
         counter.rescale(1)
         counter.merge(counter.copy())

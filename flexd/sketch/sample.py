@@ -97,10 +97,12 @@ class AccessSample:
 
     def state(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """(random state and limit, {``sample_rows`` int64[n], ``sample_keys`` float64[n]})."""
-        inner = self._random.bit_generator.state["state"]
+        random: Any = self._random.bit_generator.state
+        inner = random["state"]
         meta = {
             "sample_limit": self._limit.hex(),
             "sample_random": [f"{inner['state']:x}", f"{inner['inc']:x}"],
+            "sample_random_half": [random["has_uint32"], random["uinteger"]],
         }
         return meta, {"sample_rows": self._rows.copy(), "sample_keys": self._keys.copy()}
 
@@ -117,10 +119,13 @@ class AccessSample:
         if not fits:
             raise SketchError(f"saved sample does not fit {self.capacity} accesses", remedy="start from empty counters")
         state, inc = (int(text, 16) for text in meta["sample_random"])
-        random = self._random.bit_generator.state
-        random["state"] = {"state": state, "inc": inc}
-        random["has_uint32"], random["uinteger"] = 0, 0
-        self._random.bit_generator.state = random
+        half_there, half = (int(number) for number in meta["sample_random_half"])
+        self._random.bit_generator.state = {
+            "bit_generator": "PCG64",
+            "state": {"state": state, "inc": inc},
+            "has_uint32": half_there,
+            "uinteger": half,
+        }
         self._limit = float.fromhex(meta["sample_limit"])
         self._rows, self._keys = rows.copy(), keys.copy()
 

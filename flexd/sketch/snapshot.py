@@ -94,8 +94,8 @@ class SnapshotStore:
             arrays: numeric, by name.
 
         Raises:
-            SnapshotError: it cannot be written (disk full, ...) or an array is of no known type. Earlier snapshots are as
-                they were and no temporary file stays.
+            SnapshotError: it cannot be written (disk full, ...) or an array is of no known type. Earlier snapshots are
+                as they were and no temporary file stays.
         """
         present = self.paths()
         number = 1 + max((_number(path) for path in present), default=0)
@@ -104,7 +104,8 @@ class SnapshotStore:
         plain = {name: _plain(name, array) for name, array in arrays.items()}
         head, description = _describe(meta, plain)
         try:
-            _write(temporary, [head, description, *(memoryview(a).cast("B") for a in plain.values() if a.size)])
+            temporary.unlink(missing_ok=True)
+            _write(temporary, [head, description, *(_bytes(a) for a in plain.values())])
             temporary.rename(path)
             _sync_directory(self.directory)
         except OSError as error:
@@ -164,8 +165,7 @@ def read(path: Path) -> tuple[dict[str, Any], Arrays]:
             arrays: Arrays = {}
             for entry in layout:
                 array = np.empty(entry.shape, dtype=entry.dtype)
-                view = memoryview(array).cast("B") if array.size else memoryview(b"")
-                if (array.size and file.readinto(view) != entry.nbytes) or zlib.crc32(view) != entry.crc:
+                if file.readinto(_bytes(array)) != entry.nbytes or zlib.crc32(_bytes(array)) != entry.crc:
                     raise _damaged(path, f"array {entry.name!r} is damaged")
                 arrays[entry.name] = array
     except (OSError, MemoryError) as error:
@@ -220,10 +220,7 @@ def _parse_description(path: Path, text: bytes) -> tuple[dict[str, Any], list[_E
 
 
 def _describe(meta: Mapping[str, Any], arrays: Arrays) -> tuple[bytes, bytes]:
-    layout = [
-        [name, array.dtype.str, list(array.shape), zlib.crc32(memoryview(array).cast("B")) if array.size else 0]
-        for name, array in arrays.items()
-    ]
+    layout = [[name, array.dtype.str, list(array.shape), zlib.crc32(_bytes(array))] for name, array in arrays.items()]
     try:
         description = json.dumps({"meta": dict(meta), "arrays": layout}, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
@@ -239,6 +236,11 @@ def _plain(name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if little.dtype.str not in _DTYPES:
         raise SnapshotError(f"array {name!r} of {array.dtype} cannot be saved", remedy=f"one of {', '.join(_DTYPES)}")
     return little
+
+
+def _bytes(array: npt.NDArray[Any]) -> memoryview:
+    """The memory of a contiguous array."""
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _write(path: Path, parts: list[bytes | memoryview]) -> None:

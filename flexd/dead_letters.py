@@ -1,0 +1,75 @@
+"""Samples of rejected messages in a bounded file, for whoever has to find the broken producer."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+from pathlib import Path
+
+from flexd.stream.types import Message
+
+_log = logging.getLogger(__name__)
+
+SAMPLES_OF_EACH_REASON = 64
+"""After these, the 128th, 256th ... rejection of a reason is kept, so that rare reasons stay visible."""
+_DETAIL_CHARS = 300
+
+
+class DeadLetterFile:
+    """JSON lines: reason, detail, partition, offset, size, and the first bytes as base64.
+
+    When the file holds half of ``max_bytes`` it becomes ``<name>.1`` (replacing the previous one) and a new one is
+    begun, so both together stay within the limit and the newest samples survive. Failing to write never raises.
+
+    Args:
+        path: the file, readable by its owner only.
+        max_bytes: of both files; 0 keeps nothing.
+        max_message_bytes: of each message.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, max_message_bytes: int) -> None:
+        self._path = path
+        self._half = max_bytes // 2
+        self._max_message_bytes = max_message_bytes
+        self._seen: dict[str, int] = {}
+        self.written = 0
+        self.failures = 0
+
+    def record(self, reason: str, detail: str, message: Message) -> None:
+        """Keeps a sample, if one is due for this reason and can be written."""
+        seen = self._seen[reason] = self._seen.get(reason, 0) + 1
+        if seen > SAMPLES_OF_EACH_REASON and seen & (seen - 1):
+            return
+        entry = {
+            "reason": reason,
+            "detail": detail[:_DETAIL_CHARS],
+            "partition": message.partition,
+            "offset": message.offset,
+            "size": len(message.payload),
+            "first_bytes": base64.b64encode(bytes(message.payload[: self._max_message_bytes])).decode(),
+        }
+        line = (json.dumps(entry) + "\n").encode()
+        if len(line) > self._half:
+            return
+        try:
+            self._append(line)
+        except OSError as error:
+            self.failures += 1
+            if self.failures == 1:
+                _log.warning("dead letters cannot be written to %s: %s", self._path, error)
+        else:
+            self.written += 1
+
+    def _append(self, line: bytes) -> None:
+        size = len(line)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists() and self._path.stat().st_size + size > self._half:
+            self._path.replace(self._path.with_name(self._path.name + ".1"))
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            if os.write(descriptor, line) != size:
+                raise OSError("short write")
+        finally:
+            os.close(descriptor)
