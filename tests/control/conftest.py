@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ranks_in_threads import SECRET, TABLES
+
+from flexd.control.coordinator import ControlOptions, Coordinator
+from flexd.control.journal import PlacementJournal
+
+
+class Hosted:
+    """A coordinator in this process, with what it reported."""
+
+    def __init__(self, directory: Path, port: int = 0, **options: object) -> None:
+        self.journal = PlacementJournal(directory)
+        self.reports: list[tuple[int, object]] = []
+        self.events: list[tuple[str, dict[str, object]]] = []
+        settings: dict[str, object] = {"timeout_seconds": 4.0, "tick_seconds": 0.005, "secret": SECRET, **options}
+        self.coordinator = Coordinator(
+            ControlOptions("job", listen_port=port, **settings), TABLES, self.journal,  # type: ignore[arg-type]
+            on_report=lambda rank, report: self.reports.append((rank, report)),
+            on_event=lambda name, fields: self.events.append((name, dict(fields))),
+        )  # fmt: skip
+        self.coordinator.start()
+        self.port = self.coordinator.port
+
+    def ready(self) -> bool:
+        live = self.coordinator.live()
+        return live is not None and live.ready
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.events]
+
+    def close(self) -> None:
+        assert self.coordinator.stop(15)
+        self.journal.close()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Callable[..., Hosted]]:
+    """Makes coordinators; a second one with the same directory stands for a restarted daemon."""
+    made: list[Hosted] = []
+
+    def make(directory: Path | None = None, **options: object) -> Hosted:
+        made.append(Hosted(directory or tmp_path / "state", **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for hosted in made:
+        hosted.coordinator.stop(15)
+        hosted.journal.close()

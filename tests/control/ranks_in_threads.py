@@ -1,0 +1,151 @@
+"""Ranks of one job inside this process: real agents and inboxes, a training loop that does the exchange for all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexd.control.agent import Agent
+from flexd.control.inbox import ChunkInbox
+from flexd.control.report import RankIdentity, StepReport
+from flexd.keyspace import KeySpace, TableSpec
+from flexd.layout import RankLayout, Tier
+from flexd.placement import Placement
+
+TABLES = KeySpace([TableSpec("item", 50_000, 8), TableSpec("shop", 1_000, 16)])
+SECRET = b"a secret for the tests"
+
+
+def target(seed: int, rows: int = 600, version: int = 0) -> Placement:
+    """Some placement with rows at both tiers above HOME."""
+    rng = np.random.default_rng(seed)
+    keys = rng.choice(TABLES.total_rows, size=rows, replace=False).astype(np.int64)
+    return Placement.of(keys, rng.integers(1, 3, size=rows).astype(np.uint8), version)
+
+
+def identity(rank: int, layout: RankLayout, attempt: str = "a1", slots: int = 20_000) -> RankIdentity:
+    return RankIdentity(
+        "job", attempt, rank, layout.world_size, layout.nodes, layout.local_ranks, (slots, slots), TABLES.digest
+    )
+
+
+def until(condition: Callable[[], object], seconds: float = 20.0, what: str = "") -> None:
+    """Waits for it, or fails."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.005)
+
+
+@dataclass
+class _Rank:
+    inbox: ChunkInbox
+    agent: Agent
+    placement: Placement
+
+
+class Ranks:
+    """W ranks that step together until ``stop``. ``placements`` are what each has applied."""
+
+    def __init__(
+        self,
+        port: int,
+        layout: RankLayout | None = None,
+        attempt: str = "a1",
+        secret: bytes | None = SECRET,
+        slots: int = 20_000,
+        slots_of_rank: dict[int, int] | None = None,
+        placements: list[Placement] | None = None,
+        timeout_seconds: float = 4.0,
+        can_list: bool = True,
+        identities: Callable[[RankIdentity], RankIdentity] = lambda it: it,
+    ) -> None:
+        self.layout = layout or RankLayout(2, 2)
+        self.steps = 0
+        self.longest_step_seconds = 0.0
+        self.history: list[list[tuple[int, bytes]]] = [[] for _ in range(self.layout.world_size)]
+        """What each rank applied: (version, content)."""
+        self.ranks: list[_Rank] = []
+        for rank in range(self.layout.world_size):
+            mine = (slots_of_rank or {}).get(rank, slots)
+            who = identities(identity(rank, self.layout, attempt, mine))
+            inbox = ChunkInbox(TABLES, self.layout, rank, who.replica_slots)
+            state = _Rank(inbox, None, placements[rank] if placements else Placement.empty())  # type: ignore[arg-type]
+            state.agent = Agent(
+                inbox, who, f"127.0.0.1:{port}", secret, timeout_seconds, poll_seconds=0.01,
+                placement_lists=(lambda state=state, rank=rank: self._listed(state, rank)) if can_list else None,
+            )  # fmt: skip
+            self.ranks.append(state)
+        self._stop = threading.Event()
+        self.moving = threading.Event()
+        self.moving.set()
+        self._thread = threading.Thread(target=self._train, daemon=True)
+
+    def __enter__(self) -> Ranks:
+        for rank in self.ranks:
+            rank.agent.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        for rank in self.ranks:
+            rank.agent._stopping.set()
+        self._stop.set()
+        self.moving.set()
+        self._thread.join(10)
+        for rank in self.ranks:
+            rank.agent.stop(10)
+
+    @property
+    def placements(self) -> list[Placement]:
+        return [rank.placement for rank in self.ranks]
+
+    def all_at(self, wanted: Placement) -> bool:
+        return all(p.digest() == wanted.digest() and len(p) == len(wanted) for p in self.placements)
+
+    def state(self) -> str:
+        return "; ".join(f"{rank.agent.state} {rank.agent.counters}" for rank in self.ranks)
+
+    def _listed(self, state: _Rank, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """As the embedding does: DEVICE rows, and NODE rows of this rank's rail."""
+        keys, tiers = state.placement.keys, state.placement.tiers
+        mine = (tiers == Tier.DEVICE) | (keys % self.layout.local_ranks == self.layout.local_rank_of(rank))
+        return keys[mine], tiers[mine]
+
+    def _train(self) -> None:
+        while not self._stop.is_set():
+            self.moving.wait()
+            started = time.perf_counter()
+            told = [rank.inbox.begin_exchange() for rank in self.ranks]
+            for rank in self.ranks:
+                rank.inbox.end_exchange(min(told))
+            for number, rank in enumerate(self.ranks):
+                for version, delta in rank.inbox.take(4096, lambda delta: 8 * len(delta)):
+                    rank.placement = rank.placement.apply(delta)
+                    assert rank.placement.version == version
+                    self.history[number].append((version, delta.keys.tobytes() + delta.new_tiers.tobytes()))
+                    rank.inbox.applied(version)
+            self.steps += 1
+            for rank in self.ranks:
+                rank.agent.report(step_report(self.steps, rank.placement))
+            self.longest_step_seconds = max(self.longest_step_seconds, time.perf_counter() - started)
+            time.sleep(0.002)
+
+
+def step_report(step: int, placement: Placement) -> StepReport:
+    return StepReport(step, 1, placement.version, placement.digest(), 0.002, 0.0, (3, 2, 1), 10, 20, 1, 2, 0, 0)
+
+
+def same_content(history: list[list[tuple[int, bytes]]]) -> bool:
+    """Have all ranks applied the same content for every version that more than one has applied?"""
+    merged: dict[int, bytes] = {}
+    return all(merged.setdefault(version, content) == content for rank in history for version, content in rank)
+
+
