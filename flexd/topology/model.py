@@ -110,6 +110,15 @@ class LinkModel:
         curve: CollectiveCurve = getattr(self, collective.value)
         return curve
 
+    def bandwidth_only(self) -> LinkModel:
+        """The same link without latencies."""
+        return LinkModel(
+            self.wire_bytes_per_second,
+            all_to_all=replace(self.all_to_all, latency_seconds=0.0),
+            all_reduce=replace(self.all_reduce, latency_seconds=0.0),
+            all_gather=replace(self.all_gather, latency_seconds=0.0),
+        )
+
     def check(self, where: str) -> None:
         if not (math.isfinite(self.wire_bytes_per_second) and self.wire_bytes_per_second > 0):
             raise TopologyError(
@@ -185,3 +194,11 @@ class Cluster:
     def with_exposed(self, exposed: Exposed) -> Cluster:
         """The same cluster under another runtime, which hides more or less."""
         return replace(self, exposed=exposed)
+
+    def bandwidth_only(self) -> Cluster:
+        """The same cluster without latencies: for a small rehearsal of a job whose messages are large.
+
+        Latency is a fixed cost of a step. In a large job it is small beside the bytes; in a rehearsal with thousandths
+        of the bytes it would be all there is.
+        """
+        return replace(self, intra_node=self.intra_node.bandwidth_only(), inter_node=self.inter_node.bandwidth_only())

@@ -156,3 +156,13 @@ def test_with_exposed_changes_nothing_else() -> None:
     assert other.exposed.sync == 0.0
     assert other.inter_node == cluster.inter_node
     assert other.is_affine
+
+
+def test_bandwidth_only_has_no_latency_and_the_same_bandwidths() -> None:
+    cluster = load_preset("azure-a100-200g")
+    bare = cluster.bandwidth_only()
+    for link in Link:
+        for collective in Collective:
+            assert bare.curve(link, collective).seconds(0) == 0.0
+            assert bare.curve(link, collective).points == cluster.curve(link, collective).points
+    assert bare.inter_node.wire_bytes_per_second == cluster.inter_node.wire_bytes_per_second
