@@ -87,10 +87,11 @@ def find_record(fd: int, start: int, least_offset: int, chunk_bytes: int = 2**20
                     break
                 header = read_header(chunk, at)
                 if header is not None and header[1] >= least_offset:
-                    payload = os.pread(fd, header[0], position + at + HEADER_BYTES)
-                    if len(payload) < header[0]:
+                    rest_bytes = record_bytes(header[0]) - HEADER_BYTES
+                    rest = os.pread(fd, rest_bytes, position + at + HEADER_BYTES)
+                    if len(rest) < rest_bytes:
                         return position + at, None
-                    if payload_is_intact(payload, header[2]):
+                    if payload_is_intact(memoryview(rest)[: header[0]], header[2]):
                         return position + at, position + at
             at = chunk.find(MAGIC, at + 1)
         if len(chunk) < HEADER_BYTES:

@@ -109,7 +109,8 @@ class SyntheticSource:
         return {PARTITION: self._next}
 
     def lag(self) -> int:
-        due = int((self._clock() - self._started_at) / self._seconds_per_message)
+        # A billionth of a message early, so that a sleep until the due time is never a rounding error too short.
+        due = int((self._clock() - self._started_at) / self._seconds_per_message + 1e-9)
         return max(0, due - (self._next - self._first))
 
     def commit(self, positions: Mapping[str, int]) -> str | None:

@@ -1,0 +1,98 @@
+"""The connector: attempts that hang are abandoned, bounded in number, and cleaned up after."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from flexd.errors import StreamError
+from flexd.stream.connector import Connector
+
+
+class Peer:
+    """Makes clients; hangs or fails on demand."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+        self.made = 0
+        self.disposed: list[int] = []
+
+    def make(self) -> int:
+        self.made += 1
+        number = self.made
+        self.gate.wait(20.0)
+        if self.error is not None:
+            raise self.error
+        return number
+
+    def connector(self, **options) -> Connector[int]:
+        defaults = {"timeout_seconds": 0.05, "first_backoff_seconds": 0.01, "max_backoff_seconds": 0.02}
+        return Connector("peer", self.make, self.disposed.append, **{**defaults, **options})
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_one_client_is_made_and_kept():
+    peer = Peer()
+    connector = peer.connector()
+    assert connector.get(5.0) == 1
+    assert connector.get(0.0) == 1
+    assert connector.problem is None
+    connector.close(5.0)
+    assert peer.disposed == [1]
+    with pytest.raises(StreamError, match="closed"):
+        connector.get(0.0)
+
+
+def test_outages_are_retried():
+    peer = Peer()
+    peer.error = ConnectionRefusedError("nobody there")
+    connector = peer.connector()
+    assert connector.get(0.2) is None
+    assert "nobody there" in connector.problem
+    assert 2 <= peer.made <= 21
+    peer.error = None
+    assert connector.get(5.0) is not None
+    assert connector.problem is None
+
+
+def test_wrong_arguments_are_not_retried():
+    peer = Peer()
+    peer.error = ValueError("no such option")
+    with pytest.raises(StreamError, match="no such option"):
+        peer.connector().get(5.0)
+    assert peer.made == 1
+
+
+def test_hanging_attempts_are_bounded_and_disposed_of():
+    peer = Peer()
+    peer.gate.clear()
+    connector = peer.connector(max_hung=3)
+    for _ in range(20):
+        assert connector.get(0.05) is None
+    assert peer.made == 3
+    assert "hang" in connector.problem
+    peer.gate.set()
+    wait_until(lambda: len(peer.disposed) == 3)
+    assert connector.get(5.0) == 4
+    assert peer.disposed == [1, 2, 3]
+    connector.close(5.0)
+
+
+def test_closing_during_an_attempt_disposes_of_its_client():
+    peer = Peer()
+    peer.gate.clear()
+    connector = peer.connector(timeout_seconds=60.0)
+    assert connector.get(0.0) is None
+    connector.close(1.0)
+    peer.gate.set()
+    wait_until(lambda: peer.disposed == [1])

@@ -1,0 +1,221 @@
+"""Kafka under failure: unreachable and hanging brokers, lost memory, rebalances, refused commits."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import uuid
+
+import pytest
+
+from flexd.errors import PositionLostError, StreamError
+from flexd.stream.kafka import KafkaSink, KafkaSource
+from flexd.stream.types import Message
+
+
+def topic_on(broker, partitions: int = 1) -> str:
+    topic = f"topic-{uuid.uuid4().hex[:8]}"
+    broker.create_topic(topic, partitions)
+    return topic
+
+
+def open_source(broker, topic: str, group: str = "", **options) -> KafkaSource:
+    group = group or f"group-{uuid.uuid4().hex[:8]}"
+    return KafkaSource(broker.bootstrap_servers, topic, group, session_timeout_seconds=2.0, **options)
+
+
+def produce(broker, topic: str, first: int, count: int) -> None:
+    sink = KafkaSink(broker.bootstrap_servers, topic)
+    for i in range(first, first + count):
+        sink.send(b"%d" % i)
+    sink.flush(10.0)
+    assert sink.messages_failed == 0
+    sink.close()
+
+
+def poll_until(source: KafkaSource, condition, seconds: float = 30.0) -> list[Message]:
+    messages: list[Message] = []
+    deadline = time.monotonic() + seconds
+    while not condition(messages):
+        assert time.monotonic() < deadline, f"{len(messages)} messages; problem: {source.problem}"
+        messages += source.poll(0.1)
+    return messages
+
+
+def test_an_unreachable_broker_is_a_problem_not_an_error():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    source = KafkaSource(address, "t", "g", connect_timeout_seconds=0.3)
+    poll_until(source, lambda _: source.problem is not None and "connecting" not in source.problem)
+    assert address in source.problem
+    assert source.lag() == 0
+    assert source.commit({"t/0": 1}) is not None
+    source.restore({"t/0": 1})
+    assert source.positions() == {"t/0": 1}
+    source.close()
+    sink = KafkaSink(address, "t", connect_timeout_seconds=0.3, max_wait_seconds=0.5)
+    with pytest.raises(StreamError):
+        sink.send(b"x")
+    sink.close()
+
+
+def test_a_broker_that_accepts_and_never_answers_does_not_hang_us():
+    """With SSL the client's constructor waits for the handshake for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        options = {"security_protocol": "SSL"}
+        source = KafkaSource(address, "t", "g", connect_timeout_seconds=0.2, client_options=options)
+        poll_until(source, lambda _: source.problem is not None and "connecting" not in source.problem, 10.0)
+        done = threading.Event()
+        threading.Thread(target=lambda: (source.close(), done.set()), daemon=True).start()
+        assert done.wait(20.0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"no_such_option": 1}, {"group_id": "mine"}, {"security_protocol": "NONSENSE"}, {"request_timeout_ms": 1}],
+)
+def test_wrong_options_are_errors(tansu, options):
+    with pytest.raises(StreamError):
+        KafkaSource(tansu.bootstrap_servers, "t", "g", client_options=options).poll(5.0)
+
+
+def test_a_broker_that_goes_silent_is_noticed(own_tansu):
+    topic = topic_on(own_tansu)
+    produce(own_tansu, topic, 0, 3)
+    source = open_source(own_tansu, topic)
+    poll_until(source, lambda got: len(got) == 3)
+    assert source.problem is None
+    own_tansu.kill()
+    poll_until(source, lambda _: source.problem is not None, 15.0)
+    assert "does not answer" in source.problem or "Error" in source.problem
+    source.close()
+
+
+@pytest.mark.parametrize("policy", ["earliest", "latest", "fail"])
+def test_a_broker_that_lost_its_memory_is_noticed(own_tansu, policy):
+    """The client itself would wait at its old position for ever."""
+    topic = topic_on(own_tansu)
+    produce(own_tansu, topic, 0, 10)
+    source = open_source(own_tansu, topic, on_position_lost=policy)
+    source.restore({f"{topic}/0": 4})
+    first = poll_until(source, lambda got: len(got) == 6)
+    assert [m.offset for m in first] == list(range(4, 10))
+    own_tansu.kill()
+    own_tansu.start()
+    produce(own_tansu, topic, 100, 3)
+    if policy == "fail":
+        with pytest.raises(PositionLostError, match="ends before it"):
+            poll_until(source, lambda _: False)
+    elif policy == "earliest":
+        again = poll_until(source, lambda got: len(got) == 3)
+        assert [bytes(m.payload) for m in again] == [b"100", b"101", b"102"]
+        assert source.positions_lost == 1
+        assert source.positions() == {f"{topic}/0": 3}
+    else:
+        poll_until(source, lambda _: source.positions_lost == 1)
+        # Seeking to the end takes effect with the next answers; what follows it is delivered.
+        poll_until(source, lambda _: source._positions == {} and source.lag() >= 0)
+        deadline = time.monotonic() + 20
+        number, got = 103, []
+        while not got and time.monotonic() < deadline:
+            produce(own_tansu, topic, number, 1)
+            number += 1
+            got = source.poll(1.0)
+        assert got
+        assert got[0].offset >= 3
+        assert source.messages_lost == 0
+    source.close()
+
+
+def test_a_restored_position_beyond_the_end_is_noticed(tansu):
+    topic = topic_on(tansu)
+    produce(tansu, topic, 0, 3)
+    source = open_source(tansu, topic)
+    source.restore({f"{topic}/0": 1000})
+    got = poll_until(source, lambda got: len(got) == 3)
+    assert [m.offset for m in got] == [0, 1, 2]
+    assert source.positions_lost == 1
+    source.close()
+
+
+def test_a_rebalance_repeats_and_loses_nothing(tansu):
+    """A second member comes and goes while messages arrive; each member goes on where it was."""
+    topic = topic_on(tansu, 2)
+    group = f"group-{uuid.uuid4().hex[:8]}"
+    produce(tansu, topic, 0, 10)
+    first = open_source(tansu, topic, group)
+    got = poll_until(first, lambda got: len(got) == 10)
+    second = open_source(tansu, topic, group)
+    # What the first has read is what the second must not read again: the daemon would hand these over.
+    second.restore(first.positions())
+    stop = threading.Event()
+    from_second: list[Message] = []
+
+    def run() -> None:
+        while not stop.is_set():
+            from_second.extend(second.poll(0.1))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        poll_until(first, lambda _: len(first._connector.get(0.0).assignment()) == 1)
+        assert first.commit(first.positions()) is None or first.commits_failed > 0
+    finally:
+        stop.set()
+        thread.join(20)
+    second.close()
+    handed_over = second.positions()
+    poll_until(first, lambda _: len(first._connector.get(0.0).assignment()) == 2)
+    produce(tansu, topic, 10, 6)
+    rest = poll_until(first, lambda more: len(more) + len(from_second) >= 6)
+    first.close()
+    everything = [(m.partition, m.offset) for m in got + from_second + rest]
+    assert len(set(everything)) == len(everything) == 16
+    assert handed_over.keys() <= first.positions().keys()
+
+
+def test_a_failed_commit_is_counted_and_harmless(own_tansu):
+    topic = topic_on(own_tansu)
+    produce(own_tansu, topic, 0, 2)
+    source = open_source(own_tansu, topic)
+    poll_until(source, lambda got: len(got) == 2)
+    assert source.commit(source.positions()) is None
+    assert source.commit({"another/7": 3}) is None
+    own_tansu.kill()
+    problem = source.commit(source.positions())
+    assert "commit failed" in problem
+    assert source.commits_failed == 1
+    assert source.problem is not None
+    assert source.positions() == {f"{topic}/0": 2}
+    source.close()
+
+
+def test_the_sink_is_bounded_while_the_broker_is_away(own_tansu):
+    topic = topic_on(own_tansu)
+    sink = KafkaSink(
+        own_tansu.bootstrap_servers,
+        topic,
+        max_wait_seconds=0.2,
+        max_unacknowledged_bytes=1000,
+        client_options={"delivery_timeout_ms": 1500, "request_timeout_ms": 500, "linger_ms": 0},
+    )
+    sink.send(b"x")
+    sink.flush(10.0)
+    own_tansu.kill()
+    refused = 0
+    for _ in range(4):
+        try:
+            sink.send(b"y" * 600)
+        except StreamError:
+            refused += 1
+    assert refused >= 2
+    with pytest.raises(StreamError):
+        sink.flush(0.1)
+    deadline = time.monotonic() + 20
+    while sink.messages_failed < 4 - refused:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    sink.close()

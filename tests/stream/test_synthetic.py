@@ -1,0 +1,132 @@
+"""The synthetic source: the right distribution, drift, pace, and the same stream from any position."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flexd.errors import StreamError
+from flexd.stream.codec import decode
+from flexd.stream.synthetic import SyntheticSource, _scatter, _scatter_multiplier
+from flexd.stream.zipf import ZipfSampler
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("ranks", "exponent"), [(1, 1.2), (2, 1.0), (10, 1.0), (50, 0.5), (1000, 1.05), (7, 3.0), (300, 1.0 + 1e-9)]
+)
+def test_zipf_has_its_distribution(ranks, exponent):
+    count = 200_000
+    sampled = ZipfSampler(ranks, exponent).sample(count, np.random.default_rng(7))
+    weights = np.arange(1, ranks + 1) ** -exponent
+    expected = count * weights / weights.sum()
+    observed = np.bincount(sampled, minlength=ranks)
+    assert len(observed) == ranks
+    statistic = float(((observed - expected) ** 2 / expected).sum())
+    # Chi-square with ranks - 1 degrees of freedom: mean plus six standard deviations.
+    assert statistic < (ranks - 1) + 6 * np.sqrt(2 * max(ranks - 1, 1))
+
+
+def test_zipf_of_a_billion_ranks():
+    sampled = ZipfSampler(10**9, 1.05).sample(100_000, np.random.default_rng(0))
+    assert sampled.min() == 0
+    assert 10**7 < sampled.max() < 10**9
+    # P(rank 0) = 1 / H(1e9, 1.05); the sum by Euler-Maclaurin.
+    harmonic = (1 - 1e9**-0.05) / 0.05 + 0.5 + 1.05 / 12
+    assert abs((sampled == 0).mean() - 1 / harmonic) < 0.005
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 10, 97, 1000, 2**16])
+def test_scatter_is_a_bijection(rows):
+    ids = _scatter(np.arange(rows), rows, _scatter_multiplier(rows))
+    assert np.array_equal(np.sort(ids), np.arange(rows))
+
+
+def test_scatter_does_not_overflow():
+    rows = 2**40 - 1
+    ranks = np.array([0, 1, rows - 1])
+    multiplier = _scatter_multiplier(rows)
+    assert _scatter(ranks, rows, multiplier).tolist() == [int(r) * multiplier % rows for r in ranks.tolist()]
+
+
+def test_drift_moves_the_head_by_the_stated_rate():
+    source = SyntheticSource(
+        [("t", 1000)], zipf_exponent=1.5, accesses_per_second=1000, accesses_per_message=1000, drift_rows_per_second=3
+    )
+    multiplier = _scatter_multiplier(1000)
+    for second in (0, 1, 10, 400):
+        batch = source.batch(second)
+        assert batch.event_time_seconds == second
+        hottest = int(np.bincount(batch.rows, minlength=1000).argmax())
+        assert hottest == (-3 * second) % 1000 * multiplier % 1000
+
+
+def test_it_keeps_the_pace_of_the_clock():
+    clock = Clock()
+    source = SyntheticSource(
+        [("t", 10)], accesses_per_second=80, accesses_per_message=8, clock=clock, sleep=clock.sleep, max_poll_messages=4
+    )
+    assert source.poll(0.05) == []
+    assert clock.now == pytest.approx(100.05)
+    assert len(source.poll(1.0)) == 1
+    assert clock.now == pytest.approx(100.1)
+    clock.now = 101.05
+    assert source.lag() == 9
+    assert len(source.poll(0.0)) == 4
+    assert source.lag() == 5
+    source.restore({"synthetic": 7})
+    assert source.lag() == 0
+    clock.now += 0.2001
+    assert [m.offset for m in source.poll(0.0)] == [7, 8]
+
+
+def test_tables_and_ranks_take_turns_and_seeds_differ():
+    clock = Clock()
+
+    def messages(seed: int, start: int = 0):
+        source = SyntheticSource(
+            [("a", 100), ("b", 2**33)],
+            accesses_per_second=1e6,
+            source_ranks=2,
+            seed=seed,
+            clock=clock,
+            sleep=clock.sleep,
+        )
+        source.restore({"synthetic": start})
+        clock.now += 1.0
+        return [bytes(m.payload) for m in source.poll(0.0)][:8]
+
+    batches = [decode(p, 1 << 24)[0] for p in messages(0)]
+    assert [b.table for b in batches[:4]] == ["a", "b", "a", "b"]
+    assert [b.source_rank for b in batches[:4]] == [0, 0, 1, 1]
+    assert {b.table: b.rows.dtype for b in batches} == {"a": np.int32, "b": np.int64}
+    assert messages(0) == messages(0)
+    assert messages(0)[5:] == messages(0, start=5)[:3]
+    assert messages(0) != messages(1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"tables": []},
+        {"tables": [("t", 0)]},
+        {"tables": [("t", 2**41)]},
+        {"zipf_exponent": 0.0},
+        {"accesses_per_second": float("nan")},
+        {"drift_rows_per_second": -1.0},
+        {"seed": -1},
+    ],
+)
+def test_refuses_bad_arguments(arguments):
+    with pytest.raises(StreamError):
+        SyntheticSource(**{"tables": [("t", 10)], **arguments})
