@@ -128,7 +128,9 @@ def describe_faults(error: ValidationError, model: type[BaseModel], origins: Map
             text = f"must be one of {allowed}" + (f" (got {given!r})" if given is not None else " (it is missing)")
         else:
             text = f"{fault['msg'].removeprefix('Value error, ')} (got {_shown(path, fault['input'])})"
-        variable = next((v for key, v in origins.items() if path == key or path.startswith(key + ".")), None)
+        variable = next(
+            (v for key, v in origins.items() if f"{path}.".startswith(f"{key}.") or key.startswith(f"{path}.")), None
+        )
         lines.append(f"{path}: {text}" + (f" [set by {variable}]" if variable else ""))
     return lines
 

@@ -68,7 +68,8 @@ def change(before: float | None, after: float | None) -> str:
     """Of ``after`` against ``before``."""
     if before is None or after is None or before == 0:
         return UNKNOWN
-    return f"{after / before - 1:+.1%}"
+    text = f"{after / before - 1:+.1%}"
+    return "0%" if text in ("+0.0%", "-0.0%") else text
 
 
 def when(unix_seconds: float | None) -> str:

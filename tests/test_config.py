@@ -1,0 +1,297 @@
+"""Configuration files: what is wrong, where, and what is allowed; variables laid over; secrets kept."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.config import Config, KafkaSource, is_loopback, load_config, parse_config, split_address
+from flexd.errors import ConfigError
+
+MINIMAL = {
+    "job": "ads",
+    "tables": [{"name": "items", "rows": 1000, "dim": 16}],
+    "stream": {"source": {"kind": "file_log", "path": "log"}},
+}
+KAFKA = {"kind": "kafka", "bootstrap_servers": "broker:9092"}
+
+
+def changed(path: str, value: object) -> dict:
+    """``MINIMAL`` with one key set; ``a.0.b`` reaches into lists."""
+    data = copy.deepcopy(MINIMAL)
+    *parents, last = path.split(".")
+    node: object = data
+    for part in parents:
+        node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+    node[last] = value
+    return data
+
+
+def write(path: Path, data: object) -> Path:
+    path.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
+    return path
+
+
+def fault(data: dict) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(data, origin="f.yaml")
+    return str(caught.value)
+
+
+def test_minimal_file_and_defaults(tmp_path):
+    config = load_config(write(tmp_path / "c.yaml", MINIMAL), {})
+    assert config.job == "ads"
+    assert config.server.port == 9464
+    assert config.server.metrics_listen is None
+    assert config.keyspace().total_rows == 1000
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("job", "a b", "job: String should match pattern"),
+        ("job", None, "job: Input should be a valid string (got None)"),
+        ("tables", [], "tables: List should have at least 1 item"),
+        ("tables.0.rows", 0, "tables[0].rows: Input should be greater than or equal to 1 (got 0)"),
+        ("tables.0.rows", "1e6", "tables[0].rows: Input should be a valid integer"),
+        ("tables.0.rows", True, "tables[0].rows: must be a number, not a truth value (got True)"),
+        ("tables.0.dtype", "int8", "tables[0].dtype: must be one of float64, float32, float16, bfloat16 (got 'int8')"),
+        ("tables.0.optimizer", "adam", "tables[0].optimizer: must be one of sgd, rowwise_adagrad (got 'adam')"),
+        ("tables.0.rwos", 1, "tables[0].rwos: is not a known key; did you mean 'rows'?"),
+        ("plannr", {}, "plannr: is not a known key; did you mean 'planner'?"),
+        ("log.zzz", 1, "log.zzz: is not a known key; known here: level, format"),
+        ("log.level", "loud", "log.level: Input should be 'debug', 'info', 'warning' or 'error' (got 'loud')"),
+        ("stream.source.pth", 1, "stream.source.pth: is not a known key; did you mean 'path'?"),
+        (
+            "stream.source.kind",
+            "rabbit",
+            "stream.source.kind: must be one of file_log, kafka, synthetic (got 'rabbit')",
+        ),
+        ("stream.source", {"path": "x"}, "stream.source.kind: must be one of file_log, kafka, synthetic"),
+        ("stream.source", {"kind": "kafka"}, "stream.source.bootstrap_servers: is required"),
+        (
+            "stream.source",
+            {**KAFKA, "on_position_lost": "x"},
+            "stream.source.on_position_lost: Input should be 'earliest', 'latest' or 'fail' (got 'x')",
+        ),
+        (
+            "stream.source",
+            {**KAFKA, "client_options": {"a": [1]}},
+            "stream.source.client_options: option 'a' must be text, a number or a truth value "
+            "(got a mapping with 1 keys)",
+        ),
+        (
+            "stream.source",
+            {**KAFKA, "client_options": {"a": "1"}, "client_option_files": {"a": "f"}},
+            "stream.source.client_option_files: given in client_options too: a",
+        ),
+        ("sketch.half_life_seconds", 0, "sketch.half_life_seconds: Input should be greater than 0 (got 0)"),
+        ("sketch.half_life_seconds", float("nan"), "sketch.half_life_seconds: Input should be a finite number"),
+        ("sketch.half_life_seconds", float("inf"), "sketch.half_life_seconds: Input should be a finite number"),
+        ("planner.min_coverage", 1.5, "planner.min_coverage: Input should be less than or equal to 1 (got 1.5)"),
+        ("planner", 3, "planner: Input should be a valid dictionary"),
+        (
+            "topology",
+            {"preset": "a", "file": "b"},
+            "topology.file: give `preset` or `file`, not both (got 'b')",
+        ),
+        (
+            "control.listen_host",
+            "0.0.0.0",
+            "control.listen_host: is reachable from other machines: set control.secret_file, or listen on 127.0.0.1 "
+            "(got '0.0.0.0')",
+        ),
+        ("control.listen_port", 70_000, "control.listen_port: Input should be less than or equal to 65535 (got 70000)"),
+        ("server.host", "0.0.0.0", "server.host: the admin API binds loopback or server.unix_socket only"),
+        (
+            "server.metrics_listen",
+            "9465",
+            "server.metrics_listen: must be host:port or [IPv6 address]:port (got '9465')",
+        ),
+        ("server.metrics_listen", "::1:9465", "server.metrics_listen: must be host:port"),
+        ("server.metrics_listen", "h:99999", "server.metrics_listen: the port must be 0 to 65535"),
+        ("shutdown_seconds", 0, "shutdown_seconds: Input should be greater than 0 (got 0)"),
+    ],
+)
+def test_each_fault_names_path_value_and_what_is_allowed(path, value, expected):
+    assert f"f.yaml: {expected}" in fault(changed(path, value))
+
+
+def test_every_fault_is_listed():
+    data = changed("tables.0.rows", 0)
+    data["log"] = {"level": "loud"}
+    del data["job"]
+    lines = fault(data).splitlines()
+    assert len(lines) == 3
+    assert "f.yaml: job: is required" in lines
+
+
+def test_tables_named_twice():
+    data = changed("tables", [MINIMAL["tables"][0]] * 2)
+    assert "tables: each table needs its own name; named twice: items (got a list of 2)" in fault(data)
+
+
+def test_a_secret_allows_other_hosts_and_a_socket_any_host():
+    open_to_all = {**MINIMAL, "control": {"listen_host": "0.0.0.0", "secret_file": "/run/s"}}
+    assert parse_config(open_to_all).control.listen_host == "0.0.0.0"
+    assert parse_config({**MINIMAL, "server": {"host": "::1"}}).server.host == "::1"
+    assert parse_config({**MINIMAL, "server": {"unix_socket": "/run/x", "host": "0.0.0.0"}})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("job: [", "no valid YAML at line 1, column"),
+        ("job: a\njob: b\n", "the key 'job' is given twice"),
+        ("a: &x {b: 1, b: 2}\n", "the key 'b' is given twice"),
+        ("- 1\n", "the top level must be a mapping, got list"),
+        ("", "the top level must be a mapping, got NoneType"),
+        ("!!python/object/apply:os.system ['true']", "no valid YAML"),
+        ("a: 2001-99-99", "no valid YAML"),
+        ("[" * 5000, "no valid YAML"),
+    ],
+)
+def test_bad_yaml(tmp_path, text, expected):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path / "c.yaml", text), {})
+    assert expected in str(caught.value)
+    assert str(tmp_path / "c.yaml") in str(caught.value)
+
+
+def test_unreadable_files(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "missing.yaml", {})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path, {})
+    (tmp_path / "latin.yaml").write_bytes(b"job: \xe9")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "latin.yaml", {})
+
+
+def test_variables_are_laid_over_the_file(tmp_path):
+    file = write(tmp_path / "c.yaml", changed("control.listen_port", 1))
+    config = load_config(
+        file,
+        {
+            "FLEXD__CONTROL__LISTEN_PORT": "2",
+            "FLEXD__SKETCH__HALF_LIFE_SECONDS": "null",
+            "FLEXD__JOB": "other",
+            "FLEXD__TABLES": "[{name: t, rows: 5, dim: 2}]",
+            "FLEXD_URL": "http://ignored",
+        },
+    )
+    assert config.control.listen_port == 2
+    assert config.sketch.half_life_seconds is None
+    assert config.job == "other"
+    assert config.tables[0].rows == 5
+
+
+def test_a_bad_variable_is_named(tmp_path):
+    file = write(tmp_path / "c.yaml", MINIMAL)
+    for variable, value, expected in (
+        ("FLEXD__CONTROL__LISTEN_PORT", "x", "control.listen_port: Input should be a valid integer"),
+        ("FLEXD__NO__SUCH", "1", "no: is not a known key"),
+        ("FLEXD__JOB__X", "1", "'job' is not a section"),
+        ("FLEXD__TABLES__0__ROWS", "1", "'tables' is not a section"),
+        ("FLEXD__CONTROL__LISTEN_PORT", "[", "no valid YAML value"),
+        ("FLEXD__", "1", "names no key"),
+        ("FLEXD__A____B", "1", "names no key"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_config(file, {variable: value})
+        assert expected in str(caught.value)
+        assert variable in str(caught.value)
+
+
+def test_passwords_from_variables_stay_text_and_are_never_shown(tmp_path):
+    file = write(tmp_path / "c.yaml", changed("stream.source", KAFKA))
+    prefix = "FLEXD__STREAM__SOURCE__CLIENT_OPTIONS__"
+    config = load_config(
+        file,
+        {
+            f"{prefix}SASL_PLAIN_PASSWORD": "0123",
+            f"{prefix}SECURITY_PROTOCOL": "SASL_SSL",
+            f"{prefix}SSL_CHECK_HOSTNAME": "no",
+        },
+    )
+    assert isinstance(config.stream.source, KafkaSource)
+    assert config.stream.source.client_options == {
+        "sasl_plain_password": "0123",
+        "security_protocol": "SASL_SSL",
+        "ssl_check_hostname": False,
+    }
+    assert "0123" not in str(config.document())
+    assert config.document()["stream"]["source"]["client_options"]["security_protocol"] == "SASL_SSL"
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, {f"{prefix}SASL_PLAIN_PASSWORD": "hunter2", "FLEXD__STREAM__PASSWORD": "hunter3"})
+    assert "hunter" not in str(caught.value)
+
+
+def test_client_options_from_files(tmp_path):
+    password = write(tmp_path / "password", "s3cret\n")
+    options = {"client_option_files": {"sasl_plain_password": str(password)}}
+    source = parse_config(changed("stream.source", {**KAFKA, **options})).stream.source
+    assert source.resolved_client_options() == {"sasl_plain_password": "s3cret"}
+    password.unlink()
+    with pytest.raises(ConfigError, match=r"client_option_files\.sasl_plain_password: .* cannot be read"):
+        source.resolved_client_options()
+
+
+def test_control_secret_file_is_shown_as_a_path():
+    config = parse_config({**MINIMAL, "control": {"secret_file": "/run/secrets/flexd"}})
+    assert config.document()["control"]["secret_file"] == "/run/secrets/flexd"
+
+
+def test_the_document_of_a_configuration_is_that_configuration():
+    config = parse_config(changed("stream.source", KAFKA))
+    assert parse_config(config.document()) == config
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.10", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("LOCALHOST", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("localhost.example", False),
+        ("", False),
+    ],
+)
+def test_loopback(host, expected):
+    assert is_loopback(host) is expected
+
+
+def test_split_address():
+    assert split_address("0.0.0.0:9465") == ("0.0.0.0", 9465)
+    assert split_address("[::]:1") == ("::", 1)
+    for bad in ("", ":1", "h:", "h:x", "h:-1", "::1:5", "[]:1", "h:٣"):
+        with pytest.raises(ValueError, match="must be"):
+            split_address(bad)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from([*Config.model_fields, "kind", "source", "x"]), inner, max_size=4)
+        ),
+        max_leaves=12,
+    )
+)
+def test_nonsense_is_refused_with_a_config_error_only(nonsense):
+    for data in ({"job": nonsense}, {**MINIMAL, "stream": nonsense}, {**MINIMAL, "server": nonsense}):
+        with contextlib.suppress(ConfigError):
+            parse_config(data)
