@@ -67,9 +67,8 @@ class ForwardDecay:
         self._newest = math.nan
         self._oldest = math.nan
         self._confirmed = False
-        self._ahead_times = 0
-        self._ahead_last = math.nan
-        self._ahead_lowest = math.inf
+        self._ahead: list[float] = []
+        """Different event times beyond the future limit since the last one within it."""
 
     @property
     def newest_seconds(self) -> float:
@@ -95,8 +94,8 @@ class ForwardDecay:
             self._newest = self._oldest = time
             return Admission(time)
         if time > newest + self.max_future_seconds:
-            return self._ahead(time)
-        self._ahead_times = 0
+            return self._admit_ahead(time)
+        self._ahead.clear()
         if time >= newest:
             self._confirmed = self._confirmed or time > newest
             self._newest = time
@@ -113,21 +112,19 @@ class ForwardDecay:
         self._oldest = min(self._oldest, time)
         return Admission(time, late=True)
 
-    def _ahead(self, time: float) -> Admission:
-        if self._ahead_times == 0:
-            self._ahead_lowest = math.inf
-        if self._ahead_times == 0 or time != self._ahead_last:
-            self._ahead_times += 1
-        self._ahead_last = time
-        self._ahead_lowest = min(self._ahead_lowest, time)
-        if self._ahead_times < JUMP_TIMES:
+    def _admit_ahead(self, time: float) -> Admission:
+        if time not in self._ahead:
+            self._ahead.append(time)
+        if len(self._ahead) < JUMP_TIMES:
             return Admission(self._newest, future_clamped=True)
-        self._ahead_times = 0
-        self._newest = self._ahead_lowest
+        # The median: a wrong clock among the witnesses does not decide where the stream goes on.
+        self._newest = sorted(self._ahead)[(JUMP_TIMES - 1) // 2]
+        self._ahead.clear()
         self._confirmed = True
         if time <= self._newest + self.max_future_seconds:
-            self._newest = time
-            return Admission(time)
+            late = time < self._newest
+            self._newest = max(self._newest, time)
+            return Admission(time, late=late)
         return Admission(self._newest, future_clamped=True)
 
     def advance(self, to_event_time_seconds: float) -> None:
@@ -187,15 +184,14 @@ class ForwardDecay:
             "newest": self._newest.hex(),
             "oldest": self._oldest.hex(),
             "confirmed": self._confirmed,
-            "ahead_times": self._ahead_times,
-            "ahead_last": self._ahead_last.hex(),
-            "ahead_lowest": self._ahead_lowest.hex(),
+            "ahead": [time.hex() for time in self._ahead],
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Takes over what ``state`` gave. Raises KeyError, TypeError or ValueError on anything else."""
         newest, oldest = float.fromhex(state["newest"]), float.fromhex(state["oldest"])
-        last, lowest = float.fromhex(state["ahead_last"]), float.fromhex(state["ahead_lowest"])
-        self._newest, self._oldest, self._ahead_last, self._ahead_lowest = newest, oldest, last, lowest
+        ahead = [float.fromhex(time) for time in state["ahead"]]
+        if len(ahead) >= JUMP_TIMES:
+            raise ValueError(f"{len(ahead)} event times ahead")
+        self._newest, self._oldest, self._ahead = newest, oldest, ahead
         self._confirmed = bool(state["confirmed"])
-        self._ahead_times = int(state["ahead_times"])

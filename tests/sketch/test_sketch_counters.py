@@ -1,0 +1,196 @@
+"""Dense and count-min counters against plain counting."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.errors import SketchError
+from flexd.sketch import dense as dense_module
+from flexd.sketch.countmin import BLOCK_IDS, CountMin
+from flexd.sketch.dense import CARRY_BITS, DenseCounter
+
+ROWS = 50
+ids = st.lists(st.integers(-3, ROWS + 3), max_size=200)
+
+
+def _exact(batches: list[tuple[list[int], int]]) -> np.ndarray:
+    exact = np.zeros(ROWS, dtype=object)
+    for batch, units in batches:
+        for row in batch:
+            if 0 <= row < ROWS:
+                exact[row] += units
+    return exact
+
+
+def _add(counter: CountMin, rows: np.ndarray, units: int, registers: np.ndarray | None = None) -> tuple[int, int]:
+    start, negative, outside, taken = 0, 0, 0, 0
+    registers = np.zeros(16, dtype=np.uint8) if registers is None else registers
+    while start < len(rows):
+        candidates = np.empty(BLOCK_IDS, dtype=np.int64)
+        start, below, beyond, taken = counter.add(rows, start, units, registers, 0, candidates, 0)
+        negative += below
+        outside += beyond
+    return negative, outside
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(ids, st.integers(0, 2**19)), max_size=6),
+    st.sampled_from([np.int32, np.int64]),
+    st.integers(0, 2**CARRY_BITS - 1),
+)
+def test_dense_equals_exact_counting_across_the_carry(batches, dtype, head_start):
+    counter = DenseCounter(ROWS)
+    # As after a long stream: some rows are just below the word's end.
+    counter._low[::2] = head_start
+    exact = _exact(batches)
+    exact[::2] += head_start
+    for batch, units in batches:
+        rows = np.array(batch, dtype=dtype)
+        negative, outside = counter.add(rows, units)
+        assert (negative, outside) == (int((rows < 0).sum()), int((rows >= ROWS).sum()))
+    assert counter.query(np.arange(ROWS)).tolist() == exact.tolist()
+
+
+def test_dense_counts_past_2_to_the_24_and_past_32_bits():
+    counter = DenseCounter(3)
+    rows = np.ones(1_000_000, dtype=np.int64)
+    for _ in range(40):
+        counter.add(rows, 2**19)
+    assert counter.query(np.arange(3)).tolist() == [0, 40_000_000 * 2**19, 0]
+    counter.rescale(19)
+    assert counter.query(np.arange(3)).tolist() == [0, 40_000_000, 0]
+
+
+def test_dense_with_more_carries_than_the_buffer_holds(monkeypatch):
+    rows = 3 * dense_module._PENDING_CARRIES
+    counter = DenseCounter(rows)
+    counter._low[:] = 2**31 - 1
+    counter.add(np.arange(rows, dtype=np.int32), 1)
+    counter.add(np.arange(rows, dtype=np.int32), 5)
+    assert set(counter.query(np.arange(rows)).tolist()) == {2**31 + 5}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 2**40), min_size=4, max_size=4), st.integers(1, 70))
+def test_dense_rescale_is_to_the_nearest_unit(units, bits):
+    counter = DenseCounter(4)
+    counter._set_high(np.arange(4), np.array(units, dtype=np.int64))
+    counter.rescale(bits)
+    for got, before in zip(counter.query(np.arange(4)).tolist(), units, strict=True):
+        assert abs(got * 2**bits - before) <= 2**bits // 2
+
+
+def test_a_row_that_is_not_seen_again_ends_at_zero():
+    counter = DenseCounter(1)
+    counter.add(np.zeros(1, dtype=np.int32), 2**16)
+    for _ in range(20):
+        counter.rescale(1)
+    assert counter.query(np.zeros(1, dtype=np.int64)).tolist() == [0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(ids, ids, st.integers(0, 2**CARRY_BITS - 1), st.integers(0, 2**CARRY_BITS - 1))
+def test_dense_merge_equals_counting_the_concatenation(first, second, head_a, head_b):
+    a, b = DenseCounter(ROWS), DenseCounter(ROWS)
+    a._low[:], b._low[:] = head_a, head_b
+    a.add(np.array(first, dtype=np.int64), 7)
+    b.add(np.array(second, dtype=np.int64), 7)
+    before = b.query(np.arange(ROWS))
+    a.merge(b)
+    assert a.query(np.arange(ROWS)).tolist() == (_exact([(first + second, 7)]) + head_a + head_b).tolist()
+    assert np.array_equal(b.query(np.arange(ROWS)), before)
+
+
+def test_dense_state_round_trip_and_damaged_state():
+    counter = DenseCounter(ROWS)
+    counter._low[:] = 2**31 - 2
+    counter.add(np.arange(0, ROWS, 3, dtype=np.int32), 5)
+    state = counter.state()
+    twin = DenseCounter(ROWS)
+    twin.load(state)
+    assert np.array_equal(twin.query(np.arange(ROWS)), counter.query(np.arange(ROWS)))
+    assert all(np.array_equal(twin.state()[name], array) for name, array in state.items())
+    with pytest.raises(SketchError):
+        DenseCounter(ROWS + 1).load(state)
+    with pytest.raises(SketchError):
+        DenseCounter(ROWS).load({**state, "high_rows": state["high_rows"][::-1].copy()})
+
+
+def test_dense_refuses_a_weight_that_could_overflow_within_a_block():
+    with pytest.raises(SketchError):
+        DenseCounter(1).add(np.zeros(1, dtype=np.int32), 2**20)
+
+
+@pytest.mark.parametrize("conservative", [True, False])
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(ids, st.integers(1, 2**18)), max_size=5), st.integers(0, 3))
+def test_count_min_never_under_estimates(conservative, batches, shift):
+    counter = CountMin(ROWS, 8, conservative=conservative)
+    exact = _exact(batches)
+    for batch, units in batches:
+        rows = np.array(batch, dtype=np.int64)
+        assert _add(counter, rows, units) == (int((rows < 0).sum()), int((rows >= ROWS).sum()))
+    assert counter.total_units == sum(exact)
+    assert (counter.query(np.arange(ROWS)) >= exact).all()
+    counter.rescale(shift)
+    assert (counter.query(np.arange(ROWS)) * 2**shift >= exact).all()
+
+
+@pytest.mark.parametrize("conservative", [True, False])
+def test_count_min_error_stays_within_its_bound_and_conservative_is_no_worse(conservative):
+    random = np.random.default_rng(1)
+    rows = 100_000
+    accesses = (random.zipf(1.3, 300_000) % rows).astype(np.int32)
+    exact = np.bincount(accesses, minlength=rows)
+    counter = CountMin(rows, 12, conservative=conservative)
+    _add(counter, accesses, 3)
+    error = counter.query(np.arange(rows)) - 3 * exact
+    assert error.min() >= 0
+    over = (error > counter.error_share * counter.total_units).mean()
+    assert over <= np.exp(-4)
+    mean_noise, bound = counter.noise()
+    assert 0 < mean_noise <= bound <= counter.error_share * counter.total_units
+    assert (error > bound).mean() <= 2 * np.exp(-4)
+    if conservative:
+        plain = CountMin(rows, 12, conservative=False)
+        _add(plain, accesses, 3)
+        assert (counter.query(np.arange(rows)) <= plain.query(np.arange(rows))).all()
+        assert error.sum() < 0.7 * (plain.query(np.arange(rows)) - 3 * exact).sum()
+
+
+@settings(max_examples=30, deadline=None)
+@given(ids, ids)
+def test_count_min_merge_bounds_the_concatenation(first, second):
+    exact = _exact([(first + second, 5)])
+    for conservative in (True, False):
+        a, b, both = (CountMin(ROWS, 8, conservative=conservative) for _ in range(3))
+        _add(a, np.array(first, dtype=np.int32), 5)
+        _add(b, np.array(second, dtype=np.int32), 5)
+        _add(both, np.array(first + second, dtype=np.int32), 5)
+        a.merge(b)
+        merged = a.query(np.arange(ROWS))
+        assert (merged >= exact).all()
+        assert a.total_units == both.total_units
+        if not conservative:
+            assert np.array_equal(a.cells(), both.cells())
+
+
+def test_count_min_hashes_spread_evenly_and_rows_are_independent():
+    counter = CountMin(2**22, 10, conservative=False)
+    _add(counter, np.arange(2**17, dtype=np.int64), 1)
+    cells = counter.cells().reshape(4, -1).astype(np.float64)
+    expected = 2**17 / 2**10
+    chi_square = ((cells - expected) ** 2 / expected).sum(axis=1)
+    assert (abs(chi_square - 1023) < 6 * np.sqrt(2 * 1023)).all()
+    assert abs(np.corrcoef(cells)[np.triu_indices(4, 1)]).max() < 0.2
+
+
+def test_count_min_of_other_shape_is_not_merged():
+    with pytest.raises(SketchError):
+        CountMin(10, 8).merge(CountMin(10, 9))
+    with pytest.raises(SketchError):
+        CountMin(10, 7)

@@ -1,0 +1,141 @@
+"""Forward decay: weights against the formula, and the clock's rules."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.errors import SketchError
+from flexd.keyspace import TableSpec
+from flexd.sketch.decay import JUMP_TIMES, ForwardDecay
+from flexd.sketch.table_set import SketchSet
+
+TABLE = [TableSpec("t", 8, 4)]
+T0 = 1.7e9
+
+
+def _set(half_life: float | None = 10.0, max_future: float = 1e9, **more) -> SketchSet:
+    return SketchSet(TABLE, 2**20, half_life, max_future, **more)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.floats(0, 400)), min_size=1, max_size=40),
+    st.sampled_from([7.3, 60.0, 3600.0]),
+)
+def test_counters_follow_the_formula_whatever_the_order(events, half_life):
+    sketches = _set(half_life)
+    newest = T0 + max(time for _, time in events)
+    # The first event fixes the clock; the test of a wrong first event is below.
+    sketches.ingest("t", np.array([0], dtype=np.int32), 0, newest)
+    sketches.ingest("t", np.array([0], dtype=np.int32), 0, newest + 1e-6)
+    exact = np.zeros(8)
+    exact[0] = 2
+    for row, time in events:
+        counts = sketches.ingest("t", np.array([row], dtype=np.int64), 0, T0 + time)
+        assert counts.late == 1
+        assert counts.accepted == 1
+        exact[row] += 2.0 ** ((T0 + time - newest) / half_life)
+    got = sketches.query("t", np.arange(8))
+    # Rounding: half a unit an access (2^-17 of one), and a unit for rescaling.
+    assert np.allclose(got, exact, rtol=1e-5, atol=(len(events) + 2) * 2.0**-16)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.floats(0, 3), min_size=1, max_size=60))
+def test_decay_is_exact_through_many_rescales(steps):
+    sketches = _set(0.5)
+    exact, time = 0.0, T0
+    for step in steps:
+        exact = exact * 2.0 ** (-step / 0.5) + 1
+        time += step
+        sketches.ingest("t", np.array([3], dtype=np.int32), 0, time)
+    assert sketches.query("t", np.array([3]))[0] == pytest.approx(exact, rel=3e-5, abs=1e-4)
+
+
+def test_without_decay_counts_are_whole_numbers():
+    sketches = _set(None)
+    for time in (T0, 0.0, T0 + 1e8):
+        sketches.ingest("t", np.array([1, 1, 2], dtype=np.int32), 0, time)
+    assert sketches.query("t", np.arange(4)).tolist() == [0, 6, 3, 0]
+
+
+def test_idle_stream_decays_and_idle_table_beside_a_busy_one_too():
+    sketches = SketchSet([TableSpec("a", 4, 4), TableSpec("b", 4, 4)], 2**20, 10.0, 1e9)
+    sketches.ingest("a", np.zeros(1024, dtype=np.int32), 0, T0)
+    sketches.ingest("b", np.zeros(1, dtype=np.int32), 0, T0 + 100)
+    assert sketches.query("a", np.array([0]))[0] == pytest.approx(1, rel=1e-4)
+    sketches.advance(T0 + 110)
+    sketches.advance(T0)
+    assert sketches.query("a", np.array([0]))[0] == pytest.approx(0.5, rel=1e-4)
+    assert sketches.query("b", np.array([0]))[0] == pytest.approx(0.5, rel=1e-4)
+
+
+def test_future_accesses_count_as_of_the_newest_event():
+    sketches = _set(10.0, 5.0)
+    sketches.ingest("t", np.array([0], dtype=np.int32), 0, T0)
+    counts = sketches.ingest("t", np.array([1, 1, -1], dtype=np.int32), 0, T0 + 5.01)
+    assert (counts.accepted, counts.negative_row, counts.future_clamped) == (2, 1, 2)
+    assert sketches.newest_event_seconds == T0
+    assert sketches.query("t", np.array([1]))[0] == pytest.approx(2, rel=1e-4)
+    counts = sketches.ingest("t", np.array([1], dtype=np.int32), 0, T0 + 5)
+    assert counts.future_clamped == 0
+    assert sketches.newest_event_seconds == T0 + 5
+
+
+def test_one_wrong_clock_never_moves_the_stream_but_a_gap_does():
+    decay = ForwardDecay(10.0, 5.0)
+    decay.admit(T0)
+    for i in range(100):
+        assert decay.admit(T0 + 1e6 + i).future_clamped
+        assert not decay.admit(T0 + 0.01 * i).future_clamped
+    for _ in range(3 * JUMP_TIMES):
+        assert decay.admit(T0 + 1e6).future_clamped, "one time repeated is one witness"
+    decay.admit(T0 + 1)
+    outcome = [decay.admit(T0 + 1000 + i).future_clamped for i in range(JUMP_TIMES + 2)]
+    assert outcome[: JUMP_TIMES - 1] == [True] * (JUMP_TIMES - 1)
+    assert not outcome[-1]
+    assert decay.newest_seconds == T0 + 1000 + JUMP_TIMES + 1
+
+
+def test_a_wrong_first_event_does_not_blind_the_sketch():
+    sketches = _set(10.0, 5.0)
+    sketches.ingest("t", np.array([7], dtype=np.int32), 0, T0 + 1e9)
+    for i in range(20):
+        sketches.ingest("t", np.array([1], dtype=np.int32), 0, T0 + 0.001 * i)
+    weight = sketches.query("t", np.array([1, 7]))
+    assert weight[0] == pytest.approx(20, rel=1e-2)
+    assert weight[1] <= 1.01
+    assert sketches.newest_event_seconds == pytest.approx(T0 + 0.019)
+
+
+def test_time_that_is_no_number_is_refused_and_nothing_counted():
+    sketches = _set()
+    for time in (math.nan, math.inf, -math.inf):
+        with pytest.raises(SketchError):
+            sketches.ingest("t", np.array([1], dtype=np.int32), 0, time)
+    assert sketches.samples == 0
+    assert math.isnan(sketches.newest_event_seconds)
+
+
+@pytest.mark.parametrize("half_life", [0.0, -1.0, math.inf, math.nan])
+def test_impossible_half_life(half_life):
+    with pytest.raises(SketchError):
+        ForwardDecay(half_life, 1.0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.floats(-100, 1e4), max_size=20))
+def test_clock_state_round_trip(times):
+    decay = ForwardDecay(10.0, 50.0)
+    for time in times:
+        decay.admit(time)
+    twin = ForwardDecay(10.0, 50.0)
+    twin.load(json.loads(json.dumps(decay.state())))
+    assert twin.state() == decay.state()
+    assert twin.admit(5000.0) == decay.admit(5000.0)
