@@ -54,10 +54,8 @@ class Delta:
 
     def digest_change(self) -> int:
         """What applying this delta adds to ``Placement.digest`` (mod 2^64)."""
-        change = _row_hash(self.keys, self.new_tiers).sum(dtype=np.uint64) - _row_hash(self.keys, self.old_tiers).sum(
-            dtype=np.uint64
-        )
-        return int(change)
+        after, before = (_row_hash(self.keys, tiers).sum(dtype=np.uint64) for tiers in (self.new_tiers, self.old_tiers))
+        return (int(after) - int(before)) % 2**64
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -64,15 +65,20 @@ class Planning:
         self._account = threading.Lock()
         self._serial = 0
         self.last_plan: Plan | None = None
-        self.last_rows_before: Placement = Placement.empty()
+        self.last_live: Placement = Placement.empty()
         self.last_profile: Profile | None = None
         self.last_execution: Execution | None = None
         self.outcomes: Counter[str] = Counter()
         self.migrations: Counter[str] = Counter()
         self.migrated: Counter[str] = Counter()
         self.seconds = 0.0
+        self._profiled_at = math.nan
         newest = log.newest
-        self._live_plan_id = str(newest["plan_id"]) if newest else ""
+        self.live_plan_id = str(newest["plan_id"]) if newest else ""
+
+    def profile_age_seconds(self) -> float:
+        """Since the newest profile was made; NaN before the first."""
+        return time.monotonic() - self._profiled_at
 
     def live_topology(self) -> LiveTopology:
         live = self._coordinator.live()
@@ -94,7 +100,7 @@ class Planning:
                 raise
             finally:
                 self.seconds += time.monotonic() - started
-            self.last_plan, self.last_profile, self.last_rows_before = plan, profile, live
+            self.last_plan, self.last_profile, self.last_live = plan, profile, live
             return plan
 
     def _make(self, reason: str) -> tuple[Plan, Profile, Placement]:
@@ -107,6 +113,7 @@ class Planning:
                 remedy="wait for the ranks' first report, or set planner.batch_accesses_per_step",
             )
         profile = self._profile(per_step)
+        self._profiled_at = time.monotonic()
         self._check_complete(profile)
         live = self._coordinator.placement()
         self._serial += 1
@@ -118,7 +125,7 @@ class Planning:
             topology.replica_slots,
             live,
             plan_id=f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self._serial}",
-            parent_id=self._live_plan_id,
+            parent_id=self.live_plan_id,
             topology_generation=topology.generation,
             horizon_steps=settings.horizon_steps,
             now_unix_seconds=time.time(),
@@ -180,7 +187,7 @@ class Planning:
             self.migrated["bytes"] += plan.migration_bytes if progress.state is MigrationState.COMMITTED else 0
             if progress.chunks_pushed == 0:
                 return
-            self._live_plan_id = plan.plan_id
+            self.live_plan_id = plan.plan_id
             self._log.append(
                 {
                     "plan_id": plan.plan_id,

@@ -157,6 +157,7 @@ def run_reference(setup_file: Path, directory: Path, timeout_seconds: float) -> 
                 [sys.executable, "-m", "flexd.demo.reference", str(setup_file)],
                 stdout=log,
                 stderr=log,
+                env=_environment(),
                 timeout=timeout_seconds,
                 check=False,
             ).returncode

@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from flexd.demo.rank import RunSetup, features_of, loss_of
+from flexd.demo.rank import ADAGRAD_EPS, RunSetup, features_of, loss_of
 from flexd.demo.trace import Batch, Batches
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.keyspace import KeySpace
 from flexd.layout import RankLayout
 
 ID_BYTES = 8
-ADAGRAD_EPS = 1e-8
 
 
 class RowWiseBaseline:

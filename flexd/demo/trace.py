@@ -15,6 +15,7 @@ from flexd.errors import StreamError
 
 Int64Array = npt.NDArray[np.int64]
 
+_STYLES = 10
 _REQUIRED = ("row", "ts", "table_rows", "table_names")
 
 
@@ -73,12 +74,16 @@ def synthetic_trace(
 ) -> Trace:
     """A shop whose fashions change: Zipf popularity over the items in season; every season a third of them changes.
 
+    Items come in ``_STYLES`` styles; half of what a user takes is of the user's own, which is what a model can learn.
     Most rows of the table rest at any time, as RecShard (arXiv 2201.10095) saw of production tables. Event time runs at
     one event a second.
     """
     rng = np.random.default_rng(seed)
     weight = np.arange(1, active + 1) ** -exponent
     rank = np.minimum(np.searchsorted(np.cumsum(weight) / weight.sum(), rng.random(events)), active - 1)
+    user = rng.integers(0, users, events)
+    loyal = rng.random(events) < 0.5
+    rank = np.where(loyal, np.minimum(rank - rank % _STYLES + user % _STYLES, active - 1), rank)
     row = np.empty(events, dtype=np.int64)
     items = rng.permutation(rows)
     for season in np.array_split(np.arange(events), 6):
@@ -86,7 +91,6 @@ def synthetic_trace(
         leaving = rng.choice(active, active // 3, replace=False)
         coming = active + rng.choice(rows - active, len(leaving), replace=False)
         items[leaving], items[coming] = items[coming], items[leaving]
-    user = rng.integers(0, users, events)
     seconds = np.arange(events, dtype=np.float64) + 1.7e9
     return Trace(np.zeros(events, np.int64), row, seconds, user, np.array([rows]), ("item",))
 

@@ -1,0 +1,301 @@
+"""The daemon's life cycle: start everything, tick, stop everything within the deadline."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from flexd.config import Config
+from flexd.control.coordinator import Coordinator
+from flexd.control.journal import PlacementJournal
+from flexd.control.migration import MigrationState
+from flexd.control.report import StepReport
+from flexd.daemon import parts
+from flexd.daemon.plan_log import PlanLog
+from flexd.daemon.planning import Planning
+from flexd.daemon.training import TrainingMonitor
+from flexd.daemon.view import Condition, DaemonView
+from flexd.dead_letters import DeadLetterFile
+from flexd.errors import ApiError, FlexdError, SnapshotError
+from flexd.ingest import Ingestor
+from flexd.server.http import DaemonServer
+from flexd.server.metrics import Metrics
+from flexd.server.models import PauseState, ProbeResult, ReplanOutcome, ReplanResult, Status
+from flexd.server.plan_report import PlanReport
+from flexd.sketch.snapshot import SnapshotStore
+
+logger = logging.getLogger("flexd")
+
+TICK_SECONDS = 0.1
+HEALTHY_TICK_SECONDS = 30.0
+"""A loop that has not ticked for so long is stuck; a plan of a large job takes seconds."""
+_SHARE_INGEST = 0.5
+_SHARE_CONTROL = 0.3
+
+_OUTCOMES: Mapping[MigrationState, ReplanOutcome] = {
+    MigrationState.COMMITTED: "committed",
+    MigrationState.SUPERSEDED: "superseded",
+    MigrationState.CANCELLED: "cancelled",
+    MigrationState.FAILED: "failed",
+}
+
+
+class Daemon:
+    """Implements ``DaemonApi`` over the parts. ``start``, then ``run_until_stopped``; ``ask_to_stop`` from anywhere.
+
+    Raises:
+        FlexdError: a part cannot be made from the configuration (see each); nothing is left running.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._started_unix_seconds = time.time()
+        keyspace = config.keyspace()
+        self._make_state_directory()
+        state = config.state.dir
+        cluster = parts.make_cluster(config)
+        control = parts.control_options(config)
+        letters = config.stream.dead_letters
+        self._training = TrainingMonitor()
+        self._journal = PlacementJournal(state / "placement")
+        self._ingestor = Ingestor(
+            parts.make_source(config),
+            keyspace.tables,
+            parts.sketch_settings(config),
+            SnapshotStore(state / "snapshots", config.state.keep_snapshots),
+            dead_letters=DeadLetterFile(
+                letters.path or state / "dead-letters.jsonl", letters.max_bytes, letters.max_message_bytes
+            ),
+            snapshot_interval_seconds=config.state.snapshot_interval_seconds,
+            poll_seconds=config.stream.poll_seconds,
+            max_message_bytes=config.stream.max_message_bytes,
+            save_with=lambda: {"live_plan_id": self._planning.live_plan_id},
+        )
+        self._coordinator = Coordinator(control, keyspace, self._journal, self._take_report, self._take_event)
+        self._planning = Planning(
+            config, keyspace, cluster, self._ingestor.profile, self._coordinator, self._training,
+            PlanLog(state / "plans.jsonl"),
+        )  # fmt: skip
+        self._view = DaemonView(
+            config, keyspace.total_rows, self._ingestor, self._coordinator, self._planning, self._training
+        )
+        self._server = DaemonServer(self, Metrics(lambda: self._view.figures(self._condition())), config.server)
+        self._stopping = threading.Event()
+        self._ticked_at = time.monotonic()
+        self._pause_reason: str | None = None
+        self._pauses = 0
+        self._planned_generation = 0
+        self._next_plan_at = time.monotonic() + config.planner.interval_seconds
+        self._refusal = ""
+
+    def _make_state_directory(self) -> None:
+        directory = self._config.state.dir
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise SnapshotError(
+                f"state.dir: {directory} cannot be made: {error.strerror}", remedy="give a writable directory"
+            ) from error
+
+    def start(self) -> None:
+        """Starts every part; if one fails, those before it are stopped again.
+
+        Raises:
+            FlexdError: an address is taken, or a part cannot start.
+        """
+        try:
+            self._coordinator.start()
+            self._ingestor.start()
+            self._server.start()
+        except BaseException:
+            self._stop_parts(self._config.shutdown_seconds)
+            raise
+        logger.info(
+            "flexd is up: API %s, control channel %s:%d", self._server.address, self._config.control.listen_host,
+            self._coordinator.port,
+        )  # fmt: skip
+
+    @property
+    def address(self) -> str:
+        """Where the admin API is served."""
+        return self._server.address
+
+    @property
+    def control_port(self) -> int:
+        return self._coordinator.port
+
+    def ask_to_stop(self) -> None:
+        """Returns at once; ``run_until_stopped`` then ends within ``shutdown_seconds``."""
+        self._stopping.set()
+
+    def run_until_stopped(self) -> bool:
+        """Plans when due. Returns whether every part ended within the deadline."""
+        while not self._stopping.wait(TICK_SECONDS):
+            self._ticked_at = time.monotonic()
+            self._plan_if_due()
+        return self._stop_parts(self._config.shutdown_seconds)
+
+    def _stop_parts(self, seconds: float) -> bool:
+        """The channel first, so that no chunk is begun that the last snapshot does not know; the API last, so that
+        somebody can watch."""
+        self._stopping.set()
+        ended = self._coordinator.stop(seconds * _SHARE_CONTROL)
+        ended &= self._ingestor.stop(seconds * _SHARE_INGEST)
+        self._journal.close()
+        ended &= self._server.stop(seconds * (1 - _SHARE_INGEST - _SHARE_CONTROL))
+        logger.info("flexd has stopped%s", "" if ended else ", but a part did not end within its deadline")
+        return ended
+
+    def _plan_if_due(self) -> None:
+        live = self._coordinator.live()
+        if live is None or not live.ready or self._pause_reason is not None:
+            return
+        now = time.monotonic()
+        new_ranks = live.generation != self._planned_generation
+        if now < self._next_plan_at and not new_ranks:
+            return
+        self._next_plan_at = now + max(
+            self._config.planner.min_spacing_seconds, 0.0 if new_ranks else self._config.planner.interval_seconds
+        )
+        try:
+            self._planning.execute(self._planning.make("topology changed" if new_ranks else "interval"))
+        except FlexdError as error:
+            if str(error) != self._refusal:
+                logger.info("no plan: %s", error)
+            self._refusal = str(error)
+            return
+        self._refusal = ""
+        self._planned_generation = live.generation
+        self._next_plan_at = now + self._config.planner.interval_seconds
+
+    def _take_report(self, rank: int, report: StepReport) -> None:
+        self._training.add(rank, report)
+
+    def _take_event(self, name: str, fields: Mapping[str, object]) -> None:
+        if name == "epoch_live":
+            self._training.new_generation()
+        elif name == "migration_committed":
+            self._ingestor.save_soon()
+
+    def _condition(self) -> Condition:
+        healthy, ready = self.health(), self.ready()
+        return Condition(
+            self._started_unix_seconds,
+            healthy.ok,
+            ready.ok,
+            (*healthy.reasons, *ready.reasons),
+            self._pause_reason,
+            self._pauses,
+        )
+
+    def status(self) -> Status:
+        return self._view.status(self._condition())
+
+    def plan(self) -> PlanReport:
+        """A dry run. It becomes the newest plan in the status, but moves nothing."""
+        plan = self._planning.make("dry run")
+        return self._view.plan(plan, self._planning.last_live)
+
+    def replan(self, reason: str, wait_seconds: float) -> ReplanResult:
+        if self._stopping.is_set():
+            raise ApiError("the daemon is shutting down", status=503)
+        if self._pause_reason is not None:
+            raise ApiError(f"paused: {self._pause_reason}", status=409, remedy="flexd resume")
+        plan = self._planning.make(reason)
+        report = self._view.plan(plan, self._planning.last_live)
+        execution = self._planning.execute(plan)
+        self._next_plan_at = time.monotonic() + self._config.planner.interval_seconds
+        if execution is None:
+            return self._result("unchanged", report, "the live placement is as good as the plan: nothing to move")
+        deadline = time.monotonic() + wait_seconds
+        while time.monotonic() < deadline and not execution.migration.done and not self._stopping.is_set():
+            execution.migration.wait(min(0.5, deadline - time.monotonic()))
+        state = execution.migration.state
+        outcome = _OUTCOMES.get(state, "timed_out" if wait_seconds > 0 else "accepted")
+        result = self._result(outcome, report, f"{len(plan.delta)} rows: migration {state.value}")
+        return result.model_copy(update={"migration": self._view.migration(execution)})
+
+    def _result(self, outcome: ReplanOutcome, plan: PlanReport, message: str) -> ReplanResult:
+        version = self._coordinator.placement().version
+        return ReplanResult(outcome=outcome, plan=plan, placement_version=version, message=message)
+
+    def pause(self, reason: str) -> PauseState:
+        changed = self._pause_reason is None
+        if changed:
+            self._pauses += 1
+            self._coordinator.pause()
+        self._pause_reason = reason
+        return PauseState(paused=True, reason=reason, changed=changed)
+
+    def resume(self) -> PauseState:
+        changed = self._pause_reason is not None
+        self._pause_reason = None
+        self._coordinator.resume()
+        return PauseState(paused=False, changed=changed)
+
+    def health(self) -> ProbeResult:
+        reasons = []
+        silent = time.monotonic() - self._ticked_at
+        if silent > HEALTHY_TICK_SECONDS:
+            reasons.append(f"the loop has not ticked for {silent:.0f} s")
+        if not self._ingestor.stats().running and not self._stopping.is_set():
+            reasons.append("the ingest thread has ended")
+        return ProbeResult(ok=not reasons, reasons=tuple(reasons))
+
+    def ready(self) -> ProbeResult:
+        reasons = []
+        problem = self._ingestor.stats().problem
+        if problem is not None:
+            reasons.append(f"stream: {problem}")
+        live = self._coordinator.live()
+        if live is None or not live.ready:
+            reasons.append(f"ranks: {self._coordinator.status().reason}")
+        if self._stopping.is_set():
+            reasons.append("shutting down")
+        return ProbeResult(ok=not reasons, reasons=tuple(reasons))
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object a line, for log collectors."""
+
+    def __init__(self, job: str) -> None:
+        super().__init__()
+        self._job = job
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "job": self._job,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+def _set_up_logging(config: Config) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter(f"%(asctime)s %(levelname)s [{config.job}] %(name)s: %(message)s")
+    handler.setFormatter(_JsonLines(config.job) if config.log.format == "json" else text)
+    logging.basicConfig(level=config.log.level.upper(), handlers=[handler], force=True)
+    # These log every reconnect attempt of a broker that is down; the source reports that itself, once.
+    logging.getLogger("kafka").setLevel(logging.ERROR)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def run_daemon(config: Config) -> int:
+    """Runs until SIGTERM or SIGINT. Returns the exit code: 0, or 1 if a part did not end within the deadline."""
+    _set_up_logging(config)
+    daemon = Daemon(config)
+    daemon.start()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: daemon.ask_to_stop())
+    return 0 if daemon.run_until_stopped() else 1

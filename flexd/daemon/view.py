@@ -1,0 +1,278 @@
+"""What the daemon tells of itself: the status for people, the figures for Prometheus. Reads, never changes."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from flexd import __version__
+from flexd.config import Config
+from flexd.control.coordinator import Coordinator
+from flexd.daemon.planning import Execution, Planning
+from flexd.daemon.training import TrainingMonitor
+from flexd.ingest import Ingestor
+from flexd.layout import Tier
+from flexd.placement import Placement
+from flexd.planner.plan import Plan
+from flexd.server import figures as f
+from flexd.server import models as m
+from flexd.server.plan_report import PlanReport, TierName
+from flexd.sketch.profile import Profile
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What the life cycle knows and the parts do not."""
+
+    started_unix_seconds: float
+    healthy: bool
+    ready: bool
+    reasons: tuple[str, ...]
+    pause_reason: str | None
+    pauses: int
+
+
+def rows_above_home(placement: Placement) -> dict[TierName, int]:
+    """Rows in each replicated tier; all others are HOME."""
+    counts: dict[TierName, int] = {
+        "NODE": int((placement.tiers == Tier.NODE).sum()),
+        "DEVICE": int((placement.tiers == Tier.DEVICE).sum()),
+    }
+    return counts
+
+
+def coverage_of(profile: Profile) -> float:
+    """Smallest coverage of a table that was touched; NaN if none was."""
+    return min((table.coverage for table in profile.tables if table.weight > 0), default=math.nan)
+
+
+class DaemonView:
+    """Built over the running parts; every method may be called from any thread and blocks on nothing."""
+
+    def __init__(
+        self,
+        config: Config,
+        total_rows: int,
+        ingestor: Ingestor,
+        coordinator: Coordinator,
+        planning: Planning,
+        training: TrainingMonitor,
+    ) -> None:
+        self._config = config
+        self._total_rows = total_rows
+        self._ingestor = ingestor
+        self._coordinator = coordinator
+        self._planning = planning
+        self._training = training
+
+    def plan(self, plan: Plan, live: Placement) -> PlanReport:
+        before = {str(tier): count for tier, count in rows_above_home(live).items()}
+        return PlanReport.from_summary(plan.summary(), before)
+
+    def migration(self, execution: Execution) -> m.MigrationReport:
+        plan, progress = execution.plan, execution.migration.progress
+        rows = max(len(plan.delta), progress.rows_pushed)
+        return m.MigrationReport(
+            migration_id=plan.plan_id,
+            plan_id=plan.plan_id,
+            state=cast(m.MigrationState, progress.state.name),
+            progress=1.0 if progress.state.name == "COMMITTED" else progress.rows_applied / max(1, rows),
+            rows=rows,
+            rows_applied=progress.rows_applied,
+            chunks=progress.chunks_pushed,
+            chunks_pushed=progress.chunks_pushed,
+            chunks_applied=progress.chunks_applied,
+            bytes=plan.migration_bytes,
+            started_unix_seconds=execution.started_unix_seconds,
+            problem=progress.reason or None,
+        )
+
+    def status(self, condition: Condition) -> m.Status:
+        planning = self._planning
+        last, execution = planning.last_plan, planning.last_execution
+        return m.Status(
+            job=self._config.job,
+            version=__version__,
+            uptime_seconds=time.time() - condition.started_unix_seconds,
+            healthy=condition.healthy,
+            ready=condition.ready,
+            reasons=condition.reasons,
+            paused=condition.pause_reason is not None,
+            pause_reason=condition.pause_reason,
+            stream=self._stream(),
+            sketch=self._sketch(),
+            topology=self._topology(),
+            placement=self._placement(),
+            last_plan=None if last is None else self.plan(last, planning.last_live),
+            migration=None if execution is None else self.migration(execution),
+            snapshot=self._snapshot(),
+        )
+
+    def _stream(self) -> m.StreamStatus:
+        stats = self._ingestor.stats()
+        return m.StreamStatus(
+            source=self._config.stream.source.kind,
+            lag_messages=stats.lag_messages,
+            accesses_per_second=stats.accesses_per_second,
+            messages=stats.messages,
+            accesses=stats.accesses,
+            rejected_messages=dict(stats.rejected_messages),
+            rejected_accesses=dict(stats.rejected_accesses),
+            newest_event_unix_seconds=stats.newest_event_seconds,
+            problem=stats.problem,
+        )
+
+    def _sketch(self) -> m.SketchStatus:
+        choices = self._ingestor.choices()
+        profile = self._planning.last_profile
+        shown = m.ProfileStatus()
+        if profile is not None:
+            shown = m.ProfileStatus(
+                generation=profile.generation,
+                samples=profile.samples,
+                coverage=coverage_of(profile),
+                age_seconds=self._planning.profile_age_seconds(),
+                window_seconds=profile.window_seconds,
+            )
+        return m.SketchStatus(
+            bytes=sum(choice.bytes for choice in choices),
+            tables=tuple(
+                m.TableSketchStatus(
+                    table=choice.table, kind=choice.kind, bytes=choice.bytes, error_bound=choice.error_share
+                )
+                for choice in choices
+            ),
+            profile=shown,
+        )
+
+    def _topology(self) -> m.TopologyStatus:
+        live, control = self._coordinator.live(), self._coordinator.status()
+        return m.TopologyStatus(
+            generation=control.generation,
+            attempt=control.attempt or None,
+            nodes=live.layout.nodes if live else 0,
+            local_ranks=live.layout.local_ranks if live else 0,
+            ready=live is not None and live.ready,
+            cluster=self._planning.cluster.name,
+            problem=control.reason or None,
+        )
+
+    def _placement(self) -> m.PlacementStatus:
+        placement = self._coordinator.placement()
+        rows = {**rows_above_home(placement), "HOME": self._total_rows - len(placement)}
+        return m.PlacementStatus(version=placement.version, rows=rows, digest=f"{placement.digest():016x}")
+
+    def _snapshot(self) -> m.SnapshotStatus:
+        stats = self._ingestor.stats()
+        return m.SnapshotStatus(
+            age_seconds=stats.snapshot_age_seconds,
+            written=stats.snapshots,
+            failures=stats.snapshot_failures,
+            problem=stats.problem if stats.snapshot_failures else None,
+        )
+
+    def figures(self, condition: Condition) -> f.DaemonFigures:
+        return f.DaemonFigures(
+            job=self._config.job,
+            version=__version__,
+            started_unix_seconds=condition.started_unix_seconds,
+            healthy=condition.healthy,
+            ready=condition.ready,
+            paused=condition.pause_reason is not None,
+            pauses=condition.pauses,
+            ingest=self._ingest_figures(),
+            sketch=self._sketch_figures(),
+            plan=self._plan_figures(),
+            migration=self._migration_figures(),
+            placement=self._placement_figures(),
+            training=self._training.figures(),
+            control=self._control_figures(),
+            snapshot=self._snapshot_figures(),
+        )
+
+    def _ingest_figures(self) -> f.IngestFigures:
+        stats = self._ingestor.stats()
+        return f.IngestFigures(
+            messages=stats.messages,
+            accesses=stats.accesses,
+            bytes=stats.bytes,
+            rejected_messages=stats.rejected_messages,
+            rejected_accesses=stats.rejected_accesses,
+            adjusted_accesses=stats.adjusted_accesses,
+            lag_messages=stats.lag_messages,
+            dead_letters=stats.dead_letters,
+            connected=stats.problem is None,
+            newest_event_unix_seconds=stats.newest_event_seconds,
+        )
+
+    def _sketch_figures(self) -> f.SketchFigures:
+        choices, profile = self._ingestor.choices(), self._planning.last_profile
+        return f.SketchFigures(
+            bytes_by_table={choice.table: choice.bytes for choice in choices},
+            error_bound_by_table={choice.table: choice.error_share for choice in choices},
+            profile_age_seconds=self._planning.profile_age_seconds(),
+            profile_coverage=math.nan if profile is None else coverage_of(profile),
+            profile_samples=0 if profile is None else profile.samples,
+            profile_generation=0 if profile is None else profile.generation,
+        )
+
+    def _plan_figures(self) -> f.PlanFigures:
+        planning, plan = self._planning, self._planning.last_plan
+        return f.PlanFigures(
+            plans=dict(planning.outcomes),
+            seconds=planning.seconds,
+            predicted_before_seconds=math.nan if plan is None else plan.before.exposed_seconds,
+            predicted_after_seconds=math.nan if plan is None else plan.after.exposed_seconds,
+            age_seconds=math.nan if plan is None else time.time() - plan.created_unix_seconds,
+        )
+
+    def _migration_figures(self) -> f.MigrationFigures:
+        planning, execution = self._planning, self._planning.last_execution
+        running = execution is not None and not execution.migration.done
+        return f.MigrationFigures(
+            migrations=dict(planning.migrations),
+            rows=planning.migrated["rows"],
+            bytes=planning.migrated["bytes"],
+            chunks=planning.migrated["chunks"],
+            progress=self.migration(execution).progress if execution is not None and running else math.nan,
+        )
+
+    def _placement_figures(self) -> f.PlacementFigures:
+        placement = self._coordinator.placement()
+        rows = rows_above_home(placement)
+        return f.PlacementFigures(
+            version=placement.version,
+            version_by_rank=self._training.versions(),
+            rows_by_tier=(self._total_rows - len(placement), rows["NODE"], rows["DEVICE"]),
+            digest_mismatches=self._coordinator.status().digest_mismatches,
+        )
+
+    def _control_figures(self) -> f.ControlFigures:
+        control = self._coordinator.status()
+        return f.ControlFigures(
+            epochs=control.epochs,
+            topology_generation=control.generation,
+            ranks=control.ranks,
+            ranks_ready=control.ranks_ready,
+            refused_messages=control.refused_messages,
+            refused_chunks=control.refused_chunks,
+        )
+
+    def _snapshot_figures(self) -> f.SnapshotFigures:
+        stats = self._ingestor.stats()
+        return f.SnapshotFigures(
+            age_seconds=stats.snapshot_age_seconds,
+            written=stats.snapshots,
+            failures=stats.snapshot_failures,
+            bytes=_newest_bytes(self._config.state.dir / "snapshots"),
+        )
+
+
+def _newest_bytes(directory: Path) -> int:
+    try:
+        return max(directory.iterdir(), key=lambda path: path.stat().st_mtime).stat().st_size
+    except (OSError, ValueError):
+        return 0
