@@ -72,6 +72,8 @@ REPORT_SECONDS = 0.2
 """Shortest time between two step reports."""
 HEARTBEAT_SECONDS = 1.0
 """Longest silence of a healthy rank."""
+BUSY_SECONDS, BUSY_POLL_SECONDS = 0.5, 0.005
+"""For so long after a chunk a rank looks for the next one this often."""
 REFUSED_RETRY_SECONDS = 2.0
 """A rank that the daemon refused, or whose secret differs, asks again this slowly."""
 MAX_QUEUED = 4096
@@ -228,6 +230,8 @@ class _Connection:
         self._nonce = new_token()
         self._last_epoch = 0
         self._last_sent_at = 0.0
+        self._last_report_at = 0.0
+        self._last_command_at = 0.0
         self._last_told = (-1, -1)
 
     def run(self) -> None:
@@ -325,8 +329,10 @@ class _Connection:
             while done < hint.commands:
                 done += 1
                 self._command(group, done)
-            self._send_progress(final=agent._stopping.is_set())
-            if agent._stopping.wait(0.0 if done < self._hint().commands else agent._poll):
+                self._last_command_at = time.monotonic()
+            self._send_progress()
+            busy = time.monotonic() - self._last_command_at < BUSY_SECONDS
+            if agent._stopping.wait(min(agent._poll, BUSY_POLL_SECONDS) if busy else agent._poll):
                 self._send_progress(final=True)
                 return
 
@@ -393,7 +399,8 @@ class _Connection:
     def _send_progress(self, final: bool = False) -> None:
         told = (self._inbox.agreed_version, self._inbox.applied_version)
         since = time.monotonic() - self._last_sent_at
-        pending = self._agent._pending is not None and (since >= REPORT_SECONDS or final)
+        due = time.monotonic() - self._last_report_at >= REPORT_SECONDS
+        pending = self._agent._pending is not None and (due or final)
         if not (pending or told != self._last_told or since >= HEARTBEAT_SECONDS):
             return
         if pending and self._store.queue_len(Keys.INBOUND) > MAX_QUEUED:
@@ -411,6 +418,8 @@ class _Connection:
                 self._agent._put_back(report)
             raise
         self._last_told = told
+        if report is not None:
+            self._last_report_at = self._last_sent_at
         self._agent._count("reports", 1 if report is not None else 0)
 
     def _push(self, message: Message) -> None:

@@ -71,14 +71,13 @@ class Board:
         """No rank will read it any more."""
         self.store.delete_key(Keys.command(epoch, command))
 
-    def end_epoch(self) -> None:
+    def end_epoch(self, ended: int) -> None:
         """Ranks leave the group when they look next; the epoch's keys go."""
-        ended = self.hint.epoch
         self._write_hint(Hint())
         parts = (f"{self._prefix}/{Keys.command(ended, 0)[:-1]}", f"{self._prefix}/{Keys.group(ended)}/")
         for key in self._server.list_keys():
-            if any(part in key for part in parts):
-                self._server.delete_key(key.lstrip("/"))
+            if key.startswith(parts):
+                self._server.delete_key(key)
 
     def _write_hint(self, hint: Hint) -> None:
         self.store.set(Keys.HINT, hint.text())

@@ -156,6 +156,7 @@ class Coordinator:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._board: Board | None = None
+        self._port = 0
         self._epoch: Epoch | None = None
         self._epochs = 0
         self._next_epoch_at = 0.0
@@ -176,6 +177,7 @@ class Coordinator:
         self._board = Board(
             options.listen_host, options.listen_port, options.job, self._signer, options.timeout_seconds
         )
+        self._port = self._board.port
         self._board.publish(DaemonNotice(options.job, self._instance, self._keyspace.digest))
         if self._journal.truncated_bytes:
             self._event("journal_truncated", bytes=self._journal.truncated_bytes)
@@ -191,7 +193,7 @@ class Coordinator:
     @property
     def port(self) -> int:
         """Where it listens; 0 before ``start``."""
-        return self._board.port if self._board is not None else 0
+        return self._port
 
     def live(self) -> LiveTopology | None:
         """None until all ranks of an attempt have registered."""
@@ -274,6 +276,8 @@ class Coordinator:
         self._pusher.stop("the daemon is stopping")
         self._end_epoch("the daemon is stopping")
         self._tell_progress()
+        # Closes the listening socket: a daemon started next can have the port.
+        self._board = None
 
     @property
     def _hosting(self) -> Board:

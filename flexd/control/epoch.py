@@ -166,7 +166,7 @@ class Epoch:
     def close(self) -> None:
         """Tells the ranks to leave, and drops the group."""
         self._group = None
-        self._board.end_epoch()
+        self._board.end_epoch(self.number)
 
     @property
     def _joined(self) -> EpochGroup:

@@ -147,5 +147,3 @@ def same_content(history: list[list[tuple[int, bytes]]]) -> bool:
     """Have all ranks applied the same content for every version that more than one has applied?"""
     merged: dict[int, bytes] = {}
     return all(merged.setdefault(version, content) == content for rank in history for version, content in rank)
-
-

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 from ranks_in_threads import Ranks, same_content, target, until
 
-from flexd.control.migration import MigrationState
+from flexd.control.migration import ChunkSource, MigrationState
+from flexd.errors import ControlError, PlacementError
 from flexd.layout import RankLayout
+from flexd.placement import Delta, Placement
 
 
 def test_a_delta_reaches_every_rank(host: Callable[..., Any]) -> None:
@@ -32,3 +36,279 @@ def test_a_delta_reaches_every_rank(host: Callable[..., Any]) -> None:
         status = hosted.coordinator.status()
         assert (status.agreed_version, status.applied_version, status.refused_chunks) == (12, 12, 0)
         assert status.digest_mismatches == 0
+
+
+@pytest.mark.parametrize("layout", [RankLayout(1, 1), RankLayout(1, 3), RankLayout(3, 1)])
+def test_every_shape_of_job(host: Callable[..., Any], layout: RankLayout) -> None:
+    hosted = host()
+    with Ranks(hosted.port, layout) as ranks:
+        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(2, 90)).chunks(40))
+        assert migration.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
+        assert ranks.all_at(target(2, 90))
+
+
+def test_a_newer_plan_supersedes_at_the_next_chunk(host: Callable[..., Any]) -> None:
+    hosted = host(window_chunks=2)
+    first, second = target(1), target(2)
+    with Ranks(hosted.port) as ranks:
+        seen: list[int] = []
+        older = hosted.coordinator.migrate(
+            "p1", lambda p: p.delta_to(first).chunks(10), on_progress=lambda m: seen.append(m.progress.chunks_pushed)
+        )
+        until(lambda: older.progress.chunks_applied > 3)
+        newer = hosted.coordinator.migrate("p2", lambda p: p.delta_to(second).chunks(100))
+        assert newer.wait(20) is MigrationState.COMMITTED
+        assert older.state is MigrationState.SUPERSEDED
+        assert "p2" in older.reason
+        assert 3 < older.progress.chunks_pushed < 60
+        assert seen[-1] == older.progress.chunks_pushed
+        assert ranks.all_at(second)
+        assert same_content(ranks.history)
+
+
+def test_a_waiting_plan_is_superseded_without_ranks(host: Callable[..., Any]) -> None:
+    hosted = host()
+    older = hosted.coordinator.migrate("p1", [])
+    cancelled = hosted.coordinator.migrate("p2", [])
+    assert older.wait(5) is MigrationState.SUPERSEDED
+    cancelled.cancel("not wanted")
+    assert cancelled.wait(5) is MigrationState.CANCELLED
+    assert cancelled.reason == "not wanted"
+
+
+def test_pause_resume_and_cancel_leave_a_prefix(host: Callable[..., Any]) -> None:
+    hosted = host(window_chunks=1)
+    with Ranks(hosted.port) as ranks:
+        chunks = list(Placement.empty().delta_to(target(3)).chunks(10))
+        migration = hosted.coordinator.migrate("p1", chunks)
+        until(lambda: migration.progress.chunks_applied > 2)
+        hosted.coordinator.pause()
+        until(lambda: migration.progress.chunks_applied == migration.progress.chunks_pushed)
+        pushed, steps = migration.progress.chunks_pushed, ranks.steps
+        until(lambda: ranks.steps > steps + 30)
+        assert migration.progress.chunks_pushed in (pushed, pushed + 1)
+        assert migration.state is MigrationState.PUSHING
+        hosted.coordinator.resume()
+        until(lambda: migration.progress.chunks_applied > pushed + 2)
+        migration.cancel("enough")
+        assert migration.wait(10) is MigrationState.CANCELLED
+        prefix = Placement.empty()
+        for chunk in chunks[: migration.progress.chunks_pushed]:
+            prefix = prefix.apply(chunk)
+        until(lambda: ranks.all_at(prefix))
+        assert len(prefix) < 600
+
+
+def test_no_more_chunks_than_the_window_run_ahead(host: Callable[..., Any]) -> None:
+    hosted = host(window_chunks=3)
+    with Ranks(hosted.port) as ranks:
+        until(hosted.ready)
+        ranks.moving.clear()
+        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(3)).chunks(10))
+        until(lambda: migration.progress.chunks_pushed == 3)
+        until(lambda: all(rank.agent.counters.get("chunks") == 3 for rank in ranks.ranks))
+        assert (migration.progress.chunks_pushed, migration.progress.chunks_agreed) == (3, 0)
+        ranks.moving.set()
+        assert migration.wait(20) is MigrationState.COMMITTED
+
+
+def end_epoch(hosted: Any) -> None:
+    """As a failed group would, in the coordinator's own thread."""
+    tick = hosted.coordinator._tick
+
+    def fail_once(now: float) -> None:
+        hosted.coordinator._tick = tick
+        raise ControlError("the test ends the epoch")
+
+    hosted.coordinator._tick = fail_once
+
+
+def _broken_source(placement: Placement) -> Iterator[Delta]:
+    yield from placement.delta_to(target(1, 20)).chunks(10)
+    raise PlacementError("the plan is gone")
+
+
+@pytest.mark.parametrize(
+    ("source", "generation", "reason"),
+    [
+        (_broken_source, None, "the plan is gone"),
+        (target(1, 20).delta_to(Placement.empty()).chunks(5), None, "does not start from"),
+        (lambda p: p.delta_to(target(1, 2000)).chunks(2000), None, "at most 1000 rows"),
+        ([], 7, "generation 7"),
+    ],
+)
+def test_a_migration_that_cannot_be_made_fails_alone(
+    host: Callable[..., Any], source: ChunkSource, generation: int | None, reason: str
+) -> None:
+    hosted = host(max_chunk_rows=1000)
+    with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
+        migration = hosted.coordinator.migrate("bad", source, generation=generation)
+        assert migration.wait(15) is MigrationState.FAILED
+        assert reason in migration.reason
+        good = hosted.coordinator.migrate("good", lambda p: p.delta_to(target(9, 50)).chunks(1000))
+        assert good.wait(15) is MigrationState.COMMITTED
+        assert ranks.all_at(target(9, 50))
+        assert hosted.coordinator.status().epochs == 1
+
+
+def test_a_refused_chunk_fails_the_migration_and_nothing_of_it_is_applied(host: Callable[..., Any]) -> None:
+    hosted = host()
+    with Ranks(hosted.port, slots_of_rank={2: 100}) as ranks:
+        until(hosted.ready)
+        assert hosted.coordinator.live().replica_slots == (100, 100)
+        migration = hosted.coordinator.migrate("big", lambda p: p.delta_to(target(1)).chunks(1000))
+        assert migration.wait(15) is MigrationState.FAILED
+        assert "rank 2 refused chunk 1" in migration.reason
+        assert "replica slots" in migration.reason
+        small = hosted.coordinator.migrate("small", lambda p: p.delta_to(target(4, 60)).chunks(20))
+        assert small.wait(15) is MigrationState.COMMITTED
+        assert ranks.all_at(target(4, 60))
+        assert same_content(ranks.history)
+        assert hosted.coordinator.status().refused_chunks == 1
+        assert [len(history) for history in ranks.history] == [3, 3, 3, 3]
+
+
+def test_a_restarted_daemon_continues_from_its_journal(host: Callable[..., Any]) -> None:
+    hosted = host(window_chunks=2)
+    with Ranks(hosted.port) as ranks:
+        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(10))
+        until(lambda: migration.progress.chunks_applied > 5)
+        hosted.close()
+        assert migration.state is MigrationState.FAILED
+        again = host(port=hosted.port)
+        until(again.ready, what=ranks.state())
+        assert again.coordinator.live().generation == 1
+        assert again.coordinator.placement().version > 5
+        assert "placement_listed" not in again.names()
+        second = again.coordinator.migrate("p2", lambda p: p.delta_to(target(1)).chunks(100))
+        assert second.wait(20) is MigrationState.COMMITTED
+        assert ranks.all_at(target(1))
+        assert same_content(ranks.history)
+
+
+def test_a_lost_journal_is_replaced_by_asking_the_ranks(host: Callable[..., Any], tmp_path: Path) -> None:
+    hosted = host()
+    with Ranks(hosted.port, RankLayout(2, 3)) as ranks:
+        first = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(100))
+        assert first.wait(20) is MigrationState.COMMITTED
+        hosted.close()
+        again = host(tmp_path / "empty", port=hosted.port)
+        until(again.ready, what=ranks.state())
+        assert "placement_listed" in again.names()
+        assert again.coordinator.placement().digest() == target(1).digest()
+        assert again.coordinator.placement().version == 6
+        second = again.coordinator.migrate("p2", lambda p: p.delta_to(target(2)).chunks(100))
+        assert second.wait(20) is MigrationState.COMMITTED
+        assert ranks.all_at(target(2))
+
+
+def test_ranks_that_cannot_list_are_not_taken_over(host: Callable[..., Any], tmp_path: Path) -> None:
+    hosted = host()
+    with Ranks(hosted.port, RankLayout(2, 1), can_list=False) as ranks:
+        first = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(100))
+        assert first.wait(20) is MigrationState.COMMITTED
+        hosted.close()
+        again = host(tmp_path / "empty", port=hosted.port)
+        until(lambda: "cannot list" in again.coordinator.status().reason, what=ranks.state())
+        assert not again.ready()
+        steps = ranks.steps
+        until(lambda: ranks.steps > steps + 20)
+
+
+def test_a_new_attempt_starts_from_an_empty_placement(host: Callable[..., Any]) -> None:
+    hosted = host(window_chunks=1)
+    with Ranks(hosted.port) as ranks:
+        running = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(5))
+        until(lambda: running.progress.chunks_applied > 3)
+        ranks.stop()
+        with Ranks(hosted.port, RankLayout(1, 2), attempt="a2") as restarted:
+            until(lambda: hosted.ready() and hosted.coordinator.live().attempt == "a2", what=restarted.state())
+            assert running.state is MigrationState.FAILED
+            assert hosted.coordinator.live().generation == 2
+            assert hosted.coordinator.live().layout == RankLayout(1, 2)
+            assert len(hosted.coordinator.placement()) == 0
+            assert hosted.journal.segment.attempt == "a2"
+            migration = hosted.coordinator.migrate("p2", lambda p: p.delta_to(target(1)).chunks(50), generation=2)
+            assert migration.wait(20) is MigrationState.COMMITTED
+            assert restarted.all_at(target(1))
+
+
+def test_one_rank_restarted_in_the_same_attempt_is_never_given_chunks(host: Callable[..., Any]) -> None:
+    hosted = host(timeout_seconds=2.0)
+    with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
+        first = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
+        assert first.wait(20) is MigrationState.COMMITTED
+        ranks.ranks[1].agent.stop(10)
+        with Ranks(hosted.port, RankLayout(2, 1)) as fresh:
+            fresh.ranks[0].agent.stop(10)
+            until(lambda: "do not agree" in hosted.coordinator.status().reason, what=str(hosted.events))
+            assert not hosted.ready()
+            assert fresh.history == [[], []]
+
+
+def test_a_silent_rank_is_lost_and_comes_back(host: Callable[..., Any]) -> None:
+    hosted = host(timeout_seconds=1.5)
+    with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
+        until(hosted.ready)
+        agent = ranks.ranks[1].agent
+        agent.stop(10)
+        until(lambda: not hosted.ready())
+        until(lambda: "1 of 2 ranks" in hosted.coordinator.live().reason)
+        assert "rank_lost" in hosted.names()
+
+
+def test_the_store_does_not_grow(host: Callable[..., Any]) -> None:
+    hosted = host()
+    with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
+        counts = []
+        for turn in range(4):
+            migration = hosted.coordinator.migrate(
+                f"p{turn}", lambda p, turn=turn: p.delta_to(target(turn, 70)).chunks(1)
+            )
+            assert migration.wait(30) is MigrationState.COMMITTED
+            end_epoch(hosted)
+            until(lambda turn=turn: hosted.names().count("epoch_live") == turn + 2, what=ranks.state())
+            counts.append(len(hosted.coordinator._board._server.list_keys()))
+        assert hosted.coordinator.status().epochs >= 4
+        assert max(counts) <= counts[0] + 2
+        assert max(counts) < 100
+
+
+def test_a_full_disk_fails_the_migration_not_the_daemon(
+    host: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosted = host()
+    with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
+        until(hosted.ready)
+
+        def full(_: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("flexd.control.journal.os.fsync", full)
+            failed = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
+            assert failed.wait(15) is MigrationState.FAILED
+            assert "No space left" in failed.reason
+        good = hosted.coordinator.migrate("p2", lambda p: p.delta_to(target(1, 50)).chunks(10))
+        assert good.wait(15) is MigrationState.COMMITTED
+        assert ranks.all_at(target(1, 50))
+
+
+def test_chunks_of_a_failed_epoch_are_pushed_again(host: Callable[..., Any]) -> None:
+    hosted = host()
+    with Ranks(hosted.port) as ranks:
+        until(hosted.ready)
+        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(20))
+        for part in range(1, 4):
+            until(lambda part=part: migration.progress.chunks_applied >= 5 * part)
+            # Chunks of this moment are received by all and agreed by none.
+            ranks.moving.clear()
+            until(lambda: hosted.coordinator._pusher.outstanding_chunks == 4)
+            end_epoch(hosted)
+            until(lambda part=part: hosted.names().count("epoch_live") == part + 1, what=ranks.state())
+            ranks.moving.set()
+        assert migration.wait(20) is MigrationState.COMMITTED
+        assert ranks.all_at(target(1))
+        assert same_content(ranks.history)
+        progress = migration.progress
+        assert (progress.chunks_pushed, progress.chunks_applied, progress.last_version) == (30, 30, 30)
