@@ -112,7 +112,7 @@ class DenseCounter:
         return self._low.nbytes + self._high_rows.nbytes + self._high_carries.nbytes + self._pending.nbytes
 
     @property
-    def settled_high_rows(self) -> int:
+    def side_rows(self) -> int:
         """Rows in the side list; up to 16,384 carries may still wait to enter it."""
         return len(self._high_rows)
 

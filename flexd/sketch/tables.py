@@ -28,8 +28,10 @@ Float64Array = npt.NDArray[np.float64]
 Arrays = dict[str, npt.NDArray[Any]]
 
 SIDE_LIST_SHARE = 1 / 16
-"""Of a decayed table's rows, how many may outgrow 31 bits before its unit is made coarser: at most 5 bytes a row."""
+"""Of a decayed table's rows, how many may outgrow 31 bits before its unit is made coarser: at most 5 bytes a row, and
+512 KiB of carries under way."""
 _COARSEN_BITS = 2
+_SIDE_LIST_CHECK_IDS = 65_536
 
 
 class TableSketch(ABC):
@@ -187,13 +189,15 @@ class DenseTable(TableSketch):
         )
 
     def _count(self, rows: RowArray, time: float, decay: ForwardDecay, exponent: int) -> tuple[int, int]:
-        counted = self._counter.add(rows, decay.units(time, exponent))
-        if (
-            decay.half_life_seconds is not None
-            and self._counter.settled_high_rows > SIDE_LIST_SHARE * self.spec.rows + 64
-        ):
-            self._raise_to(exponent + _COARSEN_BITS)
-        return counted
+        negative, outside = 0, 0
+        for start in range(0, len(rows), _SIDE_LIST_CHECK_IDS):
+            below, beyond = self._counter.add(rows[start : start + _SIDE_LIST_CHECK_IDS], decay.units(time, exponent))
+            negative += below
+            outside += beyond
+            if decay.half_life_seconds is not None and self._counter.side_rows > SIDE_LIST_SHARE * self.spec.rows:
+                exponent += _COARSEN_BITS
+                self._raise_to(exponent)
+        return negative, outside
 
     def _rescale(self, bits: int) -> None:
         self._counter.rescale(bits)

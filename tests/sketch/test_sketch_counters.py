@@ -26,11 +26,11 @@ def _exact(batches: list[tuple[list[int], int]]) -> np.ndarray:
 
 
 def _add(counter: CountMin, rows: np.ndarray, units: int, registers: np.ndarray | None = None) -> tuple[int, int]:
-    start, negative, outside, taken = 0, 0, 0, 0
+    start, negative, outside = 0, 0, 0
     registers = np.zeros(16, dtype=np.uint8) if registers is None else registers
     while start < len(rows):
         candidates = np.empty(BLOCK_IDS, dtype=np.int64)
-        start, below, beyond, taken = counter.add(rows, start, units, registers, 0, candidates, 0)
+        start, below, beyond, _ = counter.add(rows, start, units, registers, 0, candidates, 0)
         negative += below
         outside += beyond
     return negative, outside

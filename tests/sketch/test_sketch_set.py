@@ -1,0 +1,238 @@
+"""The sketches of all tables together: counts, profiles, merging, state."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.errors import SketchError
+from flexd.keyspace import TableSpec
+from flexd.sketch.table_set import IngestCounts, SketchSet
+
+SMALL, LARGE = TableSpec("small", 300, 4), TableSpec("large", 400_000, 4)
+TABLES = [SMALL, LARGE]
+MEMORY = 1_000_000
+T0 = 1.7e9
+
+
+def _set(half_life: float | None = 50.0, max_hot_rows: int = 500) -> SketchSet:
+    sketches = SketchSet(TABLES, MEMORY, half_life, 1e9, max_hot_rows)
+    assert [choice.kind for choice in sketches.choices()] == ["dense", "count_min"]
+    return sketches
+
+
+def _batches(seed: int, count: int = 20) -> list[tuple[str, np.ndarray, float]]:
+    random = np.random.default_rng(seed)
+    batches = []
+    for i in range(count):
+        table = TABLES[i % 2]
+        rows = (random.zipf(1.3, 3000) % (table.rows + 20)).astype([np.int32, np.int64][i % 3 % 2]) - 5
+        batches.append((table.name, rows, T0 + 10.0 * i + random.normal()))
+    return batches
+
+
+def _feed(sketches: SketchSet, batches: list[tuple[str, np.ndarray, float]]) -> IngestCounts:
+    return sum((sketches.ingest(table, rows, 0, time) for table, rows, time in batches), IngestCounts())
+
+
+def _exact(batches: list[tuple[str, np.ndarray, float]], half_life: float | None) -> dict[str, np.ndarray]:
+    newest = max(time for _, _, time in batches)
+    exact = {table.name: np.zeros(table.rows) for table in TABLES}
+    for table, rows, time in batches:
+        counted = rows[(rows >= 0) & (rows < len(exact[table]))]
+        weight = 1.0 if half_life is None else 2.0 ** ((time - newest) / half_life)
+        exact[table] += weight * np.bincount(counted, minlength=len(exact[table]))
+    return exact
+
+
+@pytest.mark.parametrize("half_life", [None, 50.0])
+def test_profile_against_exact_counts(half_life):
+    batches = _batches(1, 60)
+    sketches = _set(half_life)
+    counts = _feed(sketches, batches)
+    exact = _exact(batches, half_life)
+    assert counts.accepted == sketches.samples
+    profile = sketches.profile({"small": 11.0}, generation=7, lag_messages=3)
+    assert (profile.generation, profile.lag_messages, profile.samples) == (7, 3, counts.accepted)
+    assert profile.event_time_seconds == max(time for _, _, time in batches)
+    assert profile.window_seconds == pytest.approx(max(t for *_, t in batches) - min(t for *_, t in batches))
+    small, large = profile.tables
+    assert (small.accesses_per_step, large.accesses_per_step) == (11.0, 0.0)
+    for table in profile.tables:
+        truth = exact[table.table]
+        assert table.weight == pytest.approx(truth.sum(), rel=1e-3)
+        share = truth / truth.sum()
+        at = share[table.hot_rows]
+        tolerance = 1e-4 * at.max()
+        assert (table.hot_lower <= at + tolerance).mean() > 0.97
+        assert (table.hot_upper >= at - tolerance).all()
+        assert (table.hot_lower <= table.hot_share).all()
+        assert (table.hot_share <= table.hot_upper).all()
+        assert (np.diff(table.hot_share) <= 0).all()
+        assert np.isin(np.argsort(-truth)[:20], table.hot_rows).all()
+        total = table.hot_share.sum() + (table.bin_share * table.bin_rows).sum()
+        assert total == pytest.approx(1.0, abs=0.05)
+        assert table.coverage == pytest.approx(1.0, abs=0.05)
+        assert table.source_node_share is None
+    assert small.hot_share.sum() + (small.bin_share * small.bin_rows).sum() == pytest.approx(1.0)
+    assert np.array_equal(small.hot_lower, small.hot_upper)
+    assert small.distinct_rows == (exact["small"] > 0).sum()
+    assert large.distinct_rows == pytest.approx((exact["large"] > 0).sum(), rel=0.1)
+
+
+def test_count_min_never_under_estimates_decayed_counts_and_dense_is_exact():
+    batches = _batches(2, 40)
+    sketches = _set()
+    _feed(sketches, batches)
+    exact = _exact(batches, 50.0)
+    assert np.allclose(sketches.query("small", np.arange(300)), exact["small"], rtol=1e-4, atol=1e-3)
+    rows = np.arange(LARGE.rows)
+    assert (sketches.query("large", rows) >= exact["large"] * (1 - 1e-4) - 1e-4).all()
+
+
+def test_accesses_per_step_in_total_is_split_by_weight():
+    sketches = _set(None)
+    sketches.ingest("small", np.zeros(30, dtype=np.int32), 0, T0)
+    sketches.ingest("large", np.zeros(10, dtype=np.int32), 0, T0)
+    assert [t.accesses_per_step for t in sketches.profile(100.0).tables] == [75.0, 25.0]
+    assert [t.accesses_per_step for t in sketches.profile().tables] == [0.0, 0.0]
+    assert [t.accesses_per_step for t in _set().profile(100.0).tables] == [0.0, 0.0]
+
+
+def test_counts_say_what_became_of_every_access():
+    sketches = _set()
+    rows = np.array([-1, 0, 299, 300, -(2**60), 2**60], dtype=np.int64)
+    assert sketches.ingest("small", rows, 0, T0) == IngestCounts(accepted=2, negative_row=2, row_out_of_range=2)
+    assert sketches.ingest("other", rows, 0, T0 + 1e9) == IngestCounts(unknown_table=6)
+    assert sketches.newest_event_seconds == T0, "an unknown table does not move the clock"
+    edges = np.array([-1, 0, LARGE.rows - 1, LARGE.rows], dtype=np.int32)
+    got = sketches.ingest("large", edges, 0, T0 - 1)
+    assert got == IngestCounts(accepted=2, negative_row=1, row_out_of_range=1, late=2)
+    assert sketches.ingest("small", np.empty(0, dtype=np.int64), 0, T0) == IngestCounts()
+    assert sketches.samples == 4
+    for bad in (np.zeros(3), np.zeros((2, 2), dtype=np.int32)):
+        with pytest.raises(SketchError):
+            sketches.ingest("small", bad, 0, T0)
+
+
+def test_read_only_strided_and_narrow_rows_are_taken_and_left_alone():
+    sketches = _set(None)
+    rows = np.arange(20, dtype=np.int16)
+    sketches.ingest("small", rows[::2], 0, T0)
+    frozen = np.arange(20, dtype=np.int64)
+    frozen.flags.writeable = False
+    sketches.ingest("small", frozen, 0, T0)
+    assert rows.flags.writeable
+    assert sketches.query("small", np.arange(4)).tolist() == [2, 1, 2, 1]
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**30), st.sampled_from([None, 5.0, 50.0]), st.booleans())
+def test_merge_equals_one_daemon_for_dense_and_bounds_it_for_count_min(seed, half_life, swap):
+    batches = _batches(seed)
+    both, a, b = _set(half_life), _set(half_life), _set(half_life)
+    _feed(both, batches)
+    _feed(a, batches[1::2] if swap else batches[:9])
+    _feed(b, batches[0::2] if swap else batches[9:])
+    before = b.state()[1]
+    a.merge(b)
+    assert all(np.array_equal(array, before[name]) for name, array in b.state()[1].items())
+    assert a.samples == both.samples
+    exact = _exact(batches, half_life)
+    small = a.query("small", np.arange(300))
+    assert np.allclose(small, both.query("small", np.arange(300)), rtol=1e-4, atol=1e-3)
+    if half_life is None:
+        assert np.array_equal(small, exact["small"])
+    assert (a.query("large", np.arange(LARGE.rows)) >= exact["large"] * (1 - 1e-4) - 1e-3).all()
+    large = a.profile().tables[1]
+    assert np.isin(np.argsort(-exact["large"])[:20], large.hot_rows).all()
+
+
+def test_other_settings_or_tables_are_not_merged():
+    for other in (_set(49.0), SketchSet([SMALL], MEMORY, 50.0, 1e9, 500)):
+        with pytest.raises(SketchError):
+            _set().merge(other)
+
+
+@pytest.mark.parametrize("half_life", [None, 50.0])
+def test_state_round_trip_is_bit_exact_and_goes_on_alike(half_life):
+    first, second = _batches(3), _batches(4)
+    whole = _set(half_life)
+    _feed(whole, first)
+    whole.ingest("small", np.zeros(6, dtype=np.int32), 0, T0, np.array([2, 4], dtype=np.int32))
+    meta, arrays = whole.state()
+    meta = json.loads(json.dumps(meta, allow_nan=False))
+    resumed = SketchSet.from_state(TABLES, whole.settings, meta, {name: a.copy() for name, a in arrays.items()})
+    for _ in range(2):
+        again_meta, again = resumed.state()
+        whole_meta, whole_arrays = whole.state()
+        assert again_meta == whole_meta
+        assert again.keys() == whole_arrays.keys()
+        for name, array in whole_arrays.items():
+            assert array.dtype == again[name].dtype
+            assert np.array_equal(array, again[name]), name
+        _feed(whole, second)
+        _feed(resumed, second)
+    assert resumed.sequence_length_quantiles("small", [1.0]).tolist() == [4.0]
+
+
+def test_state_is_a_copy():
+    sketches = _set()
+    _feed(sketches, _batches(5))
+    arrays = sketches.state()[1]
+    kept = {name: array.copy() for name, array in arrays.items()}
+    _feed(sketches, _batches(6))
+    assert all(np.array_equal(array, kept[name]) for name, array in arrays.items())
+
+
+def test_state_of_other_tables_settings_or_damaged_is_refused():
+    sketches = _set()
+    _feed(sketches, _batches(7))
+    meta, arrays = sketches.state()
+    with pytest.raises(SketchError, match="other tables"):
+        SketchSet.from_state([SMALL, TableSpec("large", 400_001, 4)], sketches.settings, meta, arrays)
+    with pytest.raises(SketchError, match="other tables"):
+        SketchSet.from_state(TABLES, dataclasses.replace(sketches.settings, half_life_seconds=51.0), meta, arrays)
+    with pytest.raises(SketchError, match="format"):
+        SketchSet.from_state(TABLES, sketches.settings, {**meta, "format": 2}, arrays)
+    for name in arrays:
+        with pytest.raises(SketchError):
+            SketchSet.from_state(TABLES, sketches.settings, meta, {n: a for n, a in arrays.items() if n != name})
+        if "rows" in name or "registers" in name or "cells" in name or "low" in name:
+            damaged = {**arrays, name: np.full(7, 2**20, dtype=np.int64)}
+            with pytest.raises(SketchError):
+                SketchSet.from_state(TABLES, sketches.settings, meta, damaged)
+    for key in ("decay", "sketches"):
+        with pytest.raises(SketchError):
+            SketchSet.from_state(TABLES, sketches.settings, {**meta, key: None}, arrays)
+
+
+def test_heavy_decayed_tables_get_a_coarser_unit_instead_of_more_memory():
+    rows = 200_000
+    sketches = SketchSet([TableSpec("heavy", rows, 4)], 2**20, 1000.0, 1e9, 10)
+    sketches.ingest("heavy", np.zeros(1, dtype=np.int32), 0, T0)
+    # As after a long stream; counting up to here would take billions of accesses.
+    counter = sketches._tables[0]._counter
+    unit = sketches._decay.unit_weight(sketches._tables[0].exponent)
+    counter._low[:] = 2**31 - 1
+    largest = 0
+    for _ in range(4):
+        for start in range(0, rows, 5000):
+            sketches.ingest("heavy", np.arange(start, start + 5000, dtype=np.int64), 0, T0)
+            largest = max(largest, sketches.nbytes)
+    got = sketches.query("heavy", np.arange(rows))
+    assert np.allclose(got, 2**31 * unit + 4, atol=1e-2)
+    assert largest < 5 * rows + 2**19
+    assert sketches.profile().tables[0].weight == pytest.approx(got.sum())
+
+
+def test_memory_stays_within_the_choices():
+    sketches = _set()
+    _feed(sketches, _batches(8, 40))
+    assert sketches.nbytes <= sum(choice.bytes for choice in sketches.choices()) + 16 * SMALL.rows
+    assert sum(choice.bytes for choice in sketches.choices()) <= MEMORY

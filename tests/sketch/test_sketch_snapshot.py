@@ -1,0 +1,178 @@
+"""Snapshot files: whole or not there, whatever is cut, changed or full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import stat
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.errors import SnapshotError
+from flexd.sketch import snapshot
+from flexd.sketch.snapshot import SnapshotStore
+
+ARRAYS = {
+    "a": np.arange(12, dtype=np.uint32).reshape(3, 4),
+    "empty": np.empty(0, dtype=np.int64),
+    "f": np.array([1.5, np.nan, -0.0]),
+    "b": np.arange(5, dtype=np.uint8),
+}
+META = {"positions": {"p0": 2**60, "p1": 0}, "text": "ü", "none": None}
+
+
+def _equal(arrays):
+    assert arrays.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        assert arrays[name].dtype == array.dtype
+        assert arrays[name].shape == array.shape
+        assert arrays[name].tobytes() == array.tobytes()
+        assert arrays[name].flags.writeable
+
+
+def test_round_trip_mode_and_names(tmp_path):
+    store = SnapshotStore(tmp_path / "state", 2)
+    assert store.load_newest() is None
+    path = store.save(META, ARRAYS)
+    loaded = store.load_newest()
+    assert (loaded.meta, loaded.path, loaded.problems) == (META, path, [])
+    _equal(loaded.arrays)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [entry.name for entry in (tmp_path / "state").iterdir()] == [path.name]
+
+
+def test_keeps_the_newest_also_across_restarts(tmp_path):
+    for i in range(5):
+        SnapshotStore(tmp_path, 3).save({"i": i}, {})
+    paths = SnapshotStore(tmp_path, 3).paths()
+    assert [snapshot.read(path)[0]["i"] for path in paths] == [4, 3, 2]
+
+
+def test_cut_short_at_every_length_is_noticed_and_the_previous_used(tmp_path):
+    store = SnapshotStore(tmp_path, 3)
+    store.save({"previous": True}, ARRAYS)
+    path = store.save(META, ARRAYS)
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        loaded = store.load_newest()
+        assert loaded.meta == {"previous": True}, length
+        assert len(loaded.problems) == 1
+        assert str(path) in loaded.problems[0]
+    path.write_bytes(whole + b"\0")
+    assert store.load_newest().problems
+    path.write_bytes(whole)
+    assert store.load_newest().meta == META
+
+
+def test_every_changed_byte_is_noticed(tmp_path):
+    store = SnapshotStore(tmp_path, 3)
+    path = store.save(META, ARRAYS)
+    whole = bytearray(path.read_bytes())
+    for i in range(len(whole)):
+        changed = bytearray(whole)
+        changed[i] ^= 1 << (i % 8)
+        path.write_bytes(changed)
+        with pytest.raises(SnapshotError):
+            snapshot.read(path)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=200))
+def test_random_bytes_are_no_snapshot(tmp_path_factory, noise):
+    path = tmp_path_factory.getbasetemp() / "snapshot-000000000001.flexd"
+    for text in (noise, snapshot.MAGIC + noise):
+        path.write_bytes(text)
+        with pytest.raises(SnapshotError):
+            snapshot.read(path)
+
+
+def test_all_damaged_is_an_error_and_the_next_save_replaces_them(tmp_path):
+    store = SnapshotStore(tmp_path, 2)
+    for _ in range(2):
+        store.save({}, {}).write_bytes(b"junk")
+    with pytest.raises(SnapshotError):
+        store.load_newest()
+    path = store.save({"fresh": 1}, {})
+    assert store.load_newest().path == path
+    assert store.paths() == [path]
+
+
+def test_a_damaged_file_does_not_push_a_good_one_out(tmp_path):
+    store = SnapshotStore(tmp_path, 2)
+    good = store.save({"good": 1}, {})
+    store.save({}, {}).write_bytes(b"junk")
+    assert store.load_newest().path == good
+    newest = store.save({"good": 2}, {})
+    assert store.paths() == [newest, good]
+
+
+def test_full_disk_leaves_the_old_one_and_no_temporary_file(tmp_path):
+    store = SnapshotStore(tmp_path, 1)
+    path = store.save({"old": 1}, ARRAYS)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(SnapshotError, match="free disk space"):
+            store.save({"new": 1}, {"large": np.zeros(100_000, dtype=np.uint64)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == [path]
+    assert store.load_newest().meta == {"old": 1}
+    store.save({"new": 1}, {})
+    assert store.load_newest().meta == {"new": 1}
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "open"])
+def test_failing_system_calls(tmp_path, monkeypatch, call):
+    store = SnapshotStore(tmp_path, 1)
+    store.save({"old": 1}, ARRAYS)
+
+    def full(*_args, **_more):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(SnapshotError):
+            store.save({"new": 1}, ARRAYS)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["snapshot-000000000001.flexd"]
+    assert store.load_newest().meta == {"old": 1}
+
+
+def test_durable_before_it_has_its_name(tmp_path, monkeypatch):
+    """A power cut between any two system calls leaves a whole snapshot: data is synced before the rename."""
+    calls = []
+    for name in ("write", "fsync"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, _n=name, _r=real: (calls.append(_n), _r(*args))[1])
+    from pathlib import Path
+
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda self, to: (calls.append("rename"), rename(self, to))[1])
+    SnapshotStore(tmp_path, 1).save(META, ARRAYS)
+    assert [c for c in calls if c != "write"] == ["fsync", "rename", "fsync"]
+    assert calls.index("rename") > max(i for i, c in enumerate(calls) if c == "write")
+
+
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path):
+    (tmp_path / ".snapshot-000000000001.tmp").write_bytes(b"half")
+    (tmp_path / "other.txt").write_text("kept")
+    SnapshotStore(tmp_path, 1)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["other.txt"]
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path):
+    store = SnapshotStore(tmp_path, 1)
+    for meta, arrays in (
+        ({}, {"o": np.array([object()])}),
+        ({}, {"c": np.zeros(2, dtype=complex)}),
+        ({"x": object()}, {}),
+        ({"x": float("nan")}, {}),
+    ):
+        with pytest.raises(SnapshotError):
+            store.save(meta, arrays)
+    assert store.paths() == []
