@@ -206,7 +206,7 @@ class TopologyConfig(Section):
     """Which cluster: bandwidths and latencies. Nodes and ranks come from the ranks' hellos."""
 
     preset: str | None = None
-    """A preset that ships with flexd."""
+    """A preset that ships with flexd (``flexd/topology/presets/``); ``azure-a100-200g`` if no file is given either."""
     file: Path | None = None
     """A topology file."""
 

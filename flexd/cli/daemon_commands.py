@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import signal
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +16,8 @@ from flexd.cli import units
 from flexd.cli.options import OutputOption
 from flexd.cli.view import Facts, OutputFormat, emit, show
 from flexd.config import Config, load_config
+from flexd.errors import ConfigError
+from flexd.topology.files import preset_names
 
 LIBRARIES = ("torch", "numpy", "numba", "pyarrow", "kafka-python", "datasketches", "pydantic")
 
@@ -31,10 +35,16 @@ def run(
 
     Example: flexd run -c configs/laptop.yaml
     """
+    # Until the daemon has its own handlers: process 1 of a container has no default action, and would lose the signal.
+    signal.signal(signal.SIGTERM, _end_quietly)
     checked = load_config(config)
     from flexd.daemon import run_daemon
 
     raise typer.Exit(run_daemon(checked))
+
+
+def _end_quietly(*_: object) -> None:
+    sys.exit(0)
 
 
 def check_config(
@@ -48,6 +58,11 @@ def check_config(
     Example: flexd check-config configs/laptop.yaml -o yaml
     """
     config = load_config(file)
+    preset = config.topology.preset
+    if preset is not None and preset not in preset_names():
+        raise ConfigError(
+            f"{file}: topology.preset: is not known (got {preset!r})", remedy=f"one of {', '.join(preset_names())}"
+        )
     if output is None:
         show([_summary(file, config)], typer.get_text_stream("stdout"))
     else:

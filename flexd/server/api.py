@@ -38,7 +38,7 @@ class DaemonApi(Protocol):
         ...
 
     def plan(self) -> PlanReport:
-        """A dry run: what a re-plan would change now. Moves nothing and is recorded nowhere.
+        """A dry run: what a re-plan would change now. Moves nothing.
 
         Raises:
             PlanError: too few accesses, no ranks, or no cluster description to plan from.

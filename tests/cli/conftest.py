@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -74,6 +75,7 @@ def flexd_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
         capsys.readouterr()
         command = ["flexd", *map(str, arguments)]
+        handler = signal.getsignal(signal.SIGTERM)
         with monkeypatch.context() as patch:
             for name in [name for name in os.environ if name.startswith("FLEXD")]:
                 patch.delenv(name)
@@ -82,6 +84,7 @@ def flexd_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
             patch.setattr(sys, "argv", command)
             with pytest.raises(SystemExit) as ended:
                 main()
+            signal.signal(signal.SIGTERM, handler)
         shown = capsys.readouterr()
         return subprocess.CompletedProcess(command, int(ended.value.code or 0), shown.out, shown.err)
 

@@ -1,0 +1,118 @@
+"""Writes docs/configuration.md from the pydantic models; ``--check`` only says whether it is up to date."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from flexd.config import Config
+
+TARGET = Path(__file__).parents[1] / "docs" / "configuration.md"
+COMMAND = "python tools/gen_config_docs.py"
+
+HEAD = f"""# Configuration
+
+<!-- Written by `{COMMAND}` from flexd/config.py: change the models, not this file. -->
+
+The daemon reads one YAML file: `flexd run -c FILE`. `flexd check-config FILE` says what is wrong with one (exit
+status 2), `flexd check-config FILE -o yaml` prints what is in effect. Ready-to-run files are in `configs/`.
+
+- A key that is not listed here is an error, and so is a key given twice.
+- Relative paths start at the daemon's working directory. `host:port` of an IPv6 address is `[address]:port`.
+- An environment variable `FLEXD__SECTION__KEY` beats the file: `FLEXD__SERVER__PORT=9000` sets `server.port`. Its value
+  is read as YAML (`null`, `[1, 2]`, `{{a: 1}}`), except that of a key whose name says password, secret or token, which
+  is taken as text. List items have no variables of their own.
+- Secrets belong into files: `control.secret_file` and `stream.source.client_option_files` name them. Nothing prints the
+  value of a secret.
+- PyYAML reads `1e6` as text: write `1000000` or `1.0e+6`.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    schema = Config.model_json_schema()
+    parts = [HEAD, *_section("", schema, schema)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _section(path: str, node: dict[str, Any], schema: dict[str, Any]) -> list[str]:
+    """A heading, a table of the plain keys, then each sub-section."""
+    title = f"`{path}`" if path else "Top level"
+    required = set(node.get("required", []))
+    lines = [f"## {title}", "", _text(node.get("description", "")), ""]
+    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+    below: list[str] = []
+    for key, field in node["properties"].items():
+        child = f"{path}.{key}" if path else key
+        resolved = _resolve(field, schema)
+        if "properties" in resolved:
+            kind = "section"
+            below += _section(child, resolved, schema)
+        elif "oneOf" in resolved:
+            kind = "section"
+            for tag, reference in resolved["discriminator"]["mapping"].items():
+                below += _section(f"{child} (kind: {tag})", _resolve({"$ref": reference}, schema), schema)
+        elif "properties" in (item := _resolve(resolved.get("items", {}), schema)):
+            kind = "list of sections"
+            below += _section(f"{child}[]", item, schema)
+        else:
+            kind = _type(resolved)
+        meaning = _text(field.get("description") or resolved.get("description", ""))
+        lines.append(f"| `{key}` | {kind} | {_default(field, key in required, kind)} | {meaning} |")
+    return [*lines, "", *below]
+
+
+def _resolve(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    reference = node.get("$ref")
+    return schema["$defs"][reference.removeprefix("#/$defs/")] if reference else node
+
+
+def _type(node: dict[str, Any]) -> str:
+    if "anyOf" in node:
+        return " or ".join(dict.fromkeys(_type(option) for option in node["anyOf"]))
+    if "const" in node:
+        return f"`{node['const']}`"
+    if "enum" in node:
+        return " or ".join(f"`{value}`" for value in node["enum"])
+    if node["type"] == "object":
+        return f"mapping of text to {_type(node['additionalProperties'])}"
+    names = {"string": "text", "integer": "integer", "number": "number", "boolean": "truth value", "null": "null"}
+    name = "path" if node.get("format") == "path" else names[node["type"]]
+    bounds = {"minimum": ">=", "exclusiveMinimum": ">", "ge": ">=", "gt": ">", "maximum": "<=", "le": "<="}
+    limits = [f"{sign} {node[word]}" for word, sign in bounds.items() if word in node]
+    if node.get("pattern"):
+        limits.append(f"like `{node['pattern']}`".replace("|", "\\|"))
+    return f"{name} {', '.join(limits)}".strip()
+
+
+def _default(field: dict[str, Any], required: bool, kind: str) -> str:
+    if required:
+        return "required"
+    if kind == "section":
+        return "as below"
+    return f"`{json.dumps(field['default'])}`" if "default" in field else "empty"
+
+
+def _text(description: str) -> str:
+    return " ".join(description.split()).replace("``", "`").replace("|", "\\|")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="exit status 1 if the file is out of date")
+    check = parser.parse_args().check
+    page = render()
+    if not check:
+        TARGET.write_text(page, encoding="utf-8")
+        return 0
+    if TARGET.exists() and TARGET.read_text(encoding="utf-8") == page:
+        return 0
+    print(f"{TARGET.name} is out of date: run {COMMAND}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
