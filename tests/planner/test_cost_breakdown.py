@@ -10,7 +10,7 @@ from flexd.layout import RankLayout, Tier
 from flexd.planner.baselines import BASELINES, ROW_WISE, ROW_WISE_DEDUP, TWO_HOP
 from flexd.planner.cost import Exchange, group_cost, total_cost
 from flexd.planner.traffic import Phase, Where, migration_bytes
-from flexd.topology.model import Cluster, Exposed, LinkModel
+from flexd.topology.model import Cluster, CollectiveCurve, Exposed, LinkModel
 
 N, L, B, A = 3, 4, 128, 0.7
 LAYOUT = RankLayout(N, L)
@@ -52,6 +52,14 @@ def test_seconds_are_bytes_at_the_collective_of_the_item() -> None:
     assert speed[Tier.DEVICE, Phase.SYNC_ROWS, Where.INTRA_NODE] == pytest.approx(3e9)
     assert (cost.transfer_seconds[:, :, Where.SELF] == 0).all()
     assert cost.total_seconds == pytest.approx(cost.forward_seconds + cost.backward_seconds + cost.sync_seconds)
+
+
+def test_device_rows_pass_a_node_in_two_messages_of_half_the_bytes() -> None:
+    rising = CollectiveCurve(0.0, ((1.0, 1e6), (1e9, 1e11)))
+    machine = Cluster("m", "s", LinkModel(1e12, flat(1e9), flat(2e9), rising), LinkModel(9e9, *[flat(4e9)] * 3))
+    cost = group_cost(load(np.full(50, A), row_bytes=B), np.full(50, Tier.DEVICE, np.uint8), LAYOUT, machine)
+    size = cost.bytes[Tier.DEVICE, Phase.SYNC_ROWS, Where.INTRA_NODE]
+    assert cost.phase_seconds[Phase.SYNC_ROWS, Where.INTRA_NODE] == pytest.approx(2 * rising.seconds(size / 2))
 
 
 def test_exposed_shares() -> None:
