@@ -1,0 +1,246 @@
+"""The contract of ``ChunkInbox``: no two ranks ever apply different content for one version."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from flexd.control.inbox import ChunkInbox
+from flexd.errors import ChunkRefusedError, ControlError
+from flexd.keyspace import KeySpace, TableSpec
+from flexd.layout import RankLayout, Tier
+from flexd.placement import Delta, Placement
+
+TABLES = KeySpace([TableSpec("item", 64, 4), TableSpec("shop", 16, 8)])
+LAYOUT = RankLayout(2, 2)
+
+
+def delta(keys: list[int], old: int = Tier.HOME, new: int = Tier.DEVICE) -> Delta:
+    return Delta(np.array(keys, dtype=np.int64), np.full(len(keys), old, np.uint8), np.full(len(keys), new, np.uint8))
+
+
+def inbox(slots: tuple[int, int] = (50, 50), rank: int = 1) -> ChunkInbox:
+    return ChunkInbox(TABLES, LAYOUT, rank, slots)
+
+
+def agree(box: ChunkInbox, lowest: int | None = None) -> None:
+    told = box.begin_exchange()
+    box.end_exchange(told if lowest is None else lowest)
+
+
+def test_a_chunk_is_taken_only_when_agreed() -> None:
+    box = inbox()
+    box.offer(1, delta([4]))
+    box.offer(2, delta([5]))
+    assert box.take(100, len) == []
+    assert box.begin_exchange() == 2
+    box.end_exchange(1)
+    assert [version for version, _ in box.take(100, len)] == [1]
+    assert box.agreed_version == 1
+    agree(box)
+    assert [version for version, _ in box.take(100, len)] == [2]
+    box.applied(2)
+    assert box.applied_version == 2
+
+
+def test_take_stops_at_the_byte_cap_but_gives_at_least_one() -> None:
+    box = inbox()
+    for version in range(1, 4):
+        box.offer(version, delta([2 * version, 2 * version + 1]))
+    agree(box)
+    assert [version for version, _ in box.take(1, len)] == [1]
+    assert [version for version, _ in box.take(4, len)] == [2, 3]
+
+
+def test_settle_drops_what_is_not_agreed_and_gives_its_slots_back() -> None:
+    box = inbox((2, 2))
+    box.offer(1, delta([4]))
+    agree(box)
+    box.offer(2, delta([6]))
+    placement = Placement.empty().apply(delta([4]))
+    assert box.settle(1) == (1, placement.digest())
+    box.offer(2, delta([8]))
+    with pytest.raises(ChunkRefusedError, match="replica slots"):
+        box.offer(3, delta([10]))
+    agree(box)
+    assert [chunk.keys.tolist() for _, chunk in box.take(100, len)] == [[4], [8]]
+
+
+def test_settle_waits_for_the_running_exchange() -> None:
+    box = inbox()
+    box.offer(1, delta([4]))
+    box.begin_exchange()
+    outcome: list[tuple[int, int]] = []
+    thread = threading.Thread(target=lambda: outcome.append(box.settle(10)))
+    thread.start()
+    time.sleep(0.05)
+    assert outcome == []
+    box.end_exchange(1)
+    thread.join(10)
+    assert outcome[0][0] == 1
+
+
+def test_settle_gives_up_at_its_deadline() -> None:
+    box = inbox()
+    box.offer(1, delta([4]))
+    box.begin_exchange()
+    with pytest.raises(ControlError, match="has not finished"):
+        box.settle(0.05)
+    box.end_exchange(1)
+    assert box.settle(0.05)[0] == 1
+
+
+def test_a_repeated_version_is_ignored() -> None:
+    box = inbox()
+    box.offer(1, delta([4]))
+    box.offer(1, delta([9]))
+    agree(box)
+    assert [chunk.keys.tolist() for _, chunk in box.take(100, len)] == [[4]]
+
+
+@pytest.mark.parametrize(
+    ("version", "chunk", "reason"),
+    [
+        (2, delta([1]), "chunk 2 after 0"),
+        (1, delta([80]), "outside 0..79"),
+        (1, delta([-1]), "outside 0..79"),
+        (1, delta([3, 3]), "twice"),
+        (1, delta([3], new=3), "unknown tier"),
+        (1, delta([3], old=7), "unknown tier"),
+        (1, delta([0, 2, 4]), "needs 3 replica slots in dim-group 0, there are 2"),
+        (1, delta([64, 66, 68]), "needs 3 replica slots in dim-group 1, there are 2"),
+    ],
+)
+def test_a_bad_chunk_is_refused_whole(version: int, chunk: Delta, reason: str) -> None:
+    box = inbox((2, 2))
+    with pytest.raises(ChunkRefusedError, match=reason):
+        box.offer(version, chunk)
+    assert box.begin_exchange() == 0
+    box.end_exchange(0)
+    box.offer(1, delta([0, 2]))
+
+
+class SeveralInboxes(RuleBasedStateMachine):
+    """Ranks step together (a real collective: all begin before any ends); chunks arrive, epochs end and begin at any
+    moment in between. A daemon numbers chunks as ``Coordinator`` does: from the agreed version, when all have settled.
+    """
+
+    RANKS = 3
+    settle_waits = True
+
+    @initialize()
+    def begin(self) -> None:
+        layout = RankLayout(self.RANKS, 1)
+        self.boxes = [ChunkInbox(TABLES, layout, rank, (80, 80)) for rank in range(self.RANKS)]
+        self.told: dict[int, int] = {}
+        self.ended: set[int] = set()
+        self.lowest = 0
+        self.applied: dict[int, int] = {}
+        """version -> the key of its chunk, by whoever applied it first."""
+        self.settled = dict.fromkeys(range(self.RANKS), (0, 0))
+        self.log: list[Delta] = []
+        """Chunks of this epoch."""
+        self.base = 0
+        self.position = [0] * self.RANKS
+        self.open = True
+        self.next_key = 0
+
+    @rule()
+    @precondition(lambda self: self.open and len(self.log) < 4)
+    def push(self) -> None:
+        self.log.append(delta([self.next_key % 80]))
+        self.next_key += 1
+
+    @rule(rank=st.integers(0, RANKS - 1))
+    @precondition(lambda self: self.open)
+    def arrive(self, rank: int) -> None:
+        if self.position[rank] < len(self.log):
+            self.position[rank] += 1
+            self.boxes[rank].offer(self.base + self.position[rank], self.log[self.position[rank] - 1])
+
+    @rule(rank=st.integers(0, RANKS - 1))
+    def rank_begins(self, rank: int) -> None:
+        if rank not in self.told:
+            self.told[rank] = self.boxes[rank].begin_exchange()
+
+    @rule(ranks=st.permutations(range(RANKS)))
+    def all_arrive(self, ranks: list[int]) -> None:
+        for rank in ranks if self.open else []:
+            self.arrive(rank)
+
+    @rule(ranks=st.permutations(range(RANKS)))
+    def all_begin(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            self.rank_begins(rank)
+
+    @rule(rank=st.integers(0, RANKS - 1))
+    @precondition(lambda self: len(self.told) == self.RANKS)
+    def rank_ends(self, rank: int) -> None:
+        if rank in self.ended:
+            return
+        self.boxes[rank].end_exchange(min(self.told.values()))
+        for version, chunk in self.boxes[rank].take(10**9, len):
+            key = int(chunk.keys[0])
+            assert self.applied.setdefault(version, key) == key, f"version {version} differs between ranks"
+        self.ended.add(rank)
+        if len(self.ended) == self.RANKS:
+            self.told, self.ended = {}, set()
+
+    @rule()
+    @precondition(lambda self: self.open)
+    def epoch_ends(self) -> None:
+        self.open = False
+        self.settled = {}
+
+    @rule(rank=st.integers(0, RANKS - 1))
+    @precondition(lambda self: not self.open)
+    def rank_settles(self, rank: int) -> None:
+        if rank in self.settled:
+            return
+        box = self.boxes[rank]
+        if not self.settle_waits:
+            box._in_exchange = False
+        try:
+            self.settled[rank] = box.settle(0.0)
+        except ControlError:
+            assert rank in self.told
+            assert rank not in self.ended
+
+    @rule(ranks=st.permutations(range(RANKS)))
+    @precondition(lambda self: not self.open)
+    def all_settle(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            self.rank_settles(rank)
+
+    @rule()
+    @precondition(lambda self: not self.open and len(self.settled) == self.RANKS)
+    def epoch_begins(self) -> None:
+        assert len(set(self.settled.values())) == 1, f"settled differently: {self.settled}"
+        self.base = self.settled[0][0]
+        self.log, self.position, self.open = [], [0] * self.RANKS, True
+
+    @invariant()
+    def agreed_versions_are_within_one_exchange(self) -> None:
+        if hasattr(self, "boxes") and not self.told:
+            assert len({box.agreed_version for box in self.boxes}) == 1
+
+
+SeveralInboxes.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestSeveralInboxes = SeveralInboxes.TestCase
+
+
+def test_the_state_machine_sees_a_settle_that_does_not_wait() -> None:
+    class Hasty(SeveralInboxes):
+        settle_waits = False
+
+    Hasty.TestCase.settings = settings(
+        max_examples=1000, stateful_step_count=60, deadline=None, database=None, phases=[Phase.generate]
+    )
+    with pytest.raises(AssertionError):
+        Hasty.TestCase("runTest").runTest()

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.control.journal import PlacementJournal, Segment
+from flexd.errors import PlacementError, SnapshotError
+from flexd.placement import Delta, Placement
+
+SEGMENT = Segment("a1", 3, "topology")
+
+
+def random_delta(placement: Placement, seed: int, rows: int = 5, total: int = 40) -> Delta:
+    rng = np.random.default_rng(seed)
+    keys = rng.choice(total, size=rows, replace=False).astype(np.int64)
+    return Delta(keys, placement.tiers_of(keys), rng.integers(0, 3, size=rows).astype(np.uint8))
+
+
+def same(a: Placement, b: Placement) -> bool:
+    return a.version == b.version and np.array_equal(a.keys, b.keys) and np.array_equal(a.tiers, b.tiers)
+
+
+def filled(directory: Path, chunks: int) -> list[Placement]:
+    """The placements of versions 0..chunks."""
+    journal = PlacementJournal(directory)
+    journal.begin(SEGMENT, Placement.empty())
+    placements = [Placement.empty()]
+    for version in range(1, chunks + 1):
+        delta = random_delta(placements[-1], version)
+        journal.append(version, delta)
+        placements.append(placements[-1].apply(delta))
+    journal.close()
+    return placements
+
+
+def test_every_version_is_found_again(tmp_path: Path) -> None:
+    placements = filled(tmp_path, 6)
+    journal = PlacementJournal(tmp_path)
+    assert (journal.segment, journal.last_version, journal.truncated_bytes) == (SEGMENT, 6, 0)
+    assert all(same(journal.placement_at(version), placements[version]) for version in range(7))
+    with pytest.raises(SnapshotError, match=r"holds versions 0\.\.6, not 7"):
+        journal.placement_at(7)
+
+
+def test_the_file_is_private(tmp_path: Path) -> None:
+    filled(tmp_path / "state", 1)
+    assert stat.S_IMODE((tmp_path / "state" / "placement.journal").stat().st_mode) == 0o600
+
+
+def test_a_torn_tail_of_any_length_is_cut_off(tmp_path: Path) -> None:
+    placements = filled(tmp_path / "whole", 3)
+    whole = (tmp_path / "whole" / "placement.journal").read_bytes()
+    reached = set()
+    for length in range(len(whole)):
+        directory = tmp_path / str(length)
+        directory.mkdir()
+        (directory / "placement.journal").write_bytes(whole[:length])
+        journal = PlacementJournal(directory)
+        reached.add(journal.last_version if journal.segment else -1)
+        assert same(journal.placement_at(journal.last_version), placements[journal.last_version])
+        if journal.segment:
+            journal.append(journal.last_version + 1, random_delta(journal.placement_at(journal.last_version), length))
+        again = PlacementJournal(directory)
+        assert again.truncated_bytes == 0
+        assert again.last_version == journal.last_version
+        journal.close()
+        again.close()
+    assert reached == {-1, 0, 1, 2}
+
+
+@given(at=st.integers(0, 400), flip=st.integers(1, 255))
+@settings(max_examples=60, deadline=None)
+def test_a_flipped_byte_never_gives_a_wrong_placement(
+    tmp_path_factory: pytest.TempPathFactory, at: int, flip: int
+) -> None:
+    directory = tmp_path_factory.mktemp("journal")
+    placements = filled(directory, 3)
+    path = directory / "placement.journal"
+    data = bytearray(path.read_bytes())
+    data[at % len(data)] ^= flip
+    path.write_bytes(data)
+    journal = PlacementJournal(directory)
+    assert journal.truncated_bytes > 0
+    assert same(journal.placement_at(journal.last_version), placements[journal.last_version])
+    journal.close()
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 10**6)), max_size=25))
+@settings(max_examples=60, deadline=None)
+def test_voided_versions_agreement_and_restarts(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, bool, int]]
+) -> None:
+    """Against a plain list of placements: append after dropping up to 3 versions, fold now and then, reopen often."""
+    directory = tmp_path_factory.mktemp("journal")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flexd.control.journal._COMPACT_ROWS", 12)
+        patch.setattr("flexd.control.journal._OVERLAY_ROWS", 7)
+        journal = PlacementJournal(directory)
+        journal.begin(SEGMENT, Placement.empty())
+        model = [Placement.empty()]
+        agreed = 0
+        for back, reopen, seed in steps:
+            last = max(agreed, len(model) - 1 - back)
+            del model[last + 1 :]
+            delta = random_delta(model[-1], seed)
+            journal.append(last + 1, delta)
+            model.append(model[-1].apply(delta))
+            if seed % 3 == 0:
+                agreed = len(model) - 1 - seed % 2
+                journal.note_agreed(agreed)
+            if reopen:
+                journal.close()
+                journal = PlacementJournal(directory)
+                assert journal.truncated_bytes == 0
+            assert journal.last_version == len(model) - 1
+            assert all(same(journal.placement_at(v), model[v]) for v in range(agreed, len(model)))
+        journal.close()
+
+
+def test_old_chunks_are_folded_so_that_the_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexd.control.journal._COMPACT_ROWS", 50)
+    journal = PlacementJournal(tmp_path)
+    journal.begin(SEGMENT, Placement.empty())
+    placement = Placement.empty()
+    sizes = []
+    for version in range(1, 300):
+        delta = random_delta(placement, version)
+        journal.append(version, delta)
+        placement = placement.apply(delta)
+        journal.note_agreed(version)
+        sizes.append((tmp_path / "placement.journal").stat().st_size)
+    assert max(sizes) < 5_000
+    assert same(journal.placement_at(299), placement)
+
+
+@pytest.mark.parametrize(
+    ("version", "change"),
+    [
+        (1, lambda d: Delta(d.keys, d.old_tiers + 1, d.new_tiers)),
+        (1, lambda d: Delta(d.keys[[0, 0]], d.old_tiers[[0, 0]], d.new_tiers[[0, 0]])),
+        (2, lambda d: d),
+        (0, lambda d: d),
+    ],
+)
+def test_a_chunk_that_does_not_fit_is_not_recorded(
+    tmp_path: Path, version: int, change: Callable[[Delta], Delta]
+) -> None:
+    journal = PlacementJournal(tmp_path)
+    journal.begin(SEGMENT, Placement.empty())
+    with pytest.raises(PlacementError):
+        journal.append(version, change(random_delta(Placement.empty(), 1)))
+    journal.append(1, random_delta(Placement.empty(), 1))
+    journal.close()
+    assert PlacementJournal(tmp_path).last_version == 1
+
+
+def test_nothing_is_recorded_before_the_first_segment(tmp_path: Path) -> None:
+    with pytest.raises(PlacementError):
+        PlacementJournal(tmp_path).append(1, random_delta(Placement.empty(), 1))
+
+
+def test_a_write_that_fails_half_way_leaves_the_journal_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    placements = filled(tmp_path, 2)
+    journal = PlacementJournal(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(SnapshotError, match="No space left"):
+            journal.append(3, random_delta(placements[2], 77))
+        with pytest.raises(SnapshotError, match="No space left"):
+            journal.begin(Segment("a2", 4, "other"), Placement.empty())
+    assert (journal.segment, journal.last_version) == (SEGMENT, 2)
+    journal.append(3, random_delta(placements[2], 78))
+    journal.close()
+    again = PlacementJournal(tmp_path)
+    assert again.truncated_bytes == 0
+    assert same(again.placement_at(3), placements[2].apply(random_delta(placements[2], 78)))
+
+
+def test_a_foreign_file_is_reported_and_replaced(tmp_path: Path) -> None:
+    (tmp_path / "placement.journal").write_bytes(b"something else")
+    journal = PlacementJournal(tmp_path)
+    assert journal.truncated_bytes == 14
+    assert journal.segment is None
+    journal.begin(SEGMENT, Placement.empty())
+    assert PlacementJournal(tmp_path).segment == SEGMENT
+
+
+def test_an_unreadable_directory_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SnapshotError, match="check the state directory"):
+        PlacementJournal(tmp_path / "file")

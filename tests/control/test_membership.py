@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flexd.control.membership import MAX_ATTEMPTS, Membership
+from flexd.control.messages import Hello
+from flexd.errors import StaleMessageError, TopologyError
+from flexd.layout import RankLayout
+
+
+def hello(
+    rank: int, attempt: str = "a1", session: str = "", sequence: int = 1, nonce: str = "", **more: object
+) -> Hello:
+    base = Hello(
+        "job", "i", attempt, rank, 4, 2, 2, (10 + rank, 20), "tables", session or f"{attempt}-{rank}",
+        nonce or f"n{attempt}-{rank}", sequence, 0, 0, "127.0.0.1", True,
+    )  # fmt: skip
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+def members() -> Membership:
+    return Membership("job", "tables", 2, silent_seconds=10.0, replace_seconds=3.0)
+
+
+def full(who: Membership, attempt: str = "a1", now: float = 0.0) -> None:
+    for rank in range(4):
+        who.accept(hello(rank, attempt), now)
+
+
+def test_a_topology_is_there_when_all_ranks_are() -> None:
+    who = members()
+    for rank in (2, 0, 3):
+        assert who.accept(hello(rank), 0.0)
+        assert who.complete() is None
+    assert who.present() == ("a1", 3, 4)
+    who.accept(hello(1), 0.0)
+    topology = who.complete()
+    assert topology is not None
+    assert [h.rank for h in topology.hellos] == [0, 1, 2, 3]
+    assert (topology.layout, topology.replica_slots) == (RankLayout(2, 2), (10, 20))
+
+
+def test_a_repeated_hello_is_no_news_and_a_new_nonce_is() -> None:
+    who = members()
+    assert who.accept(hello(0), 0.0)
+    assert not who.accept(hello(0, sequence=2), 1.0)
+    assert who.accept(hello(0, sequence=3, nonce="other"), 1.0)
+    with pytest.raises(StaleMessageError):
+        who.accept(hello(0, sequence=3), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"job": "other"}, "serves job"),
+        ({"table_digest": "x"}, "tables differ"),
+        ({"replica_slots": (1,)}, "dim-groups"),
+        ({"rank": 4}, "rank 4 of 4"),
+        ({"rank": -1}, "rank -1"),
+        ({"world_size": 0}, "of 0 is not possible"),
+        ({"world_size": 6}, "are not 6 ranks"),
+        ({"nodes": -2, "local_ranks": -2}, "not 4 ranks"),
+        ({"nodes": 1, "local_ranks": 4}, "rank 0 of this attempt says 2 x 2"),
+        ({"rank": 0, "session": "other"}, "another process is rank 0"),
+    ],
+)
+def test_contradictions_are_refused_with_the_reason(change: dict[str, object], reason: str) -> None:
+    who = members()
+    who.accept(hello(0), 0.0)
+    with pytest.raises(TopologyError, match=reason):
+        who.accept(hello(1, **change) if "rank" not in change else hello(**change), 0.0)  # type: ignore[arg-type]
+    assert who.present() == ("a1", 1, 4)
+
+
+def test_a_new_process_takes_a_silent_ranks_place() -> None:
+    who = members()
+    full(who)
+    before = who.complete()
+    who.heard("a1", 0, 5.0)
+    with pytest.raises(TopologyError):
+        who.accept(hello(0, session="new"), 7.0)
+    assert who.accept(hello(0, session="new", nonce="new"), 8.5)
+    after = who.complete()
+    assert before is not None
+    assert after is not None
+    assert before.identity != after.identity
+
+
+def test_silent_ranks_expire_unless_the_daemon_was_deaf() -> None:
+    who = members()
+    full(who)
+    who.heard("a1", 1, 9.0)
+    who.forgive(5.0)
+    assert who.expire(14.0) == []
+    assert [h.rank for h in who.expire(16.0)] == [0, 2, 3]
+    assert who.present() == ("a1", 1, 4)
+    assert len(who.expire(100.0)) == 1
+    assert who.present() == ("", 0, 0)
+
+
+def test_a_newer_complete_attempt_ends_the_older_for_good() -> None:
+    who = members()
+    full(who)
+    for rank in range(3):
+        who.accept(hello(rank, "a2"), 1.0)
+    topology = who.complete()
+    assert topology is not None
+    assert topology.attempt == "a1"
+    who.accept(hello(3, "a2"), 1.0)
+    topology = who.complete()
+    assert topology is not None
+    assert topology.attempt == "a2"
+    with pytest.raises(TopologyError, match="replaced by a newer one"):
+        who.accept(hello(0, "a1", sequence=9), 2.0)
+
+
+def test_attempts_are_bounded() -> None:
+    who = members()
+    for number in range(MAX_ATTEMPTS + 5):
+        who.accept(hello(0, f"a{number}"), float(number))
+    assert len(who._attempts) == MAX_ATTEMPTS
+    assert "a0" not in who._attempts

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks_in_threads import SECRET, step_report
+
+from flexd.control import messages as m
+from flexd.errors import AuthenticationError, ControlError
+from flexd.placement import Placement
+
+FENCE = ("job", "a1", 2, 7, "token")
+EVERY_KIND: list[m.Message] = [
+    m.DaemonNotice("job", "instance", "digest"),
+    m.Hello("job", "i", "a1", 1, 4, 2, 2, (10, 20), "digest", "s", "n", 5, 3, 2**64 - 1, "127.0.0.1", True),
+    m.HelloRefused("job", "i", "n", "reason", "remedy"),
+    m.EpochAnnouncement("job", "i", "a1", 2, 7, "token", ("n0", "n1")),
+    m.Settled(*FENCE, 1, 9, 4, 12345, 3),
+    m.Progress(*FENCE, 1, 9, 4, 3, None),
+    m.Progress(*FENCE, 1, 9, 4, 3, step_report(8, Placement.empty())),
+    m.ChunkRefused(*FENCE, 1, 9, 4, "too big"),
+    m.Listing(*FENCE, 1, 9, 4, 100, "sha", ""),
+    m.ChunkHeader(*FENCE, 3, "plan", 4, 100, "sha"),
+    m.ListRequest(*FENCE, 3, 4, (0, 1)),
+]
+
+
+def forge(body: object, secret: bytes = SECRET) -> bytes:
+    """A signed message with any body."""
+    text = body if isinstance(body, str) else json.dumps(body)
+    return f"{hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()}\n{text}".encode()
+
+
+@pytest.mark.parametrize("message", EVERY_KIND, ids=lambda message: message.kind)
+def test_every_kind_comes_back_as_it_was(message: m.Message) -> None:
+    assert m.Signer(SECRET).open(m.Signer(SECRET).seal(message).encode()) == message
+
+
+def test_every_kind_is_covered() -> None:
+    assert {message.kind for message in EVERY_KIND} == set(m._KINDS)
+
+
+@given(at=st.integers(0, 10_000), flip=st.integers(1, 255))
+@settings(max_examples=100, deadline=None)
+def test_a_changed_byte_is_refused_unread(at: int, flip: int) -> None:
+    data = bytearray(m.Signer(SECRET).seal(EVERY_KIND[1]).encode())
+    at %= len(data)
+    if at == 64:
+        return
+    data[at] ^= flip
+    with pytest.raises(AuthenticationError):
+        m.Signer(SECRET).open(bytes(data))
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=100, deadline=None)
+def test_rubbish_is_refused(data: bytes) -> None:
+    with pytest.raises(ControlError):
+        m.Signer(SECRET).open(data)
+
+
+@pytest.mark.parametrize("secret", [None, b"", b"another secret"])
+def test_another_secret_is_refused(secret: bytes | None) -> None:
+    with pytest.raises(AuthenticationError, match="same secret file"):
+        m.Signer(SECRET).open(m.Signer(secret).seal(EVERY_KIND[0]).encode())
+
+
+GOOD = {"kind": "daemon", "job": "j", "instance": "i", "table_digest": "d"}
+SETTLED = json.loads(m.Signer(SECRET).seal(EVERY_KIND[4]).split("\n")[1])
+PROGRESS = json.loads(m.Signer(SECRET).seal(EVERY_KIND[6]).split("\n")[1])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "", "[]", "1", "{", "[" * 20_000, {}, {**GOOD, "kind": "other"}, {**GOOD, "more": 1}, {"kind": "daemon"},
+        {**GOOD, "job": 1}, {**GOOD, "job": None}, {**SETTLED, "rank": "1"}, {**SETTLED, "rank": True},
+        {**SETTLED, "rank": 1.0}, {**SETTLED, "rank": 2**64}, json.dumps({**SETTLED, "rank": 1}).replace("1", "NaN"),
+        {**PROGRESS, "report": {}}, {**PROGRESS, "report": 3},
+        {**PROGRESS, "report": {**PROGRESS["report"], "accesses_by_tier": [1, 2]}},
+        {**PROGRESS, "report": {**PROGRESS["report"], "step_seconds": "x"}},
+    ],
+    ids=lambda body: str(body)[:40],
+)  # fmt: skip
+def test_a_signed_message_of_another_shape_is_a_control_error(body: object) -> None:
+    with pytest.raises(ControlError, match="cannot be read"):
+        m.Signer(SECRET).open(forge(body))
+
+
+def test_a_message_too_long_is_refused_on_both_sides() -> None:
+    long = replace(EVERY_KIND[0], job="x" * m.MAX_MESSAGE_BYTES)
+    with pytest.raises(ControlError, match="longer than"):
+        m.Signer(SECRET).seal(long)
+    with pytest.raises(ControlError, match="longer than"):
+        m.Signer(SECRET).open(forge("x" * m.MAX_MESSAGE_BYTES))
+
+
+def test_another_kind_than_expected_is_refused() -> None:
+    with pytest.raises(ControlError, match="where a epoch message belongs"):
+        m.Signer(SECRET).open_as(m.EpochAnnouncement, m.Signer(SECRET).seal(EVERY_KIND[0]).encode())
