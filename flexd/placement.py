@@ -120,7 +120,8 @@ class Placement:
 
     def delta_to(self, target: Placement) -> Delta:
         """The rows whose tier differs, demotions first (they free the slots that promotions need), by key."""
-        keys = np.union1d(self.keys, target.keys)
+        keys = np.sort(np.concatenate([self.keys, target.keys]))
+        keys = keys[np.concatenate([np.ones(min(1, len(keys)), np.bool_), keys[1:] != keys[:-1]])]
         old, new = self.tiers_of(keys), target.tiers_of(keys)
         changed = old != new
         keys, old, new = keys[changed], old[changed], new[changed]

@@ -181,12 +181,11 @@ def placement_cost(
     group = keyspace.group_of(placement.keys)
     costs = []
     for load in loads:
-        mine = placement.keys[group == load.group]
         tiers = canonical_tiers(placement.tiers[group == load.group], layout)
-        unlisted = np.bincount(tiers[~np.isin(mine, load.keys)], minlength=len(Tier)).astype(np.float64)
-        unlisted[Tier.HOME] = 0.0
         listed = canonical_tiers(placement.tiers_of(load.keys), layout)
-        costs.append(group_cost(load, listed, layout, cluster, unlisted=unlisted))
+        unlisted = np.bincount(tiers, minlength=len(Tier)) - np.bincount(listed, minlength=len(Tier))
+        unlisted[Tier.HOME] = 0
+        costs.append(group_cost(load, listed, layout, cluster, unlisted=unlisted.astype(np.float64)))
     return total_cost(costs)
 
 

@@ -32,7 +32,9 @@ def best_within_slots(gains: Float64Array, homes: Int64Array, slots: Int64Array)
     place = np.empty(rows, np.int64)
     place[order] = np.arange(rows)
     # Rows by home, best first; (home, place) as one number makes counts of all homes one binary search.
-    by_home = order[np.argsort(homes[order], kind="stable")]
+    # (16 bit integers are sorted by radix.)
+    small = homes.astype(np.uint16) if len(slots) <= 2**16 else homes
+    by_home = order[np.argsort(small[order], kind="stable")]
     code = homes[by_home] * rows + place[by_home]
     sizes = np.bincount(homes, minlength=len(slots))
     starts = np.cumsum(sizes) - sizes

@@ -239,7 +239,7 @@ class _Problem:
             node_first[Tier.DEVICE] = np.inf
             result.append(self.within_slots(decision, node_first))
             few = len(self.load.keys) <= _FEW_ROWS
-            for factor in np.geomspace(0.5, 2.0, 33) if few else (0.999, 1.0, 1.001):
+            for factor in np.geomspace(0.5, 2.0, 33) if few else (1.0,):
                 result.append(self.within_slots(decision, self.slot_prices(np.full(world, multiplier * factor))))
             if few and multiplier > 0:
                 result.extend(self.uneven_prices(decision, multiplier))
