@@ -23,7 +23,6 @@ from flexd.sketch.snapshot import LoadedSnapshot, SnapshotStore
 from flexd.sketch.table_set import IngestCounts, SketchSet, SketchSettings, warm_up
 from flexd.stream.codec import decode as decode_message
 from flexd.stream.types import AccessBatch, Message, Source
-from flexd.turnstile import Turnstile
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +129,7 @@ class Ingestor:
         self._max_message_bytes = max_message_bytes
         self._save_with = save_with
         self._decode = decode
-        self._guard = Turnstile()
+        self._guard = threading.Lock()
         self._stop = threading.Event()
         self._save_now = threading.Event()
         self._thread: threading.Thread | None = None

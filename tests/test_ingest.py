@@ -20,7 +20,6 @@ from flexd.sketch.table_set import SketchSettings
 from flexd.stream.codec import decode, encode_arrow
 from flexd.stream.file_log import FileLogSink, FileLogSource
 from flexd.stream.types import AccessBatch, Message
-from flexd.turnstile import Turnstile
 
 TABLES = [TableSpec("small", 200, 4), TableSpec("large", 400_000, 4)]
 SETTINGS = SketchSettings(memory_bytes=1_000_000, half_life_seconds=40.0, max_future_seconds=1e9, max_hot_rows=100)
@@ -373,31 +372,6 @@ def test_dead_letters_are_bounded_and_rare_reasons_survive(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_reader_is_let_in_by_a_thread_that_never_pauses():
-    guard, stop, rounds = Turnstile(), threading.Event(), [0]
-
-    def busy() -> None:
-        while not stop.is_set():
-            with guard:
-                rounds[0] += 1
-                sum(range(2000))
-
-    thread = threading.Thread(target=busy)
-    thread.start()
-    try:
-        _wait(lambda: rounds[0] > 10)
-        waited = []
-        for _ in range(50):
-            before = rounds[0]
-            with guard:
-                waited.append(rounds[0] - before)
-    finally:
-        stop.set()
-        thread.join(DEADLINE)
-    # Rounds the other side got in between: those before the turn was taken, and the one under way.
-    assert np.median(waited) <= 20
-
-
 def test_profiles_while_ingesting_are_consistent(tmp_path):
     source = FakeSource({"p": [_message(i) for i in range(24)] * 20})
     ingestor = _ingestor(source, SnapshotStore(tmp_path, 1), snapshot_interval_seconds=0.01)
@@ -406,6 +380,7 @@ def test_profiles_while_ingesting_are_consistent(tmp_path):
     while source.lag():
         profiles.append(ingestor.profile(100.0))
     assert ingestor.stop(DEADLINE)
+    assert len(profiles) > 1, "a backlog does not keep readers out"
     generations = [profile.generation for profile in profiles]
     assert generations == sorted(set(generations))
     samples = [profile.samples for profile in profiles]

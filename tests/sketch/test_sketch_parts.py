@@ -85,6 +85,18 @@ def test_hot_set_follows_drift():
     assert np.isin(np.arange(5000, 5100), hot.rows()).all()
 
 
+def test_hot_set_admits_by_the_rescaled_threshold():
+    hot, counter = HotSet(100), CountMin(10_000, 14)
+    _fill(counter, DistinctRows(), np.repeat(np.arange(300, dtype=np.int64), 64), hot)
+    hot.absorb(counter.query)
+    assert hot.threshold >= 64
+    counter.rescale(5)
+    hot.rescale(5)
+    _fill(counter, DistinctRows(), np.full(5, 9999, dtype=np.int64), hot)
+    hot.absorb(counter.query)
+    assert 9999 in hot.rows().tolist()
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 500)), st.lists(st.integers(0, 500)))
 def test_hot_set_admits_each_row_once(first, second):
@@ -150,7 +162,7 @@ def test_kll_takes_arrays_in_bulk_and_not_as_one_item():
 @given(
     st.lists(st.one_of(st.integers(0, 20), st.integers(0, 2**31 - 1)), min_size=1, max_size=60),
     st.integers(0, 5),
-    st.integers(1, 70),
+    st.one_of(st.integers(1, 10), st.just(100)),
 )
 def test_read_out_lists_the_hottest_rows_and_accounts_for_the_rest(low, spilled, max_hot):
     low = np.array(low, dtype=np.uint32)

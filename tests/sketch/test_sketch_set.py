@@ -231,6 +231,16 @@ def test_heavy_decayed_tables_get_a_coarser_unit_instead_of_more_memory():
     assert sketches.profile().tables[0].weight == pytest.approx(got.sum())
 
 
+def test_a_wrong_first_event_does_not_fill_the_sample_for_ever():
+    sketches = SketchSet(TABLES, MEMORY, 50.0, 300.0, 500)
+    first = np.full(200_000, 1, dtype=np.int64)
+    sketches.ingest("large", first, 0, T0 + 1e7)
+    for i in range(10):
+        sketches.ingest("large", np.arange(20_000, dtype=np.int64) + 1000, 0, T0 + 0.01 * i)
+    sampled = sketches._tables[1]._sample.rows()
+    assert abs((sampled == 1).mean() - 0.5) < 0.1
+
+
 def test_memory_stays_within_the_choices():
     sketches = _set()
     _feed(sketches, _batches(8, 40))
