@@ -1,0 +1,41 @@
+"""A daemon of the control channel in a process of its own: pushes one target after the other, for ever.
+
+Usage: daemon_process.py PORT DIRECTORY FIRST_SEED ROWS_PER_CHUNK TIMEOUT_SECONDS
+Prints the port it listens on, then a line for every event.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from ranks_in_threads import SECRET, TABLES, target
+
+from flexd.control.coordinator import ControlOptions, Coordinator
+from flexd.control.journal import PlacementJournal
+from flexd.control.migration import MigrationState
+
+
+def main(port: int, directory: Path, seed: int, rows: int, timeout_seconds: float) -> None:
+    def tell(name: str, fields: object) -> None:
+        print(json.dumps([name, fields], default=str), flush=True)
+
+    options = ControlOptions("job", listen_port=port, secret=SECRET, timeout_seconds=timeout_seconds, window_chunks=2)
+    coordinator = Coordinator(options, TABLES, PlacementJournal(directory), on_event=tell)
+    coordinator.start()
+    print(coordinator.port, flush=True)
+    while True:
+        wanted = target(seed)
+        migration = coordinator.migrate(f"p{seed}", lambda p, wanted=wanted: p.delta_to(wanted).chunks(rows))
+        while migration.wait(1) is not MigrationState.COMMITTED:
+            if migration.done:
+                break
+        else:
+            seed += 1
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]))

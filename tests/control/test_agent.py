@@ -1,0 +1,211 @@
+"""What an agent does about daemons that are absent, mute, wrong or forged; and the daemon about such ranks."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks_in_threads import SECRET, TABLES, Ranks, identity, same_content, step_report, target, until
+
+from flexd.control.agent import Agent, fold_reports
+from flexd.control.channel import MAX_ABANDONED_CONNECTS, EpochGroup, Keys, StoreConnector, job_store, parse_address
+from flexd.control.inbox import ChunkInbox
+from flexd.control.messages import Progress, Signer
+from flexd.control.migration import MigrationState
+from flexd.errors import ControlError
+from flexd.layout import RankLayout
+from flexd.placement import Placement
+
+PAIR = RankLayout(2, 1)
+
+
+def lone_agent(port: int, timeout_seconds: float = 1.0) -> Agent:
+    inbox = ChunkInbox(TABLES, PAIR, 0, (10, 10))
+    return Agent(inbox, identity(0, PAIR), f"127.0.0.1:{port}", SECRET, timeout_seconds, poll_seconds=0.01)
+
+
+def refused(hosted: Any, kind: str) -> int:
+    return int(hosted.coordinator.status().refused_messages[kind])
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:0", "host:70000", "host:x"])
+def test_a_malformed_address_is_refused_at_once(address: str) -> None:
+    with pytest.raises(ControlError, match="host:port"):
+        parse_address(address)
+
+
+def test_addresses() -> None:
+    assert parse_address("node-1:29400") == ("node-1", 29400)
+    assert parse_address("[::1]:29400") == ("::1", 29400)
+
+
+def test_reports_fold_into_one() -> None:
+    one = step_report(1, Placement.empty(3))
+    two = replace(step_report(2, Placement.empty(4)), step_seconds=float("nan"), accesses_by_tier=(1, 1, 1))
+    both = fold_reports(fold_reports(None, one), two)
+    assert (both.step, both.steps, both.placement_version) == (2, 2, 4)
+    assert both.step_seconds == one.step_seconds
+    assert both.accesses_by_tier == (4, 3, 2)
+    assert both.all_to_all_inter_bytes == 40
+
+
+def test_without_a_daemon_nothing_blocks_and_nothing_grows() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        agent = lone_agent(free.getsockname()[1])
+        agent.start()
+        for step in range(2000):
+            agent.report(step_report(step, Placement.empty()))
+        until(lambda: agent.counters.get("errors", 0) >= 3)
+        assert "no daemon at" in agent.state
+        assert agent._pending is not None
+        assert agent._pending.steps == 2000
+        assert agent.stop(5)
+
+
+def test_a_mute_server_costs_a_deadline_and_a_bounded_number_of_threads() -> None:
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen(64)
+        connector = StoreConnector("127.0.0.1", mute.getsockname()[1], 0.05)
+        for _ in range(MAX_ABANDONED_CONNECTS + 3):
+            with pytest.raises(ControlError, match="does not answer"):
+                connector.connect()
+        helpers = [thread for thread in threading.enumerate() if thread.name == "flexd-connect" and thread.is_alive()]
+        assert len(helpers) <= MAX_ABANDONED_CONNECTS
+    until(lambda: not any(helper.is_alive() for helper in helpers))
+
+
+def test_a_rank_with_another_secret_is_never_let_in(host: Callable[..., Any]) -> None:
+    hosted = host()
+    with Ranks(hosted.port, PAIR, secret=b"wrong") as ranks:
+        until(lambda: all("not signed" in rank.agent.state for rank in ranks.ranks))
+        assert all(rank.agent.counters["forged"] >= 1 for rank in ranks.ranks)
+        assert hosted.coordinator.live() is None
+        assert ranks.steps > 0
+    with Ranks(hosted.port, PAIR) as ranks:
+        until(hosted.ready)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda who: replace(who, table_digest="other"), "tables differ"),
+        (lambda who: replace(who, replica_slots=(1,)), "dim-groups"),
+    ],
+)
+def test_a_contradicting_rank_is_told_why(host: Callable[..., Any], change: Any, reason: str) -> None:
+    hosted = host()
+    with Ranks(hosted.port, PAIR, identities=change) as ranks:
+        until(lambda: all(reason in rank.agent.state for rank in ranks.ranks), what=ranks.state())
+        assert "make job name, tables" in ranks.ranks[0].agent.state
+        assert hosted.coordinator.live() is None
+        assert refused(hosted, "identity") >= 2
+        until(lambda: not any("refused/" in key for key in hosted.coordinator._board._server.list_keys()))
+
+
+def test_a_rank_of_another_job_finds_no_daemon(host: Callable[..., Any]) -> None:
+    hosted = host()
+    with Ranks(hosted.port, PAIR, identities=lambda who: replace(who, job="other")) as ranks:
+        until(lambda: all("no flexd daemon of job 'other'" in rank.agent.state for rank in ranks.ranks))
+
+
+def test_rubbish_forgeries_and_replays_change_nothing(host: Callable[..., Any]) -> None:
+    hosted = host()
+    with Ranks(hosted.port, PAIR) as ranks:
+        until(hosted.ready)
+        store = job_store(StoreConnector("127.0.0.1", hosted.port, 5.0).connect(), "job")
+        signer = Signer(SECRET)
+        epoch = hosted.coordinator._epoch
+        fence = epoch._fence
+        instance = hosted.coordinator._instance
+        known = epoch.topology.hellos[0]
+        progress = Progress(**fence, rank=0, sequence=1, agreed_version=99, applied_version=99, report=None)
+        newer = {"sequence": 2**40}
+        for text in ["", "x" * 100, "x" * 100_000, Signer(b"other").seal(progress)]:
+            store.queue_push(Keys.INBOUND, text)
+        for message in [
+            progress,
+            replace(known, instance=instance),
+            replace(progress, epoch=fence["epoch"] + 1, **newer),
+            replace(progress, attempt="other", **newer),
+            replace(progress, generation=7, **newer),
+            replace(progress, token="other", **newer),
+            replace(progress, job="other", **newer),
+            replace(known, instance="another daemon", **newer),
+            replace(progress, rank=7, **newer),
+        ]:
+            store.queue_push(Keys.INBOUND, signer.seal(message))
+        until(lambda: store.queue_len(Keys.INBOUND) == 0)
+        until(lambda: refused(hosted, "stale") == 8, what=str(hosted.coordinator.status()))
+        assert refused(hosted, "forged") == 3
+        assert refused(hosted, "malformed") == 2
+        assert hosted.coordinator.status().applied_version == 0
+        assert hosted.coordinator.status().epochs == 1
+        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
+        assert migration.wait(15) is MigrationState.COMMITTED
+        assert ranks.all_at(target(1, 50))
+
+
+def test_false_hints_and_forged_commands_are_not_believed(host: Callable[..., Any]) -> None:
+    hosted = host()
+    with Ranks(hosted.port, PAIR) as ranks:
+        until(hosted.ready)
+        store = job_store(StoreConnector("127.0.0.1", hosted.port, 5.0).connect(), "job")
+        forged = "0" * 64 + '\n{"kind":"chunk"}'
+        store.set(Keys.command(hosted.coordinator.status().epoch, 1), forged)
+        store.set(Keys.HINT, f"{hosted.coordinator.status().epoch}:1:1")
+        until(lambda: all(rank.agent.counters.get("forged", 0) for rank in ranks.ranks), what=ranks.state())
+        store.set(Keys.HINT, "rubbish")
+        until(lambda: hosted.coordinator.status().epochs > 1, what=ranks.state())
+        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
+        assert migration.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
+        assert same_content(ranks.history)
+
+
+def test_a_tampered_chunk_is_refused_and_pushed_again(host: Callable[..., Any], monkeypatch: Any) -> None:
+    hosted = host()
+    with Ranks(hosted.port, PAIR) as ranks:
+        until(hosted.ready)
+        receive, left = EpochGroup.receive, [3]
+
+        def tamper(group: EpochGroup, rows: int, tiers: int) -> tuple[np.ndarray, np.ndarray]:
+            keys, changed = receive(group, rows, tiers)
+            if left[0] > 0:
+                left[0] -= 1
+                changed = changed.copy()
+                changed[-1] ^= 3
+            return keys, changed
+
+        monkeypatch.setattr(EpochGroup, "receive", tamper)
+        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
+        assert migration.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
+        assert sum(rank.agent.counters.get("tampered", 0) for rank in ranks.ranks) == 3
+        assert ranks.all_at(target(1, 50))
+        assert same_content(ranks.history)
+
+
+def test_stop_sends_the_last_report(host: Callable[..., Any]) -> None:
+    hosted = host()
+    with Ranks(hosted.port, PAIR) as ranks:
+        until(hosted.ready)
+    assert sum(report.steps for rank, report in hosted.reports if rank == 0) <= ranks.steps
+    until(lambda: sum(report.steps for rank, report in hosted.reports if rank == 0) >= ranks.steps - 5)
+
+
+def test_reports_flow_while_chunks_do(host: Callable[..., Any]) -> None:
+    hosted = host(window_chunks=1)
+    with Ranks(hosted.port, PAIR) as ranks:
+        until(hosted.ready)
+        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(2))
+        until(lambda: migration.progress.chunks_applied > 20)
+        before = len(hosted.reports)
+        until(lambda: len(hosted.reports) > before + 2 or migration.done)
+        assert not migration.done
+        migration.cancel()
+        assert ranks.steps > 0

@@ -1,0 +1,154 @@
+"""The daemon as a real process that is killed and stopped; ranks as real processes with their own gloo group."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks_in_threads import Ranks, same_content, target, until
+
+from flexd.control.journal import PlacementJournal
+from flexd.control.migration import MigrationState
+from flexd.layout import RankLayout
+
+HERE = Path(__file__).parent
+
+
+def spawn(script: str, *arguments: object) -> subprocess.Popen[str]:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent.parent)])}
+    return subprocess.Popen(
+        [sys.executable, str(HERE / script), *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ,
+    )  # fmt: skip
+
+
+class DaemonProcess:
+    """What it printed is in ``events``."""
+
+    def __init__(self, directory: Path, port: int = 0, seed: int = 1, timeout_seconds: float = 3.0) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.process = spawn("daemon_process.py", port, directory, seed, 5, timeout_seconds)
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            self.events.append(tuple(json.loads(line)))  # type: ignore[arg-type]
+
+    def count(self, name: str) -> int:
+        return sum(event == name for event, _ in list(self.events))
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+@pytest.fixture
+def daemons() -> Iterator[Callable[..., DaemonProcess]]:
+    made: list[DaemonProcess] = []
+
+    def make(*arguments: Any, **more: Any) -> DaemonProcess:
+        made.append(DaemonProcess(*arguments, **more))
+        return made[-1]
+
+    yield make
+    for daemon in made:
+        daemon.kill()
+
+
+def test_a_daemon_killed_in_the_middle_of_migrations_continues_from_its_journal(
+    daemons: Callable[..., DaemonProcess], tmp_path: Path, host: Callable[..., Any]
+) -> None:
+    daemon = daemons(tmp_path / "state")
+    with Ranks(daemon.port, timeout_seconds=3.0) as ranks:
+        for round_number in range(3):
+            version = ranks.placements[0].version
+            until(lambda version=version: ranks.placements[0].version > version + 20, what=ranks.state())
+            daemon.kill()
+            steps = ranks.steps
+            until(lambda steps=steps: ranks.steps > steps + 50)
+            if round_number < 2:
+                daemon = daemons(tmp_path / "state", daemon.port, seed=10 + round_number)
+                until(lambda daemon=daemon: daemon.count("epoch_live"), what=ranks.state())
+                assert daemon.count("placement_listed") == 0
+        final = host(tmp_path / "state", port=daemon.port)
+        until(final.ready, what=ranks.state())
+        migration = final.coordinator.migrate("final", lambda p: p.delta_to(target(5)).chunks(100))
+        assert migration.wait(20) is MigrationState.COMMITTED
+        assert final.coordinator.live().generation == 1
+        assert ranks.all_at(target(5))
+        assert same_content(ranks.history)
+        assert len({placement.version for placement in ranks.placements}) == 1
+        versions = [version for version, _ in ranks.history[0]]
+        assert versions == list(range(1, len(versions) + 1))
+        assert same_as_journal(tmp_path / "state", final, ranks)
+
+
+def same_as_journal(directory: Path, final: Any, ranks: Ranks) -> bool:
+    """The placement that the next daemon would read is the ranks'."""
+    final.close()
+    journal = PlacementJournal(directory)
+    version = ranks.placements[0].version
+    return journal.placement_at(version).digest() == ranks.placements[0].digest()
+
+
+def test_training_goes_on_while_the_daemon_is_stopped(daemons: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+    daemon = daemons(tmp_path / "state", timeout_seconds=1.5)
+    with Ranks(daemon.port, RankLayout(2, 1), timeout_seconds=1.0) as ranks:
+        until(lambda: ranks.placements[0].version > 10, what=ranks.state())
+        daemon.signal(signal.SIGSTOP)
+        try:
+            steps = ranks.steps
+            # Long enough for every agent to run into its deadlines.
+            until(lambda: all(rank.agent.counters.get("errors", 0) >= 2 for rank in ranks.ranks), what=ranks.state())
+            assert ranks.steps > steps + 100
+            version = ranks.placements[0].version
+        finally:
+            daemon.signal(signal.SIGCONT)
+        until(lambda: ranks.placements[0].version > version + 10, what=ranks.state() + str(daemon.events[-5:]))
+        assert same_content(ranks.history)
+
+
+def run_ranks(daemon_port: int, store_file: Path, attempt: str, seconds: float) -> list[subprocess.Popen[str]]:
+    return [spawn("rank_process.py", daemon_port, store_file, rank, 2, attempt, seconds) for rank in range(2)]
+
+
+@pytest.mark.timeout(120)
+def test_rank_processes_and_their_next_attempt(host: Callable[..., Any], tmp_path: Path) -> None:
+    hosted = host(timeout_seconds=3.0)
+    first = run_ranks(hosted.port, tmp_path / "store-1", "a1", 300)
+    try:
+        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(10))
+        until(lambda: migration.progress.chunks_applied > 5, 60)
+        assert hosted.coordinator.live().attempt == "a1"
+    finally:
+        for process in first:
+            process.kill()
+    second = run_ranks(hosted.port, tmp_path / "store-2", "a2", 8)
+    try:
+        until(lambda: hosted.ready() and hosted.coordinator.live().attempt == "a2", 60)
+        assert migration.wait(5) is MigrationState.FAILED
+        again = hosted.coordinator.migrate("p2", lambda p: p.delta_to(target(2)).chunks(20))
+        results = [json.loads(process.communicate(timeout=60)[0]) for process in second]
+    finally:
+        for process in second:
+            process.kill()
+    assert again.state is MigrationState.COMMITTED
+    assert hosted.coordinator.live().generation == 2
+    assert results[0]["history"] == results[1]["history"]
+    assert [version for version, _ in results[0]["history"]] == list(range(1, 31))
+    assert {result["digest"] for result in results} == {target(2).digest()}
+    assert hosted.coordinator.placement().digest() == target(2).digest()
