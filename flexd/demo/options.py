@@ -26,8 +26,8 @@ class DemoOptions:
     plot: Path | None = None
     kill_daemon_at: int | None = None
     restart_daemon_after: int | None = None
-    dtype: str = "float32"
-    batch_size: int = 320
+    dtype: str = "float64"
+    batch_size: int = 512
     seed: int = 0
     out_dir: Path | None = None
 

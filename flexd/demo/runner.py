@@ -29,7 +29,7 @@ from flexd.topology.files import load_preset, write_cluster
 from flexd.topology.model import Cluster, LinkModel
 
 HISTORY = 32
-DIM = 32
+DIM = 16
 PRESET = "azure-a100-200g"
 SCALE = 5_000
 """A production step looks up about 15.5M rows of 256 bytes a rank (TorchRec's 1,935-table example), the demo's about
@@ -143,13 +143,14 @@ class Demo:
             "stream": {"source": source},
             # A run passes through the whole trace, so its event time jumps from batch to batch.
             "sketch": {
-                "memory_bytes": 64 * 2**20, "half_life_seconds": max(1.0, batches.span_seconds / 12),
+                "memory_bytes": 64 * 2**20, "half_life_seconds": max(1.0, batches.span_seconds / 6),
                 "max_future_seconds": max(1.0, batches.span_seconds),
             },
             "topology": {"file": str(topology)},
             "planner": {
-                "interval_seconds": PLAN_SECONDS, "min_spacing_seconds": 0.5, "horizon_steps": setup.steps / 6,
-                "min_samples": 20_000,
+                "interval_seconds": PLAN_SECONDS, "min_spacing_seconds": 0.5, "horizon_steps": setup.steps,
+                # The first plan waits for a tenth of the run, so that there is a `before` to compare with.
+                "min_samples": setup.steps * setup.batch_size * setup.world_size * HISTORY // 10,
             },
             "control": {"listen_port": control_port, "timeout_seconds": 15.0},
             "server": {"port": http_port},
