@@ -33,7 +33,6 @@ from flexd.control.channel import (
     StoreConnector,
     address_towards,
     first_line,
-    job_store,
     new_token,
     parse_address,
     rows_sha256,
@@ -134,7 +133,7 @@ class Agent:
         self._timeout = timeout_seconds
         self._poll = poll_seconds
         self._lists = placement_lists
-        self._connector = StoreConnector(self._host, self._port, timeout_seconds)
+        self._connector = StoreConnector(self._host, self._port, identity.job, timeout_seconds)
         self._session = new_token()
         self._sequence = 0
         self._stopping = threading.Event()
@@ -237,9 +236,20 @@ class _Connection:
     def run(self) -> None:
         agent = self._agent
         agent._state = "connecting"
-        self._store = job_store(agent._connector.connect(), self._me.job)
+        self._store = agent._connector.connect()
+        try:
+            self._register()
+            while not agent._stopping.is_set():
+                announcement = self._await_epoch()
+                if announcement is not None:
+                    self._in_epoch(announcement)
+        finally:
+            self._store.close()
+
+    def _register(self) -> None:
+        agent = self._agent
         self._local_address = address_towards(agent._host, agent._port)
-        if not self._store.check([Keys.NOTICE]):
+        if not self._store.check(Keys.NOTICE):
             raise ControlError(
                 f"the store at {agent._host}:{agent._port} has no flexd daemon of job {self._me.job!r}",
                 remedy="give trainer and daemon the same job name",
@@ -251,10 +261,6 @@ class _Connection:
         agent._count("connects")
         self._version, self._digest = self._inbox.settle(agent._timeout)
         self._hello()
-        while not agent._stopping.is_set():
-            announcement = self._await_epoch()
-            if announcement is not None:
-                self._in_epoch(announcement)
 
     def _hello(self) -> None:
         me = self._me
@@ -277,7 +283,7 @@ class _Connection:
                 if self._is_for_me(announcement):
                     return announcement
             refused = Keys.refused(self._nonce)
-            if self._store.check([refused]):
+            if self._store.check(refused):
                 refusal = self._signer.open_as(HelloRefused, self._store.get(refused))
                 self._store.delete_key(refused)
                 if refusal.instance == self._instance and refusal.nonce == self._nonce:
@@ -317,8 +323,11 @@ class _Connection:
             self._send_progress()
         if hint.epoch != epoch.epoch:
             return
-        group = EpochGroup(
-            self._store, epoch.epoch, self._me.rank, self._me.world_size, self._local_address, agent._timeout
+        group = self._store.call(
+            lambda store: EpochGroup(
+                store, epoch.epoch, self._me.rank, self._me.world_size, self._local_address, agent._timeout
+            ),
+            patience=2.0,
         )
         agent._count("epochs")
         agent._state = f"joined epoch {epoch.epoch}"
@@ -338,7 +347,7 @@ class _Connection:
 
     def _command(self, group: EpochGroup, number: int) -> None:
         key = Keys.command(self._epoch.epoch, number)
-        if not self._store.check([key]):
+        if not self._store.check(key):
             raise StaleMessageError(f"command {number} of epoch {self._epoch.epoch} is gone")
         message = self._signer.open(self._store.get(key))
         if not isinstance(message, ChunkHeader | ListRequest) or message.command != number:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import queue
 import random
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +40,9 @@ CHANNEL_ERRORS = (FlexdError, RuntimeError, OSError)
 MAX_ROWS = 2**26
 """Rows in one chunk or listing: bounds the memory that a message makes its receiver allocate."""
 
-MAX_ABANDONED_CONNECTS = 4
+MAX_ABANDONED_CLIENTS = 4
+
+Result = TypeVar("Result")
 
 
 def new_token() -> str:
@@ -123,49 +127,119 @@ def _store(host: str, port: int, timeout_seconds: float, listen_fd: int | None) 
     )  # fmt: skip
 
 
-class StoreConnector:
-    """Connects to the daemon's store within a deadline.
+class StoreClient:
+    """A connection to the daemon's store whose every call has a deadline.
 
-    The store's constructor greets the server and waits for its answer without any deadline, so a stopped daemon (whose
-    kernel still accepts connections) would hold it for ever. It runs in a helper thread that is left behind when the
-    deadline passes; at most ``MAX_ABANDONED_CONNECTS`` of them exist at a time.
+    The store itself has none where it matters: its constructor greets the server, and ``check``, ``queue_push`` and
+    the end of a ``get`` that timed out wait for the server's answer, all without limit. A stopped daemon, whose kernel
+    still accepts connections and bytes, would hold the caller for ever. So one helper thread makes the calls and is
+    left behind, with the connection, when a deadline passes; it ends when the daemon moves on or dies.
     """
 
-    def __init__(self, host: str, port: int, timeout_seconds: float) -> None:
+    def __init__(self, host: str, port: int, job: str, timeout_seconds: float) -> None:
+        self._where = f"{host}:{port}"
+        self._timeout = timeout_seconds
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._helper = threading.Thread(target=self._serve, args=(host, port, job), name="flexd-store", daemon=True)
+        self._helper.start()
+
+    def get(self, key: str) -> bytes:
+        """Raises ControlError without waiting if there is no such key."""
+
+        def get_if_there(store: Store) -> bytes:
+            if not store.check([key]):
+                raise ControlError(f"the daemon has no {key!r}")
+            return bytes(store.get(key))
+
+        return self.call(get_if_there)
+
+    def check(self, key: str) -> bool:
+        return self.call(lambda store: bool(store.check([key])))
+
+    def queue_push(self, key: str, text: str) -> None:
+        self.call(lambda store: store.queue_push(key, text))
+
+    def queue_len(self, key: str) -> int:
+        return self.call(lambda store: int(store.queue_len(key)))
+
+    def delete_key(self, key: str) -> None:
+        self.call(lambda store: store.delete_key(key))
+
+    def call(self, action: Callable[[Store], Result], patience: float = 1.0) -> Result:
+        """What ``action`` returns or raises. ``patience``: deadline in units of the client's timeout.
+
+        Raises:
+            ControlError: no answer within the deadline; the client is of no use any more.
+        """
+        call = _Call(action)
+        self._calls.put(call)
+        if not call.done.wait(self._timeout * patience):
+            self.close()
+            raise ControlError(f"the daemon at {self._where} does not answer in {self._timeout * patience:g} s")
+        if call.error is not None:
+            raise call.error
+        result: Result = call.result
+        return result
+
+    def close(self) -> None:
+        """Disconnects, as soon as a call under way ends."""
+        self._calls.put(None)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._helper.is_alive()
+
+    def _serve(self, host: str, port: int, job: str) -> None:
+        store: Store | None = None
+        while (call := self._calls.get()) is not None:
+            try:
+                if store is None:
+                    store = job_store(_store(host, port, self._timeout, None), job)
+                call.result = call.action(store)
+            except BaseException as error:
+                call.error = error
+            call.done.set()
+            # Neither an error's frames nor a result may keep the connection or a group alive.
+            del call
+
+
+class _Call:
+    def __init__(self, action: Callable[[Store], Any]) -> None:
+        self.action = action
+        self.done = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
+class StoreConnector:
+    """Makes ``StoreClient``s, of which at most ``MAX_ABANDONED_CLIENTS`` are left behind at a time."""
+
+    def __init__(self, host: str, port: int, job: str, timeout_seconds: float) -> None:
         self._host = host
         self._port = port
+        self._job = job
         self._timeout = timeout_seconds
-        self._helpers: list[threading.Thread] = []
+        self._clients: list[StoreClient] = []
 
-    def connect(self) -> TCPStore:
-        """Raises ControlError: unreachable, or no answer in time."""
+    def connect(self) -> StoreClient:
+        """Raises ControlError: unreachable, no store, or no answer in time."""
         where = f"{self._host}:{self._port}"
         try:
             # Fails fast and quietly where the store would retry and log until its deadline.
             socket.create_connection((self._host, self._port), timeout=self._timeout).close()
         except OSError as error:
             raise ControlError(f"no daemon at {where}: {error}", remedy="is it running? check the address") from error
-        self._helpers = [helper for helper in self._helpers if helper.is_alive()]
-        if len(self._helpers) >= MAX_ABANDONED_CONNECTS:
-            self._helpers[0].join(self._timeout)
+        self._clients = [client for client in self._clients if client.is_alive]
+        if len(self._clients) > MAX_ABANDONED_CLIENTS:
             raise ControlError(f"the daemon at {where} accepts connections but does not answer")
-        found: list[TCPStore | BaseException] = []
-
-        def build() -> None:
-            try:
-                found.append(_store(self._host, self._port, self._timeout, None))
-            except BaseException as error:
-                found.append(error)
-
-        helper = threading.Thread(target=build, name="flexd-connect", daemon=True)
-        helper.start()
-        helper.join(self._timeout)
-        if not found:
-            self._helpers.append(helper)
-            raise ControlError(f"the daemon at {where} accepts connections but does not answer")
-        if isinstance(found[0], BaseException):
-            raise ControlError(f"no flexd store at {where}: {first_line(found[0])}") from found[0]
-        return found[0]
+        client = StoreClient(self._host, self._port, self._job, self._timeout)
+        self._clients.append(client)
+        try:
+            client.check(Keys.HINT)
+        except BaseException:
+            client.close()
+            raise
+        return client
 
 
 def first_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ import pytest
 from ranks_in_threads import SECRET, TABLES, Ranks, identity, same_content, step_report, target, until
 
 from flexd.control.agent import Agent, fold_reports
-from flexd.control.channel import MAX_ABANDONED_CONNECTS, EpochGroup, Keys, StoreConnector, job_store, parse_address
+from flexd.control.channel import MAX_ABANDONED_CLIENTS, EpochGroup, Keys, StoreConnector, parse_address
 from flexd.control.inbox import ChunkInbox
 from flexd.control.messages import Progress, Signer
 from flexd.control.migration import MigrationState
@@ -72,12 +72,12 @@ def test_a_mute_server_costs_a_deadline_and_a_bounded_number_of_threads() -> Non
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen(64)
-        connector = StoreConnector("127.0.0.1", mute.getsockname()[1], 0.05)
-        for _ in range(MAX_ABANDONED_CONNECTS + 3):
-            with pytest.raises(ControlError, match="does not answer"):
+        connector = StoreConnector("127.0.0.1", mute.getsockname()[1], "job", 0.05)
+        for _ in range(MAX_ABANDONED_CLIENTS + 3):
+            with pytest.raises(ControlError, match="not answer"):
                 connector.connect()
-        helpers = [thread for thread in threading.enumerate() if thread.name == "flexd-connect" and thread.is_alive()]
-        assert len(helpers) <= MAX_ABANDONED_CONNECTS
+        helpers = [thread for thread in threading.enumerate() if thread.name == "flexd-store" and thread.is_alive()]
+        assert len(helpers) == MAX_ABANDONED_CLIENTS + 1
     until(lambda: not any(helper.is_alive() for helper in helpers))
 
 
@@ -119,7 +119,7 @@ def test_rubbish_forgeries_and_replays_change_nothing(host: Callable[..., Any]) 
     hosted = host()
     with Ranks(hosted.port, PAIR) as ranks:
         until(hosted.ready)
-        store = job_store(StoreConnector("127.0.0.1", hosted.port, 5.0).connect(), "job")
+        store = StoreConnector("127.0.0.1", hosted.port, "job", 5.0).connect()
         signer = Signer(SECRET)
         epoch = hosted.coordinator._epoch
         fence = epoch._fence
@@ -156,12 +156,13 @@ def test_false_hints_and_forged_commands_are_not_believed(host: Callable[..., An
     hosted = host()
     with Ranks(hosted.port, PAIR) as ranks:
         until(hosted.ready)
-        store = job_store(StoreConnector("127.0.0.1", hosted.port, 5.0).connect(), "job")
+        store = StoreConnector("127.0.0.1", hosted.port, "job", 5.0).connect()
         forged = "0" * 64 + '\n{"kind":"chunk"}'
-        store.set(Keys.command(hosted.coordinator.status().epoch, 1), forged)
-        store.set(Keys.HINT, f"{hosted.coordinator.status().epoch}:1:1")
+        number = hosted.coordinator.status().epoch
+        store.call(lambda it: it.set(Keys.command(number, 1), forged))
+        store.call(lambda it: it.set(Keys.HINT, f"{number}:1:1"))
         until(lambda: all(rank.agent.counters.get("forged", 0) for rank in ranks.ranks), what=ranks.state())
-        store.set(Keys.HINT, "rubbish")
+        store.call(lambda it: it.set(Keys.HINT, "rubbish"))
         until(lambda: hosted.coordinator.status().epochs > 1, what=ranks.state())
         migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
         assert migration.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)

@@ -137,7 +137,7 @@ def test_rank_processes_and_their_next_attempt(host: Callable[..., Any], tmp_pat
     finally:
         for process in first:
             process.kill()
-    second = run_ranks(hosted.port, tmp_path / "store-2", "a2", 8)
+    second = run_ranks(hosted.port, tmp_path / "store-2", "a2", 5)
     try:
         until(lambda: hosted.ready() and hosted.coordinator.live().attempt == "a2", 60)
         assert migration.wait(5) is MigrationState.FAILED
