@@ -102,18 +102,17 @@ def _rejected(messages: Mapping[str, int], accesses: Mapping[str, int]) -> str:
 def _sketch(status: Status) -> Facts:
     sketch, profile = status.sketch, status.sketch.profile
     snapshot = status.snapshot
+    made = (
+        f"{profile.generation}: {units.count(profile.samples)} accesses over {units.age(profile.window_seconds)}, "
+        f"coverage {units.share(profile.coverage)}, {units.age(profile.age_seconds)} old"
+    )
+    durable = f"{units.age(snapshot.age_seconds)} old" if snapshot.age_seconds is not None else "none yet"
     facts = [
         ("memory", f"{units.size(sketch.bytes)} in {len(sketch.tables)} tables"),
-        (
-            "profile",
-            f"{profile.generation}: {units.count(profile.samples)} accesses over "
-            f"{units.age(profile.window_seconds)}, coverage {units.share(profile.coverage)}, "
-            f"{units.age(profile.age_seconds)} old",
-        ),
+        ("profile", made if profile.age_seconds is not None else "none yet"),
         (
             "snapshot",
-            f"{units.age(snapshot.age_seconds)} old, {units.count(snapshot.written)} written, "
-            f"{units.count(snapshot.failures)} failed",
+            f"{durable}, {units.count(snapshot.written)} written, {units.count(snapshot.failures)} failed",
         ),
     ]
     if snapshot.problem:
