@@ -40,6 +40,7 @@ _OURS = frozenset(
         "value_serializer",
     )
 )
+_SECURITY_PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 _PROBE_AFTER_SECONDS = 2.0
 _CLOSE_SECONDS = 5.0
 
@@ -411,6 +412,12 @@ def _checked(client_options: Mapping[str, ClientOption] | None) -> dict[str, Any
     ours = sorted(_OURS & options.keys())
     if ours:
         raise StreamError(f"Kafka client options {', '.join(ours)} are set by flexd", remedy="leave them out")
+    protocol = options.get("security_protocol", "PLAINTEXT")
+    if protocol not in _SECURITY_PROTOCOLS:
+        # The client itself would try to connect for ever.
+        raise StreamError(
+            f"Kafka security_protocol {protocol!r}", remedy=f"use one of {', '.join(_SECURITY_PROTOCOLS)}"
+        )
     if isinstance(version := options.get("api_version"), str):
         options["api_version"] = tuple(int(part) for part in version.split("."))  # type: ignore[assignment]
     return options

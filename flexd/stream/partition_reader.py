@@ -37,6 +37,8 @@ class PartitionReader:
         self._position = 0
         self._segment_end = 0
         """Offset after the last record seen in this segment."""
+        self._reached = offset is None
+        """Whether the log is known to have held everything before ``next_offset``."""
         self._searched_to: int | None = None
         """After a corrupt header: from here on an intact record is looked for."""
         self._end = (-1, 0, 0)
@@ -134,6 +136,7 @@ class PartitionReader:
                     self._report_corrupt(self._position + at)
                 self.next_offset = offset + 1
             self._segment_end = offset + 1
+            self._reached = self._reached or self._segment_end >= self.next_offset
             at = end
         self._position += at
         return messages, at > 0 or (self._searched_to is not None and self._resynchronise())
@@ -169,7 +172,7 @@ class PartitionReader:
             self._lose_position("the log was made anew", bases)
             self._open_segment(max(base for base in bases if base <= self.next_offset))
             return True
-        if bases and self._segment_end < self.next_offset and self._searched_to is None:
+        if bases and not self._reached and self._segment_end < self.next_offset and self._searched_to is None:
             self._lose_position(f"the log now ends at {self._segment_end}", bases)
             self._open_segment(max(base for base in bases if base <= self.next_offset))
             return True
@@ -198,7 +201,8 @@ class PartitionReader:
     def _is_current(self, bases: list[int]) -> bool:
         if self._base not in bases:
             return False
-        return os.fstat(self._fd).st_ino == segments.segment_path(self._directory, self._base).stat().st_ino
+        there = segments.segment_path(self._directory, self._base).stat()
+        return os.fstat(self._fd).st_ino == there.st_ino and there.st_size >= self._position
 
     def _lose_position(self, cause: str, bases: list[int]) -> None:
         """Applies the policy: moves ``next_offset``, or raises."""
@@ -206,6 +210,7 @@ class PartitionReader:
         if self._on_position_lost == "fail":
             raise PositionLostError(lost, remedy="restore a matching snapshot, or set the policy to earliest or latest")
         self.positions_lost += 1
+        self._reached = True
         target = bases[0] if self._on_position_lost == "earliest" else self._end_offset(bases[-1])
         self.messages_lost += max(0, target - self.next_offset)
         _log.warning("%s; going on at the %s message, %d", lost, self._on_position_lost, target)

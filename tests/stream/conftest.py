@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -39,3 +40,20 @@ def own_tansu():
 
     with TansuBroker() as broker:
         yield broker
+
+
+@pytest.fixture
+def mock_broker():
+    """librdkafka's mock cluster, which answers as Kafka does where tansu does not: (address, make a topic)."""
+    from confluent_kafka.admin import AdminClient
+
+    admin = AdminClient({"test.mock.num.brokers": 1, "bootstrap.servers": "mock"})
+    broker = next(iter(admin.list_topics(timeout=10).brokers.values()))
+
+    def make_topic() -> str:
+        topic = f"topic-{uuid.uuid4().hex[:8]}"
+        # Asking for a topic makes it.
+        admin.list_topics(topic, timeout=10)
+        return topic
+
+    return f"{broker.host}:{broker.port}", make_topic

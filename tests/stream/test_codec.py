@@ -177,6 +177,23 @@ def test_every_truncation_is_refused():
         assert reason_of(good[:length]) in ("truncated", "empty", "corrupt")
 
 
+def test_contents_that_contradict_the_metadata_are_refused():
+    """What Arrow reads without looking: offsets and dictionary indices that point elsewhere."""
+    good = stream(columns())
+    offsets = struct.pack("<3i", 0, 3, 4)
+    assert good.count(offsets) == 1
+    for bad in ((0, 3, 2), (0, 3, 5), (-1, 3, 4), (3, 0, 4), (0, 2**31 - 1, 4)):
+        assert reason_of(good.replace(offsets, struct.pack("<3i", *bad))) == "corrupt"
+    names = good.replace(struct.pack("<3i", 0, 1, 2), struct.pack("<3i", 0, 2, 1))
+    assert reason_of(names) == "corrupt"
+    assert reason_of(stream(columns(table=pa.array(["aaaa", "b"]))).replace(b"aaaa", b"a\xff\xffa")) == "corrupt"
+    dictionary = stream(columns(table=pa.DictionaryArray.from_arrays(pa.array([1, 0], pa.int64()), ["a", "b"])))
+    indices = struct.pack("<2q", 1, 0)
+    assert dictionary.count(indices) == 1
+    for bad in ((1, 2), (-1, 0), (2**62, 0)):
+        assert reason_of(dictionary.replace(indices, struct.pack("<2q", *bad))) == "corrupt"
+
+
 def test_too_many_entries():
     many = codec.MAX_ENTRIES + 1
     payload = stream(

@@ -108,6 +108,44 @@ def test_a_torn_tail_is_not_there_yet_then_arrives(tmp_path):
     assert source.messages_lost == 0
 
 
+def test_a_record_completed_just_before_the_segment_rolls_is_read(tmp_path, monkeypatch):
+    """The writer finishes the old segment and begins a new one between the reader's read and its look around."""
+    write(tmp_path, [b"zero"])
+    (path,) = segment_files(tmp_path)
+    source = source_of(tmp_path)
+    assert len(read_all(source)) == 1
+    real = segments.base_offsets
+
+    def roll_then_list(directory):
+        monkeypatch.setattr(segments, "base_offsets", real)
+        with path.open("ab") as file:
+            file.write(b"".join(segments.frame(1, b"one")))
+        segments.segment_path(directory, 2).write_bytes(b"".join(segments.frame(2, b"two")))
+        return real(directory)
+
+    monkeypatch.setattr(segments, "base_offsets", roll_then_list)
+    assert read_all(source) == [(1, b"one"), (2, b"two")]
+    assert source.messages_lost == 0
+
+
+def test_a_segment_cut_short_is_noticed(tmp_path):
+    write(tmp_path, [b"%d" % i for i in range(5)])
+    source = source_of(tmp_path)
+    assert len(read_all(source)) == 5
+    os.truncate(segment_files(tmp_path)[0], segments.record_bytes(1) * 2)
+    assert [offset for offset, _ in read_all(source)] == [0, 1]
+    assert source.positions_lost == 1
+
+
+@pytest.mark.parametrize("last", [5, 8])
+def test_segments_that_overlap_are_read_once(tmp_path, last):
+    """Somebody copied files about."""
+    write(tmp_path, [b"%d" % i for i in range(6)])
+    repeated = b"".join(b"".join(segments.frame(i, b"%d" % i)) for i in range(3, last))
+    segments.segment_path(tmp_path / "p", 3).write_bytes(repeated)
+    assert read_all(source_of(tmp_path)) == [(i, b"%d" % i) for i in range(max(last, 6))]
+
+
 @pytest.mark.parametrize("kept", range(1, 56, 7))
 def test_a_torn_record_of_a_dead_writer_costs_nothing(tmp_path, kept):
     write(tmp_path, [b"zero", b"x" * 25])

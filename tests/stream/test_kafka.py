@@ -6,12 +6,17 @@ import socket
 import threading
 import time
 import uuid
+from collections import namedtuple
 
 import pytest
+from kafka.errors import KafkaTimeoutError, LogTruncationError, OffsetOutOfRangeError
+from kafka.structs import TopicPartition
 
 from flexd.errors import PositionLostError, StreamError
 from flexd.stream.kafka import KafkaSink, KafkaSource
 from flexd.stream.types import Message
+
+Record = namedtuple("Record", ["offset", "value"])
 
 
 def topic_on(broker, partitions: int = 1) -> str:
@@ -139,6 +144,120 @@ def test_a_restored_position_beyond_the_end_is_noticed(tansu):
     assert [m.offset for m in got] == [0, 1, 2]
     assert source.positions_lost == 1
     source.close()
+
+
+def test_a_mark_from_before_a_seek_proves_nothing(tansu):
+    """The log grew while we did not look; a position restored in the new part is not beyond the end."""
+    topic = topic_on(tansu)
+    produce(tansu, topic, 0, 3)
+    source = open_source(tansu, topic)
+    poll_until(source, lambda got: len(got) == 3)
+    produce(tansu, topic, 3, 7)
+    source.restore({f"{topic}/0": 8})
+    for _ in range(3):
+        source._check_highwater(source._connector.get(0.0))
+    assert source.positions_lost == 0
+    got = poll_until(source, lambda got: len(got) == 2)
+    assert [m.offset for m in got] == [8, 9]
+    source.close()
+
+
+def test_a_broker_that_says_out_of_range_is_believed(mock_broker):
+    address, make_topic = mock_broker
+    topic = make_topic()
+    options = {"api_version": "2.3"}
+    sink = KafkaSink(address, topic, client_options=options)
+    for i in range(40):
+        sink.send(b"%d" % i)
+    sink.flush(10.0)
+    sink.close()
+    source = KafkaSource(address, topic, "g", session_timeout_seconds=6.0, client_options=options)
+    source.restore({f"{topic}/{i}": 1000 for i in range(4)})
+    got = poll_until(source, lambda got: len(got) == 40)
+    assert sorted(int(bytes(m.payload)) for m in got) == list(range(40))
+    assert 1 <= source.positions_lost <= 4
+    assert source.messages_lost == 0
+    source.close()
+
+
+PART = TopicPartition("t", 0)
+
+
+class ScriptedConsumer:
+    """Answers ``poll`` from a script of offsets or exceptions: what a broker does that the test brokers cannot."""
+
+    def __init__(self, *script: list[int] | Exception) -> None:
+        self.script = list(script)
+        self.seeks: list[tuple[str, int | None]] = []
+
+    def poll(self, timeout_ms: int, max_records: int) -> dict[TopicPartition, list[Record]]:
+        step = self.script.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        return {PART: [Record(offset, b"%d" % offset) for offset in step]} if step else {}
+
+    def assignment(self) -> set[TopicPartition]:
+        return {PART}
+
+    def highwater(self, partition: TopicPartition) -> None:
+        return None
+
+    def seek(self, partition: TopicPartition, offset: int) -> None:
+        self.seeks.append(("to", offset))
+
+    def seek_to_beginning(self, partition: TopicPartition) -> None:
+        self.seeks.append(("beginning", None))
+
+    def seek_to_end(self, partition: TopicPartition) -> None:
+        self.seeks.append(("end", None))
+
+
+def scripted(*script: list[int] | Exception, policy: str = "earliest") -> tuple[KafkaSource, ScriptedConsumer]:
+    source = KafkaSource("nowhere:1", "t", "g", on_position_lost=policy)
+    consumer = ScriptedConsumer(*script)
+    source._connector._client = consumer
+    return source, consumer
+
+
+@pytest.mark.parametrize("policy", ["earliest", "latest", "fail"])
+@pytest.mark.parametrize("error", [OffsetOutOfRangeError({PART: 3}), LogTruncationError({PART: None})])
+def test_retention_and_truncation_follow_the_policy(policy, error):
+    source, consumer = scripted([0, 1, 2], error, [10, 11], policy=policy)
+    source.poll(0.0)
+    if policy == "fail":
+        with pytest.raises(PositionLostError):
+            source.poll(0.0)
+        return
+    assert source.poll(0.0) == []
+    assert source.positions_lost == 1
+    assert consumer.seeks == [("beginning" if policy == "earliest" else "end", None)]
+    # A rebalance before the first message must not undo the policy.
+    source._seek(consumer, [PART])
+    assert consumer.seeks[0] == consumer.seeks[1]
+    assert [m.offset for m in source.poll(0.0)] == [10, 11]
+    assert source.messages_lost == 7
+    assert source.positions() == {"t/0": 12}
+
+
+def test_the_client_never_resets_by_itself():
+    source, _ = scripted()
+    assert source._options["auto_offset_reset"] == "none"
+    assert source._options["enable_auto_commit"] is False
+
+
+def test_a_fetch_that_a_rebalance_overtook_is_not_delivered_twice():
+    source, _ = scripted([0, 1, 2], [1, 2, 3], [2, 3], [4])
+    assert [[m.offset for m in source.poll(0.0)] for _ in range(4)] == [[0, 1, 2], [3], [], [4]]
+
+
+def test_client_errors_are_problems_until_messages_come():
+    source, _ = scripted(KafkaTimeoutError("slow"), OSError("odd"), [0])
+    assert source.poll(0.0) == []
+    assert "slow" in source.problem
+    assert source.poll(0.0) == []
+    assert "odd" in source.problem
+    assert len(source.poll(0.0)) == 1
+    assert source.problem is None
 
 
 def test_a_rebalance_repeats_and_loses_nothing(tansu):

@@ -79,19 +79,12 @@ def kafka_tansu(tansu):
 
 
 @pytest.fixture
-def kafka_mock():
-    from confluent_kafka.admin import AdminClient
-
-    admin = AdminClient({"test.mock.num.brokers": 1, "bootstrap.servers": "mock"})
-    broker = next(iter(admin.list_topics(timeout=10).brokers.values()))
-    topic = f"topic-{uuid.uuid4().hex[:8]}"
-    # Asking for a topic makes it.
-    admin.list_topics(topic, timeout=10)
+def kafka_mock(mock_broker):
+    address, make_topic = mock_broker
     # Its first rebalance takes three seconds: a shorter session would end before.
-    stream, sink = kafka_stream(f"{broker.host}:{broker.port}", topic, 6.0, api_version="2.3")
+    stream, sink = kafka_stream(address, make_topic(), 6.0, api_version="2.3")
     yield stream
     sink.close()
-    del admin
 
 
 @pytest.fixture(params=["file_log", "synthetic", "kafka_tansu", "kafka_mock"])

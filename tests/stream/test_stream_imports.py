@@ -1,0 +1,25 @@
+"""What a trainer or a reader must have installed for which part."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("flexd.stream.types", {"kafka", "pyarrow", "torch", "numba", "pydantic"}),
+        ("flexd.stream.codec", {"kafka", "torch", "numba", "pydantic"}),
+        ("flexd.stream.file_log", {"kafka", "pyarrow", "torch", "numba", "pydantic"}),
+        ("flexd.stream.publisher", {"kafka", "torch", "numba", "pydantic"}),
+        ("flexd.stream.synthetic", {"kafka", "torch", "numba", "pydantic"}),
+        ("flexd.stream.kafka", {"torch", "numba", "pydantic"}),
+    ],
+)
+def test_a_part_imports_only_what_it_needs(module, absent):
+    code = f"import sys, {module}; print(*{absent!r} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == ""
