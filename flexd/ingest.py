@@ -32,7 +32,7 @@ GENERATION_RESERVE = 1000
 MAX_REASONS = 64
 _BACKOFF_SECONDS = (0.1, 5.0)
 _LAG_INTERVAL_SECONDS = 1.0
-_RATE_WINDOW_SECONDS = 5.0
+_RATE_WINDOW_SECONDS = 2.0
 _ROW_REASONS = ("unknown_table", "negative_row", "row_out_of_range")
 
 Decode = Callable[[bytes | memoryview, int], list[AccessBatch]]
@@ -47,7 +47,7 @@ class IngestStats:
         rejected_messages: by reason (``CodecError.reason``, ``internal_error``).
         rejected_accesses: by reason (``unknown_table``, ``negative_row``, ``row_out_of_range``).
         adjusted_accesses: counted by rule (``future_clamped``: at another time than dated; ``late``: at their own).
-        accesses_per_second: over the last seconds.
+        messages_per_second, accesses_per_second: over the last seconds.
         lag_messages: not read yet, as far as the source knows.
         messages_lost: that the source knows to have existed and could not deliver.
         newest_event_seconds: NaN before the first access.
@@ -66,6 +66,7 @@ class IngestStats:
     rejected_messages: Mapping[str, int] = field(default_factory=dict)
     rejected_accesses: Mapping[str, int] = field(default_factory=dict)
     adjusted_accesses: Mapping[str, int] = field(default_factory=dict)
+    messages_per_second: float = 0.0
     accesses_per_second: float = 0.0
     lag_messages: int = 0
     messages_lost: int = 0
@@ -143,8 +144,8 @@ class Ingestor:
         """What is wrong right now, by the part that has the problem."""
         self._lag = 0
         self._lag_at = -math.inf
-        self._rate = 0.0
-        self._rate_from = (time.monotonic(), 0)
+        self._rates = (0.0, 0.0)
+        self._rate_from = (time.monotonic(), 0, 0)
 
         self.restored: dict[str, Any] = {}
         """What ``save_with`` had returned for the snapshot that was restored; empty if none was."""
@@ -360,10 +361,10 @@ class Ingestor:
 
     def _read_stats(self) -> IngestStats:
         now, counts = time.monotonic(), self._counts
-        since, before = self._rate_from
+        since, messages, accesses = self._rate_from
         if now - since >= _RATE_WINDOW_SECONDS:
-            self._rate = (counts.accepted - before) / (now - since)
-            self._rate_from = (now, counts.accepted)
+            self._rates = ((self._messages - messages) / (now - since), (counts.accepted - accesses) / (now - since))
+            self._rate_from = (now, self._messages, counts.accepted)
         letters = self._dead_letters
         return IngestStats(
             messages=self._messages,
@@ -373,7 +374,8 @@ class Ingestor:
             rejected_messages=dict(self._rejected),
             rejected_accesses={reason: getattr(counts, reason) for reason in _ROW_REASONS},
             adjusted_accesses={"future_clamped": counts.future_clamped, "late": counts.late},
-            accesses_per_second=self._rate,
+            messages_per_second=self._rates[0],
+            accesses_per_second=self._rates[1],
             lag_messages=self._lag,
             messages_lost=self._source.messages_lost,
             newest_event_seconds=self._sketches.newest_event_seconds,

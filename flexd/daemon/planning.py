@@ -89,19 +89,24 @@ class Planning:
             )
         return live
 
-    def make(self, reason: str) -> Plan:
-        """A plan against the live placement, recorded as the newest. Nothing is moved."""
+    def make(self, reason: str, *, dry_run: bool = False) -> tuple[Plan, Placement]:
+        """A plan and the live placement it was made against; recorded as the newest unless it is a dry run.
+
+        Nothing is moved.
+        """
         with self._making:
             started = time.monotonic()
             try:
                 plan, profile, live = self._make(reason)
             except PlanError:
-                self.outcomes["refused"] += 1
+                self.outcomes["refused"] += not dry_run
                 raise
             finally:
                 self.seconds += time.monotonic() - started
-            self.last_plan, self.last_profile, self.last_live = plan, profile, live
-            return plan
+            self.last_profile = profile
+            if not dry_run:
+                self.last_plan, self.last_live = plan, live
+            return plan, live
 
     def _make(self, reason: str) -> tuple[Plan, Profile, Placement]:
         topology = self.live_topology()

@@ -92,6 +92,7 @@ class Daemon:
         self._pauses = 0
         self._planned_generation = 0
         self._next_plan_at = time.monotonic() + config.planner.interval_seconds
+        self._next_try_at = 0.0
         self._refusal = ""
 
     def _make_state_directory(self) -> None:
@@ -157,22 +158,23 @@ class Daemon:
         if live is None or not live.ready or self._pause_reason is not None:
             return
         now = time.monotonic()
+        settings = self._config.planner
         new_ranks = live.generation != self._planned_generation
-        if now < self._next_plan_at and not new_ranks:
+        if now < self._next_plan_at and not (new_ranks and now >= self._next_try_at):
             return
-        self._next_plan_at = now + max(
-            self._config.planner.min_spacing_seconds, 0.0 if new_ranks else self._config.planner.interval_seconds
-        )
+        self._next_plan_at = now + settings.interval_seconds
+        self._next_try_at = now + max(settings.min_spacing_seconds, TICK_SECONDS)
         try:
-            self._planning.execute(self._planning.make("topology changed" if new_ranks else "interval"))
+            plan, _ = self._planning.make("topology changed" if new_ranks else "interval")
+            self._planning.execute(plan)
         except FlexdError as error:
-            if str(error) != self._refusal:
+            # The remedy names the cause, whatever the figures in the message are now.
+            if error.remedy != self._refusal:
                 logger.info("no plan: %s", error)
-            self._refusal = str(error)
+            self._refusal = error.remedy
             return
         self._refusal = ""
         self._planned_generation = live.generation
-        self._next_plan_at = now + self._config.planner.interval_seconds
 
     def _take_report(self, rank: int, report: StepReport) -> None:
         self._training.add(rank, report)
@@ -198,17 +200,15 @@ class Daemon:
         return self._view.status(self._condition())
 
     def plan(self) -> PlanReport:
-        """A dry run. It becomes the newest plan in the status, but moves nothing."""
-        plan = self._planning.make("dry run")
-        return self._view.plan(plan, self._planning.last_live)
+        return self._view.plan(*self._planning.make("dry run", dry_run=True))
 
     def replan(self, reason: str, wait_seconds: float) -> ReplanResult:
         if self._stopping.is_set():
             raise ApiError("the daemon is shutting down", status=503)
         if self._pause_reason is not None:
             raise ApiError(f"paused: {self._pause_reason}", status=409, remedy="flexd resume")
-        plan = self._planning.make(reason)
-        report = self._view.plan(plan, self._planning.last_live)
+        plan, live = self._planning.make(reason)
+        report = self._view.plan(plan, live)
         execution = self._planning.execute(plan)
         self._next_plan_at = time.monotonic() + self._config.planner.interval_seconds
         if execution is None:

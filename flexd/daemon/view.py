@@ -116,6 +116,7 @@ class DaemonView:
         return m.StreamStatus(
             source=self._config.stream.source.kind,
             lag_messages=stats.lag_messages,
+            messages_per_second=stats.messages_per_second,
             accesses_per_second=stats.accesses_per_second,
             messages=stats.messages,
             accesses=stats.accesses,

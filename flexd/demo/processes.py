@@ -28,7 +28,8 @@ def _tail(path: Path) -> str:
 
 def _environment() -> dict[str, str]:
     # One thread a process: the ranks share the cores, and idle spinning threads would only take them from each other.
-    return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **quiet, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class Ranks:

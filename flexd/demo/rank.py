@@ -137,7 +137,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
     publisher = flexd.Publisher(_sink(setup, rank), source_rank=rank)
     connection = flexd.connect(collection, setup.control, job=setup.job)
     record: dict[str, list[Any]] = {
-        name: [] for name in ("loss", "version", "seconds", "applied", "bit_equal", *TRAFFIC)
+        name: [] for name in ("loss", "version", "seconds", "apply_seconds", "bit_equal", *TRAFFIC)
     }
     for step in range(setup.steps):
         started = time.perf_counter()
@@ -157,7 +157,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
         record["loss"].append(loss.item())
         record["version"].append(collection.placement_version)
         record["seconds"].append(seconds)
-        record["applied"].append(collection.apply_seconds > applied_before)
+        record["apply_seconds"].append(collection.apply_seconds - applied_before)
         if step % setup.check_every == 0 or step == setup.steps - 1:
             record["bit_equal"].append(collection.replicas_bit_equal())
         for name in TRAFFIC:

@@ -87,13 +87,25 @@ def _difference(record: RunRecord, prefixes: tuple[str, ...]) -> float:
 
 
 def _pause_ms(record: RunRecord) -> dict[str, float | None]:
+    """Steps that applied a chunk against the median of those that did not (the first step is start-up).
+
+    ``apply_*`` is the time spent in applying alone; the rest of a pause is the machine being busy with the daemon's
+    planning at that moment.
+    """
     seconds = np.concatenate([rank["seconds"][1:] for rank in record.ranks])
-    applied = np.concatenate([rank["applied"][1:] for rank in record.ranks])
+    applying = np.concatenate([rank["apply_seconds"][1:] for rank in record.ranks])
+    applied = applying > 0
     if not applied.any() or applied.all():
-        return {"p50": None, "p99": None}
+        return dict.fromkeys(("p50", "p99", "apply_p50", "apply_p99"))
     usual = float(np.median(seconds[~applied]))
     p50, p99 = np.percentile(seconds[applied], [50, 99])
-    return {"p50": float(p50 - usual) * 1e3, "p99": float(p99 - usual) * 1e3}
+    apply_p50, apply_p99 = np.percentile(applying[applied], [50, 99])
+    return {
+        "p50": float(p50 - usual) * 1e3,
+        "p99": float(p99 - usual) * 1e3,
+        "apply_p50": float(apply_p50) * 1e3,
+        "apply_p99": float(apply_p99) * 1e3,
+    }
 
 
 def summarise(record: RunRecord) -> dict[str, Any]:
