@@ -18,7 +18,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -53,7 +52,7 @@ from flexd.control.messages import (
     Settled,
     Signer,
 )
-from flexd.control.report import RankIdentity, StepReport
+from flexd.control.report import RankIdentity, StepReport, fold_reports
 from flexd.errors import (
     AuthenticationError,
     ChunkRefusedError,
@@ -77,25 +76,6 @@ REFUSED_RETRY_SECONDS = 2.0
 """A rank that the daemon refused, or whose secret differs, asks again this slowly."""
 MAX_QUEUED = 4096
 """With more messages than this waiting at the daemon, a rank keeps its reports (folded into one) to itself."""
-
-
-def fold_reports(older: StepReport | None, newer: StepReport) -> StepReport:
-    """One report for both: sums, and the newer's step and placement. Non-finite seconds count as 0."""
-    newer = replace(newer, step_seconds=_finite(newer.step_seconds), apply_seconds=_finite(newer.apply_seconds))
-    if older is None:
-        return newer
-    latest = {"step", "placement_version", "placement_digest", "accesses_by_tier"}
-    sums = {
-        item.name: getattr(older, item.name) + getattr(newer, item.name)
-        for item in fields(StepReport)
-        if item.name not in latest
-    }
-    home, node, device = (a + b for a, b in zip(older.accesses_by_tier, newer.accesses_by_tier, strict=True))
-    return replace(newer, accesses_by_tier=(home, node, device), **sums)
-
-
-def _finite(seconds: float) -> float:
-    return float(seconds) if np.isfinite(seconds) else 0.0
 
 
 class Agent:

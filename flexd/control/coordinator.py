@@ -16,12 +16,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from flexd.control.board import Board
 from flexd.control.channel import CHANNEL_ERRORS, Backoff, first_line, new_token
 from flexd.control.epoch import Epoch, EpochFailedError, Phase
 from flexd.control.journal import PlacementJournal, Segment
+from flexd.control.live import ControlOptions, ControlStatus, LiveTopology
 from flexd.control.membership import Membership, Topology
 from flexd.control.messages import (
     ChunkRefused,
@@ -45,7 +45,6 @@ from flexd.errors import (
     TopologyError,
 )
 from flexd.keyspace import KeySpace
-from flexd.layout import RankLayout
 from flexd.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -55,71 +54,7 @@ OnEvent = Callable[[str, Mapping[str, object]], None]
 
 _MESSAGES_PER_TICK = 4096
 
-
-@dataclass(frozen=True)
-class ControlOptions:
-    """Plain options of the coordinator.
-
-    Attributes:
-        listen_port: 0 takes a free one (see ``Coordinator.port``).
-        secret: the shared secret; None on loopback only.
-        timeout_seconds: deadline of every wait on the channel, and the silence after which a rank is gone.
-        window_chunks: chunks pushed but not yet applied by every rank, at most.
-        max_chunk_rows: a larger chunk fails its migration.
-        tick_seconds: time between looks at the queue.
-    """
-
-    job: str
-    listen_host: str = "127.0.0.1"
-    listen_port: int = 29_400
-    secret: bytes | None = None
-    timeout_seconds: float = 15.0
-    window_chunks: int = 4
-    max_chunk_rows: int = 2**22
-    tick_seconds: float = 0.02
-
-
-@dataclass(frozen=True)
-class LiveTopology:
-    """The ranks as they are now.
-
-    Attributes:
-        generation: counts the changes of the set of rank processes; a plan names the one it was made for.
-        replica_slots: for each dim-group, what every rank has (the minimum over ranks).
-        ready: chunks can be pushed. reason: why not, if not.
-    """
-
-    generation: int
-    attempt: str
-    layout: RankLayout
-    replica_slots: tuple[int, ...]
-    ready: bool
-    reason: str
-
-
-@dataclass(frozen=True)
-class ControlStatus:
-    """The channel at one moment, for people and metrics. Counters are since the start.
-
-    Attributes:
-        ranks, ranks_ready: expected and present, of the newest attempt.
-        refused_messages: by kind: stale, forged, malformed, identity.
-        reason: what the coordinator waits for; empty when all ranks are live.
-    """
-
-    epoch: int
-    epochs: int
-    generation: int
-    attempt: str
-    ranks: int
-    ranks_ready: int
-    agreed_version: int
-    applied_version: int
-    paused: bool
-    refused_messages: Mapping[str, int]
-    refused_chunks: int
-    digest_mismatches: int
-    reason: str
+__all__ = ["ControlOptions", "ControlStatus", "Coordinator", "LiveTopology"]
 
 
 class Coordinator:

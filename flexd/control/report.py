@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True)
@@ -56,3 +57,22 @@ class StepReport:
     sync_inter_bytes: int
     migration_intra_bytes: int
     migration_inter_bytes: int
+
+
+def fold_reports(older: StepReport | None, newer: StepReport) -> StepReport:
+    """One report for both: sums, and the newer's step and placement. Non-finite seconds count as 0."""
+    newer = replace(newer, step_seconds=_finite(newer.step_seconds), apply_seconds=_finite(newer.apply_seconds))
+    if older is None:
+        return newer
+    latest = {"step", "placement_version", "placement_digest", "accesses_by_tier"}
+    sums = {
+        item.name: getattr(older, item.name) + getattr(newer, item.name)
+        for item in fields(StepReport)
+        if item.name not in latest
+    }
+    home, node, device = (a + b for a, b in zip(older.accesses_by_tier, newer.accesses_by_tier, strict=True))
+    return replace(newer, accesses_by_tier=(home, node, device), **sums)
+
+
+def _finite(seconds: float) -> float:
+    return float(seconds) if math.isfinite(seconds) else 0.0

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from ranks_in_threads import SECRET, TABLES, Ranks, identity, same_content, step_report, target, until
 
-from flexd.control.agent import Agent, fold_reports
+from flexd.control.agent import Agent
 from flexd.control.channel import MAX_ABANDONED_CLIENTS, EpochGroup, Keys, StoreConnector, parse_address
 from flexd.control.inbox import ChunkInbox
 from flexd.control.messages import Progress, Signer
 from flexd.control.migration import MigrationState
+from flexd.control.report import fold_reports
 from flexd.errors import ControlError
 from flexd.layout import RankLayout
 from flexd.placement import Placement
