@@ -40,20 +40,33 @@ class Frames(NamedTuple):
     batch_end: int
 
 
-def walk(payload: bytes | memoryview) -> Frames:
+def schema_bytes(payload: bytes | memoryview) -> int:
+    """Where the first message ends if it is a schema, by its own word; 0 if the payload is shorter."""
+    if len(payload) < _PREFIX.size:
+        return 0
+    end = _PREFIX.size + int(_PREFIX.unpack_from(payload, 0)[1])
+    return end if _PREFIX.size < end <= len(payload) else 0
+
+
+def walk(payload: bytes | memoryview, schema_end: int = 0) -> Frames:
     """Finds the schema and the one record batch of an Arrow IPC stream.
+
+    Args:
+        schema_end: where the schema ends, if equal bytes were walked before.
 
     Raises:
         FrameError: ``truncated``, ``compressed``, ``wrong_schema`` (not schema, dictionaries, one batch) or
             ``corrupt`` (lengths or offsets that contradict each other).
     """
-    schema_end = dictionaries = 0
-    position = 0
+    dictionaries = 0
+    position = schema_end
     while True:
         kind, end = _message(payload, position)
         if position == 0:
             if kind != _SCHEMA:
                 raise FrameError("wrong_schema", "the first Arrow message is not a schema")
+            if end != schema_bytes(payload):
+                raise FrameError("corrupt", "the Arrow schema has a body")
             schema_end = end
         elif kind == _DICTIONARY_BATCH:
             dictionaries += 1

@@ -41,12 +41,13 @@ MAX_EVENT_TIME_SECONDS = 1e11
 """Year 5138: larger values are milliseconds or worse by mistake, and would age every counter to nothing."""
 
 _MAX_SCHEMAS = 64
+_MAX_SCHEMA_BYTES = 2**16
 _UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _COLUMNS = ("table", "rows", "source_rank", "event_time")
 _JSON_KEYS = frozenset((*_COLUMNS, "sequence_lengths"))
 
 _schemas: dict[bytes, pa.Schema] = {}
-"""Schemas already read and checked, by their bytes: producers repeat theirs in every message."""
+"""Schemas already walked, read and checked, by their bytes: producers repeat theirs in every message."""
 
 
 def encode_arrow(batches: Sequence[AccessBatch]) -> bytes:
@@ -159,9 +160,14 @@ _OUR_SCHEMAS = {(wide, lengths): _our_schema(wide, lengths) for wide in (False, 
 
 def _decode_arrow(payload: bytes | memoryview) -> list[AccessBatch]:
     try:
-        frames = arrow_frame.walk(payload)
         buffer = pa.py_buffer(payload)
-        schema = _schema(bytes(payload[: frames.schema_end]), buffer)
+        key = bytes(payload[: arrow_frame.schema_bytes(payload)])
+        schema = _schemas.get(key)
+        if schema is None:
+            frames = arrow_frame.walk(payload)
+            schema = _new_schema(key, buffer)
+        else:
+            frames = arrow_frame.walk(payload, len(key))
         if frames.dictionaries:
             batch = pa.ipc.open_stream(buffer).read_next_batch()
         else:
@@ -179,13 +185,12 @@ def _decode_arrow(payload: bytes | memoryview) -> list[AccessBatch]:
         _fail("corrupt", f"Arrow refuses it: {str(error)[:200]}")
 
 
-def _schema(key: bytes, buffer: pa.Buffer) -> pa.Schema:
-    schema = _schemas.get(key)
-    if schema is None:
-        schema = pa.ipc.read_schema(buffer)
-        _check_schema(schema)
-        if len(_schemas) >= _MAX_SCHEMAS:
-            _schemas.clear()
+def _new_schema(key: bytes, buffer: pa.Buffer) -> pa.Schema:
+    schema = pa.ipc.read_schema(buffer)
+    _check_schema(schema)
+    if len(_schemas) >= _MAX_SCHEMAS:
+        _schemas.clear()
+    if len(key) <= _MAX_SCHEMA_BYTES:
         _schemas[key] = schema
     return schema
 
