@@ -208,5 +208,6 @@ class Planning:
                     "chunks": progress.chunks_pushed,
                     "first_version": first_version[0] if first_version else 0,
                     "last_version": progress.last_version,
+                    "why": plan.summary()["replication"]["words"],
                 }
             )

@@ -111,3 +111,7 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
             f"{summary['step_ms']['p50']:.1f} ms; p50 +{pause['p50']:.1f} ms, p99 +{pause['p99']:.1f} ms",
         )
     console.print(facts)
+    if summary["last_plan"]:
+        console.print("\nWhy the last plan replicates what it does, at the prices of a full-size cluster (per rank and step):")
+        for sentence in summary["last_plan"]["why"]:
+            console.print(f"  - {sentence}")

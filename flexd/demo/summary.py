@@ -129,6 +129,7 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         "replica_budget": setup.replica_budget,
         "plans": len(record.plans),
         "migrated_rows": sum(int(plan["promotions"]) + int(plan["demotions"]) for plan in record.plans),
+        "last_plan": {name: record.plans[-1].get(name) for name in ("plan_id", "why")} if record.plans else None,
         "placement_version": int(record.ranks[0]["version"][-1]),
         "inter_node_bytes_per_step": {
             "row_wise": _row_wise(record.reference["row_wise"], after),
