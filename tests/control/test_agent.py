@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from ranks_in_threads import SECRET, TABLES, Ranks, identity, same_content, step_report, target, until
 
-from flexd.control.agent import Agent
-from flexd.control.channel import MAX_ABANDONED_CLIENTS, EpochGroup, Keys, StoreConnector, parse_address
+from flexd.control.agent import Agent, _Connection
+from flexd.control.channel import MAX_ABANDONED_CLIENTS, Backoff, EpochGroup, Keys, StoreConnector, parse_address
 from flexd.control.inbox import ChunkInbox
-from flexd.control.messages import Progress, Signer
+from flexd.control.messages import EpochAnnouncement, Progress, Signer
 from flexd.control.migration import MigrationState
 from flexd.control.report import fold_reports
 from flexd.errors import ControlError
@@ -146,6 +146,7 @@ def test_rubbish_forgeries_and_replays_change_nothing(host: Callable[..., Any]) 
         until(lambda: refused(hosted, "stale") == 8, what=str(hosted.coordinator.status()))
         assert refused(hosted, "forged") == 3
         assert refused(hosted, "malformed") == 2
+        assert (epoch._agreed, epoch._applied) == ([0, 0], [0, 0])
         assert hosted.coordinator.status().applied_version == 0
         assert hosted.coordinator.status().epochs == 1
         migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
@@ -211,3 +212,23 @@ def test_reports_flow_while_chunks_do(host: Callable[..., Any]) -> None:
         assert not migration.done
         migration.cancel()
         assert ranks.steps > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "mine"),
+    [
+        ({}, True),
+        ({"nonces": ("an older nonce", "other")}, False),
+        ({"nonces": ("nonce",)}, False),
+        ({"job": "other"}, False),
+        ({"instance": "another daemon"}, False),
+        ({"attempt": "a0"}, False),
+        ({"epoch": 4}, False),
+    ],
+)
+def test_an_epoch_is_joined_only_by_the_registrations_it_names(change: dict[str, Any], mine: bool) -> None:
+    """A recorded announcement, correctly signed, must not move a rank."""
+    connection = _Connection(lone_agent(1), Backoff())
+    connection._instance, connection._nonce, connection._last_epoch = "instance", "nonce", 4
+    announcement = EpochAnnouncement("job", "instance", "a1", 1, 5, "token", ("nonce", "other"))
+    assert connection._is_for_me(replace(announcement, **change)) is mine

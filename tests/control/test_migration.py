@@ -100,6 +100,13 @@ def test_an_epoch_that_ends_voids_what_was_not_agreed(tmp_path: Path, agreed: in
     assert migration.progress.chunks_agreed == agreed
     it.pusher.acknowledge(agreed, agreed)
     assert it.push_all() == list(range(agreed + 1, 4))
+    # In the order of the plan, not only the same rows in the end.
+    chunks = list(Placement.empty().delta_to(target(1, 30)).chunks(10))
+    for version in range(4):
+        expected = Placement.empty()
+        for chunk in chunks[:version]:
+            expected = expected.apply(chunk)
+        assert it.journal.placement_at(version).digest() == expected.digest()
     it.pusher.acknowledge(3, 3)
     it.push_all()
     assert migration.state is MigrationState.COMMITTED
