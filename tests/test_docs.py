@@ -1,0 +1,68 @@
+"""The documents are true: their Python runs, their links lead somewhere, their commands exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks(page, "python")))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_readme_publishes_what_the_stream_reads(tmp_path: Path) -> None:
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks(ROOT / "README.md", "python")))
+    subprocess.run([sys.executable, str(script)], cwd=tmp_path, timeout=120, check=True)
+    from flexd.stream.codec import decode
+    from flexd.stream.file_log import FileLogSource
+
+    source = FileLogSource(tmp_path / "flexd-data" / "accesses")
+    messages = source.poll(5.0)
+    batches = [batch for message in messages for batch in decode(message.payload, 2**20)]
+    source.close()
+    assert [batch.rows.tolist() for batch in batches] == [[7, 7, 123, 9]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_in_backticks_exist(page: Path) -> None:
+    for path in re.findall(r"`((?:flexd|tests|tools|configs|deploy|helm|docs)/[A-Za-z0-9_./-]+)`", page.read_text()):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_commands_of_the_readme_exist() -> None:
+    text = "\n".join(blocks(ROOT / "README.md", "bash"))
+    for target in set(re.findall(r"^make ([a-z-]+)", text, flags=re.MULTILINE)):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE), target
+    listing = subprocess.run(
+        [sys.executable, "-m", "flexd", "--help"], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    for command in set(re.findall(r"^flexd ([a-z-]+)", text, flags=re.MULTILINE)):
+        assert command in listing
