@@ -48,6 +48,12 @@ class DemoOptions:
             raise ConfigError(f"--kill-daemon-at {self.kill_daemon_at}", remedy=f"a step below --steps {self.steps}")
         if self.restart_daemon_after is not None and self.kill_daemon_at is None:
             raise ConfigError("--restart-daemon-after without --kill-daemon-at", remedy="give both")
+        if self.kill_daemon_at is not None and self.restart_daemon_after is not None:
+            left = self.steps - self.kill_daemon_at
+            if not 0 <= self.restart_daemon_after < left:
+                raise ConfigError(
+                    f"--restart-daemon-after {self.restart_daemon_after}", remedy=f"0 or more, below the {left} left"
+                )
 
     @property
     def world_size(self) -> int:

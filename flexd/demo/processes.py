@@ -26,6 +26,15 @@ def _tail(path: Path) -> str:
         return "(no log)"
 
 
+def _record_of(line: bytes) -> dict[str, Any] | None:
+    """A rank's progress record; None for any other output."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and "step" in record else None
+
+
 def _environment() -> dict[str, str]:
     # One thread a process: the ranks share the cores, and idle spinning threads would only take them from each other.
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}
@@ -56,9 +65,11 @@ class Ranks:
 
     def _follow(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         for line in process.stdout or ():
-            record = json.loads(line)
-            with self._lock:
-                self.records[rank].append(record)
+            # A library may print too. The pipe must be read on, or the rank would block when it is full.
+            record = _record_of(line)
+            if record is not None:
+                with self._lock:
+                    self.records[rank].append(record)
 
     def step(self) -> int:
         """Steps that every rank has done."""
@@ -101,6 +112,11 @@ class DaemonProcess:
     @property
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """None before the first start."""
+        return self._process.pid if self._process is not None else None
 
     def start(self, timeout_seconds: float = 60.0, *, wait: bool = True) -> None:
         """Raises FlexdError if the daemon is not healthy within the deadline."""

@@ -231,6 +231,7 @@ def _broken_promises(record: RunRecord, summary: dict[str, Any]) -> list[str]:
         broken.append("a replica differed from its home copy")
     if not summary["placement_versions_equal"]:
         broken.append("ranks were at different placement versions in the same step")
-    if summary["max_abs_difference_to_single_process"] > tolerance(record.setup):
+    # Written so that NaN, which a run that diverged gives, is a difference.
+    if not summary["max_abs_difference_to_single_process"] <= tolerance(record.setup):
         broken.append("the tables differ from single-process training by more than rounding")
     return broken

@@ -112,6 +112,8 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
         )
     console.print(facts)
     if summary["last_plan"]:
-        console.print("\nWhy the last plan replicates what it does, at the prices of a full-size cluster (per rank and step):")
+        console.print(
+            "\nWhy the last plan replicates what it does, at the prices of a full-size cluster (per rank and step):"
+        )
         for sentence in summary["last_plan"]["why"]:
             console.print(f"  - {sentence}")

@@ -22,7 +22,7 @@ class RunRecord:
     Attributes:
         ranks: each rank's arrays by name, one value a step.
         reference: the single-process training and the row-wise baselines.
-        plans: the daemon's plan log, one entry a plan that was carried out.
+        plans: the daemon's plan log, one entry a plan that was begun to carry out.
     """
 
     setup: RunSetup
@@ -41,7 +41,7 @@ class RunRecord:
             setup,
             tuple(arrays(directory / f"rank-{rank}.npz") for rank in range(setup.world_size)),
             arrays(directory / "reference.npz"),
-            tuple(json.loads(line) for line in plans),
+            tuple(json.loads(line) for line in plans if line.endswith("}")),
         )
 
     def job_total(self, name: str) -> Array:
@@ -59,10 +59,14 @@ class RunRecord:
         """The last tenth of the run."""
         return slice(self.setup.steps - max(1, self.setup.steps // 10), self.setup.steps)
 
+    def plans_applied(self) -> tuple[dict[str, Any], ...]:
+        """Plans of which rows have reached every rank: one that was pushed as the training ended is none."""
+        return tuple(plan for plan in self.plans if int(plan["rows_applied"]) > 0)
+
     def plan_steps(self) -> list[int]:
         """The steps at which each plan's first chunk was applied."""
         version = self.ranks[0]["version"]
-        starts = [int(plan["first_version"]) for plan in self.plans]
+        starts = [int(plan["first_version"]) for plan in self.plans_applied()]
         return [int(np.argmax(version >= start)) for start in starts if len(version) and version[-1] >= start]
 
 
@@ -83,7 +87,8 @@ def _row_wise(counted: Array, steps: slice) -> dict[str, float]:
 def _difference(record: RunRecord, prefixes: tuple[str, ...]) -> float:
     first, reference = record.ranks[0], record.reference
     names = [name for name in reference if name.startswith(prefixes)]
-    return max(float(np.abs(first[name] - reference[name]).max()) for name in names)
+    # numpy's maximum, unlike Python's, is NaN if any is: a run that diverged is not equal.
+    return float(np.max([np.abs(first[name] - reference[name]).max() for name in names]))
 
 
 def _pause_ms(record: RunRecord) -> dict[str, float | None]:
@@ -127,8 +132,8 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         "steps": setup.steps,
         "dtype": setup.dtype,
         "replica_budget": setup.replica_budget,
-        "plans": len(record.plans),
-        "migrated_rows": sum(int(plan["promotions"]) + int(plan["demotions"]) for plan in record.plans),
+        "plans": len(record.plans_applied()),
+        "migrated_rows": sum(int(plan["rows_applied"]) for plan in record.plans),
         "last_plan": {name: record.plans[-1].get(name) for name in ("plan_id", "why")} if record.plans else None,
         "placement_version": int(record.ranks[0]["version"][-1]),
         "inter_node_bytes_per_step": {
@@ -144,7 +149,7 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         "placement_versions_equal": bool(
             all(np.array_equal(rank["version"], record.ranks[0]["version"]) for rank in record.ranks)
         ),
-        "max_abs_difference_to_single_process": max(differences.values()),
+        "max_abs_difference_to_single_process": float(np.max(list(differences.values()))),
         "difference_to_single_process": differences,
         "step_ms": {"p50": float(np.median([rank["seconds"][1:] for rank in record.ranks])) * 1e3},
         "step_pause_ms": _pause_ms(record),

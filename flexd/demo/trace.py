@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import zipfile
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,8 @@ Int64Array = npt.NDArray[np.int64]
 
 _STYLES = 10
 _REQUIRED = ("row", "ts", "table_rows", "table_names")
+_KINDS = {"row": "iu", "ts": "iuf", "table": "iu", "user": "iu", "table_rows": "iu", "table_names": "U"}
+"""Kinds of numpy dtypes that each array may have."""
 
 
 @dataclass(frozen=True)
@@ -46,27 +50,47 @@ def load_trace(path: Path) -> Trace:
     """Reads an ``.npz`` with arrays row, ts, table_rows, table_names, and optionally table (default 0) and user.
 
     Raises:
-        StreamError: the file cannot be read, lacks an array, or names rows outside its tables.
+        StreamError: the file cannot be read, lacks an array, has one of another type or length, names rows outside its
+            tables, or is not in order of time.
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise StreamError(f"trace {path}: cannot be read: {error}", remedy="give an .npz trace") from error
+    arrays = _read_arrays(path)
     missing = [name for name in _REQUIRED if name not in arrays]
     if missing:
         raise StreamError(f"trace {path}: no array {', '.join(missing)}", remedy=f"it needs {', '.join(_REQUIRED)}")
-    row = arrays["row"].astype(np.int64)
+    for name, kinds in _KINDS.items():
+        array = arrays.get(name)
+        if array is not None and (array.ndim != 1 or array.dtype.kind not in kinds):
+            raise StreamError(
+                f"trace {path}: array {name} is {array.dtype}{list(array.shape)}",
+                remedy="give vectors: integers for row, table, user and table_rows, numbers for ts, text for names",
+            )
+    row, table_rows = arrays["row"].astype(np.int64), arrays["table_rows"].astype(np.int64)
     table = arrays["table"].astype(np.int64) if "table" in arrays else np.zeros(len(row), dtype=np.int64)
     user = arrays["user"].astype(np.int64) if "user" in arrays else None
-    table_rows = arrays["table_rows"].astype(np.int64)
-    columns = [table, arrays["ts"], *([] if user is None else [user])]
+    seconds = arrays["ts"].astype(np.float64)
+    names = tuple(str(name) for name in arrays["table_names"])
+    columns = [table, seconds, *([] if user is None else [user])]
     if any(len(column) != len(row) for column in columns) or len(row) == 0:
         raise StreamError(f"trace {path}: its event arrays are empty or differ in length")
+    if len(names) != len(table_rows) or len(set(names)) != len(names):
+        raise StreamError(f"trace {path}: {len(names)} table names for {len(table_rows)} tables, or one named twice")
     if table.min() < 0 or table.max() >= len(table_rows) or row.min() < 0 or (row >= table_rows[table]).any():
         raise StreamError(f"trace {path}: an event names a table or row that table_rows does not have")
-    names = tuple(str(name) for name in arrays["table_names"])
-    return Trace(table, row, arrays["ts"].astype(np.float64), user, table_rows, names)
+    # Written so that NaN fails too.
+    if not (seconds[0] >= 0 and np.isfinite(seconds[-1]) and (np.diff(seconds) >= 0).all()):
+        raise StreamError(f"trace {path}: ts is not in order of time, or not finite and from 0", remedy="sort by ts")
+    return Trace(table, row, seconds, user, table_rows, names)
+
+
+def _read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    try:
+        with path.open("rb") as opened:
+            file = np.load(opened, allow_pickle=False)
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise ValueError("one array alone, no .npz")
+            return {name: file[name] for name in file.files}
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+        raise StreamError(f"trace {path}: cannot be read: {error}", remedy="give an .npz trace") from error
 
 
 def synthetic_trace(

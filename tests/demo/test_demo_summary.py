@@ -1,0 +1,150 @@
+"""The summary's figures on a record made by hand, and the plot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexd.demo.plot import plot_run
+from flexd.demo.rank import TRAFFIC, RunSetup
+from flexd.demo.runner import _broken_promises
+from flexd.demo.summary import RunRecord, inter_node_bytes, summarise, tolerance
+from flexd.errors import ConfigError
+
+STEPS = 40
+SETUP = RunSetup(
+    trace="somewhere/trace.npz", job="j", nodes=2, local_ranks=1, steps=STEPS, batch_size=4, history=3, dim=2,
+    dtype="float64", learning_rate=0.1, dense_learning_rate=0.1, replica_budget=0.05, seed=0, store_port=1,
+    control="127.0.0.1:1", directory="d", file_log="l", kafka=None, topic="t", check_every=5,
+)  # fmt: skip
+STEP = np.arange(STEPS)
+APPLIED = (STEP == 10) | (STEP == 20)
+
+
+def _plan(first: int, last: int, rows: int, **more: Any) -> dict[str, Any]:
+    entry = {"first_version": first, "last_version": last, "rows_applied": rows, "promotions": rows + 3, "demotions": 2}
+    return {**entry, **more}
+
+
+def _record() -> RunRecord:
+    """Two ranks; a chunk applied at steps 10 and 20; 100 bytes of exchange a step before, 40 + 20 sync after."""
+    rank = {name: np.zeros(STEPS, np.int64) for name in TRAFFIC}
+    rank["all_to_all_inter_bytes"] = np.where(STEP < 10, 100, 40)
+    rank["sync_inter_bytes"] = np.where(STEP < 10, 0, 20)
+    rank["migration_inter_bytes"] = np.where(APPLIED, 7, 0)
+    rank["home_accesses"] = np.where(STEP < 10, 8, 2)
+    rank["node_accesses"] = np.where(STEP < 10, 0, 5)
+    rank["device_accesses"] = np.where(STEP < 10, 0, 1)
+    rank["version"] = np.select([STEP < 10, STEP < 20], [0, 1], 2)
+    rank["seconds"] = np.where(APPLIED, 0.030, 0.020)
+    rank["seconds"][0] = 9.0
+    rank["apply_seconds"] = np.where(APPLIED, 0.004, 0.0)
+    rank["bit_equal"] = np.ones(9, bool)
+    rank["publisher_dropped"] = np.array(3)
+    first, second = ({name: array.copy() for name, array in rank.items()} for _ in range(2))
+    first["loss"], second["loss"] = 2.0 - STEP * 0.01, 4.0 - STEP * 0.01
+    first |= {"table/item": np.array([[1.0, 2.0]]), "dense/w": np.array([5.0])}
+    reference = {
+        "loss": np.stack([first["loss"], second["loss"]], axis=1) + 1e-12,
+        "row_wise": np.full(STEPS, 1000), "row_wise_dedup": np.full(STEPS, 300),
+        "table/item": np.array([[1.0, 2.0 + 1e-13]]), "dense/w": np.array([5.0]),
+    }  # fmt: skip
+    return RunRecord(SETUP, (first, second), reference, (_plan(1, 1, 60), _plan(2, 2, 40), _plan(3, 3, 0)))
+
+
+def test_the_figures_of_a_run() -> None:
+    record = _record()
+    summary = summarise(record)
+    assert summary["trace"] == "trace.npz"
+    assert (summary["ranks"], summary["nodes"], summary["steps"]) == (2, 2, STEPS)
+    assert summary["plans"] == 2, "the third was pushed as the training ended"
+    assert summary["migrated_rows"] == 100
+    assert summary["placement_version"] == 2
+    assert summary["compared_steps"] == {"before": [0, 4], "after": [36, 40]}
+    assert summary["inter_node_bytes_per_step"] == {
+        "row_wise": {"all_to_all": 1000, "sync": 0, "migration": 0, "total": 1000},
+        "row_wise_dedup": {"all_to_all": 300, "sync": 0, "migration": 0, "total": 300},
+        "before": {"all_to_all": 200, "sync": 0, "migration": 0, "total": 200},
+        "after": {"all_to_all": 80, "sync": 40, "migration": 0, "total": 120},
+    }
+    assert summary["tier_access_share"] == {"home": 0.25, "node": 0.625, "device": 0.125}
+    assert summary["loss"]["first"] == pytest.approx(3 - 0.015)
+    assert summary["loss"]["last"] == pytest.approx(3 - 0.375)
+    assert summary["replicas_bit_equal"] is True
+    assert summary["placement_versions_equal"] is True
+    assert summary["difference_to_single_process"]["tables"] == pytest.approx(1e-13, rel=1e-2)
+    assert summary["max_abs_difference_to_single_process"] == pytest.approx(1e-12, rel=1e-2)
+    assert summary["step_pause_ms"]["p50"] == pytest.approx(10.0)
+    assert summary["step_pause_ms"]["apply_p99"] == pytest.approx(4.0)
+    assert summary["stream_accesses_dropped"] == 6
+    assert record.plan_steps() == [10, 20]
+    assert _broken_promises(record, summary) == []
+    json.dumps(summary, allow_nan=False)
+
+
+def test_migration_bytes_are_part_of_the_total() -> None:
+    assert inter_node_bytes(_record(), slice(10, 12)) == {"all_to_all": 80, "sync": 40, "migration": 7, "total": 127}
+
+
+@pytest.mark.parametrize("broken", ["bit_equal", "version", "table", "loss", "table_nan", "dense_nan", "loss_nan"])
+def test_every_broken_promise_is_seen(broken: str) -> None:
+    record = _record()
+    first, second = record.ranks
+    if broken == "bit_equal":
+        second["bit_equal"][4] = False
+    elif broken == "version":
+        second["version"][15] = 0
+    elif broken.startswith("table"):
+        first["table/item"][0, 0] = np.nan if broken.endswith("nan") else 1.00001
+    elif broken == "dense_nan":
+        first["dense/w"][0] = np.nan
+    else:
+        second["loss"][39] = np.nan if broken.endswith("nan") else 7.0
+    assert len(_broken_promises(record, summarise(record))) == 1
+
+
+def test_a_run_without_plans_has_figures_too() -> None:
+    record = _record()
+    for rank in record.ranks:
+        rank["version"] = np.zeros(STEPS, np.int64)
+        rank["apply_seconds"] = np.zeros(STEPS)
+    summary = summarise(RunRecord(SETUP, record.ranks, record.reference, ()))
+    assert (summary["plans"], summary["migrated_rows"], summary["placement_version"]) == (0, 0, 0)
+    assert summary["step_pause_ms"] == {"p50": None, "p99": None, "apply_p50": None, "apply_p99": None}
+
+
+def test_tolerance_is_rounding_of_the_dtype() -> None:
+    assert tolerance(SETUP) == 1e-9
+
+
+def test_a_record_is_loaded_from_the_run_s_files(tmp_path: Path) -> None:
+    record = _record()
+    for number, rank in enumerate(record.ranks):
+        np.savez(tmp_path / f"rank-{number}.npz", **rank)
+    np.savez(tmp_path / "reference.npz", **record.reference)
+    log = tmp_path / "plans.jsonl"
+    log.write_text("\n".join(json.dumps(plan) for plan in record.plans) + '\n{"plan_id": "to')
+    loaded = RunRecord.load(SETUP, tmp_path, log)
+    assert loaded.plans == record.plans
+    assert summarise(loaded) == summarise(record)
+    assert RunRecord.load(SETUP, tmp_path, tmp_path / "none").plans == ()
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "run.png"
+    plot_run(_record(), path)
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(content) > 10_000
+
+
+@pytest.mark.parametrize("name", ["missing/run.png", "run.nonsense"])
+def test_a_plot_that_cannot_be_written_is_an_error(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ConfigError, match="--plot"):
+        plot_run(_record(), tmp_path / name)
