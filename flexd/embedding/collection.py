@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,11 +128,14 @@ class EmbeddingCollection(nn.Module):
         self.tables = tuple(tables)
         self.keyspace = KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, row_optimizer.name) for t in tables])
         self.traffic = Traffic()
-        self._groups = ChainGroups(layout or layout_from_environment(), self.traffic)
+        self.device = torch.device(device)
+        self._groups = ChainGroups(layout or layout_from_environment(), self.traffic, self.device)
         self.layout = self._groups.layout
         self.rank = self._groups.rank
-        self.device = torch.device(device)
-        self._check_same_tables()
+        with self.traffic.uncounted():
+            self._check_same_everywhere(
+                [exchange, average_gradients, max_migration_bytes_per_step, seed, row_optimizer.name, row_optimizer.lr]
+            )
         self._features = FeatureMap(
             self.keyspace, [table.feature_names for table in self.tables], self.rank, self.device
         )
@@ -157,7 +161,7 @@ class EmbeddingCollection(nn.Module):
         # The anchor gives autograd a reason to call backward, and schedulers a parameter group. It is hidden from
         # named_parameters(): DDP and dense optimizers must not see it.
         self.__dict__["_anchor"] = nn.Parameter(torch.zeros((), device=self.device))
-        self.optimizer = FusedOptimizer(self.__dict__["_anchor"], row_optimizer.lr, self._push, self._pending.clear)
+        self.optimizer = FusedOptimizer(self.__dict__["_anchor"], row_optimizer.lr, self._push, self._forget_gradients)
 
     @property
     def placement_version(self) -> int:
@@ -178,6 +182,7 @@ class EmbeddingCollection(nn.Module):
                 f"{MAX_PENDING_FORWARDS} forward passes without a step",
                 remedy="call optimizer.step() after backward(), or evaluate under torch.no_grad()",
             )
+        self._refresh_replicas()
         if not self._pending:
             self._apply_chunks()
         error: EmbeddingError | None = None
@@ -201,11 +206,13 @@ class EmbeddingCollection(nn.Module):
             rows = self._router.fetch(route)
         return self._features.split(features, order, rows)
 
-    def _apply_chunks(self) -> None:
-        started = time.perf_counter()
+    def _refresh_replicas(self) -> None:
         if self._stale_replicas:
             self.migrator.refresh()
             self._stale_replicas = False
+
+    def _apply_chunks(self) -> None:
+        started = time.perf_counter()
         chunks = self.inbox.take(self._max_migration_bytes, self.migrator.copied_bytes)
         for version, delta in chunks:
             with torch.no_grad():
@@ -213,6 +220,11 @@ class EmbeddingCollection(nn.Module):
             self.inbox.applied(version)
         if chunks:
             self.apply_seconds += time.perf_counter() - started
+
+    def _forget_gradients(self) -> None:
+        # The passes stay: their backward may be still to come, and every rank must push the same number of them.
+        for pending in self._pending:
+            pending.grads = None
 
     def _push(self, lr: float) -> None:
         if not self._pending:
@@ -268,16 +280,18 @@ class EmbeddingCollection(nn.Module):
                 values = initial_rows(spec.name, rows[at], spec.dim, store.dtype, scale=spec.scale, seed=self._seed)
                 store.rows[torch.from_numpy(at).to(self.device)] = values.to(self.device)
 
-    def _check_same_tables(self) -> None:
-        if self._groups.world.size == 1:
-            return
-        mine = torch.tensor([int(self.keyspace.digest[:15], 16)], dtype=torch.int64, device=self.device)
-        everyone = self._groups.world.all_gather(mine).view(-1).tolist()
-        if len(set(everyone)) > 1:
+    def _check_same_everywhere(self, settings: list[object]) -> None:
+        """What ranks do with different settings is not an error but a wait for each other, or replicas that differ."""
+        digests = [self.keyspace.digest, hashlib.sha256(repr((settings, self.tables)).encode()).hexdigest()]
+        mine = torch.tensor([int(digest[:15], 16) for digest in digests], dtype=torch.int64, device=self.device)
+        tables, others = self._groups.world.all_gather(mine).T.tolist()
+        for what, everyone in (("tables", tables), ("settings", others)):
             odd = [rank for rank, digest in enumerate(everyone) if digest != everyone[0]]
-            raise TopologyError(
-                f"ranks {odd} have other tables than rank 0", remedy="construct the same tables on every rank"
-            )
+            if odd:
+                raise TopologyError(
+                    f"ranks {odd} have other {what} than rank 0",
+                    remedy="construct the collection with the same arguments on every rank",
+                )
 
     def initial_table(self, name: str) -> torch.Tensor:
         """[rows, dim] initial values of a whole table, as training on one process would start from."""
@@ -289,7 +303,9 @@ class EmbeddingCollection(nn.Module):
         """Collective. [rows, dim] of a whole table on every rank: for small tables, tests and exports."""
         table = self.keyspace.index[name]
         store = next(store for store in self._stores if table in store.group.tables)
-        return gather_rows(self._groups, store, int(self.keyspace.first_key[table]), self.keyspace.tables[table].rows)
+        first, rows = int(self.keyspace.first_key[table]), self.keyspace.tables[table].rows
+        with self.traffic.uncounted():
+            return gather_rows(self._groups, store, first, rows)
 
     def replicas_bit_equal(self) -> bool:
         """Collective. Do all replicas, with optimizer state, equal their home copies bit for bit?"""
@@ -301,21 +317,36 @@ class EmbeddingCollection(nn.Module):
         for index, store in enumerate(self._stores):
             destination[f"{prefix}group{index}.rows"] = store.rows[: store.home_rows].clone()
             destination[f"{prefix}group{index}.state"] = store.state[: store.home_rows].clone()
+        destination[f"{prefix}shard"] = self._shard()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        strict, missing, errors = args[1], args[2], args[4]
+        self._stale_replicas = True
+        missing, unexpected, errors = args[2:5]
+        shard = state_dict.get(f"{prefix}shard")
+        if shard is not None and not torch.equal(shard.cpu(), self._shard()):
+            errors.append(
+                f"{prefix}shard: saved by rank {int(shard[0])} of {int(shard[1])}, loaded by rank {self.rank} of "
+                f"{self.layout.world_size}" + ("" if shard[2] == self._shard()[2] else ", with other tables")
+            )
+            return
+        expected = {f"{prefix}shard"}
         for index, store in enumerate(self._stores):
             for name, held in (("rows", store.rows), ("state", store.state)):
                 key = f"{prefix}group{index}.{name}"
+                expected.add(key)
                 value = state_dict.get(key)
                 if value is None:
-                    if strict:
-                        missing.append(key)
+                    missing.append(key)
                 elif value.shape != (store.home_rows, held.shape[1]):
                     errors.append(
-                        f"{key}: shape {tuple(value.shape)}, this rank holds {(store.home_rows, held.shape[1])}: "
-                        "the state was saved by another rank or world size"
+                        f"{key}: shape {tuple(value.shape)}, this rank holds {(store.home_rows, held.shape[1])}"
                     )
                 else:
                     held[: store.home_rows].copy_(value)
-        self._stale_replicas = True
+        if shard is None:
+            missing.append(f"{prefix}shard")
+        unexpected.extend(key for key in state_dict if key.startswith(prefix) and key not in expected)
+
+    def _shard(self) -> torch.Tensor:
+        """int64 [3]: rank, world size and tables that the home rows of this rank follow from."""
+        return torch.tensor([self.rank, self.layout.world_size, int(self.keyspace.digest[:15], 16)])

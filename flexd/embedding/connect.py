@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from flexd.control.agent import Agent
@@ -86,7 +87,7 @@ def connect(
         raise ConfigError("no control address", remedy=f"pass address='host:port' or set {ADDRESS_VARIABLE}")
     identity = RankIdentity(
         job=job,
-        attempt=attempt or _agreed_attempt(),
+        attempt=attempt or _agreed_attempt(collection.device),
         rank=collection.rank,
         world_size=collection.layout.world_size,
         nodes=collection.layout.nodes,
@@ -119,15 +120,13 @@ def _read_secret(path: str | Path | None) -> bytes | None:
     return secret
 
 
-def _agreed_attempt() -> str:
-    run = os.environ.get("TORCHELASTIC_RUN_ID")
-    if run:
+def _agreed_attempt(device: torch.device) -> str:
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if run != "none":  # what torchrun says without --rdzv-id, at every launch
         return f"{run}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     token = os.urandom(7).hex()
     if dist.is_available() and dist.is_initialized():
-        import torch
-
-        number = torch.tensor([int(token, 16)], dtype=torch.int64)
+        number = torch.tensor([int(token, 16)], dtype=torch.int64, device=device)
         dist.broadcast(number, src=0)
         token = f"{int(number.item()):014x}"
     return token

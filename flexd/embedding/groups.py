@@ -86,14 +86,20 @@ class ChainGroups:
     Collective: every rank of the default process group constructs it at the same point. Without
     ``torch.distributed`` the world is one rank.
 
+    Args:
+        device: where the process group's collectives work.
+
     Raises:
-        TopologyError: the layout does not have as many ranks as the default process group.
+        TopologyError: on every rank, if the layout does not have as many ranks as the default process group, or the
+            ranks were given different ones.
     """
 
-    def __init__(self, layout: RankLayout, traffic: Traffic) -> None:
+    def __init__(self, layout: RankLayout, traffic: Traffic, device: torch.device) -> None:
         live = dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if live else 1
         self.rank = dist.get_rank() if live else 0
+        if world_size > 1:
+            _check_same_layout(layout, world_size, device)
         if layout.world_size != world_size:
             raise TopologyError(
                 f"layout of {layout.nodes} nodes x {layout.local_ranks} local ranks, but the process group has "
@@ -112,6 +118,20 @@ class ChainGroups:
     @staticmethod
     def _new(ranks: list[int], live: bool) -> dist.ProcessGroup | None:
         return dist.new_group(ranks) if live and len(ranks) > 1 else None
+
+
+def _check_same_layout(layout: RankLayout, world_size: int, device: torch.device) -> None:
+    mine = torch.tensor([layout.nodes, layout.local_ranks], dtype=torch.int64, device=device)
+    gathered = mine.new_empty(world_size * 2)
+    _all_gather(gathered, mine)
+    layouts = gathered.view(world_size, 2).tolist()
+    odd = [rank for rank, shape in enumerate(layouts) if shape != layouts[0]]
+    if odd:
+        raise TopologyError(
+            f"rank {odd[0]} has a layout of {layouts[odd[0]][0]} nodes x {layouts[odd[0]][1]} local ranks, rank 0 of "
+            f"{layouts[0][0]} x {layouts[0][1]}",
+            remedy="pass the same layout on every rank, or launch equally many ranks on every node",
+        )
 
 
 def layout_from_environment() -> RankLayout:

@@ -28,7 +28,8 @@ def initial_rows(
 ) -> torch.Tensor:
     """[n, dim] values of the given rows of a table, uniform in [-scale, scale)."""
     out = torch.empty((len(rows), dim), dtype=dtype)
-    salt = np.uint64(zlib.crc32(table.encode()) << 32 | (seed & 0xFFFFFFFF))
+    # Mixed, or the tables of two neighbouring seeds would be the same rows shifted by one.
+    salt = _splitmix64(np.array([zlib.crc32(table.encode()) << 32 | (seed & 0xFFFFFFFF)], dtype=np.uint64))
     columns = np.arange(dim, dtype=np.uint64)
     for start in range(0, len(rows), _BLOCK_ROWS):
         block = rows[start : start + _BLOCK_ROWS].astype(np.uint64)

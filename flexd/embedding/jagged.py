@@ -49,4 +49,4 @@ class Jagged:
         if self.values.shape[0] == 0:
             return self.values.new_zeros((*index.shape, *self.values.shape[1:])), mask
         shape = (*mask.shape, *([1] * (self.values.dim() - 1)))
-        return self.values[index] * mask.view(shape), mask
+        return self.values[index].masked_fill(~mask.view(shape), 0), mask

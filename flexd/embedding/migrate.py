@@ -11,6 +11,7 @@ import torch
 from flexd.embedding.groups import ChainGroups, Peers
 from flexd.embedding.store import GroupStore
 from flexd.embedding.traffic import Kind, Traffic
+from flexd.errors import PlacementError
 from flexd.layout import Tier
 from flexd.placement import Delta
 
@@ -77,7 +78,7 @@ class Migrator:
         was, stays = self._listed(keys, old), self._listed(keys, new)
         had_replica = self._layout.holds_replica(rank, keys, old)
         has_replica = self._layout.holds_replica(rank, keys, new)
-        removed, _ = store.directory.find(torch.from_numpy(keys[was]).to(device))
+        removed = self._check_old_tiers(store, keys, old, was)
         slots = np.full(len(keys), -1, dtype=np.int32)
         slots[was] = store.directory.slots[removed].cpu().numpy()
         store.give_slots(slots[had_replica & ~has_replica])
@@ -92,6 +93,29 @@ class Migrator:
             torch.from_numpy(new[stays]).to(device),
         )
         self._copy(store, keys, old, new)
+
+    @staticmethod
+    def _check_old_tiers(
+        store: GroupStore, keys: Int64Array, old: UInt8Array, was: npt.NDArray[np.bool_]
+    ) -> torch.Tensor:
+        """int64 directory positions of the rows that the chunk takes to be listed here.
+
+        Raises:
+            PlacementError: the chunk does not start from what this rank has. Applying it would hand the slots of other
+                rows out twice; no row has been changed yet.
+        """
+        at, found = store.directory.find(torch.from_numpy(keys).to(store.rows.device))
+        right = found.cpu().numpy() == was
+        removed = at[torch.from_numpy(was).to(at.device)]
+        if bool(right.all()):
+            right[was] = store.directory.tiers[removed].cpu().numpy() == old[was]
+        if not bool(right.all()):
+            raise PlacementError(
+                f"rank {store.rank}: {int((~right).sum())} rows of a chunk of {len(keys)} are not at the tier it says, "
+                f"key {int(keys[~right][0])} for one",
+                remedy="a fault of the daemon: please report it with the daemon's journal",
+            )
+        return removed
 
     def _copy(self, store: GroupStore, keys: Int64Array, old: UInt8Array, new: UInt8Array) -> None:
         """Promoted rows travel the chain downwards: home to the node owners over the rail, then inside the node."""

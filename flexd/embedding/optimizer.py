@@ -27,7 +27,7 @@ class RowOptimizer(Protocol):
     def update(
         self, rows: torch.Tensor, state: torch.Tensor, index: torch.Tensor, grads: torch.Tensor, lr: float
     ) -> None:
-        """``rows`` [slots, dim], ``state`` [slots, s]; int64 ``index`` [n] unique slots; ``grads`` [n, dim]."""
+        """``rows`` [slots, dim], ``state`` [slots, s]; int64 ``index`` [n] unique; ``grads`` [n, dim], not changed."""
         ...
 
 
@@ -62,7 +62,7 @@ class RowWiseAdagrad:
         wide = grads.to(state.dtype)
         total = state.index_select(0, index).add_(wide.square().mean(dim=1, keepdim=True))
         state.index_copy_(0, index, total)
-        change = wide.div_(total.sqrt().add_(self.eps)).mul_(lr)
+        change = wide.div(total.sqrt().add_(self.eps)).mul_(lr)
         rows.index_copy_(0, index, (rows.index_select(0, index) - change).to(rows.dtype))
 
 
@@ -70,8 +70,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     """What a trainer calls ``step()`` on after ``backward()``; learning-rate schedulers work on it.
 
     ``step`` is collective: every rank of the job calls it the same number of times, whether its batch was empty or
-    not. It pushes the gradients of all backward passes since the last step to the rows' homes, synchronises the
-    replicas and updates both. ``zero_grad`` forgets passes that were not stepped.
+    not, at an equal learning rate. It pushes the gradients of all backward passes since the last step to the rows'
+    homes, synchronises the replicas and updates both. ``zero_grad`` forgets gradients, as everywhere in torch: of
+    backward passes before it. Call it before or after the forward pass.
     """
 
     def __init__(

@@ -91,6 +91,11 @@ class GroupStore:
     def unpack(self, packed: torch.Tensor, slots: torch.Tensor) -> None:
         """Inverse of ``pack`` into ``slots``."""
         width = self.rows.shape[1] * self.rows.element_size()
-        self.rows.index_copy_(0, slots, packed[:, :width].contiguous().view(self.rows.dtype))
+        self.rows.index_copy_(0, slots, _aligned(packed[:, :width]).view(self.rows.dtype))
         if self.state.shape[1]:
-            self.state.index_copy_(0, slots, packed[:, width:].contiguous().view(self.state.dtype))
+            self.state.index_copy_(0, slots, _aligned(packed[:, width:]).view(self.state.dtype))
+
+
+def _aligned(columns: torch.Tensor) -> torch.Tensor:
+    """A copy, always: ``contiguous()`` leaves one row as it is, at an offset that no wider number may start at."""
+    return columns.clone(memory_format=torch.contiguous_format)
