@@ -13,7 +13,7 @@ MAX_ENTRIES = 1_000
 
 
 class PlanLog:
-    """Bounded: past twice ``MAX_ENTRIES`` the oldest are dropped. A torn last line (a crash) is left out.
+    """Bounded: past twice ``MAX_ENTRIES`` the oldest are dropped. A torn line (a crash) is left out.
 
     Raises:
         SnapshotError: the file cannot be read or written.
@@ -21,19 +21,16 @@ class PlanLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.entries: list[dict[str, Any]] = []
         try:
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        except (OSError, UnicodeDecodeError) as error:
+            content = path.read_bytes() if path.exists() else b""
+        except OSError as error:
             raise SnapshotError(f"plan log {path}: {error}", remedy="move the file away") from error
-        for line in lines:
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(entry, dict):
-                self.entries.append(entry)
-        self.entries = self.entries[-MAX_ENTRIES:]
+        lines = content.splitlines()
+        entries = [entry for line in lines if (entry := _entry(line)) is not None]
+        self.entries: list[dict[str, Any]] = entries[-MAX_ENTRIES:]
+        self._lines = len(lines)
+        # What is appended to a torn line would be lost with it.
+        self._rewrite = bool(content) and not content.endswith(b"\n")
 
     @property
     def newest(self) -> dict[str, Any] | None:
@@ -43,13 +40,18 @@ class PlanLog:
         """Durable when it returns."""
         self.entries.append(entry)
         try:
-            if len(self.entries) > 2 * MAX_ENTRIES:
+            if self._rewrite or self._lines >= 2 * MAX_ENTRIES:
+                self._rewrite = True
                 self.entries = self.entries[-MAX_ENTRIES:]
                 temporary = self._path.with_suffix(".tmp")
                 self._write(temporary, self.entries, "w")
                 temporary.replace(self._path)
+                self._lines, self._rewrite = len(self.entries), False
             else:
+                # Until it is known to be whole: an append that fails may leave half a line.
+                self._rewrite = True
                 self._write(self._path, [entry], "a")
+                self._lines, self._rewrite = self._lines + 1, False
         except OSError as error:
             raise SnapshotError(
                 f"plan log {self._path}: {error.strerror}", remedy="make room in the state directory"
@@ -63,3 +65,11 @@ class PlanLog:
             f.writelines(json.dumps(entry) + "\n" for entry in entries)
             f.flush()
             os.fsync(f.fileno())
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None

@@ -102,7 +102,8 @@ class Planning:
                 self.outcomes["refused"] += not dry_run
                 raise
             finally:
-                self.seconds += time.monotonic() - started
+                if not dry_run:
+                    self.seconds += time.monotonic() - started
             self.last_profile = profile
             if not dry_run:
                 self.last_plan, self.last_live = plan, live

@@ -1,0 +1,100 @@
+"""Parts made from a configuration, and what is said if they cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexd.config import Config, parse_config
+from flexd.daemon import Daemon, parts
+from flexd.errors import ConfigError, FlexdError, SnapshotError, TopologyError
+from flexd.stream.file_log import FileLogSource
+from flexd.stream.kafka import KafkaSource
+from flexd.stream.synthetic import SyntheticSource
+
+
+def _config(**sections: Any) -> Config:
+    return parse_config(
+        {
+            "job": "j",
+            "tables": [{"name": "item", "rows": 100, "dim": 4}],
+            "stream": {"source": {"kind": "synthetic"}},
+            **sections,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ({"kind": "synthetic"}, SyntheticSource),
+        ({"kind": "file_log", "path": "somewhere"}, FileLogSource),
+        ({"kind": "kafka", "bootstrap_servers": "127.0.0.1:1"}, KafkaSource),
+    ],
+)
+def test_the_source_is_the_configured_one(source: dict[str, Any], kind: type) -> None:
+    made = parts.make_source(_config(stream={"source": source}))
+    assert isinstance(made, kind)
+    made.close()
+
+
+def test_a_client_option_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    source = {
+        "kind": "kafka", "bootstrap_servers": "127.0.0.1:1",
+        "client_option_files": {"sasl_plain_password": str(tmp_path / "nothing")},
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="sasl_plain_password"):
+        parts.make_source(_config(stream={"source": source}))
+
+
+def test_an_unknown_preset_is_refused_with_those_there_are() -> None:
+    with pytest.raises(TopologyError, match="azure-a100-200g") as error:
+        parts.make_cluster(_config(topology={"preset": "no-such-cluster"}))
+    assert "no-such-cluster" in str(error.value)
+
+
+def test_the_default_cluster_is_a_preset() -> None:
+    assert parts.make_cluster(_config()).name == parts.DEFAULT_PRESET
+
+
+def test_a_topology_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FlexdError, match=r"cluster\.yaml"):
+        parts.make_cluster(_config(topology={"file": str(tmp_path / "cluster.yaml")}))
+
+
+def test_the_secret_is_read_without_its_line_break(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"correct horse battery\n")
+    assert parts.control_options(_config(control={"secret_file": str(path)})).secret == b"correct horse battery"
+    assert parts.control_options(_config()).secret is None
+
+
+@pytest.mark.parametrize(("content", "said"), [(None, "No such file"), (b"", "is empty"), (b" \n", "is empty")])
+def test_a_secret_that_is_none_is_refused(tmp_path: Path, content: bytes | None, said: str) -> None:
+    path = tmp_path / "secret"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match="control.secret_file.*" + said) as error:
+        parts.control_options(_config(control={"secret_file": str(path)}))
+    assert error.value.remedy
+
+
+def test_sketch_and_control_settings_are_passed_on() -> None:
+    config = _config(
+        sketch={
+            "memory_bytes": 2**21, "half_life_seconds": None, "max_hot_rows": 7, "max_future_seconds": 9.0,
+        },
+        control={"listen_port": 0, "timeout_seconds": 3.0, "chunk_rows": 11},
+    )  # fmt: skip
+    sketch, control = parts.sketch_settings(config), parts.control_options(config)
+    assert (sketch.memory_bytes, sketch.half_life_seconds) == (2**21, None)
+    assert (sketch.max_hot_rows, sketch.max_future_seconds) == (7, 9.0)
+    assert (control.job, control.listen_port, control.timeout_seconds, control.max_chunk_rows) == ("j", 0, 3.0, 11)
+
+
+def test_a_state_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SnapshotError, match=r"state\.dir"):
+        Daemon(_config(state={"dir": str(tmp_path / "file" / "state")}))

@@ -1,0 +1,75 @@
+"""What the ranks report, averaged for the planner and summed for the metrics."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexd.control.report import StepReport
+from flexd.daemon.training import TrainingMonitor
+
+
+def report(step: int, steps: int = 1, accesses: tuple[int, int, int] = (60, 30, 10), version: int = 0) -> StepReport:
+    return StepReport(
+        step=step, steps=steps, placement_version=version, placement_digest=7, step_seconds=0.5 * steps,
+        apply_seconds=0.1, accesses_by_tier=accesses, all_to_all_intra_bytes=1, all_to_all_inter_bytes=2,
+        sync_intra_bytes=3, sync_inter_bytes=4, migration_intra_bytes=5, migration_inter_bytes=6,
+    )  # fmt: skip
+
+
+def test_nothing_is_known_before_the_first_report() -> None:
+    monitor = TrainingMonitor()
+    assert monitor.accesses_per_step(4) is None
+    assert monitor.versions() == {}
+    assert monitor.figures().steps == 0
+
+
+def test_ranks_that_have_not_reported_are_taken_to_do_what_the_others_do() -> None:
+    monitor = TrainingMonitor()
+    monitor.add(0, report(1, accesses=(60, 30, 10)))
+    assert monitor.accesses_per_step(4) == 400
+    monitor.add(1, report(1, accesses=(0, 0, 300)))
+    assert monitor.accesses_per_step(4) == 800
+
+
+def test_a_report_of_several_steps_counts_each_of_them() -> None:
+    monitor = TrainingMonitor()
+    monitor.add(0, report(10, steps=10, accesses=(700, 200, 100)))
+    assert monitor.accesses_per_step(1) == 100
+
+
+def test_the_average_follows_a_change_within_some_tens_of_steps() -> None:
+    monitor = TrainingMonitor()
+    monitor.add(0, report(1))
+    for step in range(2, 302):
+        monitor.add(0, report(step, accesses=(0, 0, 200)))
+    assert monitor.accesses_per_step(1) == pytest.approx(200, rel=0.01)
+    monitor.add(0, report(302, accesses=(0, 0, 10_200)))
+    assert monitor.accesses_per_step(1) == pytest.approx(400, rel=0.01), "one odd step is a fiftieth of the average"
+    monitor.add(0, report(402, steps=100, accesses=(0, 0, 5_000)))
+    assert monitor.accesses_per_step(1) == 50, "a report of many steps stands for itself"
+
+
+def test_another_generation_forgets_averages_and_versions_but_not_the_totals() -> None:
+    monitor = TrainingMonitor()
+    monitor.add(3, report(5, version=2))
+    assert monitor.versions() == {3: 2}
+    monitor.new_generation()
+    assert monitor.accesses_per_step(2) is None
+    assert monitor.versions() == {}
+    assert monitor.figures().newest_step == 5
+
+
+def test_totals_are_sums_over_ranks_and_reports() -> None:
+    monitor = TrainingMonitor()
+    monitor.add(0, report(5, steps=2))
+    monitor.add(1, report(4, steps=3, accesses=(1, 2, 3)))
+    figures = monitor.figures()
+    assert figures.accesses_by_tier == (61, 32, 13)
+    assert figures.steps == 5
+    assert figures.step_seconds == pytest.approx(2.5)
+    assert figures.apply_seconds == pytest.approx(0.2)
+    assert figures.newest_step == 5
+    assert figures.sent_bytes == {
+        ("all_to_all", "intra"): 2, ("all_to_all", "inter"): 4, ("sync", "intra"): 6, ("sync", "inter"): 8,
+        ("migration", "intra"): 10, ("migration", "inter"): 12,
+    }  # fmt: skip

@@ -1,0 +1,321 @@
+"""When a plan may be made, and what making and executing one leave behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexd.config import Config, parse_config
+from flexd.control.live import LiveTopology
+from flexd.control.migration import Migration, MigrationEvent
+from flexd.control.report import StepReport
+from flexd.daemon.parts import make_cluster
+from flexd.daemon.plan_log import PlanLog
+from flexd.daemon.planning import Planning
+from flexd.daemon.training import TrainingMonitor
+from flexd.demo.runner import scale_model
+from flexd.errors import ControlError, PlanError
+from flexd.layout import RankLayout
+from flexd.placement import Placement
+from flexd.sketch.profile import Profile
+from flexd.sketch.table_set import SketchSet
+
+ROWS = 2_000
+
+
+class FakeCoordinator:
+    """Ranks that are there or not; migrations are handed back and moved by the test."""
+
+    def __init__(self, generation: int = 1) -> None:
+        self.topology: LiveTopology | None = LiveTopology(generation, "a", RankLayout(2, 2), (200,), True, "")
+        self.reason = "no rank is registered"
+        self.now = Placement.empty()
+        self.migrations: list[Migration] = []
+        self.refuses = False
+
+    def live(self) -> LiveTopology | None:
+        return self.topology
+
+    def status(self) -> Any:
+        return SimpleNamespace(reason=self.reason)
+
+    def placement(self) -> Placement:
+        return self.now
+
+    def migrate(self, plan_id: str, chunks: Any, on_progress: Any, generation: int | None) -> Migration:
+        if self.refuses:
+            raise ControlError("the coordinator is stopping")
+        self.migrations.append(Migration(plan_id, chunks, generation, on_progress))
+        return self.migrations[-1]
+
+    def carry_out(self, migration: Migration, chunks: int = 1_000, end: MigrationEvent | None = None) -> None:
+        """Applies so many chunks, then ends the migration as the coordinator does."""
+        migration.fire(MigrationEvent.START)
+        migration.begin(self.now)
+        for _ in range(chunks):
+            delta = migration.next_chunk()
+            if delta is None:
+                break
+            self.now = self.now.apply(delta)
+            migration.count(
+                chunks_pushed=1, rows_pushed=len(delta), chunks_applied=1, rows_applied=len(delta),
+                last_version=self.now.version,
+            )  # fmt: skip
+            migration.notify()
+        if end is None:
+            migration.fire(MigrationEvent.EXHAUSTED)
+            end = MigrationEvent.APPLIED
+        migration.fire(end, "" if end is MigrationEvent.APPLIED else "told to")
+        migration.notify()
+
+
+class Setting:
+    def __init__(self, directory: Path, **planner: Any) -> None:
+        settings = {"min_samples": 1_000, "min_coverage": 0.5, "horizon_steps": 1_000_000, **planner}
+        self.config: Config = parse_config(
+            {
+                "job": "j",
+                "tables": [{"name": "item", "rows": ROWS, "dim": 64}],
+                "stream": {"source": {"kind": "synthetic"}},
+                "planner": settings,
+                "control": {"chunk_rows": 16},
+            }
+        )
+        keyspace = self.config.keyspace()
+        self.sketches = SketchSet(keyspace.tables, half_life_seconds=None)
+        self.coordinator = FakeCoordinator()
+        self.training = TrainingMonitor()
+        self.profiles: list[Profile] = []
+        self.profile: Callable[[float], Profile] = lambda per_step: self.sketches.profile(per_step, 1)
+        self.log_path = directory / "plans.jsonl"
+        self.planning = Planning(
+            self.config, keyspace, scale_model(make_cluster(self.config), 1e6), self._make_profile, self.coordinator,  # type: ignore[arg-type]
+            self.training, PlanLog(self.log_path),
+        )  # fmt: skip
+
+    def _make_profile(self, per_step: float) -> Profile:
+        self.profiles.append(self.profile(per_step))
+        return self.profiles[-1]
+
+    def see(self, accesses: int, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        weights = np.arange(1, ROWS + 1) ** -1.2
+        rows = rng.choice(ROWS, accesses, p=weights / weights.sum())
+        self.sketches.ingest("item", (rows + 137 * seed) % ROWS, 0, 1.0 + seed)
+
+    def report(self, per_rank: int = 200_000) -> None:
+        report = StepReport(1, 1, 0, 0, 0.1, 0.0, (per_rank, 0, 0), 0, 0, 0, 0, 0, 0)
+        for rank in range(4):
+            self.training.add(rank, report)
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    made = Setting(tmp_path)
+    made.see(50_000)
+    made.report()
+    return made
+
+
+def test_no_plan_without_ranks(setting: Setting) -> None:
+    setting.coordinator.topology = None
+    with pytest.raises(PlanError, match="no plan without ranks: no rank is registered"):
+        setting.planning.make("test")
+    setting.coordinator.topology = LiveTopology(1, "a", RankLayout(2, 2), (200,), False, "settling")
+    with pytest.raises(PlanError, match="no plan without ranks"):
+        setting.planning.make("test")
+    assert setting.planning.outcomes == {"refused": 2}
+    assert setting.profiles == [], "a profile is expensive: it is not made for nothing"
+
+
+def test_no_plan_before_the_accesses_of_a_step_are_known(tmp_path: Path) -> None:
+    setting = Setting(tmp_path)
+    setting.see(50_000)
+    with pytest.raises(PlanError, match="accesses of a training step are not known") as error:
+        setting.planning.make("test")
+    assert "batch_accesses_per_step" in error.value.remedy
+
+
+def test_configured_accesses_of_a_step_are_used_until_the_ranks_report(tmp_path: Path) -> None:
+    setting = Setting(tmp_path, batch_accesses_per_step=1234.0)
+    setting.see(50_000)
+    setting.planning.make("test")
+    assert setting.profiles[-1].tables[0].accesses_per_step == pytest.approx(1234)
+    setting.report(per_rank=100)
+    setting.planning.make("test")
+    assert setting.profiles[-1].tables[0].accesses_per_step == pytest.approx(400)
+
+
+def test_no_plan_from_a_thin_profile(tmp_path: Path) -> None:
+    setting = Setting(tmp_path)
+    setting.report()
+    setting.see(999)
+    with pytest.raises(PlanError, match=r"999 accesses seen, planner.min_samples is 1000"):
+        setting.planning.make("test")
+    setting.see(1)
+    setting.planning.make("test")
+
+
+def test_no_plan_from_a_profile_that_explains_too_little(setting: Setting) -> None:
+    from dataclasses import replace
+
+    def poor(per_step: float) -> Profile:
+        full = setting.sketches.profile(per_step, 1)
+        return replace(full, tables=(replace(full.tables[0], coverage=0.4),))
+
+    setting.profile = poor
+    with pytest.raises(PlanError, match=r"explains 40% of the accesses, planner.min_coverage is 50%"):
+        setting.planning.make("test")
+
+
+def test_a_refused_plan_leaves_the_newest_one_as_it_was(setting: Setting) -> None:
+    plan, _ = setting.planning.make("first")
+    setting.coordinator.topology = None
+    with pytest.raises(PlanError):
+        setting.planning.make("second")
+    assert setting.planning.last_plan is plan
+
+
+def test_a_dry_run_leaves_no_trace(setting: Setting) -> None:
+    plan, live = setting.planning.make("look", dry_run=True)
+    assert len(plan.delta) > 0
+    assert live == setting.coordinator.now
+    assert setting.planning.last_plan is None
+    assert setting.planning.last_execution is None
+    assert sum(setting.planning.outcomes.values()) == 0
+    assert setting.planning.seconds == 0.0, "the mean duration is of the plans that are counted"
+    assert not setting.log_path.exists()
+    assert setting.coordinator.migrations == []
+    setting.coordinator.topology = None
+    with pytest.raises(PlanError):
+        setting.planning.make("look", dry_run=True)
+    assert sum(setting.planning.outcomes.values()) == 0
+
+
+def test_a_plan_is_recorded_carried_out_and_logged(setting: Setting) -> None:
+    planning = setting.planning
+    plan, _ = planning.make("because")
+    assert planning.last_plan is plan
+    assert planning.seconds > 0
+    assert planning.outcomes == {}
+    execution = planning.execute(plan)
+    assert execution is not None
+    assert planning.outcomes == {"changed": 1}
+    assert PlanLog(setting.log_path).entries == []
+    setting.coordinator.carry_out(execution.migration)
+    (entry,) = PlanLog(setting.log_path).entries
+    chunks = -(-len(plan.delta) // 16)
+    assert entry["plan_id"] == plan.plan_id == planning.live_plan_id
+    assert (entry["reason"], entry["state"], entry["parent_id"]) == ("because", "committed", "")
+    assert entry["rows_applied"] == len(plan.delta) == entry["promotions"] + entry["demotions"]
+    assert (entry["first_version"], entry["last_version"]) == (1, setting.coordinator.now.version)
+    assert entry["chunks"] == entry["last_version"] >= chunks
+    assert planning.migrations == {"committed": 1}
+    assert planning.migrated == {"rows": len(plan.delta), "chunks": entry["chunks"], "bytes": plan.migration_bytes}
+    assert setting.coordinator.now.digest() == plan.target.digest()
+
+
+def test_the_next_plan_has_the_live_one_as_its_parent_over_a_restart(setting: Setting, tmp_path: Path) -> None:
+    plan, _ = setting.planning.make("first")
+    execution = setting.planning.execute(plan)
+    assert execution is not None
+    setting.coordinator.carry_out(execution.migration)
+    assert setting.planning.make("second")[0].parent_id == plan.plan_id
+    again = Setting(tmp_path)
+    again.see(50_000)
+    again.report()
+    assert again.planning.make("after the restart")[0].parent_id == plan.plan_id
+
+
+def test_a_plan_that_changes_nothing_pushes_nothing(setting: Setting) -> None:
+    plan, _ = setting.planning.make("first")
+    execution = setting.planning.execute(plan)
+    assert execution is not None
+    setting.coordinator.carry_out(execution.migration)
+    second, live = setting.planning.make("second")
+    assert len(second.delta) == 0
+    assert live.digest() == plan.target.digest()
+    assert setting.planning.execute(second) is None
+    assert setting.planning.outcomes == {"changed": 1, "unchanged": 1}
+    assert len(setting.coordinator.migrations) == 1
+
+
+def test_a_migration_that_ends_early_is_logged_with_what_was_applied(setting: Setting) -> None:
+    plan, _ = setting.planning.make("first")
+    execution = setting.planning.execute(plan)
+    assert execution is not None
+    setting.coordinator.carry_out(execution.migration, chunks=2, end=MigrationEvent.SUPERSEDE)
+    (entry,) = PlanLog(setting.log_path).entries
+    assert entry["state"] == "superseded"
+    assert 0 < entry["rows_applied"] < len(plan.delta)
+    assert entry["last_version"] == 2
+    assert setting.planning.migrated["bytes"] == 0
+
+
+def test_a_migration_that_never_began_is_no_plan_that_moved_rows(setting: Setting) -> None:
+    plan, _ = setting.planning.make("first")
+    execution = setting.planning.execute(plan)
+    assert execution is not None
+    execution.migration.fire(MigrationEvent.SUPERSEDE, "by another")
+    execution.migration.notify()
+    assert PlanLog(setting.log_path).entries == []
+    assert setting.planning.live_plan_id == ""
+    assert setting.planning.migrations == {"superseded": 1}
+
+
+def test_chunks_go_from_where_the_ranks_are_now(setting: Setting) -> None:
+    """An older migration may have gone on between plan and start: the second one's chunks start from its end."""
+    first, _ = setting.planning.make("first")
+    older = setting.planning.execute(first)
+    setting.see(200_000, seed=1)
+    second, live = setting.planning.make("second")
+    assert len(live) == 0
+    newer = setting.planning.execute(second)
+    assert older is not None
+    assert newer is not None
+    setting.coordinator.carry_out(older.migration)
+    setting.coordinator.carry_out(newer.migration)
+    assert setting.coordinator.now.digest() == second.target.digest() != first.target.digest()
+    assert [entry["plan_id"] for entry in PlanLog(setting.log_path).entries] == [first.plan_id, second.plan_id]
+
+
+def test_a_coordinator_that_refuses_leaves_no_execution(setting: Setting) -> None:
+    plan, _ = setting.planning.make("first")
+    setting.coordinator.refuses = True
+    with pytest.raises(ControlError):
+        setting.planning.execute(plan)
+    assert setting.planning.last_execution is None
+    assert setting.planning.outcomes == {}
+
+
+def test_plans_are_made_one_at_a_time_with_ids_of_their_own(setting: Setting) -> None:
+    inside, most = 0, 0
+    whole = setting.profile
+    guard = threading.Lock()
+
+    def slow(per_step: float) -> Profile:
+        nonlocal inside, most
+        with guard:
+            inside += 1
+            most = max(most, inside)
+        made = whole(per_step)
+        threading.Event().wait(0.02)
+        with guard:
+            inside -= 1
+        return made
+
+    setting.profile = slow
+    ids: list[str] = []
+    threads = [threading.Thread(target=lambda: ids.append(setting.planning.make("x")[0].plan_id)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(set(ids)) == 4
+    assert most == 1
