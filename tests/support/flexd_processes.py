@@ -1,0 +1,161 @@
+"""flexd as users run it: commands, daemons and training jobs as processes, each with a deadline."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import yaml
+
+from flexd.config import Config, load_config
+from flexd.daemon import parts
+from flexd.demo.processes import DaemonProcess
+from flexd.sketch.snapshot import SnapshotStore
+from flexd.sketch.table_set import SketchSet
+from flexd.stream.codec import decode
+from flexd.stream.file_log import FileLogSource
+
+ROOT = Path(__file__).parents[2]
+DAEMON_START_SECONDS = 90.0
+_SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+def until(condition: Callable[[], object], seconds: float = 60.0, what: Callable[[], object] | str = "") -> Any:
+    """Waits until ``condition`` is true and returns it; AssertionError with ``what`` at the deadline."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what() if callable(what) else what}"
+        time.sleep(0.05)
+    return value
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def run(*arguments: object, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """A Python program in the repository's root."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("FLEXD_")}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=seconds, cwd=ROOT, env=environ,
+        check=False,
+    )  # fmt: skip
+
+
+def flexd(*arguments: object, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
+    return run("-m", "flexd", *arguments, seconds=seconds)
+
+
+def demo(*arguments: object, seconds: float = 200.0) -> dict[str, Any]:
+    """The JSON of a demo that succeeded."""
+    done = flexd("demo", "-o", "json", *arguments, seconds=seconds)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary: dict[str, Any] = json.loads(done.stdout)
+    return summary
+
+
+class RunningDaemon:
+    """``flexd run`` on a configuration written for it; its API and control channel are on free ports."""
+
+    def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
+        control_port, http_port = free_ports(2)
+        settings = {
+            "job": "test",
+            "state": {"dir": str(directory / "state"), "snapshot_interval_seconds": 0.5},
+            **settings,
+            "control": {"listen_port": control_port, **settings.get("control", {})},
+            "server": {"port": http_port},
+        }
+        self.config_file = directory / "flexd.yaml"
+        self.config_file.write_text(yaml.safe_dump(settings))
+        self.url = f"http://127.0.0.1:{http_port}"
+        self.process = DaemonProcess(self.config_file, self.url, directory)
+
+    def __enter__(self) -> RunningDaemon:
+        self.process.start(DAEMON_START_SECONDS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+
+    @property
+    def config(self) -> Config:
+        return load_config(self.config_file, {})
+
+    def status(self) -> dict[str, Any]:
+        return self.process.status() or {}
+
+    def drain(self, messages: int, seconds: float = 90.0) -> dict[str, Any]:
+        """Waits until so many messages were read and none is left; the status then."""
+
+        def done() -> bool:
+            stream = self.status().get("stream", {})
+            return bool(stream.get("messages", 0) >= messages and stream["lag_messages"] == 0)
+
+        until(done, seconds, lambda: self.status().get("stream"))
+        return self.status()
+
+    def metrics(self) -> dict[str, float]:
+        """``name`` or ``name{label}`` (the value of its only label) -> value."""
+        page = httpx.get(f"{self.url}/metrics", timeout=10).text
+        found = {}
+        for line in page.splitlines():
+            match = _SAMPLE.match(line)
+            if match:
+                labels = ",".join(value for _, value in _LABEL.findall(match[2] or ""))
+                found[f"{match[1]}{{{labels}}}" if labels else match[1]] = float(match[3])
+        return found
+
+
+def saved_sketches(config: Config) -> SketchSet:
+    """The counters in the newest snapshot of a daemon."""
+    loaded = SnapshotStore(config.state.dir / "snapshots", config.state.keep_snapshots).load_newest()
+    assert loaded is not None
+    assert loaded.problems == []
+    return SketchSet.from_state(
+        config.keyspace().tables, parts.sketch_settings(config), loaded.meta["sketches"], loaded.arrays
+    )
+
+
+def counted_by_hand(config: Config, log: Path) -> SketchSet:
+    """Counters fed with every message of a file log once, in the order of the log's partitions."""
+    sketches = SketchSet.of(config.keyspace().tables, parts.sketch_settings(config))
+    source = FileLogSource(log)
+    try:
+        while messages := source.poll(0.5):
+            for message in messages:
+                for batch in decode(message.payload, config.stream.max_message_bytes):
+                    sketches.ingest(batch.table, batch.rows, batch.source_rank, batch.event_time_seconds)
+    finally:
+        source.close()
+    return sketches
+
+
+def weights(sketches: SketchSet, config: Config) -> dict[str, np.ndarray]:
+    """Decayed accesses of every row, by table."""
+    return {table.name: sketches.query(table.name, np.arange(table.rows)) for table in config.tables}
+
+
+def dead_letters(path: Path) -> tuple[int, Counter[str]]:
+    """(bytes of the file and its predecessor, samples by reason)."""
+    files = [file for file in (path, path.with_name(path.name + ".1")) if file.exists()]
+    entries = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return sum(file.stat().st_size for file in files), Counter(entry["reason"] for entry in entries)
