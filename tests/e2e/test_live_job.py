@@ -1,0 +1,191 @@
+"""A live job: daemon and training ranks as processes, driven with the command line, stopped and continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from flexd_processes import DAEMON_START_SECONDS, flexd, until
+
+from flexd.demo.options import DemoOptions
+from flexd.demo.processes import Ranks
+from flexd.demo.runner import Demo
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+STEPS = 4_000
+"""More than are trained: the ranks are ended with the last test."""
+
+
+class LiveJob:
+    """The parts of a demo, left to run by themselves. The daemon plans only when it is asked to."""
+
+    def __init__(self, directory: Path) -> None:
+        self._demo = Demo(DemoOptions(steps=STEPS, batch_size=24, out_dir=directory), directory)
+        config_file = directory / "flexd.yaml"
+        config = yaml.safe_load(config_file.read_text())
+        config["planner"] |= {"interval_seconds": 3600.0, "min_samples": 20_000}
+        config["control"]["timeout_seconds"] = 5.0
+        config_file.write_text(yaml.safe_dump(config))
+        self.url = f"http://127.0.0.1:{config['server']['port']}"
+        self.daemon = self._demo.daemon
+        self.daemon.start(DAEMON_START_SECONDS)
+        self.ranks = Ranks(self._demo.setup_file, 4, directory)
+
+    def close(self) -> None:
+        self.ranks.stop()
+        self.daemon.kill()
+
+    def cli(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+        return flexd(*arguments, "--url", self.url)
+
+    def answer(self, *arguments: object, code: int = 0) -> dict[str, Any]:
+        done = self.cli(*arguments, "-o", "json")
+        assert done.returncode == code, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def status(self) -> dict[str, Any]:
+        return self.daemon.status() or {}
+
+    def ready(self) -> bool:
+        return bool(self.status().get("ready"))
+
+    def version(self) -> int:
+        """Placement version after the newest step that every rank has done."""
+        return min(records[-1]["version"] for records in self.ranks.records)
+
+    def steps_on(self, steps: int = 20) -> None:
+        """Waits until every rank has gone on by so many steps."""
+        now = self.ranks.step()
+        until(lambda: self.ranks.running() and self.ranks.step() >= now + steps, 60, "training does not go on")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveJob]:
+    job = LiveJob(tmp_path_factory.mktemp("job"))
+    try:
+        until(lambda: job.ranks.running() and job.ready(), 90, job.status)
+        until(lambda: (job.status().get("last_plan") or {}).get("plan_id"), 90, job.status)
+        yield job
+    finally:
+        job.close()
+
+
+def test_status_shows_the_job(job: LiveJob) -> None:
+    status = job.answer("status")
+    assert status["job"] == "flexd-demo"
+    assert status["ready"] is True
+    assert status["paused"] is False
+    topology = status["topology"]
+    assert (topology["nodes"], topology["local_ranks"], topology["ready"]) == (2, 2, True)
+    assert status["stream"]["source"] == "file_log"
+    assert status["stream"]["accesses"] > 20_000
+    assert "flexd-demo" in job.cli("status").stdout
+
+
+def test_a_dry_run_tells_what_would_be_won_and_moves_nothing(job: LiveJob) -> None:
+    before = job.status()
+    plan = job.answer("plan")
+    assert plan["plan_id"] != before["last_plan"]["plan_id"]
+    words = " ".join(plan["replication"]["words"])
+    assert "an all-reduce moves" in words
+    assert "an all-to-all" in words
+    assert "ids: " in words
+    assert "the forward path is freed" in words
+    replication = plan["replication"]
+    assert replication["all_reduce_bytes_per_second"] > replication["all_to_all_bytes_per_second"]
+    assert replication["ids_not_sent"] > 0
+    assert replication["forward_freed_seconds"] > 0
+    assert plan["after"]["exposed_seconds"] <= plan["before"]["exposed_seconds"] * (1 + 1e-9)
+    assert {"row_wise", "row_wise_dedup"} <= set(plan["baselines"])
+    shown = " ".join(job.cli("plan").stdout.split())
+    assert "all-reduce moves" in shown
+    after = job.status()
+    assert after["placement"]["version"] == before["placement"]["version"]
+    assert after["last_plan"]["plan_id"] == before["last_plan"]["plan_id"]
+
+
+def test_replan_waits_until_every_rank_has_it(job: LiveJob) -> None:
+    job.steps_on()
+    result = job.answer("replan", "--wait", "--timeout", 40, "--reason", "by the test")
+    assert result["outcome"] in ("committed", "unchanged")
+    assert result["plan"]["reason"] == "by the test"
+    if result["outcome"] == "committed":
+        assert result["migration"]["state"] == "COMMITTED"
+        assert result["migration"]["progress"] == 1.0
+    assert result["placement_version"] >= 1
+    until(lambda: job.version() >= result["placement_version"], 30)
+    assert job.status()["last_plan"]["reason"] == "by the test"
+
+
+def test_pause_holds_plans_and_resume_ends_it(job: LiveJob) -> None:
+    assert job.answer("pause", "--reason", "maintenance") == {"paused": True, "reason": "maintenance", "changed": True}
+    try:
+        assert job.answer("pause", "--reason", "again")["changed"] is False
+        assert job.status()["paused"] is True
+        refused = job.cli("replan")
+        assert refused.returncode == 4
+        assert "paused: again" in refused.stderr
+        assert "flexd resume" in refused.stderr
+        accesses = job.status()["stream"]["accesses"]
+        job.steps_on()
+        until(lambda: job.status()["stream"]["accesses"] > accesses, 30, "the stream is read in a pause, too")
+    finally:
+        assert job.answer("resume") == {"paused": False, "reason": None, "changed": True}
+    assert job.answer("resume")["changed"] is False
+    assert job.status()["paused"] is False
+
+
+def test_nobody_at_the_address_is_told_apart(job: LiveJob) -> None:
+    done = flexd("status", "--url", "http://127.0.0.1:1")
+    assert done.returncode == 3
+    assert "http://127.0.0.1:1" in done.stderr
+
+
+def test_training_goes_on_while_the_daemon_is_stopped_and_it_recovers(job: LiveJob) -> None:
+    pid = job.daemon.pid
+    assert pid is not None
+    records = job.ranks.records
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert job.daemon.status() is None
+        # Beyond the control channel's deadline of 5 s, so that the ranks' agents run into it.
+        for _ in range(6):
+            job.steps_on(20)
+            assert job.daemon.status() is None
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    stopped_at = job.ranks.step()
+    until(job.ready, 60, job.status)
+    assert job.daemon.alive
+    assert job.daemon.pid == pid
+    result = job.answer("replan", "--wait", "--timeout", 60)
+    assert result["outcome"] in ("committed", "unchanged")
+    accesses = job.status()["stream"]["accesses"]
+    until(lambda: job.status()["stream"]["accesses"] > accesses, 30, job.status)
+    job.steps_on()
+    assert job.ranks.step() > stopped_at
+    versions = [[record["version"] for record in rank[: job.ranks.step()]] for rank in records]
+    assert all(version[: len(versions[0])] == versions[0][: len(version)] for version in versions)
+
+
+def test_killing_and_restarting_the_daemon_lets_the_placement_go_on(job: LiveJob) -> None:
+    version, generation = job.version(), job.status()["topology"]["generation"]
+    assert version >= 1
+    job.daemon.kill()
+    job.steps_on()
+    assert job.version() == version, "the placement stays as it is without a daemon"
+    job.daemon.start(DAEMON_START_SECONDS)
+    until(job.ready, 60, job.status)
+    status = job.status()
+    assert status["topology"]["generation"] == generation
+    until(lambda: job.status()["placement"]["version"] >= version, 30, job.status)
+    assert job.answer("replan", "--wait", "--timeout", 60)["placement_version"] >= version
