@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexd.config import Config, FileLogSource, KafkaSource
 from flexd.control.coordinator import ControlOptions
-from flexd.errors import ConfigError
+from flexd.secret import read_secret
 from flexd.sketch.table_set import SketchSettings
 from flexd.stream.types import Source
 from flexd.topology.files import load_cluster, load_preset
@@ -73,18 +73,8 @@ def sketch_settings(config: Config) -> SketchSettings:
 def control_options(config: Config) -> ControlOptions:
     """Raises ConfigError if the secret file cannot be read or is empty."""
     control = config.control
-    secret = None
-    if control.secret_file is not None:
-        try:
-            secret = control.secret_file.read_bytes().strip()
-        except OSError as error:
-            raise ConfigError(
-                f"control.secret_file: {control.secret_file}: {error.strerror}", remedy="mount the secret"
-            ) from error
-        if not secret:
-            raise ConfigError(
-                f"control.secret_file: {control.secret_file} is empty", remedy="write at least 16 random bytes to it"
-            )
+    secret_file = control.secret_file
+    secret = None if secret_file is None else read_secret(secret_file, "control.secret_file")
     return ControlOptions(
         job=config.job,
         listen_host=control.listen_host,

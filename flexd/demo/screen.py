@@ -108,7 +108,7 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
     if pause["p50"] is not None:
         facts.add_row(
             "step time, and pause of steps that moved rows",
-            f"{summary['step_ms']['p50']:.1f} ms; p50 +{pause['p50']:.1f} ms, p99 +{pause['p99']:.1f} ms",
+            f"{summary['step_ms']['p50']:.1f} ms; p50 {pause['p50']:+.1f} ms, p99 {pause['p99']:+.1f} ms",
         )
     console.print(facts)
     if summary["last_plan"]:

@@ -13,6 +13,7 @@ from flexd.control.agent import Agent
 from flexd.control.report import RankIdentity, StepReport
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.errors import ConfigError
+from flexd.secret import read_secret
 
 ADDRESS_VARIABLE = "FLEXD_CONTROL"
 SECRET_VARIABLE = "FLEXD_SECRET_FILE"
@@ -95,29 +96,19 @@ def connect(
         replica_slots=collection.replica_slots,
         table_digest=collection.keyspace.digest,
     )
+    secret_file = secret_file or os.environ.get(SECRET_VARIABLE)
+    secret = read_secret(secret_file, "secret file") if secret_file else None
     agent = Agent(
         collection.inbox,
         identity,
         address,
-        secret=_read_secret(secret_file or os.environ.get(SECRET_VARIABLE)),
+        secret=secret,
         timeout_seconds=timeout_seconds,
         placement_lists=collection.migrator.placement,
     )
     connection = Connection(collection, agent)
     agent.start()
     return connection
-
-
-def _read_secret(path: str | Path | None) -> bytes | None:
-    if not path:
-        return None
-    try:
-        secret = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"secret file {path}: {error.strerror}", remedy="mount the daemon's secret") from error
-    if not secret:
-        raise ConfigError(f"secret file {path} is empty", remedy="write at least 16 random bytes to it")
-    return secret
 
 
 def _agreed_attempt(device: torch.device) -> str:
