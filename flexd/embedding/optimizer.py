@@ -42,7 +42,9 @@ class SGD:
         self, rows: torch.Tensor, state: torch.Tensor, index: torch.Tensor, grads: torch.Tensor, lr: float
     ) -> None:
         del state
-        rows.index_copy_(0, index, rows.index_select(0, index).sub_(grads, alpha=lr))
+        # In half precision torch rounds differently at the end of a vector, so the result would depend on the place.
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        rows.index_copy_(0, index, rows.index_select(0, index).to(wide).sub_(grads, alpha=lr).to(rows.dtype))
 
 
 @dataclass(frozen=True)

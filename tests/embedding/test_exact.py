@@ -53,6 +53,29 @@ def test_several_passes_a_step(ranks: Ranks) -> None:
     check(Scenario(2, 2, "rowwise_adagrad", passes=3), ranks)
 
 
+def test_learning_rate_schedule(ranks: Ranks) -> None:
+    check(Scenario(2, 2, "rowwise_adagrad", gamma=0.8), ranks)
+
+
+def test_summed_gradients(ranks: Ranks) -> None:
+    check(Scenario(2, 2, average_gradients=False), ranks)
+
+
+def test_a_rank_without_input(ranks: Ranks) -> None:
+    check(Scenario(2, 2, "rowwise_adagrad", idle_rank=3, two_dims=True), ranks)
+
+
+def test_float32_beside_float64(ranks: Ranks) -> None:
+    check(Scenario(2, 2, "rowwise_adagrad", second_dtype="float32", two_dims=True), ranks, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "optimizer"), [("float16", "sgd"), ("bfloat16", "rowwise_adagrad")])
+def test_half_precision_beside_float32(ranks: Ranks, dtype: str, optimizer: str) -> None:
+    """Rounding grows where a sum is near zero, so tables are compared loosely; replicas bit by bit, as always."""
+    scenario = Scenario(2, 2, optimizer, dtype="float32", second_dtype=dtype, two_dims=True, steps=6)
+    check(scenario, ranks, tolerance={"float16": 0.02, "bfloat16": 0.2}[dtype])
+
+
 def test_float32_to_rounding(ranks: Ranks) -> None:
     check(Scenario(2, 2, "rowwise_adagrad", dtype="float32"), ranks, tolerance=1e-5)
 

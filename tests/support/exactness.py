@@ -30,6 +30,13 @@ class Scenario:
     migrate_every: int = 2
     two_dims: bool = False
     passes: int = 1
+    second_dtype: str = ""
+    """Of the second table, if another."""
+    gamma: float = 1.0
+    """The learning rate's factor a step."""
+    average_gradients: bool = True
+    idle_rank: int = -1
+    """Has nothing but empty batches."""
 
     @property
     def layout(self) -> RankLayout:
@@ -37,10 +44,10 @@ class Scenario:
 
 
 def tables_of(scenario: Scenario) -> list[EmbeddingTable]:
-    dims = (8, 12) if scenario.two_dims else (8, 8)
+    dims = (8, 5) if scenario.two_dims else (8, 8)
     return [
         EmbeddingTable("item", 61, dims[0], ("history", "target"), scenario.dtype, init_scale=0.5),
-        EmbeddingTable("shop", 17, dims[1], (), scenario.dtype, init_scale=0.5),
+        EmbeddingTable("shop", 17, dims[1], (), scenario.second_dtype or scenario.dtype, init_scale=0.5),
     ]
 
 
@@ -52,7 +59,9 @@ def batch(scenario: Scenario, step: int, rank: int) -> dict[str, Jagged]:
     """Skewed ids; now and then empty, all-unique, or without a feature."""
     rng = np.random.default_rng([scenario.seed, step, rank])
     samples = int(rng.integers(0, 5))
-    out = {}
+    out: dict[str, Jagged] = {}
+    if rank == scenario.idle_rank:
+        return out
     for name, rows in (("history", 61), ("target", 61), ("shop", 17)):
         if rng.random() < 0.15:
             continue
@@ -68,8 +77,8 @@ def batch(scenario: Scenario, step: int, rank: int) -> dict[str, Jagged]:
 
 def loss_of(rows: dict[str, torch.Tensor]) -> torch.Tensor:
     """Any smooth function that couples the features."""
-    total = sum((values.tanh() ** 2).sum() for values in rows.values())
-    mixed = torch.stack([values.sum() for values in rows.values()]).sum() if rows else torch.zeros(())
+    total = sum((values.double().tanh() ** 2).sum() for values in rows.values())
+    mixed = torch.stack([values.double().sum() for values in rows.values()]).sum() if rows else torch.zeros(())
     return total * 0.1 + (mixed * 0.05).sin()
 
 
@@ -102,8 +111,9 @@ def train(rank: int, scenario: Scenario) -> dict[str, object]:
     collection = EmbeddingCollection(
         tables_of(scenario), optimizer=row_optimizer(scenario), layout=scenario.layout,
         replica_fraction=scenario.replica_fraction, exchange=scenario.exchange, seed=scenario.seed,
-        max_migration_bytes_per_step=2000,
+        max_migration_bytes_per_step=2000, average_gradients=scenario.average_gradients,
     )  # fmt: skip
+    schedule = torch.optim.lr_scheduler.ExponentialLR(collection.optimizer, scenario.gamma)
     chunks = random_chunks(scenario, collection.keyspace, collection.replica_slots)
     rng = np.random.default_rng([scenario.seed, 7, rank])
     losses, versions, unequal = [], [], 0
@@ -119,6 +129,7 @@ def train(rank: int, scenario: Scenario) -> dict[str, object]:
                 loss.backward()
             losses.append(float(loss.detach()))
         collection.optimizer.step()
+        schedule.step()
         versions.append(collection.placement_version)
         unequal += not collection.replicas_bit_equal()
         with torch.no_grad():
@@ -141,6 +152,7 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
     tables = {name: nn.Embedding.from_pretrained(reference.initial_table(name), freeze=False) for name in specs}
     table_of = {"history": "item", "target": "item", "shop": "shop"}
     world = scenario.layout.world_size
+    shares = world if scenario.average_gradients else 1
     adagrad = {name: torch.zeros(spec.rows, 1, dtype=torch.float64) for name, spec in specs.items()}
     losses: list[list[float]] = [[] for _ in range(world)]
     for step in range(scenario.steps):
@@ -152,17 +164,18 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
                 rows = {name: tables[table_of[name]](jagged.values) for name, jagged in features.items()}
                 loss = loss_of(rows)
                 if loss.requires_grad:
-                    (loss / world).backward()
+                    (loss / shares).backward()
                 losses[rank].append(float(loss.detach()))
+        slower = scenario.gamma**step
         with torch.no_grad():
             for name, table in tables.items():
                 grad = table.weight.grad
                 assert grad is not None
                 if scenario.optimizer == "sgd":
-                    table.weight -= 0.3 * grad
+                    table.weight -= slower * 0.3 * grad
                 else:
                     adagrad[name] += grad.double().square().mean(dim=1, keepdim=True)
-                    table.weight -= 0.1 * grad / (adagrad[name].sqrt() + 1e-8).to(grad.dtype)
+                    table.weight -= slower * 0.1 * grad / (adagrad[name].sqrt() + 1e-8).to(grad.dtype)
     return losses, {name: table.weight.detach().numpy() for name, table in tables.items()}
 
 

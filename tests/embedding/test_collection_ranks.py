@@ -1,0 +1,318 @@
+"""The collection on real gloo ranks: placements, checkpoints, evaluation, disagreement, DDP, bytes, the daemon."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from collection_jobs import ROWS, connected_alone, ddp_alone, listed_by, some, tables
+from rank_pool import RankPool
+
+from flexd.control.coordinator import ControlOptions, Coordinator
+from flexd.control.journal import PlacementJournal
+from flexd.control.migration import MigrationState
+from flexd.embedding.collection import EmbeddingTable
+from flexd.embedding.optimizer import SGD
+from flexd.keyspace import KeySpace, TableSpec
+from flexd.layout import RankLayout, Tier
+from flexd.placement import Delta, Placement
+
+Ranks = Callable[[int], RankPool]
+TOTAL = sum(ROWS.values())
+ENDS = np.cumsum(list(ROWS.values()))
+LAYOUTS = [(1, 2), (2, 1), (2, 2), (3, 2)]
+
+
+def chunk(tiers: dict[int, int], before: dict[int, int] | None = None) -> Delta:
+    """In the order given."""
+    keys = np.array(list(tiers), dtype=np.int64)
+    old = np.array([(before or {}).get(key, 0) for key in tiers], dtype=np.uint8)
+    return Delta(keys, old, np.array(list(tiers.values()), dtype=np.uint8))
+
+
+def random_placement(seed: int, rows: int = 50) -> Placement:
+    rng = np.random.default_rng(seed)
+    keys = rng.choice(TOTAL, size=rows, replace=False).astype(np.int64)
+    return Placement.of(keys, rng.integers(1, 3, size=rows).astype(np.uint8))
+
+
+def used_slots(layout: RankLayout, placement: Placement) -> np.ndarray:
+    """int64 [groups, ranks]."""
+    group = np.searchsorted(ENDS, placement.keys, side="right")
+    return np.stack(
+        [layout.replica_slots_used(placement.keys[group == g], placement.tiers[group == g]) for g in range(len(ROWS))]
+    )
+
+
+EVERY_MOVE = [
+    Delta.empty(),
+    chunk({84: 2, 0: 1, 1: 1, 2: 2, 60: 2, 61: 1, 83: 2, 5: 1, 86: 1}),
+    # NODE->DEVICE, DEVICE->NODE, HOME->DEVICE, DEVICE->HOME, NODE->HOME and HOME->NODE at once, keys not sorted.
+    chunk({5: 2, 60: 1, 30: 2, 2: 0, 1: 0, 31: 1, 83: 1, 61: 2, 84: 0}, {5: 1, 60: 2, 2: 2, 1: 1, 83: 2, 61: 1, 84: 2}),
+    Delta.empty(),
+    chunk({key: 2 for key in range(61, 87) if key not in (61, 83, 86)}),
+    chunk(dict.fromkeys(range(61, 87), 0), {key: {83: 1, 86: 1}.get(key, 2) for key in range(61, 87)}),
+    chunk(dict.fromkeys(range(61, 87), 2)),
+]
+
+
+@pytest.mark.parametrize(("nodes", "local_ranks"), [(1, 1), *LAYOUTS])
+def test_directories_and_slots_follow_the_placement(ranks: Ranks, nodes: int, local_ranks: int) -> None:
+    layout = RankLayout(nodes, local_ranks)
+    slots = [61, 23, 3]
+    results = ranks(layout.world_size).run("collection_jobs:follow", layout, EVERY_MOVE, slots)
+    placement = Placement.empty()
+    for step, delta in enumerate(EVERY_MOVE):
+        placement = placement.apply(delta)
+        free = np.array(slots)[:, None] - used_slots(layout, placement)
+        for rank, result in enumerate(results):
+            said = result[step]
+            expected = listed_by(layout, rank, placement)
+            assert said["version"] == step + 1
+            assert said["digest"] == placement.digest()
+            assert said["keys"].tolist() == expected.keys.tolist()
+            assert said["tiers"].tolist() == expected.tiers.tolist()
+            assert said["free"] == free[:, rank].tolist()
+            assert said["slots_distinct"]
+            assert said["lookups_right"]
+            assert said["bit_equal"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [chunk({3: 1, 4: 2}, {3: 2}), chunk({0: 0, 1: 0}, {0: 1, 1: 2}), chunk({9: 0}, {9: 2}), chunk({0: 2}, {0: 0})],
+    ids=["other tier", "one of two", "not listed", "listed"],
+)
+def test_a_chunk_from_another_placement_changes_nothing(ranks: Ranks, wrong: Delta) -> None:
+    """Key 0 is at DEVICE; key 1, of the other rail, too; key 3 at DEVICE; 9 at HOME."""
+    good = chunk({0: 2, 1: 2, 3: 1})
+    results = ranks(2).run("collection_jobs:wrong_chunk", RankLayout(2, 1), good, wrong)
+    for text, unchanged in results:
+        assert "PlacementError" in text
+        assert "not at the tier it says" in text
+        assert unchanged
+
+
+@pytest.mark.parametrize("pending", [False, True])
+@pytest.mark.parametrize(("nodes", "local_ranks"), [(2, 2), (3, 2)])
+def test_a_checkpoint_of_home_rows_restores_everything(
+    ranks: Ranks, nodes: int, local_ranks: int, pending: bool
+) -> None:
+    layout = RankLayout(nodes, local_ranks)
+    first, second = (Placement.empty().delta_to(random_placement(seed, 30)) for seed in (1, 2))
+    results = ranks(layout.world_size).run("collection_jobs:save_and_load", layout, first, second, pending)
+    for result in results:
+        assert result["replicas"] > 0
+        assert result["lookups_right"]
+        assert all(result["bit_equal"])
+        assert pending or result["difference"] < 1e-12
+
+
+def test_the_shard_of_another_rank_is_refused(ranks: Ranks) -> None:
+    texts = ranks(4).run("collection_jobs:load_of_another_rank", RankLayout(2, 2))
+    assert texts[0] == "loaded"
+    for rank, text in enumerate(texts[1:], 1):
+        assert f"saved by rank 0 of 4, loaded by rank {rank} of 4" in text
+
+
+def test_evaluation_neither_synchronises_nor_leaves_anything_pending(ranks: Ranks) -> None:
+    delta = Placement.empty().delta_to(random_placement(3))
+    for result in ranks(4).run("collection_jobs:evaluate", RankLayout(2, 2), delta):
+        assert result["synced"] == 0
+        assert result["device_accesses"] > 0
+        assert (result["steps"], result["pending"]) == (0, 0)
+        assert result["unchanged"]
+
+
+def test_a_chunk_applied_in_inference_mode_can_be_trained_on(ranks: Ranks) -> None:
+    delta = Placement.empty().delta_to(random_placement(4))
+    assert all(ranks(4).run("collection_jobs:chunk_in_inference_mode", RankLayout(2, 2), delta))
+
+
+OTHER = [EmbeddingTable("item", 65, 2)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        ([{}, {}, {"tables": OTHER}, {}], "ranks [2] have other tables than rank 0"),
+        ([{"tables": OTHER}, {}, {}, {}], "ranks [1, 2, 3] have other tables than rank 0"),
+        ([{}, {"exchange": "direct"}, {}, {}], "ranks [1] have other settings than rank 0"),
+        ([{}, {}, {"max_migration_bytes_per_step": 1}, {}], "ranks [2] have other settings"),
+        ([{}, {}, {}, {"optimizer": SGD(lr=0.5)}], "ranks [3] have other settings"),
+        ([{}, {}, {"layout": RankLayout(4, 1)}, {}], "rank 2 has a layout of 4 nodes x 1 local ranks, rank 0 of 2 x 2"),
+        ([{}, {}, {"layout": RankLayout(2, 3)}, {}], "rank 2 has a layout of 2 nodes x 3 local ranks, rank 0 of 2 x 2"),
+        ([{"layout": RankLayout(2, 3)}] * 4, "but the process group has 4 ranks"),
+    ],
+)
+def test_ranks_that_disagree_all_hear_of_it(ranks: Ranks, arguments: list[dict[str, Any]], cause: str) -> None:
+    for text in ranks(4).run("collection_jobs:construct", arguments, timeout=30):
+        assert text.startswith("TopologyError")
+        assert cause in text
+
+
+@pytest.mark.parametrize(("nodes", "local_ranks", "guilty"), [(1, 1, 0), (2, 2, 2), (2, 1, 0), (1, 2, 1)])
+def test_a_fault_does_not_part_the_ranks_on_a_chunk(ranks: Ranks, nodes: int, local_ranks: int, guilty: int) -> None:
+    layout = RankLayout(nodes, local_ranks)
+    delta = Placement.empty().delta_to(random_placement(5))
+    for said in ranks(layout.world_size).run("collection_jobs:fault_beside_a_chunk", layout, delta, guilty):
+        assert said == [(1, 0, True), (1, 1, True)]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_dense_part_in_ddp(ranks: Ranks, inside: bool) -> None:
+    expected = ddp_alone(4, 6)
+    for result in ranks(4).run("collection_jobs:ddp", RankLayout(2, 2), inside, 6):
+        for name, values in expected.items():
+            np.testing.assert_allclose(result[name], values, rtol=0, atol=1e-9)
+
+
+ROW = 8 * 4
+SIZES = 3 * 8
+"""Of one peer: rows of the one dim-group, chunk version, fault."""
+
+
+def chain_bytes(layout: RankLayout, ids: list[set[int]], held: Callable[[int, int], bool]) -> np.ndarray:
+    """int64 [ranks, 2]: intra- and inter-node bytes that each rank sends in one training step on the chain.
+
+    Ids (8 bytes) and gradients go up, rows come down, and every rank tells its peers of each hop the sizes.
+    """
+    sent = np.zeros((layout.world_size, 2), dtype=np.int64)
+    wanted_of: list[set[int]] = [set() for _ in ids]
+    for rank, wanted in enumerate(ids):
+        node = layout.node_of(rank)
+        sent[rank] += [(layout.local_ranks - 1) * SIZES, (layout.nodes - 1) * SIZES]
+        for key in wanted:
+            owner = rank if held(rank, key) else layout.rank_of(node, key % layout.local_ranks)
+            wanted_of[owner].add(key)
+            if owner != rank:
+                sent[rank, 0] += 8 + ROW
+                sent[owner, 0] += ROW
+    for owner, wanted in enumerate(wanted_of):
+        for key in wanted:
+            if not held(owner, key):
+                sent[owner, 1] += 8 + ROW
+                sent[key % layout.world_size, 1] += ROW
+    return sent
+
+
+def direct_bytes(layout: RankLayout, ids: list[list[int]], held: Callable[[int, int], bool]) -> np.ndarray:
+    """As ``chain_bytes``, every rank asking the homes."""
+    sent = np.zeros((layout.world_size, 2), dtype=np.int64)
+    for rank, wanted in enumerate(ids):
+        far_ranks = layout.world_size - layout.local_ranks
+        sent[rank] += [(layout.local_ranks - 1) * SIZES, far_ranks * SIZES]
+        for key in wanted:
+            home = key % layout.world_size
+            if not held(rank, key):
+                far = int(layout.node_of(home) != layout.node_of(rank))
+                sent[rank, far] += 8 + ROW
+                sent[home, far] += ROW
+    return sent
+
+
+def sync_bytes(layout: RankLayout, placement: Placement, touched: set[int]) -> np.ndarray:
+    """As ``chain_bytes``, for replicas: a bit a listed row, then the gradients of the touched ones.
+
+    An all-reduce of n bytes over m ranks sends 2 n (m-1)/m a rank; the one of DEVICE gradients is split over the node:
+    an all-to-all, an all-reduce of one part over the rail, an all-gather.
+    """
+    sent = np.zeros((layout.world_size, 2), dtype=np.int64)
+    nodes, local_ranks, world = layout.nodes, layout.local_ranks, layout.world_size
+    device = placement.keys[placement.tiers == Tier.DEVICE]
+    floats = sum(int(key) in touched for key in device) * 8
+    part = -(-floats // local_ranks) * 4
+    if len(device):
+        mask = 2 * -(-len(device) // 8) * (world - 1) // world
+        sent += [mask * (local_ranks - 1) // (world - 1), mask * (world - local_ranks) // (world - 1)]
+        sent += [2 * (local_ranks - 1) * part, 2 * part * (nodes - 1) // nodes]
+    for rank in range(world):
+        node_keys = [int(key) for key in listed_by(layout, rank, placement).keys if int(key) not in device]
+        if node_keys:
+            mask = 2 * -(-len(node_keys) // 8) * (nodes - 1) // nodes
+            sent[rank, 1] += mask + 2 * sum(key in touched for key in node_keys) * ROW * (nodes - 1) // nodes
+    return sent
+
+
+@pytest.mark.parametrize("exchange", ["chain", "direct", "direct_no_dedup"])
+@pytest.mark.parametrize(("nodes", "local_ranks"), [(2, 2), (2, 1), (1, 4), (3, 2)])
+@pytest.mark.parametrize("replicas", [0, 25])
+def test_bytes_and_accesses_are_those_of_the_id_sets(
+    ranks: Ranks, nodes: int, local_ranks: int, exchange: str, replicas: int
+) -> None:
+    layout = RankLayout(nodes, local_ranks)
+    rng = np.random.default_rng(6)
+    placement = Placement.of(rng.permutation(ROWS["item"])[:replicas], rng.integers(1, 3, replicas).astype(np.uint8))
+    listed = [listed_by(layout, rank, placement) for rank in range(layout.world_size)]
+    tier_of = [dict(zip(p.keys.tolist(), p.tiers.tolist(), strict=True)) for p in listed]
+
+    def held(rank: int, key: int) -> bool:
+        return key % layout.world_size == rank or key in tier_of[rank]
+
+    delta = Placement.empty().delta_to(placement)
+    results = ranks(layout.world_size).run("collection_jobs:count_bytes", layout, exchange, delta, 3)
+    for step in range(3):
+        ids = [some(0, step, rank)["item"].values.tolist() for rank in range(layout.world_size)]
+        if exchange == "chain":
+            expected = chain_bytes(layout, [set(wanted) for wanted in ids], held)
+        elif exchange == "direct":
+            expected = direct_bytes(layout, [sorted(set(wanted)) for wanted in ids], held)
+        else:
+            expected = direct_bytes(layout, ids, held)
+        synced = sync_bytes(layout, placement, set().union(*ids))
+        said = [result[step] for result in results]
+        for kind, counted in (("all_to_all", expected), ("sync", synced)):
+            assert [[s[f"{kind}_intra_bytes"], s[f"{kind}_inter_bytes"]] for s in said] == counted.tolist()
+        assert not any(s["migration_intra_bytes"] + s["migration_inter_bytes"] for s in said)
+        everything = [key for wanted in ids for key in wanted]
+        whole = dict(zip(placement.keys.tolist(), placement.tiers.tolist(), strict=True))
+        for tier in Tier:
+            wanted = tier if (tier != Tier.NODE or nodes > 1) else None
+            count = sum(
+                (whole.get(key, 0) if nodes > 1 or whole.get(key, 0) != Tier.NODE else 0) == wanted
+                for key in everything
+            )
+            assert sum(s[f"{tier.name.lower()}_accesses"] for s in said) == count
+
+
+def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:
+    """Two migrations, the second over the first; the tables end as without any."""
+    specs = [TableSpec(t.name, t.rows, t.dim, t.dtype, "rowwise_adagrad") for t in tables()]
+    journal = PlacementJournal(tmp_path)
+    coordinator = Coordinator(ControlOptions("job", timeout_seconds=5.0), KeySpace(specs), journal)
+    coordinator.start()
+    layout, final = RankLayout(2, 2), random_placement(12)
+    states: list[MigrationState] = []
+
+    def push() -> None:
+        for number, wanted in enumerate((random_placement(11), final)):
+            chunks = lambda live, wanted=wanted: live.delta_to(wanted).chunks(7)  # noqa: E731
+            states.append(coordinator.migrate(f"plan-{number}", chunks).wait(60))
+
+    pusher = threading.Thread(target=push, daemon=True)
+    pusher.start()
+    try:
+        results = ranks(4).run("collection_jobs:connected", layout, coordinator.port, final.digest(), 20_000)
+        pusher.join(30)
+        assert states == [MigrationState.COMMITTED] * 2
+        assert coordinator.placement().digest() == final.digest()
+    finally:
+        coordinator.stop(15)
+        journal.close()
+    steps = results[0]["steps"]
+    expected = connected_alone(4, steps)
+    counted = 0
+    for rank, result in enumerate(results):
+        assert result["digest"] == final.digest(), result["state"]
+        assert result["versions"] == results[0]["versions"]
+        assert result["versions"][-1] >= 14, "two migrations of at least seven chunks each"
+        assert result["bit_equal"]
+        assert result["listed"][0].tolist() == listed_by(layout, rank, final).keys.tolist()
+        for name, values in expected.items():
+            np.testing.assert_allclose(result["tables"][name], values, rtol=0, atol=1e-9)
+        counted += result["accesses"]
+    assert counted == sum(len(j.values) for s in range(steps) for r in range(4) for j in some(0, s, r).values())
