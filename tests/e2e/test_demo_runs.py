@@ -17,8 +17,8 @@ from flexd.demo.processes import DaemonProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-STEPS, BATCH, RANKS, SEQUENCE = 400, 48, 4, 33
-KILL_AT, RESTART_AFTER = 70, 10
+STEPS, BATCH, RANKS, SEQUENCE = 320, 48, 4, 33
+KILL_AT, RESTART_AFTER = 60, 10
 # Written out here, so that a field which is renamed in the code is noticed.
 SHAPE: dict[str, Any] = {
     "ranks": int, "steps": int, "plans": int, "migrated_rows": int, "placement_version": int,
@@ -174,7 +174,8 @@ def test_every_access_is_counted_once_across_the_kill(killed: Run) -> None:
     counted, expected = weights(sketches, config), weights(by_hand, config)
     for table in expected:
         assert expected[table].sum() > 0
-        np.testing.assert_allclose(counted[table], expected[table], rtol=1e-5)
+        # The oldest access of the run still weighs more than a hundredth.
+        np.testing.assert_allclose(counted[table], expected[table], rtol=1e-6, atol=1e-3)
     assert read_again < STEPS * RANKS, "it went on from the snapshot instead of reading all again"
 
 
