@@ -136,7 +136,7 @@ def train(rank: int, scenario: Scenario) -> dict[str, object]:
             collection.eval()
             collection(batch(scenario, 10_000 + step, rank))
             collection.train()
-    tables = {table.name: collection.gather_table(table.name).numpy() for table in collection.tables}
+    tables = {table.name: collection.gather_table(table.name).double().numpy() for table in collection.tables}
     keys, tiers = collection.migrator.placement()
     return {
         "losses": losses, "versions": versions, "unequal": unequal, "tables": tables, "chunks": len(chunks),
@@ -176,7 +176,7 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
                 else:
                     adagrad[name] += grad.double().square().mean(dim=1, keepdim=True)
                     table.weight -= slower * 0.1 * grad / (adagrad[name].sqrt() + 1e-8).to(grad.dtype)
-    return losses, {name: table.weight.detach().numpy() for name, table in tables.items()}
+    return losses, {name: table.weight.detach().double().numpy() for name, table in tables.items()}
 
 
 def bad_input(rank: int, layout: RankLayout, guilty: int) -> list[str]:
