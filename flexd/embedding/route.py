@@ -144,11 +144,12 @@ class Router:
             keys, inverse = torch.unique(ids, return_inverse=True)
             counts = torch.zeros_like(keys).scatter_add_(0, inverse, weights)
         else:
-            keys, inverse, counts = ids, torch.arange(len(ids), device=ids.device), weights
+            order = torch.argsort(self._group_of(ids), stable=True)
+            keys, inverse, counts = ids[order], torch.argsort(order), weights[order]
         stops = []
         missing = []
         for at, expand, store in self._by_group(keys, inverse):
-            mine, weight = (keys, counts) if at is None else (keys[at], counts[at])
+            mine, weight = keys[at], counts[at]
             held, slots, entries = store.locate(mine)
             where = held.nonzero().view(-1)
             absent = (~held).nonzero().view(-1)
@@ -158,21 +159,24 @@ class Router:
             missing.append((mine[absent], weight[absent], absent))
         return stops, _Missing.of(missing)
 
-    def _by_group(
-        self, keys: torch.Tensor, inverse: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor | None, torch.Tensor, GroupStore]]:
-        """Per dim-group: (places of its rows among ``keys``, [requests of the group] -> row of the group, store)."""
+    def _by_group(self, keys: torch.Tensor, inverse: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, GroupStore]]:
+        """Per dim-group: (its part of ``keys``, [requests of the group] -> row of the group, store).
+
+        ``keys`` stand group by group, so a group's requests are those whose row lies between two bounds.
+        """
         if len(self._stores) == 1:
-            yield None, inverse, self._stores[0]
+            yield slice(None), inverse, self._stores[0]
             return
+        start = 0
+        sizes = torch.bincount(self._group_of(keys), minlength=len(self._stores)).tolist()
+        for store, size in zip(self._stores, sizes, strict=True):
+            requests = ((inverse >= start) & (inverse < start + size)).nonzero().view(-1)
+            yield slice(start, start + size), inverse.index_select(0, requests).sub_(start), store
+            start += size
+
+    def _group_of(self, keys: torch.Tensor) -> torch.Tensor:
         firsts = torch.tensor(self._firsts, dtype=torch.int64, device=keys.device)
-        group_of = torch.searchsorted(firsts, keys, right=True) - 1
-        requested = group_of[inverse]
-        place = torch.zeros_like(keys)
-        for group, store in enumerate(self._stores):
-            at = (group_of == group).nonzero().view(-1)
-            place[at] = torch.arange(len(at), device=keys.device)
-            yield at, place[inverse[requested == group]], store
+        return torch.searchsorted(firsts, keys, right=True) - 1
 
     def _count_accesses(self, store: GroupStore, entries: torch.Tensor, weight: torch.Tensor) -> None:
         if len(store.directory):
