@@ -17,8 +17,8 @@ from flexd.demo.processes import DaemonProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-STEPS, BATCH, RANKS, SEQUENCE = 320, 48, 4, 33
-KILL_AT, RESTART_AFTER = 60, 10
+STEPS, BATCH, RANKS, SEQUENCE = 400, 48, 4, 33
+KILL_AT, RESTART_AFTER = 90, 10
 # Written out here, so that a field which is renamed in the code is noticed.
 SHAPE: dict[str, Any] = {
     "ranks": int, "steps": int, "plans": int, "migrated_rows": int, "placement_version": int,
