@@ -224,7 +224,7 @@ class PlannerConfig(Section):
     interval_seconds: Seconds = 300.0
     """Time between automatic plans."""
     min_spacing_seconds: Annotated[Float, Field(ge=0)] = 1.0
-    """Two plans are at least so far apart, whatever asks for them."""
+    """Least time between tries to plan that the daemon starts by itself; ``flexd replan`` does not wait for it."""
     horizon_steps: Annotated[Float, Field(gt=0)] = 10_000
     """Steps over which a migration must pay for itself (hysteresis)."""
     min_samples: Annotated[Int, Field(ge=0)] = 10_000

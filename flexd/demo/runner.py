@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -212,7 +213,7 @@ def run_demo(options: DemoOptions) -> int:
         raise
     summary = summarise(record)
     if options.output == "json":
-        print(json.dumps(summary, indent=2))
+        print(json.dumps(_without_nan(summary), indent=2, allow_nan=False))
     elif options.output == "yaml":
         print(yaml.safe_dump(summary, sort_keys=False), end="")
     else:
@@ -223,6 +224,15 @@ def run_demo(options: DemoOptions) -> int:
     if options.out_dir is None and not broken:
         shutil.rmtree(directory, ignore_errors=True)
     return 1 if broken else 0
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN: a run that diverged says null."""
+    if isinstance(value, dict):
+        return {name: _without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _broken_promises(record: RunRecord, summary: dict[str, Any]) -> list[str]:
