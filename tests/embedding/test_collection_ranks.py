@@ -238,6 +238,21 @@ def sync_bytes(layout: RankLayout, placement: Placement, touched: set[int]) -> n
     return sent
 
 
+def migration_bytes(layout: RankLayout, placement: Placement) -> np.ndarray:
+    """As ``chain_bytes``, for promotion from HOME: an all-gather over the rail, for DEVICE rows another in the node.
+
+    Every member of an all-gather sends as many rows to each other one as the member with most of them has.
+    """
+    sent = np.zeros((layout.world_size, 2), dtype=np.int64)
+    device = placement.keys[placement.tiers == Tier.DEVICE]
+    in_node = np.bincount(device % layout.local_ranks, minlength=1).max()
+    for rank in range(layout.world_size):
+        rail = placement.keys[placement.keys % layout.local_ranks == layout.local_rank_of(rank)]
+        over_rail = np.bincount(layout.home_node(rail), minlength=1).max()
+        sent[rank] = [in_node * ROW * (layout.local_ranks - 1), over_rail * ROW * (layout.nodes - 1)]
+    return sent
+
+
 @pytest.mark.parametrize("exchange", ["chain", "direct", "direct_no_dedup"])
 @pytest.mark.parametrize(("nodes", "local_ranks"), [(2, 2), (2, 1), (1, 4), (3, 2)])
 @pytest.mark.parametrize("replicas", [0, 25])
@@ -255,6 +270,11 @@ def test_bytes_and_accesses_are_those_of_the_id_sets(
 
     delta = Placement.empty().delta_to(placement)
     results = ranks(layout.world_size).run("collection_jobs:count_bytes", layout, exchange, delta, 3)
+    copied = [result[0] for result in results]
+    assert [[s["migration_intra_bytes"], s["migration_inter_bytes"]] for s in copied] == migration_bytes(
+        layout, placement
+    ).tolist()
+    assert not any(s["sync_intra_bytes"] + s["sync_inter_bytes"] for s in copied)
     for step in range(3):
         ids = [some(0, step, rank)["item"].values.tolist() for rank in range(layout.world_size)]
         if exchange == "chain":
@@ -264,7 +284,7 @@ def test_bytes_and_accesses_are_those_of_the_id_sets(
         else:
             expected = direct_bytes(layout, ids, held)
         synced = sync_bytes(layout, placement, set().union(*ids))
-        said = [result[step] for result in results]
+        said = [result[step + 1] for result in results]
         for kind, counted in (("all_to_all", expected), ("sync", synced)):
             assert [[s[f"{kind}_intra_bytes"], s[f"{kind}_inter_bytes"]] for s in said] == counted.tolist()
         assert not any(s["migration_intra_bytes"] + s["migration_inter_bytes"] for s in said)

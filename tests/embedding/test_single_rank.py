@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import flexd
-from flexd.errors import EmbeddingError
+from flexd.control.report import StepReport
+from flexd.embedding.connect import Connection, _agreed_attempt
+from flexd.embedding.traffic import Kind
+from flexd.errors import ConfigError, EmbeddingError
+from flexd.placement import Delta
 
 LENGTHS = torch.tensor([4])
 
@@ -158,6 +164,85 @@ def test_evaluation_leaves_nothing_pending(context: Callable[[], torch.no_grad])
     collection.optimizer.step()
     assert collection.steps == 0
     assert close(collection, plain)
+
+
+class _Heard:
+    """Stands for an agent."""
+
+    def __init__(self) -> None:
+        self.reports: list[StepReport] = []
+
+    def report(self, report: StepReport) -> None:
+        self.reports.append(report)
+
+    def stop(self, timeout_seconds: float) -> None:
+        pass
+
+
+def test_reports_of_the_steps_add_up_to_the_totals() -> None:
+    collection, _ = pair()
+    with torch.no_grad():
+        collection(ids(1, 2, 3))
+    before = collection.traffic.totals()
+    heard = _Heard()
+    connection = Connection(collection, heard)  # type: ignore[arg-type]
+    for step in range(4):
+        collection(ids(*range(step + 1)))["item"].values.sum().backward()
+        with collection.traffic.kind(Kind.SYNC):
+            collection.traffic.sent(step, 10 * step)
+        collection.optimizer.step()
+    connection.close()
+    collection(ids(1))["item"].values.sum().backward()
+    collection.optimizer.step()
+    assert [report.step for report in heard.reports] == [1, 2, 3, 4]
+    assert [report.accesses_by_tier for report in heard.reports] == [(1, 0, 0), (2, 0, 0), (3, 0, 0), (4, 0, 0)]
+    assert [(report.sync_intra_bytes, report.sync_inter_bytes) for report in heard.reports] == [
+        (step, 10 * step) for step in range(4)
+    ]
+    assert before["home_accesses"] == 3
+
+
+def test_connecting_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    collection, _ = pair()
+    monkeypatch.delenv("FLEXD_CONTROL", raising=False)
+    with pytest.raises(ConfigError, match="FLEXD_CONTROL"):
+        flexd.connect(collection, job="job")
+    empty = tmp_path / "secret"
+    empty.write_text("\n")
+    for path, cause in ((empty, "empty"), (tmp_path / "none", "secret")):
+        with pytest.raises(ConfigError, match=cause):
+            flexd.connect(collection, "127.0.0.1:1", job="job", secret_file=path)
+
+
+def test_an_attempt_is_new_at_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun calls every run "none" that was not given an id."""
+    for run in (None, "none"):
+        if run is None:
+            monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        else:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+        attempts = {_agreed_attempt(torch.device("cpu")) for _ in range(3)}
+        assert len(attempts) == 3
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert _agreed_attempt(torch.device("cpu")) == "job-7-2"
+
+
+def test_copied_bytes_of_a_step_are_capped() -> None:
+    """Rows of 32 bytes, 100 bytes a step. A chunk above the cap is applied alone, a demotion costs nothing."""
+    collection, _ = pair(max_migration_bytes_per_step=100)
+    moves = [([0, 1], 2), ([2], 2), ([3], 2), ([0, 1, 2, 3], 0), ([4, 5, 6, 7, 8], 1), ([9], 1)]
+    tiers = np.zeros(20, dtype=np.uint8)
+    for version, (keys, tier) in enumerate(moves, 1):
+        new = np.full(len(keys), tier, dtype=np.uint8)
+        collection.inbox.offer(version, Delta(np.array(keys), tiers[keys], new))
+        tiers[keys] = tier
+    versions = []
+    for _ in range(6):
+        with torch.no_grad():
+            collection(ids(1))
+        versions.append(collection.placement_version)
+    assert versions == [0, 2, 4, 5, 6, 6]
 
 
 def test_nothing_of_the_collection_shows_in_the_parameters() -> None:
