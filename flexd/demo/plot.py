@@ -34,7 +34,7 @@ def plot_run(record: RunRecord, path: Path) -> None:
         raise ConfigError("--plot needs matplotlib", remedy="pip install 'flexd[plot]'") from error
     window = max(1, record.setup.steps // 60)
     scale = 1e-6
-    figure, axes = plt.subplots(figsize=(9, 4.5), dpi=120)
+    figure, axes = plt.subplots(figsize=(9, 5), dpi=120)
     exchange = record.job_total("all_to_all_inter_bytes")
     sync = record.job_total("sync_inter_bytes")
     migration = record.job_total("migration_inter_bytes")
@@ -55,7 +55,7 @@ def plot_run(record: RunRecord, path: Path) -> None:
         f"{Path(record.setup.trace).stem}: {record.setup.nodes} nodes x {record.setup.local_ranks} ranks, replica "
         f"budget {record.setup.replica_budget:.0%} of the rows"
     )
-    axes.legend(loc="best", fontsize=8)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=3, fontsize=8, frameon=False)
     axes.grid(alpha=0.25, which="both")
     figure.tight_layout()
     try:
