@@ -134,7 +134,7 @@ class EmbeddingCollection(nn.Module):
         self.rank = self._groups.rank
         with self.traffic.uncounted():
             self._check_same_everywhere(
-                [exchange, average_gradients, max_migration_bytes_per_step, seed, row_optimizer.name, row_optimizer.lr]
+                [exchange, average_gradients, max_migration_bytes_per_step, seed, row_optimizer]
             )
         self._features = FeatureMap(
             self.keyspace, [table.feature_names for table in self.tables], self.rank, self.device

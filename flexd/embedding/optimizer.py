@@ -13,7 +13,8 @@ class RowOptimizer(Protocol):
     """Updates listed rows in place.
 
     The same call with the same gradients must give bit-equal rows on every holder, so an implementation may use
-    nothing but its arguments (no random numbers, no position of the row in the table).
+    nothing but its arguments (no random numbers, no position of the row in the table). Its ``repr`` tells its settings:
+    ranks compare it.
     """
 
     @property

@@ -16,7 +16,7 @@ from flexd.control.coordinator import ControlOptions, Coordinator
 from flexd.control.journal import PlacementJournal
 from flexd.control.migration import MigrationState
 from flexd.embedding.collection import EmbeddingTable
-from flexd.embedding.optimizer import SGD
+from flexd.embedding.optimizer import SGD, RowWiseAdagrad
 from flexd.keyspace import KeySpace, TableSpec
 from flexd.layout import RankLayout, Tier
 from flexd.placement import Delta, Placement
@@ -144,6 +144,7 @@ OTHER = [EmbeddingTable("item", 65, 2)]
         ([{}, {"exchange": "direct"}, {}, {}], "ranks [1] have other settings than rank 0"),
         ([{}, {}, {"max_migration_bytes_per_step": 1}, {}], "ranks [2] have other settings"),
         ([{}, {}, {}, {"optimizer": SGD(lr=0.5)}], "ranks [3] have other settings"),
+        ([{"optimizer": RowWiseAdagrad(eps=eps)} for eps in (0.1, 0.1, 0.1, 0.2)], "ranks [3] have other settings"),
         ([{}, {}, {"layout": RankLayout(4, 1)}, {}], "rank 2 has a layout of 4 nodes x 1 local ranks, rank 0 of 2 x 2"),
         ([{}, {}, {"layout": RankLayout(2, 3)}, {}], "rank 2 has a layout of 2 nodes x 3 local ranks, rank 0 of 2 x 2"),
         ([{"layout": RankLayout(2, 3)}] * 4, "but the process group has 4 ranks"),
