@@ -240,7 +240,8 @@ class KafkaSource:
         return [Message(key, record.offset, record.value or b"") for record in records]
 
     def _check_highwater(self, consumer: KafkaConsumer) -> None:
-        lost = {}
+        lost: dict[TopicPartition, int] = {}
+        ends: dict[TopicPartition, int] = {}
         for partition in consumer.assignment():
             key = self._key(partition)
             highwater = _highwater(consumer, partition)
@@ -250,10 +251,17 @@ class KafkaSource:
                 continue
             if position > highwater:
                 lost[partition] = position
+                ends[partition] = highwater
         if lost:
-            self._lose_positions(consumer, lost, "the broker's log ends before it")
+            self._lose_positions(consumer, lost, "the broker's log ends before it", ends)
 
-    def _lose_positions(self, consumer: KafkaConsumer, lost: Mapping[TopicPartition, object], cause: str) -> None:
+    def _lose_positions(
+        self,
+        consumer: KafkaConsumer,
+        lost: Mapping[TopicPartition, object],
+        cause: str,
+        ends: Mapping[TopicPartition, int] | None = None,
+    ) -> None:
         positions = {self._key(partition): self._positions.get(self._key(partition)) for partition in lost}
         text = f"{self._name}: position lost: {cause}: {positions}"
         if self._on_position_lost == "fail":
@@ -266,6 +274,9 @@ class KafkaSource:
                 key = self._key(partition)
                 self.positions_lost += 1
                 self._resumed_from[key] = self._positions.pop(key, 0)
+                if ends is not None and self._on_position_lost == "latest":
+                    # Asked again after every rebalance, "the end" would move past what is produced meanwhile.
+                    self._positions[key] = ends[partition]
         self._seek(consumer, lost)
         _log.warning("%s; going on at the %s message", text, self._on_position_lost)
 
