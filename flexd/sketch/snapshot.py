@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import re
-import struct
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from flexd.errors import SnapshotError
+from flexd.sketch import frame
+from flexd.sketch.frame import Arrays
 
-Arrays = dict[str, npt.NDArray[Any]]
-
-MAGIC = b"FLEXDSNP"
-FORMAT_VERSION = 1
-_HEAD = struct.Struct("<8sIIQQ")
-"""Magic, format version, CRC-32 of the description, its bytes, bytes of the whole file."""
-_HEAD_CRC = struct.Struct("<I")
-_DTYPES = ("|u1", "<u4", "<u8", "<i4", "<i8", "<f4", "<f8")
+_REMEDY = "the previous one is used"
 _NAME = re.compile(r"^snapshot-(\d{12})\.flexd$")
 _TEMPORARY = re.compile(r"^\.snapshot-\d{12}\.tmp$")
 _WRITE_BYTES = 16 * 2**20
@@ -55,8 +45,7 @@ class SnapshotStore:
     A file is written under a temporary name, synced, renamed, and the directory synced; so a snapshot that has its
     name is complete, and a crash at any point leaves the previous one. Files are readable by their owner only.
 
-    Layout (all integers little-endian): head (magic, format version, CRC-32 of the description, its length, length of
-    the file), CRC-32 of the head, description (JSON: ``meta`` and name, dtype, shape, CRC-32 of each array), arrays.
+    What is in a file: ``flexd.sketch.frame``.
 
     Raises:
         SnapshotError: the directory cannot be made or listed.
@@ -101,11 +90,10 @@ class SnapshotStore:
         number = 1 + max((_number(path) for path in present), default=0)
         path = self.directory / f"snapshot-{number:012d}.flexd"
         temporary = self.directory / f".snapshot-{number:012d}.tmp"
-        plain = {name: _plain(name, array) for name, array in arrays.items()}
-        head, description = _describe(meta, plain)
+        framed = frame.encode(meta, arrays)
         try:
             temporary.unlink(missing_ok=True)
-            _write(temporary, [head, description, *(_bytes(a) for a in plain.values())])
+            _write(temporary, framed)
             temporary.rename(path)
             _sync_directory(self.directory)
         except OSError as error:
@@ -152,95 +140,9 @@ def read(path: Path) -> tuple[dict[str, Any], Arrays]:
     """
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            head = file.read(_HEAD.size + _HEAD_CRC.size)
-            length, checksum = _parse_head(path, head, size)
-            description = file.read(length)
-            if len(description) != length or zlib.crc32(description) != checksum:
-                raise _damaged(path, "the description is damaged")
-            meta, layout = _parse_description(path, description)
-            expected = len(head) + length + sum(entry.nbytes for entry in layout)
-            if expected != size:
-                raise _damaged(path, f"{size} bytes, {expected} described")
-            arrays: Arrays = {}
-            for entry in layout:
-                array = np.empty(entry.shape, dtype=entry.dtype)
-                if file.readinto(_bytes(array)) != entry.nbytes or zlib.crc32(_bytes(array)) != entry.crc:
-                    raise _damaged(path, f"array {entry.name!r} is damaged")
-                arrays[entry.name] = array
+            return frame.read(file, os.fstat(file.fileno()).st_size, f"snapshot {path}", _REMEDY)
     except (OSError, MemoryError) as error:
-        raise SnapshotError(f"snapshot {path}: {error}", remedy="the previous one is used") from error
-    return meta, arrays
-
-
-@dataclass(frozen=True)
-class _Entry:
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    crc: int
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
-
-
-def _damaged(path: Path, what: str) -> SnapshotError:
-    return SnapshotError(f"snapshot {path}: {what}", remedy="the previous one is used")
-
-
-def _parse_head(path: Path, head: bytes, size: int) -> tuple[int, int]:
-    if len(head) < _HEAD.size + _HEAD_CRC.size:
-        raise _damaged(path, f"cut short at {size} bytes")
-    magic, version, checksum, length, total = _HEAD.unpack_from(head)
-    if magic != MAGIC:
-        raise _damaged(path, "no flexd snapshot")
-    if version != FORMAT_VERSION:
-        raise _damaged(path, f"format version {version}, this flexd reads {FORMAT_VERSION}")
-    if _HEAD_CRC.unpack_from(head, _HEAD.size)[0] != zlib.crc32(head[: _HEAD.size]):
-        raise _damaged(path, "the head is damaged")
-    if total != size:
-        raise _damaged(path, f"{size} bytes of {total}")
-    return int(length), int(checksum)
-
-
-def _parse_description(path: Path, text: bytes) -> tuple[dict[str, Any], list[_Entry]]:
-    try:
-        description = json.loads(text)
-        layout = [
-            _Entry(str(name), str(dtype), tuple(int(n) for n in shape), int(crc))
-            for name, dtype, shape, crc in description["arrays"]
-        ]
-        meta = dict(description["meta"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged(path, f"the description makes no sense: {error!r}") from error
-    if any(entry.dtype not in _DTYPES or any(n < 0 for n in entry.shape) for entry in layout):
-        raise _damaged(path, "an array is of unknown type or shape")
-    return meta, layout
-
-
-def _describe(meta: Mapping[str, Any], arrays: Arrays) -> tuple[bytes, bytes]:
-    layout = [[name, array.dtype.str, list(array.shape), zlib.crc32(_bytes(array))] for name, array in arrays.items()]
-    try:
-        description = json.dumps({"meta": dict(meta), "arrays": layout}, allow_nan=False).encode()
-    except (TypeError, ValueError) as error:
-        raise SnapshotError(f"snapshot description: {error}", remedy="give plain JSON values") from error
-    payload = sum(array.nbytes for array in arrays.values())
-    total = _HEAD.size + _HEAD_CRC.size + len(description) + payload
-    head = _HEAD.pack(MAGIC, FORMAT_VERSION, zlib.crc32(description), len(description), total)
-    return head + _HEAD_CRC.pack(zlib.crc32(head)), description
-
-
-def _plain(name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    if little.dtype.str not in _DTYPES:
-        raise SnapshotError(f"array {name!r} of {array.dtype} cannot be saved", remedy=f"one of {', '.join(_DTYPES)}")
-    return little
-
-
-def _bytes(array: npt.NDArray[Any]) -> memoryview:
-    """The memory of a contiguous array."""
-    return array.reshape(-1).view(np.uint8).data
+        raise SnapshotError(f"snapshot {path}: {error}", remedy=_REMEDY) from error
 
 
 def _write(path: Path, parts: list[bytes | memoryview]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.errors import SnapshotError
-from flexd.sketch import snapshot
+from flexd.sketch import frame, snapshot
 from flexd.sketch.snapshot import SnapshotStore
 
 ARRAYS = {
@@ -85,7 +85,7 @@ def test_every_changed_byte_is_noticed(tmp_path):
 @given(st.binary(max_size=200))
 def test_random_bytes_are_no_snapshot(tmp_path_factory, noise):
     path = tmp_path_factory.getbasetemp() / "snapshot-000000000001.flexd"
-    for text in (noise, snapshot.MAGIC + noise):
+    for text in (noise, frame.MAGIC + noise):
         path.write_bytes(text)
         with pytest.raises(SnapshotError):
             snapshot.read(path)
