@@ -57,6 +57,11 @@ class Connector(Generic[Client]):
         self._closed = False
         self.problem: str | None = None
 
+    @property
+    def client(self) -> Client | None:
+        """The client if there is one, without waiting or connecting."""
+        return self._client
+
     def get(self, timeout_seconds: float) -> Client | None:
         """The client, or None if there is none within the deadline (``problem`` says why).
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kafka import KafkaConsumer, KafkaProducer
-from kafka.consumer.subscription_state import ConsumerRebalanceListener
+from kafka.consumer.subscription_state import AsyncConsumerRebalanceListener
 from kafka.errors import (
     KafkaConfigurationError,
     KafkaError,
@@ -22,6 +22,7 @@ from kafka.structs import OffsetAndMetadata, TopicPartition
 
 from flexd.errors import PositionLostError, StreamError
 from flexd.stream.connector import Connector
+from flexd.stream.handover import Handover, OnPartitions, PositionOf
 from flexd.stream.partition_reader import OnPositionLost
 from flexd.stream.types import Message, Positions
 
@@ -43,6 +44,7 @@ _OURS = frozenset(
 _SECURITY_PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 _PROBE_AFTER_SECONDS = 2.0
 _CLOSE_SECONDS = 5.0
+_TELL_SECONDS = 0.01
 
 
 class KafkaSource:
@@ -60,6 +62,7 @@ class KafkaSource:
 
     Args:
         client_options: passed to kafka-python as they are, over our defaults.
+        position_of, on_revoked, on_lost: what a member of a group of daemons asks and tells; see ``Handover``.
 
     Raises:
         StreamError: ``client_options`` sets what is ours to set.
@@ -77,6 +80,9 @@ class KafkaSource:
         client_options: Mapping[str, ClientOption] | None = None,
         max_poll_messages: int = 2000,
         max_poll_bytes: int = 16 * 2**20,
+        position_of: PositionOf | None = None,
+        on_revoked: OnPartitions | None = None,
+        on_lost: OnPartitions | None = None,
     ) -> None:
         self._topic = topic
         self._name = f"Kafka topic {topic!r} at {bootstrap_servers}"
@@ -109,6 +115,9 @@ class KafkaSource:
             timeout_seconds=connect_timeout_seconds,
             fatal=_FATAL,
         )
+        # Below the time the coordinator waits for a member to join again (kafka-python: 300 s), and not so long that
+        # one stuck member stops the whole group.
+        self._handover = Handover(position_of, on_revoked, on_lost, wait_seconds=max(session_timeout_seconds, 5.0))
         self._lock = threading.Lock()
         """Restoring against the rebalance listener, which runs on the client's own thread."""
         self._positions: Positions = {}
@@ -124,13 +133,15 @@ class KafkaSource:
 
     @property
     def problem(self) -> str | None:
-        return self._connector.problem or self._problem or self._commit_problem
+        return self._connector.problem or self._problem or self._handover.problem or self._commit_problem
 
     def poll(self, timeout_seconds: float) -> list[Message]:
         deadline = time.monotonic() + timeout_seconds
         consumer = self._connector.get(timeout_seconds)
         if consumer is None:
             return []
+        self._handover.tell()
+        self._resolve(consumer)
         self._probe_if_silent(consumer, deadline)
         try:
             records = consumer.poll(
@@ -200,12 +211,17 @@ class KafkaSource:
         return self._commit_problem
 
     def close(self) -> None:
-        self._closed = True
+        if not self._closed:
+            self._closed = True
+            consumer = self._connector.client
+            if consumer is not None:
+                self._handover.announce_revoked([self._key(partition) for partition in consumer.assignment()])
+            self._handover.tell()
         self._connector.close(_CLOSE_SECONDS)
 
     def _connect(self) -> KafkaConsumer:
         consumer = KafkaConsumer(**self._options)
-        consumer.subscribe([self._topic], listener=_SeekOnAssignment(self, consumer))
+        consumer.subscribe([self._topic], listener=_Rebalance(self, consumer))
         return consumer
 
     def _key(self, partition: TopicPartition) -> str:
@@ -214,17 +230,38 @@ class KafkaSource:
     def _seek(self, consumer: KafkaConsumer, partitions: Iterable[TopicPartition]) -> None:
         """Puts partitions where they belong. Also called on the client's thread: must not wait for the broker."""
         with self._lock:
+            partitions = list(partitions)
+            paused = self._handover.unanswered(map(self._key, partitions))
             for partition in partitions:
                 key = self._key(partition)
                 self._stale_highwater[key] = _highwater(consumer, partition)
                 # A partition that was taken away in this moment comes back through the listener.
                 with contextlib.suppress(KafkaError, ValueError, KeyError):
-                    if key in self._positions:
+                    if key in paused:
+                        # The place is not read from; without one the client would complain on every poll.
+                        consumer.pause(partition)
+                        consumer.seek(partition, self._positions.get(key, 0))
+                    elif key in self._positions:
                         consumer.seek(partition, self._positions[key])
                     elif key in self._resumed_from and self._on_position_lost == "latest":
                         consumer.seek_to_end(partition)
                     else:
                         consumer.seek_to_beginning(partition)
+
+    def _resolve(self, consumer: KafkaConsumer) -> None:
+        """Lets the partitions go on whose positions have been told."""
+        keys, answer = self._handover.ask()
+        if not keys:
+            return
+        with self._lock:
+            for key, position in answer.items():
+                self._positions[key] = position
+                self._resumed_from.pop(key, None)
+        mine = [partition for partition in consumer.assignment() if self._key(partition) in keys]
+        self._seek(consumer, mine)
+        for partition in mine:
+            with contextlib.suppress(KafkaError, ValueError, KeyError):
+                consumer.resume(partition)
 
     def _accept(self, key: str, records: list[Any]) -> list[Message]:
         """Moves the position past ``records``. Those below it are repeats of a fetch that a rebalance overtook."""
@@ -242,10 +279,12 @@ class KafkaSource:
     def _check_highwater(self, consumer: KafkaConsumer) -> None:
         lost: dict[TopicPartition, int] = {}
         ends: dict[TopicPartition, int] = {}
-        for partition in consumer.assignment():
+        assignment = consumer.assignment()
+        unanswered = self._handover.unanswered(map(self._key, assignment))
+        for partition in assignment:
             key = self._key(partition)
             highwater = _highwater(consumer, partition)
-            position = self._positions.get(key)
+            position = None if key in unanswered else self._positions.get(key)
             # A mark from before the last seek says nothing about the position after it.
             if highwater is None or position is None or highwater == self._stale_highwater.get(key):
                 continue
@@ -300,15 +339,35 @@ class KafkaSource:
             self._last_answer = time.monotonic()
 
 
-class _SeekOnAssignment(ConsumerRebalanceListener):  # type: ignore[misc]
+class _Rebalance(AsyncConsumerRebalanceListener):  # type: ignore[misc]
+    """Runs on the client's own thread, which must go on sending heartbeats: it waits by giving the thread back. The
+    polling thread waits inside ``KafkaConsumer.poll`` meanwhile, so a third one runs the callback.
+    """
+
     def __init__(self, source: KafkaSource, consumer: KafkaConsumer) -> None:
         self._source = source
         self._consumer = consumer
 
-    def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:
-        """Nothing to do: positions are saved by the caller."""
+    async def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:
+        source = self._source
+        if source._closed:
+            return
+        told = source._handover.announce_revoked([source._key(partition) for partition in revoked])
+        if told is None:
+            return
+        threading.Thread(target=source._handover.tell, name="flexd-hand-over", daemon=True).start()
+        deadline = time.monotonic() + source._handover.wait_seconds
+        while not told.is_set():
+            if time.monotonic() >= deadline:
+                _log.warning("%s: partitions leave before their state was handed over", source._name)
+                return
+            await self._consumer._net.sleep(_TELL_SECONDS)
 
-    def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
+    async def on_partitions_lost(self, lost: set[TopicPartition]) -> None:
+        self._source._handover.announce_lost([self._source._key(partition) for partition in lost])
+
+    async def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
+        self._source._handover.assigned([self._source._key(partition) for partition in assigned])
         self._source._seek(self._consumer, assigned)
 
 
