@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +24,13 @@ from flexd.sketch.snapshot import LoadedSnapshot, SnapshotStore
 from flexd.sketch.table_set import IngestCounts, SketchSet, SketchSettings, warm_up
 from flexd.stream.codec import decode as decode_message
 from flexd.stream.types import AccessBatch, Message, Source
+from flexd.tally import MAX_REASONS, Tally
 
 _log = logging.getLogger(__name__)
 
 SNAPSHOT_META_FORMAT = 1
 GENERATION_RESERVE = 1000
 """Added to the saved profile generation on restore: profiles made after the snapshot was taken keep their numbers."""
-MAX_REASONS = 64
 _BACKOFF_SECONDS = (0.1, 5.0)
 _LAG_INTERVAL_SECONDS = 1.0
 _RATE_WINDOW_SECONDS = 2.0
@@ -96,7 +97,7 @@ class Ingestor:
     Args:
         source: taken over; closed by the thread when it stops.
         tables, settings: of the sketches.
-        snapshots: where state is saved.
+        snapshots: where state is saved; None saves nothing (the counters are handed on by ``cut``).
         dead_letters: None keeps none.
         snapshot_interval_seconds, poll_seconds: as in the configuration.
         max_message_bytes: larger messages are rejected undecoded.
@@ -113,7 +114,7 @@ class Ingestor:
         source: Source,
         tables: Sequence[TableSpec],
         settings: SketchSettings,
-        snapshots: SnapshotStore,
+        snapshots: SnapshotStore | None,
         *,
         dead_letters: DeadLetterFile | None = None,
         snapshot_interval_seconds: float = 30.0,
@@ -138,6 +139,8 @@ class Ingestor:
         self._messages = self._bytes = self._batches = 0
         self._counts = IngestCounts()
         self._rejected: dict[str, int] = {}
+        self._absorbed = Tally()
+        self._cut_at = Tally()
         self._snapshot_count = self._snapshot_failures = self._commit_failures = self._source_failures = 0
         self._saved_at = math.nan
         self._problems: dict[str, str] = {}
@@ -181,6 +184,46 @@ class Ingestor:
             self._generation += 1
             generation = self._generation
         return self._sketches.profile(accesses_per_step, generation, self._stats.lag_messages, self._guard)
+
+    def absorb(self, sketches: SketchSet, tally: Tally, settle: Callable[[], None]) -> None:
+        """Adds what another daemon has counted (any thread).
+
+        Args:
+            settle: called after the merge and under the same lock, so that no snapshot falls between the two: moves
+                the positions. Must not raise.
+
+        Raises:
+            SketchError: sketches of other tables or settings. Nothing is added then, and ``settle`` is not called.
+        """
+        with self._guard:
+            self._sketches.merge(sketches)
+            self._absorbed += tally
+            settle()
+
+    def cut(self, clock: Mapping[str, Any] | None = None) -> tuple[SketchSet, Tally]:
+        """Takes out what was counted since the last cut and goes on with empty counters. Between two polls, in the
+        thread that polls.
+
+        Args:
+            clock: of another daemon's sketches (``SketchSet.clock``), taken in.
+
+        Raises:
+            SketchError: the clock is malformed; nothing has changed.
+        """
+        tally = self._tally()
+        with self._guard:
+            taken = self._sketches
+            self._sketches = taken.emptied(secrets.randbits(62), clock)
+        since, self._cut_at = tally - self._cut_at, tally
+        return taken, since
+
+    def clock(self) -> dict[str, Any]:
+        """As ``SketchSet.clock`` (any thread)."""
+        with self._guard:
+            return self._sketches.clock()
+
+    def _tally(self) -> Tally:
+        return Tally(self._messages, self._bytes, self._batches, self._counts, dict(self._rejected))
 
     def choices(self) -> tuple[TableChoice, ...]:
         """How each table is counted."""
@@ -299,6 +342,8 @@ class Ingestor:
         Raises:
             SnapshotError: step 2 failed; the previous snapshot and its positions stay valid together.
         """
+        if self._snapshots is None:
+            return
         saved = dict(self._save_with())
         # 1.
         with self._guard:
@@ -324,6 +369,8 @@ class Ingestor:
 
     def _load(self, tables: Sequence[TableSpec], settings: SketchSettings) -> SketchSet:
         empty = SketchSet.of(tables, settings)
+        if self._snapshots is None:
+            return empty
         try:
             loaded = self._snapshots.load_newest()
         except SnapshotError as error:
@@ -360,18 +407,19 @@ class Ingestor:
         self._restore_problems.append(problem)
 
     def _read_stats(self) -> IngestStats:
-        now, counts = time.monotonic(), self._counts
+        now, total = time.monotonic(), self._tally() + self._absorbed
+        counts = total.counts
         since, messages, accesses = self._rate_from
         if now - since >= _RATE_WINDOW_SECONDS:
-            self._rates = ((self._messages - messages) / (now - since), (counts.accepted - accesses) / (now - since))
-            self._rate_from = (now, self._messages, counts.accepted)
+            self._rates = ((total.messages - messages) / (now - since), (counts.accepted - accesses) / (now - since))
+            self._rate_from = (now, total.messages, counts.accepted)
         letters = self._dead_letters
         return IngestStats(
-            messages=self._messages,
+            messages=total.messages,
             accesses=counts.accepted,
-            bytes=self._bytes,
-            batches=self._batches,
-            rejected_messages=dict(self._rejected),
+            bytes=total.bytes,
+            batches=total.batches,
+            rejected_messages=total.rejected,
             rejected_accesses={reason: getattr(counts, reason) for reason in _ROW_REASONS},
             adjusted_accesses={"future_clamped": counts.future_clamped, "late": counts.late},
             messages_per_second=self._rates[0],

@@ -246,6 +246,37 @@ class SketchSet:
             samples=samples,
         )
 
+    def emptied(self, seed: int, clock: Mapping[str, Any] | None = None) -> SketchSet:
+        """An empty set of the same tables and settings, for what is counted from now on and merged later.
+
+        Its clock goes on where this one is: an empty clock would believe any date that comes first.
+
+        Args:
+            seed: of its samples; sets that are merged must not draw alike.
+            clock: that of another set (``clock``), taken in.
+
+        Raises:
+            SketchError: the clock is malformed or of another half-life.
+        """
+        fresh = SketchSet.of(self._specs, self.settings)
+        fresh._decay = copy.deepcopy(self._decay)
+        fresh._tables = [
+            tables.make_table(spec, choice, seed + index)
+            for index, (spec, choice) in enumerate(zip(self._specs, self._choices, strict=True))
+        ]
+        if clock is not None:
+            other = copy.deepcopy(self._decay)
+            try:
+                other.load(dict(clock))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise SketchError(f"malformed clock: {error!r}", remedy="run the same flexd on both sides") from error
+            fresh._decay.merge(other)
+        return fresh
+
+    def clock(self) -> dict[str, Any]:
+        """The event-time clock as JSON-able values, for ``emptied`` of another set."""
+        return self._decay.state()
+
     def merge(self, other: SketchSet) -> None:
         """Adds what another daemon has seen of other partitions; the other is left as it is.
 
