@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flexd
 from flexd.demo.model import NextItem, right_aligned
-from flexd.demo.trace import Batch, Batches, load_trace
 from flexd.stream.types import Sink
+from flexd.trace import Batch, Batches, load_trace
 
 ADAGRAD_EPS = 1e-4
 """Row-wise Adagrad divides a row's first gradient by its own size; where gradients cancel to rounding noise that would

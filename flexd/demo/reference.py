@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from flexd.demo.rank import ADAGRAD_EPS, RunSetup, features_of, loss_of
-from flexd.demo.trace import Batch, Batches
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.keyspace import KeySpace
 from flexd.layout import RankLayout
+from flexd.trace import Batch, Batches
 
 ID_BYTES = 8
 

@@ -10,7 +10,6 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,10 @@ from flexd.demo.processes import DaemonProcess, Ranks, run_reference
 from flexd.demo.rank import RunSetup
 from flexd.demo.screen import LiveView, print_summary
 from flexd.demo.summary import RunRecord, summarise, tolerance
-from flexd.demo.trace import Batches, Trace, load_trace, synthetic_trace
 from flexd.errors import FlexdError
 from flexd.topology.files import load_preset, write_cluster
-from flexd.topology.model import Cluster, LinkModel
+from flexd.topology.scale import scale_model
+from flexd.trace import Batches, Trace, load_trace, synthetic_trace
 
 HISTORY = 32
 DIM = 16
@@ -38,29 +37,6 @@ SCALE = 5_000
 it would there."""
 PLAN_SECONDS = 2.0
 STEP_SECONDS_LIMIT = 5.0
-
-
-def scale_model(cluster: Cluster, factor: float) -> Cluster:
-    """The same cluster with latencies divided by ``factor``: bytes and latencies keep their ratio."""
-
-    def scaled(link: LinkModel) -> LinkModel:
-        return replace(
-            link,
-            **{
-                name: replace(curve, latency_seconds=curve.latency_seconds / factor)
-                for name in ("all_to_all", "all_reduce", "all_gather")
-                for curve in [getattr(link, name)]
-            },
-        )
-
-    return replace(
-        cluster,
-        name=f"{cluster.name}-scale-model",
-        source=f"{cluster.source} Latencies divided by {factor:g}: a scale model for flexd's demo, whose steps move so "
-        "many times fewer bytes than a production step.",
-        intra_node=scaled(cluster.intra_node),
-        inter_node=scaled(cluster.inter_node),
-    )
 
 
 def _free_ports(count: int) -> list[int]:

@@ -19,12 +19,12 @@ from flexd.daemon.parts import make_cluster
 from flexd.daemon.plan_log import PlanLog
 from flexd.daemon.planning import Planning
 from flexd.daemon.training import TrainingMonitor
-from flexd.demo.runner import scale_model
 from flexd.errors import ControlError, PlanError
 from flexd.layout import RankLayout
 from flexd.placement import Placement
 from flexd.sketch.profile import Profile
 from flexd.sketch.table_set import SketchSet
+from flexd.topology.scale import scale_model
 
 ROWS = 2_000
 

@@ -14,12 +14,12 @@ from flexd.demo.model import NextItem, right_aligned
 from flexd.demo.options import DemoOptions
 from flexd.demo.processes import Ranks
 from flexd.demo.reference import ID_BYTES, RowWiseBaseline
-from flexd.demo.runner import scale_model
-from flexd.demo.trace import Batch
 from flexd.errors import ConfigError, FlexdError
 from flexd.keyspace import KeySpace, TableSpec
 from flexd.layout import RankLayout
 from flexd.topology.files import load_preset
+from flexd.topology.scale import scale_model
+from flexd.trace import Batch
 
 
 def test_sequences_are_aligned_to_the_right_and_padded_with_zeros() -> None:

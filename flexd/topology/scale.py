@@ -1,0 +1,40 @@
+"""A cluster scaled down to a rehearsal that moves fewer bytes than the job it stands for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flexd.errors import TopologyError
+from flexd.topology.model import Cluster, Collective, LinkModel
+
+
+def scale_model(cluster: Cluster, factor: float) -> Cluster:
+    """The same cluster with latencies divided by ``factor``: bytes and latencies keep their ratio.
+
+    Curves with several points keep their message sizes, so a scale model is exact for one-point curves only.
+
+    Raises:
+        TopologyError: the factor is not a number from 1 on.
+    """
+    if not 1 <= factor < float("inf"):
+        raise TopologyError(f"scale {factor!r}", remedy="give a factor of at least 1")
+    if factor == 1:
+        return cluster
+
+    def scaled(link: LinkModel) -> LinkModel:
+        curves = {
+            collective.value: replace(
+                link.curve(collective), latency_seconds=link.curve(collective).latency_seconds / factor
+            )
+            for collective in Collective
+        }
+        return replace(link, **curves)
+
+    return replace(
+        cluster,
+        name=f"{cluster.name}-scale-model",
+        source=f"{cluster.source} Latencies divided by {factor:g}: a scale model for runs whose steps move so many "
+        "times fewer bytes than a production step.",
+        intra_node=scaled(cluster.intra_node),
+        inter_node=scaled(cluster.inter_node),
+    )
