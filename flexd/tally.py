@@ -29,7 +29,7 @@ class Tally:
     messages: int = 0
     bytes: int = 0
     batches: int = 0
-    counts: IngestCounts = IngestCounts()
+    counts: IngestCounts = field(default_factory=IngestCounts)
     rejected: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: Tally) -> Tally:
