@@ -83,3 +83,11 @@ class ApiError(FlexdError):
     def __init__(self, message: str, *, status: int = 0, remedy: str = "") -> None:
         self.status = status
         super().__init__(message, remedy=remedy)
+
+
+class ScaleOutError(FlexdError):
+    """A follower and its leader cannot work together as asked. ``reason`` is a bounded label for metrics."""
+
+    def __init__(self, message: str, *, reason: str, remedy: str = "") -> None:
+        self.reason = reason
+        super().__init__(message, remedy=remedy)
