@@ -31,7 +31,7 @@ class TableChoice:
         failure_probability: see above.
         log2_width: of the count-min; 0 for dense.
         hot_rows: rows that can be listed one by one.
-        sampled_accesses: kept to estimate the tail of a count-min; 0 for dense.
+        sampled_accesses: kept to tell where accesses come from, and to estimate the tail of a count-min.
     """
 
     table: str
@@ -87,11 +87,15 @@ def choose(tables: Sequence[TableSpec], memory_bytes: int, max_hot_rows: int) ->
 
 
 def _dense_bytes(table: TableSpec) -> int:
-    return 4 * table.rows + DENSE_FIXED_BYTES
+    return 4 * table.rows + DENSE_FIXED_BYTES + AccessSample.bytes_of(_dense_sample_capacity(table))
 
 
 def _hot_capacity(table: TableSpec, log2_width: int, max_hot_rows: int) -> int:
     return max(1, min(max_hot_rows, (1 << log2_width) // 4, table.rows))
+
+
+def _dense_sample_capacity(table: TableSpec) -> int:
+    return min(16_384, max(256, table.rows // 128))
 
 
 def _sample_capacity(log2_width: int) -> int:
@@ -109,7 +113,8 @@ def _count_min_bytes(table: TableSpec, log2_width: int, max_hot_rows: int) -> in
 
 
 def _dense_choice(table: TableSpec, max_hot_rows: int) -> TableChoice:
-    return TableChoice(table.name, "dense", _dense_bytes(table), 0.0, 0.0, 0, min(max_hot_rows, table.rows), 0)
+    hot_rows = min(max_hot_rows, table.rows)
+    return TableChoice(table.name, "dense", _dense_bytes(table), 0.0, 0.0, 0, hot_rows, _dense_sample_capacity(table))
 
 
 def _count_min_choice(table: TableSpec, log2_width: int, max_hot_rows: int) -> TableChoice:

@@ -27,7 +27,7 @@ class Admission:
 
     Attributes:
         event_time_seconds: the time they count as (another than their own only if ``future_clamped``).
-        late: older than the newest event; weighted by their own time all the same.
+        late: older than the newest event by more than the allowance; weighted by their own time all the same.
         future_clamped: dated too far ahead, counted as of the newest event.
         relabel_half_lives: non-zero once, when the first event of the stream turns out to have been dated wrongly:
             everything counted so far moves this many half-lives back.
@@ -52,18 +52,25 @@ class ForwardDecay:
     Args:
         half_life_seconds: event time in which an access loses half its weight; None counts for ever (weight 1).
         max_future_seconds: accesses dated further ahead of the newest event are counted as of the newest event.
+        late_after_seconds: how much older than the newest event an access may be before it is called late. Ranks and
+            partitions interleave, so a little behind is the rule.
 
     Raises:
         SketchError: half-life under a millisecond or not finite, or a negative limit.
     """
 
-    def __init__(self, half_life_seconds: float | None, max_future_seconds: float) -> None:
+    def __init__(
+        self, half_life_seconds: float | None, max_future_seconds: float, late_after_seconds: float = 0.0
+    ) -> None:
         if half_life_seconds is not None and not MIN_HALF_LIFE_SECONDS <= half_life_seconds < math.inf:
             raise SketchError(f"half-life {half_life_seconds} s", remedy="give 0.001 seconds or more, or None")
         if not max_future_seconds >= 0:
             raise SketchError(f"future limit {max_future_seconds} s", remedy="give a non-negative number of seconds")
+        if not late_after_seconds >= 0:
+            raise SketchError(f"late after {late_after_seconds} s", remedy="give a non-negative number of seconds")
         self.half_life_seconds = half_life_seconds
         self.max_future_seconds = max_future_seconds
+        self.late_after_seconds = late_after_seconds
         self._newest = math.nan
         self._oldest = math.nan
         self._confirmed = False
@@ -110,7 +117,7 @@ class ForwardDecay:
             )
         self._confirmed = True
         self._oldest = min(self._oldest, time)
-        return Admission(time, late=True)
+        return Admission(time, late=self._late(time))
 
     def _admit_ahead(self, time: float) -> Admission:
         if time not in self._ahead:
@@ -122,10 +129,13 @@ class ForwardDecay:
         self._ahead.clear()
         self._confirmed = True
         if time <= self._newest + self.max_future_seconds:
-            late = time < self._newest
+            late = self._late(time)
             self._newest = max(self._newest, time)
             return Admission(time, late=late)
         return Admission(self._newest, future_clamped=True)
+
+    def _late(self, time: float) -> bool:
+        return time < self._newest - self.late_after_seconds
 
     def advance(self, to_event_time_seconds: float) -> None:
         """Moves the clock on without an event: an idle stream decays too. Earlier times do nothing."""

@@ -8,7 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.errors import SketchError
+from flexd.sketch.sources import TableSources
 
+Float32Array = npt.NDArray[np.float32]
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
@@ -29,7 +31,7 @@ class TableProfile:
         bin_rows: float64[k], rows in each bin (fractional where a sketch estimates the curve).
         distinct_rows: rows seen at all (estimate).
         coverage: share of ``weight`` that hot rows and bins together explain, 0-1.
-        source_node_share: float64[h, nodes] or None, by which node the accesses of each hot row come from.
+        sources: by which node the accesses come from, or None if the layout was not known.
     """
 
     table: str
@@ -44,7 +46,13 @@ class TableProfile:
     bin_rows: Float64Array
     distinct_rows: float
     coverage: float
-    source_node_share: Float64Array | None = None
+    sources: TableSources | None = None
+
+    @property
+    def source_node_share(self) -> Float32Array | None:
+        """float32[h, nodes], by which node the accesses of each hot row come from (``TableSources.share``); made when
+        it is asked for: take ``sources.share`` of the rows you need where there are many."""
+        return None if self.sources is None else self.sources.share(np.arange(len(self.hot_rows)))
 
     def __post_init__(self) -> None:
         listed = len(self.hot_rows)

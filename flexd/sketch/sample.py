@@ -1,4 +1,4 @@
-"""A bounded sample of accesses, weighted by their decayed weight: what the tail of a count-min table is read from."""
+"""A bounded sample of accesses with the ranks they came from, weighted by their decayed weight."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import numpy.typing as npt
 
 from flexd.errors import SketchError
 
+Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
+
+_SPARSE = 0.1
+"""Below this chance of an access to enter, the way to the next one is drawn instead of every access."""
+_MAX_RANK = 2**31 - 1
+_LEAST_DRAW = 5e-324
 
 
 class AccessSample:
@@ -19,8 +25,9 @@ class AccessSample:
     a reservoir*, IPL 2006; with forward decay as in Cormode et al. 2009, section 4).
 
     The share of anything that a sample of n shows has a standard error of ``sqrt(p (1 - p) / n)``, at most 0.2 % for
-    65,536. Keys are kept as logarithms, so they need no rescaling. Only the accesses that enter cost anything: their
-    number is drawn first (binomial), then which they are. Two samples merge into a sample of both streams.
+    65,536. Keys are kept as logarithms, so they need no rescaling. Only the accesses that enter cost anything: the
+    weight that passes until the next one enters is exponential and drawn in advance (the "exponential jumps" of the
+    same paper), so most messages are one comparison. Two samples merge into a sample of both streams.
 
     Args:
         capacity: accesses kept (up to twice that between trims).
@@ -32,89 +39,161 @@ class AccessSample:
             raise SketchError(f"sample of {capacity} accesses", remedy="keep at least one")
         self.capacity = capacity
         self._random = np.random.Generator(np.random.PCG64(seed))
-        self._rows: Int64Array = np.empty(0, dtype=np.int64)
-        self._keys: Float64Array = np.empty(0, dtype=np.float64)
+        self._rows: Int64Array = np.empty(2 * capacity, dtype=np.int64)
+        self._ranks: Int32Array = np.empty(2 * capacity, dtype=np.int32)
+        self._keys: Float64Array = np.empty(2 * capacity, dtype=np.float64)
+        self._count = 0
         self._limit = math.inf
         """Accesses with a key above it are not in the sample."""
+        self._gap = float(self._random.standard_exponential())
+        """What is left until the next access enters, in units of an access' chance to enter."""
+
+    def __len__(self) -> int:
+        return self._count
 
     @staticmethod
     def bytes_of(capacity: int) -> int:
-        """Memory of a full sample."""
-        return 2 * 16 * capacity
+        """Memory of a sample: row, rank and key of twice its capacity."""
+        return 2 * (8 + 4 + 8) * capacity
 
-    def add(self, rows: npt.NDArray[np.int32] | Int64Array, log_weight: float, table_rows: int) -> None:
-        """Offers accesses of one event time.
+    def add(
+        self, rows: npt.NDArray[np.int32] | Int64Array, source_rank: int, log_weight: float, table_rows: int
+    ) -> None:
+        """Offers accesses of one event time and one rank.
 
         Args:
             rows: int32[n] or int64[n]; ids outside ``0..table_rows`` are left out.
+            source_rank: where they come from; kept as -1 if it is no rank at all.
             log_weight: natural logarithm of their forward weight.
         """
-        step = max(4 * self.capacity, 65_536)
-        for start in range(0, len(rows), step):
-            self._add(rows[start : start + step], log_weight, table_rows)
-
-    def _add(self, rows: npt.NDArray[np.int32] | Int64Array, log_weight: float, table_rows: int) -> None:
-        n = len(rows)
-        power = self._limit + log_weight
-        chance = -math.expm1(-math.exp(power)) if power < 700 else 1.0
-        if chance >= 1.0:
-            picked = rows.astype(np.int64)
-        else:
-            picked = rows[self._random.integers(0, n, size=self._random.binomial(n, chance))].astype(np.int64)
-        picked = picked[(picked >= 0) & (picked < table_rows)]
-        if not len(picked):
+        chance = self._chance(log_weight)
+        if chance <= _SPARSE and len(rows) * chance <= self._gap:
+            self._gap -= len(rows) * chance
             return
-        # Exp(1) given that it is low enough to enter.
-        draws = -np.log1p(-chance * self._random.random(len(picked)))
-        keys = np.log(np.maximum(draws, 5e-324)) - log_weight
-        self._rows = np.concatenate([self._rows, picked])
-        self._keys = np.concatenate([self._keys, keys])
-        if len(self._rows) > 2 * self.capacity:
+        rank = source_rank if 0 <= source_rank <= _MAX_RANK else -1
+        for start in range(0, len(rows), self.capacity):
+            self._add(rows[start : start + self.capacity], rank, log_weight, table_rows)
+
+    def _chance(self, log_weight: float) -> float:
+        """Of an access to enter, to first order: the length of its part of the way that ``_gap`` measures."""
+        power = self._limit + log_weight
+        return math.exp(power) if power < 700 else math.inf
+
+    def _add(
+        self, rows: npt.NDArray[np.int32] | Int64Array, source_rank: int, log_weight: float, table_rows: int
+    ) -> None:
+        """At most ``capacity`` accesses."""
+        chance = self._chance(log_weight)
+        if chance <= _SPARSE:
+            entered, draws = self._jump(len(rows), chance)
+        else:
+            draws = self._random.standard_exponential(len(rows))
+            entered = np.flatnonzero(draws < chance)
+            draws = draws[entered]
+        picked = rows[entered].astype(np.int64)
+        inside = (picked >= 0) & (picked < table_rows)
+        self._append(
+            picked[inside],
+            np.full(int(inside.sum()), source_rank, dtype=np.int32),
+            np.log(np.maximum(draws[inside], _LEAST_DRAW)) - log_weight,
+        )
+
+    def _jump(self, accesses: int, chance: float) -> tuple[Int64Array, Float64Array]:
+        """(int64[k] which accesses enter, float64[k] their Exp(1) draws, all below ``chance``).
+
+        Each access owns ``chance`` of a way on which points lie at unit rate; it enters if a point lies on its part,
+        and the place of the first one there is its draw.
+        """
+        way = accesses * chance
+        if way <= self._gap:
+            self._gap -= way
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float64)
+        more = self._random.uniform(self._gap, way, size=self._random.poisson(way - self._gap))
+        points = np.concatenate([[self._gap], np.sort(more)])
+        self._gap = float(self._random.standard_exponential())
+        owner = np.minimum((points / chance).astype(np.int64), accesses - 1)
+        first = np.ones(len(owner), dtype=np.bool_)
+        np.not_equal(owner[1:], owner[:-1], out=first[1:])
+        owner, points = owner[first], points[first]
+        return owner, np.clip(points - owner * chance, 0.0, chance)
+
+    def _append(self, rows: Int64Array, ranks: Int32Array, keys: Float64Array) -> None:
+        if self._count + len(rows) > 2 * self.capacity:
             self._trim()
+            kept = keys <= self._limit
+            rows, ranks, keys = rows[kept], ranks[kept], keys[kept]
+        end = self._count + len(rows)
+        self._rows[self._count : end] = rows
+        self._ranks[self._count : end] = ranks
+        self._keys[self._count : end] = keys
+        self._count = end
 
     def rows(self) -> Int64Array:
         """int64[n] sampled accesses as row ids (a row that is accessed often is there often)."""
-        return self._rows
+        return self._rows[: self._count].copy()
+
+    def source_ranks(self) -> Int32Array:
+        """int32[n] the rank of each of ``rows``; -1 if it was none."""
+        return self._ranks[: self._count].copy()
 
     def relabel(self, log_weight_change: float) -> None:
         """Counts what is sampled so far as of a time whose accesses weigh ``exp(log_weight_change)`` times as much."""
-        self._keys = self._keys - log_weight_change
+        self._keys[: self._count] -= log_weight_change
         self._limit -= log_weight_change
 
     def merge(self, other: AccessSample) -> None:
-        self._limit = min(self._limit, other._limit)
-        rows, keys = np.concatenate([self._rows, other._rows]), np.concatenate([self._keys, other._keys])
-        kept = keys <= self._limit
-        self._rows, self._keys = rows[kept], keys[kept]
-        if len(self._rows) > 2 * self.capacity:
-            self._trim()
+        """Becomes a sample of both streams; the other is left as it is."""
+        limit = min(self._limit, other._limit)
+        rows, ranks, keys = (
+            np.concatenate([mine[: self._count], theirs[: other._count]])
+            for mine, theirs in (
+                (self._rows, other._rows), (self._ranks, other._ranks), (self._keys, other._keys),
+            )
+        )  # fmt: skip
+        best = np.flatnonzero(keys <= limit)
+        if len(best) > 2 * self.capacity:
+            best = np.sort(best[np.argpartition(keys[best], self.capacity - 1)[: self.capacity]])
+            limit = float(keys[best].max())
+        self._limit, self._count = limit, 0
+        self._append(rows[best], ranks[best], keys[best])
 
     def copy(self) -> AccessSample:
         twin = AccessSample(self.capacity, 0)
         twin._random.bit_generator.state = self._random.bit_generator.state
-        twin._rows, twin._keys, twin._limit = self._rows, self._keys, self._limit
+        twin._limit, twin._gap = self._limit, self._gap
+        twin._append(self._rows[: self._count], self._ranks[: self._count], self._keys[: self._count])
         return twin
 
     def state(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """(random state and limit, {``sample_rows`` int64[n], ``sample_keys`` float64[n]})."""
+        """(random state and limit, {``sample_rows`` int64[n], ``sample_ranks`` int32[n], ``sample_keys`` float64[n]}),
+        all copied."""
         random: Any = self._random.bit_generator.state
         inner = random["state"]
         meta = {
             "sample_limit": self._limit.hex(),
+            "sample_gap": self._gap.hex(),
             "sample_random": [f"{inner['state']:x}", f"{inner['inc']:x}"],
             "sample_random_half": [random["has_uint32"], random["uinteger"]],
         }
-        return meta, {"sample_rows": self._rows.copy(), "sample_keys": self._keys.copy()}
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "sample_rows": self.rows(),
+            "sample_ranks": self.source_ranks(),
+            "sample_keys": self._keys[: self._count].copy(),
+        }
+        return meta, arrays
 
     def load(self, meta: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], table_rows: int) -> None:
         """Takes over what ``state`` gave. Raises SketchError if it cannot be of this sample."""
-        rows, keys = arrays["sample_rows"], arrays["sample_keys"]
+        rows, ranks, keys = arrays["sample_rows"], arrays["sample_ranks"], arrays["sample_keys"]
+        gap = float.fromhex(meta["sample_gap"])
         fits = (
             rows.dtype == np.int64
+            and ranks.dtype == np.int32
             and keys.dtype == np.float64
-            and rows.shape == keys.shape
+            and rows.shape == ranks.shape == keys.shape == (len(rows),)
             and len(rows) <= 2 * self.capacity
-            and (len(rows) == 0 or (int(rows.min()) >= 0 and int(rows.max()) < table_rows))
+            and (len(rows) == 0 or (int(rows.min()) >= 0 and int(rows.max()) < table_rows and int(ranks.min()) >= -1))
+            and 0 <= gap < math.inf
         )
         if not fits:
             raise SketchError(f"saved sample does not fit {self.capacity} accesses", remedy="start from empty counters")
@@ -126,10 +205,16 @@ class AccessSample:
             "has_uint32": half_there,
             "uinteger": half,
         }
-        self._limit = float.fromhex(meta["sample_limit"])
-        self._rows, self._keys = rows.copy(), keys.copy()
+        self._limit, self._gap, self._count = float.fromhex(meta["sample_limit"]), gap, 0
+        self._append(rows, ranks, keys)
 
     def _trim(self) -> None:
-        best = np.sort(np.argpartition(self._keys, self.capacity - 1)[: self.capacity])
-        self._rows, self._keys = self._rows[best], self._keys[best]
-        self._limit = float(self._keys.max())
+        """Down to ``capacity``."""
+        if self._count <= self.capacity:
+            return
+        best = np.sort(np.argpartition(self._keys[: self._count], self.capacity - 1)[: self.capacity])
+        self._rows[: self.capacity] = self._rows[best]
+        self._ranks[: self.capacity] = self._ranks[best]
+        self._keys[: self.capacity] = self._keys[best]
+        self._count = self.capacity
+        self._limit = float(self._keys[: self.capacity].max())

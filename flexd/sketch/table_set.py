@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from flexd.errors import SketchError
 from flexd.keyspace import KeySpace, TableSpec
+from flexd.layout import RankLayout
 from flexd.sketch import budget, tables
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.decay import ForwardDecay
@@ -25,7 +26,7 @@ from flexd.sketch.tables import Arrays, TableSketch
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 _ROW_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
@@ -38,12 +39,14 @@ class SketchSettings:
         half_life_seconds: event time in which an access loses half its weight; None counts for ever.
         max_future_seconds: accesses dated further ahead of the newest event count as of the newest event.
         max_hot_rows: rows listed one by one in a profile, per table.
+        late_after_seconds: accesses older than the newest event by more than this are counted as late.
     """
 
     memory_bytes: int = 512 * 2**20
     half_life_seconds: float | None = 3600.0
     max_future_seconds: float = 300.0
     max_hot_rows: int = 1_000_000
+    late_after_seconds: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class SketchSet:
 
     Args:
         key_tables: the tables of the key space, in its order.
-        memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows: as in ``SketchSettings``.
+        memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds: as in
+            ``SketchSettings``.
 
     Raises:
         ConfigError: no tables, or two of the same name.
@@ -91,16 +95,17 @@ class SketchSet:
         half_life_seconds: float | None = SketchSettings.half_life_seconds,
         max_future_seconds: float = SketchSettings.max_future_seconds,
         max_hot_rows: int = SketchSettings.max_hot_rows,
+        late_after_seconds: float = SketchSettings.late_after_seconds,
     ) -> None:
         keyspace = KeySpace(key_tables)
         if max_hot_rows < 1:
             raise SketchError(f"max_hot_rows {max_hot_rows}", remedy="list at least one")
-        settings = SketchSettings(memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows)
+        settings = SketchSettings(memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds)
         self.settings = settings
         self.digest = keyspace.digest
         self._index = keyspace.index
         self._specs = keyspace.tables
-        self._decay = ForwardDecay(settings.half_life_seconds, settings.max_future_seconds)
+        self._decay = ForwardDecay(settings.half_life_seconds, settings.max_future_seconds, settings.late_after_seconds)
         self._choices = budget.choose(self._specs, settings.memory_bytes, settings.max_hot_rows)
         self._tables: list[TableSketch] = [
             tables.make_table(spec, choice, seed)
@@ -117,6 +122,7 @@ class SketchSet:
             settings.half_life_seconds,
             settings.max_future_seconds,
             settings.max_hot_rows,
+            settings.late_after_seconds,
         )
 
     def choices(self) -> tuple[TableChoice, ...]:
@@ -171,7 +177,7 @@ class SketchSet:
                 sketch.relabel(admission.relabel_half_lives)
         ids = rows if rows.dtype in _ROW_DTYPES else rows.astype(np.int64)
         negative, outside = self._tables[index].add(
-            np.ascontiguousarray(ids), admission.event_time_seconds, self._decay
+            np.ascontiguousarray(ids), source_rank, admission.event_time_seconds, self._decay
         )
         if sequence_lengths is not None:
             self._lengths.setdefault(index, KllQuantiles()).add(sequence_lengths)
@@ -214,6 +220,7 @@ class SketchSet:
         generation: int = 0,
         lag_messages: int = 0,
         guard: AbstractContextManager[Any] | None = None,
+        layout: RankLayout | None = None,
     ) -> Profile:
         """What the planner reads.
 
@@ -223,6 +230,7 @@ class SketchSet:
             generation, lag_messages: copied into the profile.
             guard: a lock that is entered again for each table, and held only while that table's counters are copied;
                 without it the caller keeps writers away.
+            layout: of the ranks as they are now, to tell source nodes; without it ``sources`` is None.
         """
         guard = guard or contextlib.nullcontext()
         with guard:
@@ -231,7 +239,7 @@ class SketchSet:
         for sketch in self._tables:
             with guard:
                 frozen = sketch.copy()
-            made.append(frozen.profile(decay, self.settings.max_hot_rows))
+            made.append(frozen.profile(decay, self.settings.max_hot_rows, layout))
         total = sum(table.weight for table in made)
         steps = [_accesses(table, total, accesses_per_step) for table in made]
         window = decay.newest_seconds - decay.oldest_seconds

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from typing import Any
+from dataclasses import replace
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from flexd.errors import SketchError
 from flexd.keyspace import TableSpec
+from flexd.layout import RankLayout
 from flexd.sketch import countmin, curve, dense, hotset
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.countmin import CountMin
@@ -21,6 +23,7 @@ from flexd.sketch.distinct import DistinctRows
 from flexd.sketch.hotset import HotSet
 from flexd.sketch.profile import TableProfile
 from flexd.sketch.sample import AccessSample
+from flexd.sketch.sources import read_sources
 
 RowArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Int64Array = npt.NDArray[np.int64]
@@ -35,16 +38,22 @@ _SIDE_LIST_CHECK_IDS = 65_536
 
 
 class TableSketch(ABC):
-    """Counters of one table in units of ``2^exponent`` (``ForwardDecay``); the exponent is None before any access."""
+    """Counters of one table in units of ``2^exponent`` (``ForwardDecay``; the exponent is None before any access), and
+    a sample of its accesses, which tells where they come from.
 
-    def __init__(self, spec: TableSpec) -> None:
+    Args:
+        seed: of the sample.
+    """
+
+    def __init__(self, spec: TableSpec, choice: TableChoice, seed: int) -> None:
         self.spec = spec
+        self._sample = AccessSample(choice.sampled_accesses, seed)
         self.exponent: int | None = None
         self.samples = 0
         """Accesses counted, undecayed."""
 
-    def add(self, rows: RowArray, event_time_seconds: float, decay: ForwardDecay) -> tuple[int, int]:
-        """Counts accesses of one event time.
+    def add(self, rows: RowArray, source_rank: int, event_time_seconds: float, decay: ForwardDecay) -> tuple[int, int]:
+        """Counts accesses of one event time and one rank.
 
         Args:
             rows: int32[n] or int64[n], contiguous.
@@ -57,6 +66,7 @@ class TableSketch(ABC):
         elif decay.needs_rescale(event_time_seconds, self.exponent):
             self._raise_to(decay.unit_exponent(event_time_seconds))
         negative, outside = self._count(rows, event_time_seconds, decay, self.exponent)
+        self._sample.add(rows, source_rank, decay.log_weight(event_time_seconds), self.spec.rows)
         self.samples += len(rows) - negative - outside
         return negative, outside
 
@@ -64,6 +74,7 @@ class TableSketch(ABC):
         """Counts everything so far as of this many half-lives earlier."""
         if self.exponent is not None:
             self.exponent -= half_lives
+        self._sample.relabel(-half_lives * math.log(2.0))
 
     def merge(self, other: TableSketch) -> None:
         """Adds the other's accesses to these; the other is left as it is.
@@ -85,12 +96,14 @@ class TableSketch(ABC):
         self._raise_to(exponent)
         self.exponent = exponent
         self._merge_counts(other)
+        self._sample.merge(other._sample)
         self.samples += other.samples
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """(JSON-able, arrays): all of it, copied."""
         meta, arrays = self._state()
-        return {"exponent": self.exponent, "samples": self.samples, **meta}, arrays
+        sample_meta, sample = self._sample.state()
+        return {"exponent": self.exponent, "samples": self.samples, **meta, **sample_meta}, {**arrays, **sample}
 
     def load(self, meta: dict[str, Any], arrays: Arrays) -> None:
         """Takes over what ``state`` gave.
@@ -100,6 +113,7 @@ class TableSketch(ABC):
             KeyError, TypeError, ValueError: fields are missing or malformed.
         """
         self._load(meta, arrays)
+        self._sample.load(meta, arrays, self.spec.rows)
         self.exponent = None if meta["exponent"] is None else int(meta["exponent"])
         self.samples = int(meta["samples"])
 
@@ -116,21 +130,37 @@ class TableSketch(ABC):
         return TableProfile(self.spec.name, self.spec.rows, 0.0, 0.0, no_rows, none, none, none, none, none, 0.0, 0.0)
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """Memory held now."""
+        return self._counter_bytes() + AccessSample.bytes_of(self._sample.capacity)
 
-    @abstractmethod
-    def copy(self) -> TableSketch:
+    def copy(self) -> Self:
         """A sketch that later changes of this one do not reach."""
+        twin = copy.copy(self)
+        twin._sample = self._sample.copy()
+        self._copy_counts(twin)
+        return twin
+
+    def profile(self, decay: ForwardDecay, max_hot_rows: int, layout: RankLayout | None = None) -> TableProfile:
+        """What the planner reads, with ``accesses_per_step`` 0; the sources only if a layout is given."""
+        profile = self._profile(decay, max_hot_rows)
+        if layout is None:
+            return profile
+        sources = read_sources(self._sample.rows(), self._sample.source_ranks(), profile.hot_rows, layout)
+        return replace(profile, sources=sources)
 
     @abstractmethod
     def query(self, rows: Int64Array, decay: ForwardDecay) -> Float64Array:
         """int64[n] rows of the table -> float64[n] decayed accesses (never too few)."""
 
     @abstractmethod
-    def profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile:
-        """What the planner reads, with ``accesses_per_step`` 0."""
+    def _profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile: ...
+
+    @abstractmethod
+    def _counter_bytes(self) -> int: ...
+
+    @abstractmethod
+    def _copy_counts(self, twin: Any) -> None: ...
 
     @abstractmethod
     def _count(self, rows: RowArray, time: float, decay: ForwardDecay, exponent: int) -> tuple[int, int]: ...
@@ -151,24 +181,21 @@ class TableSketch(ABC):
 class DenseTable(TableSketch):
     """Exact counters."""
 
-    def __init__(self, spec: TableSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: TableSpec, choice: TableChoice, seed: int) -> None:
+        super().__init__(spec, choice, seed)
         self._counter = DenseCounter(spec.rows)
 
-    @property
-    def nbytes(self) -> int:
+    def _counter_bytes(self) -> int:
         return self._counter.nbytes
 
-    def copy(self) -> DenseTable:
-        twin = copy.copy(self)
+    def _copy_counts(self, twin: DenseTable) -> None:
         twin._counter = self._counter.copy()
-        return twin
 
     def query(self, rows: Int64Array, decay: ForwardDecay) -> Float64Array:
         weight: Float64Array = self._counter.query(rows).astype(np.float64) * self._unit_weight(decay)
         return weight
 
-    def profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile:
+    def _profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile:
         read = curve.enumerate_rows(*self._counter.split(), max_hot_rows)
         if read.total_units == 0:
             return self._nothing()
@@ -213,43 +240,26 @@ class DenseTable(TableSketch):
 
 
 class CountMinTable(TableSketch):
-    """Count-min counters, with the rows that may be hot, a sample for the tail, and a distinct count.
-
-    Args:
-        seed: of the sample.
-    """
+    """Count-min counters, with the rows that may be hot and a distinct count; the sample gives the tail."""
 
     def __init__(self, spec: TableSpec, choice: TableChoice, seed: int) -> None:
-        super().__init__(spec)
+        super().__init__(spec, choice, seed)
         self._counter = CountMin(spec.rows, choice.log2_width)
         self._hot = HotSet(choice.hot_rows)
-        self._sample = AccessSample(choice.sampled_accesses, seed)
         self._distinct = DistinctRows()
 
-    @property
-    def nbytes(self) -> int:
-        return (
-            self._counter.nbytes
-            + HotSet.bytes_of(self._hot.capacity)
-            + AccessSample.bytes_of(self._sample.capacity)
-            + self._distinct.registers.nbytes
-        )
+    def _counter_bytes(self) -> int:
+        return self._counter.nbytes + HotSet.bytes_of(self._hot.capacity) + self._distinct.registers.nbytes
 
-    def relabel(self, half_lives: int) -> None:
-        super().relabel(half_lives)
-        self._sample.relabel(-half_lives * math.log(2.0))
-
-    def copy(self) -> CountMinTable:
-        twin = copy.copy(self)
+    def _copy_counts(self, twin: CountMinTable) -> None:
         twin._counter, twin._hot = self._counter.copy(), self._hot.copy()
-        twin._sample, twin._distinct = self._sample.copy(), self._distinct.copy()
-        return twin
+        twin._distinct = self._distinct.copy()
 
     def query(self, rows: Int64Array, decay: ForwardDecay) -> Float64Array:
         weight: Float64Array = self._counter.query(rows).astype(np.float64) * self._unit_weight(decay)
         return weight
 
-    def profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile:
+    def _profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile:
         total = float(self._counter.total_units)
         if total == 0:
             return self._nothing()
@@ -306,7 +316,6 @@ class CountMinTable(TableSketch):
             outside += beyond
             if hot.buffered + countmin.BLOCK_IDS > len(hot.buffer):
                 hot.absorb(self._counter.query)
-        self._sample.add(rows, decay.log_weight(time), self.spec.rows)
         return negative, outside
 
     def _rescale(self, bits: int) -> None:
@@ -316,32 +325,28 @@ class CountMinTable(TableSketch):
     def _merge_counts(self, other: CountMinTable) -> None:
         self._counter.merge(other._counter)
         self._hot.merge(other._hot, self._counter.query)
-        self._sample.merge(other._sample)
         self._distinct.merge(other._distinct)
 
     def _state(self) -> tuple[dict[str, Any], Arrays]:
         hot_meta, hot = self._hot.state()
-        sample_meta, sample = self._sample.state()
         meta = {
             "kind": "count_min",
             "log2_width": self._counter.log2_width,
             "total_units": self._counter.total_units,
             **hot_meta,
-            **sample_meta,
         }
         cells: Arrays = {"cells": self._counter.cells(), "registers": self._distinct.registers.copy()}
-        return meta, {**cells, **hot, **sample}
+        return meta, {**cells, **hot}
 
     def _load(self, meta: dict[str, Any], arrays: Arrays) -> None:
         self._counter.load(arrays["cells"], int(meta["total_units"]))
         self._distinct.load(arrays["registers"])
         self._hot.load(meta, arrays, self.spec.rows)
-        self._sample.load(meta, arrays, self.spec.rows)
 
 
 def make_table(spec: TableSpec, choice: TableChoice, seed: int) -> TableSketch:
     """An empty sketch of the chosen kind."""
-    return DenseTable(spec) if choice.kind == "dense" else CountMinTable(spec, choice, seed)
+    return DenseTable(spec, choice, seed) if choice.kind == "dense" else CountMinTable(spec, choice, seed)
 
 
 def warm_up() -> None:

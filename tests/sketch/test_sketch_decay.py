@@ -38,7 +38,7 @@ def test_counters_follow_the_formula_whatever_the_order(events, half_life):
     exact[0] = 2
     for row, time in events:
         counts = sketches.ingest("t", np.array([row], dtype=np.int64), 0, T0 + time)
-        assert counts.late == 1
+        assert counts.late == (T0 + time < newest + 1e-6 - 60)
         assert counts.accepted == 1
         exact[row] += 2.0 ** ((T0 + time - newest) / half_life)
     got = sketches.query("t", np.arange(8))
@@ -139,3 +139,42 @@ def test_clock_state_round_trip(times):
     twin.load(json.loads(json.dumps(decay.state())))
     assert twin.state() == decay.state()
     assert twin.admit(5000.0) == decay.admit(5000.0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(["dense", "count_min"]), st.floats(0.5, 5000.0), st.floats(0.0, 400.0))
+def test_an_idle_stream_decays_by_the_formula(kind: str, half_life: float, idle_seconds: float) -> None:
+    """Weight, profile and counters after ``advance`` are those before it times 2^-(idle / half-life)."""
+    rows = 8 if kind == "dense" else 3_000_000
+    sketches = SketchSet([TableSpec("t", rows, 4)], 2**20, half_life, 1e9)
+    assert sketches.choices()[0].kind == kind
+    times = T0 + np.linspace(0, half_life, 5)
+    for time in times:
+        sketches.ingest("t", np.array([1, 1, 2], dtype=np.int64), 0, float(time))
+    before = sketches.profile().tables[0]
+    sketches.advance(float(times[-1]) + idle_seconds)
+    sketches.advance(T0)
+    after = sketches.profile().tables[0]
+    factor = 2.0 ** (-idle_seconds / half_life)
+    now = float(times[-1]) + idle_seconds
+    closed_form = 3 * float((2.0 ** ((times - now) / half_life)).sum())
+    assert before.weight * factor == pytest.approx(after.weight, rel=1e-6)
+    assert after.weight == pytest.approx(closed_form, rel=1e-4)
+    assert sketches.query("t", np.array([1, 2, 3])) == pytest.approx(
+        [closed_form * 2 / 3, closed_form / 3, 0], rel=1e-4
+    )
+    assert np.array_equal(after.hot_rows, before.hot_rows)
+    assert after.hot_share == pytest.approx(before.hot_share)
+    assert sketches.profile().event_time_seconds == now
+
+
+def test_late_is_what_is_older_than_the_allowance() -> None:
+    sketches = _set(late_after_seconds=5.0)
+    one = np.zeros(3, dtype=np.int64)
+    assert sketches.ingest("t", one, 0, T0).late == 0
+    assert sketches.ingest("t", one, 0, T0 + 20).late == 0
+    assert sketches.ingest("t", one, 1, T0 + 15).late == 0, "ranks interleave"
+    assert sketches.ingest("t", one, 1, T0 + 14.9).late == 3
+    assert _set(late_after_seconds=0.0).ingest("t", one, 0, T0).late == 0
+    with pytest.raises(SketchError, match="late"):
+        _set(late_after_seconds=-1.0)

@@ -114,7 +114,7 @@ def test_sample_share_is_the_decayed_share_in_any_order_and_merged():
         for part in order:
             log_weight, row = streams[part]
             for _ in range(100):
-                sample.add(np.full(2000, row, dtype=np.int32), log_weight, 10)
+                sample.add(np.full(2000, row, dtype=np.int32), 0, log_weight, 10)
         return sample
 
     merged = sampled([0], 5)
@@ -129,16 +129,18 @@ def test_sample_is_repeatable_and_resumes_bit_by_bit():
     batches = [np.random.default_rng(i).integers(-5, 300, 777).astype(np.int32) for i in range(30)]
     whole, first = AccessSample(50, 9), AccessSample(50, 9)
     for batch in batches:
-        whole.add(batch, 0.1, 290)
+        whole.add(batch, int(batch[0]), 0.1, 290)
     for batch in batches[:13]:
-        first.add(batch, 0.1, 290)
+        first.add(batch, int(batch[0]), 0.1, 290)
     meta, arrays = first.state()
     resumed = AccessSample(50, 0)
     resumed.load(meta, arrays, 290)
     for batch in batches[13:]:
-        resumed.add(batch, 0.1, 290)
+        resumed.add(batch, int(batch[0]), 0.1, 290)
     assert np.array_equal(resumed._keys, whole._keys)
     assert np.array_equal(resumed.rows(), whole.rows())
+    assert np.array_equal(resumed.source_ranks(), whole.source_ranks())
+    assert resumed._gap == whole._gap
     assert whole.rows().min() >= 0
     assert whole.rows().max() < 290
 

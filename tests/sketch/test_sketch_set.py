@@ -37,7 +37,11 @@ def _batches(seed: int, count: int = 20) -> list[tuple[str, np.ndarray, float]]:
 
 
 def _feed(sketches: SketchSet, batches: list[tuple[str, np.ndarray, float]]) -> IngestCounts:
-    return sum((sketches.ingest(table, rows, 0, time) for table, rows, time in batches), IngestCounts())
+    ranks = (len(rows) * 7 % 5 for _, rows, _ in batches)
+    return sum(
+        (sketches.ingest(t, rows, rank, time) for (t, rows, time), rank in zip(batches, ranks, strict=True)),
+        IngestCounts(),
+    )
 
 
 def _exact(batches: list[tuple[str, np.ndarray, float]], half_life: float | None) -> dict[str, np.ndarray]:
@@ -78,6 +82,7 @@ def test_profile_against_exact_counts(half_life):
         total = table.hot_share.sum() + (table.bin_share * table.bin_rows).sum()
         assert total == pytest.approx(1.0, abs=0.05)
         assert table.coverage == pytest.approx(1.0, abs=0.05)
+        assert table.sources is None
         assert table.source_node_share is None
     assert small.hot_share.sum() + (small.bin_share * small.bin_rows).sum() == pytest.approx(1.0)
     assert np.array_equal(small.hot_lower, small.hot_upper)
@@ -112,7 +117,7 @@ def test_counts_say_what_became_of_every_access():
     assert sketches.newest_event_seconds == T0, "an unknown table does not move the clock"
     edges = np.array([-1, 0, LARGE.rows - 1, LARGE.rows], dtype=np.int32)
     got = sketches.ingest("large", edges, 0, T0 - 1)
-    assert got == IngestCounts(accepted=2, negative_row=1, row_out_of_range=1, late=2)
+    assert got == IngestCounts(accepted=2, negative_row=1, row_out_of_range=1)
     assert sketches.ingest("small", np.empty(0, dtype=np.int64), 0, T0) == IngestCounts()
     assert sketches.samples == 4
     for bad in (np.zeros(3), np.zeros((2, 2), dtype=np.int32)):
@@ -199,7 +204,7 @@ def test_state_of_other_tables_settings_or_damaged_is_refused():
     with pytest.raises(SketchError, match="other tables"):
         SketchSet.from_state(TABLES, dataclasses.replace(sketches.settings, half_life_seconds=51.0), meta, arrays)
     with pytest.raises(SketchError, match="format"):
-        SketchSet.from_state(TABLES, sketches.settings, {**meta, "format": 2}, arrays)
+        SketchSet.from_state(TABLES, sketches.settings, {**meta, "format": 99}, arrays)
     for name in arrays:
         with pytest.raises(SketchError):
             SketchSet.from_state(TABLES, sketches.settings, meta, {n: a for n, a in arrays.items() if n != name})

@@ -1,0 +1,201 @@
+"""From which nodes the accesses of a table's rows come, read from a sample of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.errors import SketchError
+from flexd.layout import RankLayout
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+
+_JACKKNIFE_GROUPS = 20
+_JACKKNIFE_CELLS = 1_000_000
+_LEAST_AFFINITY = 1e-4
+_LEAST_PRIOR_ACCESSES = 1e-2
+
+
+@dataclass(frozen=True)
+class TableSources:
+    """By node: the accesses of one table, and of its listed rows as far as the sample has any.
+
+    Kept sparse: the sample is bounded and most listed rows of a large table have none in it, so the memory does not
+    grow with listed rows x nodes.
+
+    Attributes:
+        node_share: float64[nodes], of the sampled accesses (the table's own node mix); all zero if there are none.
+        sampled_accesses: behind all of this; those of ranks outside the layout are not among them.
+        foreign_share: of the sampled accesses before that, 0-1.
+        hot_position: int64[e], which listed row (index into ``hot_rows``), ascending; with
+        hot_node: int32[e] and hot_accesses: float32[e] the sampled accesses of that row from that node.
+        prior_accesses: the weight of the table's mix against a row's own sampled accesses.
+        affinity: probability that two accesses of the same row come from the same node (the row being that of a random
+            access), above what the node mix alone gives, on a scale of 0 (rows come from anywhere) to 1 (every row
+            belongs to one node). Unbiased, so it may be a little below 0. 0 with one node, NaN if no row was sampled
+            twice.
+        affinity_error: its standard error (delete-a-group jackknife), NaN if unknown.
+        paired_share: of the sampled accesses, those of rows sampled at least twice: what the affinity was read from.
+    """
+
+    node_share: Float64Array
+    sampled_accesses: int
+    foreign_share: float
+    hot_position: Int64Array
+    hot_node: Int32Array
+    hot_accesses: Float32Array
+    prior_accesses: float
+    affinity: float
+    affinity_error: float
+    paired_share: float
+
+    def __post_init__(self) -> None:
+        if not len(self.hot_position) == len(self.hot_node) == len(self.hot_accesses):
+            raise SketchError("source nodes: arrays of the listed rows differ in length", remedy="report this profile")
+
+    @property
+    def nodes(self) -> int:
+        return len(self.node_share)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arrays."""
+        arrays = (self.node_share, self.hot_position, self.hot_node, self.hot_accesses)
+        return sum(array.nbytes for array in arrays)
+
+    def evidence(self, positions: Int64Array) -> Float32Array:
+        """int64[n] positions in the listed rows -> float32[n] sampled accesses of each."""
+        counts: Float32Array = self._counts(positions).sum(axis=1)
+        return counts
+
+    def share(self, positions: Int64Array) -> Float32Array:
+        """int64[n] positions in the listed rows -> float32[n, nodes], the share of each node in that row's accesses.
+
+        Posterior mean of a Dirichlet prior with the table's own mix as its mean and ``prior_accesses`` as its weight
+        (Gelman et al., *Bayesian Data Analysis*, 3rd ed., section 3.4): (counts + prior * mix) / (accesses + prior). A
+        row without sampled accesses gets the mix. The weight follows from the affinity: two draws from one
+        Dirichlet-multinomial agree beyond the mix with probability 1 / (prior + 1).
+        """
+        counts = self._counts(positions)
+        prior = self.prior_accesses * self.node_share
+        share: Float64Array = (counts + prior) / (counts.sum(axis=1, keepdims=True) + self.prior_accesses)
+        return share.astype(np.float32)
+
+    def _counts(self, positions: Int64Array) -> Float32Array:
+        wanted, where = np.unique(positions, return_inverse=True)
+        counts = np.zeros((len(wanted), self.nodes), dtype=np.float32)
+        if len(wanted):
+            at = np.minimum(np.searchsorted(wanted, self.hot_position), len(wanted) - 1)
+            found = wanted[at] == self.hot_position
+            # (row, node) pairs do not repeat.
+            counts[at[found], self.hot_node[found]] = self.hot_accesses[found]
+        result: Float32Array = counts[where.reshape(-1)]
+        return result
+
+
+def read_sources(rows: Int64Array, ranks: Int32Array, hot_rows: Int64Array, layout: RankLayout) -> TableSources:
+    """Source nodes of a sample, for the layout as it is now (the sample keeps ranks, so it outlives layouts).
+
+    Args:
+        rows, ranks: int64[n] row and int32[n] source rank of each sampled access.
+        hot_rows: int64[h] listed rows, any order, without repeats.
+    """
+    nodes = layout.nodes
+    known = (ranks >= 0) & (ranks < layout.world_size)
+    total = len(rows)
+    rows, node = rows[known], (ranks[known] // layout.local_ranks).astype(np.int32)
+    mix = np.bincount(node, minlength=nodes).astype(np.float64)
+    seen, row_of = np.unique(rows, return_inverse=True)
+    pairs, pair_of = np.unique(row_of.reshape(-1) * nodes + node, return_inverse=True)
+    pair_row, pair_node = pairs // nodes, (pairs % nodes).astype(np.int32)
+    accesses = np.bincount(pair_of.reshape(-1), minlength=len(pairs)).astype(np.float64)
+
+    position = _positions(seen, hot_rows)[pair_row]
+    listed = np.flatnonzero(position >= 0)
+    listed = listed[np.argsort(position[listed], kind="stable")]
+    affinity, error = _affinity(pair_of.reshape(-1), accesses, pair_row, pair_node, nodes)
+    twice = np.bincount(pair_row, weights=accesses, minlength=len(seen))
+    prior = 1 / max(affinity, _LEAST_AFFINITY) - 1 if math.isfinite(affinity) else 1 / _LEAST_AFFINITY - 1
+    return TableSources(
+        node_share=mix / max(1.0, mix.sum()),
+        sampled_accesses=len(rows),
+        foreign_share=1 - len(rows) / total if total else 0.0,
+        hot_position=position[listed],
+        hot_node=pair_node[listed],
+        hot_accesses=accesses[listed].astype(np.float32),
+        prior_accesses=max(prior, _LEAST_PRIOR_ACCESSES),
+        affinity=affinity,
+        affinity_error=error,
+        paired_share=float(twice[twice >= 2].sum()) / len(rows) if len(rows) else 0.0,
+    )
+
+
+def _positions(seen: Int64Array, hot_rows: Int64Array) -> Int64Array:
+    """int64[s] ascending rows -> int64[s] where each stands in ``hot_rows``, -1 if it does not."""
+    position = np.full(len(seen), -1, dtype=np.int64)
+    if len(seen) and len(hot_rows):
+        # The sample is the shorter one: searching the listed rows in it needs no sort of a million rows.
+        at = np.minimum(np.searchsorted(seen, hot_rows), len(seen) - 1)
+        found = np.flatnonzero(seen[at] == hot_rows)
+        position[at[found]] = found
+    return position
+
+
+def _affinity(
+    pair_of: Int64Array, accesses: Float64Array, pair_row: Int64Array, pair_node: Int32Array, nodes: int
+) -> tuple[float, float]:
+    """(affinity, standard error) of sampled accesses.
+
+    Args:
+        pair_of: int64[n], the (row, node) pair of each access.
+        accesses: float64[p] of each pair; pairs ascend by row.
+        pair_row, pair_node: [p].
+    """
+    if nodes == 1:
+        return 0.0, 0.0
+    if not len(pair_of):
+        return math.nan, math.nan
+    whole = float(_affinities(accesses[None, :], pair_row, pair_node)[0])
+    if not math.isfinite(whole) or len(pair_of) < 2 * _JACKKNIFE_GROUPS:
+        return whole, math.nan
+    # Delete-a-group jackknife (Wolter, Introduction to Variance Estimation, 2nd ed., section 4.2). Which group an
+    # access is in must not follow its time: accesses of one message would leave together.
+    group = np.random.Generator(np.random.PCG64(0)).integers(0, _JACKKNIFE_GROUPS, len(pair_of))
+    without: list[Float64Array] = []
+    at_once = max(1, _JACKKNIFE_CELLS // len(accesses))
+    for first in range(0, _JACKKNIFE_GROUPS, at_once):
+        groups = min(at_once, _JACKKNIFE_GROUPS - first)
+        mine = (group >= first) & (group < first + groups)
+        cells = (group[mine] - first) * len(accesses) + pair_of[mine]
+        left_out = np.bincount(cells, minlength=groups * len(accesses)).reshape(groups, len(accesses))
+        without.append(_affinities(accesses - left_out, pair_row, pair_node))
+    spread = np.concatenate(without)
+    variance = (_JACKKNIFE_GROUPS - 1) / _JACKKNIFE_GROUPS * float(((spread - spread.mean()) ** 2).sum())
+    return whole, math.sqrt(variance)
+
+
+def _affinities(accesses: Float64Array, pair_row: Int64Array, pair_node: Int32Array) -> Float64Array:
+    """float64[g, p] accesses of each pair in each of g samples -> float64[g] affinity."""
+    first_of_row = np.flatnonzero(np.diff(pair_row, prepend=-1))
+    of_row = np.add.reduceat(accesses, first_of_row, axis=1)
+    same = np.add.reduceat(accesses * (accesses - 1), first_of_row, axis=1)
+    twice = of_row >= 2
+    # One of a row's n accesses, and another of them: same-node pairs / (n - 1), each access counting once.
+    agreeing = np.where(twice, same / np.where(twice, of_row - 1, 1), 0.0).sum(axis=1)
+    asked = np.where(twice, of_row, 0.0).sum(axis=1)
+    by_node = np.argsort(pair_node, kind="stable")
+    first_of_node = np.flatnonzero(np.diff(pair_node[by_node], prepend=-1))
+    of_node = np.add.reduceat(accesses[:, by_node], first_of_node, axis=1)
+    total = of_node.sum(axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        by_chance = (of_node * (of_node - 1)).sum(axis=1) / (total * (total - 1))
+        affinity: Float64Array = (agreeing / asked - by_chance) / (1 - by_chance)
+    # All accesses come from one node: there is nothing to follow.
+    affinity[(by_chance >= 1) & (asked > 0)] = 0.0
+    return affinity

@@ -1,0 +1,198 @@
+"""Where accesses come from: the sample that carries ranks, the shares by node, the affinity of a table."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.errors import SketchError
+from flexd.keyspace import TableSpec
+from flexd.layout import RankLayout
+from flexd.sketch.sample import AccessSample
+from flexd.sketch.sources import TableSources, read_sources
+from flexd.sketch.table_set import SketchSet
+
+LAYOUT = RankLayout(4, 2)
+T0 = 1.7e9
+
+
+def _accesses(n: int, rows: int, local_share: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Zipf accesses; of each row a share comes from the node ``row % nodes``, the rest from any rank."""
+    rng = np.random.default_rng(seed)
+    weights = np.arange(1, rows + 1) ** -1.05
+    row = rng.choice(rows, n, p=weights / weights.sum())
+    anywhere = rng.integers(0, LAYOUT.world_size, n)
+    own = (row % LAYOUT.nodes) * LAYOUT.local_ranks + rng.integers(0, LAYOUT.local_ranks, n)
+    return row.astype(np.int64), np.where(rng.random(n) < local_share, own, anywhere).astype(np.int32)
+
+
+def _sets(sketches: SketchSet, row: np.ndarray, rank: np.ndarray, parts: int = 40) -> None:
+    for part, (rows, ranks) in enumerate(zip(np.array_split(row, parts), np.array_split(rank, parts), strict=True)):
+        for one in range(LAYOUT.world_size):
+            sketches.ingest("t", rows[ranks == one], one, T0 + part)
+
+
+@pytest.mark.parametrize("local_share", [0.0, 0.5, 1.0])
+def test_affinity_is_unbiased_and_knows_its_error(local_share: float) -> None:
+    """Two accesses of a row agree with (s + (1-s)/N)^2 + (N-1) ((1-s)/N)^2: above chance s^2."""
+    figures = []
+    for seed in range(30):
+        row, rank = _accesses(4_000, 3_000, local_share, seed)
+        figures.append(read_sources(row, rank, np.arange(100), LAYOUT))
+    affinity = np.array([figure.affinity for figure in figures])
+    errors = np.array([figure.affinity_error for figure in figures])
+    assert affinity.mean() == pytest.approx(local_share**2, abs=4 * affinity.std(ddof=1) / np.sqrt(30) + 2e-3)
+    if local_share < 1:
+        assert np.mean(errors) == pytest.approx(affinity.std(ddof=1), rel=0.6)
+        assert affinity.std() > 0
+    else:
+        assert affinity == pytest.approx(np.ones(30))
+    assert all(0.2 < figure.paired_share < 1 for figure in figures)
+
+
+def test_shares_of_a_row_follow_its_accesses_and_fall_back_on_the_mix() -> None:
+    row, rank = _accesses(60_000, 500, 0.7)
+    hot = np.array([3, 0, 400, 9_999])
+    sources = read_sources(row, rank, hot, LAYOUT)
+    share = sources.share(np.array([1, 0, 3, 1]))
+    assert share.dtype == np.float32
+    assert share.sum(axis=1) == pytest.approx(np.ones(4))
+    assert np.array_equal(share[0], share[3])
+    expected = np.full(4, 0.3 / 4)
+    assert share[0] == pytest.approx(expected + 0.7 * (np.arange(4) == 0), abs=0.02), "row 0 is of node 0"
+    assert share[1] == pytest.approx(expected + 0.7 * (np.arange(4) == 3), abs=0.03), "row 3 is of node 3"
+    assert share[2] == pytest.approx(sources.node_share), "a row never sampled has the table's mix"
+    evidence = sources.evidence(np.arange(4))
+    assert evidence[0] == (row == 3).sum()
+    assert evidence[3] == 0
+    assert (np.diff(sources.hot_position) >= 0).all()
+    assert sources.sampled_accesses == 60_000
+    assert sources.node_share == pytest.approx(np.bincount(rank // 2, minlength=4) / 60_000)
+
+
+def test_a_table_without_affinity_does_not_believe_single_rows() -> None:
+    row, rank = _accesses(20_000, 2_000, 0.0)
+    sources = read_sources(row, rank, np.arange(2_000), LAYOUT)
+    assert abs(sources.affinity) < 4 * sources.affinity_error
+    share = sources.share(np.arange(200, 2_000))
+    assert np.abs(share - sources.node_share).max() < 0.12
+    local = read_sources(*_accesses(20_000, 2_000, 1.0), np.arange(2_000), LAYOUT)
+    assert local.prior_accesses < 0.1
+    seen = local.evidence(np.arange(2_000)) > 0
+    assert (local.share(np.flatnonzero(seen)).max(axis=1) > 0.9).all()
+
+
+def test_layouts_change_after_the_fact() -> None:
+    row, rank = _accesses(30_000, 300, 1.0)
+    four, two = read_sources(row, rank, np.arange(5), LAYOUT), read_sources(row, rank, np.arange(5), RankLayout(2, 4))
+    assert (four.nodes, two.nodes) == (4, 2)
+    assert two.share(np.arange(5))[:, 0] == pytest.approx(four.share(np.arange(5))[:, :2].sum(axis=1), abs=0.01)
+    fewer = read_sources(row, rank, np.arange(5), RankLayout(2, 2))
+    assert fewer.foreign_share == pytest.approx((rank >= 4).mean())
+    assert fewer.sampled_accesses == (rank < 4).sum()
+    one = read_sources(row, rank, np.arange(5), RankLayout(1, 8))
+    assert (one.affinity, one.affinity_error) == (0.0, 0.0)
+    assert np.array_equal(one.share(np.arange(5)), np.ones((5, 1), dtype=np.float32))
+
+
+def test_little_or_nothing_seen() -> None:
+    nothing = read_sources(np.empty(0, np.int64), np.empty(0, np.int32), np.arange(3), LAYOUT)
+    assert np.isnan(nothing.affinity)
+    assert nothing.sampled_accesses == 0
+    assert nothing.share(np.arange(3)).shape == (3, 4)
+    assert np.isfinite(nothing.share(np.arange(3))).all()
+    once = read_sources(np.arange(50), np.zeros(50, np.int32), np.arange(3), LAYOUT)
+    assert np.isnan(once.affinity), "no row was seen twice"
+    one_node = read_sources(np.zeros(50, np.int64), np.zeros(50, np.int32), np.arange(3), LAYOUT)
+    assert one_node.affinity == 0.0, "all rows come from the same node: nothing sets them apart"
+    with pytest.raises(SketchError):
+        TableSources(
+            np.ones(1), 1, 0.0, np.zeros(1, np.int64), np.zeros(2, np.int32), np.zeros(1, np.float32), 1, 0, 0, 0
+        )
+
+
+@pytest.mark.parametrize("memory", [2**22, 400_000])
+def test_a_profile_tells_the_nodes_of_its_hot_rows(memory: int) -> None:
+    """Dense and count-min; after merging two daemons' halves and after a snapshot too."""
+    tables = [TableSpec("t", 200_000, 4)]
+    row, rank = _accesses(200_000, 200_000, 0.8)
+    whole, a, b = (SketchSet(tables, memory, 1000.0) for _ in range(3))
+    assert whole.choices()[0].kind == ("dense" if memory == 2**22 else "count_min")
+    assert whole.nbytes <= memory
+    _sets(whole, row, rank)
+    _sets(a, row[::2], rank[::2])
+    _sets(b, row[1::2], rank[1::2])
+    a.merge(b)
+    meta, arrays = a.state()
+    restored = SketchSet.from_state(tables, a.settings, json.loads(json.dumps(meta)), arrays)
+    for sketches in (whole, restored):
+        (table,) = sketches.profile(layout=LAYOUT).tables
+        assert table.sources is not None
+        assert table.sources.affinity == pytest.approx(0.64, abs=5 * table.sources.affinity_error)
+        assert table.sources.affinity_error < 0.05
+        share = table.sources.share(np.arange(20))
+        assert (share.argmax(axis=1) == table.hot_rows[:20] % 4).all()
+        assert share.max(axis=1).mean() == pytest.approx(0.85, abs=0.05)
+        assert table.sources.nbytes < memory / 4
+    assert whole.profile().tables[0].sources is None
+    dense = whole.profile(layout=LAYOUT).tables[0]
+    assert dense.source_node_share is not None
+    assert dense.source_node_share.shape == (len(dense.hot_rows), 4)
+
+
+def test_old_accesses_fade_from_the_shares() -> None:
+    """A row that has moved to another node is where it is now, after a few half-lives."""
+    sketches = SketchSet([TableSpec("t", 1_000, 4)], 2**20, 10.0)
+    rng = np.random.default_rng(0)
+    for second in range(120):
+        for message in range(4):
+            rank = 0 if second < 60 else 7
+            sketches.ingest("t", rng.integers(0, 3, 2_000), rank, T0 + second + message / 4)
+    (table,) = sketches.profile(layout=LAYOUT).tables
+    assert table.source_node_share is not None
+    assert table.source_node_share[:3, 3] == pytest.approx(np.full(3, 1.0), abs=0.05)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**30), st.sampled_from([1, 7, 40, 1_000]), st.floats(-2.0, 2.0))
+def test_sampled_keys_have_the_distribution_of_the_lowest(seed: int, capacity: int, log_weight: float) -> None:
+    """Of n equal accesses the k-th lowest of n exponentials / weight is near k / n / weight, jumps or not."""
+    sample = AccessSample(capacity, seed)
+    n = 40_000
+    for start in range(0, n, 500):
+        sample.add(np.arange(start, start + 500), 1, log_weight, n)
+    rows = sample.rows()
+    assert len(np.unique(rows)) == len(rows) == len(sample) <= 2 * capacity
+    keys = np.sort(sample._keys[: len(sample)])
+    assert (keys <= sample._limit).all()
+    expected = len(rows) / n * np.exp(-log_weight)
+    assert abs(np.exp(keys[-1]) / expected - 1) < 6 / np.sqrt(len(rows)) + 0.1 or len(rows) < 4
+    if capacity == 1_000:
+        # Any part of the stream is sampled alike.
+        assert abs((rows < n / 4).mean() - 0.25) < 6 * np.sqrt(0.1875 / len(rows))
+        draws = np.exp(keys) / np.exp(sample._limit)
+        assert abs(draws.mean() - 0.5) < 6 / np.sqrt(12 * len(rows)) + 0.02
+
+
+def test_most_messages_cost_no_draw() -> None:
+    sample = AccessSample(16, 0)
+    state = 0
+    unchanged = 0
+    rows = np.zeros(100, dtype=np.int64)
+    for _ in range(2_000):
+        sample.add(rows, 0, 0.0, 1)
+        now = sample._random.bit_generator.state["state"]["state"]
+        unchanged += now == state
+        state = now
+    assert unchanged > 1_800
+
+
+def test_ranks_that_are_none_are_kept_as_such() -> None:
+    sample = AccessSample(10, 0)
+    for rank in (-5, 2**40, 3):
+        sample.add(np.zeros(2, dtype=np.int64), rank, 0.0, 1)
+    assert sorted(sample.source_ranks().tolist()) == [-1, -1, -1, -1, 3, 3]
