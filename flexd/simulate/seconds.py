@@ -1,0 +1,46 @@
+"""What collectives take: the cluster's curves at the size of the busiest rank's message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.simulate.traffic import INTER, INTRA, CollectiveBytes, Part
+from flexd.topology.model import Cluster, Collective, Link
+
+Float64Array = npt.NDArray[np.float64]
+
+_LINKS = {INTRA: Link.INTRA_NODE, INTER: Link.INTER_NODE}
+
+
+def exposed_share(cluster: Cluster) -> Float64Array:
+    """float64 [parts]: what compute does not hide. Rows are copied between steps, so a migration is never hidden."""
+    exposed = cluster.exposed
+    return np.array([exposed.forward, exposed.forward, exposed.backward, exposed.sync, exposed.sync, 1.0])
+
+
+class Clock:
+    """Prices collectives on a cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.exposed_share = exposed_share(cluster)
+
+    def seconds(self, collectives: Sequence[CollectiveBytes]) -> Float64Array:
+        """float64 [parts]: collectives follow one another; each waits for its busiest rank."""
+        total = np.zeros(len(Part))
+        for one in collectives:
+            total[one.part] += self._one(one)
+        return total
+
+    def _one(self, one: CollectiveBytes) -> float:
+        """Latency, and the transfer. A collective over both links uses them at the same time: the slower counts."""
+        latency = self._cluster.curve(_LINKS[one.link], one.collective).latency_seconds
+        return latency + max(self._transfer(one.collective, link, float(one.peak[link])) for link in _LINKS)
+
+    def _transfer(self, collective: Collective, link: int, message_bytes: float) -> float:
+        if message_bytes == 0:
+            return 0.0
+        return message_bytes / self._cluster.curve(_LINKS[link], collective).bandwidth(message_bytes)

@@ -1,0 +1,65 @@
+"""What one step looks up: the distinct rows of every rank, of every node and of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.layout import RankLayout
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StepKeys:
+    """The id sets of one step, worked out once for all strategies. All arrays are int64.
+
+    A *pair* is a row that a rank looks up, a *node pair* a row that any rank of a node looks up.
+
+    Attributes:
+        rank, count: [pairs], which rank, and how often it looks the row up; pairs stand rank by rank.
+        node: [node pairs], which node.
+        pair_row, node_row: of pairs and node pairs, index into ``rows``.
+        pair_node: [pairs], index of the node pair that a pair belongs to.
+        rows: [distinct rows], keys, ascending.
+    """
+
+    rank: Int64Array
+    count: Int64Array
+    node: Int64Array
+    pair_row: Int64Array
+    node_row: Int64Array
+    pair_node: Int64Array
+    rows: Int64Array
+
+    @staticmethod
+    def of(keys: Sequence[Int64Array], layout: RankLayout) -> StepKeys:
+        """``keys``: by rank, int64 [n] keys looked up, in any order, repeats as often as they are looked up."""
+        ranks = [np.unique(mine, return_counts=True) for mine in keys]
+        nodes = [
+            np.unique(np.concatenate([ranks[rank][0] for rank in layout.node_ranks(node)]))
+            for node in range(layout.nodes)
+        ]
+        rows = np.unique(np.concatenate(nodes))
+        first = np.cumsum([0, *(len(node) for node in nodes)])
+        return StepKeys(
+            rank=np.repeat(np.arange(len(ranks)), [len(unique) for unique, _ in ranks]),
+            count=np.concatenate([count for _, count in ranks]).astype(np.int64, copy=False),
+            node=np.repeat(np.arange(len(nodes)), [len(node) for node in nodes]),
+            pair_row=np.concatenate([np.searchsorted(rows, unique) for unique, _ in ranks]),
+            node_row=np.concatenate([np.searchsorted(rows, node) for node in nodes]),
+            pair_node=np.concatenate(
+                [
+                    np.searchsorted(nodes[layout.node_of(rank)], unique) + first[layout.node_of(rank)]
+                    for rank, (unique, _) in enumerate(ranks)
+                ]
+            ),
+            rows=rows,
+        )
+
+    @property
+    def accesses(self) -> int:
+        return int(self.count.sum())

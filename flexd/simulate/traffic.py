@@ -1,0 +1,324 @@
+"""The bytes of one step, counted from its id sets exactly as ``flexd.embedding`` counts what it sends.
+
+A step is a row of collectives. Of each it is counted what every rank sends to other ranks, by link; what a rank keeps
+for itself costs nothing. The sizes exchange that precedes the ids is counted too (8 bytes a peer and dim-group, and 16
+for the agreement).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.keyspace import DTYPE_BYTES, KeySpace
+from flexd.layout import RankLayout, Tier
+from flexd.placement import Delta, Placement
+from flexd.simulate.step import StepKeys
+from flexd.topology.model import Collective
+
+Int64Array = npt.NDArray[np.int64]
+UInt8Array = npt.NDArray[np.uint8]
+BoolArray = npt.NDArray[np.bool_]
+
+ID_BYTES = 8
+AGREEMENT_NUMBERS = 2
+"""Chunk version and fault, which travel with the sizes."""
+INTRA, INTER = 0, 1
+"""Links: the last axis of all byte arrays."""
+
+
+class Part(IntEnum):
+    """The parts of a step's communication."""
+
+    IDS = 0
+    """Sizes and requested keys."""
+    FORWARD = 1
+    """Row values on their way back."""
+    BACKWARD = 2
+    """Gradients on their way to the home rank."""
+    SYNC_MASK = 3
+    """Which replicated rows were touched: one bit a row."""
+    SYNC_ROWS = 4
+    """Gradients of the touched replicated rows."""
+    MIGRATION = 5
+    """Rows and optimizer state copied to new replicas."""
+
+
+EXCHANGE = (Part.IDS, Part.FORWARD, Part.BACKWARD)
+SYNC = (Part.SYNC_MASK, Part.SYNC_ROWS)
+
+
+class Routing(Enum):
+    """How a looked-up row is found."""
+
+    CHAIN = "chain"
+    """Self, node owner, home, each row once a station: what flexd runs."""
+    DIRECT = "direct"
+    """The nearest copy, every access by itself: un-pooled row-wise sharding, and FlexShard (arXiv 2301.02959)."""
+    DIRECT_DEDUP = "direct_dedup"
+    """The nearest copy, each row once a rank."""
+
+
+@dataclass(frozen=True)
+class CollectiveBytes:
+    """One collective.
+
+    Attributes:
+        part: which part of the step.
+        collective: whose bandwidth curve prices it.
+        link: the farthest link it takes, whose latency it has.
+        sent: int64 [ranks, 2], bytes sent to other ranks, by link.
+        peak: int64 [2], by link, the most that any rank sends or receives.
+    """
+
+    part: Part
+    collective: Collective
+    link: int
+    sent: Int64Array
+    peak: Int64Array
+
+
+def _even(part: Part, collective: Collective, link: int, sent: Int64Array) -> CollectiveBytes:
+    """A collective in which every rank receives what it sends."""
+    return CollectiveBytes(part, collective, link, sent, sent.max(axis=0))
+
+
+class TrafficCounter:
+    """Counts for one key space and layout."""
+
+    def __init__(self, keyspace: KeySpace, layout: RankLayout) -> None:
+        self._keyspace = keyspace
+        self._layout = layout
+        specs = [keyspace.tables[group.tables[0]] for group in keyspace.groups]
+        self._row_bytes = np.array([spec.row_bytes for spec in specs], dtype=np.int64)
+        self._moved_bytes = np.array([spec.row_bytes + spec.state_bytes for spec in specs], dtype=np.int64)
+        self._dims = np.array([spec.dim for spec in specs], dtype=np.int64)
+        self._dtypes = [spec.dtype for spec in specs]
+        ranks = np.arange(layout.world_size)
+        self._farthest = INTER if layout.nodes > 1 else INTRA
+        self._node_of, self._local_of = ranks // layout.local_ranks, ranks % layout.local_ranks
+
+    def step(self, keys: StepKeys, placement: Placement, routing: Routing) -> list[CollectiveBytes]:
+        """The collectives of one training step, forward, backward and synchronisation, in the order they run."""
+        tiers = placement.tiers_of(keys.rows)
+        if routing is Routing.CHAIN:
+            exchange = self._chain(keys, tiers)
+        else:
+            exchange = self._direct(keys, tiers, dedup=routing is Routing.DIRECT_DEDUP)
+        return [*exchange, *self._sync(keys, tiers, placement)]
+
+    def _chain(self, keys: StepKeys, tiers: UInt8Array) -> list[CollectiveBytes]:
+        """``Router.find``, ``fetch`` and ``push`` over the hops to the node owner and to the home."""
+        layout = self._layout
+        nodes, local_ranks, world = layout.nodes, layout.local_ranks, layout.world_size
+        home_of, local_of = keys.rows % world, keys.rows % local_ranks
+        row, tier = keys.pair_row, tiers[keys.pair_row]
+        held = (home_of[row] == keys.rank) | ((tier == Tier.DEVICE) & (world > 1))
+        held |= (tier == Tier.NODE) & (nodes > 1) & (local_of[row] == self._local_of[keys.rank])
+        asked = np.flatnonzero(~held)
+        hops: list[_Hop] = []
+        if local_ranks > 1:
+            source = keys.rank[asked]
+            owner = self._node_of[source] * local_ranks + local_of[row[asked]]
+            hops.append(self._hop(source, owner, row[asked], keys, INTRA, local_ranks))
+        if nodes > 1:
+            # The node owner merges the requests of its node; with one rank a node it is the rank itself.
+            wanted = np.zeros(len(keys.node), dtype=np.bool_)
+            wanted[keys.pair_node[asked]] = True
+            owner = keys.node * local_ranks + local_of[keys.node_row]
+            wanted &= (home_of[keys.node_row] != owner) & (tiers[keys.node_row] == Tier.HOME)
+            row = keys.node_row[wanted]
+            hops.append(self._hop(owner[wanted], home_of[row], row, keys, INTER, nodes))
+        found = [part for hop in hops for part in (hop.sizes, hop.ids)]
+        return [*found, *(hop.rows for hop in reversed(hops)), *(hop.grads for hop in hops)]
+
+    def _direct(self, keys: StepKeys, tiers: UInt8Array, *, dedup: bool) -> list[CollectiveBytes]:
+        """One all-to-all over the world: each rank asks the nearest rank that has a copy."""
+        layout = self._layout
+        world, local_ranks = layout.world_size, layout.local_ranks
+        if world == 1:
+            return []
+        key, tier = keys.rows[keys.pair_row], tiers[keys.pair_row]
+        target = key % world
+        at_node = (tier == Tier.NODE) & (layout.nodes > 1)
+        target[at_node] = self._node_of[keys.rank[at_node]] * local_ranks + key[at_node] % local_ranks
+        target[tier == Tier.DEVICE] = keys.rank[tier == Tier.DEVICE]
+        asked = np.flatnonzero(target != keys.rank)
+        weight = np.ones(len(asked), dtype=np.int64) if dedup else keys.count[asked]
+        hop = self._hop(keys.rank[asked], target[asked], keys.pair_row[asked], keys, None, world, weight)
+        return [hop.sizes, hop.ids, hop.rows, hop.grads]
+
+    def _hop(
+        self,
+        source: Int64Array,
+        target: Int64Array,
+        row: Int64Array,
+        keys: StepKeys,
+        link: int | None,
+        peers: int,
+        weight: Int64Array | None = None,
+    ) -> _Hop:
+        """Requests int64 [n] from ``source`` to ``target`` ranks for ``row`` (index into the step's rows).
+
+        Args:
+            link: of all of them; None where it depends on the ranks.
+            peers: ranks in the collective.
+            weight: int64 [n], how often each is sent; default once.
+        """
+        away = source != target
+        source, target, row = source[away], target[away], row[away]
+        weight = np.ones(len(row), dtype=np.int64) if weight is None else weight[away]
+        far = self._node_of[source] != self._node_of[target]
+        rows = weight * self._row_bytes[self._group_of(keys.rows[row])]
+        ids_out, ids_in = (self._by_rank(side, far, weight * ID_BYTES) for side in (source, target))
+        rows_out, rows_in = (self._by_rank(side, far, rows) for side in (source, target))
+        sizes = self._sizes(link, peers)
+        all_to_all, farthest = Collective.ALL_TO_ALL, self._farthest if link is None else link
+        return _Hop(
+            sizes=_even(Part.IDS, all_to_all, farthest, sizes),
+            ids=CollectiveBytes(Part.IDS, all_to_all, farthest, ids_out, _peak(ids_out, ids_in)),
+            rows=CollectiveBytes(Part.FORWARD, all_to_all, farthest, rows_in, _peak(rows_out, rows_in)),
+            grads=CollectiveBytes(Part.BACKWARD, all_to_all, farthest, rows_out, _peak(rows_out, rows_in)),
+        )
+
+    def _sizes(self, link: int | None, peers: int) -> Int64Array:
+        """int64 [ranks, 2]: the sizes exchange."""
+        to_one = (len(self._row_bytes) + AGREEMENT_NUMBERS) * 8
+        near = self._layout.local_ranks - 1
+        by_link = [near, peers - 1 - near] if link is None else [0, 0]
+        if link is not None:
+            by_link[link] = peers - 1
+        return np.tile(np.array(by_link, dtype=np.int64) * to_one, (self._layout.world_size, 1))
+
+    def _group_of(self, keys: Int64Array) -> Int64Array:
+        if len(self._row_bytes) == 1:
+            return np.zeros(len(keys), dtype=np.int64)
+        return self._keyspace.group_of(keys)
+
+    def _by_rank(self, rank: Int64Array, far: BoolArray, size: Int64Array) -> Int64Array:
+        """int64 [ranks, 2] sums of ``size`` by rank and link."""
+        world = self._layout.world_size
+        # Sums of integers below 2^53 are exact in float64.
+        flat = np.bincount(rank * 2 + far, weights=size, minlength=2 * world)
+        return flat.astype(np.int64).reshape(world, 2)
+
+    def _sync(self, keys: StepKeys, tiers: UInt8Array, placement: Placement) -> list[CollectiveBytes]:
+        """``ReplicaSync``: per tier the bitmask of listed rows, then the gradients of the touched ones by dtype."""
+        layout = self._layout
+        found: list[CollectiveBytes] = []
+        if layout.nodes > 1:
+            found += self._sync_node(keys.rows[tiers == Tier.NODE], placement.keys[placement.tiers == Tier.NODE])
+        if layout.world_size > 1:
+            listed = int(np.count_nonzero(placement.tiers == Tier.DEVICE))
+            found += self._sync_device(keys.rows[tiers == Tier.DEVICE], listed)
+        return found
+
+    def _sync_node(self, touched: Int64Array, listed: Int64Array) -> Iterator[CollectiveBytes]:
+        if not len(listed):
+            return
+        layout = self._layout
+        rails = layout.local_ranks
+        mask = -(-np.bincount(listed % rails, minlength=rails) // 8)
+        yield self._on_rails(Part.SYNC_MASK, mask)
+        groups = len(self._row_bytes)
+        rows = np.bincount(touched % rails * groups + self._group_of(touched), minlength=rails * groups)
+        for _, members in self._by_dtype():
+            size = rows.reshape(rails, groups)[:, members] @ self._row_bytes[members]
+            if size.any():
+                yield self._on_rails(Part.SYNC_ROWS, size)
+
+    def _sync_device(self, touched: Int64Array, listed: int) -> Iterator[CollectiveBytes]:
+        if not listed:
+            return
+        layout = self._layout
+        nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
+        total = 2 * -(-listed // 8) * (world - 1) // world
+        far, others = world - local, world - 1
+        mask = [total * (others - far) // others, total * far // others]
+        yield self._on_all(Part.SYNC_MASK, Collective.ALL_REDUCE, self._farthest, mask)
+        rows = np.bincount(self._group_of(touched), minlength=len(self._row_bytes))
+        for dtype, members in self._by_dtype():
+            numbers = int(rows[members] @ self._dims[members])
+            if not numbers:
+                continue
+            size = DTYPE_BYTES[dtype]
+            part, sync = -(-numbers // local) * size, Part.SYNC_ROWS
+            inter, intra = 2 * part * (nodes - 1) // nodes, part * (local - 1)
+            if nodes == 1:
+                whole = 2 * numbers * size * (local - 1) // local
+                yield self._on_all(sync, Collective.ALL_REDUCE, INTRA, [whole, 0])
+                continue
+            # Reduce-scatter inside the node, all-reduce over the rail, all-gather inside the node.
+            if local > 1:
+                yield self._on_all(sync, Collective.ALL_GATHER, INTRA, [intra, 0])
+            yield self._on_all(sync, Collective.ALL_REDUCE, INTER, [0, inter])
+            if local > 1:
+                yield self._on_all(sync, Collective.ALL_GATHER, INTRA, [intra, 0])
+
+    def _by_dtype(self) -> Iterator[tuple[str, list[int]]]:
+        for dtype in dict.fromkeys(self._dtypes):
+            yield dtype, [group for group, its in enumerate(self._dtypes) if its == dtype]
+
+    def _on_rails(self, part: Part, size: Int64Array) -> CollectiveBytes:
+        """An all-reduce over each rail of int64 [rails] bytes."""
+        nodes = self._layout.nodes
+        sent = np.zeros((self._layout.world_size, 2), dtype=np.int64)
+        sent[:, INTER] = (2 * size * (nodes - 1) // nodes)[self._local_of]
+        return _even(part, Collective.ALL_REDUCE, INTER, sent)
+
+    def _on_all(self, part: Part, collective: Collective, link: int, by_link: Sequence[int]) -> CollectiveBytes:
+        sent = np.tile(np.array(by_link, dtype=np.int64), (self._layout.world_size, 1))
+        return _even(part, collective, link, sent)
+
+    def migration(self, chunk: Delta) -> list[CollectiveBytes]:
+        """The copies of one chunk (``Migrator``): per dim-group an all-gather over each rail, then one in each node."""
+        layout = self._layout
+        nodes, local = layout.nodes, layout.local_ranks
+        group = self._group_of(chunk.keys)
+        found = []
+        for index, moved in enumerate(self._moved_bytes):
+            of_group = group == index
+            keys, old, new = chunk.keys[of_group], chunk.old_tiers[of_group], chunk.new_tiers[of_group]
+            from_home = keys[(old == Tier.HOME) & (new != Tier.HOME)]
+            if nodes > 1 and len(from_home):
+                owner = from_home % local * nodes + layout.home_node(from_home)
+                longest = np.bincount(owner, minlength=local * nodes).reshape(local, nodes).max(axis=1)
+                sent = np.zeros((layout.world_size, 2), dtype=np.int64)
+                sent[:, INTER] = (longest * moved * (nodes - 1))[self._local_of]
+                found.append(_even(Part.MIGRATION, Collective.ALL_GATHER, INTER, sent))
+            in_node = keys[(old != Tier.DEVICE) & (new == Tier.DEVICE)]
+            if local > 1 and len(in_node):
+                longest_part = int(np.bincount(in_node % local, minlength=local).max())
+                by_link = [longest_part * int(moved) * (local - 1), 0]
+                found.append(self._on_all(Part.MIGRATION, Collective.ALL_GATHER, INTRA, by_link))
+        return found
+
+    def copied_bytes(self, chunk: Delta) -> int:
+        """Row and state bytes that the busiest link copies for a chunk: what the cap of a step counts."""
+        promoted = chunk.new_tiers > chunk.old_tiers
+        return int(self._moved_bytes[self._group_of(chunk.keys[promoted])].sum())
+
+
+@dataclass(frozen=True)
+class _Hop:
+    sizes: CollectiveBytes
+    ids: CollectiveBytes
+    rows: CollectiveBytes
+    grads: CollectiveBytes
+
+
+def _peak(sent: Int64Array, received: Int64Array) -> Int64Array:
+    peak: Int64Array = np.maximum(sent.max(axis=0), received.max(axis=0))
+    return peak
+
+
+def sent_bytes(collectives: Sequence[CollectiveBytes], world_size: int) -> Int64Array:
+    """int64 [ranks, parts, 2]: what each rank sends to others, by part and link."""
+    sent = np.zeros((world_size, len(Part), 2), dtype=np.int64)
+    for collective in collectives:
+        sent[:, collective.part] += collective.sent
+    return sent

@@ -1,0 +1,79 @@
+"""The simulator's bytes are those that real gloo ranks count on the same batches: to the byte, rank by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from rank_pool import RankPool
+from simulate_jobs import keys_of, keyspace_of
+
+from flexd.layout import RankLayout
+from flexd.placement import Delta, Placement
+from flexd.simulate.step import StepKeys
+from flexd.simulate.traffic import EXCHANGE, INTER, INTRA, SYNC, Part, Routing, TrafficCounter, sent_bytes
+
+STEPS = 5
+ROUTING = {"chain": Routing.CHAIN, "direct": Routing.DIRECT_DEDUP, "direct_no_dedup": Routing.DIRECT}
+
+
+def _chunks(total_rows: int, seed: int) -> list[Delta | None]:
+    """Rows to NODE and DEVICE, then some on to the other tiers and back; no chunk at the last steps."""
+    rng = np.random.default_rng(seed)
+    placement = Placement.empty()
+    chunks: list[Delta | None] = []
+    for _ in range(STEPS - 2):
+        keys = np.sort(rng.choice(total_rows, total_rows // 2, replace=False)).astype(np.int64)
+        old, new = placement.tiers_of(keys), rng.integers(0, 3, len(keys)).astype(np.uint8)
+        changed = old != new
+        chunks.append(Delta(keys[changed], old[changed], new[changed]))
+        placement = placement.apply(chunks[-1])
+    return [*chunks, None, None]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local_ranks", "kind", "optimizer", "exchange"),
+    [
+        (2, 2, "one group", "sgd", "chain"),
+        (2, 2, "two dims", "rowwise_adagrad", "chain"),
+        (2, 2, "two dtypes", "rowwise_adagrad", "chain"),
+        (1, 4, "two dims", "sgd", "chain"),
+        (4, 1, "two dtypes", "sgd", "chain"),
+        (3, 2, "one group", "rowwise_adagrad", "chain"),
+        (2, 2, "two dims", "sgd", "direct"),
+        (3, 2, "two dtypes", "sgd", "direct_no_dedup"),
+        (1, 2, "one group", "sgd", "direct_no_dedup"),
+        (1, 1, "one group", "sgd", "chain"),
+    ],
+)
+def test_bytes_equal_those_of_real_ranks(
+    ranks: Callable[[int], RankPool], nodes: int, local_ranks: int, kind: str, optimizer: str, exchange: str
+) -> None:
+    layout, seed = RankLayout(nodes, local_ranks), nodes * 10 + local_ranks
+    keyspace = keyspace_of(kind, optimizer)
+    # Only the chain has replicas.
+    chunks = _chunks(keyspace.total_rows, seed) if exchange == "chain" else [None] * STEPS
+    said = ranks(layout.world_size).run("simulate_jobs:record", layout, kind, optimizer, exchange, seed, chunks)
+    counter = TrafficCounter(keyspace, layout)
+    placement = Placement.empty()
+    replicated = 0
+    for step in range(STEPS):
+        collectives = []
+        arrived = chunks[step - 1] if step else None
+        if arrived is not None:
+            collectives += counter.migration(arrived)
+            placement = placement.apply(arrived)
+        keys = StepKeys.of(keys_of(kind, optimizer, seed, step, layout.world_size), layout)
+        collectives += counter.step(keys, placement, ROUTING[exchange])
+        sent = sent_bytes(collectives, layout.world_size)
+        for rank in range(layout.world_size):
+            counted = {name: value for name, value in said[rank][step].items() if name.endswith("_bytes")}
+            simulated = {
+                f"{name}_{link}_bytes": int(sent[rank, list(parts), at].sum())
+                for name, parts in (("all_to_all", EXCHANGE), ("sync", SYNC), ("migration", (Part.MIGRATION,)))
+                for link, at in (("intra", INTRA), ("inter", INTER))
+            }
+            assert simulated == counted, f"step {step}, rank {rank}"
+            replicated += said[rank][step]["node_accesses"] + said[rank][step]["device_accesses"]
+    assert (replicated > 0) == (exchange == "chain" and layout.world_size > 1)

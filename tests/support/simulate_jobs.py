@@ -1,0 +1,66 @@
+"""A training of the collection of which every step's bytes are recorded, and the same step's keys for the simulator."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.jagged import Jagged
+from flexd.embedding.optimizer import SGD, RowWiseAdagrad
+from flexd.keyspace import KeySpace, TableSpec
+from flexd.layout import RankLayout
+from flexd.placement import Delta
+
+TABLES = {
+    "one group": (("item", 61, 8, "float32"), ("shop", 17, 8, "float32")),
+    "two dims": (("item", 61, 8, "float32"), ("shop", 17, 5, "float32"), ("tiny", 3, 8, "float32")),
+    "two dtypes": (("item", 61, 8, "float32"), ("shop", 17, 3, "float64")),
+}
+
+
+def keyspace_of(kind: str, optimizer: str) -> KeySpace:
+    return KeySpace([TableSpec(name, rows, dim, dtype, optimizer) for name, rows, dim, dtype in TABLES[kind]])
+
+
+def ids_of(kind: str, seed: int, step: int, rank: int) -> dict[str, np.ndarray]:
+    """Skewed ids of every table; now and then none."""
+    rng = np.random.default_rng([seed, step, rank])
+    return {
+        name: (rng.zipf(1.3, int(rng.integers(0, 40))) - 1) % rows if rng.random() < 0.9 else np.empty(0, np.int64)
+        for name, rows, _, _ in TABLES[kind]
+    }
+
+
+def keys_of(kind: str, optimizer: str, seed: int, step: int, world_size: int) -> list[np.ndarray]:
+    keyspace = keyspace_of(kind, optimizer)
+    by_rank = [ids_of(kind, seed, step, rank) for rank in range(world_size)]
+    return [
+        np.concatenate([keyspace.keys(keyspace.index[name], rows) for name, rows in ids.items()]) for ids in by_rank
+    ]
+
+
+def record(
+    rank: int, layout: RankLayout, kind: str, optimizer: str, exchange: str, seed: int, chunks: list[Delta | None]
+) -> list[dict[str, int]]:
+    """Traffic of each step. Chunk t arrives before step t and is applied at the start of step t + 1."""
+    collection = EmbeddingCollection(
+        [EmbeddingTable(name, rows, dim, dtype=dtype) for name, rows, dim, dtype in TABLES[kind]],
+        optimizer=SGD(lr=0.1) if optimizer == "sgd" else RowWiseAdagrad(lr=0.1),
+        layout=layout, exchange=exchange, replica_slots=[group.rows for group in keyspace_of(kind, optimizer).groups],
+    )  # fmt: skip
+    said = []
+    for step, chunk in enumerate(chunks):
+        if chunk is not None:
+            collection.inbox.offer(collection.inbox._received_version + 1, chunk)
+        before = collection.traffic.totals()
+        features = {
+            name: Jagged(torch.from_numpy(ids), torch.tensor([len(ids)]))
+            for name, ids in ids_of(kind, seed, step, rank).items()
+        }
+        out = collection(features)
+        torch.stack([jagged.values.double().sin().sum() for jagged in out.values()]).sum().backward()
+        collection.optimizer.step()
+        after = collection.traffic.totals()
+        said.append({name: after[name] - before[name] for name in after})
+    return said
