@@ -1,0 +1,222 @@
+"""``probe``: measures the links between the ranks that run it and writes them as a topology file."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flexd.cli import units
+from flexd.cli.options import OutputOption
+from flexd.cli.view import Block, Facts, OutputFormat, Sentences, Table, emit
+from flexd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flexd.topology.model import Cluster
+    from flexd.topology.probe import ProbeReport
+
+LAUNCH = "torchrun --nproc-per-node=8 --no-python flexd probe --out cluster.yaml"
+
+
+class Backend(StrEnum):
+    AUTO = "auto"
+    GLOO = "gloo"
+    NCCL = "nccl"
+
+
+def probe(
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.yaml", dir_okay=False, help="Topology file to write.")],
+    name: Annotated[str, typer.Option("--name", help="Of the cluster in the file.")] = "probed",
+    max_bytes: Annotated[
+        int, typer.Option("--max-bytes", help="Largest message: bytes a rank sends in one collective.")
+    ] = 64 * 2**20,
+    min_bytes: Annotated[int, typer.Option("--min-bytes", help="Smallest message.")] = 1024,
+    budget_seconds: Annotated[
+        float, typer.Option("--budget-seconds", help="About how long to measure; large sizes are left out beyond it.")
+    ] = 60.0,
+    timeout_seconds: Annotated[float, typer.Option("--timeout-seconds", help="Longest wait for another rank.")] = 60.0,
+    backend: Annotated[
+        Backend, typer.Option("--backend", help="auto: nccl where every local rank has a GPU, else gloo.")
+    ] = Backend.AUTO,
+    local_ranks: Annotated[
+        int | None, typer.Option("--local-ranks", help="Ranks in each node. Default: LOCAL_WORLD_SIZE of torchrun.")
+    ] = None,
+    intra_wire: Annotated[
+        float | None,
+        typer.Option("--intra-wire", metavar="BYTES_PER_S", help="Wire inside the node, per rank and direction."),
+    ] = None,
+    inter_wire: Annotated[
+        float | None, typer.Option("--inter-wire", metavar="BYTES_PER_S", help="The same between nodes.")
+    ] = None,
+    exposed_forward: Annotated[
+        float | None, typer.Option("--exposed-forward", help="Share (0-1) of the forward exchange not hidden.")
+    ] = None,
+    exposed_backward: Annotated[
+        float | None, typer.Option("--exposed-backward", help="Share of the backward exchange not hidden.")
+    ] = None,
+    exposed_sync: Annotated[
+        float | None, typer.Option("--exposed-sync", help="Share of the replica synchronisation not hidden.")
+    ] = None,
+    missing_from: Annotated[
+        str | None,
+        typer.Option(
+            "--missing-from", metavar="FILE|PRESET", help="Figures of a link this job does not have (one node)."
+        ),
+    ] = None,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Measures all-to-all, all-reduce and all-gather inside and between the nodes of this job; run on every rank.
+
+    Example: torchrun --nproc-per-node=8 --no-python flexd probe --out cluster.yaml
+    """
+    from flexd.topology.files import load_cluster, load_preset, preset_names, write_cluster
+    from flexd.topology.model import Exposed, Link
+    from flexd.topology.probe import ProbeOptions
+
+    options = ProbeOptions(min_bytes=min_bytes, max_bytes=max_bytes, budget_seconds=budget_seconds)
+    if not 0 < timeout_seconds <= 3600:
+        raise ConfigError(f"--timeout-seconds {timeout_seconds}", remedy="give seconds above 0, at most 3600")
+    wires = {Link.INTRA_NODE: intra_wire, Link.INTER_NODE: inter_wire}
+    given = {link: wire for link, wire in wires.items() if wire is not None}
+    if any(not 0 < wire < float("inf") for wire in given.values()):
+        raise ConfigError("--intra-wire, --inter-wire: not above 0", remedy="give bytes per second")
+    shares = [exposed_forward, exposed_backward, exposed_sync]
+    exposed = Exposed(*(1.0 if share is None else share for share in shares)) if shares != [None] * 3 else None
+    if exposed is not None:
+        exposed.check("--exposed")
+    base: Cluster | None = None
+    if missing_from is not None:
+        base = load_preset(missing_from) if missing_from in preset_names() else load_cluster(Path(missing_from))
+    _check_job()
+    if os.environ["RANK"] == "0":
+        _check_writable(out)
+    report = _run(options, timeout_seconds, backend, local_ranks)
+    if os.environ["RANK"] != "0":
+        return
+    cluster = report.cluster(name, wire_bytes_per_second=given, exposed=exposed, missing_from=base)
+    write_cluster(cluster, out)
+    emit(_document(cluster, report, out), _blocks(cluster, report, out), output)
+
+
+def _check_job() -> None:
+    missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+    if missing:
+        raise ConfigError(f"probe: {missing[0]} is not set, no rank of a job", remedy=f"launch it with {LAUNCH}")
+
+
+def _check_writable(out: Path) -> None:
+    """Before a minute is spent on measuring."""
+    if not out.absolute().parent.is_dir() or not os.access(out if out.exists() else out.absolute().parent, os.W_OK):
+        raise ConfigError(f"--out {out}: cannot be written", remedy="give a file in an existing, writable folder")
+
+
+def _run(options: Any, timeout_seconds: float, backend: Backend, local_ranks: int | None) -> ProbeReport:
+    """Joins the process group that torchrun describes, and measures."""
+    missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+    if missing:
+        raise ConfigError(f"probe: {missing[0]} is not set: no rank of a job", remedy=f"launch it with {LAUNCH}")
+    import torch
+    import torch.distributed as dist
+
+    from flexd.embedding.groups import layout_from_environment
+    from flexd.errors import TopologyError
+    from flexd.layout import RankLayout
+    from flexd.topology.probe import probe as measure_links
+    from flexd.topology.timing import ProbeGroups
+
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    wanted = backend
+    if backend is Backend.AUTO:
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+        wanted = Backend.NCCL if gpus >= local_size else Backend.GLOO
+    if wanted is Backend.NCCL and torch.cuda.device_count() <= local_rank:
+        raise ConfigError(
+            f"--backend nccl: local rank {local_rank} has no GPU ({torch.cuda.device_count()} visible)",
+            remedy="launch one rank for each GPU, or --backend gloo",
+        )
+    device = torch.device("cpu")
+    if wanted is Backend.NCCL:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        dist.init_process_group(wanted.value, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise TopologyError(
+            f"probe: no process group: {str(error).splitlines()[0]}",
+            remedy="see whether all ranks run and reach MASTER_ADDR; gloo's interface is GLOO_SOCKET_IFNAME",
+        ) from error
+    if local_ranks is not None:
+        world_size = dist.get_world_size()
+        if local_ranks < 1 or world_size % local_ranks:
+            raise ConfigError(f"--local-ranks {local_ranks} does not divide {world_size} ranks", remedy="a divisor")
+        layout = RankLayout(world_size // local_ranks, local_ranks)
+    else:
+        layout = layout_from_environment()
+    report = measure_links(ProbeGroups.create(layout, device, timeout), options)
+    dist.destroy_process_group()
+    return report
+
+
+def _document(cluster: Cluster, report: ProbeReport, out: Path) -> dict[str, Any]:
+    """JSON-able, with units in the names."""
+    return {
+        "file": str(out),
+        "name": cluster.name,
+        "source": cluster.source,
+        "seconds": report.seconds,
+        "wire_bytes_per_second": {
+            "intra_node": cluster.intra_node.wire_bytes_per_second,
+            "inter_node": cluster.inter_node.wire_bytes_per_second,
+        },
+        "measured": [
+            {
+                "link": link.value,
+                "collective": collective.value,
+                "latency_seconds": cluster.curve(link, collective).latency_seconds,
+                "points": [list(point) for point in cluster.curve(link, collective).points],
+                "sizes": [
+                    {
+                        "message_bytes": float(size),
+                        "median_seconds": float(median),
+                        "spread": float(spread),
+                        "repetitions": len(samples),
+                        "fitted_seconds": cluster.curve(link, collective).seconds(float(size)),
+                    }
+                    for size, median, spread, samples in zip(
+                        times.message_bytes, times.medians, times.spread, times.seconds, strict=True
+                    )
+                ],
+            }
+            for (link, collective), times in report.times.items()
+        ],
+    }
+
+
+def _blocks(cluster: Cluster, report: ProbeReport, out: Path) -> list[Block]:
+    rows = []
+    for (link, collective), times in report.times.items():
+        curve = cluster.curve(link, collective)
+        largest = float(times.message_bytes[-1])
+        rows.append(
+            (
+                link.value,
+                collective.value,
+                units.seconds(curve.latency_seconds),
+                units.size(largest),
+                units.seconds(float(times.medians[-1])),
+                units.size(curve.bandwidth(largest)) + "/s",
+                units.share(float(times.spread.max())),
+            )
+        )
+    columns = ("link", "collective", "latency", "largest", "time", "bandwidth", "spread")
+    return [
+        Table("Measured", columns, tuple(rows), frozenset(columns[2:])),
+        Facts("File", (("written", str(out)), ("use it", f"topology: {{file: {out}}}"))),
+        Sentences("Source", (cluster.source,)),
+    ]

@@ -1,0 +1,103 @@
+"""From measured times to a curve: latency from the small messages, bandwidth at each size from what is left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.errors import TopologyError
+from flexd.topology.model import CollectiveCurve
+
+Float64Array = npt.NDArray[np.float64]
+
+_LATENCY_BOUND = 2.0
+"""Messages up to this many times as slow as the smallest one tell the latency."""
+_RESOLVED = 0.05
+"""Below this share of the latency the time of the bytes cannot be told from noise."""
+_STEP = 1e-5
+"""Least relative increase of the bytes' time from one size to the next: keeps curves valid when figures are rounded."""
+_DIGITS = 7
+_LEAST_SECONDS = 1e-9
+
+
+@dataclass(frozen=True)
+class CollectiveTimes:
+    """How long one collective took on one link.
+
+    Attributes:
+        message_bytes: float64[k], what a rank sends over the link, ascending.
+        seconds: k arrays float64[r], of one collective in each repetition; r may differ from size to size.
+
+    Raises:
+        TopologyError: nothing was measured, sizes do not increase, or a time is not above 0.
+    """
+
+    message_bytes: Float64Array
+    seconds: tuple[Float64Array, ...]
+
+    def __post_init__(self) -> None:
+        sizes = self.message_bytes
+        if not len(sizes) or len(sizes) != len(self.seconds) or not all(len(times) for times in self.seconds):
+            raise TopologyError("times: nothing was measured at some size", remedy="measure at least one size once")
+        if not (np.isfinite(sizes).all() and sizes[0] > 0 and (np.diff(sizes) > 0).all()):
+            raise TopologyError("times: message sizes do not increase from above 0", remedy="sort by size")
+        times = np.concatenate(self.seconds)
+        if not (np.isfinite(times).all() and (times > 0).all()):
+            raise TopologyError("times: a time is not above 0", remedy="measure again, with a finer clock")
+
+    @property
+    def medians(self) -> Float64Array:
+        """float64[k] seconds."""
+        return np.array([float(np.median(times)) for times in self.seconds])
+
+    @property
+    def spread(self) -> Float64Array:
+        """float64[k]: distance of the quartiles as a share of the median."""
+        quartiles = np.array([np.percentile(times, (25, 75)) for times in self.seconds])
+        share: Float64Array = (quartiles[:, 1] - quartiles[:, 0]) / self.medians
+        return share
+
+
+def fit_curve(times: CollectiveTimes) -> CollectiveCurve:
+    """The curve through the medians.
+
+    - A size that took longer than a larger one was disturbed (nothing makes a collective faster than it is), so it
+      takes the larger one's time.
+    - Latency: where the times of the small messages, up to twice the smallest one's time, meet zero bytes (Theil-Sen:
+      the median of the slopes between all pairs, so that one bad size does not tilt it).
+    - Bandwidth at a size: its bytes over what its time leaves when the latency is taken off. Sizes at which that is
+      too little to be told from noise give no point; the first point's bandwidth counts for them.
+    """
+    sizes = times.message_bytes
+    seconds = np.minimum.accumulate(times.medians[::-1])[::-1]
+    latency = _latency(sizes, seconds)
+    moving = seconds - latency
+    resolved = moving > np.maximum(_RESOLVED * latency, _LEAST_SECONDS)
+    if not resolved.any():
+        # All of it is latency. The largest size bounds the bandwidth from below.
+        sizes, moving = sizes[-1:], np.array([max(moving[-1], _RESOLVED * latency, _LEAST_SECONDS)])
+    else:
+        first = int(np.argmax(resolved))
+        sizes, moving = sizes[first:], moving[first:]
+    rise = (1.0 + _STEP) ** np.arange(len(sizes))
+    moving = np.maximum.accumulate(moving / rise) * rise
+    points = tuple((float(size), _rounded(size / time)) for size, time in zip(sizes, moving, strict=True))
+    return CollectiveCurve(_rounded(latency), points)
+
+
+def _latency(sizes: Float64Array, seconds: Float64Array) -> float:
+    """Seconds of an empty message, between 0 and the smallest message's time."""
+    count = max(int(np.searchsorted(seconds, _LATENCY_BOUND * seconds[0], side="right")), min(2, len(sizes)))
+    size, time = sizes[:count], seconds[:count]
+    if count == 1:
+        return float(time[0])
+    i, j = np.triu_indices(count, 1)
+    slope = float(np.median((time[j] - time[i]) / (size[j] - size[i])))
+    return float(np.clip(np.median(time - slope * size), 0.0, seconds[0]))
+
+
+def _rounded(value: float) -> float:
+    """To a number of digits that people can read in a file."""
+    return float(f"{value:.{_DIGITS}g}")

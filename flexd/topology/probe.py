@@ -1,0 +1,220 @@
+"""Measures the running job's own links: times of its collectives by message size, as a cluster the planner can use."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from datetime import UTC, datetime
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from flexd.errors import TopologyError
+from flexd.topology.fit import CollectiveTimes, fit_curve
+from flexd.topology.model import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel
+from flexd.topology.timing import ProbeGroups, make_work
+
+Float64Array = npt.NDArray[np.float64]
+
+WARM_UPS = 3
+LEAST_REPEATS = 3
+MOST_REPEATS = 31
+SAMPLE_SECONDS = 5e-3
+"""Small messages are sent often enough in a row for this long, so that neither clock nor start matter."""
+MOST_IN_A_ROW = 500
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """What to measure, and how long. Equal on all ranks.
+
+    Attributes:
+        min_bytes, max_bytes: smallest and largest message, in bytes a rank sends in one collective.
+        growth: factor from one size to the next.
+        budget_seconds: about how long all of it may take. Large sizes are left out where it does not suffice.
+
+    Raises:
+        TopologyError: a value is out of range.
+    """
+
+    min_bytes: int = 1024
+    max_bytes: int = 64 * 2**20
+    growth: float = 4.0
+    budget_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_bytes <= self.max_bytes <= 2**34:
+            raise TopologyError(
+                f"probe: sizes from {self.min_bytes} to {self.max_bytes} bytes", remedy="1 <= least <= largest <= 2**34"
+            )
+        if not 1.1 <= self.growth <= 1024:
+            raise TopologyError(f"probe: growth {self.growth!r}", remedy="a factor between 1.1 and 1024")
+        if not (math.isfinite(self.budget_seconds) and 0 < self.budget_seconds <= 3600):
+            raise TopologyError(
+                f"probe: budget of {self.budget_seconds!r} s", remedy="give seconds above 0, at most 3600"
+            )
+
+    @property
+    def sizes(self) -> list[int]:
+        """Message sizes in bytes, log-spaced, the largest included."""
+        steps = math.ceil(math.log(self.max_bytes / self.min_bytes) / math.log(self.growth) - 1e-9)
+        return [*(round(self.min_bytes * self.growth**i) for i in range(steps)), self.max_bytes]
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """What was measured, equal on all ranks.
+
+    Attributes:
+        times: by (link, collective), of the links this job has.
+        started_unix_seconds: by rank 0's clock.
+        seconds: how long the measurement took.
+        conditions: backend, world and sizes, in words.
+    """
+
+    times: dict[tuple[Link, Collective], CollectiveTimes]
+    started_unix_seconds: float
+    seconds: float
+    conditions: str
+
+    def curves(self) -> dict[tuple[Link, Collective], CollectiveCurve]:
+        return {key: fit_curve(times) for key, times in self.times.items()}
+
+    def cluster(
+        self,
+        name: str = "probed",
+        *,
+        wire_bytes_per_second: dict[Link, float] | None = None,
+        exposed: Exposed | None = None,
+        missing_from: Cluster | None = None,
+    ) -> Cluster:
+        """The cluster that plans can be priced on; its ``source`` says how it came about.
+
+        Args:
+            wire_bytes_per_second: per rank and direction, where known. Else the largest bandwidth that any collective
+                reached stands for it, which is a lower bound.
+            exposed: shares that compute cannot hide; a probe does not measure them. Default: 1 each.
+            missing_from: where the figures of a link class that this job does not have (one node, or one rank a node)
+                are taken from. Default: the other link's figures; no plan of this layout uses them.
+        """
+        given, curves, notes = wire_bytes_per_second or {}, self.curves(), []
+        links: dict[Link, LinkModel] = {}
+        for link in Link:
+            if (link, Collective.ALL_TO_ALL) not in curves:
+                continue
+            reached = max(b for c in Collective for _, b in curves[link, c].points)
+            links[link] = LinkModel(given.get(link, reached), **{c.value: curves[link, c] for c in Collective})
+            wire = "given" if link in given else "estimated as the largest bandwidth any collective reached"
+            notes.append(f"{link} wire: {wire}")
+        for link, other in ((Link.INTRA_NODE, Link.INTER_NODE), (Link.INTER_NODE, Link.INTRA_NODE)):
+            if link in links:
+                continue
+            links[link] = links[other] if missing_from is None else missing_from.link(link)
+            where = f"figures of {other} stand in" if missing_from is None else f"taken from {missing_from.name!r}"
+            notes.append(f"{link}: not measured, the job has no such link; {where}")
+        shares = exposed or Exposed()
+        notes.append("exposed shares: " + ("1, nothing hidden (no measurement)" if exposed is None else "given"))
+        when = datetime.fromtimestamp(self.started_unix_seconds, UTC).isoformat(timespec="seconds")
+        spread = ", ".join(
+            f"{link} {collective} {times.spread.max():.0%}" for (link, collective), times in self.times.items()
+        )
+        source = (
+            f"flexd probe at {when}, {self.seconds:.0f} s: {self.conditions}. Medians of the slowest rank's time; "
+            f"largest distance of the quartiles over the median: {spread}. {'; '.join(notes)}."
+        )
+        return Cluster(name, source, links[Link.INTRA_NODE], links[Link.INTER_NODE], shares)
+
+
+def measure(groups: ProbeGroups, options: ProbeOptions | None = None) -> Cluster:
+    """``probe(...).cluster()``: for a trainer that measures once at its start."""
+    return probe(groups, options).cluster()
+
+
+def probe(
+    groups: ProbeGroups, options: ProbeOptions | None = None, clock: Callable[[], float] = time.perf_counter
+) -> ProbeReport:
+    """Collective over all ranks; every rank gets the same report.
+
+    Each link class is measured over the groups it joins alone: the ranks of a node (all nodes at work at once), and the
+    ranks of equal local rank (all of these rails at once), since that is how a training step loads them. How often a
+    size is measured follows from numbers that all ranks have agreed on, so that no rank waits for another that is done.
+
+    Args:
+        clock: seconds, monotonic.
+
+    Raises:
+        TopologyError: the job has one rank, ranks were given different options, or a rank did not answer in time.
+    """
+    options = options or ProbeOptions()
+    groups.check_equal("probe options", [float(value) for value in astuple(options)])
+    links = [
+        link
+        for link, ranks in ((Link.INTRA_NODE, groups.layout.local_ranks), (Link.INTER_NODE, groups.layout.nodes))
+        if ranks > 1
+    ]
+    if not links:
+        raise TopologyError("probe: one rank has no link to measure", remedy="launch at least two ranks")
+    started_unix_seconds = groups.from_first(time.time())
+    started, times = clock(), {}
+    wanted = [(link, collective) for link in links for collective in Collective]
+    for index, (link, collective) in enumerate(wanted):
+        spent = float(groups.largest(np.array([clock() - started]))[0])
+        share = max(options.budget_seconds - spent, 0.0) / (len(wanted) - index)
+        times[link, collective] = _measure_one(groups, link, collective, options.sizes, share, clock)
+    seconds = float(groups.largest(np.array([clock() - started]))[0])
+    return ProbeReport(times, started_unix_seconds, seconds, _conditions(groups, options, times))
+
+
+def _measure_one(
+    groups: ProbeGroups,
+    link: Link,
+    collective: Collective,
+    sizes: Sequence[int],
+    budget_seconds: float,
+    clock: Callable[[], float],
+) -> CollectiveTimes:
+    """One collective on one link: ascending sizes until they or the budget end; the smallest in any case."""
+    group = groups.over(link)
+    if group is None:
+        raise TopologyError(f"probe: rank {groups.rank} has no {link} peers", remedy="use ProbeGroups.create")
+    started = clock()
+    sent_bytes: list[float] = []
+    seconds: list[Float64Array] = []
+    for index, size in enumerate(sizes):
+        left = budget_seconds - float(groups.largest(np.array([clock() - started]))[0])
+        if seconds:
+            expected = float(np.median(seconds[-1])) * size / sent_bytes[-1]
+            if (WARM_UPS + LEAST_REPEATS) * expected > left:
+                break
+        sent, work = make_work(collective, size, group, groups.device)
+        if sent_bytes and sent <= sent_bytes[-1]:
+            continue  # rounded up to the same size
+        one = float(groups.largest(np.array([groups.seconds(work, 1) for _ in range(WARM_UPS)])).min())
+        in_a_row = min(max(math.ceil(SAMPLE_SECONDS / one), 1), MOST_IN_A_ROW)
+        left = budget_seconds - float(groups.largest(np.array([clock() - started]))[0])
+        allotted = left / (len(sizes) - index)
+        repeats = min(max(int(allotted / (one * in_a_row)), LEAST_REPEATS), MOST_REPEATS)
+        samples = np.array([groups.seconds(work, in_a_row) for _ in range(repeats)])
+        # A step waits for its slowest rank, so a repetition takes as long as there.
+        seconds.append(groups.largest(samples))
+        sent_bytes.append(sent)
+    return CollectiveTimes(np.array(sent_bytes), tuple(seconds))
+
+
+def _conditions(
+    groups: ProbeGroups, options: ProbeOptions, times: dict[tuple[Link, Collective], CollectiveTimes]
+) -> str:
+    layout = groups.layout
+    repeats = [len(samples) for measured in times.values() for samples in measured.seconds]
+    largest = [measured.message_bytes[-1] for measured in times.values()]
+    device = "cpu" if groups.device.type == "cpu" else torch.cuda.get_device_name(groups.device)
+    cut = "" if min(largest) >= options.max_bytes else f" (cut to {min(largest):.0f} and more by the budget)"
+    return (
+        f"{dist.get_backend(groups.world)} on {device}, torch {torch.__version__}, {layout.nodes} nodes x "
+        f"{layout.local_ranks} ranks, {options.min_bytes} to {options.max_bytes} bytes a rank and collective{cut}, "
+        f"{min(repeats)} to {max(repeats)} repetitions; inter_node over rails, all at once"
+    )

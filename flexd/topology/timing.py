@@ -1,0 +1,200 @@
+"""Runs collectives over given groups and times them, on the CPU or a CUDA device, every wait with a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from flexd.errors import TopologyError
+from flexd.layout import RankLayout
+from flexd.topology.model import Collective, Link
+
+Float64Array = npt.NDArray[np.float64]
+
+_POLL_SECONDS = 1e-4
+_REMEDY = "see the first error among the other ranks; a slow network needs a longer timeout"
+# torch 2.13 renamed it and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class ProbeGroups:
+    """The groups of one rank that a probe measures over.
+
+    Attributes:
+        layout: nodes x local ranks of the job.
+        rank: of this process.
+        world: all ranks, for agreement and barriers.
+        node, rail: ranks of this node; ranks of this local rank. None where that is this rank alone.
+        device: where the collectives work.
+        timeout: no collective waits longer for another rank.
+    """
+
+    layout: RankLayout
+    rank: int
+    world: dist.ProcessGroup
+    node: dist.ProcessGroup | None
+    rail: dist.ProcessGroup | None
+    device: torch.device
+    timeout: timedelta
+
+    @classmethod
+    def create(cls, layout: RankLayout, device: torch.device | str, timeout: timedelta) -> ProbeGroups:
+        """Collective over the default process group, whose backend the new groups have.
+
+        Raises:
+            TopologyError: on every rank, if the layouts differ between ranks or are not of this many ranks; or a rank
+                did not answer in time.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            raise TopologyError("no process group to measure over", remedy="call init_process_group first")
+        try:
+            world = dist.new_group(timeout=timeout)
+        except RuntimeError as error:
+            raise _failed("the ranks do not meet", error) from error
+        rank, device = dist.get_rank(), torch.device(device)
+        alone = cls(layout, rank, world, None, None, device, timeout)
+        alone.check_equal("layout", [layout.nodes, layout.local_ranks])
+        if layout.world_size != dist.get_world_size():
+            raise TopologyError(
+                f"layout of {layout.nodes} nodes x {layout.local_ranks} local ranks, but the process group has "
+                f"{dist.get_world_size()} ranks",
+                remedy="every node needs equally many ranks; give the ranks of a node",
+            )
+        try:
+            nodes = [_group(layout.node_ranks(node), timeout) for node in range(layout.nodes)]
+            rails = [_group(layout.rail_ranks(local), timeout) for local in range(layout.local_ranks)]
+        except RuntimeError as error:
+            raise _failed("the ranks do not meet", error) from error
+        node, rail = nodes[layout.node_of(rank)], rails[layout.local_rank_of(rank)]
+        return cls(layout, rank, world, node, rail, device, timeout)
+
+    def close(self) -> None:
+        """Drops the groups; the default process group stays."""
+        for group in (self.node, self.rail, self.world):
+            if group is not None:
+                dist.destroy_process_group(group)
+
+    def over(self, link: Link) -> dist.ProcessGroup | None:
+        """The group whose members are joined by this link class alone."""
+        return self.node if link is Link.INTRA_NODE else self.rail
+
+    def check_equal(self, what: str, values: list[float]) -> None:
+        """Collective. Raises TopologyError on every rank if not all ranks gave the same numbers."""
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        size = dist.get_world_size(self.world)
+        gathered = mine.new_empty(size * len(values))
+        self.run(lambda: _all_gather(gathered, mine, group=self.world))
+        everyone = gathered.view(size, len(values)).tolist()
+        odd = [rank for rank, given in enumerate(everyone) if given != everyone[0]]
+        if odd:
+            raise TopologyError(
+                f"{what} of rank {odd[0]} is {everyone[odd[0]]}, of rank 0 {everyone[0]}",
+                remedy="give all ranks the same, and launch equally many on every node",
+            )
+
+    def largest(self, values: Float64Array) -> Float64Array:
+        """Collective. float64[n] of each rank -> the element-wise maximum over all ranks, on every rank."""
+        shared = torch.tensor(values, dtype=torch.float64, device=self.device)
+        self.run(lambda: dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.world))
+        result: Float64Array = shared.cpu().numpy()
+        return result
+
+    def from_first(self, value: float) -> float:
+        """Collective. Rank 0's value."""
+        return float(self.largest(np.array([value if self.rank == 0 else -np.inf]))[0])
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Does ``work`` and waits until the device is done. Raises TopologyError past the deadline."""
+        try:
+            work()
+            if self.device.type == "cuda":
+                self._wait(self._mark())
+        except RuntimeError as error:
+            raise _failed(f"rank {self.rank}: a collective failed", error) from error
+
+    def seconds(self, work: Callable[[], object], times: int) -> float:
+        """Mean seconds of ``work`` over ``times`` in a row, started on all ranks together."""
+        self.largest(np.zeros(1))
+        try:
+            if self.device.type != "cuda":
+                started = time.perf_counter()
+                for _ in range(times):
+                    work()
+                return (time.perf_counter() - started) / times
+            first = self._mark()
+            for _ in range(times):
+                work()
+            last = self._mark()
+            self._wait(last)
+            return float(first.elapsed_time(last)) / 1e3 / times
+        except RuntimeError as error:
+            raise _failed(f"rank {self.rank}: a collective failed", error) from error
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _wait(self, event: torch.cuda.Event) -> None:
+        # synchronize() has no deadline: with a dead peer it would wait for ever.
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while not event.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not done within {self.timeout.total_seconds():g} s")
+            time.sleep(_POLL_SECONDS)
+
+
+def make_work(
+    collective: Collective, message_bytes: int, group: dist.ProcessGroup, device: torch.device
+) -> tuple[float, Callable[[], None]]:
+    """One collective of about this size -> (bytes a rank sends in it, what does it).
+
+    Sizes round up to whole float32 for each peer. An all-reduce of s bytes over g ranks sends 2 s (g-1)/g a rank, an
+    all-gather of parts of s bytes (g-1) s (nccl-tests, doc/PERFORMANCE.md: the bus bandwidth).
+
+    Raises:
+        TopologyError: there is no memory for it.
+    """
+    try:
+        return _make_work(collective, message_bytes, group, device)
+    except RuntimeError as error:
+        raise TopologyError(
+            f"probe: no memory for messages of {message_bytes} bytes on {device}: {str(error).splitlines()[0]}",
+            remedy="measure up to a smaller size",
+        ) from error
+
+
+def _make_work(
+    collective: Collective, message_bytes: int, group: dist.ProcessGroup, device: torch.device
+) -> tuple[float, Callable[[], None]]:
+    size = dist.get_world_size(group)
+    width = torch.float32.itemsize
+    if collective is Collective.ALL_REDUCE:
+        count = max(1, -(-message_bytes * size // (2 * (size - 1) * width)))
+        flat = torch.zeros(count, device=device)
+        return 2 * count * width * (size - 1) / size, lambda: dist.all_reduce(flat, group=group)
+    count = max(1, -(-message_bytes // ((size - 1) * width)))
+    sent = float(count * width * (size - 1))
+    received = torch.zeros(count * size, device=device)
+    if collective is Collective.ALL_GATHER:
+        part = torch.zeros(count, device=device)
+        return sent, lambda: _all_gather(received, part, group=group)
+    send = torch.zeros(count * size, device=device)
+    splits = [count] * size  # the training's exchange gives splits too: another code path than without
+    return sent, lambda: dist.all_to_all_single(received, send, splits, splits, group=group)
+
+
+def _group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup | None:
+    return dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
+
+
+def _failed(what: str, error: RuntimeError) -> TopologyError:
+    return TopologyError(f"probe: {what}: {str(error).splitlines()[0]}", remedy=_REMEDY)
