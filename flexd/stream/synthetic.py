@@ -11,7 +11,7 @@ import numpy as np
 from flexd.errors import StreamError
 from flexd.stream.codec import encode_arrow
 from flexd.stream.types import AccessBatch, Message, Positions
-from flexd.stream.zipf import Int64Array, ZipfSampler
+from flexd.stream.zipf import ZipfSampler, scatter, scatter_multiplier
 
 PARTITION = "synthetic"
 
@@ -61,7 +61,7 @@ class SyntheticSource:
             )
         self._tables = list(tables)
         self._samplers = [ZipfSampler(rows, zipf_exponent) for _, rows in tables]
-        self._multipliers = [_scatter_multiplier(rows) for _, rows in tables]
+        self._multipliers = [scatter_multiplier(rows) for _, rows in tables]
         self._seconds_per_message = accesses_per_message / accesses_per_second
         self._drift = drift_rows_per_second
         self._seed = seed
@@ -128,7 +128,7 @@ class SyntheticSource:
         seconds = number * self._seconds_per_message
         ranks = self._samplers[which].sample(self._accesses_per_message, random)
         ranks -= math.floor(self._drift * seconds)
-        ids = _scatter(ranks, rows, self._multipliers[which])
+        ids = scatter(ranks, rows, self._multipliers[which])
         narrow = ids.astype(np.int32) if rows <= 2**31 else ids
         return AccessBatch(
             name, narrow, (number // len(self._tables)) % self._source_ranks, self._start_seconds + seconds
@@ -136,15 +136,3 @@ class SyntheticSource:
 
     def _message(self, number: int) -> Message:
         return Message(PARTITION, number, encode_arrow([self.batch(number)]))
-
-
-def _scatter_multiplier(rows: int) -> int:
-    """A factor coprime to ``rows`` near the golden ratio of it, small enough that products stay below 2^63."""
-    multiplier = max(1, min(int(rows * 0.6180339887), 2**62 // rows))
-    while math.gcd(multiplier, rows) != 1:
-        multiplier -= 1
-    return multiplier
-
-
-def _scatter(ranks: Int64Array, rows: int, multiplier: int) -> Int64Array:
-    return (ranks % rows) * multiplier % rows

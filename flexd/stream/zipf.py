@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -60,3 +62,17 @@ class ZipfSampler:
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(np.abs(t) > 1e-8, np.log1p(t) / t, 1.0 - t / 2)
         return np.asarray(np.exp(y * ratio))
+
+
+def scatter_multiplier(rows: int) -> int:
+    """A factor coprime to ``rows`` near the golden ratio of it, small enough that products stay below 2^63."""
+    multiplier = max(1, min(int(rows * 0.6180339887), 2**62 // rows))
+    while math.gcd(multiplier, rows) != 1:
+        multiplier -= 1
+    return multiplier
+
+
+def scatter(ranks: Int64Array, rows: int, multiplier: int) -> Int64Array:
+    """int64 [n] popularity ranks (any integers) -> int64 [n] rows of a table: a bijection modulo ``rows`` that spreads
+    neighbouring ranks over the table."""
+    return (ranks % rows) * multiplier % rows

@@ -1,0 +1,54 @@
+"""A profile counted from the accesses themselves: what a planner would know that has seen exactly these steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.errors import PlanError
+from flexd.keyspace import KeySpace
+from flexd.sketch.profile import Profile, TableProfile
+
+Int64Array = npt.NDArray[np.int64]
+
+
+def counted_profile(steps: Sequence[Sequence[Int64Array]], keyspace: KeySpace) -> Profile:
+    """Every row that was looked up is listed with its exact share.
+
+    Args:
+        steps: by step and rank, int64 [n] keys.
+
+    Raises:
+        PlanError: no steps, or no access in them.
+    """
+    keys = [mine for ranks in steps for mine in ranks]
+    total = sum(len(mine) for mine in keys)
+    if not total:
+        raise PlanError("no accesses to count", remedy="replay more steps, or larger batches")
+    rows, counts = np.unique(np.concatenate(keys), return_counts=True)
+    table_of = keyspace.table_of(rows)
+    made = []
+    for index, table in enumerate(keyspace.tables):
+        mine = np.flatnonzero(table_of == index)
+        mine = mine[np.argsort(-counts[mine], kind="stable")]
+        weight = float(counts[mine].sum())
+        share = counts[mine] / weight if weight else np.empty(0)
+        made.append(
+            TableProfile(
+                table=table.name,
+                rows=table.rows,
+                weight=weight,
+                accesses_per_step=weight / len(steps),
+                hot_rows=rows[mine] - keyspace.first_key[index],
+                hot_share=share,
+                hot_lower=share,
+                hot_upper=share,
+                bin_share=np.empty(0),
+                bin_rows=np.empty(0),
+                distinct_rows=float(len(mine)),
+                coverage=1.0 if weight else 0.0,
+            )
+        )
+    return Profile(tuple(made), samples=total)
