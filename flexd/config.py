@@ -200,6 +200,9 @@ class SketchConfig(Section):
     """Rows listed one by one in the profile, per table."""
     max_future_seconds: Annotated[Float, Field(ge=0)] = 300.0
     """Accesses dated further ahead of the newest event than this are counted as of the newest event."""
+    ingest_threads: Annotated[Int, Field(ge=1, le=64)] = 1
+    """Threads that decode and count, each with counters of its own for the partitions dealt to it: ``memory_bytes`` is
+    divided among them. A restart may use another number."""
 
 
 class TopologyConfig(Section):

@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import os
+import threading
 from pathlib import Path
 
 from flexd.stream.types import Message
@@ -21,7 +22,8 @@ class DeadLetterFile:
     """JSON lines: reason, detail, partition, offset, size, and the first bytes as base64.
 
     When the file holds half of ``max_bytes`` it becomes ``<name>.1`` (replacing the previous one) and a new one is
-    begun, so both together stay within the limit and the newest samples survive. Failing to write never raises.
+    begun, so both together stay within the limit and the newest samples survive. Failing to write never raises. Any
+    thread may record.
 
     Args:
         path: the file, readable by its owner only.
@@ -33,12 +35,17 @@ class DeadLetterFile:
         self._path = path
         self._half = max_bytes // 2
         self._max_message_bytes = max_message_bytes
+        self._lock = threading.Lock()
         self._seen: dict[str, int] = {}
         self.written = 0
         self.failures = 0
 
     def record(self, reason: str, detail: str, message: Message) -> None:
         """Keeps a sample, if one is due for this reason and can be written."""
+        with self._lock:
+            self._record(reason, detail, message)
+
+    def _record(self, reason: str, detail: str, message: Message) -> None:
         seen = self._seen[reason] = self._seen.get(reason, 0) + 1
         if seen > SAMPLES_OF_EACH_REASON and seen & (seen - 1):
             return

@@ -111,6 +111,7 @@ LOG["p1"][4] = b"garbage"
 
 def _ingestor(source, store, **more) -> Ingestor:
     more.setdefault("snapshot_interval_seconds", 3600.0)
+    more.setdefault("save_in_background", False)
     return Ingestor(source, TABLES, SETTINGS, store, poll_seconds=0.01, **more)
 
 
@@ -122,7 +123,8 @@ def _wait(condition: Callable[[], bool]) -> None:
 
 
 def _state(ingestor: Ingestor) -> tuple[dict, dict[str, np.ndarray]]:
-    return ingestor._sketches.state()
+    with ingestor._counters.frozen() as state:
+        return state()
 
 
 def _run_to_the_end(ingestor: Ingestor, source: FakeSource) -> None:
@@ -278,7 +280,7 @@ def test_full_disk_is_counted_and_retried_while_ingest_goes_on(tmp_path):
 
 
 def test_source_errors_are_tried_again_and_nothing_ends_the_thread(tmp_path, monkeypatch):
-    monkeypatch.setattr("flexd.ingest._BACKOFF_SECONDS", (0.001, 0.01))
+    monkeypatch.setattr("flexd.ingest.loop._BACKOFF_SECONDS", (0.001, 0.01))
     source = FakeSource(LOG)
     fail = iter([StreamError("unreachable"), ValueError("odd"), MemoryError(), OSError(5, "io")])
 

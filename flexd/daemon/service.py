@@ -75,6 +75,7 @@ class Daemon:
             snapshot_interval_seconds=config.state.snapshot_interval_seconds,
             poll_seconds=config.stream.poll_seconds,
             max_message_bytes=config.stream.max_message_bytes,
+            threads=config.sketch.ingest_threads,
             save_with=lambda: {"live_plan_id": self._planning.live_plan_id},
         )
         self._coordinator = Coordinator(control, keyspace, self._journal, self._take_report, self._take_event)

@@ -214,6 +214,45 @@ class SketchSet:
         lengths = self._lengths.get(self._known(table))
         return np.empty(0, dtype=np.float64) if lengths is None else lengths.quantiles(ranks)
 
+    def sequence_lengths(self, table: str) -> KllQuantiles:
+        """A copy of the table's sequence lengths, to be merged with those of another set.
+
+        Raises:
+            SketchError: unknown table.
+        """
+        copied = KllQuantiles()
+        lengths = self._lengths.get(self._known(table))
+        if lengths is not None:
+            copied.merge(lengths)
+        return copied
+
+    def as_of(self, event_time_seconds: float) -> SketchSet:
+        """The same counters read at a later event time (earlier ones and NaN: at their own). They stay shared: the
+        writers of this set must be kept away from what is done with that one, which is for reading only."""
+        view = copy.copy(self)
+        view._decay = copy.deepcopy(self._decay)
+        view._decay.advance(event_time_seconds)
+        return view
+
+    def copy(self, guard: AbstractContextManager[Any] | None = None) -> SketchSet:
+        """A set that later changes of this one do not reach.
+
+        Args:
+            guard: as in ``profile``.
+        """
+        guard = guard or contextlib.nullcontext()
+        twin = copy.copy(self)
+        with guard:
+            twin._decay = copy.deepcopy(self._decay)
+            twin._lengths = {index: KllQuantiles() for index in self._lengths}
+            for index, lengths in twin._lengths.items():
+                lengths.merge(self._lengths[index])
+        twin._tables = []
+        for sketch in self._tables:
+            with guard:
+                twin._tables.append(sketch.copy())
+        return twin
+
     def profile(
         self,
         accesses_per_step: Mapping[str, float] | float | None = None,

@@ -9,83 +9,43 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flexd.dead_letters import DeadLetterFile
-from flexd.errors import CodecError, FlexdError, SketchError, SnapshotError
+from flexd.errors import FlexdError, SketchError, SnapshotError
+from flexd.ingest import counters
+from flexd.ingest.counters import Counters
+from flexd.ingest.saving import BackgroundJob
+from flexd.ingest.shard import Decode, Shard
+from flexd.ingest.stats import ROW_REASONS, IngestStats
+from flexd.ingest.workers import Workers
 from flexd.keyspace import TableSpec
+from flexd.layout import RankLayout
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.profile import Profile
 from flexd.sketch.snapshot import LoadedSnapshot, SnapshotStore
-from flexd.sketch.table_set import IngestCounts, SketchSet, SketchSettings, warm_up
+from flexd.sketch.table_set import SketchSet, SketchSettings, warm_up
 from flexd.stream.codec import decode as decode_message
-from flexd.stream.types import AccessBatch, Message, Source
-from flexd.tally import MAX_REASONS, Tally
+from flexd.stream.types import Positions, Source
+from flexd.tally import Tally
 
 _log = logging.getLogger(__name__)
 
 SNAPSHOT_META_FORMAT = 1
 GENERATION_RESERVE = 1000
 """Added to the saved profile generation on restore: profiles made after the snapshot was taken keep their numbers."""
+IDLE_AFTER_SECONDS = 2.0
+"""Without a message for so long and with nothing left to read, event time is taken to go on as the clock does."""
 _BACKOFF_SECONDS = (0.1, 5.0)
 _LAG_INTERVAL_SECONDS = 1.0
 _RATE_WINDOW_SECONDS = 2.0
-_ROW_REASONS = ("unknown_table", "negative_row", "row_out_of_range")
-
-Decode = Callable[[bytes | memoryview, int], list[AccessBatch]]
-
-
-@dataclass(frozen=True)
-class IngestStats:
-    """Counters since the process started, and gauges as of the last poll.
-
-    Attributes:
-        messages, accesses, bytes, batches: read; accesses are those counted.
-        rejected_messages: by reason (``CodecError.reason``, ``internal_error``).
-        rejected_accesses: by reason (``unknown_table``, ``negative_row``, ``row_out_of_range``).
-        adjusted_accesses: counted by rule (``future_clamped``: at another time than dated; ``late``: at their own).
-        messages_per_second, accesses_per_second: over the last seconds.
-        lag_messages: not read yet, as far as the source knows.
-        messages_lost: that the source knows to have existed and could not deliver.
-        newest_event_seconds: NaN before the first access.
-        snapshots, snapshot_failures, commit_failures, source_failures: counted.
-        snapshot_age_seconds: since the newest durable snapshot of this process, NaN before the first.
-        dead_letters, dead_letter_failures: samples kept, and not written.
-        problem: what is wrong right now, or None.
-        restore_problems: what was wrong with the saved state at start.
-        running: the thread is alive.
-    """
-
-    messages: int = 0
-    accesses: int = 0
-    bytes: int = 0
-    batches: int = 0
-    rejected_messages: Mapping[str, int] = field(default_factory=dict)
-    rejected_accesses: Mapping[str, int] = field(default_factory=dict)
-    adjusted_accesses: Mapping[str, int] = field(default_factory=dict)
-    messages_per_second: float = 0.0
-    accesses_per_second: float = 0.0
-    lag_messages: int = 0
-    messages_lost: int = 0
-    newest_event_seconds: float = math.nan
-    snapshots: int = 0
-    snapshot_failures: int = 0
-    commit_failures: int = 0
-    source_failures: int = 0
-    snapshot_age_seconds: float = math.nan
-    dead_letters: int = 0
-    dead_letter_failures: int = 0
-    problem: str | None = None
-    restore_problems: tuple[str, ...] = ()
-    running: bool = False
 
 
 class Ingestor:
-    """Source -> decode -> sketches, in one thread that nothing but ``stop`` ends.
+    """Source -> decode -> sketches, in one thread that nothing but ``stop`` ends; others may decode and count for it.
 
     Bad messages and rows are counted by reason and sampled into the dead letters. A source that fails is tried again
     with back-off; a snapshot that cannot be written is counted and tried again at the next interval; ingest goes on.
@@ -93,6 +53,15 @@ class Ingestor:
     The newest usable snapshot is loaded on construction; its stream positions are restored when the thread starts. A
     snapshot of other tables or settings is reported (``stats().restore_problems``) and not used: sketches start empty
     and the source at its earliest message.
+
+    **Threads.** With several, each has counters of its own for the partitions dealt to it (``Workers``), within one
+    memory budget; profiles, snapshots and queries see them added up. What is saved is one state, whatever the number
+    of threads: a restart may use another. Counters that were chosen for fewer threads limit it (``stats().threads``).
+
+    **Idle streams.** Profiles and queries of a stream that has been read to its end and has been silent for
+    ``IDLE_AFTER_SECONDS`` decay by the time since its last message. Only what is read moves on: the counters and their
+    clock change with messages alone, so that a replay gives the same counters and the next event is not late. An outage
+    is not idleness. After a restart the silence counts from the start of the process.
 
     Args:
         source: taken over; closed by the thread when it stops.
@@ -104,6 +73,8 @@ class Ingestor:
         save_with: JSON-able values of the caller that are saved in the same snapshot (called in the ingest thread,
             without the lock); they come back as ``restored``.
         decode: message -> batches; raises CodecError.
+        threads: that decode and count, at most ``counters.MAX_THREADS``.
+        save_in_background: snapshots are written while ingest goes on; False stops ingest until they are on disk.
 
     Raises:
         SketchError, ConfigError: impossible sketch settings or tables.
@@ -122,40 +93,52 @@ class Ingestor:
         max_message_bytes: int = 16 * 2**20,
         save_with: Callable[[], Mapping[str, Any]] = dict,
         decode: Decode = decode_message,
+        threads: int = 1,
+        save_in_background: bool = True,
     ) -> None:
+        if not 1 <= threads <= counters.MAX_THREADS:
+            raise SketchError(f"{threads} ingest threads", remedy=f"use 1 to {counters.MAX_THREADS}")
         self._source = source
         self._snapshots = snapshots
         self._dead_letters = dead_letters
         self._snapshot_interval_seconds = snapshot_interval_seconds
         self._poll_seconds = poll_seconds
-        self._max_message_bytes = max_message_bytes
         self._save_with = save_with
-        self._decode = decode
-        self._guard = threading.Lock()
         self._stop = threading.Event()
         self._save_now = threading.Event()
         self._thread: threading.Thread | None = None
+        self._saving = BackgroundJob("flexd-snapshot", background=save_in_background)
+        self._saving_positions: Positions = {}
 
-        self._messages = self._bytes = self._batches = 0
-        self._counts = IngestCounts()
-        self._rejected: dict[str, int] = {}
         self._absorbed = Tally()
         self._cut_at = Tally()
         self._snapshot_count = self._snapshot_failures = self._commit_failures = self._source_failures = 0
         self._saved_at = math.nan
+        self._pause_seconds = math.nan
         self._problems: dict[str, str] = {}
         """What is wrong right now, by the part that has the problem."""
         self._lag = 0
         self._lag_at = -math.inf
         self._rates = (0.0, 0.0)
         self._rate_from = (time.monotonic(), 0, 0)
+        self._counted_at = time.monotonic()
 
         self.restored: dict[str, Any] = {}
         """What ``save_with`` had returned for the snapshot that was restored; empty if none was."""
         self._restore_problems: list[str] = []
         self._positions: dict[str, int] | None = None
         self._generation = 0
-        self._sketches = self._load(tables, settings)
+        self._generation_lock = threading.Lock()
+        first = self._load(tables, settings, threads)
+        possible = counters.threads_within(first, settings.memory_bytes, threads)
+        if possible < threads:
+            self._report_restore(
+                f"{possible} of {threads} ingest threads are used: the saved counters take the memory of the others"
+            )
+        sets = [first, *(first.emptied(secrets.randbits(62)) for _ in range(possible - 1))]
+        shards = [Shard(sketches, dead_letters, max_message_bytes, decode) for sketches in sets]
+        self._counters = Counters(shards)
+        self._workers = Workers(shards)
         self._stats = self._read_stats()
 
     def start(self) -> None:
@@ -176,14 +159,19 @@ class Ingestor:
         """Asks the thread for a snapshot at the next opportunity."""
         self._save_now.set()
 
-    def profile(self, accesses_per_step: Mapping[str, float] | float | None = None) -> Profile:
+    def profile(
+        self,
+        accesses_per_step: Mapping[str, float] | float | None = None,
+        layout: RankLayout | None = None,
+    ) -> Profile:
         """A new profile (any thread), numbered one higher than the previous. Ingest waits only while one table's
         counters are copied at a time.
         """
-        with self._guard:
+        with self._generation_lock:
             self._generation += 1
             generation = self._generation
-        return self._sketches.profile(accesses_per_step, generation, self._stats.lag_messages, self._guard)
+        lag = self._stats.lag_messages
+        return self._counters.profile(accesses_per_step, generation, lag, layout, self._idle_seconds())
 
     def absorb(self, sketches: SketchSet, tally: Tally, settle: Callable[[], None]) -> None:
         """Adds what another daemon has counted (any thread).
@@ -195,14 +183,17 @@ class Ingestor:
         Raises:
             SketchError: sketches of other tables or settings. Nothing is added then, and ``settle`` is not called.
         """
-        with self._guard:
-            self._sketches.merge(sketches)
+
+        def settle_and_count() -> None:
             self._absorbed += tally
             settle()
 
+        self._counters.absorb(sketches, settle_and_count)
+        self._counted_at = time.monotonic()
+
     def cut(self, clock: Mapping[str, Any] | None = None) -> tuple[SketchSet, Tally]:
         """Takes out what was counted since the last cut and goes on with empty counters. Between two polls, in the
-        thread that polls.
+        thread that polls or while that waits.
 
         Args:
             clock: of another daemon's sketches (``SketchSet.clock``), taken in.
@@ -210,39 +201,33 @@ class Ingestor:
         Raises:
             SketchError: the clock is malformed; nothing has changed.
         """
-        tally = self._tally()
-        with self._guard:
-            taken = self._sketches
-            self._sketches = taken.emptied(secrets.randbits(62), clock)
+        self._workers.settle()
+        tally = self._counters.tally()
+        taken = self._counters.cut(clock)
         since, self._cut_at = tally - self._cut_at, tally
         return taken, since
 
     def clock(self) -> dict[str, Any]:
         """As ``SketchSet.clock`` (any thread)."""
-        with self._guard:
-            return self._sketches.clock()
-
-    def _tally(self) -> Tally:
-        return Tally(self._messages, self._bytes, self._batches, self._counts, dict(self._rejected))
+        return self._counters.clock()
 
     def choices(self) -> tuple[TableChoice, ...]:
-        """How each table is counted."""
-        return self._sketches.choices()
+        """How each table is counted, with the bytes of all threads."""
+        return self._counters.choices()
 
     def query(self, table: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """int64[n] rows -> float64[n] decayed accesses, as ``SketchSet.query``."""
-        with self._guard:
-            return self._sketches.query(table, rows)
+        return self._counters.query(table, rows, self._idle_seconds())
 
     def sequence_length_quantiles(self, table: str, ranks: Sequence[float]) -> npt.NDArray[np.float64]:
         """As ``SketchSet.sequence_length_quantiles``."""
-        with self._guard:
-            return self._sketches.sequence_length_quantiles(table, ranks)
+        return self._counters.sequence_length_quantiles(table, ranks)
 
     def stats(self) -> IngestStats:
         """Any thread; takes no lock."""
         return dataclasses.replace(
             self._stats,
+            idle_seconds=self._idle_seconds(),
             snapshot_age_seconds=time.monotonic() - self._saved_at,
             restore_problems=tuple(self._restore_problems),
             running=self._thread is not None and self._thread.is_alive(),
@@ -251,6 +236,7 @@ class Ingestor:
     def run(self) -> None:
         """The thread's body; returns after ``stop``."""
         backoff = _Backoff(self._stop)
+        self._workers.start()
         while not self._stop.is_set() and not self._attempt("source", self._restore_positions):
             backoff.wait()
         backoff.reset()
@@ -260,23 +246,32 @@ class Ingestor:
                 backoff.reset()
             else:
                 backoff.wait()
-            # Only here, between two polls, do the source's positions and the counters speak of the same messages.
-            if self._save_now.is_set() or time.monotonic() >= next_save:
+            if self._saving.ended:
+                self._attempt("snapshot", self._end_save)
+            if not self._saving.begun and (self._save_now.is_set() or time.monotonic() >= next_save):
                 self._save_now.clear()
-                self._attempt("snapshot", self._save)
+                self._attempt("snapshot state", self._begin_save)
                 next_save = time.monotonic() + self._snapshot_interval_seconds
+            if self._saving.ended:
+                self._attempt("snapshot", self._end_save)
             self._stats = self._read_stats()
-        if self._positions is None:
-            self._attempt("snapshot", self._save)
-        self._attempt("source", self._source.close)
+        self._finish()
         self._stats = self._read_stats()
+
+    def _finish(self) -> None:
+        if self._saving.begun:
+            self._attempt("snapshot", self._end_save)
+        if self._positions is None and self._attempt("snapshot state", self._begin_save) and self._saving.begun:
+            self._attempt("snapshot", self._end_save)
+        self._attempt("source", self._source.close)
+        self._workers.stop()
 
     def _attempt(self, part: str, action: Callable[[], None]) -> bool:
         """Runs one step of the loop; False if it failed, which is then counted, logged once and shown as a problem."""
         try:
             action()
         except Exception as error:
-            if part == "snapshot":
+            if part.startswith("snapshot"):
                 self._snapshot_failures += 1
             else:
                 self._source_failures += 1
@@ -290,85 +285,68 @@ class Ingestor:
 
     def _read_some(self) -> None:
         messages = self._source.poll(self._poll_seconds)
-        for message in messages:
-            self._take(message)
+        if messages:
+            self._workers.deal(messages)
+            self._counted_at = time.monotonic()
         now = time.monotonic()
         if now >= self._lag_at + _LAG_INTERVAL_SECONDS:
             self._lag, self._lag_at = self._source.lag(), now
 
-    def _take(self, message: Message) -> None:
-        """Counts one message. Never raises: the source has moved past it."""
-        self._messages += 1
-        self._bytes += len(message.payload)
-        try:
-            batches = self._decode(message.payload, self._max_message_bytes)
-            with self._guard:
-                counts = sum((self._count(batch) for batch in batches), IngestCounts())
-        except CodecError as error:
-            self._reject(error.reason, str(error), message)
-            return
-        except Exception as error:
-            _log.exception("ingest: message %s/%d", message.partition, message.offset)
-            self._reject("internal_error", repr(error), message)
-            return
-        self._batches += len(batches)
-        self._counts += counts
-        if self._dead_letters is not None:
-            for reason in _ROW_REASONS:
-                if rejected := getattr(counts, reason):
-                    self._dead_letters.record(reason, f"{rejected} accesses of the message", message)
-
-    def _count(self, batch: AccessBatch) -> IngestCounts:
-        return self._sketches.ingest(
-            batch.table, batch.rows, batch.source_rank, batch.event_time_seconds, batch.sequence_lengths
-        )
-
-    def _reject(self, reason: str, detail: str, message: Message) -> None:
-        if reason not in self._rejected and len(self._rejected) >= MAX_REASONS:
-            reason = "other"
-        self._rejected[reason] = self._rejected.get(reason, 0) + 1
-        if self._dead_letters is not None:
-            self._dead_letters.record(reason, detail, message)
-
-    def _save(self) -> None:
+    def _begin_save(self) -> None:
         """Makes counters and positions durable; the order is what makes every access count once.
 
-        1. Copy sketches, positions and profile generation while no message is half counted. They go into one file:
-           saved apart, a crash between the two would count the messages in between twice or never.
-        2. Write the snapshot and wait until it is on disk.
-        3. Only then tell the source. Its commit is for the broker's displays; a restart reads the snapshot's positions,
-           so a crash between 2 and 3 loses nothing.
+        1. Between two polls, wait until every message that the source has returned is counted. Then copy sketches,
+           positions and profile generation while nothing else can change them. They go into one file: saved apart,
+           a crash between the two would count the messages in between twice or never.
+        2. Write the snapshot and wait until it is on disk. Ingest goes on meanwhile, with counters of its own.
+        3. Only then tell the source (``_end_save``), the positions of step 1 and not those reached since. Its commit is
+           for the broker's displays; a restart reads the snapshot's positions, so a crash between 2 and 3 loses
+           nothing.
+        """
+        snapshots = self._snapshots
+        if snapshots is None:
+            return
+        saved = dict(self._save_with())
+        # 1.
+        began = time.monotonic()
+        self._workers.settle()
+        with self._counters.frozen() as state:
+            positions = self._source.positions()
+            generation = self._generation
+        self._pause_seconds = time.monotonic() - began
+        self._saving_positions = positions
+
+        # 2.
+        def write() -> None:
+            sketch_meta, arrays = state()
+            meta = {
+                "format": SNAPSHOT_META_FORMAT,
+                "sketches": sketch_meta,
+                "positions": positions,
+                "generation": generation,
+                "saved": saved,
+            }
+            snapshots.save(meta, arrays)
+
+        self._saving.begin(write)
+
+    def _end_save(self) -> None:
+        """Step 3 of ``_begin_save``.
 
         Raises:
             SnapshotError: step 2 failed; the previous snapshot and its positions stay valid together.
         """
-        if self._snapshots is None:
-            return
-        saved = dict(self._save_with())
-        # 1.
-        with self._guard:
-            sketch_meta, arrays = self._sketches.state()
-            positions = self._source.positions()
-            generation = self._generation
-        meta = {
-            "format": SNAPSHOT_META_FORMAT,
-            "sketches": sketch_meta,
-            "positions": positions,
-            "generation": generation,
-            "saved": saved,
-        }
-        # 2.
-        self._snapshots.save(meta, arrays)
+        self._saving.end()
         self._snapshot_count += 1
         self._saved_at = time.monotonic()
         # 3.
-        failure = self._source.commit(positions)
+        failure = self._source.commit(self._saving_positions)
         if failure is not None:
             self._commit_failures += 1
             _log.warning("ingest: commit: %s", failure)
 
-    def _load(self, tables: Sequence[TableSpec], settings: SketchSettings) -> SketchSet:
-        empty = SketchSet.of(tables, settings)
+    def _load(self, tables: Sequence[TableSpec], settings: SketchSettings, threads: int) -> SketchSet:
+        empty = counters.empty_set(tables, settings, threads)
         if self._snapshots is None:
             return empty
         try:
@@ -393,7 +371,7 @@ class Ingestor:
         positions = {str(partition): int(offset) for partition, offset in meta["positions"].items()}
         generation = int(meta["generation"])
         saved = dict(meta["saved"])
-        sketches = SketchSet.from_state(tables, settings, meta["sketches"], loaded.arrays)
+        sketches = counters.restored_set(tables, settings, meta["sketches"], loaded.arrays)
         self._positions, self._generation, self.restored = positions, generation + GENERATION_RESERVE, saved
         return sketches
 
@@ -406,8 +384,14 @@ class Ingestor:
         _log.warning("ingest: %s", problem)
         self._restore_problems.append(problem)
 
+    def _idle_seconds(self) -> float:
+        silent = time.monotonic() - self._counted_at
+        reading = self._thread is not None and self._positions is None
+        caught_up = reading and self._lag == 0 and not self._problems and self._source.problem is None
+        return silent if caught_up and silent >= IDLE_AFTER_SECONDS else 0.0
+
     def _read_stats(self) -> IngestStats:
-        now, total = time.monotonic(), self._tally() + self._absorbed
+        now, total = time.monotonic(), self._counters.tally() + self._absorbed
         counts = total.counts
         since, messages, accesses = self._rate_from
         if now - since >= _RATE_WINDOW_SECONDS:
@@ -420,19 +404,21 @@ class Ingestor:
             bytes=total.bytes,
             batches=total.batches,
             rejected_messages=total.rejected,
-            rejected_accesses={reason: getattr(counts, reason) for reason in _ROW_REASONS},
+            rejected_accesses={reason: getattr(counts, reason) for reason in ROW_REASONS},
             adjusted_accesses={"future_clamped": counts.future_clamped, "late": counts.late},
             messages_per_second=self._rates[0],
             accesses_per_second=self._rates[1],
             lag_messages=self._lag,
             messages_lost=self._source.messages_lost,
-            newest_event_seconds=self._sketches.newest_event_seconds,
+            newest_event_seconds=self._counters.newest_event_seconds,
             snapshots=self._snapshot_count,
             snapshot_failures=self._snapshot_failures,
             commit_failures=self._commit_failures,
             source_failures=self._source_failures,
+            snapshot_pause_seconds=self._pause_seconds,
             dead_letters=letters.written if letters else 0,
             dead_letter_failures=letters.failures if letters else 0,
+            threads=len(self._counters.shards),
             problem="; ".join(self._problems.values()) or self._source.problem,
         )
 

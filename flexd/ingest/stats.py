@@ -1,0 +1,60 @@
+"""What ingest tells about itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+ROW_REASONS = ("unknown_table", "negative_row", "row_out_of_range")
+
+
+@dataclass(frozen=True)
+class IngestStats:
+    """Counters since the process started, and gauges as of the last poll.
+
+    Attributes:
+        messages, accesses, bytes, batches: read; accesses are those counted.
+        rejected_messages: by reason (``CodecError.reason``, ``internal_error``).
+        rejected_accesses: by reason (``unknown_table``, ``negative_row``, ``row_out_of_range``).
+        adjusted_accesses: counted by rule (``future_clamped``: at another time than dated; ``late``: at their own).
+        messages_per_second, accesses_per_second: over the last seconds.
+        lag_messages: not read yet, as far as the source knows.
+        messages_lost: that the source knows to have existed and could not deliver.
+        newest_event_seconds: NaN before the first access.
+        idle_seconds: how far profiles decay beyond the newest event because the stream is idle.
+        snapshots, snapshot_failures, commit_failures, source_failures: counted.
+        snapshot_age_seconds: since the newest durable snapshot of this process, NaN before the first.
+        snapshot_pause_seconds: how long ingest stood still for the newest snapshot (the copy; it is written beside).
+        dead_letters, dead_letter_failures: samples kept, and not written.
+        threads: that decode and count.
+        problem: what is wrong right now, or None.
+        restore_problems: what was wrong with the saved state at start.
+        running: the thread is alive.
+    """
+
+    messages: int = 0
+    accesses: int = 0
+    bytes: int = 0
+    batches: int = 0
+    rejected_messages: Mapping[str, int] = field(default_factory=dict)
+    rejected_accesses: Mapping[str, int] = field(default_factory=dict)
+    adjusted_accesses: Mapping[str, int] = field(default_factory=dict)
+    messages_per_second: float = 0.0
+    accesses_per_second: float = 0.0
+    lag_messages: int = 0
+    messages_lost: int = 0
+    newest_event_seconds: float = math.nan
+    idle_seconds: float = 0.0
+    snapshots: int = 0
+    snapshot_failures: int = 0
+    commit_failures: int = 0
+    source_failures: int = 0
+    snapshot_age_seconds: float = math.nan
+    snapshot_pause_seconds: float = math.nan
+    dead_letters: int = 0
+    dead_letter_failures: int = 0
+    threads: int = 1
+    problem: str | None = None
+    restore_problems: tuple[str, ...] = ()
+    running: bool = False
