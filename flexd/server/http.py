@@ -38,15 +38,26 @@ class HttpListener:
         app: what to serve.
         host, port: TCP address; port 0 lets the system choose (see ``address``).
         unix_socket: serve here instead of TCP; the file gets mode 0600 and goes away at ``stop``.
+        max_connections: at one time; more are told to come again (HTTP 503).
+        named: key of the host, for error texts.
     """
 
     def __init__(
-        self, app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0, unix_socket: Path | None = None
+        self,
+        app: ASGIApp,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        unix_socket: Path | None = None,
+        max_connections: int = MAX_CONNECTIONS,
+        named: str = "server.host",
     ) -> None:
         self._app = app
         self._host = host
         self._port = port
         self._unix_socket = unix_socket
+        self._max_connections = max_connections
+        self._named = named
         self._socket: socket.socket | None = None
         self._inode: int | None = None
         self._server: uvicorn.Server | None = None
@@ -88,7 +99,7 @@ class HttpListener:
             server_header=False,
             proxy_headers=False,
             backlog=BACKLOG,
-            limit_concurrency=MAX_CONNECTIONS,
+            limit_concurrency=self._max_connections,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=2,
         )
@@ -145,7 +156,8 @@ class HttpListener:
             bound = socket.socket(family, kind, protocol)
         except OSError as error:
             raise ApiError(
-                f"cannot serve on host {self._host!r}: {error}", remedy="set server.host to an address of this machine"
+                f"cannot serve on host {self._host!r}: {error}",
+                remedy=f"set {self._named} to an address of this machine",
             ) from error
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

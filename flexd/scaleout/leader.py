@@ -1,0 +1,228 @@
+"""The leader's side: judges deltas, adds them to its counters, and knows its followers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from flexd.errors import ScaleOutError, SketchError
+from flexd.ingest import Ingestor
+from flexd.keyspace import KeySpace
+from flexd.scaleout import delta as deltas
+from flexd.scaleout.answer import Answer
+from flexd.scaleout.delta import Delta
+from flexd.scaleout.ledger import Ledger
+from flexd.sketch.table_set import SketchSet, SketchSettings
+
+_log = logging.getLogger(__name__)
+
+MAX_FOLLOWERS = 1024
+FORGET_SECONDS = 3600.0
+"""A follower that said it leaves, or was silent for so long, is no longer listed."""
+_UNPACKED_SLACK_BYTES = 64 * 2**20
+
+REASONS = (
+    "position", "other_job", "other_tables", "other_sketches", "malformed", "too_large", "starting", "busy", "unsigned",
+    "bad_signature", "stale", "replayed", "too_many_followers", "internal_error",
+)  # fmt: skip
+"""Every label of a refusal."""
+
+
+@dataclass(frozen=True)
+class FollowerReport:
+    """One follower, as the leader knows it.
+
+    Attributes:
+        name: of the follower. session: of its process.
+        partitions: that it reads. lag_messages: that it has not read in them, as of its last push.
+        last_push_seconds: since its last push that was understood.
+        silent: for longer than ``silent_after_seconds``, without having said that it leaves.
+        accepted, repeated: deltas. refused: deltas, by reason.
+        bytes: of all its deltas. accesses: of the accepted ones.
+    """
+
+    name: str
+    session: str
+    partitions: tuple[str, ...] = ()
+    lag_messages: int = 0
+    last_push_seconds: float = 0.0
+    silent: bool = False
+    accepted: int = 0
+    repeated: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    bytes: int = 0
+    accesses: int = 0
+
+
+@dataclass
+class _Known:
+    report: FollowerReport
+    seen_at: float
+    left: bool = False
+
+
+class Leader:
+    """Takes deltas from any thread; one is merged at a time.
+
+    Args:
+        ingestor: of ``ledger``; holds the counters and makes the snapshots.
+        settings: of its sketches; followers must have equal ones.
+        silent_after_seconds: without a push for so long a follower is reported.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        keyspace: KeySpace,
+        settings: SketchSettings,
+        ledger: Ledger,
+        silent_after_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._job = job
+        self._keyspace = keyspace
+        self._settings = settings
+        self._ledger = ledger
+        self._silent_after_seconds = silent_after_seconds
+        self._clock = clock
+        self._started_at = clock()
+        self._merging = threading.Lock()
+        self._lock = threading.Lock()
+        self._followers: dict[str, _Known] = {}
+        self._refused: dict[str, int] = {}
+        self._ingestor: Ingestor | None = None
+        self.max_unpacked_bytes = 2 * settings.memory_bytes + _UNPACKED_SLACK_BYTES
+
+    def serve(self, ingestor: Ingestor) -> None:
+        """From now on deltas are taken."""
+        self._ingestor = ingestor
+
+    def offer(self, data: bytes) -> Answer:
+        """Judges one encoded delta; see ``Answer``.
+
+        Raises:
+            ScaleOutError: ``malformed``, ``too_large``, ``starting``, ``too_many_followers``: nothing was counted and
+                the positions are not told.
+        """
+        try:
+            delta = deltas.decode(data, self.max_unpacked_bytes)
+            answer = self._judge(delta)
+            self._note(delta, len(data), answer)
+        except ScaleOutError as error:
+            self.count_refusal(error.reason)
+            raise
+        return answer
+
+    def count_refusal(self, reason: str) -> None:
+        """A request that was refused before or instead of an answer."""
+        known = reason if reason in REASONS else "internal_error"
+        with self._lock:
+            self._refused[known] = self._refused.get(known, 0) + 1
+
+    def refused(self) -> dict[str, int]:
+        """Requests and deltas refused since the start, by reason."""
+        with self._lock:
+            return dict(self._refused)
+
+    def followers(self) -> tuple[FollowerReport, ...]:
+        """By name; those that left or were silent for an hour are not listed."""
+        now = self._clock()
+        with self._lock:
+            for name in [name for name, known in self._followers.items() if now - known.seen_at > FORGET_SECONDS]:
+                del self._followers[name]
+            return tuple(
+                replace(
+                    known.report,
+                    last_push_seconds=now - known.seen_at,
+                    silent=now - known.seen_at > self._silent_after_seconds,
+                )
+                for _, known in sorted(self._followers.items())
+                if not known.left
+            )
+
+    def lag_messages(self) -> int:
+        """Not read yet in the partitions of the followers that push."""
+        return sum(report.lag_messages for report in self.followers() if not report.silent)
+
+    def problem(self) -> str | None:
+        """What keeps the stream from being counted. One silent follower does not: the group gives its partitions to
+        the others."""
+        reports = self.followers()
+        if (
+            any(not report.silent for report in reports)
+            or self._clock() - self._started_at < self._silent_after_seconds
+        ):
+            return None
+        if reports:
+            return f"no follower has pushed for {min(report.last_push_seconds for report in reports):.0f} s"
+        return "no follower is here"
+
+    def _judge(self, delta: Delta) -> Answer:
+        ingestor = self._ingestor
+        if ingestor is None or not self._ledger.open:
+            raise ScaleOutError("the leader is starting or stopping", reason="starting", remedy="it is tried again")
+        if delta.job != self._job:
+            return self._refusal(ingestor, "other_job", f"job {delta.job!r}, the leader's is {self._job!r}")
+        if delta.tables != self._keyspace.digest:
+            return self._refusal(
+                ingestor,
+                "other_tables",
+                "the tables are not the leader's: give both the same `tables` in the same order",
+            )
+        if not delta.stretches:
+            return self._answer(ingestor, "accepted")
+        with self._merging:
+            fit = self._ledger.judge(delta.stretches)
+            if fit == "repeated":
+                return self._answer(ingestor, "repeated")
+            if fit == "elsewhere":
+                return self._refusal(ingestor, "position", "it does not begin where the leader stands")
+            try:
+                sketches = SketchSet.from_state(self._keyspace.tables, self._settings, delta.sketch_meta, delta.arrays)
+                ingestor.absorb(sketches, delta.tally, lambda: self._ledger.move(delta.stretches))
+            except SketchError as error:
+                text = f"{error.message}: give both daemons the same `sketch` section"
+                return self._refusal(ingestor, "other_sketches", text)
+        return self._answer(ingestor, "accepted")
+
+    def _answer(self, ingestor: Ingestor, outcome: str) -> Answer:
+        return Answer(
+            "repeated" if outcome == "repeated" else "accepted",
+            self._ledger.positions(), self._ledger.durable(), ingestor.clock(),
+        )  # fmt: skip
+
+    def _refusal(self, ingestor: Ingestor, reason: str, message: str) -> Answer:
+        return Answer("refused", self._ledger.positions(), self._ledger.durable(), ingestor.clock(), reason, message)
+
+    def _note(self, delta: Delta, size: int, answer: Answer) -> None:
+        now = self._clock()
+        counted = answer.outcome == "accepted" and bool(delta.stretches)
+        with self._lock:
+            known = self._followers.get(delta.follower)
+            if known is None:
+                if len(self._followers) >= MAX_FOLLOWERS:
+                    # What was counted stays counted; it is only not listed.
+                    _log.warning("follower %s is not listed: %d are already", delta.follower, MAX_FOLLOWERS)
+                    return
+                known = self._followers[delta.follower] = _Known(FollowerReport(delta.follower, delta.session), now)
+                _log.info("follower %s is here", delta.follower)
+            before, refused = known.report, dict(known.report.refused)
+            if answer.outcome == "refused":
+                refused[answer.reason] = refused.get(answer.reason, 0) + 1
+                self._refused[answer.reason] = self._refused.get(answer.reason, 0) + 1
+            known.seen_at, known.left = now, delta.leaving
+            known.report = replace(
+                before,
+                session=delta.session,
+                partitions=delta.partitions,
+                lag_messages=delta.lag_messages,
+                accepted=before.accepted + counted,
+                repeated=before.repeated + (answer.outcome == "repeated"),
+                refused=refused,
+                bytes=before.bytes + size,
+                accesses=before.accesses + (delta.tally.counts.accepted if counted else 0),
+            )

@@ -1,0 +1,111 @@
+"""Signatures of requests and answers between followers and leader: HMAC-SHA256 by the shared secret.
+
+A request's signature covers method, path, time, a nonce, and the digest and length of its body; it is checked before
+the body is read, and the digest after. An answer's covers the request's nonce, its status and its body, so that a
+recorded one fits no other request. Replaying a delta would be harmless by the position rule; it is refused anyway.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from flexd.errors import ScaleOutError
+
+CLOCK_SKEW_SECONDS = 60.0
+MAX_NONCES = 100_000
+_NONCE_HEX = 32
+TIME, NONCE, DIGEST, SIGNATURE = "x-flexd-time", "x-flexd-nonce", "x-flexd-digest", "x-flexd-signature"
+
+
+def _mac(secret: bytes, *parts: str) -> str:
+    return hmac.new(secret, "\n".join(parts).encode(), hashlib.sha256).hexdigest()
+
+
+def digest_of(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
+
+
+def request_headers(
+    secret: bytes | None, method: str, path: str, body: bytes, unix_seconds: float | None = None
+) -> dict[str, str]:
+    """Headers of one request; without a secret the signature is left out."""
+    headers = {
+        TIME: f"{time.time() if unix_seconds is None else unix_seconds:.3f}",
+        NONCE: secrets.token_hex(_NONCE_HEX // 2),
+        DIGEST: digest_of(body),
+    }
+    if secret is not None:
+        headers[SIGNATURE] = _mac(
+            secret, "request", method, path, headers[TIME], headers[NONCE], headers[DIGEST], str(len(body))
+        )
+    return headers
+
+
+def answer_signature(secret: bytes, nonce: str, status: int, body: bytes) -> str:
+    return _mac(secret, "answer", nonce, str(status), digest_of(body))
+
+
+def check_answer(secret: bytes | None, nonce: str, status: int, body: bytes, signature: str | None) -> None:
+    """Raises ScaleOutError (``unsigned``, ``bad_signature``) if the answer is not the leader's to this request."""
+    if secret is None:
+        return
+    if signature is None:
+        raise ScaleOutError(
+            f"the leader's answer (HTTP {status}) is not signed", reason="unsigned",
+            remedy="give the leader the same secret file, and check that scale_out.leader is the leader",
+        )  # fmt: skip
+    if not hmac.compare_digest(signature.encode(), answer_signature(secret, nonce, status, body).encode()):
+        raise ScaleOutError(
+            "the leader's answer has a wrong signature", reason="bad_signature", remedy="use one secret file"
+        )
+
+
+class RequestVerifier:
+    """The leader's side: refuses what is not signed, not fresh, or was seen before. Any thread."""
+
+    def __init__(self, secret: bytes | None, clock: Callable[[], float] = time.time) -> None:
+        self._secret = secret
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._nonces: dict[str, float] = {}
+        """Nonce -> until when it is kept, in the order they came."""
+
+    def check(self, method: str, path: str, headers: Mapping[str, str], body_bytes: int) -> str:
+        """Checks the headers and returns the body's digest, to be compared when it is here.
+
+        Raises:
+            ScaleOutError: ``unsigned``, ``bad_signature``, ``stale``, ``replayed`` or ``busy``.
+        """
+        digest = headers.get(DIGEST, "")
+        if self._secret is None:
+            return digest
+        signature, nonce, at = headers.get(SIGNATURE), headers.get(NONCE, ""), headers.get(TIME, "")
+        if signature is None:
+            raise ScaleOutError("the request is not signed", reason="unsigned", remedy="set scale_out.secret_file")
+        expected = _mac(self._secret, "request", method, path, at, nonce, digest, str(body_bytes))
+        if not hmac.compare_digest(signature.encode(), expected.encode()):
+            raise ScaleOutError("the request has a wrong signature", reason="bad_signature", remedy="use one secret")
+        now = self._clock()
+        # Signed, so it is one of our own numbers.
+        if abs(now - float(at)) > CLOCK_SKEW_SECONDS:
+            raise ScaleOutError(
+                f"the request is {now - float(at):.0f} s old", reason="stale", remedy="set the clocks of the machines"
+            )
+        self._remember(nonce, now)
+        return digest
+
+    def _remember(self, nonce: str, now: float) -> None:
+        with self._lock:
+            while self._nonces and next(iter(self._nonces.values())) < now:
+                del self._nonces[next(iter(self._nonces))]
+            if nonce in self._nonces:
+                raise ScaleOutError("the request was seen before", reason="replayed", remedy="sign each one anew")
+            if len(self._nonces) >= MAX_NONCES:
+                raise ScaleOutError("too many requests", reason="busy", remedy="push less often")
+            # Kept as long as it could be fresh: it may be dated ahead by the skew.
+            self._nonces[nonce] = now + 2 * CLOCK_SKEW_SECONDS
