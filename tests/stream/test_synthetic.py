@@ -7,8 +7,8 @@ import pytest
 
 from flexd.errors import StreamError
 from flexd.stream.codec import decode
-from flexd.stream.synthetic import SyntheticSource, _scatter, _scatter_multiplier
-from flexd.stream.zipf import ZipfSampler
+from flexd.stream.synthetic import SyntheticSource
+from flexd.stream.zipf import ZipfSampler, scatter, scatter_multiplier
 
 
 class Clock:
@@ -48,22 +48,22 @@ def test_zipf_of_a_billion_ranks():
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 10, 97, 1000, 2**16])
 def test_scatter_is_a_bijection(rows):
-    ids = _scatter(np.arange(rows), rows, _scatter_multiplier(rows))
+    ids = scatter(np.arange(rows), rows, scatter_multiplier(rows))
     assert np.array_equal(np.sort(ids), np.arange(rows))
 
 
 def test_scatter_does_not_overflow():
     rows = 2**40 - 1
     ranks = np.array([0, 1, rows - 1])
-    multiplier = _scatter_multiplier(rows)
-    assert _scatter(ranks, rows, multiplier).tolist() == [int(r) * multiplier % rows for r in ranks.tolist()]
+    multiplier = scatter_multiplier(rows)
+    assert scatter(ranks, rows, multiplier).tolist() == [int(r) * multiplier % rows for r in ranks.tolist()]
 
 
 def test_drift_moves_the_head_by_the_stated_rate():
     source = SyntheticSource(
         [("t", 1000)], zipf_exponent=1.5, accesses_per_second=1000, accesses_per_message=1000, drift_rows_per_second=3
     )
-    multiplier = _scatter_multiplier(1000)
+    multiplier = scatter_multiplier(1000)
     for second in (0, 1, 10, 400):
         batch = source.batch(second)
         assert batch.event_time_seconds == second
