@@ -211,7 +211,7 @@ def _blocks(cluster: Cluster, report: ProbeReport, out: Path) -> list[Block]:
                 units.size(largest),
                 units.seconds(float(times.medians[-1])),
                 units.size(curve.bandwidth(largest)) + "/s",
-                units.share(float(times.spread.max())),
+                f"{times.spread.max():.0%}",
             )
         )
     columns = ("link", "collective", "latency", "largest", "time", "bandwidth", "spread")

@@ -193,11 +193,14 @@ def _measure_one(
         sent, work = make_work(collective, size, group, groups.device)
         if sent_bytes and sent <= sent_bytes[-1]:
             continue  # rounded up to the same size
+        began = clock()
         one = float(groups.largest(np.array([groups.seconds(work, 1) for _ in range(WARM_UPS)])).min())
+        # With the barrier before it, which on a slow machine takes longer than a small message.
+        with_barrier = float(groups.largest(np.array([clock() - began]))[0]) / WARM_UPS
         in_a_row = min(max(math.ceil(SAMPLE_SECONDS / one), 1), MOST_IN_A_ROW)
         left = budget_seconds - float(groups.largest(np.array([clock() - started]))[0])
-        allotted = left / (len(sizes) - index)
-        repeats = min(max(int(allotted / (one * in_a_row)), LEAST_REPEATS), MOST_REPEATS)
+        allotted = left / (len(sizes) - index + 1)
+        repeats = min(max(int(allotted / (one * (in_a_row - 1) + with_barrier)), LEAST_REPEATS), MOST_REPEATS)
         samples = np.array([groups.seconds(work, in_a_row) for _ in range(repeats)])
         # A step waits for its slowest rank, so a repetition takes as long as there.
         seconds.append(groups.largest(samples))

@@ -1,0 +1,96 @@
+"""What the ranks of the probe's tests run."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from flexd.errors import TopologyError
+from flexd.layout import RankLayout
+from flexd.topology import timing
+from flexd.topology.model import Cluster, Collective, Link
+from flexd.topology.probe import ProbeOptions, probe
+from flexd.topology.timing import ProbeGroups, make_work
+
+SMALL = ProbeOptions(min_bytes=256, max_bytes=65_536, growth=16.0, budget_seconds=1.0)
+
+
+def measured(rank: int, layout: RankLayout, options: ProbeOptions) -> tuple[Cluster, dict[str, list[float]]]:
+    """The cluster, and message bytes by link and collective."""
+    groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=30))
+    report = probe(groups, options)
+    groups.close()
+    sizes = {f"{link} {collective}": times.message_bytes.tolist() for (link, collective), times in report.times.items()}
+    return report.cluster(), sizes
+
+
+def error_of(rank: int, layout: RankLayout, own: dict[int, ProbeOptions]) -> str:
+    """What the probe says where ranks were given these options."""
+    try:
+        groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=30))
+        probe(groups, own.get(rank, SMALL))
+    except TopologyError as error:
+        return str(error)
+    return "no error"
+
+
+def dies(rank: int, layout: RankLayout, victim: int, timeout_seconds: float) -> str:
+    """One rank ends in the middle of the measurement."""
+    groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=timeout_seconds))
+    seconds = ProbeGroups.seconds
+    calls = 0
+
+    def end(self: ProbeGroups, work: Any, times: int) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 10:
+            os._exit(9)
+        return seconds(self, work, times)
+
+    if rank == victim:
+        ProbeGroups.seconds = end  # type: ignore[method-assign]
+    try:
+        probe(groups, SMALL)
+    except TopologyError as error:
+        return str(error)
+    return "no error"
+
+
+def bytes_sent(rank: int, layout: RankLayout, sizes: list[int]) -> list[tuple[str, int, float, float]]:
+    """Per link and collective: (name, bytes wanted, bytes that ``make_work`` states, bytes by the call's arguments)."""
+    groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=30))
+    out = []
+    seen: list[float] = []
+
+    def all_reduce(flat: Any, group: Any) -> None:
+        peers = dist.get_world_size(group)
+        seen.append(2 * flat.nbytes * (peers - 1) / peers)
+
+    def all_to_all(received: Any, send: Any, _received: list[int], splits: list[int], group: Any) -> None:
+        assert received.numel() == send.numel() == sum(splits)
+        own = splits[dist.get_group_rank(group, rank)]
+        seen.append((sum(splits) - own) * send.itemsize)
+
+    def all_gather(received: Any, part: Any, group: Any) -> None:
+        peers = dist.get_world_size(group)
+        assert received.numel() == part.numel() * peers
+        seen.append(part.nbytes * (peers - 1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing.dist, "all_reduce", all_reduce)
+        patch.setattr(timing.dist, "all_to_all_single", all_to_all)
+        patch.setattr(timing, "_all_gather", all_gather)
+        for link in Link:
+            group = groups.over(link)
+            for collective in Collective if group is not None else ():
+                for size in sizes:
+                    assert group is not None
+                    stated, work = make_work(collective, size, group, groups.device)
+                    work()
+                    out.append((f"{link} {collective}", size, stated, seen[-1]))
+    groups.close()
+    return out

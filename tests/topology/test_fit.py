@@ -1,0 +1,108 @@
+"""Curves from times: synthetic ones are found again, disturbed ones stay valid."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.errors import TopologyError
+from flexd.topology.fit import CollectiveTimes, fit_curve
+from flexd.topology.model import CollectiveCurve
+
+SIZES = 1024.0 * 4.0 ** np.arange(9)
+
+
+def times_of(seconds: np.ndarray, repeats: int = 1) -> CollectiveTimes:
+    return CollectiveTimes(SIZES[: len(seconds)], tuple(np.full(repeats, value) for value in seconds))
+
+
+def seconds_of(curve: CollectiveCurve) -> np.ndarray:
+    return np.array([curve.seconds(size) for size in SIZES])
+
+
+def largest_error(found: CollectiveCurve, true: CollectiveCurve, sizes: np.ndarray = SIZES) -> float:
+    return max(abs(found.seconds(size) / true.seconds(size) - 1) for size in sizes)
+
+
+@given(st.floats(1e-7, 1e-2), st.floats(1e7, 4e11))
+def test_one_bandwidth_is_found_exactly(latency: float, bandwidth: float) -> None:
+    true = CollectiveCurve(latency, ((1e6, bandwidth),))
+    found = fit_curve(times_of(seconds_of(true)))
+    assert largest_error(found, true, np.geomspace(64, 2**27, 60)) < 0.06
+    if SIZES[-1] / bandwidth > 0.1 * latency:  # else all of it is latency, and the bandwidth cannot be known
+        assert found.latency_seconds == pytest.approx(latency, rel=1e-5, abs=1e-9)
+        assert found.bandwidth(2**27) == pytest.approx(bandwidth, rel=1e-4)
+
+
+@given(st.floats(1e-6, 1e-4), st.floats(1e8, 1e9), st.floats(1.0, 30.0), st.floats(1.0, 4.0))
+def test_bandwidth_that_grows_is_found(latency: float, small: float, more: float, most: float) -> None:
+    true = CollectiveCurve(latency, ((SIZES[2], small), (SIZES[5], small * more), (SIZES[8], small * more * most)))
+    found = fit_curve(times_of(seconds_of(true)))
+    assert largest_error(found, true) < 0.06
+    assert found.bandwidth(SIZES[8]) == pytest.approx(small * more * most, rel=0.05)
+
+
+@given(st.floats(1e-6, 1e-3), st.floats(1e8, 1e11), st.integers(0, 2**31))
+@settings(max_examples=50)
+def test_noise_and_outliers_move_it_little(latency: float, bandwidth: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    true = CollectiveCurve(latency, ((1e6, bandwidth),))
+    samples = []
+    for seconds in seconds_of(true):
+        noisy = seconds * (1 + 0.05 * rng.standard_normal(9).clip(-2, 2))
+        noisy[rng.integers(9)] *= 50  # another process had the machine
+        samples.append(noisy)
+    found = fit_curve(CollectiveTimes(SIZES, tuple(samples)))
+    assert largest_error(found, true) < 0.16
+
+
+def test_a_size_that_was_disturbed_as_a_whole_does_no_harm() -> None:
+    true = CollectiveCurve(2e-5, ((1e6, 1e9),))
+    seconds = seconds_of(true)
+    seconds[3] *= 40
+    found = fit_curve(times_of(seconds))
+    away = np.delete(SIZES, 3)
+    assert largest_error(found, true, away) < 1e-3
+    assert found.seconds(SIZES[3]) <= found.seconds(SIZES[4])
+
+
+@given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=9))
+def test_any_times_make_a_valid_curve(seconds: list[float]) -> None:
+    found = fit_curve(times_of(np.array(seconds)))
+    found.check("curve")
+    assert 0 <= found.latency_seconds <= min(seconds) * (1 + 1e-6)
+    grid = [found.seconds(size) for size in np.geomspace(1, 2**30, 100)]
+    assert all(a <= b * (1 + 1e-12) for a, b in pairwise(grid))
+
+
+def test_one_size_is_latency_and_a_bound() -> None:
+    found = fit_curve(times_of(np.array([1e-3])))
+    assert found.latency_seconds == pytest.approx(1e-3)
+    assert found.seconds(SIZES[0]) == pytest.approx(1e-3, rel=0.06)
+
+
+def test_spread_and_medians() -> None:
+    times = CollectiveTimes(np.array([8.0]), (np.array([1.0, 2.0, 3.0, 4.0, 100.0]),))
+    assert times.medians[0] == 3.0
+    assert times.spread[0] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds"),
+    [
+        ([], []),
+        ([1.0], [[]]),
+        ([1.0, 2.0], [[1.0]]),
+        ([2.0, 1.0], [[1.0], [1.0]]),
+        ([0.0], [[1.0]]),
+        ([1.0], [[0.0]]),
+        ([1.0], [[float("nan")]]),
+    ],
+)
+def test_impossible_times(sizes: list[float], seconds: list[list[float]]) -> None:
+    with pytest.raises(TopologyError, match="times:"):
+        CollectiveTimes(np.array(sizes), tuple(np.array(part) for part in seconds))

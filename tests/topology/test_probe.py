@@ -1,0 +1,269 @@
+"""The probe on real gloo ranks: what it measures, what it writes, and what ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from probe_jobs import SMALL
+from rank_pool import RankPool, free_port
+
+from flexd.cli.main import main
+from flexd.errors import TopologyError
+from flexd.keyspace import KeySpace, TableSpec
+from flexd.layout import RankLayout
+from flexd.placement import Placement
+from flexd.planner.plan import make_plan
+from flexd.sketch.profile import Profile, TableProfile
+from flexd.topology.files import dump_cluster, load_cluster, load_preset, parse_cluster
+from flexd.topology.fit import CollectiveTimes
+from flexd.topology.model import Cluster, Collective, Exposed, Link
+from flexd.topology.probe import ProbeOptions, ProbeReport
+
+LAYOUT = RankLayout(2, 2)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    made = RankPool(4)
+    yield made
+    made.close()
+
+
+def plan_on(cluster: Cluster, layout: RankLayout) -> None:
+    """The planner takes the cluster: a plan with finite, positive cost."""
+    keyspace = KeySpace([TableSpec("item", 1000, 16)])
+    share = np.arange(1, 1001) ** -1.1
+    share /= share.sum()
+    nothing = np.empty(0)
+    table = TableProfile(
+        "item", 1000, 1e6, 4000.0, np.arange(1000), share, share, share, nothing, nothing, 1000.0, 1.0
+    )  # fmt: skip
+    plan = make_plan(
+        Profile((table,)), keyspace, layout, cluster, [50], Placement.empty(), plan_id="p", parent_id="",
+        topology_generation=1, horizon_steps=1e6, now_unix_seconds=0.0, reason="test",
+    )  # fmt: skip
+    assert 0 < plan.after.exposed_seconds <= plan.before.exposed_seconds * (1 + 1e-12)
+
+
+def test_all_ranks_measure_one_cluster_that_the_planner_takes(pool: RankPool) -> None:
+    results = pool.run("probe_jobs:measured", LAYOUT, SMALL)
+    cluster, sizes = results[0]
+    assert all(other == cluster for other, _ in results)
+    assert set(sizes) == {f"{link} {collective}" for link in Link for collective in Collective}
+    assert parse_cluster(dump_cluster(cluster), "x") == cluster
+    assert "2 nodes x 2 ranks" in cluster.source
+    assert "gloo on cpu" in cluster.source
+    for link in Link:
+        for collective in Collective:
+            # More than 1 us and less than a second on any machine: the figures are seconds and bytes per second.
+            assert 1e-6 < cluster.curve(link, collective).seconds(4096) < 1.0
+    plan_on(cluster, LAYOUT)
+
+
+@pytest.mark.parametrize(("layout", "missing"), [(RankLayout(1, 4), "inter_node"), (RankLayout(4, 1), "intra_node")])
+def test_a_link_that_the_job_does_not_have(pool: RankPool, layout: RankLayout, missing: str) -> None:
+    options = ProbeOptions(min_bytes=1024, max_bytes=1024, budget_seconds=0.01)
+    cluster, sizes = pool.run("probe_jobs:measured", layout, options)[0]
+    assert not any(name.startswith(missing) for name in sizes)
+    assert f"{missing}: not measured" in cluster.source
+    assert cluster.intra_node == cluster.inter_node
+    plan_on(cluster, layout)
+
+
+def test_the_budget_cuts_sizes_but_leaves_one(pool: RankPool) -> None:
+    options = ProbeOptions(min_bytes=64, max_bytes=2**22, growth=4.0, budget_seconds=1e-6)
+    cluster, sizes = pool.run("probe_jobs:measured", LAYOUT, options)[0]
+    assert all(len(measured) == 1 for measured in sizes.values())
+    assert "cut to" in cluster.source
+
+
+def test_bytes_stated_are_the_bytes_sent(pool: RankPool) -> None:
+    for layout in (LAYOUT, RankLayout(1, 4)):
+        for rows in pool.run("probe_jobs:bytes_sent", layout, [1, 1000, 4099, 65_536]):
+            assert rows
+            for name, wanted, stated, sent in rows:
+                assert stated == sent, name
+                assert wanted <= stated <= wanted + 4 * 2 * layout.world_size, name
+
+
+def test_ranks_with_other_options_are_named_on_every_rank(pool: RankPool) -> None:
+    other = ProbeOptions(max_bytes=1024)
+    texts = pool.run("probe_jobs:error_of", LAYOUT, {2: other})
+    assert all("probe options of rank 2" in text for text in texts)
+
+
+def test_a_layout_of_another_size(pool: RankPool) -> None:
+    texts = pool.run("probe_jobs:error_of", RankLayout(3, 2), {})
+    assert all("the process group has 4 ranks" in text for text in texts)
+
+
+def test_a_rank_that_dies_ends_the_probe_within_the_deadline() -> None:
+    pool = RankPool(4)
+    try:
+        for pipe in pool._pipes:
+            pipe.send(("probe_jobs:dies", (LAYOUT, 3, 4.0)))
+        deadline = time.monotonic() + 60
+        for pipe in pool._pipes[:3]:
+            assert pipe.poll(max(0.0, deadline - time.monotonic())), "a survivor hangs"
+            kind, text = pipe.recv()
+            assert kind == "ok", text
+            assert "a collective failed" in text
+            assert "see the first error among the other ranks" in text
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_bytes": 0},
+        {"min_bytes": 4096, "max_bytes": 1024},
+        {"max_bytes": 2**40},
+        {"growth": 1.0},
+        {"growth": float("nan")},
+        {"budget_seconds": 0.0},
+        {"budget_seconds": float("nan")},
+    ],
+)
+def test_wrong_options(wrong: dict[str, float]) -> None:
+    with pytest.raises(TopologyError, match="probe:"):
+        ProbeOptions(**wrong)  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 2**20), st.integers(0, 2**30), st.floats(1.2, 100))
+def test_sizes_are_log_spaced_and_end_at_the_largest(least: int, more: int, growth: float) -> None:
+    sizes = ProbeOptions(min_bytes=least, max_bytes=least + more, growth=growth).sizes
+    assert sizes[0] == least
+    assert sizes[-1] == least + more
+    assert sizes == sorted(sizes)
+    assert all(b <= (a + 1) * growth for a, b in pairwise(sizes))
+
+
+def report(links: tuple[Link, ...] = tuple(Link)) -> ProbeReport:
+    sizes = np.array([1e3, 1e6])
+    times = {
+        (link, collective): CollectiveTimes(sizes, (np.array([1e-5]), np.array([1e-3])))
+        for link in links
+        for collective in Collective
+    }
+    return ProbeReport(times, 0.0, 1.0, "made up")
+
+
+def test_what_is_given_goes_into_the_cluster_and_its_source() -> None:
+    cluster = report().cluster(
+        "mine", wire_bytes_per_second={Link.INTER_NODE: 25e9}, exposed=Exposed(1.0, 0.5, 0.0)
+    )  # fmt: skip
+    assert cluster.name == "mine"
+    assert cluster.inter_node.wire_bytes_per_second == 25e9
+    assert cluster.intra_node.wire_bytes_per_second == max(b for _, b in cluster.intra_node.all_to_all.points)
+    assert cluster.exposed == Exposed(1.0, 0.5, 0.0)
+    assert "inter_node wire: given" in cluster.source
+    assert "intra_node wire: estimated" in cluster.source
+    assert "exposed shares: given" in cluster.source
+    assert "1970-01-01" in cluster.source
+
+
+def test_a_missing_link_is_taken_from_another_cluster() -> None:
+    base = load_preset("h100-400g")
+    cluster = report((Link.INTRA_NODE,)).cluster(missing_from=base)
+    assert cluster.inter_node == base.inter_node
+    assert cluster.intra_node != base.intra_node
+    assert "inter_node: not measured, the job has no such link; taken from 'h100-400g'" in cluster.source
+
+
+def launch(folder: Path, ranks: int, *options: str) -> list[subprocess.Popen[str]]:
+    """``flexd probe`` as torchrun starts it: one process a rank, told by the environment."""
+    port = str(free_port())
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    shared |= {"LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "flexd", "probe", "--backend", "gloo", *options], text=True, cwd=folder,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+
+
+def test_the_command_writes_a_file_that_loads(tmp_path: Path) -> None:
+    ranks = launch(
+        tmp_path, 2, "--out", "c.yaml", "--local-ranks", "1", "--max-bytes", "16384", "--budget-seconds", "0.5",
+        "--inter-wire", "25e9", "--exposed-sync", "0.5", "--missing-from", "azure-a100-200g", "-o", "json",
+    )  # fmt: skip
+    printed = [process.communicate(timeout=90) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], printed
+    cluster = load_cluster(tmp_path / "c.yaml")
+    assert cluster.inter_node.wire_bytes_per_second == 25e9
+    assert cluster.intra_node == load_preset("azure-a100-200g").intra_node
+    assert cluster.exposed == Exposed(1.0, 1.0, 0.5)
+    answer = json.loads(printed[0][0])
+    assert [(one["link"], one["collective"]) for one in answer["measured"]] == [
+        ("inter_node", collective.value) for collective in Collective
+    ]
+    curve = cluster.curve(Link.INTER_NODE, Collective.ALL_REDUCE)
+    by_name = {one["collective"]: one for one in answer["measured"]}
+    assert by_name["all_reduce"]["points"] == [list(point) for point in curve.points]
+    assert by_name["all_reduce"]["latency_seconds"] == curve.latency_seconds
+    assert answer["source"] == cluster.source
+    assert printed[1][0] == ""
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """``flexd probe`` in this process, which is no rank of a job -> what it prints as its error."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*options: str, **environment: str) -> str:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["flexd", "probe", *options])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code in (1, 2)
+        return capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--out"),
+        (["--out", "c.yaml"], "no rank of a job"),
+        (["--out", "c.yaml", "--inter-wire", "-1"], "above 0"),
+        (["--out", "c.yaml", "--timeout-seconds", "0"], "--timeout-seconds"),
+        (["--out", "c.yaml", "--exposed-sync", "2"], "--exposed"),
+        (["--out", "c.yaml", "--missing-from", "none.yaml"], "none.yaml"),
+        (["--out", "c.yaml", "--max-bytes", "10"], "least <= largest"),
+    ],
+)
+def test_wrong_arguments_end_before_anything_is_measured(
+    tmp_path: Path, command: Callable[..., str], options: list[str], message: str
+) -> None:
+    assert message in command(*options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_not_there_is_said_before_measuring(command: Callable[..., str]) -> None:
+    job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    assert "cannot be written" in command("--out", "no/c.yaml", **job)
+
+
+def test_ranks_that_never_come_end_it_at_the_deadline(command: Callable[..., str]) -> None:
+    job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    said = command("--out", "c.yaml", "--timeout-seconds", "1", "--backend", "gloo", **job, LOCAL_WORLD_SIZE="1")
+    assert "no process group" in said
+    assert "GLOO_SOCKET_IFNAME" in said
