@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from flexd.embedding.connect import connect
     from flexd.embedding.jagged import Jagged
     from flexd.embedding.optimizer import SGD, RowWiseAdagrad
+    from flexd.embedding.tap import Tap
     from flexd.layout import RankLayout
     from flexd.stream.publisher import Publisher
 
@@ -26,6 +27,7 @@ _HOMES = {
     "RankLayout": "flexd.layout",
     "RowWiseAdagrad": "flexd.embedding.optimizer",
     "SGD": "flexd.embedding.optimizer",
+    "Tap": "flexd.embedding.tap",
     "connect": "flexd.embedding.connect",
 }
 
@@ -37,6 +39,7 @@ __all__ = [
     "Publisher",
     "RankLayout",
     "RowWiseAdagrad",
+    "Tap",
     "__version__",
     "connect",
 ]

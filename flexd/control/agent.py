@@ -52,7 +52,9 @@ from flexd.control.messages import (
     Settled,
     Signer,
 )
+from flexd.control.outbox import DeltaOutbox
 from flexd.control.report import RankIdentity, StepReport, fold_reports
+from flexd.control.shipper import DeltaShipper
 from flexd.errors import (
     AuthenticationError,
     ChunkRefusedError,
@@ -91,6 +93,7 @@ class Agent:
         placement_lists: returns (int64[n] keys, uint8[n] tiers) of the rows that this rank knows to be above HOME;
             the lists of all ranks of one node together must be the whole placement. Called from the agent's thread,
             only while no chunk is left to apply. Without it a daemon that lost its journal cannot take over this rank.
+        outbox: counted accesses to ship (``flexd.Tap``), if any.
 
     Raises:
         ControlError: the address is malformed.
@@ -105,8 +108,10 @@ class Agent:
         timeout_seconds: float = 15.0,
         poll_seconds: float = 0.05,
         placement_lists: PlacementLists | None = None,
+        outbox: DeltaOutbox | None = None,
     ) -> None:
         self._inbox = inbox
+        self._outbox = outbox
         self._identity = identity
         self._host, self._port = parse_address(address)
         self._signer = Signer(secret)
@@ -314,6 +319,7 @@ class _Connection:
         self._agent._last_logged = ""
         self._backoff.reset()
         done = 0
+        shipper = self._shipper()
         while (hint := self._hint()).epoch == epoch.epoch:
             while done < hint.commands:
                 done += 1
@@ -321,9 +327,20 @@ class _Connection:
                 self._last_command_at = time.monotonic()
             self._send_progress()
             busy = time.monotonic() - self._last_command_at < BUSY_SECONDS
+            if shipper is not None:
+                busy |= shipper.turn()
             if agent._stopping.wait(min(agent._poll, BUSY_POLL_SECONDS) if busy else agent._poll):
                 self._send_progress(final=True)
                 return
+
+    def _shipper(self) -> DeltaShipper | None:
+        agent = self._agent
+        if agent._outbox is None:
+            return None
+        return DeltaShipper(
+            agent._outbox, self._signer, self._store, self._fence(), self._me.rank, agent._session, self._push,
+            self._next_sequence,
+        )  # fmt: skip
 
     def _command(self, group: EpochGroup, number: int) -> None:
         key = Keys.command(self._epoch.epoch, number)

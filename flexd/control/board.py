@@ -15,6 +15,7 @@ from flexd.control.messages import (
     HelloRefused,
     ListRequest,
     Signer,
+    TapState,
 )
 
 _KEPT_REFUSALS = 1024
@@ -28,7 +29,7 @@ class Board:
     """
 
     def __init__(self, host: str, port: int, job: str, signer: Signer, timeout_seconds: float) -> None:
-        self._signer = signer
+        self.signer = signer
         self._server, self.port = host_store(host, port, timeout_seconds)
         self._prefix = Keys.prefix(job)
         self.store = job_store(self._server, job)
@@ -38,7 +39,7 @@ class Board:
 
     def publish(self, notice: DaemonNotice) -> None:
         """Ranks register from now on."""
-        self.store.set(Keys.NOTICE, self._signer.seal(notice))
+        self.store.set(Keys.NOTICE, self.signer.seal(notice))
 
     def messages(self, limit: int) -> Iterator[bytes]:
         """At most ``limit`` messages that wait in the queue."""
@@ -50,13 +51,13 @@ class Board:
 
     def refuse(self, refusal: HelloRefused) -> None:
         key = Keys.refused(refusal.nonce)
-        self.store.set(key, self._signer.seal(refusal))
+        self.store.set(key, self.signer.seal(refusal))
         self._refusals.append(key)
         while len(self._refusals) > _KEPT_REFUSALS:
             self.store.delete_key(self._refusals.popleft())
 
     def announce(self, announcement: EpochAnnouncement) -> None:
-        self.store.set(Keys.EPOCH, self._signer.seal(announcement))
+        self.store.set(Keys.EPOCH, self.signer.seal(announcement))
         self._write_hint(Hint(announcement.epoch))
 
     def go(self) -> None:
@@ -64,17 +65,30 @@ class Board:
         self._write_hint(Hint(self.hint.epoch, True))
 
     def command(self, message: ChunkHeader | ListRequest) -> None:
-        self.store.set(Keys.command(message.epoch, message.command), self._signer.seal(message))
+        self.store.set(Keys.command(message.epoch, message.command), self.signer.seal(message))
         self._write_hint(Hint(message.epoch, True, message.command))
 
     def forget_command(self, epoch: int, command: int) -> None:
         """No rank will read it any more."""
         self.store.delete_key(Keys.command(epoch, command))
 
+    def tell_tap(self, state: TapState) -> None:
+        self.store.set(Keys.tap_state(state.epoch, state.rank), self.signer.seal(state))
+
+    def take_tap_piece(self, epoch: int, rank: int, grant: int, piece: int) -> bytes | None:
+        """The piece as it was written, and its key is gone; None if it is not there yet."""
+        key = Keys.tap_piece(epoch, rank, grant, piece)
+        if not self.store.check([key]):
+            return None
+        data = bytes(self.store.get(key))
+        self.store.delete_key(key)
+        return data
+
     def end_epoch(self, ended: int) -> None:
         """Ranks leave the group when they look next; the epoch's keys go."""
         self._write_hint(Hint())
-        parts = (f"{self._prefix}/{Keys.command(ended, 0)[:-1]}", f"{self._prefix}/{Keys.group(ended)}/")
+        names = (Keys.command(ended, 0)[:-1], f"{Keys.group(ended)}/", Keys.taps(ended))
+        parts = tuple(f"{self._prefix}/{name}" for name in names)
         for key in self._server.list_keys():
             if key.startswith(parts):
                 self._server.delete_key(key)

@@ -295,6 +295,19 @@ class Keys:
     def group(epoch: int) -> str:
         return f"group/{epoch}"
 
+    @staticmethod
+    def taps(epoch: int) -> str:
+        """Where all of an epoch's tap keys are under."""
+        return f"tap/{epoch}/"
+
+    @staticmethod
+    def tap_state(epoch: int, rank: int) -> str:
+        return f"{Keys.taps(epoch)}{rank}/state"
+
+    @staticmethod
+    def tap_piece(epoch: int, rank: int, grant: int, piece: int) -> str:
+        return f"{Keys.taps(epoch)}{rank}/{grant}/{piece}"
+
 
 def rows_sha256(keys: Int64Array, tiers: UInt8Array) -> str:
     """Hex digest of int64[n] keys and uint8[m] tiers as they travel (little endian)."""

@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping
 
 from flexd.control.board import Board
 from flexd.control.channel import CHANNEL_ERRORS, Backoff, first_line, new_token
-from flexd.control.epoch import Epoch, EpochFailedError, Phase
+from flexd.control.epoch import Epoch, EpochFailedError, FromRank, Phase
+from flexd.control.intake import DeltaIntake
 from flexd.control.journal import PlacementJournal, Segment
 from flexd.control.live import ControlOptions, ControlStatus, LiveTopology
 from flexd.control.membership import Membership, Topology
@@ -33,6 +34,7 @@ from flexd.control.messages import (
     Progress,
     Settled,
     Signer,
+    TapOffer,
 )
 from flexd.control.migration import ChunkSource, Migration, MigrationState
 from flexd.control.pusher import ChunkPusher
@@ -46,6 +48,7 @@ from flexd.errors import (
 )
 from flexd.keyspace import KeySpace
 from flexd.placement import Placement
+from flexd.stream.tap import TapSource
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class Coordinator:
         on_report: called with (rank, report) for every step report.
         on_event: called with (name, fields) for everything worth a log line or a metric.
             Both run in the coordinator's thread and must not block; what they raise is logged.
+        tap: takes what the ranks have counted themselves, if the stream comes that way.
     """
 
     def __init__(
@@ -74,7 +78,10 @@ class Coordinator:
         journal: PlacementJournal,
         on_report: OnReport | None = None,
         on_event: OnEvent | None = None,
+        tap: TapSource | None = None,
     ) -> None:
+        self._tap = tap
+        self._intake: DeltaIntake | None = None
         self._options = options
         self._keyspace = keyspace
         self._journal = journal
@@ -113,6 +120,7 @@ class Coordinator:
             options.listen_host, options.listen_port, options.job, self._signer, options.timeout_seconds
         )
         self._port = self._board.port
+        self._intake = DeltaIntake(self._board, self._tap, on_urgent=lambda: self._event("tap_urgent"))
         self._board.publish(DaemonNotice(options.job, self._instance, self._keyspace.digest))
         if self._journal.truncated_bytes:
             self._event("journal_truncated", bytes=self._journal.truncated_bytes)
@@ -186,7 +194,7 @@ class Coordinator:
             agreed_version=self._agreed,
             applied_version=self._applied,
             paused=self._pusher.paused,
-            refused_messages={kind: self._counters[kind] for kind in ("stale", "forged", "malformed", "identity")},
+            refused_messages={kind: self._refused_count(kind) for kind in ("stale", "forged", "malformed", "identity")},
             refused_chunks=self._counters["chunks_refused"],
             digest_mismatches=self._counters["digest_mismatches"],
             reason="" if live is not None and live.ready else self._reason,
@@ -220,6 +228,12 @@ class Coordinator:
             raise ControlError("the coordinator is not started")
         return self._board
 
+    @property
+    def _taking_in(self) -> DeltaIntake:
+        if self._intake is None:
+            raise ControlError("the coordinator is not started")
+        return self._intake
+
     def _tick(self, now: float) -> None:
         for data in self._hosting.messages(_MESSAGES_PER_TICK):
             self._take(data, now)
@@ -242,6 +256,7 @@ class Coordinator:
                 self._begin_epoch(topology)
         elif epoch.phase is Phase.LIVE:
             self._push(epoch)
+            self._taking_in.tick()
         elif epoch.advance(self._placement_is_known, now):
             self._go_live(epoch)
 
@@ -253,7 +268,7 @@ class Coordinator:
                 raise StaleMessageError(f"a {message.kind} message of job {message.job!r}")
             if isinstance(message, Hello):
                 self._take_hello(message, now)
-            elif isinstance(message, Settled | Progress | ChunkRefused | Listing):
+            elif isinstance(message, FromRank):
                 epoch = self._epoch
                 if epoch is None:
                     raise StaleMessageError(f"a {message.kind} message outside of any epoch")
@@ -298,6 +313,8 @@ class Coordinator:
             epoch.progressed(message)
             if message.report is not None:
                 self._take_report(message.rank, message.report)
+        elif isinstance(message, TapOffer):
+            self._taking_in.offered(message)
 
     def _take_report(self, rank: int, report: StepReport) -> None:
         expected = self._pusher.digest_at(report.placement_version)
@@ -320,6 +337,7 @@ class Coordinator:
             self._hosting, topology, self._options.job, self._instance, self._generation, self._epochs,
             self._options.timeout_seconds, self._keyspace.total_rows,
         )  # fmt: skip
+        self._taking_in.begin_epoch(self._epoch.fence, topology)
         self._reason = "the ranks are settling"
         self._publish_live(topology, ready=False)
 
@@ -387,6 +405,7 @@ class Coordinator:
             self._next_epoch_at = time.monotonic() + self._backoff.seconds()
         if epoch is None:
             return
+        self._taking_in.end_epoch()
         self._not_ready(reason)
         self._event("epoch_ended", epoch=epoch.number, reason=reason)
         try:
@@ -425,6 +444,9 @@ class Coordinator:
             migration.notify()
         except Exception:
             logger.exception("control channel: the progress callback failed")
+
+    def _refused_count(self, kind: str) -> int:
+        return self._counters[kind] + (0 if self._intake is None else self._intake.refused[kind])
 
     def _refused_message(self, kind: str) -> None:
         self._counters[kind] += 1

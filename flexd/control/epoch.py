@@ -21,12 +21,13 @@ from flexd.control.messages import (
     ListRequest,
     Progress,
     Settled,
+    TapOffer,
 )
 from flexd.control.pusher import NumberedChunk
 from flexd.errors import ControlError, PlacementError, StaleMessageError
 from flexd.placement import Placement
 
-FromRank = Settled | Progress | ChunkRefused | Listing
+FromRank = Settled | Progress | ChunkRefused | Listing | TapOffer
 
 _KEPT_COMMANDS = 64
 _DAEMON_PORT_HINT = 9
@@ -86,6 +87,11 @@ class Epoch:
         self._group: EpochGroup | None = None
         self._commands = 0
         board.announce(EpochAnnouncement(instance=instance, nonces=topology.nonces, **self._fence))
+
+    @property
+    def fence(self) -> dict[str, Any]:
+        """The fields of ``EpochMessage`` for all that is said in this epoch."""
+        return dict(self._fence)
 
     @property
     def agreed_by_all(self) -> int:

@@ -178,11 +178,61 @@ class ListRequest(EpochMessage):
     ranks: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class TapOffer(EpochMessage):
+    """The rank holds a delta of counted accesses (``flexd.counted``) and sends it when asked to.
+
+    Attributes:
+        session: of the rank's process, which numbers its deltas (``delta``) from 0.
+        urgent: the rank is about to end: do not wait for the next regular snapshot.
+    """
+
+    kind: ClassVar[str] = "tap_offer"
+    rank: int
+    sequence: int
+    session: str
+    delta: int
+    bytes: int
+    pieces: int
+    urgent: bool
+
+
+@dataclass(frozen=True)
+class TapState(EpochMessage):
+    """Where the daemon stands with one rank's deltas.
+
+    Attributes:
+        acknowledged: a snapshot holds all deltas with a smaller number.
+        grant: counts the requests of this epoch, from 1; the newest asks for ``delta``, from its first piece.
+        problem: why no delta is taken, or empty.
+    """
+
+    kind: ClassVar[str] = "tap_state"
+    rank: int
+    session: str
+    acknowledged: int
+    grant: int
+    delta: int
+    problem: str
+
+
+@dataclass(frozen=True)
+class TapPiece(EpochMessage):
+    """Stands before one piece of a granted delta; ``sha256`` of the bytes that follow."""
+
+    kind: ClassVar[str] = "tap_piece"
+    rank: int
+    delta: int
+    grant: int
+    piece: int
+    sha256: str
+
+
 _KINDS: dict[str, type[Message]] = {
     cls.kind: cls
     for cls in (
         DaemonNotice, Hello, HelloRefused, EpochAnnouncement, Settled, Progress, ChunkRefused, Listing, ChunkHeader,
-        ListRequest,
+        ListRequest, TapOffer, TapState, TapPiece,
     )
 }  # fmt: skip
 
@@ -229,6 +279,33 @@ class Signer:
 
     def _mac(self, body: bytes) -> str:
         return hmac.new(self._key, body, hashlib.sha256).hexdigest()
+
+
+def seal_with_bytes(signer: Signer, header: TapPiece, data: bytes) -> bytes:
+    """The sealed header, a newline, and the bytes whose digest it names. Raises as ``Signer.seal``."""
+    return signer.seal(header).encode() + b"\n" + data
+
+
+def open_with_bytes(signer: Signer, sealed: bytes, max_data_bytes: int) -> tuple[TapPiece, bytes]:
+    """Back from ``seal_with_bytes``; nothing is looked into before signature and digest hold.
+
+    Raises:
+        AuthenticationError: bad signature, or other bytes than the header names.
+        ControlError: too long, or another kind of message.
+    """
+    if len(sealed) > MAX_MESSAGE_BYTES + max_data_bytes:
+        raise ControlError(f"a piece of {len(sealed)} bytes is longer than {max_data_bytes}")
+    # The signature stands on the first line, the header's JSON (which has no line breaks) on the second.
+    end = sealed.find(b"\n", _MAC_HEX + 1, MAX_MESSAGE_BYTES)
+    if end < 0:
+        raise ControlError("a piece without a header")
+    header, data = signer.open_as(TapPiece, sealed[:end]), sealed[end + 1 :]
+    if len(data) > max_data_bytes or not hmac.compare_digest(hashlib.sha256(data).hexdigest(), header.sha256):
+        raise AuthenticationError(
+            "the bytes of a piece are not those that were announced",
+            remedy="look for a fault or an intruder on the control network",
+        )
+    return header, data
 
 
 def _to_json(value: Any) -> dict[str, Any]:

@@ -157,11 +157,18 @@ class EmbeddingCollection(nn.Module):
         self.steps = 0
         self.after_step: Callable[[], None] | None = None
         """Called at the end of every ``optimizer.step``."""
+        self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
+        """Called with the input of every forward pass for training that was looked up; must not raise."""
         self.apply_seconds = 0.0
         # The anchor gives autograd a reason to call backward, and schedulers a parameter group. It is hidden from
         # named_parameters(): DDP and dense optimizers must not see it.
         self.__dict__["_anchor"] = nn.Parameter(torch.zeros((), device=self.device))
         self.optimizer = FusedOptimizer(self.__dict__["_anchor"], row_optimizer.lr, self._push, self._forget_gradients)
+
+    @property
+    def table_of_feature(self) -> Mapping[str, int]:
+        """Which table (by its place in ``tables``) each feature reads."""
+        return self._features.table_of
 
     @property
     def placement_version(self) -> int:
@@ -199,6 +206,8 @@ class EmbeddingCollection(nn.Module):
                 remedy=f"see the error of rank {route.agreement.fault - 1}",
             )
         if grad:
+            if self.after_lookup is not None:
+                self.after_lookup(features)
             pending = _Pending(route)
             self._pending.append(pending)
             rows = _Lookup.apply(self.__dict__["_anchor"], self, pending)  # type: ignore[no-untyped-call]

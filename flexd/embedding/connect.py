@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -12,9 +13,14 @@ import torch.distributed as dist
 from flexd.control.agent import Agent
 from flexd.control.report import RankIdentity, StepReport
 from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.tap import Tap
 from flexd.errors import ConfigError
 from flexd.secret import read_secret
 
+logger = logging.getLogger(__name__)
+
+_TAP_SHARE = 0.8
+"""Of the deadline of ``Connection.close``."""
 ADDRESS_VARIABLE = "FLEXD_CONTROL"
 SECRET_VARIABLE = "FLEXD_SECRET_FILE"
 
@@ -22,8 +28,9 @@ SECRET_VARIABLE = "FLEXD_SECRET_FILE"
 class Connection:
     """A running agent, fed a report after every step. Losing the daemon is not an event for the trainer."""
 
-    def __init__(self, collection: EmbeddingCollection, agent: Agent) -> None:
+    def __init__(self, collection: EmbeddingCollection, agent: Agent, tap: Tap | None = None) -> None:
         self.agent = agent
+        self.tap = tap
         self._collection = collection
         self._last_totals = collection.traffic.totals()
         self._last_apply_seconds = collection.apply_seconds
@@ -31,9 +38,13 @@ class Connection:
         collection.after_step = self._report
 
     def close(self, timeout_seconds: float = 5.0) -> None:
-        """Sends what is pending and stops the agent's thread, within the deadline."""
+        """Sends what is pending and stops the agent's thread, within the deadline. What a tap has counted is sent too,
+        if the daemon is there to take it."""
+        deadline = time.monotonic() + timeout_seconds
         self._collection.after_step = None
-        self.agent.stop(timeout_seconds)
+        if self.tap is not None and not self.tap.close(timeout_seconds * _TAP_SHARE):
+            logger.warning("rank %d: the daemon has not taken all that was counted", self._collection.rank)
+        self.agent.stop(deadline - time.monotonic())
 
     def _report(self) -> None:
         collection = self._collection
@@ -69,6 +80,7 @@ def connect(
     attempt: str | None = None,
     secret_file: str | Path | None = None,
     timeout_seconds: float = 15.0,
+    tap: Tap | None = None,
 ) -> Connection:
     """Starts the agent of this rank; returns at once, whether the daemon is there or not.
 
@@ -79,13 +91,16 @@ def connect(
             or else a random one agreed with rank 0 (collective).
         secret_file: as in the daemon's configuration; default from ``FLEXD_SECRET_FILE``.
         timeout_seconds: deadline of every wait of the agent's thread.
+        tap: counts the collection's look-ups for a daemon whose ``stream.source`` is ``{kind: tap}``; started here.
 
     Raises:
-        ConfigError: no address, or the secret file cannot be read or is empty.
+        ConfigError: no address, a tap of another collection, or the secret file cannot be read or is empty.
     """
     address = address or os.environ.get(ADDRESS_VARIABLE)
     if not address:
         raise ConfigError("no control address", remedy=f"pass address='host:port' or set {ADDRESS_VARIABLE}")
+    if tap is not None and tap.collection is not collection:
+        raise ConfigError("the tap is of another collection", remedy="make it with flexd.Tap(collection)")
     identity = RankIdentity(
         job=job,
         attempt=attempt or _agreed_attempt(collection.device),
@@ -105,9 +120,12 @@ def connect(
         secret=secret,
         timeout_seconds=timeout_seconds,
         placement_lists=collection.migrator.placement,
+        outbox=None if tap is None else tap.outbox,
     )
-    connection = Connection(collection, agent)
+    connection = Connection(collection, agent, tap)
     agent.start()
+    if tap is not None:
+        tap.start()
     return connection
 
 

@@ -28,7 +28,7 @@ from flexd.sketch.budget import TableChoice
 from flexd.sketch.profile import Profile
 from flexd.sketch.snapshot import LoadedSnapshot, SnapshotStore
 from flexd.sketch.table_set import SketchSet, SketchSettings, warm_up
-from flexd.stream.codec import decode as decode_message
+from flexd.stream.counted import decode as decode_message
 from flexd.stream.types import Positions, Source
 from flexd.tally import Tally
 

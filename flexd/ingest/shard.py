@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from flexd.counted import CountedBatch
 from flexd.dead_letters import DeadLetterFile
 from flexd.errors import CodecError
 from flexd.ingest.stats import ROW_REASONS
 from flexd.sketch.table_set import IngestCounts, SketchSet
+from flexd.sketch.weighted import ingest_counts
 from flexd.stream.types import AccessBatch, Message
 from flexd.tally import MAX_REASONS, Tally
 
 _log = logging.getLogger(__name__)
 
-Decode = Callable[[bytes | memoryview, int], list[AccessBatch]]
+Decode = Callable[[bytes | memoryview, int], Sequence[AccessBatch | CountedBatch]]
 
 
 class Shard:
@@ -67,7 +69,9 @@ class Shard:
         """What became of the messages so far (any thread; exact between two messages)."""
         return Tally(self._messages, self._bytes, self._batches, self._counts, dict(self._rejected))
 
-    def _count(self, batch: AccessBatch) -> IngestCounts:
+    def _count(self, batch: AccessBatch | CountedBatch) -> IngestCounts:
+        if isinstance(batch, CountedBatch):
+            return ingest_counts(self.sketches, batch)
         return self.sketches.ingest(
             batch.table, batch.rows, batch.source_rank, batch.event_time_seconds, batch.sequence_lengths
         )

@@ -144,6 +144,18 @@ class DenseCounter:
                 self._settle()
         return negative, outside
 
+    def add_units(self, rows: Int64Array, units: Int64Array) -> None:
+        """Adds to each row its own number of units.
+
+        Args:
+            rows: int64[n] rows of the table, without repeats. units: int64[n], 0 to 2^61.
+        """
+        sums = self._low[rows].astype(np.int64) + units
+        self._low[rows] = (sums & int(_CARRY_MASK)).astype(np.uint32)
+        carries = sums >> CARRY_BITS
+        over = np.flatnonzero(carries)
+        self._carry(rows[over], carries[over])
+
     def rescale(self, bits: int) -> None:
         """Divides all counters by ``2^bits``, to the nearest unit."""
         if bits <= 0:

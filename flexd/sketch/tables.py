@@ -33,7 +33,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 SIDE_LIST_SHARE = 1 / 16
 """Of a decayed table's rows, how many may outgrow 31 bits before its unit is made coarser: at most 5 bytes a row, and
 512 KiB of carries under way."""
-_COARSEN_BITS = 2
+COARSEN_BITS = 2
 _SIDE_LIST_CHECK_IDS = 65_536
 
 
@@ -222,7 +222,7 @@ class DenseTable(TableSketch):
             negative += below
             outside += beyond
             if decay.half_life_seconds is not None and self._counter.side_rows > SIDE_LIST_SHARE * self.spec.rows:
-                exponent += _COARSEN_BITS
+                exponent += COARSEN_BITS
                 self._raise_to(exponent)
         return negative, outside
 
