@@ -220,7 +220,7 @@ class Coordinator:
         self._end_epoch("the daemon is stopping")
         self._tell_progress()
         # Closes the listening socket: a daemon started next can have the port.
-        self._board = None
+        self._board = self._intake = None
 
     @property
     def _hosting(self) -> Board:

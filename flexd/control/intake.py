@@ -24,6 +24,8 @@ MAX_GRANTED_BYTES = MAX_PAYLOAD_BYTES
 _PIECES_PER_TICK = 8
 _RETRY_SECONDS = 1.0
 """A delta of which a piece was bad is asked for again after so long."""
+_URGENT_SECONDS = 0.25
+"""Between two snapshots that ranks ask for."""
 NO_TAP = "the daemon's stream.source is of another kind than tap"
 
 
@@ -54,6 +56,7 @@ class DeltaIntake:
         self._wishes: dict[int, _Wish] = {}
         """By rank, in order of their offers: who offered first is asked first."""
         self._grants = 0
+        self._urgent_at = 0.0
         self._fence: dict[str, Any] = {}
         self._sessions: tuple[str, ...] = ()
         self.refused: Counter[str] = Counter()
@@ -114,7 +117,8 @@ class DeltaIntake:
                 self._grants += 1
                 wish.granted, wish.pieces = True, []
                 self._tell(wish, self._source.durable(wish.partition), "", grant=self._grants)
-        if urgent:
+        if urgent and time.monotonic() >= self._urgent_at:
+            self._urgent_at = time.monotonic() + _URGENT_SECONDS
             self._on_urgent()
 
     def _receive_some(self, wish: _Wish, budget: int) -> int:
