@@ -1,0 +1,320 @@
+"""The replay: every strategy meets the same steps, and what it sends is counted and priced step by step."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.errors import ConfigError
+from flexd.keyspace import KeySpace
+from flexd.layout import RankLayout
+from flexd.placement import Delta, Placement
+from flexd.planner.delta import delta_chunks
+from flexd.planner.plan import make_plan
+from flexd.simulate.accesses import Accesses
+from flexd.simulate.counted import counted_profile
+from flexd.simulate.published import flexshard_placement
+from flexd.simulate.seconds import Clock
+from flexd.simulate.step import StepKeys
+from flexd.simulate.strategies import REPLANNED, STRATEGIES, Knowledge, Strategy
+from flexd.simulate.traffic import CollectiveBytes, Part, TrafficCounter, sent_bytes
+from flexd.sketch.profile import Profile
+from flexd.sketch.table_set import SketchSet
+from flexd.topology.model import Cluster
+
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+
+STATIC_SHARE = 4
+"""The offline plans are made from the first of so many parts of the run."""
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """How the daemon would be configured, in steps: one step is one second of event time.
+
+    Attributes:
+        replica_fraction: replica slots of a rank, as a share of the rows of each dim-group.
+        interval_steps: between two plans.
+        half_life_steps: of the sketches; inf counts for ever.
+        horizon_steps: within which a migration must pay for itself.
+        budgets: replica fractions that the re-planned strategy is replayed with besides, for the budget sweep.
+        sketch_bytes: memory of the counters.
+        chunk_rows, chunk_bytes: of a migration, as ``control`` configures them.
+        migration_bytes_per_step: rows and state copied in one step, as the collection caps them.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    replica_fraction: float = 0.05
+    interval_steps: int = 10
+    half_life_steps: float = 50.0
+    horizon_steps: float = 300.0
+    budgets: tuple[float, ...] = ()
+    sketch_bytes: int = 64 * 2**20
+    chunk_rows: int = 4096
+    chunk_bytes: int = 4 * 2**20
+    migration_bytes_per_step: int = 4 * 2**20
+
+    def __post_init__(self) -> None:
+        for name, fractions in (("replica_fraction", (self.replica_fraction,)), ("budgets", self.budgets)):
+            if not all(0 <= fraction <= 1 for fraction in fractions):
+                raise ConfigError(f"{name} {list(fractions)}", remedy="fractions of 0 to 1")
+        above_zero = {
+            name: getattr(self, name)
+            for name in (
+                "interval_steps", "half_life_steps", "horizon_steps", "sketch_bytes", "chunk_rows", "chunk_bytes",
+                "migration_bytes_per_step",
+            )
+        }  # fmt: skip
+        for name, value in above_zero.items():
+            if not value > 0:
+                raise ConfigError(f"{name} {value}", remedy="give a number above 0")
+
+    def slots(self, keyspace: KeySpace, fraction: float) -> tuple[int, ...]:
+        """Per dim-group."""
+        return tuple(int(fraction * group.rows) for group in keyspace.groups)
+
+
+@dataclass(frozen=True)
+class Course:
+    """What one strategy did.
+
+    Attributes:
+        replica_fraction: its budget.
+        sent: int64 [steps, ranks, parts, 2], bytes each rank sent to others, by ``Part`` and link.
+        seconds: float64 [steps, parts], of the busiest rank.
+        exposed_share: float64 [parts], what compute does not hide.
+        replicated_rows: int64 [steps], rows above HOME.
+        plan_steps: steps at which a new plan's first rows moved.
+        migrated_rows: int64 [steps], rows that changed tier at the start of the step.
+    """
+
+    strategy: Strategy
+    replica_fraction: float
+    sent: Int64Array
+    seconds: Float64Array
+    exposed_share: Float64Array
+    replicated_rows: Int64Array
+    plan_steps: tuple[int, ...]
+    migrated_rows: Int64Array
+
+    @property
+    def exposed_seconds(self) -> Float64Array:
+        """float64 [steps]: what a step waits for."""
+        exposed: Float64Array = self.seconds @ self.exposed_share
+        return exposed
+
+    def job_bytes(self, parts: Sequence[Part], link: int) -> Int64Array:
+        """int64 [steps]: sent by all ranks together."""
+        sent: Int64Array = self.sent[:, :, list(parts), link].sum(axis=(1, 2))
+        return sent
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A finished replay: courses by name of the strategy, and the re-planned one by budget."""
+
+    accesses_name: str
+    keyspace: KeySpace
+    layout: RankLayout
+    cluster: Cluster
+    settings: ReplaySettings
+    steps: int
+    accesses_per_step: float
+    courses: dict[str, Course]
+    sweep: tuple[Course, ...]
+    last_profile: Profile | None
+
+
+class _Runner:
+    """One strategy on its way through the steps."""
+
+    def __init__(self, strategy: Strategy, fraction: float, stage: _Stage) -> None:
+        self.strategy = strategy
+        self._fraction = fraction
+        self._stage = stage
+        self._slots = stage.settings.slots(stage.keyspace, fraction)
+        self._placement = Placement.empty()
+        self._coming: deque[Delta] = deque()
+        self._new_plan = False
+        steps, world = stage.steps, stage.layout.world_size
+        self._sent = np.zeros((steps, world, len(Part), 2), dtype=np.int64)
+        self._seconds = np.zeros((steps, len(Part)))
+        self._replicated = np.zeros(steps, dtype=np.int64)
+        self._migrated = np.zeros(steps, dtype=np.int64)
+        self._plan_steps: list[int] = []
+
+    def plan(self, profile: Profile) -> None:
+        """Makes a plan against the placement as it is; its chunks follow, one step after another."""
+        stage, settings = self._stage, self._stage.settings
+        if self.strategy.published:
+            target = flexshard_placement(profile, stage.keyspace, stage.layout, stage.cluster, self._slots)
+            delta = self._placement.delta_to(target)
+        else:
+            free = self.strategy.knows is Knowledge.NEXT_WINDOW
+            plan = make_plan(
+                profile, stage.keyspace, stage.layout, stage.cluster, self._slots,
+                Placement.empty() if free else self._placement,
+                plan_id=self.strategy.name, parent_id="", topology_generation=0,
+                horizon_steps=math.inf if free else settings.horizon_steps, now_unix_seconds=0.0, reason="replay",
+            )  # fmt: skip
+            if free:
+                self._placement = plan.target
+                return
+            delta = plan.delta
+        self._coming = deque(
+            delta_chunks(delta, stage.keyspace, stage.layout, settings.chunk_rows, settings.chunk_bytes)
+        )
+        self._new_plan = True
+
+    def step(self, step: int, keys: StepKeys) -> None:
+        collectives = self._migrate(step)
+        collectives += self._stage.counter.step(keys, self._placement, self.strategy.routing)
+        self._sent[step] = sent_bytes(collectives, self._stage.layout.world_size)
+        self._seconds[step] = self._stage.clock.seconds(collectives)
+        self._replicated[step] = len(self._placement)
+
+    def _migrate(self, step: int) -> list[CollectiveBytes]:
+        """As ``ChunkInbox.take``: chunks up to the cap, at least one."""
+        counter, spent = self._stage.counter, 0
+        found: list[CollectiveBytes] = []
+        while self._coming:
+            cost = counter.copied_bytes(self._coming[0])
+            if found and spent + cost > self._stage.settings.migration_bytes_per_step:
+                break
+            chunk = self._coming.popleft()
+            spent += cost
+            self._placement = self._placement.apply(chunk)
+            self._migrated[step] += len(chunk)
+            found += counter.migration(chunk)
+        if self._migrated[step] and self._new_plan:
+            self._plan_steps.append(step)
+            self._new_plan = False
+        return found
+
+    def course(self) -> Course:
+        return Course(
+            self.strategy, self._fraction, self._sent, self._seconds, self._stage.clock.exposed_share,
+            self._replicated, tuple(self._plan_steps), self._migrated,
+        )  # fmt: skip
+
+
+@dataclass
+class _Stage:
+    """What all strategies share."""
+
+    keyspace: KeySpace
+    layout: RankLayout
+    cluster: Cluster
+    settings: ReplaySettings
+    steps: int
+    counter: TrafficCounter = field(init=False)
+    clock: Clock = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counter = TrafficCounter(self.keyspace, self.layout)
+        self.clock = Clock(self.cluster)
+
+
+class _Watcher:
+    """The daemon's side: sketches of what was looked up."""
+
+    def __init__(self, stage: _Stage) -> None:
+        half_life = stage.settings.half_life_steps
+        self._keyspace = stage.keyspace
+        self._sketches = SketchSet(
+            stage.keyspace.tables,
+            memory_bytes=stage.settings.sketch_bytes,
+            half_life_seconds=None if math.isinf(half_life) else half_life,
+            max_future_seconds=1.0,
+        )
+        self._accesses = 0
+        self._steps = 0
+
+    def see(self, step: int, keys: Sequence[Int64Array]) -> None:
+        tables = self._keyspace.tables
+        for rank, mine in enumerate(keys):
+            table_of, rows = self._keyspace.table_rows(mine)
+            order = np.argsort(table_of, kind="stable")
+            bounds = np.searchsorted(table_of[order], np.arange(len(tables) + 1))
+            for table in np.flatnonzero(np.diff(bounds)):
+                part = rows[order[bounds[table] : bounds[table + 1]]]
+                self._sketches.ingest(tables[table].name, part, rank, float(step))
+        self._accesses += sum(len(mine) for mine in keys)
+        self._steps += 1
+
+    @property
+    def accesses_per_step(self) -> float:
+        return self._accesses / max(1, self._steps)
+
+    def profile(self) -> Profile:
+        return self._sketches.profile(self.accesses_per_step)
+
+
+def replay(
+    accesses: Accesses,
+    layout: RankLayout,
+    cluster: Cluster,
+    settings: ReplaySettings,
+    strategies: Sequence[Strategy] = STRATEGIES,
+    progress: Callable[[int], None] | None = None,
+) -> Replay:
+    """Replays all steps through all strategies. Deterministic.
+
+    A plan made after step t from what was seen up to then reaches the ranks during step t + 1 and is applied at the
+    start of step t + 2, as through the control channel.
+
+    Args:
+        progress: told each step that is done.
+
+    Raises:
+        ConfigError: fewer than 4 steps.
+        PlanError: a planner refuses (see ``make_plan``).
+    """
+    steps = accesses.steps
+    if steps < STATIC_SHARE:
+        raise ConfigError(f"{steps} steps", remedy=f"at least {STATIC_SHARE}")
+    stage = _Stage(accesses.keyspace, layout, cluster, settings, steps)
+    runners = [_Runner(strategy, settings.replica_fraction, stage) for strategy in strategies]
+    sweep = [_Runner(REPLANNED, fraction, stage) for fraction in settings.budgets]
+    by_knowledge = {
+        knows: [runner for runner in (*runners, *sweep) if runner.strategy.knows is knows] for knows in Knowledge
+    }
+    watcher = _Watcher(stage)
+    profile: Profile | None = None
+    due: list[tuple[_Runner, Profile]] = []
+    for step in range(steps):
+        if step % settings.interval_steps == 0 and by_knowledge[Knowledge.NEXT_WINDOW]:
+            window = range(step, min(steps, step + settings.interval_steps))
+            coming = counted_profile([accesses.keys(at) for at in window], accesses.keyspace)
+            for runner in by_knowledge[Knowledge.NEXT_WINDOW]:
+                runner.plan(coming)
+        keys = accesses.keys(step)
+        step_keys = StepKeys.of(keys, layout)
+        for runner in (*runners, *sweep):
+            runner.step(step, step_keys)
+        # Plans of the step before arrive while this one runs.
+        for runner, made_from in due:
+            runner.plan(made_from)
+        due = []
+        watcher.see(step, keys)
+        if step + 1 == steps // STATIC_SHARE and by_knowledge[Knowledge.FIRST_QUARTER]:
+            quarter = counted_profile([accesses.keys(at) for at in range(step + 1)], accesses.keyspace)
+            due += [(runner, quarter) for runner in by_knowledge[Knowledge.FIRST_QUARTER]]
+        if (step + 1) % settings.interval_steps == 0 and by_knowledge[Knowledge.STREAM]:
+            profile = watcher.profile()
+            due += [(runner, profile) for runner in by_knowledge[Knowledge.STREAM]]
+        if progress is not None:
+            progress(step)
+    return Replay(
+        accesses.name, accesses.keyspace, layout, cluster, settings, steps, watcher.accesses_per_step,
+        {runner.strategy.name: runner.course() for runner in runners},
+        tuple(runner.course() for runner in sweep), profile,
+    )  # fmt: skip

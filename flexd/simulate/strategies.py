@@ -1,0 +1,49 @@
+"""What is compared: how rows travel, who plans, and what the planner knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from flexd.simulate.traffic import Routing
+
+
+class Knowledge(Enum):
+    """What a strategy plans from."""
+
+    NOTHING = "nothing"
+    """It keeps every row at HOME."""
+    FIRST_QUARTER = "first_quarter"
+    """The exact counts of the first quarter of the run, once: a plan made offline."""
+    STREAM = "stream"
+    """The daemon's sketches of all steps so far, with decay, again and again."""
+    NEXT_WINDOW = "next_window"
+    """The exact counts of the steps up to the next plan, which nobody can know, and rows move for nothing."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One contender.
+
+    Attributes:
+        name: key in the results.
+        title: for tables and plots.
+        published: tiers are chosen as FlexShard (arXiv 2301.02959) does, and not by flexd's planner.
+    """
+
+    name: str
+    title: str
+    routing: Routing
+    knows: Knowledge = Knowledge.NOTHING
+    published: bool = False
+
+
+ROW_WISE = Strategy("row_wise", "row-wise", Routing.DIRECT)
+ROW_WISE_DEDUP = Strategy("row_wise_dedup", "row-wise, dedup", Routing.DIRECT_DEDUP)
+TWO_HOP = Strategy("two_hop", "two-hop chain", Routing.CHAIN)
+FLEXSHARD = Strategy("flexshard", "FlexShard as published", Routing.DIRECT, Knowledge.FIRST_QUARTER, published=True)
+STATIC = Strategy("static", "flexd, planned once", Routing.CHAIN, Knowledge.FIRST_QUARTER)
+REPLANNED = Strategy("replanned", "flexd, re-planned", Routing.CHAIN, Knowledge.STREAM)
+ORACLE = Strategy("oracle", "oracle of the next window", Routing.CHAIN, Knowledge.NEXT_WINDOW)
+
+STRATEGIES = (ROW_WISE, ROW_WISE_DEDUP, TWO_HOP, FLEXSHARD, STATIC, REPLANNED, ORACLE)
