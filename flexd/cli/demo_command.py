@@ -36,6 +36,10 @@ def demo(
         str | None,
         typer.Option("--kafka", metavar="BOOTSTRAP", help="Stream over this broker (host:port) instead of a file log."),
     ] = None,
+    tap: Annotated[
+        bool,
+        typer.Option("--tap", help="No log at all: the ranks count their accesses themselves and ship the counts."),
+    ] = False,
     replica_budget: Annotated[
         float, typer.Option("--replica-budget", help="Replica slots of a rank, as a share of all rows.")
     ] = DemoOptions.replica_budget,
@@ -70,6 +74,7 @@ def demo(
         local_ranks=local_ranks,
         steps=steps,
         kafka=kafka,
+        tap=tap,
         replica_budget=replica_budget,
         output=output.value,
         plot=plot,

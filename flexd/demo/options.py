@@ -21,6 +21,7 @@ class DemoOptions:
     local_ranks: int = 2
     steps: int = 300
     kafka: str | None = None
+    tap: bool = False
     replica_budget: float = 0.05
     output: str = "table"
     plot: Path | None = None
@@ -44,6 +45,10 @@ class DemoOptions:
                 raise ConfigError(f"{name} {value}", remedy=f"{lowest} to {highest}")
         if self.dtype not in ("float32", "float64"):
             raise ConfigError(f"--dtype {self.dtype}", remedy="float32 or float64")
+        if self.tap and self.kafka is not None:
+            raise ConfigError(
+                "--tap with --kafka", remedy="ranks that count themselves need no broker: give one of both"
+            )
         if self.kill_daemon_at is not None and not 0 < self.kill_daemon_at < self.steps:
             raise ConfigError(f"--kill-daemon-at {self.kill_daemon_at}", remedy=f"a step below --steps {self.steps}")
         if self.restart_daemon_after is not None and self.kill_daemon_at is None:

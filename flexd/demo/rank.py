@@ -21,8 +21,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 import flexd
+from flexd.demo.accesses import accesses_of
 from flexd.demo.model import NextItem, right_aligned
-from flexd.stream.types import Sink
 from flexd.trace import Batch, Batches, load_trace
 
 ADAGRAD_EPS = 1e-4
@@ -57,6 +57,7 @@ class RunSetup:
     directory: str
     file_log: str
     kafka: str | None
+    tap: bool
     topic: str
     check_every: int
 
@@ -110,16 +111,6 @@ def loss_of(model: torch.nn.Module, batch: Batch, rows: list[torch.Tensor], hist
     return loss
 
 
-def _sink(setup: RunSetup, rank: int) -> Sink:
-    if setup.kafka:
-        from flexd.stream.kafka import KafkaSink
-
-        return KafkaSink(setup.kafka, setup.topic)
-    from flexd.stream.file_log import FileLogSink
-
-    return FileLogSink(Path(setup.file_log), f"rank-{rank}")
-
-
 def train(setup: RunSetup, rank: int) -> dict[str, Any]:
     """Trains all steps and returns the record of this rank, by name."""
     batches = setup.batches()
@@ -134,8 +125,10 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
     dense = setup.dense()
     model: torch.nn.Module = DistributedDataParallel(dense) if setup.world_size > 1 else dense
     dense_optimizer = torch.optim.SGD(dense.parameters(), lr=setup.dense_learning_rate)
-    publisher = flexd.Publisher(_sink(setup, rank), source_rank=rank)
-    connection = flexd.connect(collection, setup.control, job=setup.job)
+    accesses = accesses_of(
+        collection, rank, tap=setup.tap, kafka=setup.kafka, topic=setup.topic, file_log=setup.file_log
+    )
+    connection = flexd.connect(collection, setup.control, job=setup.job, tap=accesses.tap)
     record: dict[str, list[Any]] = {
         name: [] for name in ("loss", "version", "seconds", "apply_seconds", "bit_equal", *TRAFFIC)
     }
@@ -144,8 +137,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
         before, applied_before = collection.traffic.totals(), collection.apply_seconds
         batch = batches.batch(step, rank)
         features = features_of(batch, names)
-        for name, jagged in features.items():
-            publisher.publish(name, jagged.values, jagged.lengths, event_time_seconds=batch.seconds)
+        accesses.batch(features, batch.seconds)
         out = collection(features)
         loss = loss_of(model, batch, [out[name].values for name in names if name in out], setup.history)
         dense_optimizer.zero_grad()
@@ -165,9 +157,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
         progress = {"step": step, "loss": loss.item(), "version": collection.placement_version, "seconds": seconds}
         progress |= {name: record[name][-1] for name in TRAFFIC}
         print(json.dumps(progress), flush=True)
-    publisher.close(5.0)
-    counters = publisher.counters()
-    dropped = counters.dropped_queue_full + counters.dropped_sink + counters.dropped_invalid
+    dropped = accesses.close()
     connection.close(5.0)
     final = {f"table/{name}": collection.gather_table(name).numpy() for name in names}  # collective
     final |= {f"dense/{name}": value.numpy() for name, value in dense.state_dict().items()}

@@ -88,6 +88,7 @@ class Demo:
             directory=str(directory),
             file_log=str(directory / "stream"),
             kafka=options.kafka,
+            tap=options.tap,
             topic=f"flexd-demo-{os.getpid()}-{int(time.time())}",
             check_every=5,
         )
@@ -111,6 +112,8 @@ class Demo:
                 "kind": "kafka", "bootstrap_servers": setup.kafka, "topic": setup.topic,
                 "group_id": setup.topic, "session_timeout_seconds": 6.0,
             }  # fmt: skip
+        elif setup.tap:
+            source = {"kind": "tap"}
         config = {
             "job": setup.job,
             "tables": [

@@ -19,7 +19,7 @@ STEPS = 40
 SETUP = RunSetup(
     trace="somewhere/trace.npz", job="j", nodes=2, local_ranks=1, steps=STEPS, batch_size=4, history=3, dim=2,
     dtype="float64", learning_rate=0.1, dense_learning_rate=0.1, replica_budget=0.05, seed=0, store_port=1,
-    control="127.0.0.1:1", directory="d", file_log="l", kafka=None, topic="t", check_every=5,
+    control="127.0.0.1:1", directory="d", file_log="l", kafka=None, tap=False, topic="t", check_every=5,
 )  # fmt: skip
 STEP = np.arange(STEPS)
 APPLIED = (STEP == 10) | (STEP == 20)
