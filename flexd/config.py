@@ -162,7 +162,14 @@ class SyntheticSource(Section):
     """Of the random numbers."""
 
 
-SourceConfig = Annotated[FileLogSource | KafkaSource | SyntheticSource, Field(discriminator="kind")]
+class TapSource(Section):
+    """Counted by the ranks themselves (``flexd.Tap``) and shipped over the control channel: no log, no broker."""
+
+    kind: Literal["tap"]
+    """Selects this source. Interval and memory of the counters are arguments of the trainers' ``flexd.Tap``."""
+
+
+SourceConfig = Annotated[FileLogSource | KafkaSource | SyntheticSource | TapSource, Field(discriminator="kind")]
 
 
 class DeadLetterConfig(Section):

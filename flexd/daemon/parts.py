@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexd.config import Config, FileLogSource, KafkaSource
+from flexd.config import Config, FileLogSource, KafkaSource, TapSource
 from flexd.control.coordinator import ControlOptions
 from flexd.secret import read_secret
 from flexd.sketch.table_set import SketchSettings
@@ -37,6 +37,10 @@ def make_source(config: Config) -> Source:
             session_timeout_seconds=source.session_timeout_seconds,
             client_options=source.resolved_client_options(),
         )
+    if isinstance(source, TapSource):
+        from flexd.stream.tap import TapSource as Tap
+
+        return Tap()
     from flexd.stream.synthetic import SyntheticSource
 
     return SyntheticSource(

@@ -29,6 +29,7 @@ from flexd.server.metrics import Metrics
 from flexd.server.models import PauseState, ProbeResult, ReplanOutcome, ReplanResult, Status
 from flexd.server.plan_report import PlanReport
 from flexd.sketch.snapshot import SnapshotStore
+from flexd.stream.tap import TapSource
 
 logger = logging.getLogger("flexd")
 
@@ -64,8 +65,9 @@ class Daemon:
         letters = config.stream.dead_letters
         self._training = TrainingMonitor()
         self._journal = PlacementJournal(state / "placement")
+        source = parts.make_source(config)
         self._ingestor = Ingestor(
-            parts.make_source(config),
+            source,
             keyspace.tables,
             parts.sketch_settings(config),
             SnapshotStore(state / "snapshots", config.state.keep_snapshots),
@@ -78,7 +80,8 @@ class Daemon:
             threads=config.sketch.ingest_threads,
             save_with=lambda: {"live_plan_id": self._planning.live_plan_id},
         )
-        self._coordinator = Coordinator(control, keyspace, self._journal, self._take_report, self._take_event)
+        tap = source if isinstance(source, TapSource) else None
+        self._coordinator = Coordinator(control, keyspace, self._journal, self._take_report, self._take_event, tap)
         self._planning = Planning(
             config, keyspace, cluster, self._ingestor.profile, self._coordinator, self._training,
             PlanLog(state / "plans.jsonl"),
@@ -183,7 +186,7 @@ class Daemon:
     def _take_event(self, name: str, fields: Mapping[str, object]) -> None:
         if name == "epoch_live":
             self._training.new_generation()
-        elif name == "migration_committed":
+        elif name in ("migration_committed", "tap_urgent"):
             self._ingestor.save_soon()
 
     def _condition(self) -> Condition:
