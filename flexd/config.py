@@ -110,8 +110,11 @@ class KafkaSource(Section):
     """Deadline of the first connection."""
     session_timeout_seconds: Seconds = 10.0
     """Without a heartbeat for so long the broker gives the partitions to others."""
+    client: Literal["kafka-python", "confluent"] = "kafka-python"
+    """The client library. ``confluent`` (librdkafka, faster) needs ``pip install 'flexd[confluent]'``."""
     client_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Passed to kafka-python as they are: security_protocol, sasl_*, ssl_* ..."""
+    """Passed to the client as they are: ``security_protocol``, ``sasl_*``, ``ssl_*`` ... for kafka-python,
+    ``security.protocol`` ... for confluent."""
     client_option_files: dict[str, Path] = Field(default_factory=dict)
     """Client options whose text is read from a file, so that no secret stands in the configuration:
     ``{sasl_plain_password: /run/secrets/kafka-password}``. A closing line break is dropped."""
@@ -207,6 +210,9 @@ class SketchConfig(Section):
     """Rows listed one by one in the profile, per table."""
     max_future_seconds: Annotated[Float, Field(ge=0)] = 300.0
     """Accesses dated further ahead of the newest event than this are counted as of the newest event."""
+    late_after_seconds: Annotated[Float, Field(ge=0)] = 60.0
+    """Accesses older than the newest event by more than this are shown as late (they count at their own time all the
+    same). Ranks and partitions interleave, so a little behind is the rule."""
     ingest_threads: Annotated[Int, Field(ge=1, le=64)] = 1
     """Threads that decode and count, each with counters of its own for the partitions dealt to it: ``memory_bytes`` is
     divided among them. A restart may use another number."""
@@ -243,6 +249,12 @@ class PlannerConfig(Section):
     """No plan is made from a profile that explains a smaller share of the accesses."""
     batch_accesses_per_step: Annotated[Float, Field(gt=0)] | None = None
     """Accesses of the whole job per step, used until the ranks report their own."""
+    drift_interval_seconds: Seconds = 60.0
+    """Time between two looks at how far the accesses have moved since the live plan was made; longer where a look takes
+    more than a tenth of it."""
+    drift_threshold: Annotated[Float, Field(gt=1)] | None = 1.1
+    """A new plan is made when the live placement costs more than this many times what it cost when it was planned,
+    in exposed seconds of a step; null plans at intervals only."""
 
 
 class ControlConfig(Section):

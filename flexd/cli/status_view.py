@@ -12,10 +12,13 @@ from flexd.server.models import MigrationReport, ReplanResult, Status
 MAX_TABLES = 20
 """The largest counters; the rest is one line (`-o json` lists all)."""
 MAX_MISSING_RANKS = 16
+MAX_DRIFTING_TABLES = 8
 
 
 def status_blocks(status: Status) -> list[Block]:
     blocks: list[Block] = [_daemon(status), _stream(status), _sketch(status), _topology(status), _placement(status)]
+    if status.drift.ratio is not None:
+        blocks.append(_drift(status))
     if status.last_plan is not None:
         blocks.append(Facts("last plan", plan_facts(status.last_plan)))
     if status.migration is not None:
@@ -85,6 +88,9 @@ def _stream(status: Status) -> Facts:
         ("counted", f"{units.count(stream.accesses)} accesses in {units.count(stream.messages)} messages"),
         ("rejected", _rejected(stream.rejected_messages, stream.rejected_accesses)),
     ]
+    adjusted = [f"{rule} {units.count(n)}" for rule, n in stream.adjusted_accesses.items() if n]
+    if adjusted:
+        facts.append(("by rule", ", ".join(adjusted)))
     if stream.problem:
         facts.append(("problem", stream.problem))
     return Facts("stream", tuple(facts))
@@ -152,15 +158,52 @@ def _placement(status: Status) -> Facts:
     )
 
 
+def _drift(status: Status) -> Facts:
+    drift = status.drift
+    against = "never plans" if drift.threshold is None else f"plans above {drift.threshold:.2f}"
+    facts = [
+        ("ratio", f"{drift.ratio or 0:.3f} of what the live placement cost when it was planned ({against})"),
+        ("exposed", f"{units.seconds(drift.exposed_seconds_then)} -> {units.seconds(drift.exposed_seconds)} a step"),
+        (
+            "between nodes",
+            f"{units.size(drift.inter_node_bytes_then)} -> {units.size(drift.inter_node_bytes)} a rank and step",
+        ),
+        ("looked", f"{units.age(drift.age_seconds)} ago"),
+    ]
+    dearest = sorted(drift.tables, key=lambda table: -table.exposed_seconds)[:MAX_DRIFTING_TABLES]
+    if len(drift.tables) > 1:
+        facts.append(("tables", ", ".join(f"{table.table} {_times(table.ratio)}" for table in dearest)))
+    return Facts("drift", tuple(facts))
+
+
+def _times(ratio: float | None) -> str:
+    return units.UNKNOWN if ratio is None else f"x {ratio:.3f}"
+
+
 def _tables(status: Status) -> Table:
     largest = sorted(status.sketch.tables, key=lambda table: -table.bytes)
     rows = [
-        (table.table, table.kind.replace("_", "-"), units.size(table.bytes), units.share(table.error_bound))
+        (
+            table.table,
+            "dense" if table.kind == "dense" else f"count-min {units.count(table.width)}",
+            units.size(table.bytes),
+            units.share(table.error_bound),
+            _affinity(table.affinity, table.affinity_error),
+        )
         for table in largest[:MAX_TABLES]
     ]
     if len(largest) > MAX_TABLES:
         rest = largest[MAX_TABLES:]
-        rows.append((f"and {len(rest)} more", "", units.size(sum(table.bytes for table in rest)), ""))
+        rows.append((f"and {len(rest)} more", "", units.size(sum(table.bytes for table in rest)), "", ""))
     return Table(
-        "counters", ("table", "kind", "memory", "error bound"), tuple(rows), frozenset(("memory", "error bound"))
+        "counters",
+        ("table", "kind", "memory", "error bound", "affinity"),
+        tuple(rows),
+        frozenset(("memory", "error bound", "affinity")),
     )
+
+
+def _affinity(affinity: float | None, error: float | None) -> str:
+    if affinity is None:
+        return units.UNKNOWN
+    return f"{affinity:.3f}" if error is None else f"{affinity:.3f} +- {error:.3f}"

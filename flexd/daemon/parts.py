@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from flexd.config import Config, FileLogSource, KafkaSource, TapSource
 from flexd.control.coordinator import ControlOptions
 from flexd.secret import read_secret
@@ -18,7 +20,7 @@ def make_source(config: Config) -> Source:
 
     Raises:
         ConfigError: a client option file cannot be read.
-        StreamError: the options are not usable together.
+        StreamError: the options are not usable together, or the client is not installed.
     """
     source = config.stream.source
     if isinstance(source, FileLogSource):
@@ -26,9 +28,7 @@ def make_source(config: Config) -> Source:
 
         return FileLog(source.path)
     if isinstance(source, KafkaSource):
-        from flexd.stream.kafka import KafkaSource as Kafka
-
-        return Kafka(
+        return _kafka_class(source.client)(
             source.bootstrap_servers,
             source.topic,
             source.group_id,
@@ -52,6 +52,17 @@ def make_source(config: Config) -> Source:
     )
 
 
+def _kafka_class(client: str) -> Callable[..., Source]:
+    """Raises StreamError if the library of the client is not installed."""
+    if client == "confluent":
+        from flexd.stream.confluent import ConfluentSource
+
+        return ConfluentSource
+    from flexd.stream.kafka import KafkaSource as KafkaPythonSource
+
+    return KafkaPythonSource
+
+
 def make_cluster(config: Config) -> Cluster:
     """The cluster description of ``topology``.
 
@@ -71,6 +82,7 @@ def sketch_settings(config: Config) -> SketchSettings:
         half_life_seconds=sketch.half_life_seconds,
         max_future_seconds=sketch.max_future_seconds,
         max_hot_rows=sketch.max_hot_rows,
+        late_after_seconds=sketch.late_after_seconds,
     )
 
 

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from flexd.config import Config
 from flexd.control.coordinator import Coordinator, LiveTopology
 from flexd.control.migration import Migration, MigrationState
+from flexd.daemon.drift import ProfileMaker
 from flexd.daemon.plan_log import PlanLog
 from flexd.daemon.training import TrainingMonitor
 from flexd.errors import PlanError
@@ -23,9 +24,6 @@ from flexd.planner.delta import delta_chunks, plan_delta
 from flexd.planner.plan import Plan, make_plan
 from flexd.sketch.profile import Profile
 from flexd.topology.model import Cluster
-
-ProfileMaker = Callable[[float], Profile]
-"""Accesses of the whole job per step -> the profile as it is now."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,9 @@ class Execution:
 class Planning:
     """Makes plans, hands them to the coordinator, and keeps account. Thread-safe; one plan at a time.
 
+    Args:
+        on_planned: told of every plan that is no dry run: its target, the profile and the ranks it was made for.
+
     Raises (``make``):
         PlanError: the ranks are not all there, or the profile is too thin to plan from.
     """
@@ -53,6 +54,7 @@ class Planning:
         coordinator: Coordinator,
         training: TrainingMonitor,
         log: PlanLog,
+        on_planned: Callable[[Placement, Profile, RankLayout], None] = lambda target, profile, layout: None,
     ) -> None:
         self._config = config
         self._keyspace = keyspace
@@ -61,6 +63,7 @@ class Planning:
         self._coordinator = coordinator
         self._training = training
         self._log = log
+        self._on_planned = on_planned
         self._making = threading.Lock()
         self._account = threading.Lock()
         self._serial = 0
@@ -97,7 +100,7 @@ class Planning:
         with self._making:
             started = time.monotonic()
             try:
-                plan, profile, live = self._make(reason)
+                plan, profile, live, layout = self._make(reason)
             except PlanError:
                 self.outcomes["refused"] += not dry_run
                 raise
@@ -107,18 +110,28 @@ class Planning:
             self.last_profile = profile
             if not dry_run:
                 self.last_plan, self.last_live = plan, live
+                self._on_planned(plan.target, profile, layout)
             return plan, live
 
-    def _make(self, reason: str) -> tuple[Plan, Profile, Placement]:
+    def accesses_per_step(self, world_size: int) -> float | None:
+        """Of the whole job with so many ranks; None if not known yet."""
+        return self._training.accesses_per_step(world_size) or self._config.planner.batch_accesses_per_step
+
+    def migrating(self) -> bool:
+        """Whether the ranks are on their way to another placement."""
+        execution = self.last_execution
+        return execution is not None and not execution.migration.done
+
+    def _make(self, reason: str) -> tuple[Plan, Profile, Placement, RankLayout]:
         topology = self.live_topology()
         settings = self._config.planner
-        per_step = self._training.accesses_per_step(topology.layout.world_size) or settings.batch_accesses_per_step
+        per_step = self.accesses_per_step(topology.layout.world_size)
         if not per_step:
             raise PlanError(
                 "the accesses of a training step are not known yet",
                 remedy="wait for the ranks' first report, or set planner.batch_accesses_per_step",
             )
-        profile = self._profile(per_step)
+        profile = self._profile(per_step, topology.layout)
         self._profiled_at = time.monotonic()
         self._check_complete(profile)
         live = self._coordinator.placement()
@@ -137,7 +150,7 @@ class Planning:
             now_unix_seconds=time.time(),
             reason=reason,
         )
-        return plan, profile, live
+        return plan, profile, live, topology.layout
 
     def _check_complete(self, profile: Profile) -> None:
         """Too little seen makes a plan worse than none: it would move rows for noise."""

@@ -17,6 +17,7 @@ from flexd.control.journal import PlacementJournal
 from flexd.control.migration import MigrationState
 from flexd.control.report import StepReport
 from flexd.daemon import parts
+from flexd.daemon.drift import DriftMonitor
 from flexd.daemon.plan_log import PlanLog
 from flexd.daemon.planning import Planning
 from flexd.daemon.training import TrainingMonitor
@@ -38,6 +39,7 @@ HEALTHY_TICK_SECONDS = 30.0
 """A loop that has not ticked for so long is stuck; a plan of a large job takes seconds."""
 _SHARE_INGEST = 0.5
 _SHARE_CONTROL = 0.3
+_SHARE_DRIFT = 0.1
 
 _OUTCOMES: Mapping[MigrationState, ReplanOutcome] = {
     MigrationState.COMMITTED: "committed",
@@ -78,16 +80,20 @@ class Daemon:
             poll_seconds=config.stream.poll_seconds,
             max_message_bytes=config.stream.max_message_bytes,
             threads=config.sketch.ingest_threads,
-            save_with=lambda: {"live_plan_id": self._planning.live_plan_id},
+            save_with=lambda: {"live_plan_id": self._planning.live_plan_id, "drift_reference": self._drift.saved()},
         )
         tap = source if isinstance(source, TapSource) else None
         self._coordinator = Coordinator(control, keyspace, self._journal, self._take_report, self._take_event, tap)
         self._planning = Planning(
             config, keyspace, cluster, self._ingestor.profile, self._coordinator, self._training,
-            PlanLog(state / "plans.jsonl"),
+            PlanLog(state / "plans.jsonl"), lambda *made: self._drift.planned(*made),
+        )  # fmt: skip
+        self._drift = DriftMonitor(
+            config.planner, keyspace, cluster, self._ingestor.profile, self._coordinator, self._planning.migrating,
+            self._planning.accesses_per_step, self._ingestor.restored.get("drift_reference"),
         )  # fmt: skip
         self._view = DaemonView(
-            config, keyspace.total_rows, self._ingestor, self._coordinator, self._planning, self._training
+            config, keyspace.total_rows, self._ingestor, self._coordinator, self._planning, self._training, self._drift
         )
         self._server = DaemonServer(self, Metrics(lambda: self._view.figures(self._condition())), config.server)
         self._stopping = threading.Event()
@@ -117,6 +123,7 @@ class Daemon:
         try:
             self._coordinator.start()
             self._ingestor.start()
+            self._drift.start()
             self._server.start()
         except BaseException:
             self._stop_parts(self._config.shutdown_seconds)
@@ -152,8 +159,9 @@ class Daemon:
         self._stopping.set()
         ended = self._coordinator.stop(seconds * _SHARE_CONTROL)
         ended &= self._ingestor.stop(seconds * _SHARE_INGEST)
+        ended &= self._drift.stop(seconds * _SHARE_DRIFT)
         self._journal.close()
-        ended &= self._server.stop(seconds * (1 - _SHARE_INGEST - _SHARE_CONTROL))
+        ended &= self._server.stop(seconds * (1 - _SHARE_INGEST - _SHARE_CONTROL - _SHARE_DRIFT))
         logger.info("flexd has stopped%s", "" if ended else ", but a part did not end within its deadline")
         return ended
 
@@ -164,12 +172,14 @@ class Daemon:
         now = time.monotonic()
         settings = self._config.planner
         new_ranks = live.generation != self._planned_generation
-        if now < self._next_plan_at and not (new_ranks and now >= self._next_try_at):
+        early = now >= self._next_try_at
+        drift = self._drift.take_reason() if early else None
+        if now < self._next_plan_at and not (early and (new_ranks or drift)):
             return
         self._next_plan_at = now + settings.interval_seconds
         self._next_try_at = now + max(settings.min_spacing_seconds, TICK_SECONDS)
         try:
-            plan, _ = self._planning.make("topology changed" if new_ranks else "interval")
+            plan, _ = self._planning.make("topology changed" if new_ranks else drift or "interval")
             self._planning.execute(plan)
         except FlexdError as error:
             # The remedy names the cause, whatever the figures in the message are now.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 from flexd import __version__
 from flexd.config import Config
 from flexd.control.coordinator import Coordinator
+from flexd.daemon.drift import DriftMonitor
 from flexd.daemon.planning import Execution, Planning
 from flexd.daemon.training import TrainingMonitor
 from flexd.ingest import Ingestor
@@ -20,7 +21,9 @@ from flexd.planner.plan import Plan
 from flexd.server import figures as f
 from flexd.server import models as m
 from flexd.server.plan_report import PlanReport, TierName
+from flexd.sketch.budget import TableChoice
 from flexd.sketch.profile import Profile
+from flexd.sketch.sources import TableSources
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class DaemonView:
         coordinator: Coordinator,
         planning: Planning,
         training: TrainingMonitor,
+        drift: DriftMonitor,
     ) -> None:
         self._config = config
         self._total_rows = total_rows
@@ -67,6 +71,7 @@ class DaemonView:
         self._coordinator = coordinator
         self._planning = planning
         self._training = training
+        self._drift = drift
 
     def plan(self, plan: Plan, live: Placement) -> PlanReport:
         before = {str(tier): count for tier, count in rows_above_home(live).items()}
@@ -104,6 +109,7 @@ class DaemonView:
             pause_reason=condition.pause_reason,
             stream=self._stream(),
             sketch=self._sketch(),
+            drift=self._drift_status(),
             topology=self._topology(),
             placement=self._placement(),
             last_plan=None if last is None else self.plan(last, planning.last_live),
@@ -122,6 +128,7 @@ class DaemonView:
             accesses=stats.accesses,
             rejected_messages=dict(stats.rejected_messages),
             rejected_accesses=dict(stats.rejected_accesses),
+            adjusted_accesses=dict(stats.adjusted_accesses),
             newest_event_unix_seconds=stats.newest_event_seconds,
             problem=stats.problem,
         )
@@ -129,6 +136,7 @@ class DaemonView:
     def _sketch(self) -> m.SketchStatus:
         choices = self._ingestor.choices()
         profile = self._planning.last_profile
+        sources = _sources(profile)
         shown = m.ProfileStatus()
         if profile is not None:
             shown = m.ProfileStatus(
@@ -140,13 +148,49 @@ class DaemonView:
             )
         return m.SketchStatus(
             bytes=sum(choice.bytes for choice in choices),
-            tables=tuple(
-                m.TableSketchStatus(
-                    table=choice.table, kind=choice.kind, bytes=choice.bytes, error_bound=choice.error_share
-                )
-                for choice in choices
-            ),
+            tables=tuple(self._table(choice, sources.get(choice.table)) for choice in choices),
             profile=shown,
+        )
+
+    @staticmethod
+    def _table(choice: TableChoice, sources: TableSources | None) -> m.TableSketchStatus:
+        return m.TableSketchStatus(
+            table=choice.table,
+            kind=choice.kind,
+            bytes=choice.bytes,
+            error_bound=choice.error_share,
+            error_probability=choice.failure_probability,
+            width=_width(choice),
+            hot_rows=choice.hot_rows,
+            sampled_accesses=choice.sampled_accesses,
+            affinity=None if sources is None else sources.affinity,
+            affinity_error=None if sources is None else sources.affinity_error,
+        )
+
+    def _drift_status(self) -> m.DriftStatus:
+        drift, threshold = self._drift.newest, self._config.planner.drift_threshold
+        if drift is None:
+            return m.DriftStatus(threshold=threshold)
+        then, now = drift.then.total, drift.now.total
+        return m.DriftStatus(
+            ratio=drift.ratio,
+            threshold=threshold,
+            exposed_seconds_then=then.exposed_seconds,
+            exposed_seconds=now.exposed_seconds,
+            inter_node_bytes_then=then.inter_node_bytes,
+            inter_node_bytes=now.inter_node_bytes,
+            total_bytes_then=then.total_bytes,
+            total_bytes=now.total_bytes,
+            age_seconds=self._drift.age_seconds(),
+            tables=tuple(
+                m.TableDriftStatus(
+                    table=name,
+                    ratio=drift.table_ratios[name],
+                    exposed_seconds=traffic.exposed_seconds,
+                    inter_node_bytes=traffic.inter_node_bytes,
+                )
+                for name, traffic in drift.now.tables.items()
+            ),
         )
 
     def _topology(self) -> m.TopologyStatus:
@@ -186,6 +230,7 @@ class DaemonView:
             pauses=condition.pauses,
             ingest=self._ingest_figures(),
             sketch=self._sketch_figures(),
+            drift=self._drift_figures(),
             plan=self._plan_figures(),
             migration=self._migration_figures(),
             placement=self._placement_figures(),
@@ -211,6 +256,7 @@ class DaemonView:
 
     def _sketch_figures(self) -> f.SketchFigures:
         choices, profile = self._ingestor.choices(), self._planning.last_profile
+        sources = _sources(profile)
         return f.SketchFigures(
             bytes_by_table={choice.table: choice.bytes for choice in choices},
             error_bound_by_table={choice.table: choice.error_share for choice in choices},
@@ -218,6 +264,28 @@ class DaemonView:
             profile_coverage=math.nan if profile is None else coverage_of(profile),
             profile_samples=0 if profile is None else profile.samples,
             profile_generation=0 if profile is None else profile.generation,
+            width_by_table={choice.table: _width(choice) for choice in choices},
+            affinity_by_table={name: known.affinity for name, known in sources.items()},
+            affinity_error_by_table={name: known.affinity_error for name, known in sources.items()},
+        )
+
+    def _drift_figures(self) -> f.DriftFigures:
+        monitor, drift = self._drift, self._drift.newest
+        looked = f.DriftFigures(
+            age_seconds=monitor.age_seconds(), evaluations=monitor.evaluations, seconds=monitor.seconds
+        )
+        if drift is None:
+            return looked
+        then, now = drift.then.total, drift.now.total
+        return replace(
+            looked,
+            ratio=drift.ratio,
+            exposed_seconds=(then.exposed_seconds, now.exposed_seconds),
+            inter_node_bytes=(then.inter_node_bytes, now.inter_node_bytes),
+            total_bytes=(then.total_bytes, now.total_bytes),
+            ratio_by_table=drift.table_ratios,
+            exposed_seconds_by_table={name: t.exposed_seconds for name, t in drift.now.tables.items()},
+            inter_node_bytes_by_table={name: t.inter_node_bytes for name, t in drift.now.tables.items()},
         )
 
     def _plan_figures(self) -> f.PlanFigures:
@@ -270,6 +338,15 @@ class DaemonView:
             failures=stats.snapshot_failures,
             bytes=_newest_bytes(self._config.state.dir / "snapshots"),
         )
+
+
+def _sources(profile: Profile | None) -> dict[str, TableSources]:
+    tables = () if profile is None else profile.tables
+    return {table.table: table.sources for table in tables if table.sources is not None}
+
+
+def _width(choice: TableChoice) -> int:
+    return 0 if choice.kind == "dense" else 1 << choice.log2_width
 
 
 def _newest_bytes(directory: Path) -> int:

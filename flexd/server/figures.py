@@ -43,6 +43,8 @@ class SketchFigures:
     Attributes:
         bytes_by_table: memory of each table's counter; the keys are the configured tables.
         error_bound_by_table: largest over-estimate as a share of the table's accesses.
+        width_by_table: counters in each of a count-min's rows of counters, 0 for exact ones.
+        affinity_by_table, affinity_error_by_table: of the newest profile; NaN where unknown.
         profile_age_seconds: since the newest profile, NaN before the first.
         profile_coverage: 0-1, NaN before the first.
         profile_samples: accesses behind the newest profile.
@@ -55,6 +57,33 @@ class SketchFigures:
     profile_coverage: float = float("nan")
     profile_samples: int = 0
     profile_generation: int = 0
+    width_by_table: Mapping[str, int] = field(default_factory=dict)
+    affinity_by_table: Mapping[str, float] = field(default_factory=dict)
+    affinity_error_by_table: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DriftFigures:
+    """The live placement under the present profile and under that of its plan.
+
+    Attributes:
+        ratio: exposed seconds of a step, now / then; NaN before the first look.
+        exposed_seconds, inter_node_bytes, total_bytes: (then, now) per rank and step.
+        ratio_by_table, exposed_seconds_by_table, inter_node_bytes_by_table: of each table, the latter two now.
+        age_seconds: since the newest look.
+        evaluations, seconds: looks since the daemon started, and their wall time.
+    """
+
+    ratio: float = float("nan")
+    exposed_seconds: tuple[float, float] = (float("nan"), float("nan"))
+    inter_node_bytes: tuple[float, float] = (float("nan"), float("nan"))
+    total_bytes: tuple[float, float] = (float("nan"), float("nan"))
+    ratio_by_table: Mapping[str, float] = field(default_factory=dict)
+    exposed_seconds_by_table: Mapping[str, float] = field(default_factory=dict)
+    inter_node_bytes_by_table: Mapping[str, float] = field(default_factory=dict)
+    age_seconds: float = float("nan")
+    evaluations: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -186,6 +215,7 @@ class DaemonFigures:
     pauses: int = 0
     ingest: IngestFigures = IngestFigures()
     sketch: SketchFigures = SketchFigures()
+    drift: DriftFigures = DriftFigures()
     plan: PlanFigures = PlanFigures()
     migration: MigrationFigures = MigrationFigures()
     placement: PlacementFigures = PlacementFigures()

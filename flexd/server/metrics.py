@@ -21,6 +21,7 @@ from flexd.server.figures import (
     TRAFFIC_KINDS,
     ControlFigures,
     DaemonFigures,
+    DriftFigures,
     IngestFigures,
     MigrationFigures,
     PlacementFigures,
@@ -74,6 +75,7 @@ class FiguresCollector(Collector):
         yield _counter("flexd_pauses", "Pauses asked for.", figures.pauses)
         yield from _ingest(figures.ingest)
         yield from _sketch(figures.sketch)
+        yield from _drift(figures.drift)
         yield from _plan(figures.plan)
         yield from _migration(figures.migration)
         yield from _placement(figures.placement)
@@ -97,7 +99,7 @@ def _ingest(ingest: IngestFigures) -> Iterator[Metric]:
     )
     yield _counters(
         "flexd_ingest_adjusted_accesses",
-        "Accesses counted at another time than they were dated, by rule.",
+        "Accesses counted by rule: late (at their own time) and future_clamped (as of the newest event).",
         "rule",
         ingest.adjusted_accesses,
     )
@@ -119,10 +121,65 @@ def _sketch(sketch: SketchFigures) -> Iterator[Metric]:
         "table",
         sketch.error_bound_by_table,
     )
+    yield _gauges(
+        "flexd_sketch_width",
+        "Counters in each row of counters of a table's count-min; 0 if it is counted exactly.",
+        "table",
+        sketch.width_by_table,
+    )
+    yield _gauges(
+        "flexd_table_affinity",
+        "How much more often than by chance two accesses of a row come from the same node, 0-1; NaN if unknown.",
+        "table",
+        sketch.affinity_by_table,
+    )
+    yield _gauges(
+        "flexd_table_affinity_error", "Standard error of the affinity.", "table", sketch.affinity_error_by_table
+    )
     yield _gauge("flexd_profile_age_seconds", "Since the newest profile.", sketch.profile_age_seconds)
     yield _gauge("flexd_profile_coverage_ratio", "Accesses the newest profile explains, 0-1.", sketch.profile_coverage)
     yield _gauge("flexd_profile_samples", "Accesses behind the newest profile.", sketch.profile_samples)
     yield _gauge("flexd_profile_generation", "Profiles made; goes on over restarts.", sketch.profile_generation)
+
+
+def _drift(drift: DriftFigures) -> Iterator[Metric]:
+    yield _gauge(
+        "flexd_drift_ratio",
+        "Exposed communication of a step at the live placement, now / when it was planned; NaN before the first look.",
+        drift.ratio,
+    )
+    for name, text, (then, now) in (
+        ("flexd_drift_exposed_seconds", "Exposed communication of a step.", drift.exposed_seconds),
+        ("flexd_drift_inter_node_bytes", "Bytes between nodes, per rank and step.", drift.inter_node_bytes),
+        ("flexd_drift_total_bytes", "Bytes over all links, per rank and step.", drift.total_bytes),
+    ):
+        yield _gauges(name, f"Live placement, under the profile of its plan and now. {text}", "profile",
+                      {"planned": then, "present": now})  # fmt: skip
+    yield _gauges(
+        "flexd_table_drift_ratio",
+        "Exposed communication of each table's bytes at the live placement, now / when it was planned.",
+        "table",
+        drift.ratio_by_table,
+    )
+    yield _gauges(
+        "flexd_table_exposed_seconds",
+        "Exposed communication of each table's bytes a step at the live placement, now, without latencies.",
+        "table",
+        drift.exposed_seconds_by_table,
+    )
+    yield _gauges(
+        "flexd_table_inter_node_bytes",
+        "Bytes of each table between nodes, per rank and step, at the live placement, now.",
+        "table",
+        drift.inter_node_bytes_by_table,
+    )
+    yield _gauge("flexd_drift_age_seconds", "Since the newest look at the drift.", drift.age_seconds)
+    yield SummaryMetricFamily(
+        "flexd_drift_evaluation_duration_seconds",
+        "Wall time of looking at the drift.",
+        count_value=drift.evaluations,
+        sum_value=drift.seconds,
+    )
 
 
 def _plan(plan: PlanFigures) -> Iterator[Metric]:

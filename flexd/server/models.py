@@ -33,6 +33,9 @@ class StreamStatus(Model):
     """Messages not counted, by reason."""
     rejected_accesses: dict[str, int] = Field(default_factory=dict)
     """Accesses not counted inside good messages, by reason."""
+    adjusted_accesses: dict[str, int] = Field(default_factory=dict)
+    """Accesses counted by rule: ``late`` (older than ``sketch.late_after_seconds``, at their own time),
+    ``future_clamped`` (dated too far ahead, as of the newest event)."""
     newest_event_unix_seconds: Measured = None
     """Newest event time seen."""
     problem: str | None = None
@@ -50,6 +53,19 @@ class TableSketchStatus(Model):
     """Memory of the counter."""
     error_bound: Measured = None
     """Largest over-estimate, as a share of the table's accesses; 0 for dense."""
+    error_probability: Measured = None
+    """Probability that one row's estimate exceeds the bound; 0 for dense."""
+    width: int = 0
+    """Counters in each of a count-min's rows of counters; 0 for dense."""
+    hot_rows: int = 0
+    """Rows that can be listed one by one."""
+    sampled_accesses: int = 0
+    """Accesses kept to tell where they come from."""
+    affinity: Measured = None
+    """How much more often than the nodes' shares give two accesses of a row come from the same node: 0 not at all, 1
+    every row belongs to one node; null before a profile, or if no row was sampled twice."""
+    affinity_error: Measured = None
+    """Standard error of the affinity."""
 
 
 class ProfileStatus(Model):
@@ -76,6 +92,44 @@ class SketchStatus(Model):
     """One entry a table, in the configured order."""
     profile: ProfileStatus = ProfileStatus()
     """The newest profile."""
+
+
+class TableDriftStatus(Model):
+    """Drift of one table."""
+
+    table: str
+    """Name of the table."""
+    ratio: Measured = None
+    """Exposed seconds of its bytes, now / at planning; null if it caused none then."""
+    exposed_seconds: float = 0.0
+    """Per step, now; without the collectives' latencies."""
+    inter_node_bytes: float = 0.0
+    """Per rank and step, now."""
+
+
+class DriftStatus(Model):
+    """What the live placement costs now against what it cost when it was planned."""
+
+    ratio: Measured = None
+    """Exposed seconds of a step, now / at planning: above 1 the placement has got worse; null before the first look."""
+    threshold: Measured = None
+    """Above it a new plan is made; null if drift makes none."""
+    exposed_seconds_then: Measured = None
+    """Per step, under the profile of the plan."""
+    exposed_seconds: Measured = None
+    """Per step, now."""
+    inter_node_bytes_then: Measured = None
+    """Per rank and step, under the profile of the plan."""
+    inter_node_bytes: Measured = None
+    """Per rank and step, now."""
+    total_bytes_then: Measured = None
+    """Over all links."""
+    total_bytes: Measured = None
+    """Over all links, now."""
+    age_seconds: Measured = None
+    """Since the newest look."""
+    tables: tuple[TableDriftStatus, ...] = ()
+    """One entry a table, in the configured order."""
 
 
 class TopologyStatus(Model):
@@ -179,6 +233,8 @@ class Status(Model):
     """The access stream."""
     sketch: SketchStatus = SketchStatus()
     """What is remembered of it."""
+    drift: DriftStatus = DriftStatus()
+    """How far it has moved since the live plan was made."""
     topology: TopologyStatus = TopologyStatus()
     """The training ranks."""
     placement: PlacementStatus = PlacementStatus()

@@ -99,7 +99,7 @@ class Setting:
             self.training, PlanLog(self.log_path),
         )  # fmt: skip
 
-    def _make_profile(self, per_step: float) -> Profile:
+    def _make_profile(self, per_step: float, layout: RankLayout) -> Profile:
         self.profiles.append(self.profile(per_step))
         return self.profiles[-1]
 

@@ -135,7 +135,7 @@ def test_a_profile_tells_the_nodes_of_its_hot_rows(memory: int) -> None:
         assert table.sources.affinity == pytest.approx(0.64, abs=5 * table.sources.affinity_error)
         assert table.sources.affinity_error < 0.05
         share = table.sources.share(np.arange(20))
-        assert (share.argmax(axis=1) == table.hot_rows[:20] % 4).all()
+        assert (share.argmax(axis=1) == table.hot_rows[:20] % 4).mean() >= 0.8
         assert share.max(axis=1).mean() == pytest.approx(0.85, abs=0.05)
         assert table.sources.nbytes < memory / 4
     assert whole.profile().tables[0].sources is None
