@@ -22,6 +22,7 @@ from kafka.structs import OffsetAndMetadata, TopicPartition
 
 from flexd.errors import PositionLostError, StreamError
 from flexd.stream.connector import Connector
+from flexd.stream.group_positions import GroupPositions
 from flexd.stream.handover import Handover, OnPartitions, PositionOf
 from flexd.stream.partition_reader import OnPositionLost
 from flexd.stream.types import Message, Positions
@@ -86,7 +87,6 @@ class KafkaSource:
     ) -> None:
         self._topic = topic
         self._name = f"Kafka topic {topic!r} at {bootstrap_servers}"
-        self._on_position_lost: OnPositionLost = on_position_lost
         self._session_timeout_seconds = session_timeout_seconds
         self._max_poll_messages = max_poll_messages
         session_ms = int(session_timeout_seconds * 1000)
@@ -118,22 +118,25 @@ class KafkaSource:
         # Below the time the coordinator waits for a member to join again (kafka-python: 300 s), and not so long that
         # one stuck member stops the whole group.
         self._handover = Handover(position_of, on_revoked, on_lost, wait_seconds=max(session_timeout_seconds, 5.0))
-        self._lock = threading.Lock()
-        """Restoring against the rebalance listener, which runs on the client's own thread."""
-        self._positions: Positions = {}
+        self._book = GroupPositions(self._name, on_position_lost)
         self._stale_highwater: dict[str, int | None] = {}
-        self._resumed_from: Positions = {}
         self._last_answer = time.monotonic()
         self._problem: str | None = None
         self._commit_problem: str | None = None
         self._closed = False
-        self.messages_lost = 0
-        self.positions_lost = 0
         self.commits_failed = 0
 
     @property
     def problem(self) -> str | None:
         return self._connector.problem or self._problem or self._handover.problem or self._commit_problem
+
+    @property
+    def messages_lost(self) -> int:
+        return self._book.messages_lost
+
+    @property
+    def positions_lost(self) -> int:
+        return self._book.positions_lost
 
     def poll(self, timeout_seconds: float) -> list[Message]:
         deadline = time.monotonic() + timeout_seconds
@@ -170,14 +173,12 @@ class KafkaSource:
 
     def restore(self, positions: Mapping[str, int]) -> None:
         consumer = self._connector.get(0.0)
-        with self._lock:
-            self._positions = dict(positions)
-            self._resumed_from = {}
+        self._book.restore(positions)
         if consumer is not None:
             self._seek(consumer, consumer.assignment())
 
     def positions(self) -> Positions:
-        return dict(self._positions)
+        return self._book.all()
 
     def lag(self) -> int:
         """Over the partitions assigned here, from the high-water marks of the last answers."""
@@ -188,7 +189,7 @@ class KafkaSource:
         for partition in consumer.assignment():
             highwater = _highwater(consumer, partition)
             if highwater is not None:
-                total += max(0, highwater - self._positions.get(self._key(partition), 0))
+                total += max(0, highwater - (self._book.get(self._key(partition)) or 0))
         return total
 
     def commit(self, positions: Mapping[str, int]) -> str | None:
@@ -229,34 +230,31 @@ class KafkaSource:
 
     def _seek(self, consumer: KafkaConsumer, partitions: Iterable[TopicPartition]) -> None:
         """Puts partitions where they belong. Also called on the client's thread: must not wait for the broker."""
-        with self._lock:
-            partitions = list(partitions)
-            paused = self._handover.unanswered(map(self._key, partitions))
-            for partition in partitions:
-                key = self._key(partition)
-                self._stale_highwater[key] = _highwater(consumer, partition)
-                # A partition that was taken away in this moment comes back through the listener.
-                with contextlib.suppress(KafkaError, ValueError, KeyError):
-                    if key in paused:
-                        # The place is not read from; without one the client would complain on every poll.
-                        consumer.pause(partition)
-                        consumer.seek(partition, self._positions.get(key, 0))
-                    elif key in self._positions:
-                        consumer.seek(partition, self._positions[key])
-                    elif key in self._resumed_from and self._on_position_lost == "latest":
-                        consumer.seek_to_end(partition)
-                    else:
-                        consumer.seek_to_beginning(partition)
+        partitions = list(partitions)
+        paused = self._handover.unanswered(map(self._key, partitions))
+        for partition in partitions:
+            key = self._key(partition)
+            self._stale_highwater[key] = _highwater(consumer, partition)
+            # A partition that was taken away in this moment comes back through the listener.
+            with contextlib.suppress(KafkaError, ValueError, KeyError):
+                start = self._book.start(key)
+                if key in paused:
+                    # The place is not read from; without one the client would complain on every poll.
+                    consumer.pause(partition)
+                    consumer.seek(partition, start if isinstance(start, int) else 0)
+                elif isinstance(start, int):
+                    consumer.seek(partition, start)
+                elif start == "end":
+                    consumer.seek_to_end(partition)
+                else:
+                    consumer.seek_to_beginning(partition)
 
     def _resolve(self, consumer: KafkaConsumer) -> None:
         """Lets the partitions go on whose positions have been told."""
         keys, answer = self._handover.ask()
         if not keys:
             return
-        with self._lock:
-            for key, position in answer.items():
-                self._positions[key] = position
-                self._resumed_from.pop(key, None)
+        self._book.move(answer)
         mine = [partition for partition in consumer.assignment() if self._key(partition) in keys]
         self._seek(consumer, mine)
         for partition in mine:
@@ -264,16 +262,9 @@ class KafkaSource:
                 consumer.resume(partition)
 
     def _accept(self, key: str, records: list[Any]) -> list[Message]:
-        """Moves the position past ``records``. Those below it are repeats of a fetch that a rebalance overtook."""
-        position = self._positions.get(key, 0)
+        position = self._book.accept(key, records[0].offset, records[-1].offset)
         if records[0].offset < position:
             records = [record for record in records if record.offset >= position]
-            if not records:
-                return []
-        lost_from = self._resumed_from.pop(key, None)
-        if lost_from is not None:
-            self.messages_lost += max(0, records[0].offset - lost_from)
-        self._positions[key] = records[-1].offset + 1
         return [Message(key, record.offset, record.value or b"") for record in records]
 
     def _check_highwater(self, consumer: KafkaConsumer) -> None:
@@ -284,7 +275,7 @@ class KafkaSource:
         for partition in assignment:
             key = self._key(partition)
             highwater = _highwater(consumer, partition)
-            position = None if key in unanswered else self._positions.get(key)
+            position = None if key in unanswered else self._book.get(key)
             # A mark from before the last seek says nothing about the position after it.
             if highwater is None or position is None or highwater == self._stale_highwater.get(key):
                 continue
@@ -301,23 +292,13 @@ class KafkaSource:
         cause: str,
         ends: Mapping[TopicPartition, int] | None = None,
     ) -> None:
-        positions = {self._key(partition): self._positions.get(self._key(partition)) for partition in lost}
-        text = f"{self._name}: position lost: {cause}: {positions}"
-        if self._on_position_lost == "fail":
-            self._problem = text
-            raise PositionLostError(
-                text, remedy="restore a matching snapshot, or set on_position_lost to earliest or latest"
-            )
-        with self._lock:
-            for partition in lost:
-                key = self._key(partition)
-                self.positions_lost += 1
-                self._resumed_from[key] = self._positions.pop(key, 0)
-                if ends is not None and self._on_position_lost == "latest":
-                    # Asked again after every rebalance, "the end" would move past what is produced meanwhile.
-                    self._positions[key] = ends[partition]
+        known = None if ends is None else {self._key(partition): end for partition, end in ends.items()}
+        try:
+            self._book.lose(map(self._key, lost), cause, known)
+        except PositionLostError as error:
+            self._problem = error.message
+            raise
         self._seek(consumer, lost)
-        _log.warning("%s; going on at the %s message", text, self._on_position_lost)
 
     def _probe_if_silent(self, consumer: KafkaConsumer, deadline: float) -> None:
         """The client hides an unreachable broker: after a silent while it is asked for something it must answer."""

@@ -8,6 +8,7 @@ import uuid
 
 import pytest
 
+from flexd.stream.confluent import ConfluentSource
 from flexd.stream.handover import Handover
 from flexd.stream.kafka import KafkaSink, KafkaSource
 from flexd.stream.types import Message
@@ -180,7 +181,8 @@ def members_come_and_go(open_source, produce) -> None:
     assert not second.unsent, "closing hands over too"
 
 
-def test_members_of_a_group_hand_partitions_over(tansu):
+@pytest.mark.parametrize("kind", [KafkaSource, ConfluentSource])
+def test_members_of_a_group_hand_partitions_over(tansu, kind):
     topic = f"topic-{uuid.uuid4().hex[:8]}"
     tansu.create_topic(topic, 2)
     group = f"group-{uuid.uuid4().hex[:8]}"
@@ -192,7 +194,7 @@ def test_members_of_a_group_hand_partitions_over(tansu):
         sink.flush(10.0)
 
     members_come_and_go(
-        lambda **hooks: KafkaSource(tansu.bootstrap_servers, topic, group, session_timeout_seconds=3.0, **hooks),
+        lambda **hooks: kind(tansu.bootstrap_servers, topic, group, session_timeout_seconds=3.0, **hooks),
         produce,
     )
     sink.close()
