@@ -7,7 +7,7 @@ import traceback
 
 import typer
 
-from flexd.cli import control_commands, daemon_commands, demo_command, inspect_commands, probe_command
+from flexd.cli import control_commands, daemon_commands, demo_command, inspect_commands, probe_command, simulate_command
 from flexd.cli.exit_codes import ExitCode, exit_code_of
 from flexd.errors import FlexdError
 
@@ -28,6 +28,7 @@ app.command("replan")(control_commands.replan)
 app.command("pause")(control_commands.pause)
 app.command("resume")(control_commands.resume)
 app.command("demo")(demo_command.demo)
+app.command("simulate")(simulate_command.simulate)
 app.command("probe")(probe_command.probe)
 
 

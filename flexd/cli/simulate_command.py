@@ -1,0 +1,248 @@
+"""``simulate``: accesses replayed through planners, with the bytes that would move."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flexd.cli.options import OutputOption
+from flexd.cli.simulate_view import simulate_blocks
+from flexd.cli.view import OutputFormat, Table, emit
+from flexd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flexd.layout import RankLayout
+    from flexd.simulate.accesses import Accesses, RowFormat
+    from flexd.topology.model import Cluster
+
+DEFAULT_PRESET = "azure-a100-200g"
+SYNTHETIC_EVENTS = 600_000
+
+
+class RowDType(StrEnum):
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
+class RowOptimizer(StrEnum):
+    SGD = "sgd"
+    ROWWISE_ADAGRAD = "rowwise_adagrad"
+
+
+def simulate(
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE.npz",
+            exists=True,
+            dir_okay=False,
+            help="Events to replay (docs/demo.md); default: drifting Zipf with users.",
+        ),
+    ] = None,
+    zipf: Annotated[
+        float | None, typer.Option("--zipf", metavar="EXPONENT", help="Replay a Zipf stream instead.")
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", help="Of the Zipf stream's table.")] = 1_000_000,
+    drift: Annotated[float, typer.Option("--drift", help="New top rows of the Zipf stream in a step.")] = 0.0,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            "--profile",
+            metavar="FILE.npz",
+            exists=True,
+            dir_okay=False,
+            help="Replay draws from a profile that --save-profile wrote.",
+        ),
+    ] = None,
+    nodes: Annotated[int, typer.Option("--nodes", help="Nodes.", min=1, max=4096)] = 2,
+    local_ranks: Annotated[int, typer.Option("--local-ranks", help="Ranks in each node.", min=1, max=64)] = 2,
+    preset: Annotated[
+        str | None, typer.Option("--preset", help=f"Cluster that prices it. [default: {DEFAULT_PRESET}]")
+    ] = None,
+    topology: Annotated[
+        Path | None, typer.Option("--topology", metavar="FILE.yaml", help="Or your own, from flexd probe.")
+    ] = None,
+    scale: Annotated[
+        float,
+        typer.Option(
+            "--scale", help="The job moves so many times more bytes in a step than the replay: divides the latencies."
+        ),
+    ] = 1.0,
+    replica_fraction: Annotated[
+        float, typer.Option("--replica-fraction", help="Replica slots of a rank, as a share of all rows.")
+    ] = 0.05,
+    batch: Annotated[int, typer.Option("--batch", help="Samples of each rank in a step.", min=1)] = 512,
+    history: Annotated[
+        int, typer.Option("--history", help="Rows each sample looks up, besides its target.", min=1)
+    ] = 32,
+    steps: Annotated[int, typer.Option("--steps", help="Training steps.", min=4, max=1_000_000)] = 300,
+    dim: Annotated[int, typer.Option("--dim", help="Numbers in a row.", min=1, max=65_536)] = 64,
+    dtype: Annotated[RowDType, typer.Option("--dtype", help="Of the rows.")] = RowDType.FLOAT32,
+    optimizer: Annotated[
+        RowOptimizer, typer.Option("--optimizer", help="Whose state migrates with a row.")
+    ] = RowOptimizer.ROWWISE_ADAGRAD,
+    interval_steps: Annotated[int, typer.Option("--interval-steps", help="Between two plans.", min=1)] = 5,
+    half_life_steps: Annotated[
+        float, typer.Option("--half-life-steps", help="In which an access loses half its weight; inf: never.")
+    ] = 20.0,
+    horizon_steps: Annotated[
+        float, typer.Option("--horizon-steps", help="Within which a migration must pay for itself.")
+    ] = 300.0,
+    budgets: Annotated[
+        str, typer.Option("--budgets", metavar="F,F,...", help="Replica fractions to sweep besides.")
+    ] = "",
+    seed: Annotated[int, typer.Option("--seed", help="Of what is drawn at random.", min=0)] = 0,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a report: one file, plots in it.")
+    ] = None,
+    plots: Annotated[Path | None, typer.Option("--plots", metavar="DIR", help="Write the plots as PNG files.")] = None,
+    save_profile: Annotated[
+        Path | None,
+        typer.Option("--save-profile", metavar="FILE.npz", help="Keep what the re-planned strategy saw last."),
+    ] = None,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Replays accesses through planners, step by step, and counts the bytes that would move.
+
+    Compares row-wise sharding, two-hop, FlexShard, one plan for ever, re-planning, and an oracle.
+
+    Example: flexd simulate --trace events.npz --scale 5000 --html report.html
+    """
+    if sum(given is not None for given in (trace, zipf, profile)) > 1:
+        raise ConfigError("--trace, --zipf and --profile", remedy="give one of them")
+    fractions = _fractions(budgets)
+    from flexd.layout import RankLayout
+    from flexd.simulate.accesses import RowFormat
+    from flexd.simulate.replay import ReplaySettings, replay
+    from flexd.simulate.summary import summarise
+
+    layout = RankLayout(nodes, local_ranks)
+    settings = ReplaySettings(
+        replica_fraction=replica_fraction,
+        interval_steps=interval_steps,
+        half_life_steps=half_life_steps,
+        horizon_steps=horizon_steps,
+        budgets=fractions,
+    )
+    cluster = _cluster(preset, topology, scale)
+    row_format = RowFormat(dim, dtype.value, optimizer.value)
+    if zipf is not None:
+        accesses: Accesses = _zipf(zipf, layout, row_format, rows, drift, batch * (history + 1), steps, seed)
+    elif profile is not None:
+        accesses = _of_profile(profile, layout, row_format, batch * (history + 1), steps, seed)
+    else:
+        accesses = _of_trace(trace, layout, row_format, batch, history, steps, seed)
+    if html is not None or plots is not None:
+        _check_matplotlib()
+    run = replay(accesses, layout, cluster, settings, progress=_progress(steps))
+    summary = summarise(run)
+    blocks = simulate_blocks(summary)
+    if html is not None:
+        from flexd.simulate.page import PageTable, write_page
+
+        tables = [
+            PageTable(block.title, block.columns, block.rows, block.right)
+            for block in blocks
+            if isinstance(block, Table)
+        ]
+        write_page(run, summary["words"], tables, html)
+    if plots is not None:
+        from flexd.simulate.plots import write_plots
+
+        write_plots(run, plots)
+    if save_profile is not None:
+        if run.last_profile is None:
+            raise ConfigError("--save-profile: nothing was planned", remedy="replay more than --interval-steps steps")
+        from flexd.sketch.profile_file import write_profile
+
+        write_profile(run.last_profile, save_profile)
+    emit(summary, blocks, output)
+
+
+def _fractions(text: str) -> tuple[float, ...]:
+    try:
+        fractions = tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise ConfigError(f"--budgets {text!r}", remedy="fractions with commas between them: 0.01,0.05") from error
+    if len(fractions) > 20 or not all(math.isfinite(fraction) for fraction in fractions):
+        raise ConfigError(f"--budgets {text!r}", remedy="at most 20 fractions of 0 to 1")
+    return fractions
+
+
+def _cluster(preset: str | None, topology: Path | None, scale: float) -> Cluster:
+    from flexd.topology.files import load_cluster, load_preset
+    from flexd.topology.scale import scale_model
+
+    if preset is not None and topology is not None:
+        raise ConfigError("--preset and --topology", remedy="give one of them")
+    cluster = load_cluster(topology) if topology is not None else load_preset(preset or DEFAULT_PRESET)
+    return scale_model(cluster, scale)
+
+
+def _zipf(
+    exponent: float,
+    layout: RankLayout,
+    row_format: RowFormat,
+    rows: int,
+    drift: float,
+    accesses: int,
+    steps: int,
+    seed: int,
+) -> Accesses:
+    from flexd.simulate.accesses import ZipfAccesses
+
+    return ZipfAccesses(
+        layout, row_format, table_rows=rows, exponent=exponent, drift_rows=drift, accesses_per_rank=accesses,
+        steps=steps, seed=seed,
+    )  # fmt: skip
+
+
+def _of_profile(
+    path: Path, layout: RankLayout, row_format: RowFormat, accesses: int, steps: int, seed: int
+) -> Accesses:
+    from flexd.simulate.accesses import ProfileAccesses
+    from flexd.sketch.profile_file import read_profile
+
+    read = read_profile(path)
+    tables = [row_format.table(table.table, table.rows) for table in read.tables]
+    return ProfileAccesses(path.stem, read, tables, layout, accesses_per_rank=accesses, steps=steps, seed=seed)
+
+
+def _of_trace(
+    path: Path | None, layout: RankLayout, row_format: RowFormat, batch: int, history: int, steps: int, seed: int
+) -> Accesses:
+    from flexd.simulate.accesses import TraceAccesses
+    from flexd.trace import load_trace, synthetic_trace
+
+    events = synthetic_trace(SYNTHETIC_EVENTS, seed) if path is None else load_trace(path)
+    name = "built-in trace" if path is None else path.stem
+    return TraceAccesses(name, events, layout, row_format, batch_size=batch, steps=steps, history=history)
+
+
+def _check_matplotlib() -> None:
+    """Before the replay, which may take minutes. Raises ConfigError."""
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--html and --plots need matplotlib", remedy="pip install 'flexd[plot]'")
+
+
+def _progress(steps: int) -> Callable[[int], None] | None:
+    """A line that rewrites itself on a terminal; nothing in a pipe."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(step: int) -> None:
+        end = "\n" if step + 1 == steps else ""
+        print(f"\rstep {step + 1} of {steps}", end=end, file=sys.stderr, flush=True)
+
+    return show

@@ -1,0 +1,164 @@
+"""The figures of a replay, JSON-able, units in the names, and what they mean in sentences."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from flexd.simulate.replay import Course, Replay
+from flexd.simulate.strategies import ORACLE, REPLANNED, ROW_WISE, STATIC, TWO_HOP
+from flexd.simulate.traffic import EXCHANGE, INTER, INTRA, SYNC, Part
+
+COMPARED_SHARE = 4
+"""Strategies are compared over the last of so many parts of the run."""
+_KINDS = {"all_to_all": EXCHANGE, "sync": SYNC, "migration": (Part.MIGRATION,)}
+_LINKS = {"intra_node": INTRA, "inter_node": INTER}
+
+
+def compared_steps(steps: int) -> slice:
+    """The last quarter."""
+    return slice(steps - max(1, steps // COMPARED_SHARE), steps)
+
+
+def summarise(run: Replay) -> dict[str, Any]:
+    """Means over the last quarter. Bytes are of the whole job a step, seconds of the busiest rank a step.
+
+    ``critical`` bytes are what a step waits for before its forward pass or between steps: all-to-all and migration.
+    Savings are against the two-hop chain with every row at HOME. None of them can be in all inter-node bytes: exact
+    synchronous training has a volume bound that the two-hop chain reaches (docs/cost-model.md).
+    """
+    steps = compared_steps(run.steps)
+    strategies = {name: _figures(course, steps) for name, course in run.courses.items()}
+    sweep = [_figures(course, steps) for course in run.sweep]
+    home = strategies.get(TWO_HOP.name)
+    if home is not None:
+        for figures in (*strategies.values(), *sweep):
+            _add_savings(figures, home)
+    settings = asdict(run.settings)
+    settings["half_life_steps"] = None if np.isinf(run.settings.half_life_steps) else run.settings.half_life_steps
+    summary: dict[str, Any] = {
+        "accesses": run.accesses_name,
+        "tables": len(run.keyspace.tables),
+        "rows": run.keyspace.total_rows,
+        "nodes": run.layout.nodes,
+        "local_ranks": run.layout.local_ranks,
+        "cluster": run.cluster.name,
+        "steps": run.steps,
+        "compared_steps": [steps.start, steps.stop],
+        "accesses_per_step": run.accesses_per_step,
+        "settings": settings,
+        "strategies": strategies,
+        "budget_sweep": sweep,
+    }
+    summary["drift"] = _drift(strategies)
+    summary["words"] = _words(summary)
+    return summary
+
+
+def _figures(course: Course, steps: slice) -> dict[str, Any]:
+    seconds = course.seconds[steps].mean(axis=0)
+    sent = {
+        link: {kind: float(course.job_bytes(parts, at)[steps].mean()) for kind, parts in _KINDS.items()}
+        for link, at in _LINKS.items()
+    }
+    for by_kind in sent.values():
+        by_kind["total"] = sum(by_kind.values())
+    by_rank = course.sent[steps, :, :, INTER].sum(axis=(0, 2))
+    inter = sent["inter_node"]
+    return {
+        "name": course.strategy.name,
+        "title": course.strategy.title,
+        "replica_fraction": course.replica_fraction,
+        "exposed_seconds": float(course.exposed_seconds[steps].mean()),
+        "seconds": {part.name.lower(): float(seconds[part]) for part in Part},
+        "bytes": sent,
+        "critical_inter_node_bytes": inter["all_to_all"] + inter["migration"],
+        "busiest_rank_share": float(by_rank.max() / by_rank.mean()) if by_rank.any() else 1.0,
+        "replicated_rows": float(course.replicated_rows[steps].mean()),
+        "plans": len(course.plan_steps),
+        "migrated_rows": int(course.migrated_rows.sum()),
+    }
+
+
+def _add_savings(figures: dict[str, Any], home: dict[str, Any]) -> None:
+    figures["saved"] = {
+        "exposed_seconds": home["exposed_seconds"] - figures["exposed_seconds"],
+        "critical_inter_node_bytes": home["critical_inter_node_bytes"] - figures["critical_inter_node_bytes"],
+    }
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _drift(strategies: dict[str, dict[str, Any]]) -> dict[str, float | None] | None:
+    """How the re-planned placement stands to the oracle and to the static one."""
+    if not all(strategy.name in strategies for strategy in (TWO_HOP, STATIC, REPLANNED, ORACLE)):
+        return None
+    static, replanned, oracle = (strategies[s.name] for s in (STATIC, REPLANNED, ORACLE))
+    total = {s["name"]: s["bytes"]["inter_node"]["total"] for s in (static, replanned, oracle)}
+    return {
+        "traffic_over_oracle": _ratio(total[REPLANNED.name], total[ORACLE.name]),
+        "exposed_over_oracle": _ratio(replanned["exposed_seconds"], oracle["exposed_seconds"]),
+        "critical_bytes_over_oracle": _ratio(
+            replanned["critical_inter_node_bytes"], oracle["critical_inter_node_bytes"]
+        ),
+        **{
+            f"{name}_saved_over_static": _ratio(replanned["saved"][key], static["saved"][key])
+            for name, key in (("exposed", "exposed_seconds"), ("critical_bytes", "critical_inter_node_bytes"))
+        },
+        **{
+            f"{name}_saved_over_oracle": _ratio(replanned["saved"][key], oracle["saved"][key])
+            for name, key in (("exposed", "exposed_seconds"), ("critical_bytes", "critical_inter_node_bytes"))
+        },
+    }
+
+
+def _words(summary: dict[str, Any]) -> list[str]:
+    strategies, drift = summary["strategies"], summary["drift"]
+    first, last = summary["compared_steps"]
+    words = [
+        f"Means over the last quarter, steps {first} to {last - 1}. Exposed is what a step waits for on the cluster "
+        f"{summary['cluster']}, of the busiest rank in every collective, migrations included."
+    ]
+    if drift is None:
+        return words
+    home, static, replanned = (strategies[s.name] for s in (TWO_HOP, STATIC, REPLANNED))
+    if replanned["replicated_rows"] == 0:
+        words.append(
+            "No row is replicated: at these message sizes, latencies and budgets no copy pays for its synchronisation. "
+            "If the replayed steps are smaller than those of the job they stand for, say so with --scale."
+        )
+        return words
+    shares = [
+        _percent(strategy["saved"][key], home[key])
+        for strategy in (replanned, static)
+        for key in ("exposed_seconds", "critical_inter_node_bytes")
+    ]
+    words.append(
+        f"Re-planning saves {shares[0]} of the exposed time and {shares[1]} of the inter-node bytes that a step waits "
+        f"for, against the same chain without replicas; the plan made once saves {shares[2]} and {shares[3]}."
+    )
+    if drift["traffic_over_oracle"] is not None and drift["exposed_over_oracle"] is not None:
+        words.append(
+            "Against an oracle that knows the next window and migrates for nothing: "
+            f"{drift['traffic_over_oracle']:.3f} times its inter-node traffic, "
+            f"{drift['exposed_over_oracle']:.3f} times its exposed time."
+        )
+    words.append(
+        "Replicas do not save inter-node bytes in all: the two-hop chain is at the volume bound of exact synchronous "
+        "training. They turn an all-to-all that the step waits for into an all-reduce at its end."
+    )
+    if ROW_WISE.name in strategies:
+        inter = [strategies[s.name]["bytes"]["inter_node"]["total"] for s in (ROW_WISE, REPLANNED)]
+        if inter[1] > 0:
+            words.append(
+                f"Row-wise sharding without dedup sends {inter[0] / inter[1]:.1f} times as many bytes between nodes."
+            )
+    return words
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole > 0 else "nothing"

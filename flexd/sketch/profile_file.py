@@ -1,0 +1,104 @@
+"""Profiles as files: one ``.npz``, so that a replay can be made of what a daemon or another replay has seen."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.errors import SketchError
+from flexd.sketch.profile import Profile, TableProfile
+
+FORMAT = 1
+_SCALARS = ("weight", "accesses_per_step", "distinct_rows", "coverage")
+_HOT = ("hot_rows", "hot_share", "hot_lower", "hot_upper")
+_BINS = ("bin_share", "bin_rows")
+_SPANS = ("window_seconds", "event_time_seconds", "half_life_seconds")
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Everything but the source nodes. Raises SketchError if the file cannot be written."""
+    tables = profile.tables
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "format": np.array([FORMAT]),
+        "tables": np.array([table.table for table in tables]),
+        "rows": np.array([table.rows for table in tables], dtype=np.int64),
+        "hot": np.array([len(table.hot_rows) for table in tables], dtype=np.int64),
+        "bins": np.array([len(table.bin_rows) for table in tables], dtype=np.int64),
+        "counts": np.array([profile.generation, profile.lag_messages, profile.samples], dtype=np.int64),
+        "spans": np.array([getattr(profile, name) for name in _SPANS], dtype=np.float64),
+    }
+    arrays |= {name: np.array([getattr(table, name) for table in tables], dtype=np.float64) for name in _SCALARS}
+    arrays |= {name: np.concatenate([getattr(table, name) for table in tables]) for name in (*_HOT, *_BINS)}
+    try:
+        with path.open("wb") as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+    except OSError as error:
+        raise SketchError(f"profile {path}: cannot be written: {error}", remedy="give a writable path") from error
+
+
+def read_profile(path: Path) -> Profile:
+    """What ``write_profile`` wrote.
+
+    Raises:
+        SketchError: the file cannot be read, is of another format, or its arrays do not fit one another.
+    """
+    try:
+        with path.open("rb") as opened:
+            file = np.load(opened, allow_pickle=False)
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise ValueError("one array alone, no .npz")
+            arrays = {name: file[name] for name in file.files}
+        if int(arrays["format"][0]) != FORMAT:
+            raise ValueError(f"format {int(arrays['format'][0])}, this flexd reads {FORMAT}")
+        return _profile(arrays)
+    except (
+        OSError, EOFError, KeyError, IndexError, TypeError, ValueError, zipfile.BadZipFile, zlib.error,
+        NotImplementedError,
+    ) as error:  # fmt: skip
+        raise SketchError(f"profile {path}: {error}", remedy="give a file that `--save-profile` wrote") from error
+
+
+def _profile(arrays: dict[str, npt.NDArray[Any]]) -> Profile:
+    names = [str(name) for name in arrays["tables"]]
+    ends = {kind: np.cumsum(arrays[kind]) for kind in ("hot", "bins")}
+    for kind, columns in (("hot", _HOT), ("bins", _BINS)):
+        total = int(ends[kind][-1]) if len(names) else 0
+        if min(arrays[kind].min(initial=0), 0) < 0 or any(arrays[column].shape != (total,) for column in columns):
+            raise ValueError(f"its arrays of {kind} differ in length")
+    if any(arrays[name].shape != (len(names),) for name in ("rows", "hot", "bins", *_SCALARS)) or not names:
+        raise ValueError("its arrays of tables differ in length")
+    if any(arrays[name].dtype.kind != "i" for name in ("rows", "hot", "bins", "hot_rows", "counts")):
+        raise ValueError("a count is no integer")
+    finite = (*_SCALARS, *_HOT, *_BINS)
+    if not all(np.isfinite(arrays[name]).all() and (arrays[name] >= 0).all() for name in finite):
+        raise ValueError("a number is negative or not finite")
+    made = []
+    for index, name in enumerate(names):
+        hot = slice(int(ends["hot"][index] - arrays["hot"][index]), int(ends["hot"][index]))
+        bins = slice(int(ends["bins"][index] - arrays["bins"][index]), int(ends["bins"][index]))
+        if (arrays["hot_rows"][hot] >= arrays["rows"][index]).any():
+            raise ValueError(f"a listed row lies outside table {name!r}")
+        made.append(
+            TableProfile(
+                table=name,
+                rows=int(arrays["rows"][index]),
+                weight=float(arrays["weight"][index]),
+                accesses_per_step=float(arrays["accesses_per_step"][index]),
+                hot_rows=arrays["hot_rows"][hot].astype(np.int64),
+                hot_share=arrays["hot_share"][hot],
+                hot_lower=arrays["hot_lower"][hot],
+                hot_upper=arrays["hot_upper"][hot],
+                bin_share=arrays["bin_share"][bins],
+                bin_rows=arrays["bin_rows"][bins],
+                distinct_rows=float(arrays["distinct_rows"][index]),
+                coverage=float(arrays["coverage"][index]),
+            )
+        )
+    generation, lag, samples = (int(count) for count in arrays["counts"])
+    window, event_time, half_life = (float(span) for span in arrays["spans"])
+    return Profile(tuple(made), generation, window, event_time, half_life, lag, samples)
