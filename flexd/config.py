@@ -252,7 +252,7 @@ class PlannerConfig(Section):
     drift_interval_seconds: Seconds = 60.0
     """Time between two looks at how far the accesses have moved since the live plan was made; longer where a look takes
     more than a tenth of it."""
-    drift_threshold: Annotated[Float, Field(gt=1)] | None = 1.1
+    drift_threshold: Annotated[Float, Field(gt=1)] | None = 1.05
     """A new plan is made when the live placement costs more than this many times what it cost when it was planned,
     in exposed seconds of a step; null plans at intervals only."""
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from fake_coordinator import FakeCoordinator
 
 from flexd.config import Config, parse_config
 from flexd.control.live import LiveTopology
-from flexd.control.migration import Migration, MigrationEvent
+from flexd.control.migration import MigrationEvent
 from flexd.control.report import StepReport
 from flexd.daemon.parts import make_cluster
 from flexd.daemon.plan_log import PlanLog
@@ -21,58 +21,11 @@ from flexd.daemon.planning import Planning
 from flexd.daemon.training import TrainingMonitor
 from flexd.errors import ControlError, PlanError
 from flexd.layout import RankLayout
-from flexd.placement import Placement
 from flexd.sketch.profile import Profile
 from flexd.sketch.table_set import SketchSet
 from flexd.topology.scale import scale_model
 
 ROWS = 2_000
-
-
-class FakeCoordinator:
-    """Ranks that are there or not; migrations are handed back and moved by the test."""
-
-    def __init__(self, generation: int = 1) -> None:
-        self.topology: LiveTopology | None = LiveTopology(generation, "a", RankLayout(2, 2), (200,), True, "")
-        self.reason = "no rank is registered"
-        self.now = Placement.empty()
-        self.migrations: list[Migration] = []
-        self.refuses = False
-
-    def live(self) -> LiveTopology | None:
-        return self.topology
-
-    def status(self) -> Any:
-        return SimpleNamespace(reason=self.reason)
-
-    def placement(self) -> Placement:
-        return self.now
-
-    def migrate(self, plan_id: str, chunks: Any, on_progress: Any, generation: int | None) -> Migration:
-        if self.refuses:
-            raise ControlError("the coordinator is stopping")
-        self.migrations.append(Migration(plan_id, chunks, generation, on_progress))
-        return self.migrations[-1]
-
-    def carry_out(self, migration: Migration, chunks: int = 1_000, end: MigrationEvent | None = None) -> None:
-        """Applies so many chunks, then ends the migration as the coordinator does."""
-        migration.fire(MigrationEvent.START)
-        migration.begin(self.now)
-        for _ in range(chunks):
-            delta = migration.next_chunk()
-            if delta is None:
-                break
-            self.now = self.now.apply(delta)
-            migration.count(
-                chunks_pushed=1, rows_pushed=len(delta), chunks_applied=1, rows_applied=len(delta),
-                last_version=self.now.version,
-            )  # fmt: skip
-            migration.notify()
-        if end is None:
-            migration.fire(MigrationEvent.EXHAUSTED)
-            end = MigrationEvent.APPLIED
-        migration.fire(end, "" if end is MigrationEvent.APPLIED else "told to")
-        migration.notify()
 
 
 class Setting:

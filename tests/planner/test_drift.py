@@ -1,0 +1,161 @@
+"""Drift: one placement under two profiles."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from planner_cases import cluster, profile
+
+from flexd.errors import PlanError
+from flexd.keyspace import KeySpace, TableSpec
+from flexd.layout import RankLayout
+from flexd.placement import Placement
+from flexd.planner.drift import Drift, PlacementTraffic, Traffic, placement_traffic
+from flexd.planner.plan import make_plan, placement_cost
+from flexd.planner.traffic import Where
+from flexd.planner.workload import make_loads
+from flexd.sketch.profile import Profile
+
+KEYSPACE = KeySpace([TableSpec("item", 4_000, 64), TableSpec("shop", 900, 64), TableSpec("user", 2_000, 16)])
+LAYOUT = RankLayout(2, 4)
+CLUSTER = cluster(latency=1e-7)
+ACCESSES = 40_000.0
+
+
+def _planned(seen: Profile) -> Placement:
+    return make_plan(
+        seen, KEYSPACE, LAYOUT, CLUSTER, (300, 100), Placement.empty(), plan_id="p", parent_id="",
+        topology_generation=1, horizon_steps=1e9, now_unix_seconds=0.0, reason="test",
+    ).target  # fmt: skip
+
+
+def _priced(seen: Profile, placement: Placement) -> PlacementTraffic:
+    return placement_traffic(seen, KEYSPACE, LAYOUT, CLUSTER, placement)
+
+
+def test_a_profile_that_stays_has_no_drift() -> None:
+    seen = profile(KEYSPACE, ACCESSES, hot=500)
+    placement = _planned(seen)
+    assert len(placement) > 100
+    drift = Drift(_priced(seen, placement), _priced(seen, placement))
+    assert drift.ratio == 1.0
+    assert set(drift.table_ratios.values()) == {1.0}
+    assert drift.beyond(1.0001) is None
+
+
+def test_the_total_is_the_price_of_the_placement_and_bytes_of_tables_sum_to_it() -> None:
+    seen = profile(KEYSPACE, ACCESSES, hot=500)
+    placement = _planned(seen)
+    traffic = _priced(seen, placement)
+    cost = placement_cost(make_loads(seen, KEYSPACE, LAYOUT), placement, KEYSPACE, LAYOUT, CLUSTER)
+    assert traffic.total.exposed_seconds == cost.exposed_seconds
+    assert traffic.total.inter_node_bytes == pytest.approx(
+        cost.all_to_all_bytes(Where.INTER_NODE) + cost.sync_bytes(Where.INTER_NODE)
+    )
+    assert sum(t.inter_node_bytes for t in traffic.tables.values()) == pytest.approx(traffic.total.inter_node_bytes)
+    assert sum(t.total_bytes for t in traffic.tables.values()) == pytest.approx(traffic.total.total_bytes)
+    latency = float(cost.exposed_share @ cost.latency_seconds.sum(axis=1))
+    assert latency > 0
+    without = sum(t.exposed_seconds for t in traffic.tables.values())
+    assert without == pytest.approx(traffic.total.exposed_seconds - latency), "flat bandwidths: sizes do not matter"
+    assert traffic.accesses_per_step == 3 * ACCESSES
+
+
+def test_moved_popularity_is_drift_and_a_fresh_plan_ends_it() -> None:
+    then, now = profile(KEYSPACE, ACCESSES, hot=500), profile(KEYSPACE, ACCESSES, hot=500, shift=200)
+    placement = _planned(then)
+    drift = Drift(_priced(then, placement), _priced(now, placement))
+    assert drift.ratio > 1.02
+    loads = [make_loads(seen, KEYSPACE, LAYOUT) for seen in (then, now)]
+    before, after = (placement_cost(load, placement, KEYSPACE, LAYOUT, CLUSTER).exposed_seconds for load in loads)
+    assert drift.ratio == pytest.approx(after / before)
+    reason = drift.beyond(1.02)
+    assert reason is not None
+    assert reason.startswith(f"drift {drift.ratio:.2f} > 1.02 (table ")
+    assert drift.beyond(10.0) is None
+    fresh = _planned(now)
+    assert _priced(now, fresh).total.exposed_seconds < drift.now.total.exposed_seconds
+    with pytest.raises(PlanError, match="different placements"):
+        Drift(_priced(then, placement), _priced(now, fresh))
+
+
+def _mixed(weights: dict[str, float], shifts: dict[str, int]) -> Profile:
+    """Accesses and popularity of each table by itself."""
+    tables = [
+        replace(
+            profile(KEYSPACE, ACCESSES, hot=500, shift=shifts.get(spec.name, 0)).tables[i],
+            accesses_per_step=ACCESSES * weights.get(spec.name, 1.0),
+        )
+        for i, spec in enumerate(KEYSPACE.tables)
+    ]
+    return Profile(tables=tuple(tables), samples=10**6)
+
+
+def test_the_table_that_has_grown_is_named() -> None:
+    placement = _planned(_mixed({}, {}))
+    drift = Drift(_priced(_mixed({}, {}), placement), _priced(_mixed({}, {"shop": 300}), placement))
+    assert drift.table_ratios["item"] == pytest.approx(1.0)
+    assert drift.table_ratios["shop"] > 1.02
+    assert "(table shop)" in str(drift.beyond(1.001))
+
+
+def test_a_table_that_carries_little_asks_for_nothing_and_one_that_carries_much_does_though_others_shrink() -> None:
+    small = {"shop": 1e-3}
+    placement = _planned(_mixed(small, {}))
+    drift = Drift(_priced(_mixed(small, {}), placement), _priced(_mixed({"shop": 4e-3}, {}), placement))
+    assert drift.table_ratios["shop"] > 1.5
+    assert drift.beyond(1.1) is None
+    placement = _planned(_mixed({}, {}))
+    now = _mixed({"item": 0.2, "shop": 1.5, "user": 1.0}, {})
+    drift = Drift(_priced(_mixed({}, {}), placement), _priced(now, placement))
+    assert drift.ratio < 1
+    assert drift.beyond(1.1) == f"drift {drift.table_ratios['shop']:.2f} > 1.10 (table shop)"
+
+
+def test_a_table_that_was_silent_then() -> None:
+    then = _mixed({}, {})
+    then = replace(then, tables=(then.tables[0], replace(then.tables[1], weight=0.0), then.tables[2]))
+    placement = _planned(then)
+    drift = Drift(_priced(then, placement), _priced(_mixed({}, {}), placement))
+    assert drift.table_ratios["shop"] == math.inf
+    assert drift.then.tables["shop"] == Traffic(0.0, 0.0, 0.0)
+    assert "(table shop)" in str(drift.beyond(1.1))
+    quiet = Drift(_priced(then, placement), _priced(then, placement))
+    assert quiet.table_ratios["shop"] == 1.0
+
+
+def test_one_rank_has_no_traffic_and_no_drift() -> None:
+    seen = profile(KEYSPACE, ACCESSES, hot=500)
+    traffic = placement_traffic(seen, KEYSPACE, RankLayout(1, 1), CLUSTER, Placement.empty())
+    assert traffic.total.exposed_seconds == 0
+    assert Drift(traffic, traffic).ratio == 1.0
+    assert Drift(traffic, traffic).beyond(1.1) is None
+
+
+def test_saved_and_read_back() -> None:
+    seen = profile(KEYSPACE, ACCESSES, hot=500)
+    traffic = _priced(seen, _planned(seen))
+    saved = json.loads(json.dumps(traffic.to_dict(), allow_nan=False))
+    assert PlacementTraffic.from_dict(saved) == traffic
+    for damage in (
+        {"accesses_per_step": math.nan}, {"total": [1, 2]}, {"placement_digest": "x"}, {"tables": []},
+        {"total": [-1.0, 1.0, 1.0]}, {"accesses_per_step": 0},
+    ):  # fmt: skip
+        with pytest.raises((PlanError, KeyError, TypeError, ValueError, AttributeError)):
+            PlacementTraffic.from_dict({**saved, **damage})
+    for name in saved:
+        with pytest.raises(KeyError):
+            PlacementTraffic.from_dict({key: value for key, value in saved.items() if key != name})
+
+
+def test_nothing_given_is_changed() -> None:
+    seen = profile(KEYSPACE, ACCESSES, hot=500)
+    placement = _planned(seen)
+    keys, shares = placement.keys.copy(), seen.tables[0].hot_share.copy()
+    _priced(seen, placement)
+    assert np.array_equal(placement.keys, keys)
+    assert np.array_equal(seen.tables[0].hot_share, shares)

@@ -1,0 +1,83 @@
+"""A coordinator without ranks: what the daemon's planning sees of it, moved by the test."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from flexd.control.live import LiveTopology
+from flexd.control.migration import Migration, MigrationEvent
+from flexd.errors import ControlError
+from flexd.layout import RankLayout
+from flexd.placement import Placement
+
+
+class FakeCoordinator:
+    """Ranks that are there or not; migrations are handed back and moved by the test.
+
+    Args:
+        obedient: carry every migration out at once.
+    """
+
+    port = 0
+
+    def __init__(self, generation: int = 1, *, obedient: bool = False, slots: int = 200) -> None:
+        self.topology: LiveTopology | None = LiveTopology(generation, "a", RankLayout(2, 2), (slots,), True, "")
+        self.reason = "no rank is registered"
+        self.now = Placement.empty()
+        self.migrations: list[Migration] = []
+        self.refuses = False
+        self.obedient = obedient
+
+    def live(self) -> LiveTopology | None:
+        return self.topology
+
+    def status(self) -> Any:
+        return SimpleNamespace(
+            reason="" if self.topology else self.reason, generation=1, attempt="a", epochs=1, ranks=4, ranks_ready=4,
+            refused_messages={}, refused_chunks=0, digest_mismatches=0,
+        )  # fmt: skip
+
+    def placement(self) -> Placement:
+        return self.now
+
+    def migrate(self, plan_id: str, chunks: Any, on_progress: Any, generation: int | None) -> Migration:
+        if self.refuses:
+            raise ControlError("the coordinator is stopping")
+        migration = Migration(plan_id, chunks, generation, on_progress)
+        self.migrations.append(migration)
+        if self.obedient:
+            self.carry_out(migration)
+        return migration
+
+    def carry_out(self, migration: Migration, chunks: int = 1_000, end: MigrationEvent | None = None) -> None:
+        """Applies so many chunks, then ends the migration as the coordinator does."""
+        migration.fire(MigrationEvent.START)
+        migration.begin(self.now)
+        for _ in range(chunks):
+            delta = migration.next_chunk()
+            if delta is None:
+                break
+            self.now = self.now.apply(delta)
+            migration.count(
+                chunks_pushed=1, rows_pushed=len(delta), chunks_applied=1, rows_applied=len(delta),
+                last_version=self.now.version,
+            )  # fmt: skip
+            migration.notify()
+        if end is None:
+            migration.fire(MigrationEvent.EXHAUSTED)
+            end = MigrationEvent.APPLIED
+        migration.fire(end, "" if end is MigrationEvent.APPLIED else "told to")
+        migration.notify()
+
+    def start(self) -> None:
+        """Nothing listens."""
+
+    def stop(self, timeout_seconds: float) -> bool:
+        return True
+
+    def pause(self) -> None:
+        """Migrations are done before anything could be paused."""
+
+    def resume(self) -> None:
+        """See ``pause``."""
