@@ -95,8 +95,9 @@ class ProbeReport:
         """The cluster that plans can be priced on; its ``source`` says how it came about.
 
         Args:
-            wire_bytes_per_second: per rank and direction, where known. Else the largest bandwidth that any collective
-                reached stands for it, which is a lower bound.
+            wire_bytes_per_second: per rank and direction, where known. Else the largest bandwidth that a collective
+                reached at its largest size stands for it: what the wire does at least (smaller sizes may run ahead of
+                it in buffers on the way).
             exposed: shares that compute cannot hide; a probe does not measure them. Default: 1 each.
             missing_from: where the figures of a link class that this job does not have (one node, or one rank a node)
                 are taken from. Default: the other link's figures; no plan of this layout uses them.
@@ -106,9 +107,9 @@ class ProbeReport:
         for link in Link:
             if (link, Collective.ALL_TO_ALL) not in curves:
                 continue
-            reached = max(b for c in Collective for _, b in curves[link, c].points)
+            reached = max(curves[link, c].points[-1][1] for c in Collective)
             links[link] = LinkModel(given.get(link, reached), **{c.value: curves[link, c] for c in Collective})
-            wire = "given" if link in given else "estimated as the largest bandwidth any collective reached"
+            wire = "given" if link in given else "estimated as the most that a collective reached at its largest size"
             notes.append(f"{link} wire: {wire}")
         for link, other in ((Link.INTRA_NODE, Link.INTER_NODE), (Link.INTER_NODE, Link.INTRA_NODE)):
             if link in links:
