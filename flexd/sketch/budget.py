@@ -9,7 +9,7 @@ from typing import Literal
 
 from flexd.errors import SketchError
 from flexd.keyspace import TableSpec
-from flexd.sketch.countmin import DEPTH, FAILURE_PROBABILITY, MAX_LOG2_WIDTH, MIN_LOG2_WIDTH
+from flexd.sketch.countmin import FAILURE_PROBABILITY, MAX_LOG2_WIDTH, MIN_LOG2_WIDTH, CountMin
 from flexd.sketch.distinct import LOG2_REGISTERS
 from flexd.sketch.hotset import HotSet
 from flexd.sketch.sample import AccessSample
@@ -104,7 +104,7 @@ def _sample_capacity(log2_width: int) -> int:
 
 def _count_min_bytes(table: TableSpec, log2_width: int, max_hot_rows: int) -> int:
     total: int = (
-        DEPTH * 8 * (1 << log2_width)
+        CountMin.bytes_of(log2_width)
         + HotSet.bytes_of(_hot_capacity(table, log2_width, max_hot_rows))
         + AccessSample.bytes_of(_sample_capacity(log2_width))
         + 2**LOG2_REGISTERS

@@ -19,8 +19,8 @@ UInt8Array = npt.NDArray[np.uint8]
 LOG2_REGISTERS = 12
 RELATIVE_STANDARD_ERROR = 1.04 / math.sqrt(2**LOG2_REGISTERS)
 """1.6 % (Flajolet et al. 2007)."""
-_HASH_BITS = 51
-"""Bits counted for zeros: a register holds 0 to 52."""
+_HASH_BITS = 62
+"""Bits counted for zeros: a register holds 0 to 63, as in DataSketches."""
 
 
 class DistinctRows:

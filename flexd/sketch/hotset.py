@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.errors import SketchError
-from flexd.sketch.countmin import CANDIDATE_BUFFER
+from flexd.sketch.countmin import BLOCK_IDS, CANDIDATE_BUFFER
 
 Int64Array = npt.NDArray[np.int64]
 Query = Callable[[Int64Array], Int64Array]
@@ -59,14 +59,14 @@ class HotSet:
             raise SketchError(f"hot set of {capacity} rows", remedy="keep at least one")
         self.capacity = capacity
         self.threshold = 0
-        self.buffer: Int64Array = np.empty(min(CANDIDATE_BUFFER, max(256, capacity)), dtype=np.int64)
+        self.buffer: Int64Array = np.empty(min(CANDIDATE_BUFFER, max(2 * BLOCK_IDS, capacity)), dtype=np.int64)
         self.buffered = 0
         self._rows: Int64Array = np.empty(0, dtype=np.int64)
 
     @staticmethod
     def bytes_of(capacity: int) -> int:
         """Memory of a full set, with its buffer."""
-        return 8 * (2 * capacity + min(CANDIDATE_BUFFER, max(256, capacity)))
+        return 8 * (2 * capacity + min(CANDIDATE_BUFFER, max(2 * BLOCK_IDS, capacity)))
 
     def absorb(self, query: Query) -> None:
         """Takes the buffered candidates in; trims if there are too many (``query``: rows -> estimated units)."""

@@ -120,9 +120,9 @@ def _add_with_units(sketch: CountMinTable, rows: Int64Array, units: int) -> None
 
 def _add_cells(sketch: CountMinTable, counts: CellCounts, units: int, sampled: Int64Array) -> None:
     mine = sketch._counter
-    other = CountMin(mine.rows, mine.log2_width)
+    other = CountMin(mine.rows, mine.log2_width, conservative=mine.conservative)
     cells = resized(counts.cells, counts.log2_width, mine.log2_width)
-    other.load((cells * units).astype(mine.cells().dtype), counts.accesses * units)
+    other.load_values((cells * units).astype(np.uint64).reshape(DEPTH, -1), counts.accesses * units)
     mine.merge(other)
     np.maximum(sketch._distinct.registers, counts.registers, out=sketch._distinct.registers)
     hot = sketch._hot

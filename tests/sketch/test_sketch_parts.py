@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flexd.errors import SketchError
 from flexd.keyspace import TableSpec
 from flexd.sketch import budget
-from flexd.sketch.countmin import CountMin
+from flexd.sketch.countmin import BLOCK_IDS, CountMin
 from flexd.sketch.curve import enumerate_rows, tail_curve
 from flexd.sketch.distinct import RELATIVE_STANDARD_ERROR, DistinctRows
 from flexd.sketch.hotset import HotSet
@@ -23,7 +23,7 @@ NONE = np.empty(0, dtype=np.int64)
 def _fill(counter: CountMin, distinct: DistinctRows, rows: np.ndarray, hot: HotSet | None = None) -> None:
     start = 0
     while start < len(rows):
-        buffer = np.empty(len(rows) + 128, dtype=np.int64) if hot is None else hot.buffer
+        buffer = np.empty(len(rows) + BLOCK_IDS, dtype=np.int64) if hot is None else hot.buffer
         taken = 0 if hot is None else hot.buffered
         threshold = 2**62 if hot is None else hot.threshold
         start, _, _, taken = counter.add(rows, start, 1, distinct.registers, threshold, buffer, taken)
