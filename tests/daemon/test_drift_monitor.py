@@ -1,0 +1,306 @@
+"""When drift is looked at, against what, and that it asks for one plan and not for two."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_coordinator import FakeCoordinator
+
+from flexd.config import parse_config
+from flexd.control.live import LiveTopology
+from flexd.daemon import Daemon
+from flexd.daemon.drift import DriftMonitor
+from flexd.layout import RankLayout
+from flexd.placement import Placement
+from flexd.planner.plan import make_plan
+from flexd.sketch.profile import Profile
+from flexd.sketch.table_set import SketchSet
+from flexd.stream.codec import encode_arrow
+from flexd.stream.file_log import FileLogSink
+from flexd.stream.types import AccessBatch
+from flexd.topology.files import load_preset
+from flexd.topology.scale import scale_model
+
+ROWS = 4_000
+PER_STEP = 40_000.0
+CLUSTER = scale_model(load_preset("azure-a100-200g"), 1e6)
+
+
+def _config(directory: Path, **planner: Any) -> Any:
+    return parse_config(
+        {
+            "job": "j",
+            "tables": [{"name": "item", "rows": ROWS, "dim": 64}],
+            "stream": {"source": {"kind": "file_log", "path": str(directory / "log")}, "poll_seconds": 0.02},
+            "sketch": {"memory_bytes": 2**22, "half_life_seconds": 5.0},
+            "control": {"listen_port": 0},
+            "server": {"port": 0},
+            "state": {"dir": str(directory / "state"), "snapshot_interval_seconds": 3600.0},
+            "planner": {
+                "min_samples": 1_000, "horizon_steps": 1e9, "batch_accesses_per_step": PER_STEP,
+                "drift_threshold": 1.03, "interval_seconds": 3600.0, **planner,
+            },
+        }
+    )  # fmt: skip
+
+
+def _accesses(count: int, moved: int, seed: int) -> np.ndarray:
+    weights = np.arange(1, ROWS + 1) ** -1.2
+    rows = np.random.default_rng(seed).choice(ROWS, count, p=weights / weights.sum())
+    return np.random.default_rng(99).permutation(ROWS)[(rows + moved) % ROWS].astype(np.int64)
+
+
+class Setting:
+    """A monitor over counters that the test feeds; ``plan`` makes and carries out a plan as the daemon does."""
+
+    def __init__(self, directory: Path, restored: Any = None, **planner: Any) -> None:
+        self.config = _config(directory, **planner)
+        self.keyspace = self.config.keyspace()
+        self.sketches = SketchSet(self.keyspace.tables, half_life_seconds=5.0)
+        self.coordinator = FakeCoordinator()
+        self.moving = False
+        self.asked: list[float] = []
+        self.during: Callable[[], None] = lambda: None
+        self.clock = 0.0
+        self.monitor = DriftMonitor(
+            self.config.planner, self.keyspace, CLUSTER, self._profile, self.coordinator,
+            lambda: self.moving, lambda world: PER_STEP, restored,
+        )  # fmt: skip
+
+    def _profile(self, per_step: float, layout: RankLayout) -> Profile:
+        self.asked.append(per_step)
+        made = self.sketches.profile(per_step, layout=layout)
+        self.during()
+        return made
+
+    def see(self, moved: int = 0, seconds: int = 30) -> None:
+        for _ in range(seconds):
+            self.clock += 1
+            self.sketches.ingest("item", _accesses(20_000, moved, int(self.clock)), 0, self.clock)
+
+    def plan(self) -> Placement:
+        profile = self.sketches.profile(PER_STEP)
+        live = self.coordinator.topology
+        assert live is not None
+        plan = make_plan(
+            profile, self.keyspace, live.layout, CLUSTER, live.replica_slots, self.coordinator.now, plan_id="p",
+            parent_id="", topology_generation=1, horizon_steps=1e9, now_unix_seconds=0.0, reason="test",
+        )  # fmt: skip
+        self.monitor.planned(plan.target, profile, live.layout)
+        return plan.target
+
+    def carry_out(self) -> Placement:
+        self.coordinator.now = replace(self.plan(), version=self.coordinator.now.version + 1)
+        return self.coordinator.now
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    made = Setting(tmp_path)
+    made.see()
+    return made
+
+
+def test_a_steady_stream_never_asks_and_a_moved_one_asks_once(setting: Setting) -> None:
+    assert len(setting.carry_out()) > 100
+    for _ in range(5):
+        setting.see(seconds=5)
+        drift = setting.monitor.evaluate()
+        assert drift is not None
+        assert drift.ratio == pytest.approx(1.0, abs=0.01)
+        assert setting.monitor.take_reason() is None
+    setting.see(moved=700)
+    drift = setting.monitor.evaluate()
+    assert drift is not None
+    assert drift.ratio > 1.03
+    assert setting.monitor.take_reason() == f"drift {drift.ratio:.2f} > 1.03 (table item)"
+    assert setting.monitor.take_reason() is None, "once for each look"
+    setting.carry_out()
+    assert setting.monitor.newest is None, "what was seen of the old placement is over"
+    for _ in range(3):
+        setting.see(moved=700, seconds=5)
+        drift = setting.monitor.evaluate()
+        assert drift is not None
+        assert drift.ratio < 1.02
+        assert setting.monitor.take_reason() is None
+
+
+def test_a_plan_that_changes_nothing_is_the_new_reference(setting: Setting) -> None:
+    """Otherwise drift that a plan cannot mend would ask for one again and again."""
+    setting.coordinator.topology = LiveTopology(1, "a", RankLayout(2, 2), (0,), True, "")
+    assert len(setting.carry_out()) == 0, "no slots, no replicas"
+    setting.monitor._settings = setting.config.planner.model_copy(update={"drift_threshold": 1.0 + 1e-12})
+    setting.sketches.ingest("item", np.arange(ROWS), 0, setting.clock + 30)
+    assert setting.monitor.evaluate() is not None
+    assert setting.monitor.take_reason() is not None
+    setting.plan()
+    assert setting.monitor.take_reason() is None
+    drift = setting.monitor.evaluate()
+    assert drift is not None
+    assert drift.ratio == pytest.approx(1.0)
+
+
+def test_null_threshold_shows_drift_and_asks_nothing(tmp_path: Path) -> None:
+    setting = Setting(tmp_path, drift_threshold=None)
+    setting.see()
+    setting.carry_out()
+    setting.see(moved=700)
+    drift = setting.monitor.evaluate()
+    assert drift is not None
+    assert drift.ratio > 1.03
+    assert setting.monitor.take_reason() is None
+
+
+def test_nothing_is_looked_at_without_ranks_during_a_migration_or_with_little_seen(tmp_path: Path) -> None:
+    setting = Setting(tmp_path)
+    setting.sketches.ingest("item", np.zeros(999, dtype=np.int64), 0, 1.0)
+    assert setting.monitor.evaluate() is None
+    assert setting.monitor.saved() == {}
+    setting.see()
+    setting.carry_out()
+    profiles = len(setting.asked)
+    setting.moving = True
+    assert setting.monitor.evaluate() is None
+    setting.moving = False
+    for topology in (None, LiveTopology(1, "a", RankLayout(2, 2), (200,), False, "settling")):
+        setting.coordinator.topology = topology
+        assert setting.monitor.evaluate() is None
+    assert len(setting.asked) == profiles, "a profile is expensive: none is made for nothing"
+
+
+def test_a_plan_made_during_a_look_wins(setting: Setting) -> None:
+    setting.carry_out()
+    setting.see(moved=700)
+    setting.during = lambda: (setattr(setting, "during", lambda: None), setting.carry_out())  # type: ignore[assignment]
+    assert setting.monitor.evaluate() is None
+    assert setting.monitor.take_reason() is None
+    assert setting.monitor.newest is None
+
+
+def test_a_placement_that_no_plan_made_becomes_the_reference_when_it_stays(setting: Setting) -> None:
+    """A migration that was cut short: half the plan is live."""
+    target = setting.plan()
+    setting.coordinator.now = Placement.of(target.keys[::2], target.tiers[::2], 1)
+    reference = setting.monitor.saved()
+    assert setting.monitor.evaluate() is None
+    assert setting.monitor.saved() == reference, "the plan may not have begun to move"
+    assert setting.monitor.evaluate() is None
+    assert setting.monitor.saved()["placement_digest"] == f"{setting.coordinator.now.digest():016x}"
+    drift = setting.monitor.evaluate()
+    assert drift is not None
+    assert drift.ratio == pytest.approx(1.0)
+
+
+def test_drift_is_of_the_distribution_and_not_of_the_batch(setting: Setting) -> None:
+    setting.carry_out()
+    setting.monitor._accesses_per_step = lambda world: 2 * PER_STEP
+    drift = setting.monitor.evaluate()
+    assert drift is not None
+    assert drift.ratio == pytest.approx(1.0)
+    assert setting.asked[-1] == pytest.approx(PER_STEP)
+
+
+def test_the_reference_outlives_a_restart_and_a_damaged_one_is_left(setting: Setting, tmp_path: Path) -> None:
+    setting.carry_out()
+    saved = json.loads(json.dumps(setting.monitor.saved()))
+    again = Setting(tmp_path, saved)
+    again.sketches, again.coordinator.now, again.clock = setting.sketches, setting.coordinator.now, setting.clock
+    again.see(moved=700)
+    drift = again.monitor.evaluate()
+    assert drift is not None, "the first look of the new process compares"
+    assert drift.ratio > 1.03
+    for damaged in ({"total": "x"}, {**saved, "nodes": None}, {**saved, "tables": 3}):
+        assert Setting(tmp_path, damaged).monitor.saved() == {}
+
+
+def test_the_thread_outlives_faults_and_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    setting = Setting(tmp_path, drift_interval_seconds=0.001)
+    setting.see(seconds=2)
+
+    def fault() -> None:
+        raise RuntimeError("made up")
+
+    setting.during = fault
+    setting.monitor.start()
+    deadline = time.monotonic() + 20
+    while setting.monitor.evaluations < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    setting.during = lambda: None
+    while not setting.monitor.saved():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert setting.monitor.stop(10)
+    assert len([record for record in caplog.records if "made up" in record.getMessage()]) == 1, "told once"
+
+
+def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From messages in a file log to the plan's reason, in one process; only the ranks are made up."""
+    coordinator = FakeCoordinator(obedient=True)
+    monkeypatch.setattr("flexd.daemon.service.Coordinator", lambda *_: coordinator)
+    monkeypatch.setattr("flexd.daemon.parts.make_cluster", lambda config: CLUSTER)
+    sink = FileLogSink(tmp_path / "log", "p0", flush_seconds=0.0)
+    clock = 0.0
+
+    def send(moved: int, seconds: int = 30) -> None:
+        nonlocal clock
+        for _ in range(seconds):
+            clock += 1
+            sink.send(encode_arrow([AccessBatch("item", _accesses(20_000, moved, int(clock)), 1, clock)]))
+        sink.flush()
+
+    def until(condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, daemon.status().model_dump_json()
+            time.sleep(0.02)
+
+    send(0)
+    daemon = Daemon(_config(tmp_path, drift_interval_seconds=0.05, min_spacing_seconds=0.0, min_samples=600_000))
+    daemon.start()
+    loop = threading.Thread(target=daemon.run_until_stopped, daemon=True)
+    loop.start()
+    try:
+        until(lambda: len(coordinator.migrations) == 1)
+        first = daemon.status().last_plan
+        assert first is not None
+        assert first.reason == "topology changed"
+        send(0, 10)
+        until(lambda: daemon.status().stream.messages == 40 and daemon.status().drift.ratio is not None)
+        until(lambda looks=daemon._drift.evaluations: daemon._drift.evaluations > looks + 3)  # type: ignore[misc]
+        assert len(coordinator.migrations) == 1, "a steady stream asks for nothing"
+        assert daemon.status().drift.ratio == pytest.approx(1.0, abs=0.01)
+        figures = daemon._view.figures(daemon._condition()).drift
+        assert figures.ratio == pytest.approx(1.0, abs=0.01)
+        assert set(figures.ratio_by_table) == {"item"}
+
+        send(700, 60)
+        until(lambda: len(coordinator.migrations) >= 2)
+        until(lambda: daemon.status().stream.messages == 100)
+        second = daemon.status().last_plan
+        assert second is not None
+        assert second.reason.startswith("drift 1.")
+        assert second.reason.endswith("> 1.03 (table item)")
+        # Planning may have begun while messages were still arriving; once all are in, at most one more follows.
+        until(lambda looks=daemon._drift.evaluations: daemon._drift.evaluations > looks + 8)  # type: ignore[misc]
+        settled = len(coordinator.migrations)
+        assert settled <= 4
+        until(lambda looks=daemon._drift.evaluations: daemon._drift.evaluations > looks + 8)  # type: ignore[misc]
+        assert len(coordinator.migrations) == settled, "no flapping"
+        status = daemon.status()
+        assert status.drift.ratio == pytest.approx(1.0, abs=0.03)
+        assert status.sketch.tables[0].affinity is not None
+    finally:
+        daemon.ask_to_stop()
+        loop.join(30)
+        sink.close()
+    assert not loop.is_alive()
+    assert daemon._ingestor.restored == {}
