@@ -177,7 +177,8 @@ class Tap:
             return
         self._accesses += accesses
         due = time.monotonic() - self._interval_from >= self._interval_seconds
-        if due or side.steps == self._interval_steps or side.accesses > MAX_SIDE_ACCESSES // 2:
+        due |= self._interval_steps is not None and side.steps >= self._interval_steps
+        if due or side.accesses > MAX_SIDE_ACCESSES // 2:
             self._swap()
 
     def _swap(self) -> bool:
