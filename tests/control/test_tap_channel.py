@@ -1,0 +1,232 @@
+"""Deltas on their way from outbox to source: real agents, a real store, one coordinator after another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from ranks_in_threads import SECRET, Ranks, until
+from torch.distributed import TCPStore
+
+from flexd.control.channel import Keys, job_store
+from flexd.control.messages import MAX_MESSAGE_BYTES, Signer, TapPiece, open_with_bytes, seal_with_bytes
+from flexd.control.outbox import DeltaOutbox
+from flexd.control.shipper import PIECE_BYTES
+from flexd.errors import AuthenticationError, ControlError
+from flexd.layout import RankLayout
+from flexd.stream.tap import TapSource
+
+TWO = RankLayout(1, 2)
+
+
+class Daemon:
+    """A coordinator with a tap, and a reader that counts what it polls and commits when told."""
+
+    def __init__(self, hosted: object, source: TapSource, positions: dict[str, int]) -> None:
+        self.hosted, self.source = hosted, source
+        source.restore(positions)
+        self.counted: list[tuple[str, int, bytes]] = []
+        self.reading = threading.Event()
+        self.reading.set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while not self._stop.is_set():
+            if self.reading.wait(0.05):
+                self.counted += [(m.partition, m.offset, bytes(m.payload)) for m in self.source.poll(0.02)]
+
+    def snapshot(self) -> dict[str, int]:
+        positions = self.source.positions()
+        self.source.commit(positions)
+        return positions
+
+    def die(self) -> None:
+        """Nothing is saved; the port is free afterwards."""
+        self._stop.set()
+        self._thread.join(10)
+        self.hosted.close()
+
+
+@pytest.fixture
+def daemon(host: Callable[..., object]) -> Callable[..., Daemon]:
+    def make(positions: dict[str, int] | None = None, **options: object) -> Daemon:
+        source = TapSource()
+        return Daemon(host(tap=source, **options), source, positions or {})
+
+    return make
+
+
+class TappedRanks(Ranks):
+    """Ranks with an outbox each."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port, TWO)
+        self.outboxes = [DeltaOutbox() for _ in self.ranks]
+        for rank, outbox in zip(self.ranks, self.outboxes, strict=True):
+            rank.agent._outbox = outbox
+
+    def partition(self, rank: int) -> str:
+        return f"tap/a1/{rank}/{self.ranks[rank].agent._session}"
+
+
+def test_deltas_of_any_size_arrive_whole_and_are_forgotten_only_after_the_snapshot(daemon):
+    it = daemon()
+    with TappedRanks(it.hosted.port) as ranks:
+        sizes = (1, 3 * PIECE_BYTES + 5)
+        for outbox, size in zip(ranks.outboxes, sizes, strict=True):
+            outbox.put(bytes(i % 251 for i in range(1000)) * (size // 1000) + b"!" * (size % 1000))
+        payloads = [outbox.current().payload for outbox in ranks.outboxes]
+        until(lambda: len(it.counted) == 2, what=ranks.state())
+        assert sorted(it.counted) == sorted((ranks.partition(r), 0, payloads[r]) for r in range(2))
+        time.sleep(0.1)
+        assert not any(outbox.free for outbox in ranks.outboxes), "no snapshot has them"
+        it.snapshot()
+        until(lambda: all(outbox.free for outbox in ranks.outboxes))
+        assert [outbox.acknowledged for outbox in ranks.outboxes] == [1, 1]
+        assert ranks.outboxes[0].put(b"next") == 1
+        until(lambda: len(it.counted) == 3)
+        assert it.counted[-1] == (ranks.partition(0), 1, b"next")
+
+
+def test_a_daemon_that_dies_before_the_snapshot_is_sent_the_delta_again_and_one_after_it_is_not(daemon):
+    first = daemon()
+    with TappedRanks(first.hosted.port) as ranks:
+        zero, one = ranks.outboxes
+        zero.put(b"in the snapshot")
+        until(lambda: len(first.counted) == 1)
+        saved = first.source.positions()  # durable, but nobody was told: it dies in between
+        one.put(b"in no snapshot")
+        until(lambda: len(first.counted) == 2)
+        port = first.hosted.port
+        first.die()
+        second = daemon(saved, port=port)
+        until(lambda: zero.free, what=ranks.state())
+        until(lambda: len(second.counted) == 1)
+        assert second.counted == [(ranks.partition(1), 0, b"in no snapshot")]
+        second.snapshot()
+        until(lambda: one.free)
+        assert second.source.messages_lost == 0
+        second.die()
+
+
+def test_training_and_outboxes_do_not_wait_for_a_daemon_that_reads_nothing(daemon):
+    it = daemon()
+    it.reading.clear()
+    with TappedRanks(it.hosted.port) as ranks:
+        ranks.outboxes[0].put(b"x")
+        before = ranks.steps
+        until(lambda: ranks.steps > before + 50)
+        assert not ranks.outboxes[0].free
+        assert it.counted == []
+        it.reading.set()
+        until(lambda: len(it.counted) == 1)
+
+
+def test_tampered_pieces_are_counted_and_the_delta_comes_whole_in_the_end(daemon, monkeypatch):
+    it = daemon()
+    broken = [0]
+    send = seal_with_bytes
+
+    def tamper(signer: Signer, header: TapPiece, data: bytes) -> bytes:
+        sealed = bytearray(send(signer, header, data))
+        if broken[0] < 2:
+            broken[0] += 1
+            sealed[-1] ^= 1
+        return bytes(sealed)
+
+    monkeypatch.setattr("flexd.control.shipper.seal_with_bytes", tamper)
+    monkeypatch.setattr("flexd.control.intake._RETRY_SECONDS", 0.05)
+    with TappedRanks(it.hosted.port) as ranks:
+        ranks.outboxes[0].put(b"the real thing")
+        until(lambda: len(it.counted) == 1, what=ranks.state())
+        assert it.counted[0][2] == b"the real thing"
+        assert it.hosted.coordinator.status().refused_messages["forged"] == 2
+        assert it.hosted.coordinator.status().epochs == 1, "no rank was disturbed"
+
+
+def test_pieces_that_nobody_asked_for_are_never_read(daemon):
+    """Whoever can write to the store without the secret cannot get a delta in."""
+    it = daemon()
+    with TappedRanks(it.hosted.port) as ranks:
+        until(it.hosted.ready)
+        store = job_store(TCPStore("127.0.0.1", it.hosted.port, is_master=False), "job")
+        epoch = it.hosted.coordinator.status().epoch
+        header = TapPiece("job", "a1", 1, epoch, "token", 0, 0, 1, 0, "00")
+        for grant in range(3):
+            store.set(Keys.tap_piece(epoch, 0, grant, 0), seal_with_bytes(Signer(b"guess"), header, b"poison"))
+        ranks.outboxes[0].put(b"honest")
+        until(lambda: len(it.counted) == 1, seconds=30)
+        assert it.counted[0][2] == b"honest"
+        assert it.hosted.coordinator.status().refused_messages["forged"] >= 1
+
+
+def test_a_daemon_without_a_tap_says_so(host):
+    hosted = host()
+    with TappedRanks(hosted.port) as ranks:
+        ranks.outboxes[0].put(b"x")
+        until(lambda: ranks.outboxes[0].problem, what=ranks.state())
+        assert "stream.source" in ranks.outboxes[0].problem
+        assert not ranks.outboxes[0].free
+
+
+def test_somebody_who_waits_is_noticed(daemon):
+    it = daemon()
+    with TappedRanks(it.hosted.port) as ranks:
+        ranks.outboxes[1].put(b"last")
+        until(lambda: len(it.counted) == 1)
+        assert "tap_urgent" not in it.hosted.names()
+        waiter = threading.Thread(target=lambda: ranks.outboxes[1].wait_until_free(10.0, urgent=True))
+        waiter.start()
+        until(lambda: "tap_urgent" in it.hosted.names())
+        it.snapshot()
+        waiter.join(10)
+        assert ranks.outboxes[1].free
+
+
+def header_for(data: bytes) -> TapPiece:
+    import hashlib
+
+    return TapPiece("job", "a", 1, 1, "t", 0, 0, 1, 0, hashlib.sha256(data).hexdigest())
+
+
+@pytest.mark.parametrize("data", [b"", b"\n\n", bytes(range(256)) * 40])
+def test_pieces_carry_any_bytes(data):
+    signer = Signer(SECRET)
+    header, back = open_with_bytes(signer, seal_with_bytes(signer, header_for(data), data), 2**20)
+    assert back == data
+    assert header == header_for(data)
+
+
+def test_any_changed_byte_of_a_piece_is_refused():
+    signer, data = Signer(SECRET), b"some bytes"
+    sealed = seal_with_bytes(signer, header_for(data), data)
+    for at in range(len(sealed)):
+        changed = bytearray(sealed)
+        changed[at] ^= 0x20
+        if bytes(changed[:64]).lower() == sealed[:64]:
+            continue
+        with pytest.raises(ControlError):
+            open_with_bytes(signer, bytes(changed), 2**20)
+    with pytest.raises(AuthenticationError):
+        open_with_bytes(Signer(b"other"), sealed, 2**20)
+    with pytest.raises(ControlError):
+        open_with_bytes(signer, sealed + b"x" * (MAX_MESSAGE_BYTES + 2**20), 2**20)
+
+
+def test_an_outbox_holds_one_delta_and_forgets_only_that():
+    outbox = DeltaOutbox()
+    assert outbox.put(b"a") == 0
+    with pytest.raises(ValueError, match="holds"):
+        outbox.put(b"b")
+    outbox.acknowledge(1)
+    assert not outbox.free
+    outbox.acknowledge(0)
+    assert outbox.free
+    assert outbox.put(b"b") == 1
+    outbox.acknowledge(0)
+    assert not outbox.free
+    assert not outbox.wait_until_free(0.01)
