@@ -1,7 +1,7 @@
 """The hash functions of ``flexd.sketch.hashing`` in torch, bit by bit: cells counted here are added to cells there.
 
-Those are MurmurHash3_x64_128 (Appleby, public domain) of the 8 bytes of an id, as in Apache DataSketches. int64 sums and
-products wrap as unsigned ones do; shifts to the right and comparisons need care.
+Those are MurmurHash3_x64_128 (Appleby, public domain) of the 8 bytes of an id, as in Apache DataSketches. int64 sums
+and products wrap as unsigned ones do; shifts to the right and comparisons need care.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from flexd.errors import CodecError, SketchError
 from flexd.sketch.countmin import BLOCK_IDS, DEPTH, CountMin
 from flexd.sketch.quantiles import KllQuantiles
 from flexd.sketch.table_set import IngestCounts, SketchSet
-from flexd.sketch.tables import COARSEN_BITS, SIDE_LIST_SHARE, CountMinTable, DenseTable
+from flexd.sketch.tables import CountMinTable, DenseTable
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -71,7 +71,7 @@ def _ingest_table(sketches: SketchSet, counts: TableCounts, source_rank: int, se
         outside = int(counts.counts[inside:].sum())
         rows, times = counts.rows[:inside], counts.counts[:inside]
         if isinstance(sketch, DenseTable):
-            _add_exact(sketch, rows, times, units, decaying=decay.half_life_seconds is not None)
+            sketch._counter.add_units(rows, times * units)
         elif isinstance(sketch, CountMinTable):
             _add_rows(sketch, rows, times, units)
         sampled, stands_for = _spread(rows, times, SAMPLED_ACCESSES * sketch._sample.capacity)
@@ -81,6 +81,7 @@ def _ingest_table(sketches: SketchSet, counts: TableCounts, source_rank: int, se
         sampled = counts.sampled[counts.sampled < sketch.spec.rows]
         stands_for = counts.accesses / max(1, len(counts.sampled))
         _add_cells(sketch, counts, units, sampled)
+    sketch.relieve(when, decay)
     accepted = counts.accesses - outside
     if len(sampled):
         log_weight = decay.log_weight(when) + math.log(stands_for)
@@ -93,13 +94,6 @@ def _ingest_table(sketches: SketchSet, counts: TableCounts, source_rank: int, se
         future_clamped=accepted if admission.future_clamped else 0,
         late=accepted if admission.late else 0,
     )
-
-
-def _add_exact(sketch: DenseTable, rows: Int64Array, times: Int64Array, units: int, decaying: bool) -> None:
-    counter = sketch._counter
-    counter.add_units(rows, times * units)
-    while decaying and sketch.exponent is not None and counter.side_rows > SIDE_LIST_SHARE * sketch.spec.rows:
-        sketch._raise_to(sketch.exponent + COARSEN_BITS)
 
 
 def _add_rows(sketch: CountMinTable, rows: Int64Array, times: Int64Array, units: int) -> None:
