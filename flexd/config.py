@@ -210,6 +210,9 @@ class SketchConfig(Section):
     """Rows listed one by one in the profile, per table."""
     max_future_seconds: Annotated[Float, Field(ge=0)] = 300.0
     """Accesses dated further ahead of the newest event than this are counted as of the newest event."""
+    conservative: bool = True
+    """Count-min counters that err less; false makes them independent of the order of arrival, so that any split of the
+    stream over threads or followers merges to the same counters."""
     late_after_seconds: Annotated[Float, Field(ge=0)] = 60.0
     """Accesses older than the newest event by more than this are shown as late (they count at their own time all the
     same). Ranks and partitions interleave, so a little behind is the rule."""
@@ -332,6 +335,57 @@ class LogConfig(Section):
     """``text`` for people, ``json`` one object a line."""
 
 
+class ScaleOutConfig(Section):
+    """Several daemons on one stream: followers count, the leader adds up, plans and talks to the ranks."""
+
+    role: Literal["standalone", "leader", "follower"] = "standalone"
+    """``leader`` takes the counts of followers; ``follower`` counts its partitions and plans nothing. All daemons of a
+    job have the same ``tables`` and ``sketch`` sections; those that read the stream share one consumer group."""
+    secret_file: Path | None = None
+    """Shared secret of leader and followers (HMAC-SHA256). Without it they do not authenticate each other: allowed on
+    loopback only."""
+    leader: Annotated[str | None, Field(validate_default=True)] = None
+    """Follower: ``host:port`` of the leader's listener."""
+    listen_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Leader: address that the followers connect to."""
+    listen_port: Port = 29_500
+    """Leader: port that the followers connect to; 0 takes any free one."""
+    consume: bool = True
+    """Leader: read partitions of the stream too, as one more member of the group; its counters then take twice
+    their memory."""
+    name: Name | None = None
+    """Follower: its name in status and metrics, unique in the job; default: the host's name."""
+    push_interval_seconds: Seconds = 2.0
+    """Follower: time between two deltas, which is how far the leader's counters are behind."""
+    max_unacknowledged_messages: Annotated[Int, Field(ge=1)] = 1_000_000
+    """Follower: read beside a delta that the leader has not answered; beyond this reading stops until it does."""
+    max_unacknowledged_seconds: Seconds = 60.0
+    """Follower: reading stops when a delta has had no answer for so long."""
+    settle_seconds: Seconds = 5.0
+    """Follower: how long a rebalance or a stop waits for the leader to take what was counted."""
+    silent_after_seconds: Seconds = 30.0
+    """Leader: a follower that has not pushed for so long is reported."""
+
+    @field_validator("leader")
+    @classmethod
+    def _leader_of_a_follower(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if info.data.get("role") != "follower":
+            return value
+        if value is None:
+            raise ValueError("a follower needs the address of its leader, host:port")
+        host, _ = split_address(value)
+        if info.data.get("secret_file") is None and not is_loopback(host):
+            raise ValueError("is on another machine: set scale_out.secret_file")
+        return value
+
+    @field_validator("listen_host")
+    @classmethod
+    def _secret_beyond_loopback(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("role") == "leader" and info.data.get("secret_file") is None and not is_loopback(value):
+            raise ValueError("is reachable from other machines: set scale_out.secret_file, or listen on 127.0.0.1")
+        return value
+
+
 class Config(Section):
     """The whole file."""
 
@@ -351,6 +405,8 @@ class Config(Section):
     """The channel to the ranks."""
     server: ServerConfig = ServerConfig()
     """Admin API and metrics."""
+    scale_out: ScaleOutConfig = ScaleOutConfig()
+    """Several daemons on one stream."""
     state: StateConfig = StateConfig()
     """What survives a restart."""
     log: LogConfig = LogConfig()

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from flexd.config import Config, FileLogSource, KafkaSource, TapSource
 from flexd.control.coordinator import ControlOptions
+from flexd.errors import SnapshotError
+from flexd.scaleout.follower import Follower
 from flexd.secret import read_secret
 from flexd.sketch.table_set import SketchSettings
 from flexd.stream.types import Source
@@ -15,8 +17,11 @@ from flexd.topology.model import Cluster
 DEFAULT_PRESET = "azure-a100-200g"
 
 
-def make_source(config: Config) -> Source:
+def make_source(config: Config, follower: Follower | None = None) -> Source:
     """The stream source; a broker is not contacted yet.
+
+    Args:
+        follower: that a consumer group's source asks and tells when partitions come and leave.
 
     Raises:
         ConfigError: a client option file cannot be read.
@@ -36,6 +41,9 @@ def make_source(config: Config) -> Source:
             connect_timeout_seconds=source.connect_timeout_seconds,
             session_timeout_seconds=source.session_timeout_seconds,
             client_options=source.resolved_client_options(),
+            position_of=None if follower is None else follower.position_of,
+            on_revoked=None if follower is None else follower.on_revoked,
+            on_lost=None if follower is None else follower.on_lost,
         )
     if isinstance(source, TapSource):
         from flexd.stream.tap import TapSource as Tap
@@ -63,6 +71,17 @@ def _kafka_class(client: str) -> Callable[..., Source]:
     return KafkaPythonSource
 
 
+def make_state_directory(config: Config) -> None:
+    """Raises SnapshotError if it cannot be made."""
+    directory = config.state.dir
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise SnapshotError(
+            f"state.dir: {directory} cannot be made: {error.strerror}", remedy="give a writable directory"
+        ) from error
+
+
 def make_cluster(config: Config) -> Cluster:
     """The cluster description of ``topology``.
 
@@ -82,6 +101,7 @@ def sketch_settings(config: Config) -> SketchSettings:
         half_life_seconds=sketch.half_life_seconds,
         max_future_seconds=sketch.max_future_seconds,
         max_hot_rows=sketch.max_hot_rows,
+        conservative=sketch.conservative,
         late_after_seconds=sketch.late_after_seconds,
     )
 

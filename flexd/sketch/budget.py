@@ -9,13 +9,11 @@ from typing import Literal
 
 from flexd.errors import SketchError
 from flexd.keyspace import TableSpec
+from flexd.sketch import dense
 from flexd.sketch.countmin import FAILURE_PROBABILITY, MAX_LOG2_WIDTH, MIN_LOG2_WIDTH, CountMin
 from flexd.sketch.distinct import LOG2_REGISTERS
 from flexd.sketch.hotset import HotSet
 from flexd.sketch.sample import AccessSample
-
-DENSE_FIXED_BYTES = 16_384 * 8
-"""The carry buffer of a dense counter."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +57,14 @@ def choose(tables: Sequence[TableSpec], memory_bytes: int, max_hot_rows: int) ->
             remedy=f"give sketch.memory_bytes at least {sum(floor)}",
         )
     reserved = sum(floor)
-    dense: set[int] = set()
+    exact: set[int] = set()
     for i in sorted(range(len(tables)), key=lambda i: (tables[i].rows, i)):
         reserved += _dense_bytes(tables[i]) - floor[i]
         if reserved > memory_bytes:
             break
-        dense.add(i)
-    left = memory_bytes - sum(_dense_bytes(tables[i]) for i in dense)
-    sketched = sorted((i for i in range(len(tables)) if i not in dense), key=lambda i: (tables[i].rows, i))
+        exact.add(i)
+    left = memory_bytes - sum(_dense_bytes(tables[i]) for i in exact)
+    sketched = sorted((i for i in range(len(tables)) if i not in exact), key=lambda i: (tables[i].rows, i))
     width = dict.fromkeys(sketched, MIN_LOG2_WIDTH)
     spent = sum(_count_min_bytes(tables[i], MIN_LOG2_WIDTH, max_hot_rows) for i in sketched)
     # The table with the most rows per cell is widened next, until nothing more fits.
@@ -81,13 +79,13 @@ def choose(tables: Sequence[TableSpec], memory_bytes: int, max_hot_rows: int) ->
         width[i] += 1
         spent += wider - now
     return tuple(
-        _dense_choice(t, max_hot_rows) if i in dense else _count_min_choice(t, width[i], max_hot_rows)
+        _dense_choice(t, max_hot_rows) if i in exact else _count_min_choice(t, width[i], max_hot_rows)
         for i, t in enumerate(tables)
     )
 
 
 def _dense_bytes(table: TableSpec) -> int:
-    return 4 * table.rows + DENSE_FIXED_BYTES + AccessSample.bytes_of(_dense_sample_capacity(table))
+    return dense.bytes_of(table.rows) + AccessSample.bytes_of(_dense_sample_capacity(table))
 
 
 def _hot_capacity(table: TableSpec, log2_width: int, max_hot_rows: int) -> int:

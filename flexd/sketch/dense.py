@@ -16,7 +16,10 @@ UInt32Array = npt.NDArray[np.uint32]
 CARRY_BITS = 31
 """``low`` holds less than 2^31 units between calls; what exceeds it is carried to ``high``."""
 _CARRY_MASK = np.uint32(2**CARRY_BITS - 1)
-_PENDING_CARRIES = 16_384
+_PENDING_CARRIES = 8_192
+CHECK_IDS = 8_192
+"""Ids counted between two looks at how long the side list has become."""
+_MIN_SIDE_ROWS = 1024
 _BLOCK_IDS = 4096
 
 
@@ -83,6 +86,17 @@ def _shift(units: Int64Array, bits: int) -> Int64Array:
     return (units + ((1 << (bits - 1)) - 1)) >> bits
 
 
+def side_rows_allowed(rows: int) -> int:
+    """Rows that may outgrow 31 bits before the unit of a decayed table is made coarser."""
+    return max(_MIN_SIDE_ROWS, rows // 64)
+
+
+def bytes_of(rows: int) -> int:
+    """Most memory of a counter whose side list is kept to ``side_rows_allowed``, looked at every ``CHECK_IDS`` ids."""
+    side_rows = min(rows, side_rows_allowed(rows) + _PENDING_CARRIES + CHECK_IDS)
+    return 4 * rows + 16 * side_rows + 8 * _PENDING_CARRIES
+
+
 class DenseCounter:
     """Whole units a row, exact up to 2^62.
 
@@ -113,7 +127,7 @@ class DenseCounter:
 
     @property
     def side_rows(self) -> int:
-        """Rows in the side list; up to 16,384 carries may still wait to enter it."""
+        """Rows in the side list; up to 8,192 carries may still wait to enter it."""
         return len(self._high_rows)
 
     def add(self, rows: npt.NDArray[np.int32] | Int64Array, units: int) -> tuple[int, int]:

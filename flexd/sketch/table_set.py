@@ -26,7 +26,7 @@ from flexd.sketch.tables import Arrays, TableSketch
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 _ROW_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
@@ -40,6 +40,7 @@ class SketchSettings:
         max_future_seconds: accesses dated further ahead of the newest event count as of the newest event.
         max_hot_rows: rows listed one by one in a profile, per table.
         late_after_seconds: accesses older than the newest event by more than this are counted as late.
+        conservative: count-min counters err less; plain ones do not depend on the order of arrival.
     """
 
     memory_bytes: int = 512 * 2**20
@@ -47,6 +48,7 @@ class SketchSettings:
     max_future_seconds: float = 300.0
     max_hot_rows: int = 1_000_000
     late_after_seconds: float = 60.0
+    conservative: bool = True
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class SketchSet:
 
     Args:
         key_tables: the tables of the key space, in its order.
-        memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds: as in
+        memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds, conservative: as in
             ``SketchSettings``.
 
     Raises:
@@ -96,11 +98,14 @@ class SketchSet:
         max_future_seconds: float = SketchSettings.max_future_seconds,
         max_hot_rows: int = SketchSettings.max_hot_rows,
         late_after_seconds: float = SketchSettings.late_after_seconds,
+        conservative: bool = SketchSettings.conservative,
     ) -> None:
         keyspace = KeySpace(key_tables)
         if max_hot_rows < 1:
             raise SketchError(f"max_hot_rows {max_hot_rows}", remedy="list at least one")
-        settings = SketchSettings(memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds)
+        settings = SketchSettings(
+            memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds, conservative
+        )
         self.settings = settings
         self.digest = keyspace.digest
         self._index = keyspace.index
@@ -108,7 +113,7 @@ class SketchSet:
         self._decay = ForwardDecay(settings.half_life_seconds, settings.max_future_seconds, settings.late_after_seconds)
         self._choices = budget.choose(self._specs, settings.memory_bytes, settings.max_hot_rows)
         self._tables: list[TableSketch] = [
-            tables.make_table(spec, choice, seed)
+            tables.make_table(spec, choice, seed, settings.conservative)
             for seed, (spec, choice) in enumerate(zip(self._specs, self._choices, strict=True))
         ]
         self._lengths: dict[int, KllQuantiles] = {}
@@ -123,6 +128,7 @@ class SketchSet:
             settings.max_future_seconds,
             settings.max_hot_rows,
             settings.late_after_seconds,
+            settings.conservative,
         )
 
     def choices(self) -> tuple[TableChoice, ...]:

@@ -30,11 +30,13 @@ Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 Arrays = dict[str, npt.NDArray[Any]]
 
-SIDE_LIST_SHARE = 1 / 16
-"""Of a decayed table's rows, how many may outgrow 31 bits before its unit is made coarser: at most 5 bytes a row, and
-512 KiB of carries under way."""
+JOINED_SHARE = 1 / 8
+"""Of a decayed count-min's cells, how many may share a value before the unit is made coarser."""
 COARSEN_BITS = 2
-_SIDE_LIST_CHECK_IDS = 65_536
+COARSEST_DENSE_UNITS = 2**4
+COARSEST_COUNT_MIN_UNITS = 2**8
+"""An access keeps at least so many units when the unit is made coarser: its weight is off by 3 % and 0.2 % at most. An
+exact counter gets there at 10^12 decayed accesses of one table; a count-min joins cells instead, at no memory."""
 
 
 class TableSketch(ABC):
@@ -44,6 +46,9 @@ class TableSketch(ABC):
     Args:
         seed: of the sample.
     """
+
+    coarsest_units: int
+    """Of one access, see ``relieve``."""
 
     def __init__(self, spec: TableSpec, choice: TableChoice, seed: int) -> None:
         self.spec = spec
@@ -65,7 +70,7 @@ class TableSketch(ABC):
             self.exponent = decay.unit_exponent(event_time_seconds)
         elif decay.needs_rescale(event_time_seconds, self.exponent):
             self._raise_to(decay.unit_exponent(event_time_seconds))
-        negative, outside = self._count(rows, event_time_seconds, decay, self.exponent)
+        negative, outside = self._count(rows, event_time_seconds, decay)
         self._sample.add(rows, source_rank, decay.log_weight(event_time_seconds), self.spec.rows)
         self.samples += len(rows) - negative - outside
         return negative, outside
@@ -117,10 +122,20 @@ class TableSketch(ABC):
         self.exponent = None if meta["exponent"] is None else int(meta["exponent"])
         self.samples = int(meta["samples"])
 
+    def relieve(self, time: float, decay: ForwardDecay) -> None:
+        """Makes the unit coarser while too many counters have outgrown their word and accesses of now stay precise."""
+        if decay.half_life_seconds is None or self.exponent is None:
+            return
+        while self._crowded() and decay.units(time, self.exponent) >> COARSEN_BITS >= self.coarsest_units:
+            self._raise_to(self.exponent + COARSEN_BITS)
+
     def _raise_to(self, exponent: int) -> None:
         if self.exponent is not None and exponent > self.exponent:
             self._rescale(exponent - self.exponent)
             self.exponent = exponent
+
+    def _units(self, time: float, decay: ForwardDecay) -> int:
+        return 0 if self.exponent is None else decay.units(time, self.exponent)
 
     def _unit_weight(self, decay: ForwardDecay) -> float:
         return 0.0 if self.exponent is None else decay.unit_weight(self.exponent)
@@ -163,7 +178,10 @@ class TableSketch(ABC):
     def _copy_counts(self, twin: Any) -> None: ...
 
     @abstractmethod
-    def _count(self, rows: RowArray, time: float, decay: ForwardDecay, exponent: int) -> tuple[int, int]: ...
+    def _crowded(self) -> bool: ...
+
+    @abstractmethod
+    def _count(self, rows: RowArray, time: float, decay: ForwardDecay) -> tuple[int, int]: ...
 
     @abstractmethod
     def _rescale(self, bits: int) -> None: ...
@@ -180,6 +198,8 @@ class TableSketch(ABC):
 
 class DenseTable(TableSketch):
     """Exact counters."""
+
+    coarsest_units = COARSEST_DENSE_UNITS
 
     def __init__(self, spec: TableSpec, choice: TableChoice, seed: int) -> None:
         super().__init__(spec, choice, seed)
@@ -215,16 +235,18 @@ class DenseTable(TableSketch):
             coverage=1.0,
         )
 
-    def _count(self, rows: RowArray, time: float, decay: ForwardDecay, exponent: int) -> tuple[int, int]:
+    def _count(self, rows: RowArray, time: float, decay: ForwardDecay) -> tuple[int, int]:
         negative, outside = 0, 0
-        for start in range(0, len(rows), _SIDE_LIST_CHECK_IDS):
-            below, beyond = self._counter.add(rows[start : start + _SIDE_LIST_CHECK_IDS], decay.units(time, exponent))
+        for start in range(0, len(rows), dense.CHECK_IDS):
+            units = self._units(time, decay)
+            below, beyond = self._counter.add(rows[start : start + dense.CHECK_IDS], units)
             negative += below
             outside += beyond
-            if decay.half_life_seconds is not None and self._counter.side_rows > SIDE_LIST_SHARE * self.spec.rows:
-                exponent += COARSEN_BITS
-                self._raise_to(exponent)
+            self.relieve(time, decay)
         return negative, outside
+
+    def _crowded(self) -> bool:
+        return self._counter.side_rows > dense.side_rows_allowed(self.spec.rows)
 
     def _rescale(self, bits: int) -> None:
         self._counter.rescale(bits)
@@ -242,9 +264,11 @@ class DenseTable(TableSketch):
 class CountMinTable(TableSketch):
     """Count-min counters, with the rows that may be hot and a distinct count; the sample gives the tail."""
 
-    def __init__(self, spec: TableSpec, choice: TableChoice, seed: int) -> None:
+    coarsest_units = COARSEST_COUNT_MIN_UNITS
+
+    def __init__(self, spec: TableSpec, choice: TableChoice, seed: int, conservative: bool = True) -> None:
         super().__init__(spec, choice, seed)
-        self._counter = CountMin(spec.rows, choice.log2_width)
+        self._counter = CountMin(spec.rows, choice.log2_width, conservative=conservative)
         self._hot = HotSet(choice.hot_rows)
         self._distinct = DistinctRows()
 
@@ -304,11 +328,12 @@ class CountMinTable(TableSketch):
         rows, row_units = curve.tail_curve(units, share * total, max(1.0, distinct - len(hot)))
         return rows, row_units, share
 
-    def _count(self, rows: RowArray, time: float, decay: ForwardDecay, exponent: int) -> tuple[int, int]:
-        units = decay.units(time, exponent)
+    def _count(self, rows: RowArray, time: float, decay: ForwardDecay) -> tuple[int, int]:
         hot = self._hot
         start, negative, outside = 0, 0, 0
         while start < len(rows):
+            self.relieve(time, decay)
+            units = self._units(time, decay)
             start, below, beyond, hot.buffered = self._counter.add(
                 rows, start, units, self._distinct.registers, hot.threshold, hot.buffer, hot.buffered
             )
@@ -317,6 +342,9 @@ class CountMinTable(TableSketch):
             if hot.buffered + countmin.BLOCK_IDS > len(hot.buffer):
                 hot.absorb(self._counter.query)
         return negative, outside
+
+    def _crowded(self) -> bool:
+        return self._counter.joined_share > JOINED_SHARE
 
     def _rescale(self, bits: int) -> None:
         self._counter.rescale(bits)
@@ -344,9 +372,9 @@ class CountMinTable(TableSketch):
         self._hot.load(meta, arrays, self.spec.rows)
 
 
-def make_table(spec: TableSpec, choice: TableChoice, seed: int) -> TableSketch:
+def make_table(spec: TableSpec, choice: TableChoice, seed: int, conservative: bool = True) -> TableSketch:
     """An empty sketch of the chosen kind."""
-    return DenseTable(spec, choice, seed) if choice.kind == "dense" else CountMinTable(spec, choice, seed)
+    return DenseTable(spec, choice, seed) if choice.kind == "dense" else CountMinTable(spec, choice, seed, conservative)
 
 
 def warm_up() -> None:
