@@ -26,9 +26,9 @@ from flexd.embedding.jagged import Jagged
 from flexd.keyspace import KeySpace, TableSpec
 from flexd.layout import RankLayout, Tier
 from flexd.placement import Delta, Placement
-from flexd.planner.cost import CostBreakdown, Exchange, group_cost, total_cost
+from flexd.planner.cost import CostBreakdown, LoadSums, joint_cost
 from flexd.planner.plan import make_plan, placement_cost
-from flexd.planner.traffic import Phase, Where
+from flexd.planner.traffic import Exchange, Phase, Where
 from flexd.planner.workload import make_loads
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.files import load_cluster, write_cluster
@@ -102,7 +102,8 @@ def predict(strategy: Strategy, settings: Settings, layout: RankLayout, cluster:
     if strategy.priced is Exchange.CHAIN:
         return placement_cost(loads, strategy.placement, keyspace, layout, cluster)
     home = Placement.empty()
-    return total_cost(group_cost(load, home.tiers_of(load.keys), layout, cluster, strategy.priced) for load in loads)
+    sums = [LoadSums(load, layout) for load in loads]
+    return joint_cost(sums, [home.tiers_of(load.keys) for load in loads], cluster, strategy.priced)
 
 
 class CollectiveClock:

@@ -46,9 +46,20 @@ def _head(plan: PlanReport) -> Facts:
             ("made", units.when(plan.created_unix_seconds)),
             ("made for", f"topology generation {plan.topology_generation}, profile {plan.profile_generation}"),
             ("priced as", plan.cluster or units.UNKNOWN),
+            ("exchange", _exchange(plan)),
             ("replica slots", f"{slots} a rank"),
             ("changes", _changes(plan)),
         ),
+    )
+
+
+def _exchange(plan: PlanReport) -> str:
+    exchange = plan.exchange
+    if exchange.recommended == exchange.planned:
+        return exchange.planned
+    return (
+        f"{exchange.planned} ({exchange.recommended} would take "
+        f"{units.seconds(exchange.recommended_exposed_seconds)} a step)"
     )
 
 
@@ -97,12 +108,20 @@ def _items(plan: PlanReport) -> Table:
 
 
 def _strategies(plan: PlanReport) -> Table:
-    columns = ("strategy", "exposed", "all", "inter-node all-to-all", "inter-node sync", "plan against it")
+    columns = (
+        "strategy",
+        "exposed",
+        "busiest rank",
+        "all",
+        "inter-node all-to-all",
+        "inter-node sync",
+        "plan against it",
+    )
     costs = {**plan.baselines, "live placement": plan.before, "this plan": plan.after}
     rows = [_strategy(name, cost, plan.after) for name, cost in costs.items()]
     if plan.lower_bound_seconds is not None:
         gap = f"within {units.share(plan.gap)}" if plan.gap is not None else ""
-        rows.append(("lower bound", units.seconds(plan.lower_bound_seconds), "", "", "", gap))
+        rows.append(("lower bound", units.seconds(plan.lower_bound_seconds), "", "", "", "", gap))
     return Table("strategies under the same accesses", columns, tuple(rows), frozenset(columns[1:]))
 
 
@@ -111,6 +130,7 @@ def _strategy(name: str, cost: CostReport, plan: CostReport) -> tuple[str, ...]:
     return (
         name.replace("_", " "),
         units.seconds(cost.exposed_seconds),
+        units.seconds(cost.peak_exposed_seconds),
         units.seconds(cost.total_seconds),
         units.size(inter.all_to_all if inter else None),
         units.size(inter.sync if inter else None),

@@ -194,7 +194,7 @@ class Planning:
     def _chunks(self, plan: Plan, placement: Placement, layout: RankLayout) -> Iterator[Delta]:
         """The way from where the ranks are now: an older migration may have gone on since the plan was made."""
         control = self._config.control
-        delta = plan_delta(placement, plan.target, plan.gains, self._keyspace, layout, plan.replica_slots)
+        delta = plan_delta(placement, plan.target, plan.gains, self._keyspace, layout, plan.budgets)
         return delta_chunks(delta, self._keyspace, layout, control.chunk_rows, control.chunk_bytes)
 
     def _finished(self, plan: Plan, migration: Migration, first_version: list[int]) -> None:

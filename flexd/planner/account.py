@@ -10,12 +10,15 @@ from flexd.planner.traffic import Phase, Where
 from flexd.topology.model import Cluster, Collective, Link
 
 
-def replication_account(home: CostBreakdown, plan: CostBreakdown, cluster: Cluster) -> dict[str, Any]:
+def replication_account(
+    home: CostBreakdown, plan: CostBreakdown, cluster: Cluster, dedup: CostBreakdown
+) -> dict[str, Any]:
     """Figures per rank and step, and ``words``: a list of sentences that say them.
 
     Args:
         home: cost of the chain without replicas.
         plan: cost of the same chain with the plan's replicas.
+        dedup: cost of row-wise sharding with dedup.
     """
     link = cluster.link(Link.INTER_NODE)
     exchange_bytes = max(plan.all_to_all_bytes(Where.INTER_NODE), home.all_to_all_bytes(Where.INTER_NODE))
@@ -39,7 +42,14 @@ def replication_account(home: CostBreakdown, plan: CostBreakdown, cluster: Clust
         "all_to_all_wire_share": all_to_all / link.wire_bytes_per_second,
         "all_reduce_wire_share": all_reduce / link.wire_bytes_per_second,
     }
-    return figures | {"words": _words(figures, cluster)}
+    words = _words(figures, cluster)
+    if dedup.exposed_seconds < plan.exposed_seconds:
+        words.append(
+            f"row-wise sharding with dedup (exchange 'direct') would take {_time(dedup.exposed_seconds)} a step, this "
+            f"plan {_time(plan.exposed_seconds)}: latency decides here. A running job cannot change "
+            "its exchange; start the next one with it"
+        )
+    return figures | {"words": words}
 
 
 def _words(figures: dict[str, float], cluster: Cluster) -> list[str]:

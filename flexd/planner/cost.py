@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
-from functools import reduce
+from functools import cached_property, reduce
+from operator import add
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from flexd.errors import PlanError
 from flexd.layout import RankLayout, Tier
-from flexd.planner.traffic import ID_BYTES, Phase, Where, chain_traffic, direct_traffic
-from flexd.planner.workload import ROWS, STATISTICS, GroupLoad, statistics
-from flexd.topology.model import Cluster, Collective, Link
+from flexd.planner.balance import RankBytes, rank_bytes, sums_by_home
+from flexd.planner.prices import exposed_share, latencies, prices, slower_link_only
+from flexd.planner.traffic import (
+    EXCHANGE_PHASES,
+    ID_BYTES,
+    SYNC_PHASES,
+    Exchange,
+    Phase,
+    Where,
+    traffic_table,
+)
+from flexd.planner.workload import ROWS, STATISTICS, SYNCED, GroupLoad
+from flexd.topology.model import Cluster
 
 Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
-
-_LINKS = {Where.INTRA_NODE: Link.INTRA_NODE, Where.INTER_NODE: Link.INTER_NODE}
-_EXCHANGE = (Phase.FORWARD_IDS, Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS)
-_SYNC = (Phase.SYNC_MASK, Phase.SYNC_ROWS)
-
-
-class Exchange(Enum):
-    """How looked-up rows travel."""
-
-    CHAIN = "chain"
-    """Self, node owner, home: what flexd runs."""
-    DIRECT = "direct"
-    """Every rank to every home, every access."""
-    DIRECT_DEDUP = "direct_dedup"
-    """Every rank to every home, each row once a rank."""
 
 
 @dataclass(frozen=True)
 class CostBreakdown:
-    """Per rank and step, mean over the ranks.
+    """Per rank and optimizer step: the mean over the ranks, and the busiest rank (``peak``), which a step waits for.
 
     Attributes:
         rows: float64[3], rows by tier (those the profile knows of).
@@ -45,6 +42,8 @@ class CostBreakdown:
         transfer_seconds: float64[3, 5, 3], those bytes at the bandwidth of their collective.
         latency_seconds: float64[5, 3], fixed cost of the collectives, by (phase, link).
         exposed_share: float64[5], by phase, what compute does not hide.
+        peak_bytes, peak_transfer_seconds: float64[3, 5, 3], the same of the rank that sends or receives most in each
+            phase and on each link (not the same rank everywhere).
     """
 
     rows: Float64Array
@@ -52,6 +51,8 @@ class CostBreakdown:
     transfer_seconds: Float64Array
     latency_seconds: Float64Array
     exposed_share: Float64Array
+    peak_bytes: Float64Array
+    peak_transfer_seconds: Float64Array
 
     @property
     def phase_seconds(self) -> Float64Array:
@@ -66,8 +67,20 @@ class CostBreakdown:
 
     @property
     def exposed_seconds(self) -> float:
-        """What the step waits for: the figure plans are compared by."""
+        """What the step waits for if all ranks are equally busy: what the optimiser minimises."""
         return float(self.exposed_share @ self.phase_seconds.sum(axis=1))
+
+    @property
+    def peak_exposed_seconds(self) -> float:
+        """What the step waits for: every collective takes as long as its busiest rank."""
+        seconds = self.peak_transfer_seconds.sum(axis=0) + self.latency_seconds
+        return float(self.exposed_share @ seconds.sum(axis=1))
+
+    @property
+    def imbalance(self) -> float:
+        """Busiest rank over mean, of the exposed time: at least 1."""
+        mean = self.exposed_seconds
+        return self.peak_exposed_seconds / mean if mean > 0 else 1.0
 
     @property
     def forward_seconds(self) -> float:
@@ -80,7 +93,7 @@ class CostBreakdown:
 
     @property
     def sync_seconds(self) -> float:
-        return float(self.phase_seconds[list(_SYNC)].sum())
+        return float(self.phase_seconds[list(SYNC_PHASES)].sum())
 
     @property
     def ids_sent(self) -> float:
@@ -88,26 +101,18 @@ class CostBreakdown:
         return float(self.bytes[:, Phase.FORWARD_IDS, 1:].sum()) / ID_BYTES
 
     def all_to_all_bytes(self, where: Where) -> float:
-        return float(self.bytes[:, list(_EXCHANGE), where].sum())
+        return float(self.bytes[:, list(EXCHANGE_PHASES), where].sum())
 
     def sync_bytes(self, where: Where) -> float:
-        return float(self.bytes[:, list(_SYNC), where].sum())
-
-    def __add__(self, other: CostBreakdown) -> CostBreakdown:
-        """Costs of two dim-groups, whose collectives follow one another."""
-        return CostBreakdown(
-            self.rows + other.rows,
-            self.bytes + other.bytes,
-            self.transfer_seconds + other.transfer_seconds,
-            self.latency_seconds + other.latency_seconds,
-            self.exposed_share,
-        )
+        return float(self.bytes[:, list(SYNC_PHASES), where].sum())
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, with units in the names."""
         links = {"intra_node": Where.INTRA_NODE, "inter_node": Where.INTER_NODE}
         return {
             "exposed_seconds": self.exposed_seconds,
+            "peak_exposed_seconds": self.peak_exposed_seconds,
+            "imbalance": self.imbalance,
             "total_seconds": self.total_seconds,
             "forward_seconds": self.forward_seconds,
             "backward_seconds": self.backward_seconds,
@@ -121,6 +126,7 @@ class CostBreakdown:
                 phase.name.lower(): {
                     name: {
                         "bytes": float(self.bytes[:, phase, where].sum()),
+                        "busiest_rank_bytes": float(self.peak_bytes[:, phase, where].sum()),
                         "seconds": float(self.phase_seconds[phase, where]),
                     }
                     for name, where in links.items()
@@ -140,93 +146,125 @@ class CostBreakdown:
         }
 
 
-def tier_sums(
-    load: GroupLoad, tiers: UInt8Array, layout: RankLayout, unlisted: Float64Array, listed: Float64Array
-) -> Float64Array:
-    """float64[3, 5]: the statistics summed over the rows of each tier.
+@dataclass(frozen=True)
+class LoadSums:
+    """One dim-group's load with what is summed from it again and again."""
+
+    load: GroupLoad
+    layout: RankLayout
+
+    @cached_property
+    def listed(self) -> Float64Array:
+        """float64[statistics, h]."""
+        return self.load.listed_statistics(self.layout)
+
+    @cached_property
+    def home_rank(self) -> Int64Array:
+        """int64[h]."""
+        return self.layout.home_rank(self.load.keys)
+
+    @cached_property
+    def _listed_sum(self) -> Float64Array:
+        summed: Float64Array = self.listed.sum(axis=1)
+        return summed
+
+    @cached_property
+    def _bin_sum(self) -> Float64Array:
+        summed: Float64Array = self.load.bin_statistics(self.layout) @ self.load.bin_rows
+        return summed
+
+    @cached_property
+    def has_trained(self) -> bool:
+        """Is any row of it trained, or all frozen?"""
+        return bool(self._listed_sum[SYNCED] + self._bin_sum[SYNCED] > 0)
+
+    def even(self, unlisted: Float64Array) -> Float64Array:
+        """float64[tier, statistic] of the rows that are not listed; ``unlisted`` float64[tier] of them above HOME."""
+        sums = np.zeros((len(Tier), STATISTICS))
+        sums[Tier.HOME] = self._bin_sum
+        if unlisted.any():
+            one = self.load.tail_statistics(self.layout)
+            sums += unlisted[:, None] * one
+            sums[Tier.HOME] = np.maximum(sums[Tier.HOME] - unlisted.sum() * one, 0.0)
+        return sums
+
+    def by_tier(self, tiers: UInt8Array, even: Float64Array) -> Float64Array:
+        """float64[tier, statistic] summed over all rows."""
+        sums = even.copy()
+        sums[Tier.HOME] += self._listed_sum
+        for tier in (Tier.NODE, Tier.DEVICE):
+            moved = self.listed[:, np.flatnonzero(tiers == tier)].sum(axis=1)
+            sums[tier] += moved
+            sums[Tier.HOME] -= moved
+        return np.maximum(sums, 0.0)
+
+
+def joint_cost(
+    sums: Sequence[LoadSums],
+    tiers: Sequence[UInt8Array],
+    cluster: Cluster,
+    exchange: Exchange = Exchange.CHAIN,
+    unlisted: Sequence[Float64Array] | None = None,
+) -> CostBreakdown:
+    """Cost of all dim-groups, which share the collectives of a step.
 
     Args:
-        tiers: uint8[h], of the listed rows; the bins are HOME.
-        unlisted: float64[3], rows above HOME that are not listed, by tier: taken out of the bins at their mean.
-        listed: float64[5, h], statistics of the listed rows.
+        sums: of each dim-group; equal layout and micro-batches.
+        tiers: uint8[h] of each group's listed rows.
+        unlisted: of each group float64[3], rows above HOME that are not listed, by tier (default: none).
+
+    Raises:
+        PlanError: no dim-group.
     """
-    sums = np.zeros((len(Tier), STATISTICS))
-    of_tier = tiers.astype(np.intp)
-    for statistic in range(STATISTICS):
-        sums[:, statistic] = np.bincount(of_tier, weights=listed[statistic], minlength=len(Tier))
-    sums[Tier.HOME] += statistics(load.bin_accesses, layout) @ load.bin_rows
-    if unlisted.any():
-        one = statistics(np.array([load.tail_accesses]), layout)[:, 0]
-        sums += unlisted[:, None] * one
-        sums[Tier.HOME] = np.maximum(sums[Tier.HOME] - unlisted.sum() * one, 0.0)
-    return sums
-
-
-def exposed_share(cluster: Cluster) -> Float64Array:
-    """float64[phase]."""
-    exposed = cluster.exposed
-    return np.array([exposed.forward, exposed.forward, exposed.backward, exposed.sync, exposed.sync])
-
-
-def traffic_of(load: GroupLoad, layout: RankLayout, exchange: Exchange) -> Float64Array:
-    """The traffic table of this exchange for the load's row size."""
-    if exchange is Exchange.CHAIN:
-        return chain_traffic(layout, load.row_bytes)
-    return direct_traffic(layout, load.row_bytes, dedup=exchange is Exchange.DIRECT_DEDUP)
-
-
-def prices(sent: Float64Array, cluster: Cluster) -> Float64Array:
-    """float64[3, 5, 3] bytes by (tier, phase, link) -> seconds per byte of each item, same shape.
-
-    The message of an exchange phase carries all tiers together; NODE and DEVICE rows are synchronised in collectives of
-    their own. DEVICE rows go through a node as reduce-scatter and all-gather, each priced as half of the bytes.
-    """
-    result = np.zeros((len(Tier), len(Phase), len(Where)))
-    for where, link in _LINKS.items():
-        for phase in _EXCHANGE:
-            size = float(sent[:, phase, where].sum())
-            result[:, phase, where] = cluster.curve(link, Collective.ALL_TO_ALL).seconds_per_byte(size)
-        for tier in (Tier.NODE, Tier.DEVICE):
-            for phase in _SYNC:
-                size = float(sent[tier, phase, where])
-                halves = tier == Tier.DEVICE and phase == Phase.SYNC_ROWS and where == Where.INTRA_NODE
-                collective = Collective.ALL_GATHER if halves else Collective.ALL_REDUCE
-                curve = cluster.curve(link, collective)
-                result[tier, phase, where] = curve.seconds_per_byte(size / 2 if halves else size)
-    return result
-
-
-def latencies(cluster: Cluster, layout: RankLayout, exchange: Exchange, replicated: UInt8Array) -> Float64Array:
-    """float64[5, 3]: fixed seconds by (phase, link) of one dim-group.
-
-    An exchange is three all-to-alls forward (sizes, ids, rows) and one backward, on each hop that exists.
-    ``replicated`` are the tiers above HOME that hold rows: only these are synchronised.
-    """
-    result = np.zeros((len(Phase), len(Where)))
-    multi_node, multi_rank = layout.nodes > 1, layout.local_ranks > 1
-    hops = [Where.INTRA_NODE] * multi_rank + [Where.INTER_NODE] * multi_node
+    if not sums:
+        raise PlanError("no dim-group to price", remedy="give the loads of all dim-groups")
+    layout, first = sums[0].layout, sums[0].load
+    nothing = np.zeros(len(Tier))
+    by_tier, sent, of_ranks = [], [], []
+    for i, group in enumerate(sums):
+        even = group.even(nothing if unlisted is None else unlisted[i])
+        table = traffic_table(layout, group.load.wire_bytes, exchange)
+        by_tier.append(group.by_tier(tiers[i], even))
+        sent.append(np.einsum("tpls,ts->tpl", table, by_tier[-1]))
+        wanted = [int(statistic) for statistic in np.flatnonzero(table.any(axis=(0, 1, 2)))]
+        by_home = sums_by_home(group.listed, tiers[i], group.home_rank, even, layout, wanted)
+        of_ranks.append(rank_bytes(by_home, table, layout, exchange))
+    rows = reduce(add, by_tier)
+    all_sent = reduce(add, sent)
+    ranks: RankBytes = reduce(add, of_ranks)
+    peak = np.maximum(ranks.busiest(), 0.0)
+    seconds = all_sent * prices(all_sent, cluster, first.micro_batches)
+    peak_seconds = peak * prices(peak, cluster, first.micro_batches)
     if exchange is not Exchange.CHAIN:
-        hops = hops[-1:]
-    for where in hops:
-        once = cluster.curve(_LINKS[where], Collective.ALL_TO_ALL).latency_seconds
-        result[Phase.FORWARD_IDS, where] = 2 * once
-        result[Phase.FORWARD_ROWS, where] = once
-        result[Phase.BACKWARD_ROWS, where] = once
-    inter = cluster.curve(Link.INTER_NODE, Collective.ALL_REDUCE).latency_seconds
-    if Tier.NODE in replicated and multi_node:
-        result[Phase.SYNC_MASK, Where.INTER_NODE] += inter
-        result[Phase.SYNC_ROWS, Where.INTER_NODE] += inter
-    if Tier.DEVICE in replicated:
-        if multi_node:
-            result[Phase.SYNC_MASK, Where.INTER_NODE] += inter
-            result[Phase.SYNC_ROWS, Where.INTER_NODE] += inter
-        elif multi_rank:
-            intra = cluster.curve(Link.INTRA_NODE, Collective.ALL_REDUCE).latency_seconds
-            result[Phase.SYNC_MASK, Where.INTRA_NODE] += intra
-        if multi_rank:
-            gather = cluster.curve(Link.INTRA_NODE, Collective.ALL_GATHER).latency_seconds
-            result[Phase.SYNC_ROWS, Where.INTRA_NODE] += 2 * gather
-    return result
+        seconds, peak_seconds = slower_link_only(seconds), slower_link_only(peak_seconds)
+    return CostBreakdown(
+        rows=rows[:, ROWS],
+        bytes=all_sent,
+        transfer_seconds=seconds,
+        latency_seconds=step_latencies(
+            sums, cluster, exchange, {int(tier) for tier in np.flatnonzero(rows[:, SYNCED] > 0)}
+        ),
+        exposed_share=exposed_share(cluster),
+        peak_bytes=peak,
+        peak_transfer_seconds=peak_seconds,
+    )
+
+
+def step_latencies(
+    sums: Sequence[LoadSums], cluster: Cluster, exchange: Exchange, replicated: set[int]
+) -> Float64Array:
+    """float64[5, 3]: ``latencies`` for these loads."""
+    first = sums[0].load
+    passes = 1 if first.merged_backward else first.micro_batches
+    return latencies(
+        cluster,
+        sums[0].layout,
+        exchange,
+        replicated,
+        micro_batches=first.micro_batches,
+        backward_passes=passes if any(group.has_trained for group in sums) else 0,
+        node_requests=Tier.NODE in replicated,
+    )
 
 
 def group_cost(
@@ -236,33 +274,11 @@ def group_cost(
     cluster: Cluster,
     exchange: Exchange = Exchange.CHAIN,
     unlisted: Float64Array | None = None,
-    listed: Float64Array | None = None,
 ) -> CostBreakdown:
-    """Cost of one dim-group.
+    """Cost of one dim-group alone.
 
     Args:
         tiers: uint8[h] tiers of ``load.keys``.
         unlisted: float64[3] rows above HOME that are not among them, by tier (default: none).
-        listed: float64[5, h] statistics of the listed rows, if the caller has them.
     """
-    unlisted = np.zeros(len(Tier)) if unlisted is None else unlisted
-    listed = statistics(load.accesses, layout) if listed is None else listed
-    sums = tier_sums(load, tiers, layout, unlisted, listed)
-    sent: Float64Array = np.einsum("tpls,ts->tpl", traffic_of(load, layout, exchange), sums)
-    seconds = sent * prices(sent, cluster)
-    if exchange is not Exchange.CHAIN:
-        # One all-to-all over the world moves both links' bytes at the same time: the slower link is the time.
-        seconds[seconds < seconds.max(axis=2, keepdims=True)] = 0.0
-    replicated = np.flatnonzero(sums[:, ROWS] > 0).astype(np.uint8)
-    return CostBreakdown(
-        rows=sums[:, ROWS],
-        bytes=sent,
-        transfer_seconds=seconds,
-        latency_seconds=latencies(cluster, layout, exchange, replicated),
-        exposed_share=exposed_share(cluster),
-    )
-
-
-def total_cost(costs: Iterable[CostBreakdown]) -> CostBreakdown:
-    """The dim-groups together. At least one."""
-    return reduce(CostBreakdown.__add__, costs)
+    return joint_cost([LoadSums(load, layout)], [tiers], cluster, exchange, None if unlisted is None else [unlisted])

@@ -11,6 +11,7 @@ from flexd.errors import PlanError
 from flexd.keyspace import KeySpace
 from flexd.layout import RankLayout, Tier
 from flexd.placement import Delta, Placement
+from flexd.planner.limits import SlotBudgets
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
@@ -18,14 +19,6 @@ UInt8Array = npt.NDArray[np.uint8]
 
 _LEAST_BLOCK = 64
 _MOST_BLOCKS = 512
-
-
-def slots_used(keys: Int64Array, tiers: UInt8Array, keyspace: KeySpace, layout: RankLayout) -> Int64Array:
-    """int64[groups, world_size]: replica slots that rows at these tiers take, by dim-group and rank."""
-    group = keyspace.group_of(keys)
-    return np.stack(
-        [layout.replica_slots_used(keys[group == g], tiers[group == g]) for g in range(len(keyspace.groups))]
-    )
 
 
 def moved_bytes(delta: Delta, keyspace: KeySpace, layout: RankLayout) -> Int64Array:
@@ -48,22 +41,24 @@ def plan_delta(
     gains: Float64Array,
     keyspace: KeySpace,
     layout: RankLayout,
-    replica_slots: Sequence[int],
+    replica_slots: Sequence[int | Int64Array] | SlotBudgets,
 ) -> Delta:
     """The changes from ``live`` to ``target``, the most useful first.
 
     Promotions come by gain per byte; demotions come as late as the slots that promotions need allow. Every prefix
-    leaves every rank within its slots (unless ``live`` does not: then demotions come first until it does).
+    leaves every rank, and every table with a budget, within its slots (unless ``live`` does not: then demotions come
+    first until it does).
 
     Args:
         gains: float64[len(target)], of each row of ``target`` at its tier.
-        replica_slots: per dim-group, of each rank.
+        replica_slots: per dim-group, of each rank; or all budgets.
 
     Raises:
         PlanError: the target itself takes more slots than there are.
     """
-    slots = np.array(replica_slots, dtype=np.int64)[:, None]
-    if bool((slots_used(target.keys, target.tiers, keyspace, layout) > slots).any()):
+    budgets = replica_slots if isinstance(replica_slots, SlotBudgets) else SlotBudgets(keyspace, layout, replica_slots)
+    slots = budgets.limits
+    if bool((budgets.used(target.keys, target.tiers) > slots).any()):
         raise PlanError("the plan takes more replica slots than the ranks have", remedy="plan again with these slots")
     changes = live.delta_to(target)
     up = changes.new_tiers > changes.old_tiers
@@ -71,9 +66,9 @@ def plan_delta(
     order = _by_gain(promotions, target, gains, keyspace, layout)
     promotions = promotions.take(order)
     block = max(_LEAST_BLOCK, -(-len(changes) // _MOST_BLOCKS))
-    freed = _cumulative(demotions, block, keyspace, layout)
-    taken = _cumulative(promotions, block, keyspace, layout)
-    used = slots_used(live.keys, live.tiers, keyspace, layout)
+    freed = _cumulative(demotions, block, budgets)
+    taken = _cumulative(promotions, block, budgets)
+    used = budgets.used(live.keys, live.tiers)
     pieces: list[Delta] = []
     done = 0
     for i in range(1, len(taken)):
@@ -116,15 +111,12 @@ def _by_gain(
     return np.lexsort((promotions.keys, -density)).astype(np.int64)
 
 
-def _cumulative(delta: Delta, block: int, keyspace: KeySpace, layout: RankLayout) -> Int64Array:
-    """int64[blocks + 1, groups, world_size]: slots taken (freed: negative) by the first i blocks of the delta."""
-    changes = [np.zeros((len(keyspace.groups), layout.world_size), np.int64)]
+def _cumulative(delta: Delta, block: int, budgets: SlotBudgets) -> Int64Array:
+    """int64[blocks + 1, constraints, world_size]: slots taken (freed: negative) by the first i blocks of the delta."""
+    changes = [np.zeros_like(budgets.limits)]
     for start in range(0, len(delta), block):
         part = delta.take(slice(start, start + block))
-        changes.append(
-            slots_used(part.keys, part.new_tiers, keyspace, layout)
-            - slots_used(part.keys, part.old_tiers, keyspace, layout)
-        )
+        changes.append(budgets.used(part.keys, part.new_tiers) - budgets.used(part.keys, part.old_tiers))
     return np.cumsum(np.stack(changes), axis=0)
 
 

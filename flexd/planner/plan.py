@@ -14,14 +14,19 @@ from flexd.keyspace import KeySpace
 from flexd.layout import RankLayout, Tier
 from flexd.placement import Delta, Placement
 from flexd.planner.account import replication_account
-from flexd.planner.baselines import BASELINES, TWO_HOP
-from flexd.planner.cost import CostBreakdown, group_cost, total_cost
+from flexd.planner.baselines import BASELINES, ROW_WISE_DEDUP, TWO_HOP
+from flexd.planner.cost import CostBreakdown, LoadSums, joint_cost
 from flexd.planner.delta import moved_bytes, plan_delta, rows_by_tier
-from flexd.planner.tiers import canonical_tiers, choose_tiers, migration_seconds
+from flexd.planner.gains import canonical_tiers, migration_seconds
+from flexd.planner.limits import PlanLimits, SlotBudgets, slots_of_ranks
+from flexd.planner.shape import TrainingShape
+from flexd.planner.tiers import choose_jointly
+from flexd.planner.traffic import Exchange
 from flexd.planner.workload import GroupLoad, make_loads
 from flexd.sketch.profile import Profile
 from flexd.topology.model import Cluster
 
+Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
 
@@ -44,7 +49,9 @@ class Plan:
         migration_bytes: values and optimizer state of the promoted rows, once each.
         migration_seconds: time to move them, bandwidth only.
         cluster: at whose prices.
-        replica_slots: per dim-group, of each rank.
+        replica_slots: per dim-group, of the rank that has fewest.
+        exchange: under which the plan is priced: what the job runs, or the cheaper one if that was left open.
+        budgets: slots of ranks and tables, as the plan keeps to them.
     """
 
     plan_id: str
@@ -65,6 +72,14 @@ class Plan:
     migration_seconds: float
     cluster: Cluster
     replica_slots: tuple[int, ...]
+    exchange: Exchange
+    budgets: SlotBudgets
+
+    @property
+    def recommended_exchange(self) -> Exchange:
+        """The plan's own, unless row-wise sharding with dedup would be cheaper than the plan."""
+        dedup = self.baselines[ROW_WISE_DEDUP.name].exposed_seconds
+        return Exchange.DIRECT_DEDUP if dedup < self.after.exposed_seconds else self.exchange
 
     @property
     def gap(self) -> float:
@@ -102,8 +117,20 @@ class Plan:
             "gap": self.gap,
             "before": self.before.to_dict(),
             "after": self.after.to_dict(),
+            "exchange": {
+                "planned": self.exchange.value,
+                "recommended": self.recommended_exchange.value,
+                "recommended_exposed_seconds": min(
+                    self.after.exposed_seconds, self.baselines[ROW_WISE_DEDUP.name].exposed_seconds
+                ),
+            },
             "baselines": {name: cost.to_dict() for name, cost in self.baselines.items()},
-            "replication": replication_account(self.baselines[TWO_HOP.name], self.after, self.cluster),
+            "replication": replication_account(
+                self.baselines[TWO_HOP.name if self.exchange is Exchange.CHAIN else ROW_WISE_DEDUP.name],
+                self.after,
+                self.cluster,
+                self.baselines[ROW_WISE_DEDUP.name],
+            ),
         }
 
 
@@ -112,7 +139,7 @@ def make_plan(
     keyspace: KeySpace,
     layout: RankLayout,
     cluster: Cluster,
-    replica_slots: Sequence[int],
+    replica_slots: Sequence[int | Int64Array],
     live: Placement,
     *,
     plan_id: str,
@@ -121,34 +148,49 @@ def make_plan(
     horizon_steps: float,
     now_unix_seconds: float,
     reason: str,
+    shape: TrainingShape | None = None,
+    limits: PlanLimits | None = None,
+    exchange: Exchange | None = Exchange.CHAIN,
 ) -> Plan:
     """Chooses the tier of every row. Deterministic; does not depend on the order in which rows are listed.
 
-    Rows above HOME that the profile no longer lists are demoted.
+    Rows above HOME that the profile no longer lists are demoted, unless they are pinned.
 
     Args:
-        replica_slots: replica slots of each rank, one number per dim-group.
+        replica_slots: per dim-group, replica slots of every rank (one number) or of each (int64[world]).
         horizon_steps: steps within which a promotion must pay for its migration.
+        shape: how the job trains.
+        limits: pins, excluded tables, budgets of tables.
+        exchange: what the job runs, which cannot change while it runs. None: the cheaper of chain and direct with
+            dedup; such a plan costs no more than either of them without replicas.
 
     Raises:
         PlanError: the profile is empty, is of other tables or does not know the accesses of a step; the slots are not
-            one number per dim-group; a number is out of range.
+            one entry per dim-group; a number is out of range; the limits name what does not exist, or pinned rows do
+            not fit.
     """
     if len(replica_slots) != len(keyspace.groups):
         raise PlanError(
             f"{len(replica_slots)} replica budgets for {len(keyspace.groups)} dim-groups",
             remedy="give one number of slots per dim-group",
         )
-    loads = make_loads(profile, keyspace, layout)
-    choices = [
-        choose_tiers(load, layout, cluster, int(slots), live.tiers_of(load.keys), horizon_steps)
-        for load, slots in zip(loads, replica_slots, strict=True)
-    ]
+    limits = limits or PlanLimits()
+    limits.check(keyspace)
+    slots = [slots_of_ranks(group, layout) for group in replica_slots]
+    loads = make_loads(profile, keyspace, layout, shape, limits.replicated_keys(keyspace))
+    sums = [LoadSums(load, layout) for load in loads]
+    group_limits = [limits.of_group(load, keyspace, of_group) for load, of_group in zip(loads, slots, strict=True)]
+    live_tiers = [live.tiers_of(load.keys) for load in loads]
+    exchanges = (Exchange.CHAIN, Exchange.DIRECT_DEDUP) if exchange is None else (exchange,)
+    choices = {each: choose_jointly(sums, cluster, group_limits, live_tiers, horizon_steps, each) for each in exchanges}
+    exchange = min(exchanges, key=lambda each: choices[each].cost.exposed_seconds)
+    choice = choices[exchange]
     keys = np.concatenate([load.keys for load in loads])
-    tiers = np.concatenate([choice.tiers for choice in choices])
+    tiers = np.concatenate(choice.tiers)
     target = Placement.of(keys, tiers, live.version)
-    gains = np.concatenate([choice.gains for choice in choices])[tiers != Tier.HOME]
-    delta = plan_delta(live, target, gains, keyspace, layout, replica_slots)
+    gains = np.concatenate(choice.gains)[tiers != Tier.HOME]
+    budgets = SlotBudgets(keyspace, layout, slots, limits.table_slots)
+    delta = plan_delta(live, target, gains, keyspace, layout, budgets)
     return Plan(
         plan_id=plan_id,
         parent_id=parent_id,
@@ -159,34 +201,47 @@ def make_plan(
         target=target,
         gains=gains,
         delta=delta,
-        before=placement_cost(loads, live, keyspace, layout, cluster),
-        after=total_cost(choice.cost for choice in choices),
-        baselines={baseline.name: baseline.price(loads, layout, cluster) for baseline in BASELINES},
-        objective_seconds=sum(choice.objective_seconds for choice in choices),
-        lower_bound_seconds=sum(choice.lower_bound_seconds for choice in choices),
+        before=_placement_cost(sums, live, keyspace, cluster, exchange),
+        after=choice.cost,
+        baselines={baseline.name: baseline.price(sums, cluster) for baseline in BASELINES},
+        objective_seconds=choice.objective_seconds,
+        lower_bound_seconds=choice.lower_bound_seconds,
         migration_bytes=int(moved_bytes(delta, keyspace, layout).sum()),
         migration_seconds=_migration_seconds(delta, loads, keyspace, layout, cluster),
         cluster=cluster,
-        replica_slots=tuple(int(slots) for slots in replica_slots),
+        replica_slots=tuple(int(group.min()) for group in slots),
+        exchange=exchange,
+        budgets=budgets,
     )
 
 
 def placement_cost(
-    loads: Sequence[GroupLoad], placement: Placement, keyspace: KeySpace, layout: RankLayout, cluster: Cluster
+    loads: Sequence[GroupLoad],
+    placement: Placement,
+    keyspace: KeySpace,
+    layout: RankLayout,
+    cluster: Cluster,
+    exchange: Exchange = Exchange.CHAIN,
 ) -> CostBreakdown:
     """Cost of any placement under these loads.
 
     Rows above HOME that a load does not list are priced at the mean frequency of its unlisted rows.
     """
-    group = keyspace.group_of(placement.keys)
-    costs = []
-    for load in loads:
-        tiers = canonical_tiers(placement.tiers[group == load.group], layout)
-        listed = canonical_tiers(placement.tiers_of(load.keys), layout)
-        unlisted = np.bincount(tiers, minlength=len(Tier)) - np.bincount(listed, minlength=len(Tier))
-        unlisted[Tier.HOME] = 0
-        costs.append(group_cost(load, listed, layout, cluster, unlisted=unlisted.astype(np.float64)))
-    return total_cost(costs)
+    return _placement_cost([LoadSums(load, layout) for load in loads], placement, keyspace, cluster, exchange)
+
+
+def _placement_cost(
+    sums: Sequence[LoadSums], placement: Placement, keyspace: KeySpace, cluster: Cluster, exchange: Exchange
+) -> CostBreakdown:
+    group_of = keyspace.group_of(placement.keys)
+    listed, unlisted = [], []
+    for group in sums:
+        tiers = canonical_tiers(placement.tiers[group_of == group.load.group], group.layout)
+        listed.append(canonical_tiers(placement.tiers_of(group.load.keys), group.layout))
+        more = np.bincount(tiers, minlength=len(Tier)) - np.bincount(listed[-1], minlength=len(Tier))
+        more[Tier.HOME] = 0
+        unlisted.append(more.astype(np.float64))
+    return joint_cost(sums, listed, cluster, exchange, unlisted)
 
 
 def _migration_seconds(

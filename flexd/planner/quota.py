@@ -28,6 +28,9 @@ def best_within_slots(gains: Float64Array, homes: Int64Array, slots: Int64Array)
         bool[n].
     """
     rows = len(gains)
+    sizes = np.bincount(homes, minlength=len(slots))
+    if bool((rows - sizes <= slots).all()):
+        return np.ones(rows, np.bool_)
     order = np.argsort(-gains, kind="stable")
     place = np.empty(rows, np.int64)
     place[order] = np.arange(rows)
@@ -36,7 +39,6 @@ def best_within_slots(gains: Float64Array, homes: Int64Array, slots: Int64Array)
     small = homes.astype(np.uint16) if len(slots) <= 2**16 else homes
     by_home = order[np.argsort(small[order], kind="stable")]
     code = homes[by_home] * rows + place[by_home]
-    sizes = np.bincount(homes, minlength=len(slots))
     starts = np.cumsum(sizes) - sizes
     prefix = np.concatenate([[0.0], np.cumsum(gains[by_home])])
     ranks = np.arange(len(slots), dtype=np.int64)

@@ -1,24 +1,46 @@
 """Which bytes a row puts on which link at each tier: the one table that costs and the optimiser both use.
 
-A traffic table is float64[tier, phase, link, statistic]: bytes per rank and step of one row at that tier, as factors
-of its statistics (1, a, u, v, w) of ``workload``. Bytes are those a rank sends, averaged over the ranks (homes are
-cyclic, so every rank is home and node owner of its share). Derivations: docs/cost-model.md.
+A traffic table is float64[tier, phase, link, statistic]: bytes per rank and optimizer step of one row at that tier, as
+factors of its statistics (``workload``). Bytes are those a rank sends, averaged over the ranks; how they spread over
+the ranks is ``balance``. Derivations: docs/cost-model.md.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from flexd.layout import RankLayout, Tier
-from flexd.planner.workload import ACCESSES, ANYWHERE, PER_NODE, PER_RANK, ROWS, STATISTICS
+from flexd.planner.workload import (
+    ACCESSES,
+    ANYWHERE,
+    BACK_PER_NODE,
+    BACK_PER_RANK,
+    BACK_RETURNED,
+    PER_NODE,
+    PER_RANK,
+    RETURNED,
+    STATISTICS,
+    SYNCED,
+)
 
 Float64Array = npt.NDArray[np.float64]
 
 ID_BYTES = 8
 """One requested key on one hop."""
+
+
+class Exchange(Enum):
+    """How looked-up rows travel."""
+
+    CHAIN = "chain"
+    """Self, node owner, home: what flexd runs."""
+    DIRECT = "direct"
+    """Every rank to every home, every access."""
+    DIRECT_DEDUP = "direct_dedup"
+    """Every rank to every home, each row once a rank."""
 
 
 class Phase(IntEnum):
@@ -45,7 +67,16 @@ class Where(IntEnum):
     INTER_NODE = 2
 
 
+EXCHANGE_PHASES = (Phase.FORWARD_IDS, Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS)
+SYNC_PHASES = (Phase.SYNC_MASK, Phase.SYNC_ROWS)
 SHAPE = (len(Tier), len(Phase), len(Where), STATISTICS)
+
+
+def traffic_table(layout: RankLayout, row_bytes: int, exchange: Exchange) -> Float64Array:
+    """float64[tier, phase, link, statistic] of this exchange, with rows of ``row_bytes`` on the wire."""
+    if exchange is Exchange.CHAIN:
+        return chain_traffic(layout, row_bytes)
+    return direct_traffic(layout, row_bytes, dedup=exchange is Exchange.DIRECT_DEDUP)
 
 
 def chain_traffic(layout: RankLayout, row_bytes: int) -> Float64Array:
@@ -54,37 +85,57 @@ def chain_traffic(layout: RankLayout, row_bytes: int) -> Float64Array:
     table = np.zeros(SHAPE)
     # Hop 1: a rank is its own node's owner of one row in L. Hop 2: an owner is the home in one node of N.
     hop1, hop2 = (local - 1) / local, (nodes - 1) / (nodes * local)
-    exchanged = ((Phase.FORWARD_IDS, ID_BYTES), (Phase.FORWARD_ROWS, row_bytes), (Phase.BACKWARD_ROWS, row_bytes))
-    for phase, size in exchanged:
-        table[Tier.HOME, phase, Where.INTRA_NODE, PER_RANK] = size * hop1
-        table[Tier.NODE, phase, Where.INTRA_NODE, PER_RANK] = size * hop1
-        table[Tier.HOME, phase, Where.INTER_NODE, PER_NODE] = size * hop2
+    for phase, size, rank, node in (
+        (Phase.FORWARD_IDS, ID_BYTES, PER_RANK, PER_NODE),
+        (Phase.FORWARD_ROWS, row_bytes, PER_RANK, PER_NODE),
+        (Phase.BACKWARD_ROWS, row_bytes, BACK_PER_RANK, BACK_PER_NODE),
+    ):
+        table[Tier.HOME, phase, Where.INTRA_NODE, rank] = size * hop1
+        table[Tier.NODE, phase, Where.INTRA_NODE, rank] = size * hop1
+        table[Tier.HOME, phase, Where.INTER_NODE, node] = size * hop2
     table[Tier.HOME, Phase.FORWARD_ROWS, Where.SELF, PER_RANK] = row_bytes / world
     table[Tier.NODE, Phase.FORWARD_ROWS, Where.SELF, PER_RANK] = row_bytes / local
     table[Tier.DEVICE, Phase.FORWARD_ROWS, Where.SELF, PER_RANK] = row_bytes
-    # An all-reduce of s bytes over g ranks sends 2 (g-1)/g s a rank; a reduce-scatter or all-gather half of that.
-    table[Tier.NODE, Phase.SYNC_MASK, Where.INTER_NODE, ROWS] = 2 * hop2 / 8
-    table[Tier.NODE, Phase.SYNC_ROWS, Where.INTER_NODE, ANYWHERE] = 2 * hop2 * row_bytes
-    mask = 2 * (world - 1) / world / 8
-    inter_share = 1 / local if nodes > 1 else 0.0
-    table[Tier.DEVICE, Phase.SYNC_MASK, Where.INTER_NODE, ROWS] = mask * inter_share
-    table[Tier.DEVICE, Phase.SYNC_MASK, Where.INTRA_NODE, ROWS] = mask * (1 - inter_share)
-    table[Tier.DEVICE, Phase.SYNC_ROWS, Where.INTRA_NODE, ANYWHERE] = 2 * hop1 * row_bytes
-    table[Tier.DEVICE, Phase.SYNC_ROWS, Where.INTER_NODE, ANYWHERE] = 2 * hop2 * row_bytes
+    _add_sync(table, layout, row_bytes)
     return table
 
 
 def direct_traffic(layout: RankLayout, row_bytes: int, *, dedup: bool) -> Float64Array:
-    """Every rank asks every home, as row-wise sharded modules do; with ``dedup`` for each row once. HOME rows only."""
+    """Every rank asks every home, as row-wise sharded modules do; with ``dedup`` for each row once a pass.
+
+    NODE rows are asked of the node owner, which every rank must know for that; DEVICE rows are held by the rank itself.
+    Without dedup a sum-pooled table's rows are summed at the station that holds them.
+    """
     world, local = layout.world_size, layout.local_ranks
     table = np.zeros(SHAPE)
-    statistic = PER_RANK if dedup else ACCESSES
-    exchanged = ((Phase.FORWARD_IDS, ID_BYTES), (Phase.FORWARD_ROWS, row_bytes), (Phase.BACKWARD_ROWS, row_bytes))
-    for phase, size in exchanged:
+    forward, back = (PER_RANK, BACK_PER_RANK) if dedup else (RETURNED, BACK_RETURNED)
+    for phase, size, statistic in (
+        (Phase.FORWARD_IDS, ID_BYTES, PER_RANK if dedup else ACCESSES),
+        (Phase.FORWARD_ROWS, row_bytes, forward),
+        (Phase.BACKWARD_ROWS, row_bytes, back),
+    ):
         table[Tier.HOME, phase, Where.INTRA_NODE, statistic] = size * (local - 1) / world
         table[Tier.HOME, phase, Where.INTER_NODE, statistic] = size * (world - local) / world
-    table[Tier.HOME, Phase.FORWARD_ROWS, Where.SELF, statistic] = row_bytes / world
+        table[Tier.NODE, phase, Where.INTRA_NODE, statistic] = size * (local - 1) / local
+    table[Tier.HOME, Phase.FORWARD_ROWS, Where.SELF, forward] = row_bytes / world
+    table[Tier.NODE, Phase.FORWARD_ROWS, Where.SELF, forward] = row_bytes / local
+    table[Tier.DEVICE, Phase.FORWARD_ROWS, Where.SELF, forward] = row_bytes
+    _add_sync(table, layout, row_bytes)
     return table
+
+
+def _add_sync(table: Float64Array, layout: RankLayout, row_bytes: int) -> None:
+    """An all-reduce of s bytes over g ranks sends 2 (g-1)/g s a rank; a reduce-scatter or all-gather half of that."""
+    nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
+    hop1, hop2 = (local - 1) / local, (nodes - 1) / (nodes * local)
+    table[Tier.NODE, Phase.SYNC_MASK, Where.INTER_NODE, SYNCED] = 2 * hop2 / 8
+    table[Tier.NODE, Phase.SYNC_ROWS, Where.INTER_NODE, ANYWHERE] = 2 * hop2 * row_bytes
+    mask = 2 * (world - 1) / world / 8
+    inter_share = 1 / local if nodes > 1 else 0.0
+    table[Tier.DEVICE, Phase.SYNC_MASK, Where.INTER_NODE, SYNCED] = mask * inter_share
+    table[Tier.DEVICE, Phase.SYNC_MASK, Where.INTRA_NODE, SYNCED] = mask * (1 - inter_share)
+    table[Tier.DEVICE, Phase.SYNC_ROWS, Where.INTRA_NODE, ANYWHERE] = 2 * hop1 * row_bytes
+    table[Tier.DEVICE, Phase.SYNC_ROWS, Where.INTER_NODE, ANYWHERE] = 2 * hop2 * row_bytes
 
 
 def migration_bytes(layout: RankLayout, moved_bytes: int) -> Float64Array:

@@ -40,6 +40,8 @@ class PhaseCost(Model):
 
     bytes: Measured = None
     """Sent by one rank in one step."""
+    busiest_rank_bytes: Measured = None
+    """Sent or received by the rank that has most of it."""
     seconds: Measured = None
     """Predicted time, hidden or not."""
 
@@ -63,7 +65,11 @@ class CostReport(Model):
     """Predicted communication of one rank in one step."""
 
     exposed_seconds: Measured = None
-    """What compute does not hide: what plans are compared by."""
+    """What compute does not hide, in the mean over the ranks: what plans are compared by."""
+    peak_exposed_seconds: Measured = None
+    """The same where every collective takes as long as its busiest rank."""
+    imbalance: Measured = None
+    """Busiest rank over mean, at least 1."""
     total_seconds: Measured = None
     """Hidden or not."""
     forward_seconds: Measured = None
@@ -117,6 +123,17 @@ class ReplicationReport(Model):
     """Share of the wire that an all-reduce reaches."""
 
 
+class ExchangeReport(Model):
+    """How rows travel, and whether another way would be cheaper for this job."""
+
+    planned: str = "chain"
+    """The exchange that the plan is priced under: what the job runs."""
+    recommended: str = "chain"
+    """The cheapest by the model; the next start of the job may use it."""
+    recommended_exposed_seconds: Measured = None
+    """What a step would wait for then."""
+
+
 class PlanReport(Model):
     """A plan against the live placement: what changes, what it costs, and why."""
 
@@ -158,6 +175,8 @@ class PlanReport(Model):
     """The live placement under the profile as it is now."""
     after: CostReport = CostReport()
     """The plan under the same profile."""
+    exchange: ExchangeReport = ExchangeReport()
+    """Chain, or every rank asks every home."""
     baselines: dict[str, CostReport] = Field(default_factory=dict)
     """Other strategies under the same profile, by name."""
     replication: ReplicationReport = ReplicationReport()

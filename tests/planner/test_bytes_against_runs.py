@@ -9,9 +9,9 @@ from model_jobs import exact_profile, keyspace, placement
 from rank_pool import RankPool
 
 from flexd.layout import RankLayout
-from flexd.planner.cost import CostBreakdown, Exchange, group_cost, total_cost
+from flexd.planner.cost import CostBreakdown
 from flexd.planner.plan import placement_cost
-from flexd.planner.traffic import Where
+from flexd.planner.traffic import Exchange, Where
 from flexd.planner.workload import make_loads
 from flexd.topology.files import load_preset
 
@@ -62,6 +62,5 @@ def test_the_direct_exchange_sends_what_is_predicted(
     pools: dict[int, RankPool], layout: RankLayout, exchange: str, priced: Exchange
 ) -> None:
     loads = make_loads(exact_profile(layout), keyspace(), layout)
-    home = placement(0, 0)
-    cost = total_cost(group_cost(load, home.tiers_of(load.keys), layout, CLUSTER, priced) for load in loads)
+    cost = placement_cost(loads, placement(0, 0), keyspace(), layout, CLUSTER, priced)
     check(cost, counted(pools, layout, exchange, 0, 0))

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from planner_cases import cluster, flat, load, zipf
 
+from flexd.errors import PlanError
 from flexd.layout import RankLayout, Tier
 from flexd.planner.baselines import BASELINES, ROW_WISE, ROW_WISE_DEDUP, TWO_HOP
-from flexd.planner.cost import Exchange, group_cost, total_cost
-from flexd.planner.traffic import Phase, Where, migration_bytes
+from flexd.planner.cost import LoadSums, group_cost, joint_cost
+from flexd.planner.traffic import Exchange, Phase, Where, migration_bytes
 from flexd.topology.model import Cluster, CollectiveCurve, Exposed, LinkModel
 
 N, L, B, A = 3, 4, 128, 0.7
@@ -103,7 +104,7 @@ def test_a_direct_all_to_all_takes_as_long_as_its_slower_link() -> None:
 
 def test_baselines_are_ordered_by_what_they_know() -> None:
     problem = load(zipf(2000, 1.1, 4000.0), bin_accesses=(1e-3,), bin_rows=(5e4,))
-    costs = {baseline.name: baseline.price([problem], LAYOUT, cluster()) for baseline in BASELINES}
+    costs = {baseline.name: baseline.price([LoadSums(problem, LAYOUT)], cluster()) for baseline in BASELINES}
     inter = [costs[name.name].all_to_all_bytes(Where.INTER_NODE) for name in (ROW_WISE, ROW_WISE_DEDUP, TWO_HOP)]
     assert inter[0] > inter[1] > inter[2] > 0
     assert all(baseline.source for baseline in BASELINES)
@@ -126,10 +127,16 @@ def test_rows_above_home_that_are_not_listed() -> None:
     np.testing.assert_allclose(cost.bytes, same.bytes)
 
 
-def test_costs_add_up() -> None:
-    one = group_cost(load(np.full(5, A)), np.ones(5, np.uint8), LAYOUT, cluster(latency=1e-6))
-    assert total_cost([one, one]).exposed_seconds == pytest.approx(2 * one.exposed_seconds)
-    assert total_cost([one, one, one]).ids_sent == pytest.approx(3 * one.ids_sent)
+def test_dim_groups_share_the_collectives() -> None:
+    problem, tiers = load(np.full(5, A)), np.ones(5, np.uint8)
+    sums = LoadSums(problem, LAYOUT)
+    one = group_cost(problem, tiers, LAYOUT, cluster(latency=1e-6))
+    three = joint_cost([sums] * 3, [tiers] * 3, cluster(latency=1e-6))
+    assert three.ids_sent == pytest.approx(3 * one.ids_sent)
+    np.testing.assert_allclose(three.transfer_seconds, 3 * one.transfer_seconds)
+    np.testing.assert_array_equal(three.latency_seconds, one.latency_seconds)
+    with pytest.raises(PlanError, match="no dim-group"):
+        joint_cost([], [], cluster())
 
 
 def test_migration_bytes() -> None:

@@ -11,7 +11,8 @@ from flexd.errors import PlanError
 from flexd.keyspace import KeySpace, TableSpec
 from flexd.layout import RankLayout, Tier
 from flexd.placement import Placement
-from flexd.planner.delta import delta_chunks, moved_bytes, plan_delta, slots_used
+from flexd.planner.delta import delta_chunks, moved_bytes, plan_delta
+from flexd.planner.limits import SlotBudgets
 
 KEYSPACE = KeySpace(
     [TableSpec("a", 1500, 8), TableSpec("b", 700, 16, optimizer="rowwise_adagrad"), TableSpec("c", 800, 8)]
@@ -24,6 +25,10 @@ def random_placement(rng: np.random.Generator, layout: RankLayout, slots: np.nda
     tiers = rng.integers(1, 3, rows).astype(np.uint8)
     fits = [n for n in range(rows + 1) if (slots_used(keys[:n], tiers[:n], KEYSPACE, layout) <= slots[:, None]).all()]
     return Placement.of(keys[: fits[-1]], tiers[: fits[-1]])
+
+
+def slots_used(keys: np.ndarray, tiers: np.ndarray, keyspace: KeySpace, layout: RankLayout) -> np.ndarray:
+    return SlotBudgets(keyspace, layout, [0] * len(keyspace.groups)).used(keys, tiers)
 
 
 cases = st.tuples(

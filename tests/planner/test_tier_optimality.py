@@ -14,7 +14,8 @@ from scipy.sparse import csr_matrix, hstack
 
 from flexd.layout import RankLayout, Tier
 from flexd.planner.cost import group_cost
-from flexd.planner.tiers import choose_tiers, row_seconds, usable_tiers
+from flexd.planner.gains import row_seconds, usable_tiers
+from flexd.planner.tiers import choose_tiers
 from flexd.planner.workload import GroupLoad, statistics
 from flexd.topology.model import Exposed
 

@@ -7,8 +7,8 @@ import pytest
 from planner_cases import cluster, load, zipf
 
 from flexd.layout import RankLayout, Tier
-from flexd.planner.cost import Exchange, group_cost
-from flexd.planner.traffic import ID_BYTES, Phase, Where
+from flexd.planner.cost import group_cost
+from flexd.planner.traffic import ID_BYTES, Exchange, Phase, Where
 from flexd.planner.workload import statistics
 
 ROWS, ROW_BYTES, STEPS = 600, 96, 60

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexd.layout import RankLayout
-from flexd.planner.cost import CostBreakdown, Exchange, group_cost, total_cost
-from flexd.planner.workload import GroupLoad
+from flexd.planner.cost import CostBreakdown, LoadSums, joint_cost
+from flexd.planner.traffic import Exchange
 from flexd.topology.model import Cluster
 
 
@@ -21,10 +20,8 @@ class ExchangeBaseline:
     source: str
     exchange: Exchange
 
-    def price(self, loads: Sequence[GroupLoad], layout: RankLayout, cluster: Cluster) -> CostBreakdown:
-        return total_cost(
-            group_cost(load, np.zeros(len(load.keys), np.uint8), layout, cluster, self.exchange) for load in loads
-        )
+    def price(self, sums: Sequence[LoadSums], cluster: Cluster) -> CostBreakdown:
+        return joint_cost(sums, [np.zeros(len(group.load.keys), np.uint8) for group in sums], cluster, self.exchange)
 
 
 ROW_WISE = ExchangeBaseline(

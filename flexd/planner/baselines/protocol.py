@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from flexd.layout import RankLayout
-from flexd.planner.cost import CostBreakdown
-from flexd.planner.workload import GroupLoad
+from flexd.planner.cost import CostBreakdown, LoadSums
 from flexd.topology.model import Cluster
 
 
@@ -24,6 +22,6 @@ class Baseline(Protocol):
         """Who does it, or the paper and section."""
         ...
 
-    def price(self, loads: Sequence[GroupLoad], layout: RankLayout, cluster: Cluster) -> CostBreakdown:
+    def price(self, sums: Sequence[LoadSums], cluster: Cluster) -> CostBreakdown:
         """Cost of the best that this strategy does with the load, per rank and step."""
         ...

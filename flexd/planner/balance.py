@@ -1,0 +1,122 @@
+"""How a placement's bytes spread over the ranks: a collective takes as long as its busiest rank.
+
+Homes are cyclic by key, so a hot row loads its home (second hop, direct exchange) or its rail (first hop, NODE
+synchronisation) more than the others. The mean over the ranks of what is computed here is ``traffic``'s table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.layout import RankLayout, Tier
+from flexd.planner.traffic import EXCHANGE_PHASES, Exchange, Phase, Where
+
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+UInt8Array = npt.NDArray[np.uint8]
+
+
+def sums_by_home(
+    listed: Float64Array,
+    tiers: UInt8Array,
+    home_rank: Int64Array,
+    even: Float64Array,
+    layout: RankLayout,
+    wanted: Sequence[int],
+) -> Float64Array:
+    """float64[tier, statistic, world]: statistics summed over the rows of each tier and home.
+
+    Args:
+        listed: float64[statistics, h] of the listed rows.
+        home_rank: int64[h] of the listed rows.
+        even: float64[tier, statistic] of all other rows, which spread evenly over the homes.
+        wanted: statistics to sum; the others are 0.
+    """
+    world = layout.world_size
+    result = np.zeros((len(Tier), len(even[0]), world))
+    place = tiers.astype(np.int64) * world + home_rank
+    for statistic in wanted:
+        summed = np.bincount(place, weights=listed[statistic], minlength=len(Tier) * world)
+        result[:, statistic] = summed.reshape(len(Tier), world) + even[:, statistic, None] / world
+    return result
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of every rank in one optimizer step.
+
+    Attributes:
+        sent, received: float64[tier, phase, link, world].
+    """
+
+    sent: Float64Array
+    received: Float64Array
+
+    def __add__(self, other: RankBytes) -> RankBytes:
+        return RankBytes(self.sent + other.sent, self.received + other.received)
+
+    def busiest(self) -> Float64Array:
+        """float64[tier, phase, link]: bytes of the rank that sends or receives most in each phase, on each link.
+
+        Each rank's wire works in both directions at once, so the direction with more bytes counts. Synchronisation is
+        a collective of its own for each tier, so its busiest rank is found by tier.
+        """
+        tiers, phases, links, _ = self.sent.shape
+        both = np.concatenate([self.sent, self.received], axis=3)
+        at = np.broadcast_to(both.sum(axis=0).argmax(axis=2), (tiers, phases, links)).copy()
+        for phase in (Phase.SYNC_MASK, Phase.SYNC_ROWS):
+            at[:, phase] = both[:, phase].argmax(axis=2)
+        result: Float64Array = np.take_along_axis(both, at[..., None], axis=3)[..., 0]
+        return result
+
+
+def rank_bytes(by_home: Float64Array, table: Float64Array, layout: RankLayout, exchange: Exchange) -> RankBytes:
+    """Bytes of every rank.
+
+    Args:
+        by_home: float64[tier, statistic, world] of ``sums_by_home``.
+        table: float64[tier, phase, link, statistic], the traffic table of the exchange.
+    """
+    nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
+    # of_home[..., h]: what the rows at home h add to the mean over all ranks.
+    of_home = np.einsum("tpls,tsw->tplw", table, by_home)
+    total = of_home.sum(axis=3, keepdims=True)
+    by_node = of_home.reshape(*of_home.shape[:3], nodes, local)
+    of_rail = np.broadcast_to(by_node.sum(axis=3, keepdims=True), by_node.shape).reshape(of_home.shape)
+    of_node = np.broadcast_to(by_node.sum(axis=4, keepdims=True), by_node.shape).reshape(of_home.shape)
+    sent = np.broadcast_to(total, of_home.shape).copy()
+    received = sent.copy()
+
+    def spread(tier: Tier, phase: Phase, where: Where, serves: Float64Array, asks: Float64Array) -> None:
+        """Requests and gradients go to the rank that serves; rows come from it."""
+        out, into = (serves, asks) if phase == Phase.FORWARD_ROWS else (asks, serves)
+        sent[tier, phase, where], received[tier, phase, where] = out, into
+
+    for phase in EXCHANGE_PHASES:
+        for tier in (Tier.HOME, Tier.NODE):
+            if local > 1 and (exchange is Exchange.CHAIN or tier == Tier.NODE):
+                rail, all_rows = of_rail[tier, phase, Where.INTRA_NODE], total[tier, phase, Where.INTRA_NODE]
+                spread(tier, phase, Where.INTRA_NODE, local * rail, local / (local - 1) * (all_rows - rail))
+        home = of_home[Tier.HOME, phase]
+        if exchange is Exchange.CHAIN:
+            if nodes > 1:
+                mine = home[Where.INTER_NODE]
+                others = of_rail[Tier.HOME, phase, Where.INTER_NODE] - mine
+                spread(Tier.HOME, phase, Where.INTER_NODE, world * mine, world / (nodes - 1) * others)
+            continue
+        if local > 1:
+            mine = home[Where.INTRA_NODE]
+            others = of_node[Tier.HOME, phase, Where.INTRA_NODE] - mine
+            spread(Tier.HOME, phase, Where.INTRA_NODE, world * mine, world / (local - 1) * others)
+        if nodes > 1:
+            mine = home[Where.INTER_NODE]
+            others = total[Tier.HOME, phase, Where.INTER_NODE] - of_node[Tier.HOME, phase, Where.INTER_NODE]
+            spread(Tier.HOME, phase, Where.INTER_NODE, world * mine, world / (world - local) * others)
+    for phase in (Phase.SYNC_MASK, Phase.SYNC_ROWS):
+        rail = local * of_rail[Tier.NODE, phase, Where.INTER_NODE]
+        sent[Tier.NODE, phase, Where.INTER_NODE] = received[Tier.NODE, phase, Where.INTER_NODE] = rail
+    return RankBytes(sent, received)
