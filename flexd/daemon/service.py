@@ -18,12 +18,14 @@ from flexd.control.migration import MigrationState
 from flexd.control.report import StepReport
 from flexd.daemon import parts
 from flexd.daemon.drift import DriftMonitor
+from flexd.daemon.follower_service import FollowerDaemon
 from flexd.daemon.plan_log import PlanLog
 from flexd.daemon.planning import Planning
+from flexd.daemon.scale_out import LeaderUnit, shared_settings
 from flexd.daemon.training import TrainingMonitor
 from flexd.daemon.view import Condition, DaemonView
 from flexd.dead_letters import DeadLetterFile
-from flexd.errors import ApiError, FlexdError, SnapshotError
+from flexd.errors import ApiError, FlexdError
 from flexd.ingest import Ingestor
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
@@ -60,18 +62,19 @@ class Daemon:
         self._config = config
         self._started_unix_seconds = time.time()
         keyspace = config.keyspace()
-        self._make_state_directory()
+        parts.make_state_directory(config)
         state = config.state.dir
         cluster = parts.make_cluster(config)
         control = parts.control_options(config)
         letters = config.stream.dead_letters
         self._training = TrainingMonitor()
         self._journal = PlacementJournal(state / "placement")
-        source = parts.make_source(config)
+        self._leader = LeaderUnit(config) if config.scale_out.role == "leader" else None
+        source = parts.make_source(config) if self._leader is None else self._leader.ledger
         self._ingestor = Ingestor(
             source,
             keyspace.tables,
-            parts.sketch_settings(config),
+            parts.sketch_settings(config) if self._leader is None else shared_settings(config),
             SnapshotStore(state / "snapshots", config.state.keep_snapshots),
             dead_letters=DeadLetterFile(
                 letters.path or state / "dead-letters.jsonl", letters.max_bytes, letters.max_message_bytes
@@ -79,9 +82,11 @@ class Daemon:
             snapshot_interval_seconds=config.state.snapshot_interval_seconds,
             poll_seconds=config.stream.poll_seconds,
             max_message_bytes=config.stream.max_message_bytes,
-            threads=config.sketch.ingest_threads,
+            threads=config.sketch.ingest_threads if self._leader is None else 1,
             save_with=lambda: {"live_plan_id": self._planning.live_plan_id, "drift_reference": self._drift.saved()},
         )
+        if self._leader is not None:
+            self._leader.attach(self._ingestor)
         tap = source if isinstance(source, TapSource) else None
         self._coordinator = Coordinator(control, keyspace, self._journal, self._take_report, self._take_event, tap)
         self._planning = Planning(
@@ -93,8 +98,9 @@ class Daemon:
             self._planning.accesses_per_step, self._ingestor.restored.get("drift_reference"),
         )  # fmt: skip
         self._view = DaemonView(
-            config, keyspace.total_rows, self._ingestor, self._coordinator, self._planning, self._training, self._drift
-        )
+            config, keyspace.total_rows, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
+            self._leader,
+        )  # fmt: skip
         self._server = DaemonServer(self, Metrics(lambda: self._view.figures(self._condition())), config.server)
         self._stopping = threading.Event()
         self._ticked_at = time.monotonic()
@@ -105,15 +111,6 @@ class Daemon:
         self._next_try_at = 0.0
         self._refusal = ""
 
-    def _make_state_directory(self) -> None:
-        directory = self._config.state.dir
-        try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise SnapshotError(
-                f"state.dir: {directory} cannot be made: {error.strerror}", remedy="give a writable directory"
-            ) from error
-
     def start(self) -> None:
         """Starts every part; if one fails, those before it are stopped again.
 
@@ -123,6 +120,8 @@ class Daemon:
         try:
             self._coordinator.start()
             self._ingestor.start()
+            if self._leader is not None:
+                self._leader.start()
             self._drift.start()
             self._server.start()
         except BaseException:
@@ -158,7 +157,11 @@ class Daemon:
         somebody can watch."""
         self._stopping.set()
         ended = self._coordinator.stop(seconds * _SHARE_CONTROL)
-        ended &= self._ingestor.stop(seconds * _SHARE_INGEST)
+        if self._leader is not None:
+            ended &= self._leader.stop(seconds * _SHARE_INGEST / 2)
+            ended &= self._ingestor.stop(seconds * _SHARE_INGEST / 2)
+        else:
+            ended &= self._ingestor.stop(seconds * _SHARE_INGEST)
         ended &= self._drift.stop(seconds * _SHARE_DRIFT)
         self._journal.close()
         ended &= self._server.stop(seconds * (1 - _SHARE_INGEST - _SHARE_CONTROL - _SHARE_DRIFT))
@@ -308,7 +311,7 @@ def _set_up_logging(config: Config) -> None:
 def run_daemon(config: Config) -> int:
     """Runs until SIGTERM or SIGINT. Returns the exit code: 0, or 1 if a part did not end within the deadline."""
     _set_up_logging(config)
-    daemon = Daemon(config)
+    daemon = FollowerDaemon(config) if config.scale_out.role == "follower" else Daemon(config)
     daemon.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: daemon.ask_to_stop())

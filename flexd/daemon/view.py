@@ -13,8 +13,10 @@ from flexd.config import Config
 from flexd.control.coordinator import Coordinator
 from flexd.daemon.drift import DriftMonitor
 from flexd.daemon.planning import Execution, Planning
+from flexd.daemon.scale_out import LeaderUnit
+from flexd.daemon.scale_out_view import leader_figures, leader_status
 from flexd.daemon.training import TrainingMonitor
-from flexd.ingest import Ingestor
+from flexd.ingest import Ingestor, IngestStats
 from flexd.layout import Tier
 from flexd.placement import Placement
 from flexd.planner.plan import Plan
@@ -52,6 +54,37 @@ def coverage_of(profile: Profile) -> float:
     return min((table.coverage for table in profile.tables if table.weight > 0), default=math.nan)
 
 
+def stream_status(config: Config, stats: IngestStats) -> m.StreamStatus:
+    return m.StreamStatus(
+        source=config.stream.source.kind,
+        lag_messages=stats.lag_messages,
+        messages_per_second=stats.messages_per_second,
+        accesses_per_second=stats.accesses_per_second,
+        messages=stats.messages,
+        accesses=stats.accesses,
+        rejected_messages=dict(stats.rejected_messages),
+        rejected_accesses=dict(stats.rejected_accesses),
+        adjusted_accesses=dict(stats.adjusted_accesses),
+        newest_event_unix_seconds=stats.newest_event_seconds,
+        problem=stats.problem,
+    )
+
+
+def ingest_figures(stats: IngestStats) -> f.IngestFigures:
+    return f.IngestFigures(
+        messages=stats.messages,
+        accesses=stats.accesses,
+        bytes=stats.bytes,
+        rejected_messages=stats.rejected_messages,
+        rejected_accesses=stats.rejected_accesses,
+        adjusted_accesses=stats.adjusted_accesses,
+        lag_messages=stats.lag_messages,
+        dead_letters=stats.dead_letters,
+        connected=stats.problem is None,
+        newest_event_unix_seconds=stats.newest_event_seconds,
+    )
+
+
 class DaemonView:
     """Built over the running parts; every method may be called from any thread and blocks on nothing."""
 
@@ -64,6 +97,7 @@ class DaemonView:
         planning: Planning,
         training: TrainingMonitor,
         drift: DriftMonitor,
+        leader: LeaderUnit | None = None,
     ) -> None:
         self._config = config
         self._total_rows = total_rows
@@ -72,6 +106,7 @@ class DaemonView:
         self._planning = planning
         self._training = training
         self._drift = drift
+        self._leader = leader
 
     def plan(self, plan: Plan, live: Placement) -> PlanReport:
         before = {str(tier): count for tier, count in rows_above_home(live).items()}
@@ -107,7 +142,7 @@ class DaemonView:
             reasons=condition.reasons,
             paused=condition.pause_reason is not None,
             pause_reason=condition.pause_reason,
-            stream=self._stream(),
+            stream=stream_status(self._config, self._ingestor.stats()),
             sketch=self._sketch(),
             drift=self._drift_status(),
             topology=self._topology(),
@@ -115,22 +150,7 @@ class DaemonView:
             last_plan=None if last is None else self.plan(last, planning.last_live),
             migration=None if execution is None else self.migration(execution),
             snapshot=self._snapshot(),
-        )
-
-    def _stream(self) -> m.StreamStatus:
-        stats = self._ingestor.stats()
-        return m.StreamStatus(
-            source=self._config.stream.source.kind,
-            lag_messages=stats.lag_messages,
-            messages_per_second=stats.messages_per_second,
-            accesses_per_second=stats.accesses_per_second,
-            messages=stats.messages,
-            accesses=stats.accesses,
-            rejected_messages=dict(stats.rejected_messages),
-            rejected_accesses=dict(stats.rejected_accesses),
-            adjusted_accesses=dict(stats.adjusted_accesses),
-            newest_event_unix_seconds=stats.newest_event_seconds,
-            problem=stats.problem,
+            scale_out=None if self._leader is None else leader_status(self._leader),
         )
 
     def _sketch(self) -> m.SketchStatus:
@@ -228,7 +248,7 @@ class DaemonView:
             ready=condition.ready,
             paused=condition.pause_reason is not None,
             pauses=condition.pauses,
-            ingest=self._ingest_figures(),
+            ingest=ingest_figures(self._ingestor.stats()),
             sketch=self._sketch_figures(),
             drift=self._drift_figures(),
             plan=self._plan_figures(),
@@ -237,21 +257,7 @@ class DaemonView:
             training=self._training.figures(),
             control=self._control_figures(),
             snapshot=self._snapshot_figures(),
-        )
-
-    def _ingest_figures(self) -> f.IngestFigures:
-        stats = self._ingestor.stats()
-        return f.IngestFigures(
-            messages=stats.messages,
-            accesses=stats.accesses,
-            bytes=stats.bytes,
-            rejected_messages=stats.rejected_messages,
-            rejected_accesses=stats.rejected_accesses,
-            adjusted_accesses=stats.adjusted_accesses,
-            lag_messages=stats.lag_messages,
-            dead_letters=stats.dead_letters,
-            connected=stats.problem is None,
-            newest_event_unix_seconds=stats.newest_event_seconds,
+            scale_out=None if self._leader is None else leader_figures(self._leader),
         )
 
     def _sketch_figures(self) -> f.SketchFigures:

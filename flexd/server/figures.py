@@ -196,6 +196,46 @@ class SnapshotFigures:
 
 
 @dataclass(frozen=True)
+class FollowerFigures:
+    """One follower at its leader.
+
+    Attributes:
+        last_push_seconds: since its last push. lag_messages: not read in its partitions. partitions: how many.
+        accepted, repeated, bytes, accesses: of its deltas.
+    """
+
+    last_push_seconds: float
+    silent: bool
+    partitions: int
+    lag_messages: int
+    accepted: int
+    repeated: int
+    bytes: int
+    accesses: int
+
+
+@dataclass(frozen=True)
+class ScaleOutFigures:
+    """Leader and followers; empty for a daemon that is alone.
+
+    Attributes:
+        followers: by name (leader). refused: requests and deltas, by reason (leader).
+        pushed: deltas by outcome (follower). failures: attempts without a final answer, by reason (follower).
+        restarts: times that counts were dropped and read again (follower). dropped_messages: read again for that.
+        sent_bytes, last_answer_seconds: of the follower's link; NaN before the first answer.
+    """
+
+    followers: Mapping[str, FollowerFigures] = field(default_factory=dict)
+    refused: Mapping[str, int] = field(default_factory=dict)
+    pushed: Mapping[str, int] = field(default_factory=dict)
+    failures: Mapping[str, int] = field(default_factory=dict)
+    restarts: int = 0
+    dropped_messages: int = 0
+    sent_bytes: int = 0
+    last_answer_seconds: float = float("nan")
+
+
+@dataclass(frozen=True)
 class DaemonFigures:
     """All of it at one moment.
 
@@ -222,3 +262,4 @@ class DaemonFigures:
     training: TrainingFigures = TrainingFigures()
     control: ControlFigures = ControlFigures()
     snapshot: SnapshotFigures = SnapshotFigures()
+    scale_out: ScaleOutFigures | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
@@ -15,6 +15,11 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from flexd.server.families import MAX_LABEL_VALUES as MAX_LABEL_VALUES
+from flexd.server.families import counter as _counter
+from flexd.server.families import counters as _counters
+from flexd.server.families import gauge as _gauge
+from flexd.server.families import gauges as _gauges
 from flexd.server.figures import (
     LINKS,
     TIER_NAMES,
@@ -30,9 +35,7 @@ from flexd.server.figures import (
     SnapshotFigures,
     TrainingFigures,
 )
-
-MAX_LABEL_VALUES = 4096
-"""Series of one metric, at most; the rest is summed (counters) or left out (gauges) and the metrics page says so."""
+from flexd.server.scale_out_metrics import scale_out_metrics
 
 
 class Metrics:
@@ -82,6 +85,8 @@ class FiguresCollector(Collector):
         yield from _training(figures.training)
         yield from _control(figures.control)
         yield from _snapshot(figures.snapshot)
+        if figures.scale_out is not None:
+            yield from scale_out_metrics(figures.scale_out)
 
 
 def _ingest(ingest: IngestFigures) -> Iterator[Metric]:
@@ -277,32 +282,3 @@ def _snapshot(snapshot: SnapshotFigures) -> Iterator[Metric]:
 
 def _by_tier(values: tuple[int, int, int]) -> dict[str, int]:
     return dict(zip(TIER_NAMES, values, strict=True))
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, text, value=float(value))
-
-
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(name, text, value=float(value))
-
-
-def _gauges(
-    name: str, text: str, label: str, values: Mapping[str, float], keep: int = MAX_LABEL_VALUES
-) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, text, labels=[label])
-    for key, value in list(values.items())[:keep]:
-        family.add_metric([key], float(value))
-    return family
-
-
-def _counters(
-    name: str, text: str, label: str, values: Mapping[str, float], keep: int = MAX_LABEL_VALUES
-) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, text, labels=[label])
-    items = list(values.items())
-    for key, value in items[:keep]:
-        family.add_metric([key], float(value))
-    if len(items) > keep:
-        family.add_metric(["other"], float(sum(value for _, value in items[keep:])))
-    return family

@@ -1,0 +1,137 @@
+"""The life cycle of a follower: it counts, pushes and tells about itself; it plans nothing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from flexd import __version__
+from flexd.config import Config
+from flexd.daemon import parts
+from flexd.daemon.scale_out import remote_follower
+from flexd.daemon.scale_out_view import follower_figures, follower_status
+from flexd.daemon.view import ingest_figures, stream_status
+from flexd.errors import ApiError
+from flexd.server.figures import DaemonFigures, SketchFigures
+from flexd.server.http import DaemonServer
+from flexd.server.metrics import Metrics
+from flexd.server.models import (
+    PauseState,
+    ProbeResult,
+    ReplanResult,
+    SketchStatus,
+    Status,
+    TableSketchStatus,
+)
+from flexd.server.plan_report import PlanReport
+
+logger = logging.getLogger("flexd")
+
+_SHARE_INGEST = 0.7
+
+
+class FollowerDaemon:
+    """Implements ``DaemonApi``; the verbs that plan or push are refused with the leader's address.
+
+    Raises:
+        FlexdError: a part cannot be made from the configuration.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._started_unix_seconds = time.time()
+        parts.make_state_directory(config)
+        self._unit = remote_follower(config)
+        self._server = DaemonServer(self, Metrics(self._figures), config.server)
+        self._stopping = threading.Event()
+
+    @property
+    def address(self) -> str:
+        """Where the admin API is served."""
+        return self._server.address
+
+    def start(self) -> None:
+        """Starts every part, or none. Raises ApiError if an address is taken."""
+        self._server.start()
+        self._unit.start()
+        logger.info("flexd follows %s: API %s", self._config.scale_out.leader, self._server.address)
+
+    def ask_to_stop(self) -> None:
+        """Returns at once; ``run_until_stopped`` then ends within ``shutdown_seconds``."""
+        self._stopping.set()
+
+    def run_until_stopped(self) -> bool:
+        """Returns whether every part ended within the deadline."""
+        self._stopping.wait()
+        seconds = self._config.shutdown_seconds
+        ended = self._unit.stop(seconds * _SHARE_INGEST)
+        return self._server.stop(seconds * (1 - _SHARE_INGEST)) and ended
+
+    def status(self) -> Status:
+        healthy, ready = self.health(), self.ready()
+        choices = self._unit.ingestor.choices()
+        return Status(
+            job=self._config.job,
+            version=__version__,
+            uptime_seconds=time.time() - self._started_unix_seconds,
+            healthy=healthy.ok,
+            ready=ready.ok,
+            reasons=(*healthy.reasons, *ready.reasons),
+            stream=stream_status(self._config, self._unit.ingestor.stats()),
+            sketch=SketchStatus(
+                bytes=sum(choice.bytes for choice in choices),
+                tables=tuple(
+                    TableSketchStatus(table=c.table, kind=c.kind, bytes=c.bytes, error_bound=c.error_share)
+                    for c in choices
+                ),
+            ),
+            scale_out=follower_status(self._config.scale_out.leader or "", self._unit.stats()),
+        )
+
+    def plan(self) -> PlanReport:
+        raise self._refusal()
+
+    def replan(self, reason: str, wait_seconds: float) -> ReplanResult:
+        raise self._refusal()
+
+    def pause(self, reason: str) -> PauseState:
+        raise self._refusal()
+
+    def resume(self) -> PauseState:
+        raise self._refusal()
+
+    def health(self) -> ProbeResult:
+        if self._stopping.is_set() or self._unit.ingestor.stats().running:
+            return ProbeResult(ok=True)
+        return ProbeResult(ok=False, reasons=("the ingest thread has ended",))
+
+    def ready(self) -> ProbeResult:
+        reasons = []
+        problem = self._unit.ingestor.stats().problem
+        if problem is not None:
+            reasons.append(f"stream: {problem}")
+        if self._stopping.is_set():
+            reasons.append("shutting down")
+        return ProbeResult(ok=not reasons, reasons=tuple(reasons))
+
+    def _refusal(self) -> ApiError:
+        return ApiError(
+            "a follower plans and moves nothing", status=409, remedy=f"ask the leader ({self._config.scale_out.leader})"
+        )
+
+    def _figures(self) -> DaemonFigures:
+        choices = self._unit.ingestor.choices()
+        return DaemonFigures(
+            job=self._config.job,
+            version=__version__,
+            started_unix_seconds=self._started_unix_seconds,
+            healthy=self.health().ok,
+            ready=self.ready().ok,
+            ingest=ingest_figures(self._unit.ingestor.stats()),
+            sketch=SketchFigures(
+                bytes_by_table={choice.table: choice.bytes for choice in choices},
+                error_bound_by_table={choice.table: choice.error_share for choice in choices},
+            ),
+            scale_out=follower_figures(self._unit.stats()),
+        )

@@ -1,0 +1,159 @@
+"""The parts of a leader and of a follower, made from the configuration."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+
+from flexd.config import Config, KafkaSource, split_address
+from flexd.daemon import parts
+from flexd.dead_letters import DeadLetterFile
+from flexd.ingest import Ingestor, IngestStats
+from flexd.ingest.counters import settings_of_one
+from flexd.scaleout.courier import Courier, Link
+from flexd.scaleout.follower import Follower, FollowerOptions, FollowerStats
+from flexd.scaleout.leader import FollowerReport, Leader
+from flexd.scaleout.ledger import Ledger
+from flexd.scaleout.transport import HttpLink, LocalLink, listener
+from flexd.secret import read_secret
+from flexd.sketch.table_set import SketchSettings
+
+OWN_NAME = "leader"
+"""Of the member of the group that runs inside the leader."""
+
+
+def scale_out_secret(config: Config) -> bytes | None:
+    """Raises ConfigError if the file cannot be read or is empty."""
+    path = config.scale_out.secret_file
+    return None if path is None else read_secret(path, "scale_out.secret_file")
+
+
+def shared_settings(config: Config) -> SketchSettings:
+    """Of one set of counters: what daemons with equal ``sketch`` sections exchange, whatever their threads."""
+    return settings_of_one(parts.sketch_settings(config), config.sketch.ingest_threads)
+
+
+def dead_letters(config: Config) -> DeadLetterFile:
+    letters = config.stream.dead_letters
+    path = letters.path or config.state.dir / "dead-letters.jsonl"
+    return DeadLetterFile(path, letters.max_bytes, letters.max_message_bytes)
+
+
+class FollowerUnit:
+    """Reads partitions and hands their counts to a leader.
+
+    Args:
+        link: the way to it; taken over.
+
+    Raises:
+        FlexdError: the source or the counters cannot be made.
+    """
+
+    def __init__(self, config: Config, link: Link, name: str) -> None:
+        settings = config.scale_out
+        self._courier = Courier(link)
+        self._follower = Follower(
+            FollowerOptions(
+                name=name,
+                session=secrets.token_hex(8),
+                job=config.job,
+                tables=config.keyspace().digest,
+                push_interval_seconds=settings.push_interval_seconds,
+                max_unacknowledged_messages=settings.max_unacknowledged_messages,
+                max_unacknowledged_seconds=settings.max_unacknowledged_seconds,
+                settle_seconds=settings.settle_seconds,
+            ),
+            lambda follower: parts.make_source(config, follower),
+            self._courier,
+            grouped=isinstance(config.stream.source, KafkaSource),
+        )
+        self.ingestor = Ingestor(
+            self._follower,
+            config.keyspace().tables,
+            parts.sketch_settings(config),
+            None,
+            dead_letters=dead_letters(config),
+            poll_seconds=config.stream.poll_seconds,
+            max_message_bytes=config.stream.max_message_bytes,
+            threads=config.sketch.ingest_threads,
+        )
+        self._follower.attach(self.ingestor)
+
+    def start(self) -> None:
+        self._courier.start()
+        self.ingestor.start()
+
+    def stop(self, timeout_seconds: float) -> bool:
+        """The ingest first: it hands over what it counted. Whether both threads have ended."""
+        ended = self.ingestor.stop(timeout_seconds)
+        return self._courier.stop(1.0) and ended
+
+    def stats(self) -> FollowerStats:
+        return self._follower.stats()
+
+
+class LeaderUnit:
+    """The ledger (the ``Source`` of the daemon's ingest), the listener, and the leader's own reader if it has one.
+
+    Raises:
+        FlexdError: a part cannot be made.
+    """
+
+    def __init__(self, config: Config) -> None:
+        settings = config.scale_out
+        self.ledger = Ledger(lambda: self._leader.lag_messages(), lambda: self.problem())
+        self._leader = Leader(
+            config.job, config.keyspace(), shared_settings(config), self.ledger, settings.silent_after_seconds
+        )
+        self._listener = listener(self._leader, scale_out_secret(config), settings.listen_host, settings.listen_port)
+        self._own = FollowerUnit(config, LocalLink(self._leader), OWN_NAME) if settings.consume else None
+
+    @property
+    def port(self) -> int:
+        """Of the listener."""
+        return self._listener.port
+
+    def attach(self, ingestor: Ingestor) -> None:
+        """The ingest whose source is the ledger. Before it starts."""
+        self._leader.serve(ingestor)
+
+    def start(self) -> None:
+        """After the ingest. Raises ApiError if the address is taken."""
+        self._listener.start()
+        if self._own is not None:
+            self._own.start()
+
+    def stop(self, timeout_seconds: float) -> bool:
+        """Before the ingest, so that its last snapshot holds what came last."""
+        ended = True if self._own is None else self._own.stop(timeout_seconds / 2)
+        return self._listener.stop(timeout_seconds / 2) and ended
+
+    def problem(self) -> str | None:
+        own = None if self._own is None else self._own.ingestor.stats().problem
+        return own or self._leader.problem()
+
+    def own_stats(self) -> IngestStats | None:
+        """Of the leader's own reader; None if it has none."""
+        return None if self._own is None else self._own.ingestor.stats()
+
+    def followers(self) -> tuple[FollowerReport, ...]:
+        return self._leader.followers()
+
+    def refused(self) -> dict[str, int]:
+        return self._leader.refused()
+
+
+def remote_follower(config: Config) -> FollowerUnit:
+    """The unit of ``scale_out.role: follower``.
+
+    Raises:
+        FlexdError: a part cannot be made.
+    """
+    settings = config.scale_out
+    host, port = split_address(settings.leader or "")
+    return FollowerUnit(config, HttpLink(host, port, scale_out_secret(config)), settings.name or _host_name())
+
+
+def _host_name() -> str:
+    allowed = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in socket.gethostname())
+    return allowed.lstrip("._-")[:128] or "follower"
