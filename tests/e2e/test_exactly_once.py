@@ -1,0 +1,271 @@
+"""Real processes that ingest and are killed, cut off, rebalanced and out of disk: the counters end as if nothing had
+happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import ingest_server
+import numpy as np
+import pytest
+from ingest_server import IngestServer, end, saved_counters, wait_for_status
+from tcp_cut import TcpCut
+
+from flexd.stream.codec import encode_arrow
+from flexd.stream.file_log import FileLogSink
+from flexd.stream.kafka import KafkaSink, KafkaSource
+from flexd.stream.types import AccessBatch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+from tansu_broker import TansuBroker, free_port
+
+KILLS = 52
+LANES = 4
+IDS = 64
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[IngestServer]:
+    server = IngestServer()
+    yield server
+    server.close()
+
+
+def batch(number: int) -> AccessBatch:
+    rows = np.random.default_rng(number).zipf(1.2, IDS) % ingest_server.TABLES[0].rows
+    return AccessBatch("items", rows.astype(np.int32), number % 4, 1.7e9 + number)
+
+
+class Producer:
+    """Sends messages from number ``first`` on until told to stop; those below ``sent`` are in the broker afterwards."""
+
+    def __init__(self, bootstrap: str, topic: str, messages_per_second: float, first: int = 0) -> None:
+        self.sent = first
+        self._sink = KafkaSink(bootstrap, topic)
+        self._pause = 10 / messages_per_second
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._done.is_set():
+            for _ in range(10):
+                self._sink.send(encode_arrow([batch(self.sent)]))
+                self.sent += 1
+            self._done.wait(self._pause)
+
+    def finish(self) -> int:
+        self._done.set()
+        self._thread.join(20.0)
+        self._sink.flush(20.0)
+        assert self._sink.messages_failed == 0
+        self._sink.close()
+        return self.sent
+
+
+def assert_as_uninterrupted(state: Path, messages: int) -> None:
+    """Bit-equal counters, and positions that name exactly the messages behind them."""
+    got, positions = saved_counters(state)
+    expected = ingest_server.counted(batch(number) for number in range(messages))
+    assert got.samples == expected.samples == messages * IDS
+    assert sum(positions.values()) == messages
+    arrays, wanted = got.state()[1], expected.state()[1]
+    for name in ("0/low", "0/high_rows", "0/high_carries"):
+        assert np.array_equal(arrays[name], wanted[name]), name
+
+
+def starts_of(state: Path) -> list[dict]:
+    return [json.loads(line) for line in (state.parent / "starts.jsonl").read_text().splitlines()]
+
+
+class Lane:
+    """One ingesting process after another over one state directory, each killed; beside other lanes, because joining
+    a group is mostly waiting. The number of threads changes from one life to the next."""
+
+    def __init__(self, server: IngestServer, bootstrap: str, state: Path, number: int) -> None:
+        state.parent.mkdir()
+        self.state = state
+        self.counting = 0
+        self.failure: BaseException | None = None
+        self._server, self._bootstrap, self._number = server, bootstrap, number
+        self._chance = random.Random(number)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        self._thread.join(120.0)
+        assert not self._thread.is_alive()
+        if self.failure is not None:
+            raise self.failure
+
+    def start(self, life: int | str) -> int:
+        # A group of its own: the broker would wait for the dead member of the last life.
+        return self._server.start(
+            self.state, source="kafka", bootstrap=self._bootstrap, topic="t", group=f"g{self._number}-{life}",
+            threads=self._chance.choice([1, 2, 3]),
+        )  # fmt: skip
+
+    def _run(self) -> None:
+        try:
+            for life in range(KILLS // LANES):
+                pid = self.start(life)
+                if life % 5:
+                    # From here on the kill hits counting and saving, else anything from the start on.
+                    wait_for_status(self.state, pid, lambda status: status["messages"] > 0)
+                    self.counting += 1
+                    time.sleep(self._chance.uniform(0.0, 0.15))
+                else:
+                    time.sleep(self._chance.uniform(0.0, 0.5))
+                end(pid, signal.SIGKILL)
+        except BaseException as error:
+            self.failure = error
+
+
+@pytest.mark.slow
+def test_killed_fifty_times_while_a_broker_delivers(tmp_path, server):
+    with TansuBroker(topics={"t": 3}) as broker:
+        producer = Producer(broker.bootstrap_servers, "t", 200)
+        lanes = [Lane(server, broker.bootstrap_servers, tmp_path / f"{i}" / "state", i) for i in range(LANES)]
+        for lane in lanes:
+            lane.wait()
+        messages = producer.finish()
+        last = [lane.start("last") for lane in lanes]
+        for lane, pid in zip(lanes, last, strict=True):
+            wait_for_status(lane.state, pid, lambda status: status["samples"] >= messages * IDS)
+            end(pid)
+    for lane in lanes:
+        assert lane.counting >= KILLS // LANES * 3 // 5
+        starts = starts_of(lane.state)
+        restored = [sum((start["restored"] or {}).values()) for start in starts]
+        assert len(set(restored)) > 4, "snapshots were made between the kills"
+        assert restored == sorted(restored)
+        assert not any(start["problems"] for start in starts)
+        assert_as_uninterrupted(lane.state, messages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["kafka", "confluent"])
+def test_cut_off_from_the_broker_and_killed(tmp_path, server, source):
+    """The broker cannot keep its log over a restart here (tansu in memory), so the network in front of it goes."""
+    chance = random.Random(12)
+    state = tmp_path / "state"
+    front = free_port()
+    with TansuBroker(topics={"t": 2}, advertised_port=front) as broker:
+        proxy = TcpCut(front, broker.port)
+        # The producer goes through the proxy too, as everything does that asks the broker where it is.
+        producer = Producer(f"127.0.0.1:{front}", "t", 400)
+        order = {"source": source, "bootstrap": f"127.0.0.1:{front}", "topic": "t"}
+        pid = server.start(state, group="g", **order)
+        wait_for_status(state, pid, lambda status: status["messages"] > 0)
+        messages = producer.finish()
+        sink_left = messages
+        for life in range(3):
+            proxy.cut()
+            time.sleep(chance.uniform(0.1, 1.0))
+            proxy.mend()
+            producer = Producer(f"127.0.0.1:{front}", "t", 400, sink_left)
+            seen = wait_for_status(state, pid, lambda status: True)["messages"]
+            wait_for_status(state, pid, lambda status, seen=seen: status["messages"] > seen)
+            sink_left = producer.finish()
+            if life == 1:
+                end(pid, signal.SIGKILL)
+                pid = server.start(state, group="g2", **order)
+        wait_for_status(state, pid, lambda status: status["samples"] >= sink_left * IDS)
+        end(pid)
+        proxy.close()
+    assert_as_uninterrupted(state, sink_left)
+
+
+@pytest.mark.slow
+def test_a_partition_taken_away_and_given_back(tmp_path, server):
+    """A second member joins the group, takes partitions and reads them for itself, and leaves: three times."""
+    state = tmp_path / "state"
+    with TansuBroker(topics={"t": 2}) as broker:
+        producer = Producer(broker.bootstrap_servers, "t", 300)
+        order = {"source": "kafka", "bootstrap": broker.bootstrap_servers, "topic": "t", "group": "g", "threads": 2}
+        pid = server.start(state, **order)
+        wait_for_status(state, pid, lambda status: status["messages"] > 0)
+        for turn in range(3):
+            other = KafkaSource(broker.bootstrap_servers, "t", "g", session_timeout_seconds=3.0)
+            deadline = time.monotonic() + 40
+            while not other.poll(0.1):
+                assert time.monotonic() < deadline, other.problem
+            if turn == 1:
+                end(pid, signal.SIGKILL)
+                pid = server.start(state, **order)
+            other.close()
+        messages = producer.finish()
+        wait_for_status(state, pid, lambda status: status["samples"] >= messages * IDS)
+        end(pid)
+    assert_as_uninterrupted(state, messages)
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    path = tmp_path / "disk"
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(path)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted: {done.stderr.decode()[:200]}")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_full_disk_delays_snapshots_and_loses_nothing(tmp_path, server, small_disk):
+    (tmp_path / "run").mkdir()
+    state = tmp_path / "run" / "state"
+    (small_disk / "state").mkdir()
+    state.symlink_to(small_disk / "state")
+    log = tmp_path / "log"
+    order = {"source": "file_log", "path": str(log)}
+    sinks = [FileLogSink(log, f"p{i}") for i in range(2)]
+
+    def write(first: int, last: int) -> None:
+        for number in range(first, last):
+            sinks[number % 2].send(encode_arrow([batch(number)]))
+        for sink in sinks:
+            sink.flush()
+
+    write(0, 100)
+    pid = server.start(state, **order)
+    wait_for_status(state, pid, lambda status: status["samples"] == 100 * IDS and status["snapshots"] > 2)
+    ballast = small_disk / "ballast"
+    # Other files fill the disk to the last byte, whatever the snapshots free meanwhile.
+    with ballast.open("wb", buffering=0) as file:
+        full = time.monotonic() + 20
+        while not (status := ingest_server.status_of(state, pid)) or status["failures"] < 3:
+            assert time.monotonic() < full, status
+            try:
+                file.write(bytes(4096))
+            except OSError:
+                time.sleep(0.01)
+    failing = wait_for_status(state, pid, lambda status: status["problem"] is not None)
+    assert "space" in failing["problem"]
+    write(100, 250)
+    wait_for_status(state, pid, lambda status: status["samples"] == 250 * IDS)
+    end(pid, signal.SIGKILL)
+    # What was saved last is still whole, with the positions that go with it.
+    got, positions = saved_counters(state)
+    assert got.samples == sum(positions.values()) * IDS
+    pid = server.start(state, threads=2, **order)
+    wait_for_status(state, pid, lambda status: status["samples"] == 250 * IDS and status["failures"] > 0)
+    ballast.unlink()
+    wait_for_status(state, pid, lambda status: status["problem"] is None and status["snapshots"] > 0)
+    write(250, 300)
+    before = wait_for_status(state, pid, lambda status: status["samples"] == 300 * IDS)["snapshots"]
+    wait_for_status(state, pid, lambda status: status["snapshots"] > before + 2)
+    end(pid, signal.SIGKILL)
+    assert_as_uninterrupted(state, 300)
+    for sink in sinks:
+        sink.close()

