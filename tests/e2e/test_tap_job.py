@@ -1,0 +1,80 @@
+"""A job without any log: the trainer counts itself, and the daemon, a process, is killed again and again."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flexd_processes import DAEMON_START_SECONDS, RunningDaemon, saved_sketches
+
+import flexd
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+ITEMS, WIDE = 20_000, 2_000_000
+KILLS = 2
+SETTINGS = {
+    "tables": [{"name": "item", "rows": ITEMS, "dim": 4}, {"name": "wide", "rows": WIDE, "dim": 1}],
+    "stream": {"source": {"kind": "tap"}, "poll_seconds": 0.02},
+    "sketch": {"memory_bytes": 3 * 2**20, "half_life_seconds": None},
+    "planner": {"interval_seconds": 3600},
+}
+
+
+def test_every_access_is_counted_once_whenever_the_daemon_is_killed(tmp_path: Path) -> None:
+    collection = flexd.EmbeddingCollection(
+        [flexd.EmbeddingTable("item", ITEMS, 4), flexd.EmbeddingTable("wide", WIDE, 1)]
+    )
+    # Room for exact counters of the small table only.
+    tap = flexd.Tap(collection, interval_steps=3, max_bytes=2 * 2**20)
+    assert [choice.log2_width is None for choice in tap.choices] == [True, False]
+    exact = {"item": np.zeros(ITEMS, np.int64), "wide": np.zeros(WIDE, np.int64)}
+    rng, when = np.random.default_rng(0), random.Random(1)
+
+    def train(seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            drawn = {name: (rng.zipf(1.2, 500) % len(rows)).astype(np.int64) for name, rows in exact.items()}
+            features = {n: flexd.Jagged(torch.from_numpy(ids), torch.full((10,), 50)) for n, ids in drawn.items()}
+            out = collection(features)
+            sum(part.values.sum() for part in out.values()).backward()
+            collection.optimizer.step()
+            for name, ids in drawn.items():
+                np.add.at(exact[name], ids, 1)
+            time.sleep(0.002)
+
+    with RunningDaemon(tmp_path, {**SETTINGS, "job": "tapped"}) as daemon:
+        address = f"127.0.0.1:{daemon.config.control.listen_port}"
+        connection = flexd.connect(collection, address, job="tapped", attempt="a", timeout_seconds=5.0, tap=tap)
+        for _ in range(KILLS):
+            train(1.0 + when.random())
+            daemon.process.kill()
+            train(0.3)
+            daemon.process.start(DAEMON_START_SECONDS)
+        train(1.0)
+        connection.close(60.0)
+        counters = tap.counters
+        assert tap.outbox.free
+        assert counters.accesses == sum(int(rows.sum()) for rows in exact.values())
+        assert (counters.dropped, counters.failures) == (0, 0)
+        assert counters.deltas > 2 * KILLS
+        stream = daemon.status()["stream"]
+        assert stream["source"] == "tap"
+        assert stream["lag_messages"] == 0
+        assert stream["rejected_messages"] == {}
+        daemon.process.stop()
+        sketches = saved_sketches(daemon.config)
+    assert [choice.kind for choice in sketches.choices()] == ["dense", "count_min"]
+    assert sketches.samples == counters.accesses, "none twice, none missing"
+    assert np.array_equal(sketches.query("item", np.arange(ITEMS)), exact["item"])
+    seen = np.flatnonzero(exact["wide"])
+    estimates = sketches.query("wide", seen)
+    assert (estimates >= exact["wide"][seen]).all()
+    profile = sketches.profile().tables[1]
+    assert profile.weight == exact["wide"].sum()
+    assert set(np.argsort(-exact["wide"])[:20].tolist()) <= set(profile.hot_rows.tolist())
+    assert sketches.sequence_length_quantiles("item", [0.5]).tolist() == [50.0]
