@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlencode
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from flexd.cli.exit_codes import DaemonRefusedError, DaemonTimeoutError, DaemonUnreachableError
 from flexd.errors import ConfigError
+from flexd.server.explain_report import Explanation
 from flexd.server.models import (
     MAX_REASON_CHARACTERS,
     ErrorBody,
@@ -92,6 +94,10 @@ class DaemonClient:
 
     def plan(self) -> PlanReport:
         return self._call("GET", "/v1/plan", PlanReport, PLAN_SECONDS)
+
+    def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
+        query = {"table": table, "hottest": str(hottest)} | ({} if row is None else {"row": str(row)})
+        return self._call("GET", f"/v1/explain?{urlencode(query)}", Explanation, PLAN_SECONDS)
 
     def replan(self, reason: str, wait_seconds: float) -> ReplanResult:
         body = {"reason": _checked(reason), "wait_seconds": wait_seconds}

@@ -7,7 +7,15 @@ import traceback
 
 import typer
 
-from flexd.cli import control_commands, daemon_commands, demo_command, inspect_commands, probe_command, simulate_command
+from flexd.cli import (
+    control_commands,
+    daemon_commands,
+    demo_command,
+    explain_command,
+    inspect_commands,
+    probe_command,
+    simulate_command,
+)
 from flexd.cli.exit_codes import ExitCode, exit_code_of
 from flexd.errors import FlexdError
 
@@ -24,6 +32,7 @@ app = typer.Typer(
 daemon_commands.add_to(app)
 app.command("status")(inspect_commands.status)
 app.command("plan")(inspect_commands.plan)
+app.command("explain")(explain_command.explain)
 app.command("replan")(control_commands.replan)
 app.command("pause")(control_commands.pause)
 app.command("resume")(control_commands.resume)

@@ -13,6 +13,7 @@ from flexd.daemon.scale_out import remote_follower
 from flexd.daemon.scale_out_view import follower_figures, follower_status
 from flexd.daemon.view import ingest_figures, stream_status
 from flexd.errors import ApiError
+from flexd.server.explain_report import Explanation
 from flexd.server.figures import DaemonFigures, SketchFigures
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
@@ -90,6 +91,9 @@ class FollowerDaemon:
         )
 
     def plan(self) -> PlanReport:
+        raise self._refusal()
+
+    def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
         raise self._refusal()
 
     def replan(self, reason: str, wait_seconds: float) -> ReplanResult:

@@ -21,6 +21,7 @@ from flexd.keyspace import KeySpace
 from flexd.layout import RankLayout
 from flexd.placement import Delta, Placement
 from flexd.planner.delta import delta_chunks, plan_delta
+from flexd.planner.explain import TableExplanation, explain
 from flexd.planner.plan import Plan, make_plan
 from flexd.sketch.profile import Profile
 from flexd.topology.model import Cluster
@@ -112,6 +113,19 @@ class Planning:
                 self.last_plan, self.last_live = plan, live
                 self._on_planned(plan.target, profile, layout)
             return plan, live
+
+    def explain(self, table: str, row: int | None, hottest: int) -> TableExplanation:
+        """Of a plan made now, which is not recorded: one row of a table, or its hottest ones. Nothing is moved.
+
+        Raises:
+            PlanError: no plan can be made, or the table was not looked up yet.
+        """
+        with self._making:
+            plan, profile, live, layout = self._make("explain")
+        return explain(
+            plan, profile, live, self._keyspace, layout, horizon_steps=self._config.planner.horizon_steps,
+            table=table, rows=None if row is None else [row], hottest=hottest,
+        )  # fmt: skip
 
     def accesses_per_step(self, world_size: int) -> float | None:
         """Of the whole job with so many ranks; None if not known yet."""

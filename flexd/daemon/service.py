@@ -18,15 +18,18 @@ from flexd.control.migration import MigrationState
 from flexd.control.report import StepReport
 from flexd.daemon import parts
 from flexd.daemon.drift import DriftMonitor
+from flexd.daemon.explained import explanation
 from flexd.daemon.follower_service import FollowerDaemon
 from flexd.daemon.plan_log import PlanLog
 from flexd.daemon.planning import Planning
 from flexd.daemon.scale_out import LeaderUnit, shared_settings
+from flexd.daemon.state_lock import StateLock
 from flexd.daemon.training import TrainingMonitor
 from flexd.daemon.view import Condition, DaemonView
 from flexd.dead_letters import DeadLetterFile
 from flexd.errors import ApiError, FlexdError
 from flexd.ingest import Ingestor
+from flexd.server.explain_report import Explanation
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 from flexd.server.models import PauseState, ProbeResult, ReplanOutcome, ReplanResult, Status
@@ -64,6 +67,7 @@ class Daemon:
         keyspace = config.keyspace()
         parts.make_state_directory(config)
         state = config.state.dir
+        self._state_lock = StateLock(state)
         cluster = parts.make_cluster(config)
         control = parts.control_options(config)
         letters = config.stream.dead_letters
@@ -164,6 +168,7 @@ class Daemon:
             ended &= self._ingestor.stop(seconds * _SHARE_INGEST)
         ended &= self._drift.stop(seconds * _SHARE_DRIFT)
         self._journal.close()
+        self._state_lock.release()
         ended &= self._server.stop(seconds * (1 - _SHARE_INGEST - _SHARE_CONTROL - _SHARE_DRIFT))
         logger.info("flexd has stopped%s", "" if ended else ", but a part did not end within its deadline")
         return ended
@@ -218,6 +223,14 @@ class Daemon:
 
     def plan(self) -> PlanReport:
         return self._view.plan(*self._planning.make("dry run", dry_run=True))
+
+    def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
+        known = {each.name: each.rows for each in self._config.tables}
+        if table not in known:
+            raise ApiError(f"no table {table!r}", status=404, remedy=f"one of {', '.join(known)}"[:500])
+        if row is not None and not 0 <= row < known[table]:
+            raise ApiError(f"no row {row} in table {table!r}", status=404, remedy=f"0 to {known[table] - 1}")
+        return explanation(self._planning.explain(table, row, hottest))
 
     def replan(self, reason: str, wait_seconds: float) -> ReplanResult:
         if self._stopping.is_set():

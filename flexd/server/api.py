@@ -15,6 +15,7 @@ from flexd.errors import (
     StreamError,
     TopologyError,
 )
+from flexd.server.explain_report import Explanation
 from flexd.server.models import (
     ErrorBody,
     ErrorDetail,
@@ -42,6 +43,15 @@ class DaemonApi(Protocol):
 
         Raises:
             PlanError: too few accesses, no ranks, or no cluster description to plan from.
+        """
+        ...
+
+    def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
+        """Why a row (or the ``hottest`` rows of a table) is in its tier, by a plan made now. Moves nothing.
+
+        Raises:
+            PlanError: no plan can be made.
+            ApiError: no such table or row (404).
         """
         ...
 

@@ -6,9 +6,9 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 import flexd
 from flexd.errors import ApiError, FlexdError
 from flexd.server.api import DaemonApi, error_body, http_status
+from flexd.server.explain_report import MAX_EXPLAINED_ROWS, Explanation
 from flexd.server.guard import RequestGuard
 from flexd.server.metrics import Metrics
 from flexd.server.models import (
@@ -95,6 +96,20 @@ def create_app(api: DaemonApi, metrics: Metrics, *, loopback_only: bool = True) 
         """Dry run: what a re-plan would change now, and why. Moves nothing."""
         with slow.one():
             return _json(api.plan())
+
+    @app.get(
+        "/v1/explain",
+        response_model=Explanation,
+        responses={**_VERB_ERRORS, 404: {"model": ErrorBody, "description": "No such table or row."}},
+    )
+    def explain(
+        table: str,
+        row: Annotated[int | None, Query(ge=0)] = None,
+        hottest: Annotated[int, Query(ge=0, le=MAX_EXPLAINED_ROWS)] = 10,
+    ) -> Response:
+        """Why a row, or the hottest rows of a table, are in their tiers. Moves nothing."""
+        with slow.one():
+            return _json(api.explain(table, row, hottest))
 
     @app.post(
         "/v1/replan",

@@ -53,8 +53,8 @@ class ReplaySettings:
     """
 
     replica_fraction: float = 0.05
-    interval_steps: int = 10
-    half_life_steps: float = 50.0
+    interval_steps: int = 5
+    half_life_steps: float = 20.0
     horizon_steps: float = 300.0
     budgets: tuple[float, ...] = ()
     sketch_bytes: int = 64 * 2**20

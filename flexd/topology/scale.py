@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flexd.errors import TopologyError
-from flexd.topology.model import Cluster, Collective, LinkModel
+from flexd.topology.model import Cluster, Collective, CollectiveCurve, LinkModel
 
 
 def scale_model(cluster: Cluster, factor: float) -> Cluster:
@@ -22,13 +22,16 @@ def scale_model(cluster: Cluster, factor: float) -> Cluster:
         return cluster
 
     def scaled(link: LinkModel) -> LinkModel:
-        curves = {
-            collective.value: replace(
-                link.curve(collective), latency_seconds=link.curve(collective).latency_seconds / factor
-            )
-            for collective in Collective
-        }
-        return replace(link, **curves)
+        def curve(collective: Collective) -> CollectiveCurve:
+            full = link.curve(collective)
+            return replace(full, latency_seconds=full.latency_seconds / factor)
+
+        return LinkModel(
+            link.wire_bytes_per_second,
+            all_to_all=curve(Collective.ALL_TO_ALL),
+            all_reduce=curve(Collective.ALL_REDUCE),
+            all_gather=curve(Collective.ALL_GATHER),
+        )
 
     return replace(
         cluster,

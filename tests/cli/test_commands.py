@@ -191,6 +191,9 @@ def test_help_of_every_command_has_an_example(flexd_command):
         "pause",
         "resume",
         "demo",
+        "explain",
+        "probe",
+        "simulate",
     }
     for command in commands:
         assert f"Example: flexd {command}" in flexd_command(command, "--help").stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+from flexd.server.explain_report import Explanation, RowReport, ThresholdReport
 from flexd.server.figures import DaemonFigures
 from flexd.server.models import (
     MigrationReport,
@@ -45,6 +46,12 @@ class FakeDaemon:
     def plan(self) -> PlanReport:
         self._enter("plan")
         return PlanReport(plan_id="p2", replication=ReplicationReport(words=("because",)))
+
+    def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
+        self._enter("explain", table, row, hottest)
+        rows = (RowReport(row=7 if row is None else row, accesses_per_step=3.0, seconds={"HOME": 2e-9, "NODE": 1e-9}),)
+        node = ThresholdReport(tier="NODE", slots=1, slot_seconds=1e-10, promote_accesses=2.0, demote_accesses=1.5)
+        return Explanation(table=table, rows=100, thresholds=(node,), explained=rows if hottest or row else ())
 
     def replan(self, reason: str, wait_seconds: float) -> ReplanResult:
         self._enter("replan", reason, wait_seconds)

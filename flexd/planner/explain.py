@@ -1,0 +1,377 @@
+"""Why a row is in its tier: what it is estimated at, what it costs in each tier, and where the thresholds lie.
+
+A row's cost in a tier is linear in its statistics once bytes have a price (``gains``), so it can be told for one row
+alone; what ties rows together is the price of a replica slot: the gain of the least useful replica where slots ran out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.errors import PlanError
+from flexd.keyspace import KeySpace
+from flexd.layout import RankLayout, Tier
+from flexd.placement import Placement
+from flexd.planner.cost import LoadSums, step_latencies
+from flexd.planner.gains import canonical_tiers, migration_seconds, row_seconds, usable_tiers
+from flexd.planner.limits import FREE, PlanLimits
+from flexd.planner.plan import Plan
+from flexd.planner.prices import exposed_share
+from flexd.planner.workload import ANYWHERE, PER_NODE, PER_RANK, GroupLoad, make_loads
+from flexd.sketch.profile import Profile, TableProfile
+
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+UInt8Array = npt.NDArray[np.uint8]
+
+_GRID = np.geomspace(1e-9, 1e3, 769)
+"""Accesses per rank and step among which a threshold is looked for, 64 a factor of ten."""
+_BISECTIONS = 40
+_FREE_SHARE = 0.01
+"""Slots that every rank may have left although they ran out: homes are not spread exactly evenly."""
+
+
+class Why(StrEnum):
+    """The reason for the planned tier, one a row."""
+
+    SAVES = "saves"
+    """Its copies save more than their slots are worth."""
+    PINNED = "pinned"
+    """The user fixed it."""
+    EXCLUDED = "excluded"
+    """The user excluded its table."""
+    NO_GAIN = "no_gain"
+    """Copies cost more than they save, at any number of slots."""
+    SLOT_PRICE = "slot_price"
+    """It would save something, but other rows make more of the slots."""
+    MIGRATION = "migration"
+    """What it saves does not pay for its copying, by the lower bound of its accesses."""
+    LATENCY = "latency"
+    """Rows like it together do not pay for the latency of synchronising at all."""
+
+
+@dataclass(frozen=True)
+class RowExplanation:
+    """One row. Accesses are expected look-ups; seconds are exposed communication per step.
+
+    Attributes:
+        listed: whether the profile lists the row by itself; otherwise it is taken for an average unlisted one.
+        place: 1 for the table's most frequent listed row; 0 if not listed.
+        accesses_per_step, accesses_lower, accesses_upper: of the whole job.
+        per_rank, per_node, anywhere: u, v and w of docs/cost-model.md.
+        seconds: float64[3], by tier.
+        live, planned: tiers now and if a plan were made now.
+        home_rank: of the authoritative copy.
+        source_node_share: float32[nodes], or None if not known.
+    """
+
+    row: int
+    key: int
+    listed: bool
+    place: int
+    accesses_per_step: float
+    accesses_lower: float
+    accesses_upper: float
+    per_rank: float
+    per_node: float
+    anywhere: float
+    seconds: Float64Array
+    live: Tier
+    planned: Tier
+    why: Why
+    home_rank: int
+    source_node_share: npt.NDArray[np.float32] | None
+
+
+@dataclass(frozen=True)
+class TierThreshold:
+    """From which accesses on a row of this table is in a tier, in look-ups of the whole job per step.
+
+    Attributes:
+        slots: replica slots that one row takes over all ranks.
+        slot_seconds: price of one slot, exposed seconds per step; 0 while there are free ones.
+        promote_accesses, demote_accesses: a row below the tier goes up from the first on, one that is there stays down
+            to the second; None if no frequency pays.
+    """
+
+    tier: Tier
+    slots: int
+    slot_seconds: float
+    promote_accesses: float | None
+    demote_accesses: float | None
+
+
+@dataclass(frozen=True)
+class TableExplanation:
+    """A table, and the rows that were asked for.
+
+    Attributes:
+        live_rows, planned_rows: int64[3], by tier.
+        slots_used, slots: of the fullest rank in the table's dim-group, in the plan.
+        sync_latency_seconds: fixed exposed cost of synchronising the planned tiers (all dim-groups share it).
+    """
+
+    table: str
+    rows: int
+    accesses_per_step: float
+    distinct_rows: float
+    coverage: float
+    live_rows: Int64Array
+    planned_rows: Int64Array
+    slots_used: int
+    slots: int
+    sync_latency_seconds: float
+    thresholds: tuple[TierThreshold, ...]
+    explained: tuple[RowExplanation, ...]
+
+
+def explain(
+    plan: Plan,
+    profile: Profile,
+    live: Placement,
+    keyspace: KeySpace,
+    layout: RankLayout,
+    *,
+    horizon_steps: float,
+    table: str,
+    rows: Sequence[int] | None = None,
+    hottest: int = 0,
+    limits: PlanLimits | None = None,
+) -> TableExplanation:
+    """Explains rows of one table by the plan that was made of this profile against this placement.
+
+    Args:
+        horizon_steps, limits: as the plan was made with.
+        rows: row ids; None: the ``hottest`` rows of the profile.
+
+    Raises:
+        PlanError: unknown table, a row outside it, or a table that nothing was seen of.
+    """
+    index = keyspace.index.get(table)
+    if index is None:
+        raise PlanError(f"no table {table!r}", remedy=f"one of {', '.join(keyspace.index)}"[:500])
+    seen = profile.tables[index]
+    wanted = seen.hot_rows[: max(0, hottest)] if rows is None else np.array(rows, dtype=np.int64)
+    if len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < seen.rows:
+        raise PlanError(f"a row outside table {table!r}", remedy=f"rows are 0 to {seen.rows - 1}")
+    if not seen.weight > 0:
+        raise PlanError(f"table {table!r} was not looked up yet", remedy="wait until the stream delivers")
+    keys = keyspace.keys(index, wanted)
+    limits = limits or PlanLimits()
+    also = np.unique(np.concatenate([keys, limits.replicated_keys(keyspace)]))
+    loads = make_loads(profile, keyspace, layout, None, also)
+    group = int(keyspace.group_of(keyspace.first_key[index : index + 1])[0])
+    bench = _Bench(plan, loads, group, layout, horizon_steps)
+    fixed = limits.of_group(bench.load, keyspace, bench.slots).fixed
+    first, end = int(keyspace.first_key[index]), int(keyspace.first_key[index]) + seen.rows
+    return TableExplanation(
+        table=table,
+        rows=seen.rows,
+        accesses_per_step=seen.accesses_per_step,
+        distinct_rows=seen.distinct_rows,
+        coverage=seen.coverage,
+        live_rows=_by_tier(live, first, end),
+        planned_rows=_by_tier(plan.target, first, end),
+        slots_used=int(bench.used.max(initial=0)),
+        slots=int(bench.slots.min(initial=0)),
+        sync_latency_seconds=bench.sync_latency(),
+        thresholds=bench.thresholds(),
+        explained=bench.rows(keys, wanted, seen, live, fixed, table in limits.exclude_tables),
+    )
+
+
+def _by_tier(placement: Placement, first: int, end: int) -> Int64Array:
+    """int64[3]: rows with keys in [first, end)."""
+    start, stop = np.searchsorted(placement.keys, [first, end])
+    counts = np.bincount(placement.tiers[start:stop], minlength=len(Tier)).astype(np.int64)
+    counts[Tier.HOME] = end - first - counts.sum()
+    return counts
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """One dim-group at the prices of the plan."""
+
+    plan: Plan
+    loads: tuple[GroupLoad, ...]
+    group: int
+    layout: RankLayout
+    horizon_steps: float
+
+    @property
+    def load(self) -> GroupLoad:
+        return self.loads[self.group]
+
+    @cached_property
+    def factors(self) -> Float64Array:
+        """float64[tier, statistic]: exposed seconds."""
+        sent = self.plan.after.bytes.copy()
+        # A tier that is not in use has no message; it is priced as if one of the exchange's size went there.
+        largest = self.plan.baselines["two_hop"].bytes.sum(axis=0)
+        for tier in (Tier.NODE, Tier.DEVICE):
+            empty = sent[tier] == 0
+            sent[tier][empty] = largest.max(initial=0.0)
+        return row_seconds(self.load, self.layout, self.plan.cluster, sent, self.plan.exchange)
+
+    @cached_property
+    def usable(self) -> tuple[Tier, ...]:
+        return usable_tiers(self.layout, self.plan.exchange)
+
+    @cached_property
+    def slot_counts(self) -> Int64Array:
+        """int64[tier]: slots one row takes on all ranks together."""
+        return np.array([0, self.layout.nodes - 1, self.layout.world_size - 1], dtype=np.int64)
+
+    @cached_property
+    def slots(self) -> Int64Array:
+        """int64[world]."""
+        slots: Int64Array = self.plan.budgets.limits[self.group]
+        return slots
+
+    @cached_property
+    def used(self) -> Int64Array:
+        """int64[world]."""
+        used: Int64Array = self.plan.budgets.used(self.plan.target.keys, self.plan.target.tiers)[self.group]
+        return used
+
+    @cached_property
+    def paid(self) -> Float64Array:
+        """float64[tier]: the copying of one row, a step of the horizon."""
+        paid: Float64Array = migration_seconds(self.load, self.layout, self.plan.cluster) / self.horizon_steps
+        return paid
+
+    @cached_property
+    def slot_seconds(self) -> float:
+        """The least that a slot earns in the plan, if slots are what limits it."""
+        load, target = self.load, self.plan.target
+        tiers = canonical_tiers(target.tiers_of(load.keys), self.layout).astype(np.intp)
+        replicated = tiers != Tier.HOME
+        room = self.slots - self.used
+        if not replicated.any() or int(room.min()) > 1 + _FREE_SHARE * int(self.slots.min()):
+            return 0.0
+        gains = self.gains(LoadSums(load, self.layout).listed)
+        per_slot = gains[tiers[replicated], np.flatnonzero(replicated)] / self.slot_counts[tiers[replicated]]
+        return max(0.0, float(per_slot.min()))
+
+    def gains(self, statistics: Float64Array) -> Float64Array:
+        """float64[statistic, n] -> float64[tier, n]: exposed seconds saved against HOME."""
+        gains: Float64Array = (self.factors[Tier.HOME] - self.factors) @ statistics
+        return gains
+
+    def gains_at(self, accesses: Float64Array) -> Float64Array:
+        """float64[n] accesses per rank and step of a trained, un-pooled row -> float64[tier, n]."""
+        load = replace(
+            self.load, keys=np.zeros(len(accesses), np.int64), accesses=accesses, accesses_lower=accesses,
+            accesses_upper=accesses, trained=None, returned=None,
+        )  # fmt: skip
+        return self.gains(load.listed_statistics(self.layout))
+
+    def sync_latency(self) -> float:
+        """Fixed exposed seconds of synchronising the tiers that the plan uses, or would use first."""
+        used = {int(tier) for tier in np.unique(self.plan.target.tiers)} or {int(tier) for tier in self.usable[:1]}
+        sums = [LoadSums(load, self.layout) for load in self.loads]
+        with_sync, without = (
+            step_latencies(sums, self.plan.cluster, self.plan.exchange, tiers) for tiers in (used, set())
+        )
+        return float(exposed_share(self.plan.cluster) @ (with_sync - without).sum(axis=1))
+
+    def thresholds(self) -> tuple[TierThreshold, ...]:
+        world = self.layout.world_size
+        found = []
+        for tier in self.usable:
+            promote, demote = (self._least(tier, pay) for pay in (True, False))
+            found.append(
+                TierThreshold(
+                    tier=tier,
+                    slots=int(self.slot_counts[tier]),
+                    slot_seconds=self.slot_seconds,
+                    promote_accesses=None if promote is None else promote * world,
+                    demote_accesses=None if demote is None else demote * world,
+                )
+            )
+        return tuple(found)
+
+    def _ahead(self, accesses: Float64Array, tier: Tier, pay: bool) -> npt.NDArray[np.bool_]:
+        """bool[n]: is the tier worth its slots (and its copying), and more so than the tiers below it?"""
+        net = self.gains_at(accesses) - (self.slot_seconds * self.slot_counts + self.paid * pay)[:, None]
+        lower = [below for below in self.usable if below < tier]
+        most = np.maximum(net[lower].max(axis=0, initial=0.0), 0.0)
+        ahead: npt.NDArray[np.bool_] = net[tier] > most
+        return ahead
+
+    def _least(self, tier: Tier, pay: bool) -> float | None:
+        """The least accesses per rank and step at which the tier is ahead; None if it never is."""
+        ahead = self._ahead(_GRID, tier, pay)
+        if not ahead.any():
+            return None
+        first = int(ahead.argmax())
+        if first == 0:
+            return 0.0
+        low, high = float(_GRID[first - 1]), float(_GRID[first])
+        for _ in range(_BISECTIONS):
+            middle = (low * high) ** 0.5
+            low, high = (low, middle) if bool(self._ahead(np.array([middle]), tier, pay)[0]) else (middle, high)
+        return high
+
+    def rows(
+        self, keys: Int64Array, rows: Int64Array, seen: TableProfile, live: Placement, fixed: UInt8Array | None,
+        excluded: bool,
+    ) -> tuple[RowExplanation, ...]:  # fmt: skip
+        load, world = self.load, self.layout.world_size
+        at = np.searchsorted(load.keys, keys)
+        statistics = LoadSums(load, self.layout).listed[:, at]
+        seconds = self.factors @ statistics
+        gains = self.gains(statistics)
+        low = np.minimum(self.gains_at(load.accesses_lower[at]), gains)
+        live_tiers, planned = live.tiers_of(keys), self.plan.target.tiers_of(keys)
+        order = np.argsort(seen.hot_rows, kind="stable")
+        spot = np.minimum(np.searchsorted(seen.hot_rows[order], rows), max(0, len(order) - 1))
+        listed = seen.hot_rows[order[spot]] == rows if len(order) else np.zeros(len(rows), np.bool_)
+        shares = None
+        if seen.sources is not None and len(order):
+            shares = seen.sources.share(order[spot])
+        homes = self.layout.home_rank(keys)
+        found = []
+        for i in range(len(keys)):
+            pinned = fixed is not None and int(fixed[at[i]]) != FREE
+            found.append(
+                RowExplanation(
+                    row=int(rows[i]),
+                    key=int(keys[i]),
+                    listed=bool(listed[i]),
+                    place=int(order[spot[i]]) + 1 if listed[i] else 0,
+                    accesses_per_step=float(load.accesses[at[i]]) * world,
+                    accesses_lower=float(load.accesses_lower[at[i]]) * world,
+                    accesses_upper=float(load.accesses_upper[at[i]]) * world,
+                    per_rank=float(statistics[PER_RANK, i]),
+                    per_node=float(statistics[PER_NODE, i]),
+                    anywhere=float(statistics[ANYWHERE, i]),
+                    seconds=seconds[:, i],
+                    live=Tier(int(live_tiers[i])),
+                    planned=Tier(int(planned[i])),
+                    why=self._why(int(planned[i]), gains[:, i], low[:, i], pinned, excluded),
+                    home_rank=int(homes[i]),
+                    source_node_share=shares[i] if shares is not None and listed[i] else None,
+                )
+            )
+        return tuple(found)
+
+    def _why(self, planned: int, gains: Float64Array, low: Float64Array, pinned: bool, excluded: bool) -> Why:
+        if excluded or pinned:
+            return Why.EXCLUDED if excluded else Why.PINNED
+        if planned != Tier.HOME:
+            return Why.SAVES
+        usable = [int(tier) for tier in self.usable]
+        if not usable or not (gains[usable] > 0).any():
+            return Why.NO_GAIN
+        if not (low[usable] - self.paid[usable] > 0).any():
+            return Why.MIGRATION
+        if not len(self.plan.target):
+            return Why.LATENCY
+        return Why.SLOT_PRICE
