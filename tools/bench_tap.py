@@ -1,0 +1,125 @@
+"""What a tap costs a training step, and what it ships compared with every id.
+
+    python tools/bench_tap.py [--quick] [--json]
+
+One process, one rank, Zipf accesses. Steps with and without a tap alternate in rounds; medians. The last line of
+``--json`` output is ``{"figures": {...}, "checks": [{"name", "value", "target", "ok"}]}``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+import flexd
+from flexd import counted
+from flexd.embedding.tap_counters import CellTap, DenseTap
+from flexd.keyspace import TableSpec
+from flexd.stream.codec import encode_arrow
+from flexd.stream.types import AccessBatch
+
+ZIPF = 1.05
+SEQUENCE = 200
+SHIPPED_STEPS = 100
+
+
+def _batches(rows: int, ids: int, count: int) -> list[torch.Tensor]:
+    random = np.random.default_rng(0)
+    cumulative = np.cumsum(1 / np.arange(1, rows + 1) ** ZIPF)
+    names = random.permutation(rows)
+    return [
+        torch.from_numpy(names[np.searchsorted(cumulative, random.random(ids) * cumulative[-1])].astype(np.int64))
+        for _ in range(count)
+    ]
+
+
+def _step_seconds(rows: int, dim: int, batches: list[torch.Tensor], steps: int, tap: dict[str, Any] | None) -> float:
+    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", rows, dim)])
+    if tap is not None:
+        flexd.Tap(collection, interval_seconds=1e9, **tap)
+    seconds = []
+    for step in range(steps):
+        ids = batches[step % len(batches)]
+        started = time.perf_counter()
+        out = collection({"item": flexd.Jagged(ids, torch.full((len(ids) // SEQUENCE,), SEQUENCE))})
+        out["item"].values.sum().backward()
+        collection.optimizer.step()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[2:])
+
+
+def _ids_per_second(tap: DenseTap | CellTap, batches: list[torch.Tensor], repeats: int) -> float:
+    lengths = torch.full((len(batches[0]) // SEQUENCE,), SEQUENCE)
+    seconds = []
+    for repeat in range(repeats + 1):
+        started = time.perf_counter()
+        tap.add(batches[repeat % len(batches)], lengths)
+        seconds.append(time.perf_counter() - started)
+    return len(batches[0]) / statistics.median(seconds[1:])
+
+
+def _shipped(spec: TableSpec, batches: list[torch.Tensor], steps: int) -> tuple[int, int]:
+    """Bytes of (one delta of so many steps, every id of them in the stream's own format)."""
+    tap = DenseTap(spec, torch.device("cpu"))
+    ids_bytes = 0
+    for step in range(steps):
+        ids = batches[step % len(batches)]
+        lengths = torch.full((len(ids) // SEQUENCE,), SEQUENCE)
+        tap.add(ids, lengths)
+        part = AccessBatch("item", ids.numpy().astype(np.int32), 0, 1.0, lengths.numpy().astype(np.int32))
+        ids_bytes += len(encode_arrow([part]))
+    return len(counted.encode(counted.CountedBatch(0, 1.0, (tap.take(),)))), ids_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows, ids, dim = (500_000, 50_000, 32) if options.quick else (5_000_000, 200_000, 64)
+    steps, rounds = (12, 2) if options.quick else (20, 5)
+    batches = _batches(rows, ids, 8)
+    spec = TableSpec("item", rows, dim)
+    kinds: dict[str, dict[str, Any] | None] = {"without": None, "dense": {}, "count_min": {"max_bytes": 2 * 2**20}}
+    kinds["dense"] = {"max_bytes": 16 * rows}
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(rounds):
+        for kind, tap in kinds.items():
+            found[kind].append(_step_seconds(rows, dim, batches, steps, tap))
+    step = {kind: statistics.median(seconds) for kind, seconds in found.items()}
+    # New batches: repeated ones would pack all too well.
+    delta, all_ids = _shipped(spec, _batches(rows, ids, SHIPPED_STEPS), SHIPPED_STEPS)
+    figures = {
+        "rows": rows,
+        "ids_per_step": ids,
+        "device": "cpu, 1 thread",
+        "step_ms": {kind: 1e3 * seconds for kind, seconds in step.items()},
+        "overhead_share": {kind: step[kind] / step["without"] - 1 for kind in ("dense", "count_min")},
+        "counting_million_ids_per_second": {
+            "dense": _ids_per_second(DenseTap(spec, torch.device("cpu")), batches, steps) / 1e6,
+            "count_min": _ids_per_second(CellTap(spec, 16, 16_384, torch.device("cpu")), batches, steps) / 1e6,
+        },
+        "bytes_of_100_steps": {"delta": delta, "ids": all_ids, "ids_to_delta": all_ids / delta},
+    }
+    share = figures["overhead_share"]["dense"]  # type: ignore[index]
+    checks = [
+        {"name": "dense tap: share of a step", "value": share, "target": "< 0.05", "ok": share < 0.05},
+        {"name": "ids / delta bytes, 100 steps", "value": all_ids / delta, "target": "> 5", "ok": all_ids > 5 * delta},
+    ]
+    if options.json:
+        print(json.dumps({"figures": figures, "checks": checks}))
+        return
+    print(json.dumps(figures, indent=2))
+    for check in checks:
+        print(f"{'ok  ' if check['ok'] else 'MISS'} {check['name']}: {check['value']:.3g} (target {check['target']})")
+
+
+if __name__ == "__main__":
+    main()
