@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -133,10 +134,8 @@ class GroupSource:
         if lost:
             self.follower.on_lost(leaving)
         elif leaving:
-            try:
+            with contextlib.suppress(ScaleOutError):
                 self.follower.on_revoked(leaving)
-            except ScaleOutError:
-                pass
         self.assigned, self.unanswered = set(partitions), set(partitions)
 
     def poll(self, timeout_seconds: float) -> list[Message]:
