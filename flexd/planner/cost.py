@@ -188,6 +188,11 @@ class LoadSums:
             sums[Tier.HOME] = np.maximum(sums[Tier.HOME] - unlisted.sum() * one, 0.0)
         return sums
 
+    def total(self) -> Float64Array:
+        """float64[statistic] over all rows."""
+        summed: Float64Array = self._listed_sum + self._bin_sum
+        return summed
+
     def by_tier(self, tiers: UInt8Array, even: Float64Array) -> Float64Array:
         """float64[tier, statistic] summed over all rows."""
         sums = even.copy()
@@ -218,7 +223,7 @@ def joint_cost(
     """
     if not sums:
         raise PlanError("no dim-group to price", remedy="give the loads of all dim-groups")
-    layout, first = sums[0].layout, sums[0].load
+    layout = sums[0].layout
     nothing = np.zeros(len(Tier))
     by_tier, sent, of_ranks = [], [], []
     for i, group in enumerate(sums):
@@ -229,21 +234,41 @@ def joint_cost(
         wanted = [int(statistic) for statistic in np.flatnonzero(table.any(axis=(0, 1, 2)))]
         by_home = sums_by_home(group.listed, tiers[i], group.home_rank, even, layout, wanted)
         of_ranks.append(rank_bytes(by_home, table, layout, exchange))
-    rows = reduce(add, by_tier)
-    all_sent = reduce(add, sent)
-    ranks: RankBytes = reduce(add, of_ranks)
+    rows, ranks = reduce(add, by_tier), reduce(add, of_ranks)
+    return cost_of_ranks(ranks, sums, cluster, exchange, rows, reduce(add, sent))
+
+
+def cost_of_ranks(
+    ranks: RankBytes,
+    sums: Sequence[LoadSums],
+    cluster: Cluster,
+    exchange: Exchange,
+    by_tier: Float64Array | None = None,
+    sent: Float64Array | None = None,
+) -> CostBreakdown:
+    """Cost of the bytes of each rank.
+
+    Args:
+        sums: the loads behind them, for the collectives of a step.
+        by_tier: float64[tier, statistic] over all rows; default: all at HOME.
+        sent: float64[tier, phase, link] mean over the ranks; default: of ``ranks``.
+    """
+    micro_batches = sums[0].load.micro_batches
+    if by_tier is None:
+        by_tier = np.zeros((len(Tier), STATISTICS))
+        by_tier[Tier.HOME] = reduce(add, (group.total() for group in sums))
+    mean = ranks.sent.mean(axis=3) if sent is None else sent
     peak = np.maximum(ranks.busiest(), 0.0)
-    seconds = all_sent * prices(all_sent, cluster, first.micro_batches)
-    peak_seconds = peak * prices(peak, cluster, first.micro_batches)
+    seconds = mean * prices(mean, cluster, micro_batches)
+    peak_seconds = peak * prices(peak, cluster, micro_batches)
     if exchange is not Exchange.CHAIN:
         seconds, peak_seconds = slower_link_only(seconds), slower_link_only(peak_seconds)
+    synced = {int(tier) for tier in np.flatnonzero(by_tier[:, SYNCED] > 0)}
     return CostBreakdown(
-        rows=rows[:, ROWS],
-        bytes=all_sent,
+        rows=by_tier[:, ROWS],
+        bytes=mean,
         transfer_seconds=seconds,
-        latency_seconds=step_latencies(
-            sums, cluster, exchange, {int(tier) for tier in np.flatnonzero(rows[:, SYNCED] > 0)}
-        ),
+        latency_seconds=step_latencies(sums, cluster, exchange, synced),
         exposed_share=exposed_share(cluster),
         peak_bytes=peak,
         peak_transfer_seconds=peak_seconds,

@@ -1,9 +1,13 @@
-"""Other ways to place and exchange rows, priced by the same cost model so that a plan can show them beside itself."""
+"""Other ways to place and exchange rows, priced by the same cost model.
 
-from flexd.planner.baselines.exchanges import ROW_WISE, ROW_WISE_DEDUP, TWO_HOP
+A plan shows the exchanges beside itself. ``peers`` lists all strategies; it needs scipy.
+"""
+
+from flexd.planner.baselines.case import Case, Outcome
+from flexd.planner.baselines.exchanges import ROW_WISE, ROW_WISE_DEDUP, TWO_HOP, ExchangeBaseline
 from flexd.planner.baselines.protocol import Baseline
 
-BASELINES: tuple[Baseline, ...] = (ROW_WISE, ROW_WISE_DEDUP, TWO_HOP)
+BASELINES: tuple[ExchangeBaseline, ...] = (ROW_WISE, ROW_WISE_DEDUP, TWO_HOP)
 """Every baseline a plan shows, in the order they are shown."""
 
-__all__ = ["BASELINES", "ROW_WISE", "ROW_WISE_DEDUP", "TWO_HOP", "Baseline"]
+__all__ = ["BASELINES", "ROW_WISE", "ROW_WISE_DEDUP", "TWO_HOP", "Baseline", "Case", "ExchangeBaseline", "Outcome"]

@@ -1,20 +1,18 @@
-"""What a baseline is."""
+"""What a strategy is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
-from flexd.planner.cost import CostBreakdown, LoadSums
-from flexd.topology.model import Cluster
+from flexd.planner.baselines.case import Case, Outcome
 
 
 class Baseline(Protocol):
-    """One strategy. Implementations are stateless and deterministic."""
+    """One strategy. Implementations are frozen and deterministic (but for the time limit of a solver)."""
 
     @property
     def name(self) -> str:
-        """Key in a plan's summary."""
+        """Key in tables and summaries."""
         ...
 
     @property
@@ -22,6 +20,6 @@ class Baseline(Protocol):
         """Who does it, or the paper and section."""
         ...
 
-    def price(self, sums: Sequence[LoadSums], cluster: Cluster) -> CostBreakdown:
-        """Cost of the best that this strategy does with the load, per rank and step."""
+    def evaluate(self, case: Case) -> Outcome:
+        """The best that this strategy does with the case. A case it cannot do is an outcome, not an error."""
         ...

@@ -1,0 +1,135 @@
+"""RecShard's MILP: which rank a table belongs to, and how many of its hottest rows are in fast memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_matrix
+
+from flexd.planner.baselines.case import Case, Outcome
+from flexd.planner.baselines.whole_tables import cost_of_pieces, pieces_of
+from flexd.planner.workload import ACCESSES
+
+Float64Array = npt.NDArray[np.float64]
+
+_MOST_VARIABLES = 300_000
+
+
+@dataclass(frozen=True)
+class RecShard:
+    """Sethi et al., ASPLOS 2022, arXiv 2201.10095, the section on the MILP formulation.
+
+    A table is placed on one rank; of its rows the hottest are in fast memory (HBM), the others in host memory (UVM). The split is one of ``steps`` points of the inverse of the cumulative distribution of its accesses.
+    Minimised is the slowest rank's time to read its rows: accesses x row bytes over the bandwidth of the memory.
+    The paper does not price the network; here the rows then travel as with any table-wise placement.
+
+    Attributes:
+        steps: points of the inverse CDF, both ends included.
+        fast_bytes_per_second: A100 40 GB data sheet, 1,555 GB/s.
+        slow_bytes_per_second: PCIe 4.0 x16, one direction, 32 GB/s by its specification.
+        host_bytes: host memory of each rank for rows.
+        time_limit_seconds: of the solver; what it has by then is taken, and its gap told.
+    """
+
+    steps: int = 11
+    fast_bytes_per_second: float = 1.555e12
+    slow_bytes_per_second: float = 32e9
+    host_bytes: float = 128e9
+    time_limit_seconds: float = 10.0
+    name: str = "recshard"
+    source: str = "arXiv 2201.10095, MILP: row split by inverse CDF over fast and slow memory (HiGHS)"
+
+    def evaluate(self, case: Case) -> Outcome:
+        pieces, world = pieces_of(case), case.layout.world_size
+        tables = len(pieces.table)
+        if tables * world * self.steps > _MOST_VARIABLES:
+            reason = f"{tables} tables x {world} ranks x {self.steps} splits: more than {_MOST_VARIABLES:,} variables"
+            return Outcome(self.name, self.source, reason)
+        shares, fast_rows = self._splits(case)
+        row = pieces.bytes / pieces.rows
+        seconds = (
+            pieces.accesses[:, None]
+            * world
+            * pieces.row_bytes[:, None]
+            * (shares / self.fast_bytes_per_second + (1 - shares) / self.slow_bytes_per_second)
+        )
+        fast = fast_rows * row[:, None]
+        slow = (pieces.rows[:, None] - fast_rows) * row[:, None]
+        solved = self._solve(seconds, fast, slow, world, case.memory_bytes)
+        if solved is None:
+            reason = (
+                f"no placement within {case.memory_bytes / 1e9:.1f} GB of fast and {self.host_bytes / 1e9:.1f} GB of "
+                f"host memory a rank was found in {self.time_limit_seconds:g} s"
+            )
+            return Outcome(self.name, self.source, reason)
+        rank, split, gap = solved
+        each = np.arange(tables)
+        memory = np.bincount(rank, weights=fast[each, split], minlength=world).astype(np.float64)
+        host = np.bincount(rank, weights=slow[each, split], minlength=world)
+        reading = np.bincount(rank, weights=seconds[each, split], minlength=world)
+        figures = {
+            "solver_gap": gap,
+            "reading_seconds": float(reading.max()),
+            "host_bytes": float(host.max()),
+            "accesses_in_fast_memory": float(
+                (shares[each, split] * pieces.accesses).sum() / max(float(pieces.accesses.sum()), 1e-300)
+            ),
+        }
+        return Outcome(self.name, self.source, "", cost_of_pieces(case, pieces, rank), memory, figures)
+
+    def _splits(self, case: Case) -> tuple[Float64Array, Float64Array]:
+        """float64[tables, steps]: (share of the accesses, rows) in fast memory at each point of the inverse CDF."""
+        wanted = np.linspace(0.0, 1.0, self.steps)
+        rows = np.zeros((len(case.table_sums), self.steps))
+        for i, group in enumerate(case.table_sums):
+            load = group.load
+            accesses = np.concatenate([load.accesses, load.bin_accesses])
+            number = np.concatenate([np.ones(len(load.keys)), load.bin_rows])
+            order = np.argsort(-accesses, kind="stable")
+            total = group.total()[ACCESSES]
+            if total > 0:
+                reached = np.concatenate([[0.0], np.cumsum(accesses[order] * number[order]) / total])
+                counted = np.concatenate([[0.0], np.cumsum(number[order])])
+                rows[i] = np.interp(wanted, reached, counted)
+            rows[i, -1] = case.keyspace.tables[i].rows
+        return np.broadcast_to(wanted, rows.shape), rows
+
+    def _solve(
+        self, seconds: Float64Array, fast: Float64Array, slow: Float64Array, world: int, fast_bytes: float
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], float] | None:
+        """(rank of each table, its split, relative gap). Variables: x[table, rank, split] binary, and the makespan."""
+        tables, steps = seconds.shape
+        variables = tables * world * steps
+        scale = 1.0 / max(float(seconds.sum()), 1e-300)
+        table, rank, _ = (index.ravel() for index in np.indices((tables, world, steps)))
+        column = np.arange(variables)
+
+        def of_ranks(values: Float64Array) -> csr_matrix:
+            each = np.broadcast_to(values[:, None, :], (tables, world, steps)).ravel()
+            return csr_matrix((each, (rank, column)), shape=(world, variables + 1))
+
+        busy = of_ranks(seconds * scale).tolil()
+        busy[:, variables] = -1.0
+        once = csr_matrix((np.ones(variables), (table, column)), shape=(tables, variables + 1))
+        result = milp(
+            np.concatenate([np.zeros(variables), [1.0]]),
+            constraints=[
+                LinearConstraint(once, 1.0, 1.0),
+                LinearConstraint(busy.tocsr(), ub=0.0),
+                LinearConstraint(of_ranks(fast / fast_bytes), ub=1.0),
+                LinearConstraint(of_ranks(slow / self.host_bytes), ub=1.0),
+            ],
+            integrality=np.concatenate([np.ones(variables), [0.0]]),
+            bounds=Bounds(0.0, np.concatenate([np.ones(variables), [np.inf]])),
+            options={"time_limit": self.time_limit_seconds, "mip_rel_gap": 1e-3},
+        )
+        if result.x is None:
+            return None
+        chosen = result.x[:variables].reshape(tables, world * steps).argmax(axis=1)
+        return (chosen // steps).astype(np.int64), (chosen % steps).astype(np.int64), float(result.mip_gap or 0.0)
+
+
+RECSHARD = RecShard()

@@ -1,0 +1,57 @@
+"""Table-row-wise: each table belongs to one node, its rows are spread over that node's ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+import numpy as np
+
+from flexd.layout import Tier
+from flexd.planner.balance import rank_bytes, sums_by_home
+from flexd.planner.baselines.case import Case, Outcome
+from flexd.planner.baselines.whole_tables import greedy, pieces_of, rows_back
+from flexd.planner.cost import cost_of_ranks
+from flexd.planner.traffic import Exchange, direct_traffic
+from flexd.planner.workload import ACCESSES, BACK_RETURNED, RETURNED
+
+
+@dataclass(frozen=True)
+class TableRowWise:
+    """Nodes are filled greedily by look-ups x dim."""
+
+    name: str = "table_row_wise"
+    source: str = "TorchRec table-row-wise (ShardingType.TABLE_ROW_WISE), greedy by look-ups x dim"
+
+    def evaluate(self, case: Case) -> Outcome:
+        layout = case.layout
+        pieces = pieces_of(case)
+        node = greedy(pieces.dim * pieces.accesses, pieces.bytes, layout.nodes, case.memory_bytes * layout.local_ranks)
+        if node is None:
+            reason = f"a table of {float(pieces.bytes.max()) / 1e9:.1f} GB finds no node with room for it"
+            return Outcome(self.name, self.source, reason)
+        parts = []
+        for table, group in enumerate(case.table_sums):
+            ranks = np.array(layout.node_ranks(int(node[table])))
+            home = ranks[group.load.keys % layout.local_ranks]
+            nothing = np.zeros((len(Tier), len(group.listed)))
+            tiers = np.zeros(len(group.load.keys), np.uint8)
+            wanted = (ACCESSES, RETURNED, BACK_RETURNED)
+            by_home = sums_by_home(group.listed, tiers, home, nothing, layout, wanted)
+            by_home[Tier.HOME][:, ranks] += (group.even(np.zeros(len(Tier)))[Tier.HOME] / layout.local_ranks)[:, None]
+            total = by_home[Tier.HOME].sum(axis=1)
+            if total[RETURNED] > 0:
+                # The loads count sums of a bag at W homes; here it has L.
+                back = rows_back(case, table, float(total[ACCESSES]), layout.local_ranks) / total[RETURNED]
+                by_home[Tier.HOME, [RETURNED, BACK_RETURNED]] *= back
+            wire = case.shape.wire_row_bytes(case.keyspace.tables[table])
+            parts.append(rank_bytes(by_home, direct_traffic(layout, wire, dedup=False), layout, Exchange.DIRECT))
+        memory = np.repeat(
+            np.bincount(node, weights=pieces.bytes, minlength=layout.nodes) / layout.local_ranks, layout.local_ranks
+        )
+        cost = cost_of_ranks(reduce(add, parts), case.sums, case.cluster, Exchange.DIRECT)
+        return Outcome(self.name, self.source, "", cost, memory)
+
+
+TABLE_ROW_WISE = TableRowWise()

@@ -1,0 +1,158 @@
+"""Strategies that place whole tables, or columns of them, on ranks: greedy by a cost of each piece.
+
+The costs are those of AutoShard's heuristic baselines (Zha et al., KDD 2022, arXiv 2208.06399, "Baselines" of the
+experiments, and the released ``autoshard`` sharders): pieces in descending cost, each to the rank with the least cost
+so far that has the memory. Rows travel without dedup; a sum-pooled table is pooled where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.layout import Tier
+from flexd.planner.balance import RankBytes, rank_bytes
+from flexd.planner.baselines.case import Case, Outcome
+from flexd.planner.cost import CostBreakdown, cost_of_ranks
+from flexd.planner.traffic import Exchange, direct_traffic
+from flexd.planner.workload import ACCESSES, BACK_RETURNED, RETURNED, ROWS, STATISTICS, SYNCED
+
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+
+_LEAST_COLUMNS = 32
+"""Narrower column shards are not made (TorchRec's planner: MIN_CW_DIM)."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Parts of tables that are placed as a whole.
+
+    Attributes:
+        table: int64[p], index of the table.
+        bytes: float64[p], rows and optimizer state.
+        row_bytes: int64[p], of one row on the wire.
+        accesses: float64[p], of one rank in one step.
+        dim: float64[p], columns of the piece.
+        rows: float64[p].
+    """
+
+    table: Int64Array
+    bytes: Float64Array
+    row_bytes: Int64Array
+    accesses: Float64Array
+    dim: Float64Array
+    rows: Float64Array
+
+
+def pieces_of(case: Case, columns: int | None = None) -> Pieces:
+    """Whole tables, or shards of ``columns`` columns (the last may be narrower)."""
+    table: list[int] = []
+    dims: list[int] = []
+    for index, spec in enumerate(case.keyspace.tables):
+        width = spec.dim if columns is None else min(columns, spec.dim)
+        cuts = [width] * (spec.dim // width) + ([spec.dim % width] if spec.dim % width else [])
+        table.extend([index] * len(cuts))
+        dims.extend(cuts)
+    specs = case.keyspace.tables
+    share = np.array([dim / specs[t].dim for t, dim in zip(table, dims, strict=True)])
+    accesses = np.array([group.total()[ACCESSES] for group in case.table_sums])
+    wire = np.array([case.shape.wire_row_bytes(spec) for spec in specs], dtype=np.float64)
+    at = np.array(table, dtype=np.int64)
+    return Pieces(
+        table=at,
+        bytes=case.table_bytes[at] * share,
+        row_bytes=np.round(wire[at] * share).astype(np.int64),
+        accesses=accesses[at],
+        dim=np.array(dims, dtype=np.float64),
+        rows=np.array([specs[t].rows for t in table], dtype=np.float64),
+    )
+
+
+def greedy(cost: Float64Array, size: Float64Array, ranks: int, memory: float) -> Int64Array | None:
+    """int64[p] rank of each piece: descending cost, to the least loaded rank with room; None if a piece finds none."""
+    load, used = np.zeros(ranks), np.zeros(ranks)
+    rank = np.empty(len(cost), np.int64)
+    for piece in np.lexsort((np.arange(len(cost)), -size, -cost)):
+        room = used + size[piece] <= memory
+        if not room.any():
+            return None
+        best = int(np.lexsort((used, np.where(room, load, np.inf)))[0])
+        rank[piece] = best
+        load[best] += cost[piece]
+        used[best] += size[piece]
+    return rank
+
+
+def cost_of_pieces(case: Case, pieces: Pieces, rank: Int64Array) -> CostBreakdown:
+    """Every rank sends its ids to the ranks that have the table, which send rows (or sums of them) back."""
+    layout = case.layout
+    parts: list[RankBytes] = []
+    for piece, table in enumerate(pieces.table.tolist()):
+        one = np.zeros((len(Tier), STATISTICS, layout.world_size))
+        total = case.table_sums[table].total()
+        back = rows_back(case, table, float(total[ACCESSES]), 1)
+        trained = total[SYNCED] / total[ROWS] if total[ROWS] > 0 else 0.0
+        one[Tier.HOME, ACCESSES, rank[piece]] = total[ACCESSES]
+        one[Tier.HOME, RETURNED, rank[piece]] = back
+        one[Tier.HOME, BACK_RETURNED, rank[piece]] = back * trained
+        parts.append(
+            rank_bytes(one, direct_traffic(layout, int(pieces.row_bytes[piece]), dedup=False), layout, Exchange.DIRECT)
+        )
+    return cost_of_ranks(reduce(add, parts), case.sums, case.cluster, Exchange.DIRECT)
+
+
+def rows_back(case: Case, table: int, accesses: float, homes: int) -> float:
+    """Rows that come back to a rank for its accesses: all of them, or a sum for each bag and each home that has any."""
+    bags = case.shape.bags_per_step.get(case.keyspace.tables[table].name)
+    if bags is None or accesses == 0:
+        return accesses
+    return bags * homes * float(-np.expm1(-accesses / bags / homes))
+
+
+@dataclass(frozen=True)
+class TableWise:
+    """Whole tables (or column shards), greedy by ``cost``."""
+
+    name: str
+    source: str
+    cost: Callable[[Pieces], Float64Array]
+    columns: int | None = None
+
+    def evaluate(self, case: Case) -> Outcome:
+        pieces = pieces_of(case, self.columns)
+        world = case.layout.world_size
+        rank = greedy(self.cost(pieces), pieces.bytes, world, case.memory_bytes)
+        if rank is None:
+            reason = (
+                f"a piece of {float(pieces.bytes.max()) / 1e9:.1f} GB finds no rank with room for it "
+                f"({case.memory_bytes / 1e9:.1f} GB each)"
+            )
+            return Outcome(self.name, self.source, reason)
+        memory = np.bincount(rank, weights=pieces.bytes, minlength=world).astype(np.float64)
+        return Outcome(self.name, self.source, "", cost_of_pieces(case, pieces, rank), memory)
+
+
+TABLE_WISE_SIZE = TableWise(
+    "table_wise_size", "arXiv 2208.06399, size-based greedy: dim x rows", lambda p: p.dim * p.rows
+)
+TABLE_WISE_DIM = TableWise("table_wise_dim", "arXiv 2208.06399, dim-based greedy: dim", lambda p: p.dim)
+TABLE_WISE_LOOKUP = TableWise(
+    "table_wise_lookup", "arXiv 2208.06399, lookup-based greedy: dim x pooling factor", lambda p: p.dim * p.accesses
+)
+TABLE_WISE_SIZE_LOOKUP = TableWise(
+    "table_wise_size_lookup",
+    "arXiv 2208.06399, size-lookup-based greedy: dim x pooling factor x log10(rows)",
+    lambda p: p.dim * p.accesses * np.log10(np.maximum(p.rows, 10.0)),
+)
+COLUMN_WISE = TableWise(
+    "column_wise",
+    f"TorchRec column-wise: shards of {_LEAST_COLUMNS} columns, greedy by look-ups x columns",
+    lambda p: p.dim * p.accesses,
+    _LEAST_COLUMNS,
+)

@@ -1,0 +1,134 @@
+"""What every strategy must keep to, whichever it is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from planner_cases import cluster, profile
+
+from flexd.errors import PlanError
+from flexd.keyspace import KeySpace, TableSpec
+from flexd.layout import RankLayout
+from flexd.planner.baselines import Baseline, Case
+from flexd.planner.baselines.peers import PEERS
+from flexd.planner.shape import TrainingShape
+from flexd.planner.traffic import Phase, Where
+
+KEYSPACE = KeySpace(
+    [
+        TableSpec("items", 3000, 64),
+        TableSpec("users", 2000, 64),
+        TableSpec("tags", 500, 32, optimizer="rowwise_adagrad"),
+        TableSpec("shops", 900, 32, optimizer="rowwise_adagrad"),
+        TableSpec("words", 1200, 96),
+    ]
+)
+LAYOUTS = [RankLayout(2, 2), RankLayout(3, 2), RankLayout(1, 4), RankLayout(4, 1)]
+
+
+def case(layout: RankLayout = LAYOUTS[0], **changes: object) -> Case:
+    given = Case(profile(KEYSPACE, 4000.0, hot=300), KEYSPACE, layout, cluster(latency=1e-6), 1e9, (60, 30, 20))
+    return dataclasses.replace(given, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.nodes}x{layout.local_ranks}")
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_an_outcome_is_whole(peer: Baseline, layout: RankLayout) -> None:
+    problem = case(layout)
+    outcome = peer.evaluate(problem)
+    assert outcome.name == peer.name
+    assert outcome.source
+    assert outcome.not_applicable == ""
+    cost = outcome.cost
+    assert cost is not None
+    assert (cost.bytes >= 0).all()
+    assert (cost.peak_bytes[..., 1:] >= cost.bytes[..., 1:] * (1 - 1e-9) - 1e-9).all()
+    assert 0 < cost.exposed_seconds <= outcome.predicted_seconds * (1 + 1e-12)
+    assert outcome.balance >= 1 - 1e-12
+    if layout.nodes == 1:
+        assert cost.bytes[..., Where.INTER_NODE].sum() == 0
+    if layout.local_ranks == 1:
+        assert cost.bytes[..., Where.INTRA_NODE].sum() == pytest.approx(0, abs=1e-9)
+    assert len(outcome.memory_bytes) == layout.world_size
+    assert outcome.memory_bytes.max() <= problem.memory_bytes
+    held = outcome.memory_bytes.sum() + outcome.figures.get("host_bytes", 0.0) * layout.world_size
+    assert held >= problem.table_bytes.sum() * (1 - 1e-9), "every row is somewhere"
+    again = peer.evaluate(problem)
+    assert again.predicted_seconds == outcome.predicted_seconds
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_what_does_not_fit_is_an_outcome_with_a_reason(peer: Baseline) -> None:
+    outcome = peer.evaluate(case(memory_bytes=1e3))
+    if peer.name == "recshard":  # rows go to host memory
+        assert outcome.figures["host_bytes"] > 0
+        return
+    assert outcome.cost is None
+    assert "GB" in outcome.not_applicable
+    assert np.isnan(outcome.predicted_seconds)
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_frozen_tables_cost_less_and_send_nothing_back(peer: Baseline) -> None:
+    frozen = TrainingShape(frozen_tables=frozenset(KEYSPACE.index))
+    trained, read_only = peer.evaluate(case()).cost, peer.evaluate(case(shape=frozen)).cost
+    assert trained is not None
+    assert read_only is not None
+    assert read_only.bytes[:, [Phase.BACKWARD_ROWS, Phase.SYNC_MASK, Phase.SYNC_ROWS]].sum() == 0
+    assert read_only.exposed_seconds < trained.exposed_seconds
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_halves_on_the_wire(peer: Baseline) -> None:
+    full = peer.evaluate(case()).cost
+    half = peer.evaluate(case(shape=TrainingShape(comm_dtype="float16"))).cost
+    assert full is not None
+    assert half is not None
+    if peer.name != "flexshard":  # other tiers may pay then
+        assert half.bytes[:, Phase.FORWARD_ROWS].sum() == pytest.approx(full.bytes[:, Phase.FORWARD_ROWS].sum() / 2)
+    assert half.exposed_seconds < full.exposed_seconds
+
+
+def test_names_and_sources_are_told_apart() -> None:
+    assert len({peer.name for peer in PEERS}) == len(PEERS) >= 11
+    assert all(peer.source for peer in PEERS)
+
+
+def test_table_wise_loads_single_ranks_and_pooling_saves_rows() -> None:
+    outcomes = {peer.name: peer.evaluate(case()) for peer in PEERS}
+    assert outcomes["table_wise_size"].balance > outcomes["row_wise_dedup"].balance
+    pooled = TrainingShape(bags_per_step=dict.fromkeys(KEYSPACE.index, 20.0))
+    for peer in PEERS:
+        if peer.name.startswith(("table_wise", "row_wise")) and "dedup" not in peer.name:
+            rows = peer.evaluate(case(shape=pooled)).cost
+            before = outcomes[peer.name].cost
+            assert rows is not None
+            assert before is not None
+            assert rows.bytes[:, Phase.FORWARD_ROWS, 1:].sum() < before.bytes[:, Phase.FORWARD_ROWS, 1:].sum()
+            assert rows.bytes[:, Phase.FORWARD_IDS].sum() == pytest.approx(before.bytes[:, Phase.FORWARD_IDS].sum())
+
+
+def test_flexshard_is_between_row_wise_and_what_dedup_can_do_and_keeps_the_cap() -> None:
+    outcomes = {peer.name: peer.evaluate(case(RankLayout(3, 2))) for peer in PEERS}
+    flexshard = outcomes["flexshard"]
+    assert flexshard.predicted_seconds < outcomes["row_wise"].predicted_seconds
+    assert flexshard.memory_bytes.max() <= flexshard.figures["memory_cap_bytes"] * (1 + 1e-9)
+    assert flexshard.figures["device_rows"] + flexshard.figures["node_rows"] > 0
+
+
+def test_recshard_keeps_hot_rows_in_fast_memory() -> None:
+    peer = next(peer for peer in PEERS if peer.name == "recshard")
+    roomy, tight = peer.evaluate(case()), peer.evaluate(case(memory_bytes=1e5))
+    assert roomy.figures["accesses_in_fast_memory"] == pytest.approx(1.0)
+    assert 0.3 < tight.figures["accesses_in_fast_memory"] < 1.0
+    assert tight.figures["reading_seconds"] > roomy.figures["reading_seconds"]
+    assert tight.memory_bytes.max() <= 1e5
+    assert tight.figures["solver_gap"] <= 1e-2
+
+
+@pytest.mark.parametrize("changes", [{"memory_bytes": 0.0}, {"memory_bytes": float("nan")}, {"replica_slots": (1,)}])
+def test_bad_cases(changes: dict) -> None:
+    with pytest.raises(PlanError):
+        case(**changes)
