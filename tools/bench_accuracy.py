@@ -1,0 +1,294 @@
+"""How good the counters are by memory: error, hot-row recall, and what a plan made from them costs.
+
+    python tools/bench_accuracy.py [--quick] [--json] [--trace FILE.npz] [--exponents 1.05,0.9,1.2]
+
+The same accesses are counted exactly and in sketches of 1 to 1/50 of the exact counters' memory. A plan is made from
+each and priced under the exact counts: the regret is what it costs above the plan from the exact counts, in exposed
+seconds of a step; the capture is its share of what that plan saves against the chain without replicas. The cluster is a
+scale model (``flexd.topology.scale``): latencies are those of a step as many times smaller as the table is smaller than
+the design's example. DataSketches' count-min and frequent-items of the same nominal memory are fed the same ids in the
+same run. Traces are described in docs/demo.md. The last line of ``--json`` output is
+``{"figures": {...}, "checks": [{"name", "value", "target", "ok"}]}``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasketches
+import numpy as np
+import numpy.typing as npt
+
+from flexd.keyspace import KeySpace, TableSpec
+from flexd.layout import RankLayout
+from flexd.placement import Placement
+from flexd.planner.plan import make_plan, placement_cost
+from flexd.planner.workload import make_loads
+from flexd.sketch.profile import Profile
+from flexd.sketch.table_set import SketchSet, warm_up
+from flexd.stream.zipf import ZipfSampler
+from flexd.topology.files import load_preset
+from flexd.topology.scale import scale_model
+from flexd.trace import load_trace
+
+Int64Array = npt.NDArray[np.int64]
+
+MEMORY_DIVISORS = (1, 2, 5, 10, 20, 50)
+CHECKED_DIVISOR = 10
+PERCENTILES = (0.01, 0.1, 1.0, 10.0, 50.0)
+RECALL_PERCENT = (0.1, 1.0)
+MESSAGE_IDS = 65_536
+LAYOUT = RankLayout(12, 8)
+DIM, DTYPE = 128, "float16"
+EXAMPLE_ROWS = 80e6
+ACCESSES_PER_ROW_AND_RANK = 15.5e6 / EXAMPLE_ROWS
+"""Of a training step, as in the design's example."""
+REPLICA_SHARE = 0.01
+FREQUENT_ITEMS_ENTRY_BYTES = 18
+
+
+@dataclass(frozen=True)
+class Case:
+    """Accesses to some tables: (table index, int64[n] rows) in order."""
+
+    name: str
+    tables: tuple[TableSpec, ...]
+    accesses: tuple[tuple[int, Int64Array], ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(table.rows for table in self.tables)
+
+    def counts(self) -> list[Int64Array]:
+        """int64[rows] of each table."""
+        result = [np.zeros(table.rows, dtype=np.int64) for table in self.tables]
+        for table, rows in self.accesses:
+            result[table] += np.bincount(rows, minlength=self.tables[table].rows)
+        return result
+
+    def ids(self) -> Int64Array:
+        """All accesses as keys."""
+        keyspace = KeySpace(self.tables)
+        return np.concatenate([keyspace.keys(table, rows) for table, rows in self.accesses])
+
+
+def zipf_case(exponent: float, rows: int, accesses: int) -> Case:
+    random = np.random.default_rng(0)
+    ranks = ZipfSampler(rows, exponent).sample(accesses, random)
+    return Case(f"zipf_{exponent:g}", (TableSpec("t", rows, DIM, DTYPE),), ((0, random.permutation(rows)[ranks]),))
+
+
+def trace_case(path: Path) -> Case:
+    trace = load_trace(path)
+    tables = tuple(
+        TableSpec(name, int(rows), DIM, DTYPE) for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
+    )
+    step = 1_000_000
+    parts = [
+        (table, trace.row[start : start + step][trace.table[start : start + step] == table])
+        for start in range(0, len(trace), step)
+        for table in range(len(tables))
+    ]
+    return Case("trace", tables, tuple((table, rows) for table, rows in parts if len(rows)))
+
+
+def count(case: Case, memory_bytes: int) -> SketchSet:
+    sketches = SketchSet(case.tables, memory_bytes, None)
+    for table, rows in case.accesses:
+        for start in range(0, len(rows), MESSAGE_IDS):
+            sketches.ingest(case.tables[table].name, rows[start : start + MESSAGE_IDS], 0, 1.0)
+    return sketches
+
+
+def dense_bytes(case: Case) -> int:
+    """What exact counters of all tables take: 4 bytes a row."""
+    return 4 * case.rows
+
+
+class Pricing:
+    """Plans made from any profile, priced under the exact counts."""
+
+    def __init__(self, case: Case, exact: SketchSet) -> None:
+        self.keyspace = KeySpace(case.tables)
+        self.cluster = scale_model(load_preset("azure-a100-200g"), max(1.0, EXAMPLE_ROWS / case.rows))
+        self.per_step = ACCESSES_PER_ROW_AND_RANK * case.rows * LAYOUT.world_size
+        groups = self.keyspace.groups
+        self.slots = [max(1, int(REPLICA_SHARE * group.rows)) for group in groups]
+        self.loads = make_loads(exact.profile(self.per_step), self.keyspace, LAYOUT)
+        self.home = self.cost(Placement.empty())
+        best = self.plan(exact.profile(self.per_step))
+        self.best, self.best_rows = self.cost(best), len(best)
+
+    def plan(self, profile: Profile) -> Placement:
+        return make_plan(
+            profile, self.keyspace, LAYOUT, self.cluster, self.slots, Placement.empty(), plan_id="bench", parent_id="",
+            topology_generation=1, horizon_steps=1e9, now_unix_seconds=0.0, reason="bench",
+        ).target  # fmt: skip
+
+    def cost(self, placement: Placement) -> float:
+        return placement_cost(self.loads, placement, self.keyspace, LAYOUT, self.cluster).exposed_seconds
+
+    def judge(self, profile: Profile) -> dict[str, float]:
+        cost = self.cost(self.plan(profile))
+        saved = self.home - self.best
+        return {"plan_regret": cost / self.best - 1, "plan_capture": (self.home - cost) / saved if saved > 0 else 1.0}
+
+
+def measure(case: Case) -> Iterator[tuple[str, float]]:
+    counts = case.counts()
+    largest = max(range(len(counts)), key=lambda table: case.tables[table].rows)
+    truth = counts[largest]
+    order = np.argsort(-truth, kind="stable")
+    order = order[: np.count_nonzero(truth)]
+    exact = count(case, 16 * dense_bytes(case) + 2**26 * len(case.tables))
+    pricing = Pricing(case, exact)
+    yield "chain_exposed_seconds", pricing.home
+    yield "exact_plan_exposed_seconds", pricing.best
+    yield "exact_plan_rows", float(pricing.best_rows)
+    for divisor in MEMORY_DIVISORS:
+        memory = max(dense_bytes(case) // divisor, 2**17)
+        if divisor == 1:
+            # Counters, and the fixed extra (carries, sample) that a dense table is given.
+            sketches = exact
+        else:
+            sketches = count(case, memory)
+        profile = sketches.profile(pricing.per_step)
+        label = f"memory_1_{divisor}"
+        yield f"{label}_bytes", float(sketches.nbytes)
+        yield f"{label}_count_min_tables", float(sum(choice.kind != "dense" for choice in sketches.choices()))
+        for name, value in pricing.judge(profile).items():
+            yield f"{label}_{name}", value
+        name = case.tables[largest].name
+        yield from (
+            (f"{label}_{key}", value)
+            for key, value in _errors(lambda rows, s=sketches, n=name: s.query(n, rows), truth, order).items()  # type: ignore[misc]
+        )
+        for percent in RECALL_PERCENT:
+            yield f"{label}_recall_top_{percent:g}_percent", _recall(profile.tables[largest].hot_rows, truth, percent)
+        estimated = float(profile.tables[largest].bin_rows.sum()) + len(profile.tables[largest].hot_rows)
+        yield f"{label}_rows_in_curve_ratio", estimated / len(order)
+
+
+def _errors(query: Any, truth: Int64Array, order: Int64Array) -> dict[str, float]:
+    """Mean relative error of the rows down to each percentile of the rows that were accessed, hottest first."""
+    result, first = {}, 0
+    for percent in PERCENTILES:
+        last = max(1, int(len(order) * percent / 100))
+        rows = order[first:last][:: max(1, (last - first) // 100_000)]
+        if len(rows):
+            error = np.abs(np.asarray(query(rows), dtype=np.float64) / truth[rows] - 1)
+            result[f"error_to_{percent:g}_percent"] = float(error.mean())
+        first = last
+    return result
+
+
+def _recall(listed: Int64Array, truth: Int64Array, percent: float) -> float:
+    """Of the hottest rows, how many are among as many rows listed first; ties with the coldest of them count."""
+    wanted = max(1, int(np.count_nonzero(truth) * percent / 100))
+    least = np.partition(truth, len(truth) - wanted)[len(truth) - wanted]
+    return float((truth[listed[:wanted]] >= least).sum()) / wanted
+
+
+def measure_peers(case: Case, limit: int) -> Iterator[tuple[str, float]]:
+    """The checked memory, the first ids only: flexd, DataSketches' count-min, frequent-items."""
+    ids = case.ids()[:limit]
+    table = TableSpec("all", case.rows, DIM, DTYPE)
+    few = Case("peers", (table,), ((0, ids),))
+    truth = few.counts()[0]
+    order = np.argsort(-truth, kind="stable")[: np.count_nonzero(truth)]
+    memory = dense_bytes(few) // CHECKED_DIVISOR
+    mine = count(few, memory)
+    width = max(8, memory // (4 * 8))
+    count_min = datasketches.count_min_sketch(4, width)
+    log2_entries = max(3, int(math.log2(memory / FREQUENT_ITEMS_ENTRY_BYTES)))
+    frequent = datasketches.frequent_items_sketch(log2_entries)
+    as_list = ids.tolist()
+    for sketch in (count_min, frequent):
+        for item in as_list:
+            sketch.update(item)
+    yield "peers_ids", float(len(ids))
+    yield "peers_memory_bytes", float(memory)
+    both = {
+        "flexd": lambda rows: mine.query("all", rows),
+        "datasketches_count_min": lambda rows: np.array([count_min.get_estimate(row) for row in rows.tolist()]),
+        "datasketches_frequent_items": lambda rows: np.array([frequent.get_estimate(row) for row in rows.tolist()]),
+    }
+    for peer, query in both.items():
+        for key, value in _errors(query, truth, order).items():
+            yield f"peers_{peer}_{key}", value
+    found = frequent.get_frequent_items(datasketches.frequent_items_error_type.NO_FALSE_NEGATIVES, 0)
+    ranked = np.array([item[0] for item in sorted(found, key=lambda item: -item[1])], dtype=np.int64)
+    listed = {"flexd": mine.profile().tables[0].hot_rows, "datasketches_frequent_items": ranked}
+    for peer, rows in listed.items():
+        for percent in RECALL_PERCENT:
+            yield f"peers_{peer}_recall_top_{percent:g}_percent", _recall(rows, truth, percent)
+
+
+def _checks(figures: dict[str, float], cases: list[str]) -> list[dict[str, object]]:
+    checks: list[dict[str, object]] = []
+    for case in cases:
+        regret = figures[f"{case}_memory_1_{CHECKED_DIVISOR}_plan_regret"]
+        checks.append(
+            {
+                "name": f"{case}: plan from 1/{CHECKED_DIVISOR} of the dense memory above the plan from exact counts",
+                "value": round(regret, 6),
+                "target": "<= 0.01",
+                "ok": regret <= 0.01,
+            }
+        )
+        error = f"{case}_peers_%s_error_to_1_percent"
+        mine, peer = figures[error % "flexd"], figures[error % "datasketches_count_min"]
+        checks.append(
+            {
+                "name": f"{case}: error on the top 1 % of rows, beside DataSketches' count-min of equal memory",
+                "value": round(mine, 6),
+                "target": f"<= {peer:.6f}",
+                "ok": mine <= peer,
+            }
+        )
+    return checks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the rows and accesses")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument("--trace", type=Path, help="a trace (docs/demo.md) beside the Zipf streams")
+    parser.add_argument("--exponents", default="1.05,0.9,1.2", help="of the Zipf streams, separated by commas")
+    options = parser.parse_args()
+    # The peers take one id a call, so they get the first ids only.
+    rows, accesses, peer_ids = (500_000, 4_000_000, 500_000) if options.quick else (10_000_000, 40_000_000, 4_000_000)
+    warm_up()
+    figures: dict[str, float] = {}
+    names = []
+    exponents = [float(text) for text in options.exponents.split(",") if text]
+    for make in [*exponents, *([options.trace] if options.trace else [])]:
+        case = trace_case(make) if isinstance(make, Path) else zipf_case(make, rows, accesses)
+        started = time.perf_counter()
+        for name, value in [*measure(case), *measure_peers(case, peer_ids)]:
+            figures[f"{case.name}_{name}"] = value
+        figures[f"{case.name}_seconds"] = time.perf_counter() - started
+        names.append(case.name)
+    checks = _checks(figures, names)
+    rounded = {name: float(f"{value:.6g}") for name, value in figures.items()}
+    if options.json:
+        context = {"rows": rows, "accesses": accesses, "machine": platform.machine()}
+        print(json.dumps({"figures": {**context, **rounded}, "checks": checks}))
+        return
+    for name, value in rounded.items():
+        print(f"{name:68s} {value:14g}")
+    print()
+    for check in checks:
+        print(f"{'ok  ' if check['ok'] else 'MISS'} {check['name']}: {check['value']} (target {check['target']})")
+
+
+if __name__ == "__main__":
+    main()
