@@ -45,6 +45,10 @@ class SnapshotError(FlexdError):
     """A snapshot or journal is corrupt, of another format, or cannot be written."""
 
 
+class StateLockedError(SnapshotError):
+    """Another daemon uses the state directory."""
+
+
 class TopologyError(FlexdError):
     """The cluster description is malformed or contradicts the live ranks."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from flexd.errors import ApiError, ConfigError, FlexdError
+from flexd.errors import ApiError, ConfigError, FlexdError, StateLockedError
 
 
 class ExitCode(IntEnum):
@@ -19,6 +19,8 @@ class ExitCode(IntEnum):
     """The daemon answered that it cannot or will not do it, or the migration failed."""
     TIMED_OUT = 5
     """The daemon did not answer, or the migration did not end, within the deadline."""
+    STATE_LOCKED = 6
+    """Another daemon uses the state directory."""
     INTERRUPTED = 130
     """Control-C."""
 
@@ -40,6 +42,7 @@ _CODES: tuple[tuple[type[FlexdError], ExitCode], ...] = (
     (DaemonUnreachableError, ExitCode.UNREACHABLE),
     (DaemonRefusedError, ExitCode.REFUSED),
     (DaemonTimeoutError, ExitCode.TIMED_OUT),
+    (StateLockedError, ExitCode.STATE_LOCKED),
 )
 
 

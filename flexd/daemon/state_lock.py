@@ -1,0 +1,52 @@
+"""One daemon a state directory: two would overwrite each other's snapshots."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+
+from flexd.errors import StateLockedError
+
+FILE_NAME = "lock"
+
+
+class StateLock:
+    """Holds the directory until ``release`` or the end of the process, however it ends.
+
+    Raises:
+        StateLockedError: another process holds it, or the directory cannot be locked.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / FILE_NAME
+        try:
+            # A file object: what is dropped half made is unlocked too.
+            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b", buffering=0)
+        except OSError as error:
+            raise StateLockedError(
+                f"state.dir: {path} cannot be opened: {error.strerror}", remedy="give a writable directory"
+            ) from error
+        descriptor = self._file.fileno()
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            self._file.close()
+            if not isinstance(error, BlockingIOError):
+                raise StateLockedError(
+                    f"state.dir: {path} cannot be locked: {error.strerror}", remedy="use a file system that has flock"
+                ) from error
+            raise StateLockedError(
+                f"state.dir: {directory} is used by another daemon, process {holder}",
+                remedy="stop it, or give this daemon a directory of its own",
+            ) from None
+        with contextlib.suppress(OSError):
+            # A full disk is no reason not to start: only the holder's name is missing then.
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Further calls do nothing."""
+        self._file.close()

@@ -1,0 +1,42 @@
+"""Two daemons must not share a state directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from flexd.cli.exit_codes import ExitCode, exit_code_of
+from flexd.daemon.state_lock import StateLock
+from flexd.errors import StateLockedError
+
+
+def test_the_second_is_told_who_holds_the_directory(tmp_path):
+    first = StateLock(tmp_path)
+    with pytest.raises(StateLockedError, match=rf"process {os.getpid()}") as raised:
+        StateLock(tmp_path)
+    assert exit_code_of(raised.value) == ExitCode.STATE_LOCKED
+    first.release()
+    first.release()
+    StateLock(tmp_path).release()
+
+
+def test_a_killed_holder_leaves_no_lock(tmp_path):
+    script = (
+        "import sys, time; from pathlib import Path; from flexd.daemon.state_lock import StateLock\n"
+        "lock = StateLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(StateLockedError, match=rf"process {holder.pid}"):
+        StateLock(tmp_path)
+    holder.kill()
+    holder.wait(10)
+    StateLock(tmp_path).release()
+
+
+def test_a_directory_that_is_none_is_an_error(tmp_path):
+    with pytest.raises(StateLockedError, match="cannot be opened"):
+        StateLock(tmp_path / "missing")
