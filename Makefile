@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-kafka test lint types imports docs bench clean
+.PHONY: fuzz demo demo-kafka test lint types imports docs bench clean
 
 demo: $(STAMP)
 	$(BIN)/flexd demo $(DEMO)
@@ -30,6 +30,13 @@ docs: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python tools/bench_sketch.py --quick
+
+# atheris is installed here and not by the dev extra: only this target needs it, and it has no wheel for every Python.
+FUZZ_SECONDS ?= 60
+fuzz: $(STAMP)
+	$(BIN)/python -c "import atheris" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check "atheris>=2.3"
+	$(BIN)/python tools/fuzz.py decode --seconds $(FUZZ_SECONDS)
+	$(BIN)/python tools/fuzz.py snapshot --seconds $(FUZZ_SECONDS)
 
 # setuptools is named because the package itself is built without isolation: a build environment of its own would
 # ignore the constraints and fetch another torch.
