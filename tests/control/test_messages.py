@@ -27,6 +27,9 @@ EVERY_KIND: list[m.Message] = [
     m.Listing(*FENCE, 1, 9, 4, 100, "sha", ""),
     m.ChunkHeader(*FENCE, 3, "plan", 4, 100, "sha"),
     m.ListRequest(*FENCE, 3, 4, (0, 1)),
+    m.TapOffer(*FENCE, 1, 9, "session", 4, 100, 1, True),
+    m.TapState(*FENCE, 1, "session", 4, 2, 4, ""),
+    m.TapPiece(*FENCE, 1, 4, 2, 0, "ab" * 32),
 ]
 
 
