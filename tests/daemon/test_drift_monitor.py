@@ -296,7 +296,8 @@ def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkey
         until(lambda looks=daemon._drift.evaluations: daemon._drift.evaluations > looks + 8)  # type: ignore[misc]
         assert len(coordinator.migrations) == settled, "no flapping"
         status = daemon.status()
-        assert status.drift.ratio == pytest.approx(1.0, abs=0.03)
+        assert status.drift.ratio is not None
+        assert status.drift.ratio <= 1.03, "what came in after the plan may have made it better than planned"
         assert status.sketch.tables[0].affinity is not None
     finally:
         daemon.ask_to_stop()
