@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Model against reality: seconds of communication that the cost model predicts, beside those of real gloo ranks.
 
-Two network namespaces stand for two nodes, joined by a veth pair that ``tc tbf`` limits in both directions; the ranks
-of a node share its end, as ranks share an adapter. The links are probed (flexd.topology.probe), a plan is made on the
+Two network namespaces stand for two nodes, joined by a veth pair for each local rank (its adapter) that ``tc tbf``
+limits in both directions. The links are probed (flexd.topology.probe), a plan is made on the
 topology file that comes of it, and each strategy is trained and timed. Needs root, ip and tc; says so and exits 0
 without.
 
-Usage: tools/bench_model.py [--rate-mbit 50] [--local-ranks 2] [--quick] [--json]
+Usage: tools/bench_model.py [--rate-mbit 25] [--local-ranks 2] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ PORT = 29_741
 RANK_PROGRAM = Path(__file__).parent / "bench_model_rank.py"
 LARGEST_ERROR = 0.25
 LARGEST_BYTES_ERROR = 0.02
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
 def run(*command: str) -> None:
@@ -37,38 +36,36 @@ def run(*command: str) -> None:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
+def address(node: int, local: int) -> str:
+    return f"10.77.{local}.{node + 1}"
+
+
+def ip(namespace: str, *words: str) -> None:
+    run("ip", "-n", namespace, *words)
+
+
 @contextmanager
-def two_nodes(rate_mbit: float) -> Iterator[tuple[str, str]]:
-    """Names of two namespaces joined by a limited link, gone afterwards."""
+def two_nodes(local_ranks: int, rate_mbit: float) -> Iterator[tuple[str, str]]:
+    """Names of two namespaces, joined by a limited link for each local rank; gone afterwards.
+
+    A message goes out by the adapter of the receiver's rail (the route follows its address), as NCCL's PXN sends it.
+    """
     names = (f"flexd{os.getpid()}a", f"flexd{os.getpid()}b")
-    links = (f"fx{os.getpid()}a", f"fx{os.getpid()}b")
+    # A queue that nothing is dropped from: a lossless network, as RDMA is. A small burst, so that the rate holds for
+    # the messages measured here.
+    limit = ("rate", f"{rate_mbit}mbit", "burst", "16kb", "limit", "32mb")
     try:
         for name in names:
             run("ip", "netns", "add", name)
-        run(
-            "ip",
-            "link",
-            "add",
-            links[0],
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            links[1],
-            "netns",
-            names[1],
-        )
-        for name, link, address in zip(names, links, ADDRESSES, strict=True):
-            run("ip", "-n", name, "link", "set", link, "name", "eth0")
-            run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-            run("ip", "-n", name, "link", "set", "lo", "up")
-            run("ip", "-n", name, "link", "set", "eth0", "up")
-            # A queue that nothing is dropped from: a lossless network, as RDMA is. A small burst, so that the rate
-            # holds for the messages measured here.
-            limit = ("rate", f"{rate_mbit}mbit", "burst", "32kb", "limit", "32mb")
-            run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
+            ip(name, "link", "set", "lo", "up")
+        for local in range(local_ranks):
+            here = f"eth{local}"
+            ends = ("type", "veth", "peer", "name", here, "netns", names[1])
+            run("ip", "link", "add", here, "netns", names[0], *ends)
+            for node, name in enumerate(names):
+                ip(name, "addr", "add", f"{address(node, local)}/24", "dev", here)
+                ip(name, "link", "set", here, "up")
+                run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", here, "root", "tbf", *limit)
         yield names
     finally:
         for name in names:
@@ -80,13 +77,18 @@ def launch(
 ) -> list[subprocess.Popen[bytes]]:
     """Rank processes, as torchrun would tell them where they are."""
     shared = os.environ | {
-        "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": str(2 * local_ranks),
-        "LOCAL_WORLD_SIZE": str(local_ranks), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": address(0, 0), "MASTER_PORT": str(PORT), "WORLD_SIZE": str(2 * local_ranks),
+        "LOCAL_WORLD_SIZE": str(local_ranks), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     return [
         subprocess.Popen(
             ["ip", "netns", "exec", name, sys.executable, str(RANK_PROGRAM), str(out), json.dumps(settings)],
-            env=shared | {"RANK": str(node * local_ranks + local), "LOCAL_RANK": str(local)},
+            env=shared
+            | {
+                "RANK": str(node * local_ranks + local),
+                "LOCAL_RANK": str(local),
+                "GLOO_SOCKET_IFNAME": f"eth{local}",
+            },
         )
         for node, name in enumerate(names)
         for local in range(local_ranks)
@@ -144,7 +146,7 @@ def checks_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate-mbit", type=float, default=50.0, help="of a node's link, each direction")
+    parser.add_argument("--rate-mbit", type=float, default=25.0, help="of a rank's adapter, each direction")
     parser.add_argument("--local-ranks", type=int, default=2)
     parser.add_argument("--topology", type=Path, metavar="FILE.yaml", help="keep what the probe wrote")
     parser.add_argument("--quick", action="store_true")
@@ -163,7 +165,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "answer.json"
         try:
-            with two_nodes(arguments.rate_mbit) as names:
+            with two_nodes(arguments.local_ranks, arguments.rate_mbit) as names:
                 wait(launch(names, arguments.local_ranks, out, settings), 300.0 if arguments.quick else 900.0)
         except OSError as error:
             print(f"failed: {error}", file=sys.stderr)
