@@ -15,6 +15,7 @@ from flexd.cli import (
     inspect_commands,
     probe_command,
     simulate_command,
+    sketch_command,
 )
 from flexd.cli.exit_codes import ExitCode, exit_code_of
 from flexd.errors import FlexdError
@@ -39,6 +40,7 @@ app.command("resume")(control_commands.resume)
 app.command("demo")(demo_command.demo)
 app.command("simulate")(simulate_command.simulate)
 app.command("probe")(probe_command.probe)
+app.add_typer(sketch_command.app, name="sketch")
 
 
 def main() -> None:
