@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from flexd.cli import units
 from flexd.cli.plan_view import plan_facts
+from flexd.cli.scale_out_view import scale_out_block
 from flexd.cli.view import Block, Facts, Sentences, Table
 from flexd.server.models import MigrationReport, ReplanResult, Status
 
@@ -23,6 +24,8 @@ def status_blocks(status: Status) -> list[Block]:
         blocks.append(Facts("last plan", plan_facts(status.last_plan)))
     if status.migration is not None:
         blocks.append(Facts("migration", migration_facts(status.migration)))
+    if status.scale_out is not None:
+        blocks.append(scale_out_block(status.scale_out))
     if status.sketch.tables:
         blocks.append(_tables(status))
     return blocks
