@@ -237,6 +237,17 @@ class TopologyConfig(Section):
         return value
 
 
+class PinConfig(Section):
+    """Rows that keep one tier, whether it pays or not."""
+
+    table: Annotated[str, Field(min_length=1, max_length=256)]
+    """Name of the table."""
+    tier: Literal["HOME", "NODE", "DEVICE"]
+    """Where copies live: one, one in every node, one on every rank."""
+    rows: Annotated[list[Int], Field(max_length=2**20)] | None = None
+    """Row ids; the whole table if left out."""
+
+
 class PlannerConfig(Section):
     """When and how to plan."""
 
@@ -258,6 +269,19 @@ class PlannerConfig(Section):
     drift_threshold: Annotated[Float, Field(gt=1)] | None = 1.05
     """A new plan is made when the live placement costs more than this many times what it cost when it was planned,
     in exposed seconds of a step; null plans at intervals only."""
+    exchange: Literal["chain", "direct", "direct_no_dedup"] = "chain"
+    """What the trainers gave ``EmbeddingCollection(exchange=...)``. A running job cannot change it; each plan says
+    whether another would be cheaper."""
+    micro_batches: Annotated[Int, Field(ge=1, le=4096)] = 1
+    """Forward passes for each optimizer step: rows are looked up in each, replicas synchronised once."""
+    frozen_tables: list[str] = []
+    """Tables that are read only: they cost no backward pass and no synchronisation."""
+    exclude_tables: list[str] = []
+    """Tables whose rows all stay at HOME."""
+    pins: list[PinConfig] = []
+    """Rows or tables whose tier is fixed. They take replica slots before all others; a later pin of a row counts."""
+    table_budgets: dict[str, Annotated[Int, Field(ge=0)]] = {}
+    """Replica slots that the rows of a table may take on any one rank, by table."""
 
 
 class ControlConfig(Section):

@@ -79,6 +79,8 @@ def _type(node: dict[str, Any]) -> str:
         return " or ".join(f"`{value}`" for value in node["enum"])
     if node["type"] == "object":
         return f"mapping of text to {_type(node['additionalProperties'])}"
+    if node["type"] == "array":
+        return f"list of {_type(node['items'])}"
     names = {"string": "text", "integer": "integer", "number": "number", "boolean": "truth value", "null": "null"}
     name = "path" if node.get("format") == "path" else names[node["type"]]
     bounds = {"minimum": ">=", "exclusiveMinimum": ">", "ge": ">=", "gt": ">", "maximum": "<=", "le": "<="}

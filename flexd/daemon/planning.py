@@ -15,6 +15,7 @@ from flexd.control.coordinator import Coordinator, LiveTopology
 from flexd.control.migration import Migration, MigrationState
 from flexd.daemon.drift import ProfileMaker
 from flexd.daemon.plan_log import PlanLog
+from flexd.daemon.plan_settings import plan_limits, running_exchange, training_shape
 from flexd.daemon.training import TrainingMonitor
 from flexd.errors import PlanError
 from flexd.keyspace import KeySpace
@@ -65,6 +66,8 @@ class Planning:
         self._training = training
         self._log = log
         self._on_planned = on_planned
+        plan_limits(config.planner).check(keyspace)
+        training_shape(config.planner).check_names(keyspace)
         self._making = threading.Lock()
         self._account = threading.Lock()
         self._serial = 0
@@ -163,6 +166,9 @@ class Planning:
             horizon_steps=settings.horizon_steps,
             now_unix_seconds=time.time(),
             reason=reason,
+            shape=training_shape(settings),
+            limits=plan_limits(settings),
+            exchange=running_exchange(settings),
         )
         return plan, profile, live, topology.layout
 

@@ -65,8 +65,8 @@ class FlexShard:
     distribution", a tier per level of the network, the memory of the state of the art as the cap).
 
     Most favourable to it: it knows every row's frequency, bins included; its thresholds are the best of a grid by this
-    cost model; a NODE row is fetched inside the node, a DEVICE row not at all; gradients of replicas are synchronised as
-    flexd does it. What it does not have is dedup: every look-up of a row that is not on the rank travels.
+    cost model; a NODE row is fetched inside the node, a DEVICE row not at all; gradients of replicas are synchronised
+    as flexd does it. What it does not have is dedup: every look-up of a row that is not on the rank travels.
     """
 
     name: str = "flexshard"

@@ -22,7 +22,8 @@ _MOST_VARIABLES = 300_000
 class RecShard:
     """Sethi et al., ASPLOS 2022, arXiv 2201.10095, the section on the MILP formulation.
 
-    A table is placed on one rank; of its rows the hottest are in fast memory (HBM), the others in host memory (UVM). The split is one of ``steps`` points of the inverse of the cumulative distribution of its accesses.
+    A table is placed on one rank; of its rows the hottest are in fast memory (HBM), the others in host memory (UVM).
+    The split is one of ``steps`` points of the inverse of the cumulative distribution of its accesses.
     Minimised is the slowest rank's time to read its rows: accesses x row bytes over the bandwidth of the memory.
     The paper does not price the network; here the rows then travel as with any table-wise placement.
 

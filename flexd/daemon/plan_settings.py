@@ -1,0 +1,42 @@
+"""The configuration in the planner's own terms."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexd.config import PlannerConfig
+from flexd.layout import Tier
+from flexd.planner.limits import PlanLimits, RowPin
+from flexd.planner.shape import TrainingShape
+from flexd.planner.traffic import Exchange
+
+_EXCHANGES = {
+    "chain": Exchange.CHAIN,
+    "direct": Exchange.DIRECT_DEDUP,
+    "direct_no_dedup": Exchange.DIRECT,
+}
+
+
+def running_exchange(settings: PlannerConfig) -> Exchange:
+    """What the trainers run, by the name they gave it."""
+    return _EXCHANGES[settings.exchange]
+
+
+def training_shape(settings: PlannerConfig) -> TrainingShape:
+    """How the job trains. The collection sends rows in their own dtype and pushes each micro-batch by itself."""
+    return TrainingShape(
+        micro_batches=settings.micro_batches,
+        frozen_tables=frozenset(settings.frozen_tables),
+    )
+
+
+def plan_limits(settings: PlannerConfig) -> PlanLimits:
+    """Pins, excluded tables and budgets of tables."""
+    return PlanLimits(
+        pins=tuple(
+            RowPin(pin.table, Tier[pin.tier], None if pin.rows is None else np.array(pin.rows, dtype=np.int64))
+            for pin in settings.pins
+        ),
+        exclude_tables=frozenset(settings.exclude_tables),
+        table_slots=dict(settings.table_budgets),
+    )

@@ -1,0 +1,281 @@
+"""The planner at production size: time, memory, optimality, and every peer priced by the same model.
+
+    python tools/bench_planner.py --quick
+    python tools/bench_planner.py --tables tables.csv --json figures.json
+
+Times are of this machine, everything else is arithmetic of the cost model (docs/cost-model.md). Without ``--tables`` a
+made up list of the same shape is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from planner_problems import ListedTable, made_up_tables, problem_of, read_tables
+
+from flexd.keyspace import KeySpace
+from flexd.layout import RankLayout
+from flexd.placement import Placement
+from flexd.planner.baselines import Case, Outcome
+from flexd.planner.baselines.peers import PEERS
+from flexd.planner.cost import CostBreakdown, LoadSums, joint_cost
+from flexd.planner.plan import Plan, make_plan
+from flexd.planner.shape import TrainingShape
+from flexd.planner.traffic import Phase, Where
+from flexd.sketch.profile import Profile
+from flexd.topology.files import load_preset
+
+LAYOUT = RankLayout(12, 8)
+RANK_MEMORY_BYTES = 40e9
+REPLICA_SHARE = 0.01
+SEQUENCE_ROWS_LISTED = 500_000
+SKEWS = (0.9, 1.05, 1.2)
+
+Figures = dict[str, Any]
+
+
+def plan_of(
+    profile: Profile, keyspace: KeySpace, layout: RankLayout, preset: str, shape: TrainingShape
+) -> tuple[Plan, float]:
+    """(plan, seconds it took)."""
+    slots = [int(REPLICA_SHARE * group.rows) for group in keyspace.groups]
+    started = time.perf_counter()
+    plan = make_plan(
+        profile, keyspace, layout, load_preset(preset), slots, Placement.empty(), plan_id="bench", parent_id="",
+        topology_generation=1, horizon_steps=1e4, now_unix_seconds=0.0, reason="benchmark", shape=shape,
+    )  # fmt: skip
+    return plan, time.perf_counter() - started
+
+
+def volume_bound_bytes(sums: Sequence[LoadSums]) -> float:
+    """Inter-node row bytes of a rank that exact synchronous training with fixed homes cannot go below (DESIGN 6)."""
+    cost = joint_cost(
+        sums, [np.zeros(len(group.load.keys), np.uint8) for group in sums], load_preset("azure-a100-200g")
+    )
+    return float(cost.bytes[:, [Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS], Where.INTER_NODE].sum())
+
+
+def row_of(name: str, cost: CostBreakdown | None, memory: float, reason: str = "", **more: float) -> Figures:
+    if cost is None:
+        return {"strategy": name, "not_applicable": reason}
+    return {
+        "strategy": name,
+        "milliseconds": cost.peak_exposed_seconds * 1e3,
+        "mean_milliseconds": cost.exposed_seconds * 1e3,
+        "balance": cost.imbalance,
+        "inter_node_all_to_all_megabytes": cost.all_to_all_bytes(Where.INTER_NODE) / 1e6,
+        "inter_node_sync_megabytes": cost.sync_bytes(Where.INTER_NODE) / 1e6,
+        "intra_node_megabytes": float(cost.bytes[..., Where.INTRA_NODE].sum()) / 1e6,
+        "memory_gigabytes": memory / 1e9,
+        **more,
+    }
+
+
+def strategies(tables: list[ListedTable], preset: str, skew: float) -> Figures:
+    """Every peer and flexd on the sequence tables at one skew."""
+    sequence = [table for table in tables if table.bags == 0]
+    profile, keyspace, shape = problem_of(sequence, LAYOUT.world_size, skew, [SEQUENCE_ROWS_LISTED] * len(sequence))
+    plan, seconds = plan_of(profile, keyspace, LAYOUT, preset, shape)
+    case = Case(
+        profile, keyspace, LAYOUT, load_preset(preset), RANK_MEMORY_BYTES,
+        tuple(int(REPLICA_SHARE * group.rows) for group in keyspace.groups), shape,
+    )  # fmt: skip
+    outcomes: dict[str, Outcome] = {peer.name: peer.evaluate(case) for peer in PEERS}
+    rows = [
+        row_of(name, o.cost, float(o.memory_bytes.max(initial=0.0)), o.not_applicable, **o.figures)
+        for name, o in outcomes.items()
+    ]
+    row_bytes = keyspace.tables[0].row_bytes + keyspace.tables[0].state_bytes
+    used = plan.budgets.used(plan.target.keys, plan.target.tiers)[: len(keyspace.groups)].max()
+    rows.append(row_of("flexd", plan.after, float(case.home_memory().max()) + float(used) * row_bytes))
+    plain, published = outcomes["row_wise"].cost, outcomes["flexshard"].cost
+    assert plain is not None
+    assert published is not None
+    return {
+        "skew": skew,
+        "plan_seconds": seconds,
+        "gap": plan.gap,
+        "rows": {"NODE": plan.after.rows[1], "DEVICE": plan.after.rows[2]},
+        "volume_bound_megabytes": volume_bound_bytes(case.sums) / 1e6,
+        "strategies": rows,
+        "flexshard_all_to_all_saved": 1
+        - published.all_to_all_bytes(Where.INTER_NODE) / plain.all_to_all_bytes(Where.INTER_NODE),
+        "flexshard_speedup": plain.peak_exposed_seconds / published.peak_exposed_seconds,
+        "flexshard_mean_speedup": plain.exposed_seconds / published.exposed_seconds,
+        "flexd_speedup": plain.peak_exposed_seconds / plan.after.peak_exposed_seconds,
+        "flexd_mean_speedup": plain.exposed_seconds / plan.after.exposed_seconds,
+        "flexshard_memory_over_cap": float(outcomes["flexshard"].memory_bytes.max())
+        / outcomes["flexshard"].figures["memory_cap_bytes"],
+    }
+
+
+def whole_list(tables: list[ListedTable], preset: str) -> Figures:
+    """The plan of every table of the list."""
+    listed = [SEQUENCE_ROWS_LISTED if table.bags == 0 else 200 for table in tables]
+    profile, keyspace, shape = problem_of(tables, LAYOUT.world_size, 1.05, listed)
+    plan, seconds = plan_of(profile, keyspace, LAYOUT, preset, shape)
+    return {
+        "tables": len(tables),
+        "dim_groups": len(keyspace.groups),
+        "listed_rows": sum(len(table.hot_rows) for table in profile.tables),
+        "plan_seconds": seconds,
+        "gap": plan.gap,
+    }
+
+
+def many_tables(preset: str, counts: Sequence[int]) -> list[Figures]:
+    """10^9 rows in the largest number of tables, on 128 ranks; the same tables, fewer of them, before."""
+    result = []
+    for count in counts:
+        nan = float("nan")
+        tables = [
+            ListedTable(f"t{i}", 10**9 // counts[-1], (64, 128)[i % 2], 50.0, 0.0, 512, nan, "", 1)
+            for i in range(count)
+        ]
+        layout = RankLayout(16, 8)
+        profile, keyspace, shape = problem_of(tables, layout.world_size, 1.05, [1000] * count)
+        plan, seconds = plan_of(profile, keyspace, layout, preset, shape)
+        result.append({"tables": count, "plan_seconds": seconds, "gap": plan.gap, "rows_above_home": len(plan.target)})
+    return result
+
+
+def torchrec(tables: int, ranks: int, budget_seconds: float) -> Figures:
+    """TorchRec's planner on as many sequence tables, in a process of its own."""
+    missing = [name for name in ("torchrec", "fbgemm_gpu") if importlib.util.find_spec(name) is None]
+    if missing:
+        return {"skipped": f"{' and '.join(missing)} not installed"}
+    if budget_seconds <= 0:
+        return {"skipped": "no budget: --torchrec-budget-seconds"}
+    script = Path(__file__).with_name("torchrec_plan.py")
+    started = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [sys.executable, str(script), str(tables), str(ranks)],
+            capture_output=True, text=True, timeout=budget_seconds, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"tables": tables, "unfinished_after_seconds": budget_seconds}
+    if done.returncode != 0:
+        return {"skipped": f"it failed: {done.stderr.strip().splitlines()[-1:]}"}
+    return {"tables": tables, "plan_seconds": float(done.stdout.split()[-1]), "seconds": time.perf_counter() - started}
+
+
+def torchrec_estimate(tables: list[ListedTable]) -> list[Figures]:
+    """What perf_ms of un-pooled row-wise tables comes to for each row that a shard sends (docs/cost-model.md)."""
+    return [
+        {
+            "table": table.name,
+            "perf_ms": table.perf_ms,
+            "nanoseconds_per_look_up": table.perf_ms / table.shards / (table.lookups * table.batch) * 1e6,
+        }
+        for table in tables
+        if table.sharding == "RW" and table.perf_ms == table.perf_ms
+    ]
+
+
+def checks(figures: Figures) -> list[Figures]:
+    by_skew: list[Figures] = figures["strategies"]
+    plans = [*by_skew, figures["whole_list"]]
+    ahead = []
+    for skew in by_skew:
+        named = {row["strategy"]: row for row in skew["strategies"]}
+        others = [row["milliseconds"] for name, row in named.items() if name != "flexd" and "milliseconds" in row]
+        ahead.append(named["flexd"]["milliseconds"] / min(others))
+    saved = max(skew["flexshard_all_to_all_saved"] for skew in by_skew)
+    faster = max(skew["flexshard_mean_speedup"] for skew in by_skew)
+    many = figures["many_tables"]
+    per_table = [entry["plan_seconds"] / entry["tables"] for entry in many]
+
+    def check(name: str, value: float, target: str, ok: bool) -> Figures:
+        return {"name": name, "value": value, "target": target, "ok": ok}
+
+    slowest, gap = max(p["plan_seconds"] for p in plans), max(p["gap"] for p in [*plans, *many])
+    cap = max(skew["flexshard_memory_over_cap"] for skew in by_skew)
+    return [
+        check("plan seconds, worst", slowest, "< 5", slowest < 5),
+        check("peak memory of this process, GiB", figures["peak_gibibytes"], "< 2", figures["peak_gibibytes"] < 2),
+        check("gap to the lower bound, worst", gap, "< 0.001", gap < 1e-3),
+        check("flexd over the best peer, time, worst skew", max(ahead), "<= 1", max(ahead) <= 1 + 1e-9),
+        check("FlexShard: all-to-all saved, best skew", saved, "> 0.85", saved > 0.85),
+        check("FlexShard: times faster than row-wise (mean over ranks), best skew", faster, "> 5", faster > 5),
+        check("FlexShard: memory over the cap", cap, "<= 1", cap <= 1 + 1e-9),
+        check("10^9 rows: plan seconds", many[-1]["plan_seconds"], "< 10", many[-1]["plan_seconds"] < 10),
+        check(
+            "10^9 rows: seconds per table, most tables over fewest", per_table[-1] / per_table[0], "< 1.5",
+            per_table[-1] < 1.5 * per_table[0],
+        ),
+    ]  # fmt: skip
+
+
+def show(figures: Figures) -> None:
+    for skew in figures["strategies"]:
+        print(
+            f"\nZipf {skew['skew']}: sequence tables, {LAYOUT.nodes} x {LAYOUT.local_ranks} ranks, "
+            f"{figures['preset']}; "
+            f"plan in {skew['plan_seconds']:.2f} s, gap {skew['gap']:.1e}, "
+            f"volume bound {skew['volume_bound_megabytes']:,.0f} MB a rank and step between nodes"
+        )
+        head = ("strategy", "ms, busiest rank", "ms, mean", "balance", "all-to-all MB", "sync MB", "GB a rank")
+        print("  " + head[0].ljust(24) + "".join(title.rjust(18) for title in head[1:]))
+        for row in skew["strategies"]:
+            if "not_applicable" in row:
+                print(f"  {row['strategy']:24}{row['not_applicable']}")
+                continue
+            values = ("milliseconds", "mean_milliseconds", "balance", "inter_node_all_to_all_megabytes",
+                      "inter_node_sync_megabytes", "memory_gigabytes")  # fmt: skip
+            print("  " + row["strategy"].ljust(24) + "".join(f"{row[value]:18,.2f}" for value in values))
+        print(
+            f"  FlexShard as published against row-wise: {skew['flexshard_all_to_all_saved']:.0%} less all-to-all "
+            f"between nodes, {skew['flexshard_mean_speedup']:.1f}x faster in the mean, "
+            f"{skew['flexshard_speedup']:.1f}x on the busiest rank; "
+            f"flexd {skew['flexd_mean_speedup']:.1f}x and {skew['flexd_speedup']:.1f}x"
+        )
+    print(f"\nwhole list: {figures['whole_list']}")
+    for entry in figures["many_tables"]:
+        print(f"10^9 rows, 128 ranks: {entry}")
+    print(f"TorchRec's planner: {figures['torchrec']}")
+    for entry in figures["torchrec_estimate"]:
+        print(f"TorchRec's estimate: {entry}")
+    print()
+    for entry in figures["checks"]:
+        print(f"{'ok  ' if entry['ok'] else 'MISS'} {entry['name']}: {entry['value']:.4g} ({entry['target']})")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", type=Path, help="CSV as in TorchRec's published sharding example")
+    parser.add_argument("--preset", default="azure-a100-200g", help="topology preset that prices everything")
+    parser.add_argument("--quick", action="store_true", help="one skew, fewer tables: under a minute")
+    parser.add_argument("--torchrec-budget-seconds", type=float, default=0.0, help="for TorchRec's, if installed")
+    parser.add_argument("--json", type=Path, help="write figures and checks here")
+    arguments = parser.parse_args()
+    tables = read_tables(arguments.tables) if arguments.tables else made_up_tables()
+    skews = (1.05,) if arguments.quick else SKEWS
+    figures: Figures = {
+        "preset": arguments.preset,
+        "strategies": [strategies(tables, arguments.preset, skew) for skew in skews],
+        "whole_list": whole_list(tables, arguments.preset),
+        "many_tables": many_tables(arguments.preset, (107, 856) if arguments.quick else (107, 214, 428, 856)),
+        "torchrec": torchrec(856, 128, arguments.torchrec_budget_seconds),
+        "torchrec_estimate": torchrec_estimate(tables),
+    }
+    figures["peak_gibibytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    figures["checks"] = checks(figures)
+    show(figures)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=1, default=float) + "\n")
+    return 0 if all(entry["ok"] for entry in figures["checks"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
