@@ -9,11 +9,10 @@ from typing import Any
 from flexd.errors import SketchError
 
 UNIT_BITS = 16
-"""An access weighs 2^16 to 2^18 units when it is counted, so rounding to a whole unit costs at most 2^-17 of it."""
+"""Of an exact counter: an access weighs 2^16 to 2^18 units when it is counted, so rounding to a whole unit costs at
+most 2^-17 of it."""
 GROWTH_HALF_LIVES = 2
 """Half-lives that a counter takes on before it is rescaled."""
-MAX_UNITS = 2 ** (UNIT_BITS + GROWTH_HALF_LIVES)
-
 MIN_HALF_LIFE_SECONDS = 1e-3
 
 JUMP_TIMES = 8
@@ -142,21 +141,24 @@ class ForwardDecay:
         if not math.isnan(self._newest) and math.isfinite(to_event_time_seconds):
             self._newest = max(self._newest, to_event_time_seconds)
 
-    def unit_exponent(self, event_time_seconds: float) -> int:
-        """The exponent at which an access of this time weighs 2^16 to 2^17 units; 0 without decay."""
+    def unit_exponent(self, event_time_seconds: float, unit_bits: int = UNIT_BITS) -> int:
+        """The exponent at which an access of this time weighs ``2^unit_bits`` to twice as many units; 0 without
+        decay."""
         if self.half_life_seconds is None:
             return 0
-        return math.floor(event_time_seconds / self.half_life_seconds) - UNIT_BITS
+        return math.floor(event_time_seconds / self.half_life_seconds) - unit_bits
 
-    def needs_rescale(self, event_time_seconds: float, exponent: int) -> bool:
-        """True if an access of this time weighs ``MAX_UNITS`` or more at this exponent."""
-        return self.unit_exponent(event_time_seconds) >= exponent + GROWTH_HALF_LIVES
+    def needs_rescale(self, event_time_seconds: float, exponent: int, unit_bits: int = UNIT_BITS) -> bool:
+        """True if an access of this time weighs ``2^(unit_bits + GROWTH_HALF_LIVES)`` units or more at it."""
+        return self.unit_exponent(event_time_seconds, unit_bits) >= exponent + GROWTH_HALF_LIVES
 
-    def units(self, event_time_seconds: float, exponent: int) -> int:
-        """The weight of one access in units of ``2^exponent``, rounded to nearest; 1 without decay."""
+    def units(self, event_time_seconds: float, exponent: int, *, up: bool = False) -> int:
+        """The weight of one access in units of ``2^exponent``, rounded to nearest or ``up``; 1 without decay."""
         if self.half_life_seconds is None:
             return 1
         power = event_time_seconds / self.half_life_seconds - exponent
+        if up:
+            return math.ceil(2.0**power) if power > -1000 else 1
         return round(2.0**power) if power > -2 else 0
 
     def unit_weight(self, exponent: int) -> float:

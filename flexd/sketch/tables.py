@@ -17,7 +17,7 @@ from flexd.layout import RankLayout
 from flexd.sketch import countmin, curve, dense, hotset
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.countmin import CountMin
-from flexd.sketch.decay import ForwardDecay
+from flexd.sketch.decay import UNIT_BITS, ForwardDecay
 from flexd.sketch.dense import DenseCounter
 from flexd.sketch.distinct import DistinctRows
 from flexd.sketch.hotset import HotSet
@@ -35,8 +35,11 @@ JOINED_SHARE = 1 / 8
 COARSEN_BITS = 2
 COARSEST_DENSE_UNITS = 2**4
 COARSEST_COUNT_MIN_UNITS = 2**8
-"""An access keeps at least so many units when the unit is made coarser: its weight is off by 3 % and 0.2 % at most. An
+"""An access keeps at least so many units when the unit is made coarser: its weight is off by 3 % and 0.4 % at most. An
 exact counter gets there at 10^12 decayed accesses of one table; a count-min joins cells instead, at no memory."""
+COUNT_MIN_UNIT_BITS = 10
+"""Fewer than an exact counter's: rounding up costs at most 0.1 % of a weight, less than a count-min is off by anyway,
+and a row's cells join, which makes counting it slower, 64 times later."""
 
 
 class TableSketch(ABC):
@@ -47,8 +50,12 @@ class TableSketch(ABC):
         seed: of the sample.
     """
 
+    unit_bits: int
+    """An access weighs ``2^unit_bits`` to four times as many units when it is counted."""
     coarsest_units: int
     """Of one access, see ``relieve``."""
+    rounds_up = False
+    """The weight of an access is rounded up to whole units, instead of to nearest."""
 
     def __init__(self, spec: TableSpec, choice: TableChoice, seed: int) -> None:
         self.spec = spec
@@ -66,14 +73,22 @@ class TableSketch(ABC):
         Returns:
             (ids below 0, ids beyond the table), which are not counted.
         """
-        if self.exponent is None:
-            self.exponent = decay.unit_exponent(event_time_seconds)
-        elif decay.needs_rescale(event_time_seconds, self.exponent):
-            self._raise_to(decay.unit_exponent(event_time_seconds))
+        self.make_room(event_time_seconds, decay)
         negative, outside = self._count(rows, event_time_seconds, decay)
         self._sample.add(rows, source_rank, decay.log_weight(event_time_seconds), self.spec.rows)
         self.samples += len(rows) - negative - outside
         return negative, outside
+
+    def make_room(self, time: float, decay: ForwardDecay) -> None:
+        """Chooses the unit before the first access, and a coarser one once accesses of this time weigh too many."""
+        if self.exponent is None:
+            self.exponent = decay.unit_exponent(time, self.unit_bits)
+        elif decay.needs_rescale(time, self.exponent, self.unit_bits):
+            self._raise_to(decay.unit_exponent(time, self.unit_bits))
+
+    def access_units(self, time: float, decay: ForwardDecay) -> int:
+        """What one access of this time weighs in the present unit."""
+        return 0 if self.exponent is None else decay.units(time, self.exponent, up=self.rounds_up)
 
     def relabel(self, half_lives: int) -> None:
         """Counts everything so far as of this many half-lives earlier."""
@@ -126,16 +141,13 @@ class TableSketch(ABC):
         """Makes the unit coarser while too many counters have outgrown their word and accesses of now stay precise."""
         if decay.half_life_seconds is None or self.exponent is None:
             return
-        while self._crowded() and decay.units(time, self.exponent) >> COARSEN_BITS >= self.coarsest_units:
+        while self._crowded() and self.access_units(time, decay) >> COARSEN_BITS >= self.coarsest_units:
             self._raise_to(self.exponent + COARSEN_BITS)
 
     def _raise_to(self, exponent: int) -> None:
         if self.exponent is not None and exponent > self.exponent:
             self._rescale(exponent - self.exponent)
             self.exponent = exponent
-
-    def _units(self, time: float, decay: ForwardDecay) -> int:
-        return 0 if self.exponent is None else decay.units(time, self.exponent)
 
     def _unit_weight(self, decay: ForwardDecay) -> float:
         return 0.0 if self.exponent is None else decay.unit_weight(self.exponent)
@@ -199,6 +211,7 @@ class TableSketch(ABC):
 class DenseTable(TableSketch):
     """Exact counters."""
 
+    unit_bits = UNIT_BITS
     coarsest_units = COARSEST_DENSE_UNITS
 
     def __init__(self, spec: TableSpec, choice: TableChoice, seed: int) -> None:
@@ -238,7 +251,7 @@ class DenseTable(TableSketch):
     def _count(self, rows: RowArray, time: float, decay: ForwardDecay) -> tuple[int, int]:
         negative, outside = 0, 0
         for start in range(0, len(rows), dense.CHECK_IDS):
-            units = self._units(time, decay)
+            units = self.access_units(time, decay)
             below, beyond = self._counter.add(rows[start : start + dense.CHECK_IDS], units)
             negative += below
             outside += beyond
@@ -264,7 +277,9 @@ class DenseTable(TableSketch):
 class CountMinTable(TableSketch):
     """Count-min counters, with the rows that may be hot and a distinct count; the sample gives the tail."""
 
+    unit_bits = COUNT_MIN_UNIT_BITS
     coarsest_units = COARSEST_COUNT_MIN_UNITS
+    rounds_up = True
 
     def __init__(self, spec: TableSpec, choice: TableChoice, seed: int, conservative: bool = True) -> None:
         super().__init__(spec, choice, seed)
@@ -333,7 +348,7 @@ class CountMinTable(TableSketch):
         start, negative, outside = 0, 0, 0
         while start < len(rows):
             self.relieve(time, decay)
-            units = self._units(time, decay)
+            units = self.access_units(time, decay)
             start, below, beyond, hot.buffered = self._counter.add(
                 rows, start, units, self._distinct.registers, hot.threshold, hot.buffer, hot.buffered
             )

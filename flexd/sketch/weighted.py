@@ -59,12 +59,8 @@ def _ingest_table(sketches: SketchSet, counts: TableCounts, source_rank: int, se
             sketch.relabel(admission.relabel_half_lives)
     sketch = sketches._tables[index]
     when = admission.event_time_seconds
-    exponent = decay.unit_exponent(when)
-    if sketch.exponent is None:
-        sketch.exponent = exponent
-    elif decay.needs_rescale(when, sketch.exponent):
-        sketch._raise_to(exponent)
-    units = decay.units(when, sketch.exponent)
+    sketch.make_room(when, decay)
+    units = sketch.access_units(when, decay)
     outside = 0
     if isinstance(counts, RowCounts):
         inside = int(np.searchsorted(counts.rows, sketch.spec.rows))

@@ -165,15 +165,15 @@ def test_a_crowded_decayed_count_min_takes_a_coarser_unit():
     sketches.ingest("t", rows, 0, 1.7e9)
     before, counter = table.exponent, table._counter
     width = 1 << counter.log2_width
-    # As after a long stream: every fourth cell is a hundred times what a word holds.
+    # As after a long stream: every fourth cell is twice what a word holds.
     values = np.zeros((4, width), dtype=np.uint64)
-    values[:, ::4] = 2**35
+    values[:, ::4] = 2**32
     counter.load_values(values, 2**40)
     assert counter.joined_share == 0.5
-    weight = 2**35 * sketches._decay.unit_weight(before)
+    weight = 2**32 * sketches._decay.unit_weight(before)
     sketches.ingest("t", rows, 0, 1.7e9)
     assert table.exponent > before
-    assert table._units(1.7e9, sketches._decay) >= 2**8
+    assert table.access_units(1.7e9, sketches._decay) >= 2**8
     assert table._counter.joined_share <= 1 / 8
     cells = counter.values().astype(float) * sketches._decay.unit_weight(table.exponent)
     assert np.allclose(cells[:, ::4], weight, rtol=1e-3, atol=2.0)

@@ -159,10 +159,14 @@ def test_an_idle_stream_decays_by_the_formula(kind: str, half_life: float, idle_
     now = float(times[-1]) + idle_seconds
     closed_form = 3 * float((2.0 ** ((times - now) / half_life)).sum())
     assert before.weight * factor == pytest.approx(after.weight, rel=1e-6)
-    assert after.weight == pytest.approx(closed_form, rel=1e-4)
-    assert sketches.query("t", np.array([1, 2, 3])) == pytest.approx(
-        [closed_form * 2 / 3, closed_form / 3, 0], rel=1e-4
-    )
+    # A count-min rounds the weight of an access up to one of 2^10 units, an exact counter to one of 2^16.
+    within = 1e-4 if kind == "dense" else 1e-3
+    assert after.weight == pytest.approx(closed_form, rel=within)
+    counts = sketches.query("t", np.array([1, 2, 3]))
+    assert counts == pytest.approx([closed_form * 2 / 3, closed_form / 3, 0], rel=within)
+    if kind == "count_min":
+        assert counts[0] >= closed_form * 2 / 3 * (1 - 1e-9)
+        assert counts[1] >= closed_form / 3 * (1 - 1e-9)
     assert np.array_equal(after.hot_rows, before.hot_rows)
     assert after.hot_share == pytest.approx(before.hot_share)
     assert sketches.profile().event_time_seconds == now

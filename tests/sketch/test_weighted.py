@@ -35,7 +35,8 @@ def cells_of(table: str, ids: np.ndarray, log2_width: int, rows: int = LARGE.row
     while done < len(ids):
         done, _, _, _ = counter.add(ids.astype(np.int64), done, 1, registers, 2**40, np.empty(512, np.int64), 0)
     return CellCounts(
-        table, log2_width, counter.values().astype(np.int64).reshape(-1), registers, ids[:4096].astype(np.int64), len(ids),
+        table, log2_width, counter.values().astype(np.int64).reshape(-1), registers,
+        ids[:4096].astype(np.int64), len(ids),
         LengthCounts.none(),
     )  # fmt: skip
 
