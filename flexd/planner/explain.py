@@ -179,7 +179,7 @@ def explain(
         live_rows=_by_tier(live, first, end),
         planned_rows=_by_tier(plan.target, first, end),
         slots_used=int(bench.used.max(initial=0)),
-        slots=int(bench.slots.min(initial=0)),
+        slots=int(bench.slots.min()),
         sync_latency_seconds=bench.sync_latency(),
         thresholds=bench.thresholds(),
         explained=bench.rows(keys, wanted, seen, live, fixed, table in limits.exclude_tables),
@@ -248,16 +248,30 @@ class _Bench:
 
     @cached_property
     def slot_seconds(self) -> float:
-        """The least that a slot earns in the plan, if slots are what limits it."""
-        load, target = self.load, self.plan.target
-        tiers = canonical_tiers(target.tiers_of(load.keys), self.layout).astype(np.intp)
-        replicated = tiers != Tier.HOME
+        """The price at which rows that buy slots for themselves would take as many as the plan does.
+
+        Which is the Lagrange multiplier of the slots of all ranks together; a single rank's own price is a little off,
+        as homes are not spread exactly evenly. 0 while every rank has slots left.
+        """
         room = self.slots - self.used
-        if not replicated.any() or int(room.min()) > 1 + _FREE_SHARE * int(self.slots.min()):
+        if not self.used.any() or int(room.min()) > 1 + _FREE_SHARE * int(self.slots.min()):
             return 0.0
-        gains = self.gains(LoadSums(load, self.layout).listed)
-        per_slot = gains[tiers[replicated], np.flatnonzero(replicated)] / self.slot_counts[tiers[replicated]]
-        return max(0.0, float(per_slot.min()))
+        tiers = list(self.usable)
+        counts = self.slot_counts[tiers][:, None]
+        gains = self.gains(LoadSums(self.load, self.layout).listed)[tiers]
+        gains = gains[:, (gains > 0).any(axis=0)]
+        taken = int(self.used.sum())
+
+        def bought(price: float) -> int:
+            net = gains - price * counts
+            best = net.argmax(axis=0)
+            return int(counts[best, 0][net.max(axis=0, initial=0.0) > 0].sum())
+
+        low, high = 0.0, float((gains / counts).max(initial=0.0))
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if bought(middle) > taken else (low, middle)
+        return high
 
     def gains(self, statistics: Float64Array) -> Float64Array:
         """float64[statistic, n] -> float64[tier, n]: exposed seconds saved against HOME."""

@@ -9,7 +9,8 @@ dedup a row's exchange grows with its accesses a (per rank and step), while the 
     every rank      an all-reduce of b bytes over all ranks
 
 So what a copy saves grows with a, the best cap-bound choice is two cuts in the order of a, and all pairs of cuts are
-tried at once.
+tried at once. (``flexd/planner/baselines/flexshard.py`` prices the same peer by its expectation; here its rows are
+needed.)
 """
 
 from __future__ import annotations

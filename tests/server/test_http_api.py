@@ -175,6 +175,7 @@ def test_openapi_describes_verbs_and_errors(client):
     assert set(document["paths"]) == {
         "/v1/status",
         "/v1/plan",
+        "/v1/explain",
         "/v1/replan",
         "/v1/pause",
         "/v1/resume",

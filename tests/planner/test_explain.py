@@ -1,0 +1,152 @@
+"""Explanations agree with the plan: thresholds part its tiers, prices add up, reasons are true."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexd.errors import PlanError
+from flexd.keyspace import KeySpace, TableSpec
+from flexd.layout import RankLayout, Tier
+from flexd.placement import Placement
+from flexd.planner.explain import TableExplanation, Why, explain
+from flexd.planner.limits import PlanLimits, RowPin
+from flexd.planner.plan import Plan, make_plan
+from flexd.sketch.profile import Profile, TableProfile
+from flexd.topology.files import load_preset
+from flexd.topology.scale import scale_model
+
+LAYOUT = RankLayout(2, 2)
+CLUSTER = scale_model(load_preset("azure-a100-200g"), 1e9)
+ROWS = 4_000
+KEYSPACE = KeySpace([TableSpec("items", ROWS, 64), TableSpec("shops", 500, 64)])
+HORIZON = 1e6
+
+
+def profile_of(listed: int = ROWS, accesses: float = 40_000.0, lower: float = 1.0) -> Profile:
+    share = np.arange(1, ROWS + 1) ** -1.05
+    share /= share.sum()
+    rest = share[listed:]
+    bins = (np.array([rest.mean()]), np.array([float(len(rest))])) if len(rest) else (np.empty(0), np.empty(0))
+    rows = np.random.default_rng(1).permutation(ROWS)[:listed]
+    items = TableProfile(
+        "items", ROWS, 1e6, accesses, rows, share[:listed], share[:listed] * lower, share[:listed], *bins, ROWS, 1.0
+    )
+    none = np.empty(0)
+    shops = TableProfile("shops", 500, 0.0, 0.0, np.empty(0, np.int64), none, none, none, none, none, 0.0, 0.0)
+    return Profile((items, shops), generation=1, samples=10**6)
+
+
+def planned(
+    slots: int, profile: Profile | None = None, live: Placement | None = None, **changes: Any
+) -> tuple[Plan, Profile, Placement]:
+    profile, live = profile or profile_of(), live or Placement.empty()
+    plan = make_plan(
+        profile, KEYSPACE, LAYOUT, changes.pop("cluster", CLUSTER), [slots], live, plan_id="p", parent_id="",
+        topology_generation=0, horizon_steps=HORIZON, now_unix_seconds=0.0, reason="test", **changes,
+    )  # fmt: skip
+    return plan, profile, live
+
+
+def explained(made: tuple[Plan, Profile, Placement], table: str = "items", **changes: Any) -> TableExplanation:
+    plan, profile, live = made
+    return explain(plan, profile, live, KEYSPACE, LAYOUT, horizon_steps=HORIZON, table=table, **changes)
+
+
+@pytest.mark.parametrize("slots", [40, 300, 4_000])
+def test_the_threshold_parts_the_rows_that_are_promoted_from_the_others(slots: int) -> None:
+    made = planned(slots)
+    answer = explained(made, hottest=ROWS)
+    assert sum(answer.planned_rows) == sum(answer.live_rows) == ROWS
+    assert answer.planned_rows[Tier.NODE] == np.count_nonzero(made[0].target.tiers == Tier.NODE) > 0
+    node = next(threshold for threshold in answer.thresholds if threshold.tier is Tier.NODE)
+    assert (node.slot_seconds > 0) == (slots < 4_000)
+    assert answer.slots_used <= answer.slots == slots
+    assert node.promote_accesses is not None
+    assert node.demote_accesses is not None
+    assert node.demote_accesses <= node.promote_accesses
+    wrong = [
+        row
+        for row in answer.explained
+        if (row.accesses_per_step > node.promote_accesses) != (row.planned is not Tier.HOME)
+    ]
+    # Slots are met rank by rank and homes are spread by chance: rows about the threshold may be on its other side, as
+    # many on one as on the other.
+    assert all(0.7 < row.accesses_per_step / node.promote_accesses < 1.3 for row in wrong)
+    promoted = sum(row.planned is not Tier.HOME for row in wrong)
+    assert abs(len(wrong) - 2 * promoted) <= max(2, 0.1 * len(wrong))
+
+
+def test_the_gain_that_is_told_is_that_of_the_plan() -> None:
+    made = planned(300)
+    plan = made[0]
+    gain_of = dict(zip(plan.target.keys.tolist(), plan.gains.tolist(), strict=True))
+    rows = [row for row in explained(made, hottest=200).explained if row.planned is not Tier.HOME]
+    assert rows
+    for row in rows:
+        assert row.seconds[Tier.HOME] - row.seconds[row.planned] == pytest.approx(gain_of[row.key], rel=1e-6)
+        assert row.home_rank == row.key % 4
+        assert row.per_rank <= row.per_node <= row.anywhere <= 1
+
+
+def test_reasons() -> None:
+    few = explained(planned(40), hottest=ROWS).explained
+    assert {row.why for row in few} >= {Why.SAVES, Why.SLOT_PRICE}
+    assert all((row.why is Why.SAVES) == (row.planned is not Tier.HOME) for row in few)
+    rare = explained(planned(40, profile_of(accesses=40.0)), hottest=ROWS).explained
+    assert {row.why for row in rare[-100:]} == {Why.NO_GAIN}
+    unsure = explained(planned(4_000, profile_of(lower=1e-6)), hottest=10).explained
+    assert {row.why for row in unsure} == {Why.MIGRATION}
+    slow = explained(
+        planned(4_000, cluster=load_preset("azure-a100-200g"), profile=profile_of(accesses=4_000.0)), hottest=3
+    )
+    assert {row.why for row in slow.explained} == {Why.LATENCY}
+    assert slow.sync_latency_seconds == pytest.approx(2 * 21.27e-6)
+
+
+def test_pins_and_exclusions_are_told() -> None:
+    hottest, rarest = profile_of().tables[0].hot_rows[[0, -1]]
+    limits = PlanLimits(
+        pins=(RowPin("items", Tier.HOME, np.array([hottest])), RowPin("items", Tier.DEVICE, np.array([rarest])))
+    )
+    rows = explained(planned(300, limits=limits), rows=[int(hottest), int(rarest)], limits=limits).explained
+    assert [(row.planned, row.why) for row in rows] == [(Tier.HOME, Why.PINNED), (Tier.DEVICE, Why.PINNED)]
+    nothing = PlanLimits(exclude_tables=frozenset({"items"}))
+    rows = explained(planned(300, limits=nothing), rows=[int(hottest)], limits=nothing).explained
+    assert [(row.planned, row.why) for row in rows] == [(Tier.HOME, Why.EXCLUDED)]
+
+
+def test_a_row_that_is_not_listed_is_taken_for_an_average_one() -> None:
+    profile = profile_of(listed=100)
+    listed = set(profile.tables[0].hot_rows.tolist())
+    other = next(row for row in range(ROWS) if row not in listed)
+    (row,) = explained(planned(300, profile), rows=[other]).explained
+    assert (row.listed, row.place) == (False, 0)
+    share = float(profile.tables[0].bin_share[0])
+    assert row.accesses_per_step == pytest.approx(share * 40_000)
+    (hot,) = explained(planned(300, profile), rows=[int(profile.tables[0].hot_rows[4])]).explained
+    assert (hot.listed, hot.place) == (True, 5)
+
+
+def test_live_tiers_are_those_of_the_placement() -> None:
+    row = int(profile_of().tables[0].hot_rows[-1])
+    live = Placement.of(np.array([row]), np.array([Tier.DEVICE], np.uint8))
+    answer = explained(planned(300, live=live), rows=[row])
+    assert answer.explained[0].live is Tier.DEVICE
+    assert answer.live_rows[Tier.DEVICE] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"table": "nothing"}, "no table 'nothing'"),
+        ({"rows": [ROWS]}, "outside table 'items'"),
+        ({"rows": [-1]}, "outside table 'items'"),
+        ({"table": "shops"}, "was not looked up yet"),
+    ],
+)
+def test_what_cannot_be_explained(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        explained(planned(300), **changes)
