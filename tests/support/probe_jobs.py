@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -38,21 +40,28 @@ def error_of(rank: int, layout: RankLayout, own: dict[int, ProbeOptions]) -> str
     return "no error"
 
 
-def dies(rank: int, layout: RankLayout, victim: int, timeout_seconds: float) -> str:
-    """One rank ends in the middle of the measurement."""
+def leaves(rank: int, layout: RankLayout, victim: int, hangs: bool, timeout_seconds: float) -> str:
+    """One rank ends, or stops answering, in the middle of a collective between nodes."""
     groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=timeout_seconds))
-    seconds = ProbeGroups.seconds
-    calls = 0
+    over, seconds = ProbeGroups.over, ProbeGroups.seconds
+    reached = False
 
-    def end(self: ProbeGroups, work: Any, times: int) -> float:
-        nonlocal calls
-        calls += 1
-        if calls == 10:
+    def watched(self: ProbeGroups, link: Link) -> Any:
+        nonlocal reached
+        reached = link is Link.INTER_NODE
+        return over(self, link)
+
+    def leave(self: ProbeGroups, work: Any, times: int) -> float:
+        if not reached:
+            return seconds(self, work, times)
+        self.largest(np.zeros(1))  # the others start
+        if not hangs:
             os._exit(9)
-        return seconds(self, work, times)
+        time.sleep(300)
+        return 0.0
 
     if rank == victim:
-        ProbeGroups.seconds = end  # type: ignore[method-assign]
+        ProbeGroups.over, ProbeGroups.seconds = watched, leave  # type: ignore[method-assign]
     try:
         probe(groups, SMALL)
     except TopologyError as error:

@@ -108,11 +108,12 @@ def test_a_layout_of_another_size(pool: RankPool) -> None:
     assert all("the process group has 4 ranks" in text for text in texts)
 
 
-def test_a_rank_that_dies_ends_the_probe_within_the_deadline() -> None:
+@pytest.mark.parametrize("hangs", [False, True], ids=["dies", "hangs"])
+def test_a_rank_that_leaves_ends_the_probe_within_the_deadline(hangs: bool) -> None:
     pool = RankPool(4)
     try:
         for pipe in pool._pipes:
-            pipe.send(("probe_jobs:dies", (LAYOUT, 3, 4.0)))
+            pipe.send(("probe_jobs:leaves", (LAYOUT, 3, hangs, 3.0)))
         deadline = time.monotonic() + 60
         for pipe in pool._pipes[:3]:
             assert pipe.poll(max(0.0, deadline - time.monotonic())), "a survivor hangs"
