@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -18,6 +19,51 @@ _SPARSE = 0.1
 """Below this chance of an access to enter, the way to the next one is drawn instead of every access."""
 _MAX_RANK = 2**31 - 1
 _LEAST_DRAW = 5e-324
+
+
+@numba.njit(cache=True, nogil=True)
+def _enter(
+    ids: Any,
+    start: int,
+    chance: float,
+    gap: float,
+    random: Any,
+    table_rows: int,
+    rank: Any,
+    log_weight: float,
+    rows: Any,
+    ranks: Any,
+    keys: Any,
+    count: int,
+) -> tuple[int, float, int]:
+    """Appends the accesses that enter, until there are no more or the room is used up.
+
+    Each access owns ``chance`` of a way on which points lie at unit rate; it enters if a point lies on its part, and
+    the place of the first one there is its draw. ``gap`` is the way from ``start`` to the next point.
+    """
+    at = start
+    while at < ids.size and count < rows.size:
+        if chance > _SPARSE:
+            draw = random.standard_exponential()
+            entered = at
+            at += 1
+            if draw >= chance:
+                continue
+        else:
+            parts = gap / chance
+            if parts >= ids.size - at:
+                return ids.size, gap - (ids.size - at) * chance, count
+            entered = at + int(parts)
+            draw = min(max(gap - int(parts) * chance, 0.0), chance)
+            at = entered + 1
+            gap = random.standard_exponential()
+        row = np.int64(ids[entered])
+        if 0 <= row < table_rows:
+            rows[count] = row
+            ranks[count] = rank
+            keys[count] = np.log(max(draw, _LEAST_DRAW)) - log_weight
+            count += 1
+    return at, gap, count
 
 
 class AccessSample:
@@ -70,52 +116,22 @@ class AccessSample:
         if chance <= _SPARSE and len(rows) * chance <= self._gap:
             self._gap -= len(rows) * chance
             return
-        rank = source_rank if 0 <= source_rank <= _MAX_RANK else -1
-        for start in range(0, len(rows), self.capacity):
-            self._add(rows[start : start + self.capacity], rank, log_weight, table_rows)
+        rank = np.int32(source_rank if 0 <= source_rank <= _MAX_RANK else -1)
+        readonly = rows.view()
+        readonly.flags.writeable = False
+        start = 0
+        while start < len(rows):
+            start, self._gap, self._count = _enter(
+                readonly, start, self._chance(log_weight), self._gap, self._random, table_rows, rank, log_weight,
+                self._rows, self._ranks, self._keys, self._count,
+            )  # fmt: skip
+            if self._count == len(self._rows):
+                self._trim()
 
     def _chance(self, log_weight: float) -> float:
         """Of an access to enter, to first order: the length of its part of the way that ``_gap`` measures."""
         power = self._limit + log_weight
         return math.exp(power) if power < 700 else math.inf
-
-    def _add(
-        self, rows: npt.NDArray[np.int32] | Int64Array, source_rank: int, log_weight: float, table_rows: int
-    ) -> None:
-        """At most ``capacity`` accesses."""
-        chance = self._chance(log_weight)
-        if chance <= _SPARSE:
-            entered, draws = self._jump(len(rows), chance)
-        else:
-            draws = self._random.standard_exponential(len(rows))
-            entered = np.flatnonzero(draws < chance)
-            draws = draws[entered]
-        picked = rows[entered].astype(np.int64)
-        inside = (picked >= 0) & (picked < table_rows)
-        self._append(
-            picked[inside],
-            np.full(int(inside.sum()), source_rank, dtype=np.int32),
-            np.log(np.maximum(draws[inside], _LEAST_DRAW)) - log_weight,
-        )
-
-    def _jump(self, accesses: int, chance: float) -> tuple[Int64Array, Float64Array]:
-        """(int64[k] which accesses enter, float64[k] their Exp(1) draws, all below ``chance``).
-
-        Each access owns ``chance`` of a way on which points lie at unit rate; it enters if a point lies on its part,
-        and the place of the first one there is its draw.
-        """
-        way = accesses * chance
-        if way <= self._gap:
-            self._gap -= way
-            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float64)
-        more = self._random.uniform(self._gap, way, size=self._random.poisson(way - self._gap))
-        points = np.concatenate([[self._gap], np.sort(more)])
-        self._gap = float(self._random.standard_exponential())
-        owner = np.minimum((points / chance).astype(np.int64), accesses - 1)
-        first = np.ones(len(owner), dtype=np.bool_)
-        np.not_equal(owner[1:], owner[:-1], out=first[1:])
-        owner, points = owner[first], points[first]
-        return owner, np.clip(points - owner * chance, 0.0, chance)
 
     def _append(self, rows: Int64Array, ranks: Int32Array, keys: Float64Array) -> None:
         if self._count + len(rows) > 2 * self.capacity:
@@ -218,3 +234,9 @@ class AccessSample:
         self._keys[: self.capacity] = self._keys[best]
         self._count = self.capacity
         self._limit = float(self._keys[: self.capacity].max())
+
+
+def warm_up() -> None:
+    """Compiles the kernel (or loads it from numba's cache)."""
+    for ids in (np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.int64)):
+        AccessSample(1, 0).add(ids, 0, 0.0, 1)

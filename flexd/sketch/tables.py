@@ -14,7 +14,7 @@ import numpy.typing as npt
 from flexd.errors import SketchError
 from flexd.keyspace import TableSpec
 from flexd.layout import RankLayout
-from flexd.sketch import countmin, curve, dense, hotset
+from flexd.sketch import countmin, curve, dense, hotset, sample
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.countmin import CountMin
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
@@ -398,3 +398,4 @@ def warm_up() -> None:
     countmin.warm_up()
     hotset.warm_up()
     curve.warm_up()
+    sample.warm_up()
