@@ -19,7 +19,7 @@ from flexd.keyspace import KeySpace
 from flexd.layout import RankLayout, Tier
 from flexd.placement import Placement
 from flexd.planner.cost import LoadSums, step_latencies
-from flexd.planner.gains import canonical_tiers, migration_seconds, row_seconds, usable_tiers
+from flexd.planner.gains import migration_seconds, row_seconds, usable_tiers
 from flexd.planner.limits import FREE, PlanLimits
 from flexd.planner.plan import Plan
 from flexd.planner.prices import exposed_share

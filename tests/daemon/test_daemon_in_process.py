@@ -94,6 +94,13 @@ def test_verbs_without_ranks(start: Callable[[Config], Running], tmp_path: Path)
         with pytest.raises(PlanError, match="no plan without ranks"):
             verb()
 
+    for table, row in (("nothing", None), ("item", 3_000)):
+        with pytest.raises(ApiError, match=r"no (table|row)") as missing:
+            daemon.explain(table, row, 10)
+        assert missing.value.status == 404
+    with pytest.raises(PlanError, match="no plan without ranks"):
+        daemon.explain("item", 2_999, 10)
+
     assert daemon.pause("one").changed is True
     assert daemon.pause("two").changed is False
     assert daemon.status().pause_reason == "two"

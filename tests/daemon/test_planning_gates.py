@@ -15,6 +15,7 @@ from flexd.config import Config, parse_config
 from flexd.control.live import LiveTopology
 from flexd.control.migration import MigrationEvent
 from flexd.control.report import StepReport
+from flexd.daemon.explained import explanation
 from flexd.daemon.parts import make_cluster
 from flexd.daemon.plan_log import PlanLog
 from flexd.daemon.planning import Planning
@@ -272,3 +273,20 @@ def test_plans_are_made_one_at_a_time_with_ids_of_their_own(setting: Setting) ->
         thread.join(30)
     assert len(set(ids)) == 4
     assert most == 1
+
+
+def test_an_explanation_is_of_a_plan_that_leaves_no_trace(setting: Setting) -> None:
+    plan, _ = setting.planning.make("first")
+    answer = explanation(setting.planning.explain("item", None, 5))
+    assert setting.planning.last_plan is plan
+    assert setting.planning.live_plan_id == ""
+    assert sum(setting.planning.outcomes.values()) == 0
+    assert (answer.table, len(answer.explained)) == ("item", 5)
+    assert answer.planned_rows["NODE"] == plan.summary()["rows"]["NODE"] > 0
+    assert answer.live_rows["HOME"] == answer.rows == ROWS
+    assert [row.place for row in answer.explained] == [1, 2, 3, 4, 5]
+    row = answer.explained[2].row
+    assert explanation(setting.planning.explain("item", row, 0)).explained == answer.explained[2:3]
+    setting.coordinator.topology = None
+    with pytest.raises(PlanError, match="no plan without ranks"):
+        setting.planning.explain("item", row, 0)

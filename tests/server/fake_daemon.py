@@ -49,7 +49,8 @@ class FakeDaemon:
 
     def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
         self._enter("explain", table, row, hottest)
-        rows = (RowReport(row=7 if row is None else row, accesses_per_step=3.0, seconds={"HOME": 2e-9, "NODE": 1e-9}),)
+        seconds = {"HOME": 2e-9, "NODE": 1e-9}
+        rows = (RowReport(row=7 if row is None else row, accesses_per_step=3.0, seconds=seconds, planned="NODE"),)
         node = ThresholdReport(tier="NODE", slots=1, slot_seconds=1e-10, promote_accesses=2.0, demote_accesses=1.5)
         return Explanation(table=table, rows=100, thresholds=(node,), explained=rows if hottest or row else ())
 

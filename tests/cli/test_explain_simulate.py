@@ -1,0 +1,139 @@
+"""``flexd explain`` against a fake daemon, ``flexd simulate`` in full."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flexd.cli.exit_codes import ExitCode
+from flexd.cli.explain_command import split_target
+from flexd.errors import ApiError
+
+SMALL = (
+    "simulate", "--zipf", 1.05, "--rows", 600, "--drift", 4, "--batch", 40, "--history", 4, "--steps", 16,
+    "--interval-steps", 3, "--half-life-steps", 4, "--scale", 1e7,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("items", ("items", None)),
+        ("items:12", ("items", 12)),
+        ("shop:items:0", ("shop:items", 0)),
+        ("items:", ("items:", None)),
+        (":5", (":5", None)),
+        ("items:x1", ("items:x1", None)),
+        ("items:-1", ("items:-1", None)),
+        ("items:²", ("items:²", None)),
+    ],
+)
+def test_only_digits_behind_the_last_colon_are_a_row(target, expected):
+    assert split_target(target) == expected
+
+
+def test_explain_reaches_the_daemon(flexd_command, url, daemon):
+    row = flexd_command("explain", "a b&c:12", "--url", url)
+    assert row.returncode == 0, row.stderr
+    assert daemon.calls[-1] == ("explain", "a b&c", 12, 10)
+    assert "a b&c:12" in row.stdout
+    assert "At NODE it saves 1 ns a step against HOME" in row.stdout
+    assert "It is at HOME now and moves with the next plan." in row.stdout
+    table = flexd_command("explain", "items", "--hottest", 3, "--url", url)
+    assert daemon.calls[-1] == ("explain", "items", None, 3)
+    assert "hottest rows" in table.stdout
+    assert "promoted from" in table.stdout
+
+
+@pytest.mark.parametrize(("output", "load"), [("json", json.loads), ("yaml", yaml.safe_load)])
+def test_explain_speaks_json_and_yaml(flexd_command, url, output, load):
+    answer = load(flexd_command("explain", "items:7", "-o", output, "--url", url).stdout)
+    assert answer["explained"][0]["row"] == 7
+    assert answer["thresholds"][0]["tier"] == "NODE"
+
+
+def test_explain_says_what_there_is(flexd_command, url, daemon):
+    daemon.error = ApiError("no table 'x'", status=404, remedy="one of items")
+    done = flexd_command("explain", "x", "--url", url)
+    assert done.returncode == ExitCode.REFUSED
+    assert done.stderr == "error: ApiError: no table 'x'\nremedy: one of items\n"
+
+
+def test_simulate_repeats_itself_and_says_what_it_found(flexd_command):
+    first, again, other = (flexd_command(*SMALL, "-o", "json", "--seed", seed) for seed in (3, 3, 4))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == again.stdout != other.stdout
+    found = json.loads(first.stdout)
+    assert set(found["strategies"]) == {
+        "row_wise", "row_wise_dedup", "two_hop", "flexshard", "static", "replanned", "oracle"
+    }  # fmt: skip
+    assert found["compared_steps"] == [12, 16]
+    assert found["accesses_per_step"] == 4 * 40 * 5
+    table = flexd_command(*SMALL, "--budgets", "0.01,0.1")
+    assert "FlexShard as published" in table.stdout
+    assert "10.00%" in table.stdout
+    assert "in words" in table.stdout
+
+
+def test_simulate_writes_a_page_pictures_and_a_profile(flexd_command, tmp_path: Path):
+    done = flexd_command(
+        *SMALL, "--budgets", "0.01", "--html", tmp_path / "r.html", "--plots", tmp_path / "plots", "--save-profile",
+        tmp_path / "p.npz",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "r.html").read_text()
+    assert page.count("data:image/svg+xml;base64,") == 8, "four pictures, light and dark"
+    assert "http" not in page.replace("http-equiv", "").split("base64,")[0], "nothing is fetched"
+    assert "prefers-color-scheme: dark" in page
+    assert "FlexShard as published" in page
+    names = {"traffic.png", "over-time.png", "balance.png", "budget.png"}
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == names
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "plots").iterdir())
+    replayed = flexd_command("simulate", "--profile", tmp_path / "p.npz", "--batch", 10, "--steps", 8, "-o", "json")
+    assert replayed.returncode == 0, replayed.stderr
+    assert json.loads(replayed.stdout)["rows"] == 600
+
+
+def test_pictures_need_matplotlib_and_say_so_before_the_replay(flexd_command, monkeypatch, tmp_path: Path):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    done = flexd_command(*SMALL, "--plots", tmp_path)
+    assert done.returncode == ExitCode.USAGE
+    assert "pip install 'flexd[plot]'" in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--zipf", "1.0", "--trace", __file__],
+        ["--zipf", "-1"],
+        ["--zipf", "1", "--rows", "0"],
+        ["--zipf", "1", "--batch", "100000000"],
+        ["--trace", "/nonexistent.npz"],
+        ["--budgets", "a"],
+        ["--budgets", "2"],
+        ["--replica-fraction", "1.5"],
+        ["--preset", "x", "--topology", "y"],
+        ["--half-life-steps", "0"],
+        ["--steps", "3"],
+        ["--dtype", "int8"],
+    ],
+)
+def test_wrong_usage_of_simulate(flexd_command, arguments):
+    done = flexd_command("simulate", *arguments)
+    assert done.returncode == ExitCode.USAGE, done.stdout
+    assert done.stderr.strip()
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--scale", "0.5"], ["--preset", "nothing"], ["--trace", __file__]])
+def test_what_simulate_cannot_read(flexd_command, arguments):
+    done = flexd_command("simulate", *arguments)
+    assert done.returncode == ExitCode.FAILED
+    assert "remedy: " in done.stderr
+    assert "Traceback" not in done.stderr
