@@ -446,6 +446,14 @@ class Config(Section):
             raise ValueError(f"each table needs its own name; named twice: {', '.join(twice)}")
         return value
 
+    @field_validator("scale_out")
+    @classmethod
+    def _followers_read_a_log(cls, value: ScaleOutConfig, info: ValidationInfo) -> ScaleOutConfig:
+        stream = info.data.get("stream")
+        if value.role != "standalone" and isinstance(stream, StreamConfig) and stream.source.kind == "tap":
+            raise ValueError("ranks send what they tap to the one daemon they know: role must be standalone with it")
+        return value
+
     def keyspace(self) -> KeySpace:
         return KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, t.optimizer) for t in self.tables])
 

@@ -11,7 +11,10 @@ import typer
 from flexd.config import load_config
 from flexd.errors import SnapshotError
 
-app = typer.Typer(help="The sketches of the newest snapshot.", no_args_is_help=True)
+app = typer.Typer(
+    help="The sketches of the newest snapshot.\n\nExample: flexd sketch export items items.cms -c configs/laptop.yaml",
+    no_args_is_help=True,
+)
 
 
 class Kind(StrEnum):

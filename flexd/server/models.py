@@ -18,7 +18,7 @@ class StreamStatus(Model):
     """The access stream as it is read now."""
 
     source: str
-    """Kind of the source: ``file_log``, ``kafka`` or ``synthetic``."""
+    """Kind of the source: ``file_log``, ``kafka``, ``synthetic`` or ``tap``."""
     lag_messages: int = 0
     """Messages in the stream that are not read yet."""
     messages_per_second: Measured = None

@@ -194,6 +194,7 @@ def test_help_of_every_command_has_an_example(flexd_command):
         "explain",
         "probe",
         "simulate",
+        "sketch",
     }
     for command in commands:
         assert f"Example: flexd {command}" in flexd_command(command, "--help").stdout
