@@ -23,7 +23,6 @@ class StepKeys:
         rank, count: [pairs], which rank, and how often it looks the row up; pairs stand rank by rank.
         node: [node pairs], which node.
         pair_row, node_row: of pairs and node pairs, index into ``rows``.
-        pair_node: [pairs], index of the node pair that a pair belongs to.
         rows: [distinct rows], keys, ascending.
     """
 
@@ -32,7 +31,6 @@ class StepKeys:
     node: Int64Array
     pair_row: Int64Array
     node_row: Int64Array
-    pair_node: Int64Array
     rows: Int64Array
 
     @staticmethod
@@ -44,19 +42,12 @@ class StepKeys:
             for node in range(layout.nodes)
         ]
         rows = np.unique(np.concatenate(nodes))
-        first = np.cumsum([0, *(len(node) for node in nodes)])
         return StepKeys(
             rank=np.repeat(np.arange(len(ranks)), [len(unique) for unique, _ in ranks]),
             count=np.concatenate([count for _, count in ranks]).astype(np.int64, copy=False),
             node=np.repeat(np.arange(len(nodes)), [len(node) for node in nodes]),
             pair_row=np.concatenate([np.searchsorted(rows, unique) for unique, _ in ranks]),
             node_row=np.concatenate([np.searchsorted(rows, node) for node in nodes]),
-            pair_node=np.concatenate(
-                [
-                    np.searchsorted(nodes[layout.node_of(rank)], unique) + first[layout.node_of(rank)]
-                    for rank, (unique, _) in enumerate(ranks)
-                ]
-            ),
             rows=rows,
         )
 

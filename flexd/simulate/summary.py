@@ -113,6 +113,10 @@ def _drift(strategies: dict[str, dict[str, Any]]) -> dict[str, float | None] | N
             f"{name}_saved_over_oracle": _ratio(replanned["saved"][key], oracle["saved"][key])
             for name, key in (("exposed", "exposed_seconds"), ("critical_bytes", "critical_inter_node_bytes"))
         },
+        **{
+            f"oracle_{name}_saved_over_static": _ratio(oracle["saved"][key], static["saved"][key])
+            for name, key in (("exposed", "exposed_seconds"), ("critical_bytes", "critical_inter_node_bytes"))
+        },
     }
 
 

@@ -126,11 +126,10 @@ class TrafficCounter:
             owner = self._node_of[source] * local_ranks + local_of[row[asked]]
             hops.append(self._hop(source, owner, row[asked], keys, INTRA, local_ranks))
         if nodes > 1:
-            # The node owner merges the requests of its node; with one rank a node it is the rank itself.
-            wanted = np.zeros(len(keys.node), dtype=np.bool_)
-            wanted[keys.pair_node[asked]] = True
+            # The node owner merges the requests of its node (with one rank a node it is the rank itself). A HOME row
+            # that is homed elsewhere was held by no rank of the node, so every such node pair has come to its owner.
             owner = keys.node * local_ranks + local_of[keys.node_row]
-            wanted &= (home_of[keys.node_row] != owner) & (tiers[keys.node_row] == Tier.HOME)
+            wanted = (home_of[keys.node_row] != owner) & (tiers[keys.node_row] == Tier.HOME)
             row = keys.node_row[wanted]
             hops.append(self._hop(owner[wanted], home_of[row], row, keys, INTER, nodes))
         found = [part for hop in hops for part in (hop.sizes, hop.ids)]
