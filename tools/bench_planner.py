@@ -171,16 +171,42 @@ def torchrec(tables: int, ranks: int, budget_seconds: float) -> Figures:
 
 
 def torchrec_estimate(tables: list[ListedTable]) -> list[Figures]:
-    """What perf_ms of un-pooled row-wise tables comes to for each row that a shard sends (docs/cost-model.md)."""
-    return [
-        {
-            "table": table.name,
-            "perf_ms": table.perf_ms,
-            "nanoseconds_per_look_up": table.perf_ms / table.shards / (table.lookups * table.batch) * 1e6,
-        }
-        for table in tables
-        if table.sharding == "RW" and table.perf_ms == table.perf_ms
-    ]
+    """What perf_ms of un-pooled row-wise tables comes to for each row that a shard sends (docs/cost-model.md).
+
+    Estimates of pooled column shards of 128 columns are a + b: a for each row read, b for each pooled row sent. An
+    un-pooled look-up is then one row read and one row sent.
+    """
+    world = LAYOUT.world_size
+    pooled = [t for t in tables if t.sharding == "CW" and t.bags > 0 and t.dim == 128 and t.shards == 1]
+    pooled = [t for t in pooled if t.perf_ms == t.perf_ms]
+    result: list[Figures] = []
+    a = b = float("nan")
+    if len(pooled) > 2:
+        terms = np.array([(t.lookups * t.batch * world, t.bags * t.batch * world) for t in pooled])
+        given = np.array([t.perf_ms for t in pooled])
+        # Relative errors count, or the few large tables would decide alone.
+        (a, b), *_ = np.linalg.lstsq(terms / given[:, None], np.ones(len(given)), rcond=None)
+        error = np.abs(terms @ (a, b) / given - 1)
+        result.append(
+            {
+                "pooled_shards": len(pooled),
+                "nanoseconds_per_row_read": a * 1e6,
+                "nanoseconds_per_row_sent": b * 1e6,
+                "median_relative_error": float(np.median(error)),
+            }
+        )
+    for table in tables:
+        if table.sharding == "RW" and table.perf_ms == table.perf_ms:
+            each = table.perf_ms / table.shards / (table.lookups * table.batch)
+            result.append(
+                {
+                    "table": table.name,
+                    "perf_ms": table.perf_ms,
+                    "nanoseconds_per_look_up": each * 1e6,
+                    "reproduced_by_pooled_prices": (a + b) / each,
+                }
+            )
+    return result
 
 
 def checks(figures: Figures) -> list[Figures]:

@@ -166,16 +166,32 @@ class _Part:
 
         A table with a budget is solved within it first; its rows may then only take the tier they got there, or none.
         """
-        decision = self.decision
-        if self.budget is not None and len(self.budgets):
-            decision = decision.copy()
-            for i, limit in enumerate(self.budgets.tolist()):
-                rows = np.flatnonzero(self.budget == i)
-                own = np.maximum(slot_prices, self.slot_prices(np.full(self.layout.world_size, table_prices[i])))
-                chosen = _fill(self.layout, self.keys[rows], decision[:, rows], np.minimum(self.slots, limit), own)
-                for tier in (Tier.NODE, Tier.DEVICE):
-                    decision[tier, rows[chosen != tier]] = -np.inf
-        return _fill(self.layout, self.keys, decision, self.slots, slot_prices)
+        if self.budget is None or not len(self.budgets):
+            return _fill(self.layout, self.keys, self.decision, self.slots, slot_prices)
+        decision = self.decision.copy()
+        for i, limit in enumerate(self.budgets.tolist()):
+            rows = np.flatnonzero(self.budget == i)
+            own = np.maximum(slot_prices, self.slot_prices(np.full(self.layout.world_size, table_prices[i])))
+            chosen = _fill(self.layout, self.keys[rows], decision[:, rows], np.minimum(self.slots, limit), own)
+            for tier in (Tier.NODE, Tier.DEVICE):
+                decision[tier, rows[chosen != tier]] = -np.inf
+        tiers = _fill(self.layout, self.keys, decision, self.slots, slot_prices)
+        self._use_rest(tiers, slot_prices)
+        return tiers
+
+    def _use_rest(self, tiers: UInt8Array, slot_prices: Float64Array) -> None:
+        """Rows that are still at HOME into the slots that are left, in place, table by table, then the others."""
+        if self.budget is None:
+            return
+        for i, limit in [*enumerate(self.budgets.tolist()), (-1, int(self.slots.max(initial=0)))]:
+            mine = self.budget == i
+            free = self.slots - self.layout.replica_slots_used(self.keys, tiers)
+            if i >= 0:
+                used = self.layout.replica_slots_used(self.keys[mine], tiers[mine])
+                free = np.minimum(free, limit - used)
+            rows = np.flatnonzero(mine & (tiers == Tier.HOME))
+            if len(rows):
+                tiers[rows] = _fill(self.layout, self.keys[rows], self.decision[:, rows], free, slot_prices)
 
 
 def _fill(

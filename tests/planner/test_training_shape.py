@@ -1,0 +1,186 @@
+"""Micro-batches, frozen and pooled tables, the wire dtype and the busiest rank, against drawn id sets."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from planner_cases import cluster, load, profile, zipf
+
+from flexd.errors import PlanError
+from flexd.keyspace import KeySpace, TableSpec
+from flexd.layout import RankLayout, Tier
+from flexd.planner.cost import CostBreakdown, group_cost
+from flexd.planner.shape import TrainingShape
+from flexd.planner.traffic import ID_BYTES, Exchange, Phase, Where
+from flexd.planner.workload import GroupLoad, make_loads
+
+ROWS, ROW_BYTES, STEPS = 400, 64, 40
+LAYOUT = RankLayout(3, 2)
+N, L, W = 3, 2, 6
+KEYS = np.arange(ROWS)
+HOME, OWNER = LAYOUT.home_rank(KEYS), KEYS % L
+
+
+def shaped(accesses: np.ndarray, **changes: object) -> GroupLoad:
+    return dataclasses.replace(load(accesses, row_bytes=ROW_BYTES), **changes)  # type: ignore[arg-type]
+
+
+def count(
+    tiers: np.ndarray, accesses: np.ndarray, micro_batches: int, merged: bool, seed: int
+) -> dict[str, np.ndarray]:
+    """Rows sent by each rank, by (phase, link), from real id sets; mean over steps."""
+    rng = np.random.default_rng(seed)
+    names = ("ids_intra", "ids_inter", "rows_intra", "rows_inter", "back_intra", "back_inter", "sync")
+    sent = {name: np.zeros(W) for name in names}
+    for _ in range(STEPS):
+        draws = rng.poisson(accesses / micro_batches, (micro_batches, N, L, ROWS)) > 0
+        passes = [draws[k] for k in range(micro_batches)]
+        for forward, wanted in [(True, one) for one in passes] + [
+            (False, one) for one in ([draws.any(axis=0)] if merged else passes)
+        ]:
+            for rank in range(W):
+                node, local = divmod(rank, L)
+                go = wanted[node, local] & (tiers != Tier.DEVICE) & (local != OWNER)
+                owners = node * L + OWNER[go]
+                if forward:
+                    sent["ids_intra"][rank] += go.sum()
+                    sent["rows_intra"] += np.bincount(owners, minlength=W)
+                else:
+                    sent["back_intra"][rank] += go.sum()
+                up = wanted[node].any(axis=0) & (tiers == Tier.HOME) & (local == OWNER) & (node != HOME // L)
+                if forward:
+                    sent["ids_inter"][rank] += up.sum()
+                    sent["rows_inter"] += np.bincount(HOME[up], minlength=W)
+                else:
+                    sent["back_inter"][rank] += up.sum()
+        touched = draws.any(axis=(0, 1, 2)) & (tiers == Tier.NODE)
+        sent["sync"] += 2 * (N - 1) / N * np.bincount(OWNER[touched], minlength=L)[np.arange(W) % L]
+    return {name: rows / STEPS for name, rows in sent.items()}
+
+
+def mean_of(cost: CostBreakdown, phase: Phase, where: Where) -> float:
+    return float(cost.bytes[:, phase, where].sum())
+
+
+@pytest.mark.parametrize(("micro_batches", "merged"), [(1, False), (4, False), (4, True)])
+def test_micro_batches_and_the_busiest_rank(micro_batches: int, merged: bool) -> None:
+    accesses = np.random.default_rng(1).permutation(zipf(ROWS, 1.1, 300.0))
+    # Two very hot rows of one home make the load uneven on purpose.
+    accesses[[6, 12]] = 30.0
+    tiers = np.where(KEYS % 5 == 0, Tier.NODE, np.where(KEYS % 7 == 0, Tier.DEVICE, Tier.HOME)).astype(np.uint8)
+    sent = count(tiers, accesses, micro_batches, merged, 5)
+    cost = group_cost(shaped(accesses, micro_batches=micro_batches, merged_backward=merged), tiers, LAYOUT, cluster())
+    inter, intra = Where.INTER_NODE, Where.INTRA_NODE
+    for phase, where, name, size in (
+        (Phase.FORWARD_IDS, intra, "ids_intra", ID_BYTES), (Phase.FORWARD_IDS, inter, "ids_inter", ID_BYTES),
+        (Phase.FORWARD_ROWS, intra, "rows_intra", ROW_BYTES), (Phase.FORWARD_ROWS, inter, "rows_inter", ROW_BYTES),
+        (Phase.BACKWARD_ROWS, intra, "back_intra", ROW_BYTES), (Phase.BACKWARD_ROWS, inter, "back_inter", ROW_BYTES),
+        (Phase.SYNC_ROWS, inter, "sync", ROW_BYTES),
+    ):  # fmt: skip
+        expected = mean_of(cost, phase, where) - (
+            float(cost.bytes[Tier.DEVICE, phase, where]) if phase == Phase.SYNC_ROWS else 0.0
+        )
+        assert expected == pytest.approx(sent[name].mean() * size, rel=0.04), name
+    rows = sent["rows_inter"] * ROW_BYTES
+    assert cost.peak_bytes[:, Phase.FORWARD_ROWS, inter].sum() == pytest.approx(rows.max(), rel=0.06)
+    assert cost.peak_bytes[Tier.NODE, Phase.SYNC_ROWS, inter] == pytest.approx(sent["sync"].max() * ROW_BYTES, rel=0.04)
+    assert cost.peak_exposed_seconds > cost.exposed_seconds
+
+
+def test_the_busiest_rank_of_a_direct_exchange_is_the_hot_rows_home() -> None:
+    accesses = np.full(ROWS, 0.01)
+    accesses[7] = 50.0  # home 7 % 6 = 1
+    draws = np.random.default_rng(3).poisson(accesses, (STEPS, W, ROWS))
+    rows = np.zeros(W)
+    for rank in range(W):
+        other = rank // L != (HOME // L)
+        rows += np.bincount(HOME[other], weights=draws[:, rank][:, other].sum(axis=0), minlength=W)
+    cost = group_cost(shaped(accesses), np.zeros(ROWS, np.uint8), LAYOUT, cluster(), Exchange.DIRECT)
+    peak = cost.peak_bytes[Tier.HOME, Phase.FORWARD_ROWS, Where.INTER_NODE]
+    assert rows.argmax() == 1
+    assert peak == pytest.approx(rows[1] / STEPS * ROW_BYTES, rel=0.03)
+    assert cost.imbalance > 3
+    dedup = group_cost(shaped(accesses), np.zeros(ROWS, np.uint8), LAYOUT, cluster(), Exchange.DIRECT_DEDUP)
+    assert dedup.imbalance < cost.imbalance / 2
+
+
+def test_frozen_rows_send_nothing_back() -> None:
+    tiers = (KEYS % 3).astype(np.uint8)
+    trained = (KEYS >= 200).astype(np.float64)
+    both = group_cost(shaped(np.full(ROWS, 0.5), trained=trained), tiers, LAYOUT, cluster())
+    all_of_it = group_cost(shaped(np.full(ROWS, 0.5)), tiers, LAYOUT, cluster())
+    np.testing.assert_allclose(both.bytes[:, :2], all_of_it.bytes[:, :2])
+    half = [tiers[:200], tiers[200:]]
+    share = [np.bincount(part, minlength=3) for part in half]
+    expected = all_of_it.bytes[:, 2:] * (share[1] / (share[0] + share[1]))[:, None, None]
+    np.testing.assert_allclose(both.bytes[:, 2:], expected)
+    frozen = group_cost(shaped(np.full(ROWS, 0.5), trained=np.zeros(ROWS)), tiers, LAYOUT, cluster(latency=1.0))
+    assert frozen.sync_seconds == frozen.backward_seconds == 0
+
+
+def test_pooling_at_the_home_returns_one_row_a_bag_and_home() -> None:
+    bags, length = 50, 12
+    keyspace = KeySpace([TableSpec("t", ROWS, 16)])
+    seen = dataclasses.replace(profile(keyspace, float(bags * length * W), hot=ROWS, exponent=0.0))
+    shape = TrainingShape(bags_per_step={"t": float(bags)})
+    pooled = make_loads(seen, keyspace, LAYOUT, shape)[0]
+    cost = group_cost(pooled, np.zeros(ROWS, np.uint8), LAYOUT, cluster(), Exchange.DIRECT)
+    rng = np.random.default_rng(4)
+    # A bag has Poisson(length) rows: look-ups are independent of bags in the model.
+    sums = np.mean(
+        [
+            sum(len(np.unique(HOME[rng.integers(0, ROWS, rng.poisson(length))])) for _ in range(bags))
+            for _ in range(STEPS)
+        ]
+    )
+    returned = float(cost.bytes[Tier.HOME, Phase.FORWARD_ROWS].sum()) / 64
+    assert returned == pytest.approx(sums, rel=0.02)
+    ids = float(cost.bytes[Tier.HOME, Phase.FORWARD_IDS].sum()) / ID_BYTES
+    assert ids == pytest.approx(bags * length * (W - 1) / W)
+    chain = group_cost(pooled, np.zeros(ROWS, np.uint8), LAYOUT, cluster())
+    plain = group_cost(make_loads(seen, keyspace, LAYOUT)[0], np.zeros(ROWS, np.uint8), LAYOUT, cluster())
+    np.testing.assert_allclose(chain.bytes, plain.bytes)
+
+
+def test_wire_dtype() -> None:
+    keyspace = KeySpace([TableSpec("t", ROWS, 16)])
+    seen = profile(keyspace, 500.0, hot=ROWS)
+    tiers = (KEYS % 3).astype(np.uint8)
+    full, half = (
+        group_cost(make_loads(seen, keyspace, LAYOUT, shape)[0], tiers, LAYOUT, cluster())
+        for shape in (TrainingShape(), TrainingShape(comm_dtype="bfloat16"))
+    )
+    for phase in (Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS, Phase.SYNC_ROWS):
+        np.testing.assert_allclose(half.bytes[:, phase, 1:], full.bytes[:, phase, 1:] / 2)
+    np.testing.assert_array_equal(half.bytes[:, Phase.FORWARD_IDS], full.bytes[:, Phase.FORWARD_IDS])
+
+
+def test_more_micro_batches_make_replicas_more_worth() -> None:
+    hot = np.full(ROWS, 6.0)
+    home, node = np.zeros(ROWS, np.uint8), np.full(ROWS, Tier.NODE, np.uint8)
+    gains = []
+    for k in (1, 2, 4):
+        problem = shaped(hot, micro_batches=k)
+        machine = cluster()
+        gains.append(
+            group_cost(problem, home, LAYOUT, machine).exposed_seconds
+            - group_cost(problem, node, LAYOUT, machine).exposed_seconds
+        )
+    assert gains[2] > gains[1] > gains[0] > 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda: TrainingShape(micro_batches=0),
+        lambda: TrainingShape(comm_dtype="float8"),
+        lambda: TrainingShape(bags_per_step={"t": float("nan")}),
+        lambda: TrainingShape(bags_per_step={"t": 0.0}),
+        lambda: TrainingShape(frozen_tables=frozenset({"x"})).check_names(KeySpace([TableSpec("t", 1, 1)])),
+    ],
+)
+def test_bad_shapes(bad) -> None:
+    with pytest.raises(PlanError):
+        bad()
