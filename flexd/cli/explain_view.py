@@ -155,7 +155,7 @@ def _sentence(answer: Explanation, row: RowReport) -> Sentences:
     price = next((_slots_price(threshold) for threshold in answer.thresholds if threshold.tier == tier), 0.0)
     text = {
         "saves": f"At {row.planned} it saves {units.seconds(saved.get(row.planned, 0.0))} a step against HOME, "
-        "more than its slots earn with any other row.",
+        + ("more than its slots earn with any other row." if price > 0 else "and there are slots left."),
         "pinned": f"It is pinned to {row.planned}.",
         "excluded": "Its table is excluded: its rows stay at HOME.",
         "no_gain": "Every further copy costs more synchronisation than it saves: too few nodes look the row up in the "
