@@ -57,13 +57,13 @@ class Assignment:
 
     @cached_property
     def _free(self) -> tuple[Int64Array, Int64Array]:
-        """(int64[world] slots, int64[b] table budgets) that pinned rows leave; a budget is a number for every rank."""
+        """(int64[world] slots, int64[b, world] table budgets) that pinned rows leave."""
         used = self.layout.replica_slots_used(self.keys, self.base)
-        budgets = self.limits.budgets.copy()
+        budgets = np.repeat(self.limits.budgets[:, None], self.layout.world_size, axis=1)
         if self.limits.budget is not None:
             for i in range(len(budgets)):
                 mine = self.limits.budget == i
-                budgets[i] -= self.layout.replica_slots_used(self.keys[mine], self.base[mine]).max(initial=0)
+                budgets[i] -= self.layout.replica_slots_used(self.keys[mine], self.base[mine])
         return self.limits.slots - used, budgets
 
     def best(self, decision_of: Float64Array) -> tuple[UInt8Array, float]:
@@ -97,6 +97,7 @@ class _Part:
     slots: Int64Array
     budget: Int64Array | None
     budgets: Int64Array
+    """int64[b, world]."""
 
     @cached_property
     def home(self) -> Int64Array:
@@ -117,7 +118,7 @@ class _Part:
             device_slots,
             all_slots,
             self.budget,
-            self.budgets.astype(np.float64) * world,
+            self.budgets.sum(axis=1).astype(np.float64),
         )
         if len(has) == 1 and self.budget is None:
             bound = most_of_one(
@@ -169,7 +170,7 @@ class _Part:
         if self.budget is None or not len(self.budgets):
             return _fill(self.layout, self.keys, self.decision, self.slots, slot_prices)
         decision = self.decision.copy()
-        for i, limit in enumerate(self.budgets.tolist()):
+        for i, limit in enumerate(self.budgets):
             rows = np.flatnonzero(self.budget == i)
             own = np.maximum(slot_prices, self.slot_prices(np.full(self.layout.world_size, table_prices[i])))
             chosen = _fill(self.layout, self.keys[rows], decision[:, rows], np.minimum(self.slots, limit), own)
@@ -183,7 +184,7 @@ class _Part:
         """Rows that are still at HOME into the slots that are left, in place, table by table, then the others."""
         if self.budget is None:
             return
-        for i, limit in [*enumerate(self.budgets.tolist()), (-1, int(self.slots.max(initial=0)))]:
+        for i, limit in [*enumerate(self.budgets), (-1, self.slots)]:
             mine = self.budget == i
             free = self.slots - self.layout.replica_slots_used(self.keys, tiers)
             if i >= 0:

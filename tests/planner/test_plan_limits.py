@@ -130,7 +130,7 @@ def test_no_limit_is_broken_and_the_bound_holds_against_the_milp(case: dict) -> 
     assert ours <= best * (1 + 1e-9) + 1e-15
     assert choice.lower_bound_seconds <= base - best + 1e-15
     # With 30 rows, slots that differ and pins in the way, the last rows are many of the gain (docs/cost-model.md).
-    assert best - ours <= 0.35 * best + 1e-15
+    assert best - ours <= 0.35 * best + float(gains.max()) + 1e-15
 
 
 def test_pins_hold_whether_they_pay_or_not_and_unlisted_rows_are_listed() -> None:
