@@ -1,0 +1,43 @@
+"""The planner's section of the configuration in the planner's own terms."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexd.config import PlannerConfig
+from flexd.daemon.plan_settings import plan_limits, running_exchange, training_shape
+from flexd.layout import Tier
+from flexd.planner.shape import TrainingShape
+from flexd.planner.traffic import Exchange
+
+
+def test_defaults_change_nothing() -> None:
+    settings = PlannerConfig()
+    limits = plan_limits(settings)
+    assert (limits.pins, limits.exclude_tables, dict(limits.table_slots)) == ((), frozenset(), {})
+    assert training_shape(settings) == TrainingShape()
+    assert running_exchange(settings) is Exchange.CHAIN
+
+
+def test_every_setting_arrives() -> None:
+    settings = PlannerConfig.model_validate(
+        {
+            "exchange": "direct",
+            "micro_batches": 4,
+            "frozen_tables": ["a"],
+            "exclude_tables": ["b"],
+            "pins": [{"table": "c", "tier": "NODE"}, {"table": "d", "tier": "DEVICE", "rows": [3, 1]}],
+            "table_budgets": {"c": 7},
+        }
+    )
+    limits, shape = plan_limits(settings), training_shape(settings)
+    assert running_exchange(settings) is Exchange.DIRECT_DEDUP
+    assert running_exchange(PlannerConfig(exchange="direct_no_dedup")) is Exchange.DIRECT
+    assert (shape.micro_batches, shape.frozen_tables) == (4, frozenset({"a"}))
+    assert limits.exclude_tables == {"b"}
+    assert limits.table_slots == {"c": 7}
+    whole, rows = limits.pins
+    assert (whole.table, whole.tier, whole.rows) == ("c", Tier.NODE, None)
+    assert (rows.table, rows.tier) == ("d", Tier.DEVICE)
+    assert rows.rows is not None
+    np.testing.assert_array_equal(rows.rows, [3, 1])
