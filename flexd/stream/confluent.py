@@ -47,6 +47,7 @@ _OURS = frozenset(
 _LOST = frozenset((KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._LOG_TRUNCATION))
 _PROBE_AFTER_SECONDS = 2.0
 _CLOSE_SECONDS = 5.0
+_SUSPECT_SECONDS = 1.0
 _TAKE_MESSAGES = 256
 
 
@@ -98,6 +99,8 @@ class ConfluentSource:
             "queued.max.messages.kbytes": max(max_poll_bytes // 1024, 1024),
             "fetch.message.max.bytes": max_poll_bytes // 4,
             "fetch.wait.max.ms": 100,
+            # As kafka-python: the end of the log is the high-water mark, not the last stable offset.
+            "isolation.level": "read_uncommitted",
             "topic.metadata.refresh.interval.ms": 10_000,
             "reconnect.backoff.max.ms": 2_000,
             **(client_options or {}),
@@ -117,6 +120,12 @@ class ConfluentSource:
         self._book = GroupPositions(self._name, on_position_lost)
         self._assigned: dict[str, TopicPartition] = {}
         self._stale_highwater: dict[str, int | None] = {}
+        self._rewound: set[str] = set()
+        """Partitions whose last message is being fetched again."""
+        self._verified: Positions = {}
+        """Positions whose message before is known to be in the log."""
+        self._suspects: dict[str, float] = {}
+        """Since when a partition's log seems to end before the position."""
         self._last_answer = time.monotonic()
         self._problem: str | None = None
         self._commit_problem: str | None = None
@@ -144,6 +153,7 @@ class ConfluentSource:
         keys, answer = self._handover.ask()
         if keys:
             self._book.move(answer)
+            self._rewound -= keys
             self._assign(consumer)
         self._probe_if_silent(consumer, deadline)
         try:
@@ -163,6 +173,7 @@ class ConfluentSource:
 
     def restore(self, positions: Mapping[str, int]) -> None:
         self._book.restore(positions)
+        self._rewound, self._verified = set(), {}
         consumer = self._connector.get(0.0)
         if consumer is not None:
             self._assign(consumer)
@@ -215,6 +226,9 @@ class ConfluentSource:
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         self._assigned = {_key(partition): partition for partition in partitions}
+        # What was asked of the log before says nothing about where the partitions stand now.
+        self._rewound, self._verified = set(), {}
+        self._last_answer = time.monotonic()
         self._handover.assigned(sorted(self._assigned))
         self._assign(consumer)
 
@@ -244,12 +258,15 @@ class ConfluentSource:
 
         The client drops what it had fetched for an earlier assignment.
         """
+        self._suspects = {}
         waiting = self._handover.unanswered(self._assigned)
         assignment = []
         for key, partition in self._assigned.items():
             self._stale_highwater[key] = _highwater(consumer, partition)
             if key not in waiting:
                 start = self._book.start(key)
+                if isinstance(start, int) and start > 0 and key in self._rewound:
+                    start -= 1
                 offset = start if isinstance(start, int) else OFFSET_END if start == "end" else OFFSET_BEGINNING
                 assignment.append(TopicPartition(partition.topic, partition.partition, offset))
         try:
@@ -277,6 +294,9 @@ class ConfluentSource:
             if key not in self._assigned or key in unanswered:
                 continue
             position = self._book.accept(key, records[0].offset(), records[-1].offset())
+            if key in self._rewound and records[0].offset() == position - 1:
+                self._rewound.discard(key)
+                self._verified[key] = position
             messages += [
                 Message(key, record.offset(), record.value() or b"")
                 for record in records
@@ -295,8 +315,14 @@ class ConfluentSource:
         self._assign(consumer)
 
     def _check_highwater(self, consumer: Consumer) -> None:
-        """A broker that lost its memory may answer nothing instead of saying so."""
+        """A broker that lost its memory may answer nothing instead of saying so.
+
+        Only marks that came with fetched data count, and only once they have stood for a while: a partition that comes
+        back from another member may still show an old one.
+        """
+        now = time.monotonic()
         ends: Positions = {}
+        suspects: dict[str, float] = {}
         unanswered = self._handover.unanswered(self._assigned)
         for key, partition in self._assigned.items():
             highwater, position = _highwater(consumer, partition), self._book.get(key)
@@ -304,7 +330,10 @@ class ConfluentSource:
             if highwater is None or position is None or highwater == self._stale_highwater.get(key):
                 continue
             if key not in unanswered and position > highwater:
-                ends[key] = highwater
+                suspects[key] = self._suspects.get(key, now)
+                if now - suspects[key] >= _SUSPECT_SECONDS:
+                    ends[key] = highwater
+        self._suspects = suspects
         if ends:
             self._lose(consumer, ends, "the broker's log ends before it", ends)
 
@@ -312,23 +341,38 @@ class ConfluentSource:
         now = time.monotonic()
         if now - self._last_answer < _PROBE_AFTER_SECONDS:
             return
-        wait = max(0.001, deadline - now)
         if not self._assigned:
             self._problem = (
                 f"{self._name}: no partition assigned (topic missing, group joining, or more members than partitions)"
             )
             return
-        key, partition = min(self._assigned.items())
         try:
-            _, end = consumer.get_watermark_offsets(partition, timeout=wait)
+            for key, partition in sorted(self._assigned.items()):
+                _, end = consumer.get_watermark_offsets(partition, timeout=max(0.001, deadline - time.monotonic()))
+                self._check_end(consumer, key, end)
         except KafkaException as error:
             self._problem = f"{self._name}: broker does not answer ({error.args[0].name()})"
             return
         self._problem = None
         self._last_answer = time.monotonic()
+
+    def _check_end(self, consumer: Consumer, key: str, end: int) -> None:
+        """Compares the end of the log, as the broker tells it, with the position.
+
+        tansu 0.6 tells the base offset of its last batch plus one, so an end before the position is no proof: the last
+        message that was read is fetched again. If it comes, the position stands; if it has not come by the next time,
+        the log lost it.
+        """
         position = self._book.get(key)
-        if position is not None and position > end and not self._handover.unanswered([key]):
-            self._lose(consumer, {key: None}, "the broker's log ends before it", {key: end})
+        if position is None or position <= end or position == self._verified.get(key):
+            self._rewound.discard(key)
+        elif not self._handover.unanswered([key]):
+            if key in self._rewound:
+                self._rewound.discard(key)
+                self._lose(consumer, {key: None}, "the broker's log ends before it", {key: end})
+            else:
+                self._rewound.add(key)
+                self._assign(consumer)
 
 
 def _key(partition: TopicPartition) -> str:

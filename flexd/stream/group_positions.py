@@ -84,6 +84,8 @@ class GroupPositions:
         """
         keys = list(keys)
         text = f"{self._name}: position lost: {cause}: { {key: self._next.get(key) for key in keys} }"
+        if ends is not None:
+            text += f", ends {dict(ends)}"
         if self._policy == "fail":
             raise PositionLostError(
                 text, remedy="restore a matching snapshot, or set on_position_lost to earliest or latest"
