@@ -279,6 +279,26 @@ def test_full_disk_is_counted_and_retried_while_ingest_goes_on(tmp_path):
     assert source.committed[-1] == {"p0": 12, "p1": 12}
 
 
+def test_a_merge_that_breaks_off_is_never_saved(tmp_path, monkeypatch):
+    """Half of another daemon's counts without its positions would be counted again: the last snapshot is right."""
+    store = SnapshotStore(tmp_path, 2)
+    ingestor = _ingestor(FakeSource(LOG), store)
+    other, tally = _ingestor(FakeSource({}), None).cut()
+    ingestor.start()
+    _wait(lambda: ingestor.stats().lag_messages == 0 and ingestor.stats().messages == 24)
+    ingestor.save_soon()
+    _wait(lambda: ingestor.stats().snapshots == 1)
+    settled = []
+    monkeypatch.setattr(type(other), "merge", lambda *_: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(MemoryError):
+        ingestor.absorb(other, tally, lambda: settled.append(1))
+    _wait(lambda: not ingestor.stats().running)
+    assert not settled
+    assert "half merged" in ingestor.stats().problem
+    assert len(list(tmp_path.glob("snapshot-*"))) == 1
+    assert ingestor.stats().snapshots == 1
+
+
 def test_source_errors_are_tried_again_and_nothing_ends_the_thread(tmp_path, monkeypatch):
     monkeypatch.setattr("flexd.ingest.loop._BACKOFF_SECONDS", (0.001, 0.01))
     source = FakeSource(LOG)

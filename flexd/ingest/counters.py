@@ -77,6 +77,8 @@ class Counters:
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = shards
+        self.half_merged = False
+        """A merge was broken off: the counters hold an unknown part of it, and must not be saved."""
 
     @property
     def newest_event_seconds(self) -> float:
@@ -149,8 +151,14 @@ class Counters:
             SketchError: of other tables or settings; nothing is added and ``settle`` is not called.
         """
         with self.shards[0].guard:
-            self.shards[0].sketches.merge(sketches)
-            settle()
+            try:
+                self.shards[0].sketches.merge(sketches)
+                settle()
+            except SketchError:
+                raise
+            except BaseException:
+                self.half_merged = True
+                raise
 
     def cut(self, clock: Mapping[str, Any] | None) -> SketchSet:
         """Takes all counts out and leaves empty counters. While no message is being counted.

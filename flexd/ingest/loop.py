@@ -181,7 +181,9 @@ class Ingestor:
                 the positions. Must not raise.
 
         Raises:
-            SketchError: sketches of other tables or settings. Nothing is added then, and ``settle`` is not called.
+            SketchError: sketches of other tables or settings. Nothing is added then, and ``settle`` is not called. Any
+                other error (out of memory) may have added half of it: this ingest then saves nothing more and ends, so
+                that the process is restarted from its last snapshot.
         """
 
         def settle_and_count() -> None:
@@ -241,7 +243,7 @@ class Ingestor:
             backoff.wait()
         backoff.reset()
         next_save = time.monotonic() + self._snapshot_interval_seconds
-        while not self._stop.is_set():
+        while not self._stop.is_set() and not self._counters.half_merged:
             if self._attempt("source", self._read_some):
                 backoff.reset()
             else:
@@ -261,7 +263,8 @@ class Ingestor:
     def _finish(self) -> None:
         if self._saving.begun:
             self._attempt("snapshot", self._end_save)
-        if self._positions is None and self._attempt("snapshot state", self._begin_save) and self._saving.begun:
+        restored = self._positions is None
+        if restored and self._attempt("snapshot state", self._begin_save) and self._saving.begun:
             self._attempt("snapshot", self._end_save)
         self._attempt("source", self._source.close)
         self._workers.stop()
@@ -311,6 +314,8 @@ class Ingestor:
         began = time.monotonic()
         self._workers.settle()
         with self._counters.frozen() as state:
+            if self._counters.half_merged:
+                raise SnapshotError("counters are half merged and not saved", remedy="restart the daemon")
             positions = self._source.positions()
             generation = self._generation
         self._pause_seconds = time.monotonic() - began
