@@ -125,9 +125,11 @@ class Planning:
         """
         with self._making:
             plan, profile, live, layout = self._make("explain")
+        settings = self._config.planner
         return explain(
-            plan, profile, live, self._keyspace, layout, horizon_steps=self._config.planner.horizon_steps,
-            table=table, rows=None if row is None else [row], hottest=hottest,
+            plan, profile, live, self._keyspace, layout, horizon_steps=settings.horizon_steps, table=table,
+            rows=None if row is None else [row], hottest=hottest, limits=plan_limits(settings),
+            shape=training_shape(settings),
         )  # fmt: skip
 
     def accesses_per_step(self, world_size: int) -> float | None:

@@ -23,6 +23,7 @@ from flexd.planner.gains import migration_seconds, row_seconds, usable_tiers
 from flexd.planner.limits import FREE, PlanLimits
 from flexd.planner.plan import Plan
 from flexd.planner.prices import exposed_share
+from flexd.planner.shape import TrainingShape
 from flexd.planner.workload import ANYWHERE, PER_NODE, PER_RANK, GroupLoad, make_loads
 from flexd.sketch.profile import Profile, TableProfile
 
@@ -143,11 +144,12 @@ def explain(
     rows: Sequence[int] | None = None,
     hottest: int = 0,
     limits: PlanLimits | None = None,
+    shape: TrainingShape | None = None,
 ) -> TableExplanation:
     """Explains rows of one table by the plan that was made of this profile against this placement.
 
     Args:
-        horizon_steps, limits: as the plan was made with.
+        horizon_steps, limits, shape: as the plan was made with.
         rows: row ids; None: the ``hottest`` rows of the profile.
 
     Raises:
@@ -163,11 +165,11 @@ def explain(
     if not seen.weight > 0:
         raise PlanError(f"table {table!r} was not looked up yet", remedy="wait until the stream delivers")
     keys = keyspace.keys(index, wanted)
-    limits = limits or PlanLimits()
+    limits, shape = limits or PlanLimits(), shape or TrainingShape()
     also = np.unique(np.concatenate([keys, limits.replicated_keys(keyspace)]))
-    loads = make_loads(profile, keyspace, layout, None, also)
+    loads = make_loads(profile, keyspace, layout, shape, also)
     group = int(keyspace.group_of(keyspace.first_key[index : index + 1])[0])
-    bench = _Bench(plan, loads, group, layout, horizon_steps)
+    bench = _Bench(plan, loads, group, layout, horizon_steps, table not in shape.frozen_tables)
     fixed = limits.of_group(bench.load, keyspace, bench.slots).fixed
     first, end = int(keyspace.first_key[index]), int(keyspace.first_key[index]) + seen.rows
     return TableExplanation(
@@ -196,13 +198,18 @@ def _by_tier(placement: Placement, first: int, end: int) -> Int64Array:
 
 @dataclass(frozen=True)
 class _Bench:
-    """One dim-group at the prices of the plan."""
+    """One dim-group at the prices of the plan.
+
+    Attributes:
+        trained: whether the table that is explained is; its group may hold others.
+    """
 
     plan: Plan
     loads: tuple[GroupLoad, ...]
     group: int
     layout: RankLayout
     horizon_steps: float
+    trained: bool
 
     @property
     def load(self) -> GroupLoad:
@@ -279,16 +286,20 @@ class _Bench:
         return gains
 
     def gains_at(self, accesses: Float64Array) -> Float64Array:
-        """float64[n] accesses per rank and step of a trained, un-pooled row -> float64[tier, n]."""
+        """float64[n] accesses per rank and step of an un-pooled row of the table -> float64[tier, n]."""
         load = replace(
             self.load, keys=np.zeros(len(accesses), np.int64), accesses=accesses, accesses_lower=accesses,
-            accesses_upper=accesses, trained=None, returned=None,
+            accesses_upper=accesses, trained=None if self.trained else np.zeros(len(accesses)), returned=None,
         )  # fmt: skip
         return self.gains(load.listed_statistics(self.layout))
 
     def sync_latency(self) -> float:
         """Fixed exposed seconds of synchronising the tiers that the plan uses, or would use first."""
-        used = {int(tier) for tier in np.unique(self.plan.target.tiers)} or {int(tier) for tier in self.usable[:1]}
+        used = set[int]()
+        for load in self.loads:
+            tiers = self.plan.target.tiers_of(load.keys)
+            used |= set(np.unique(tiers if load.trained is None else tiers[load.trained > 0]).tolist())
+        used = used - {int(Tier.HOME)} or ({int(tier) for tier in self.usable[:1]} if self.trained else used)
         sums = [LoadSums(load, self.layout) for load in self.loads]
         with_sync, without = (
             step_latencies(sums, self.plan.cluster, self.plan.exchange, tiers) for tiers in (used, set())

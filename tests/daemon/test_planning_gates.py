@@ -290,3 +290,20 @@ def test_an_explanation_is_of_a_plan_that_leaves_no_trace(setting: Setting) -> N
     setting.coordinator.topology = None
     with pytest.raises(PlanError, match="no plan without ranks"):
         setting.planning.explain("item", row, 0)
+
+
+def test_an_explanation_knows_pins_exclusions_and_frozen_tables(tmp_path: Path) -> None:
+    def asked(row: int, **planner: Any) -> tuple[str, str, float | None]:
+        setting = Setting(tmp_path, **planner)
+        setting.see(50_000)
+        setting.report()
+        (answer,) = explanation(setting.planning.explain("item", row, 0)).explained
+        return answer.planned, answer.why, answer.anywhere
+
+    coldest = ROWS - 1
+    pins = [{"table": "item", "tier": "HOME", "rows": [0]}, {"table": "item", "tier": "DEVICE", "rows": [coldest]}]
+    assert asked(0)[1] == "saves"
+    assert asked(0, pins=pins)[:2] == ("HOME", "pinned")
+    assert asked(coldest, pins=pins)[:2] == ("DEVICE", "pinned")
+    assert asked(0, exclude_tables=["item"])[:2] == ("HOME", "excluded")
+    assert asked(0, frozen_tables=["item"])[2] == 0, "nothing of it is synchronised"

@@ -14,6 +14,7 @@ from flexd.placement import Placement
 from flexd.planner.explain import TableExplanation, Why, explain
 from flexd.planner.limits import PlanLimits, RowPin
 from flexd.planner.plan import Plan, make_plan
+from flexd.planner.shape import TrainingShape
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.files import load_preset
 from flexd.topology.scale import scale_model
@@ -116,6 +117,26 @@ def test_pins_and_exclusions_are_told() -> None:
     nothing = PlanLimits(exclude_tables=frozenset({"items"}))
     rows = explained(planned(300, limits=nothing), rows=[int(hottest)], limits=nothing).explained
     assert [(row.planned, row.why) for row in rows] == [(Tier.HOME, Why.EXCLUDED)]
+
+
+@pytest.mark.parametrize(("slots", "micro_batches"), [(300, 4), (4_000, 1)])
+def test_micro_batches_and_frozen_tables_are_priced_as_the_plan_prices_them(slots: int, micro_batches: int) -> None:
+    shape = TrainingShape(micro_batches=micro_batches, frozen_tables=frozenset({"items"}))
+    made = planned(slots, shape=shape)
+    answer = explained(made, hottest=ROWS, shape=shape)
+    gain_of = dict(zip(made[0].target.keys.tolist(), made[0].gains.tolist(), strict=True))
+    above = [row for row in answer.explained if row.planned is not Tier.HOME]
+    assert above
+    for row in above:
+        assert row.seconds[Tier.HOME] - row.seconds[row.planned] == pytest.approx(gain_of[row.key], rel=1e-6)
+        assert row.anywhere == 0, "nothing of a frozen table is synchronised"
+    assert above[0].per_rank == pytest.approx(micro_batches, rel=0.1)
+    assert answer.sync_latency_seconds == 0
+    node = next(threshold for threshold in answer.thresholds if threshold.tier is Tier.NODE)
+    assert node.promote_accesses is not None
+    for row in answer.explained:
+        if not 0.7 < row.accesses_per_step / node.promote_accesses < 1.3:
+            assert (row.accesses_per_step > node.promote_accesses) == (row.planned is not Tier.HOME)
 
 
 def test_a_row_that_is_not_listed_is_taken_for_an_average_one() -> None:
