@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from flexd.errors import PlanError
 from flexd.layout import RankLayout, Tier
+from flexd.planner.exact import Core, core_rows
 from flexd.planner.limits import FREE, GroupLimits
 from flexd.planner.quota import best_within_slots
 from flexd.planner.relaxation import best_price, most_of_one
@@ -19,9 +20,10 @@ Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 UInt8Array = npt.NDArray[np.uint8]
 
-_UNEVEN_STEPS = 24
 _FEW_ROWS = 20_000
-"""Up to here more multipliers around the best one are tried than pay for themselves with many rows."""
+"""Up to here more prices are tried, and the last slots packed exactly; with more rows one row is nothing."""
+_FACTORS = (0.5, 0.8, 1.25, 2.0)
+_UNEVEN_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,15 @@ class _Part:
     def home(self) -> Int64Array:
         return self.layout.home_rank(self.keys)
 
+    @property
+    def few(self) -> bool:
+        return len(self.keys) <= _FEW_ROWS
+
+    @cached_property
+    def exact_rows(self) -> int:
+        """How many rows can be chosen exactly; 0: none."""
+        return core_rows(self.layout.world_size * (1 + len(self.budgets)))
+
     def gain(self, tiers: UInt8Array) -> float:
         return float(np.take_along_axis(self.decision, tiers[None, :].astype(np.int64), axis=0).sum())
 
@@ -129,7 +140,45 @@ class _Part:
             gain = self.gain(tiers)
             if gain > most:
                 best, most = tiers, gain
-        return best, max(bound, most)
+        if (len(has) > 1 or self.budget is not None) and self.few and bound > most:
+            best, bound = self.polished(best, bound, price, table_prices)
+        return best, max(bound, self.gain(best))
+
+    def polished(
+        self, tiers: UInt8Array, bound: float, price: float, table_prices: Float64Array
+    ) -> tuple[UInt8Array, float]:
+        """(uint8[n] tiers no worse than these, bound no looser): the rows nearest to a threshold are chosen exactly."""
+        if not self.exact_rows:
+            return tiers, bound
+        core = np.arange(len(self.keys))
+        if len(core) > self.exact_rows:
+            core = np.sort(np.argsort(self.doubt(price, table_prices), kind="stable")[: self.exact_rows])
+        rest = tiers.copy()
+        rest[core] = Tier.HOME
+        slots = self.slots - self.layout.replica_slots_used(self.keys, rest)
+        budgets = self.budgets.copy()
+        for i in range(len(budgets)):
+            mine = self.budget == i
+            budgets[i] -= self.layout.replica_slots_used(self.keys[mine], rest[mine])
+        budget = None if self.budget is None else self.budget[core]
+        found = Core(self.layout, self.keys[core], self.decision[:, core], slots, budget, budgets).best()
+        if found is None:
+            return tiers, bound
+        rest[core], most = found
+        return (
+            rest if self.gain(rest) > self.gain(tiers) else tiers,
+            min(bound, most) if len(core) == len(self.keys) else bound,
+        )
+
+    def doubt(self, price: float, table_prices: Float64Array) -> Float64Array:
+        """float64[n]: by how much a row's best tier leads its second best at these prices of a slot."""
+        paid = np.full(len(self.keys), price)
+        if self.budget is not None and len(table_prices):
+            paid = np.where(self.budget >= 0, table_prices[np.maximum(self.budget, 0)], price)
+        slots = np.array([0.0, self.layout.nodes - 1.0, self.layout.world_size - 1.0])[:, None]
+        net = np.sort(self.decision - paid * slots, axis=0)
+        lead: Float64Array = net[-1] - net[-2]
+        return lead
 
     def candidates(self, has: list[Tier], price: float, table_prices: Float64Array) -> Iterator[UInt8Array]:
         world = self.layout.world_size
@@ -139,11 +188,10 @@ class _Part:
         node_first = self.slot_prices(np.zeros(world))
         node_first[Tier.DEVICE] = np.inf
         yield self.within(node_first, table_prices)
-        few = len(self.keys) <= _FEW_ROWS
-        for factor in np.geomspace(0.5, 2.0, 33) if few else (1.0,):
-            yield self.within(self.slot_prices(np.full(world, price * factor)), table_prices)
-        if few and price > 0:
-            yield self.within(self.slot_prices(np.zeros(world)), table_prices)
+        yield self.within(self.slot_prices(np.full(world, price)), table_prices)
+        if self.few and price > 0 and len(self.keys) > self.exact_rows:
+            for factor in _FACTORS:
+                yield self.within(self.slot_prices(np.full(world, price * factor)), table_prices)
             yield from self.uneven_prices(price, table_prices)
 
     def slot_prices(self, of_rank: Float64Array) -> Float64Array:

@@ -1,0 +1,106 @@
+"""The exact choice among few rows, and what it does for problems with more rows than it takes."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.layout import RankLayout, Tier
+from flexd.planner import assign, exact
+from flexd.planner.assign import Assignment
+from flexd.planner.exact import Core, core_rows
+from flexd.planner.limits import GroupLimits
+
+LAYOUTS = [RankLayout(2, 2), RankLayout(3, 2), RankLayout(1, 3), RankLayout(3, 1)]
+BOTH = (Tier.NODE, Tier.DEVICE)
+
+
+def gains_of(rng: np.random.Generator, rows: int) -> np.ndarray:
+    """float64[3, n]: skewed, DEVICE above NODE for some rows, below for others, some tiers closed."""
+    node = rng.pareto(1.0, rows) - 0.1
+    gains = np.stack([np.zeros(rows), node, node * rng.uniform(0.5, 4.0, rows)])
+    gains[1:][rng.random((2, rows)) < 0.1] = -np.inf
+    return gains
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(LAYOUTS))
+def test_against_brute_force(seed: int, layout: RankLayout) -> None:
+    rng, rows = np.random.default_rng(seed), 6
+    keys = np.sort(rng.choice(40, rows, replace=False)).astype(np.int64)
+    gains = gains_of(rng, rows)
+    budget = rng.integers(-1, 2, rows)
+    slots = rng.integers(0, 5, layout.world_size)
+    budgets = rng.integers(0, 4, (2, layout.world_size))
+    limits = [(keys >= 0, slots), *((budget == i, budgets[i]) for i in range(2))]
+    best = 0.0
+    for each in itertools.product(Tier, repeat=rows):
+        tiers = np.array(each, np.uint8)
+        if all((layout.replica_slots_used(keys[of], tiers[of]) <= most).all() for of, most in limits):
+            best = max(best, float(gains[tiers, np.arange(rows)].sum()))
+    found = Core(layout, keys, gains, slots, budget, budgets).best()
+    assert found is not None
+    tiers, most = found
+    assert all((layout.replica_slots_used(keys[of], tiers[of]) <= limit).all() for of, limit in limits)
+    assert gains[tiers, np.arange(rows)].sum() == pytest.approx(best, rel=1e-9)
+    assert best * (1 - 1e-12) <= most <= best * (1 + 1e-6)
+
+
+def test_nothing_to_gain() -> None:
+    gains = np.array([[0.0], [-1.0], [-np.inf]])
+    found = Core(LAYOUTS[0], np.array([7]), gains, np.full(4, 5), None, np.empty((0, 4), np.int64)).best()
+    assert found is not None
+    assert found[0].tolist() == [Tier.HOME]
+    assert found[1] == 0
+
+
+def test_a_search_that_is_cut_off_keeps_to_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    keys, gains = np.arange(60, dtype=np.int64), gains_of(rng, 60)
+    limits = GroupLimits(np.array([3, 9, 6, 4]), None, np.where(keys < 30, 0, -1), np.array([4]))
+    whole = Assignment(LAYOUTS[0], keys, gains, limits, BOTH)
+    tiers, bound = whole.best(gains)
+    monkeypatch.setattr(assign.Core, "best", lambda core: None)
+    plain, plain_bound = whole.best(gains)
+    assert limits.fits(keys, plain, LAYOUTS[0])
+    ours, without = (float(gains[each, np.arange(60)].sum()) for each in (tiers, plain))
+    assert without < ours <= bound <= ours * (1 + 1e-6), "the case must be one where it matters"
+    assert ours <= plain_bound * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("core", [24, 60])
+def test_more_rows_than_the_core_takes(monkeypatch: pytest.MonkeyPatch, core: int) -> None:
+    better = 0
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        keys = np.sort(rng.choice(1200, 300, replace=False)).astype(np.int64)
+        gains = gains_of(rng, 300)
+        limits = GroupLimits(rng.integers(10, 30, 6), None, np.where(keys < 500, 0, -1), np.array([7]))
+        problem = Assignment(RankLayout(3, 2), keys, gains, limits, BOTH)
+        monkeypatch.setattr(exact, "_CORE_ROWS", core)
+        tiers, bound = problem.best(gains)
+        monkeypatch.setattr(exact, "_CORE_ROWS", 0)
+        plain, plain_bound = problem.best(gains)
+        ours, without = (float(gains[each, np.arange(300)].sum()) for each in (tiers, plain))
+        assert limits.fits(keys, tiers, RankLayout(3, 2))
+        assert without <= ours <= bound
+        assert bound == pytest.approx(plain_bound), "a core says nothing about all the rows"
+        better += without < ours
+        # The order of the rows is no matter.
+        order = rng.permutation(300)
+        limits = GroupLimits(limits.slots, None, np.where(keys < 500, 0, -1)[order], limits.budgets)
+        monkeypatch.setattr(exact, "_CORE_ROWS", core)
+        again, _ = Assignment(RankLayout(3, 2), keys[order], gains[:, order], limits, BOTH).best(gains[:, order])
+        assert gains[tiers, np.arange(300)].sum() == pytest.approx(gains[:, order][again, np.arange(300)].sum())
+    assert better >= 3
+
+
+def test_with_many_ranks_the_core_is_smaller_and_then_none() -> None:
+    sizes = [core_rows(limits) for limits in (1, 4, 16, 64, 96, 1024)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 100
+    assert sizes[-1] == 0
