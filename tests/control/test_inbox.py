@@ -240,7 +240,12 @@ def test_the_state_machine_sees_a_settle_that_does_not_wait() -> None:
         settle_waits = False
 
     Hasty.TestCase.settings = settings(
-        max_examples=1000, stateful_step_count=60, deadline=None, database=None, phases=[Phase.generate]
+        max_examples=10_000,
+        stateful_step_count=60,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        derandomize=True,
     )
     with pytest.raises(AssertionError):
         Hasty.TestCase("runTest").runTest()
