@@ -203,7 +203,7 @@ class SketchConfig(Section):
     """What is remembered of the stream."""
 
     memory_bytes: Annotated[Int, Field(ge=2**20)] = 512 * 2**20
-    """For all counters together: decides dense or count-min for each table."""
+    """For all counters together: decides how each table is counted (dense, logarithmic or count-min)."""
     half_life_seconds: Annotated[Float, Field(gt=0)] | None = 3600.0
     """Event-time half-life of an access; null counts for ever."""
     max_hot_rows: Annotated[Int, Field(ge=1)] = 1_000_000
@@ -213,6 +213,9 @@ class SketchConfig(Section):
     conservative: bool = True
     """Count-min counters that err less; false makes them independent of the order of arrival, so that any split of the
     stream over threads or followers merges to the same counters."""
+    logarithmic: bool = True
+    """Tables too large for exact counters get 3, 4 or 8 bits a row where that fits: right on average, and every row can
+    be listed, which plans need. False keeps to count-min: estimates are never too low, and it can be exported."""
     late_after_seconds: Annotated[Float, Field(ge=0)] = 60.0
     """Accesses older than the newest event by more than this are shown as late (they count at their own time all the
     same). Ranks and partitions interleave, so a little behind is the rule."""

@@ -2,12 +2,13 @@
 
     python tools/bench_accuracy.py [--quick] [--json] [--trace FILE.npz] [--exponents 1.05,0.9,1.2]
 
-The same accesses are counted exactly and in sketches of 1 to 1/50 of the exact counters' memory. A plan is made from
-each and priced under the exact counts: the regret is what it costs above the plan from the exact counts, in exposed
-seconds of a step; the capture is its share of what that plan saves against the chain without replicas. The cluster is a
-scale model (``flexd.topology.scale``): latencies are those of a step as many times smaller as the table is smaller than
-the design's example. DataSketches' count-min and frequent-items of the same nominal memory are fed the same ids in the
-same run. Traces are described in docs/demo.md. The last line of ``--json`` output is
+The same accesses are counted exactly and in sketches of 1 to 1/50 of the exact counters' memory (4 bytes a row of all
+tables of the job together); what is really used stands beside every figure. A plan is made from each and priced under
+the exact counts: the regret is what it costs above the plan from the exact counts, in exposed seconds of a step; the
+capture is its share of what that plan saves against the chain without replicas. The cluster is a scale model
+(``flexd.topology.scale``): latencies are those of a step as many times smaller as the table is smaller than the
+design's example. DataSketches' count-min and frequent-items of the same nominal memory are fed the same ids in the
+same run. A trace is one job of all its tables (docs/demo.md). The last line of ``--json`` output is
 ``{"figures": {...}, "checks": [{"name", "value", "target", "ok"}]}``.
 """
 
@@ -27,6 +28,7 @@ import datasketches
 import numpy as np
 import numpy.typing as npt
 
+from flexd.errors import SketchError
 from flexd.keyspace import KeySpace, TableSpec
 from flexd.layout import RankLayout
 from flexd.placement import Placement
@@ -45,9 +47,8 @@ MEMORY_DIVISORS = (1, 2, 5, 10, 20, 50)
 CHECKED_DIVISOR = 10
 PERCENTILES = (0.01, 0.1, 1.0, 10.0, 50.0)
 RECALL_PERCENT = (0.1, 1.0)
-LEAST_BYTES = 2**16
-"""A table of few rows is not sketched in less: the fixed parts of a count-min take 53 KiB."""
 MESSAGE_IDS = 65_536
+TRACE_MESSAGE_ACCESSES = 1_000_000
 LAYOUT = RankLayout(12, 8)
 DIM, DTYPE = 128, "float16"
 EXAMPLE_ROWS = 80e6
@@ -89,18 +90,21 @@ def zipf_case(exponent: float, rows: int, accesses: int) -> Case:
 
 
 def trace_case(path: Path) -> Case:
-    """The largest table: small ones are counted exactly whatever the memory."""
+    """All tables of the trace, in messages of some consecutive accesses each."""
     trace = load_trace(path)
-    largest = int(np.argmax(trace.table_rows))
-    return Case(
-        "trace",
-        (TableSpec(trace.table_names[largest], int(trace.table_rows[largest]), DIM, DTYPE),),
-        ((0, trace.row[trace.table == largest]),),
+    tables = tuple(
+        TableSpec(name, int(rows), DIM, DTYPE) for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
     )
+    accesses = []
+    for start in range(0, len(trace.row), TRACE_MESSAGE_ACCESSES):
+        stretch = slice(start, start + TRACE_MESSAGE_ACCESSES)
+        table, row = trace.table[stretch], trace.row[stretch].astype(np.int64)
+        accesses += [(index, row[table == index]) for index in np.unique(table).tolist()]
+    return Case("trace", tables, tuple(accesses))
 
 
-def count(case: Case, memory_bytes: int) -> SketchSet:
-    sketches = SketchSet(case.tables, memory_bytes, None)
+def count(case: Case, memory_bytes: int, *, logarithmic: bool = True) -> SketchSet:
+    sketches = SketchSet(case.tables, memory_bytes, None, logarithmic=logarithmic)
     for table, rows in case.accesses:
         for start in range(0, len(rows), MESSAGE_IDS):
             sketches.ingest(case.tables[table].name, rows[start : start + MESSAGE_IDS], 0, 1.0)
@@ -149,20 +153,20 @@ def measure(case: Case) -> Iterator[tuple[str, float]]:
     order = order[: np.count_nonzero(truth)]
     exact = count(case, 16 * dense_bytes(case) + 2**26 * len(case.tables))
     pricing = Pricing(case, exact)
+    yield "dense_bytes", float(dense_bytes(case))
     yield "chain_exposed_seconds", pricing.home
     yield "exact_plan_exposed_seconds", pricing.best
     yield "exact_plan_rows", float(pricing.best_rows)
     for divisor in MEMORY_DIVISORS:
-        memory = max(dense_bytes(case) // divisor, LEAST_BYTES)
-        if divisor == 1:
-            # Counters, and the fixed extra (carries, sample) that a dense table is given.
-            sketches = exact
-        else:
-            sketches = count(case, memory)
+        # Exact ones: the counters, and the fixed extra (carries, sample) that a dense table is given.
+        sketches = exact if divisor == 1 else _counted(case, dense_bytes(case) // divisor)
+        if sketches is None:
+            continue
         profile = sketches.profile(pricing.per_step)
         label = f"memory_1_{divisor}"
         yield f"{label}_bytes", float(sketches.nbytes)
-        yield f"{label}_count_min_tables", float(sum(choice.kind != "dense" for choice in sketches.choices()))
+        for kind in ("dense", "logarithmic", "count_min"):
+            yield f"{label}_{kind}_tables", float(sum(choice.kind == kind for choice in sketches.choices()))
         for name, value in pricing.judge(profile).items():
             yield f"{label}_{name}", value
         name = case.tables[largest].name
@@ -174,6 +178,25 @@ def measure(case: Case) -> Iterator[tuple[str, float]]:
             yield f"{label}_recall_top_{percent:g}_percent", _recall(profile.tables[largest].hot_rows, truth, percent)
         estimated = float(profile.tables[largest].bin_rows.sum()) + len(profile.tables[largest].hot_rows)
         yield f"{label}_rows_in_curve_ratio", estimated / len(order)
+    yield from measure_count_min(case, pricing)
+
+
+def measure_count_min(case: Case, pricing: Pricing) -> Iterator[tuple[str, float]]:
+    """The checked memory without logarithmic counters, if a count-min fits it at all."""
+    sketches = _counted(case, dense_bytes(case) // CHECKED_DIVISOR, logarithmic=False)
+    if sketches is not None:
+        label = f"memory_1_{CHECKED_DIVISOR}_count_min_only"
+        yield f"{label}_bytes", float(sketches.nbytes)
+        for name, value in pricing.judge(sketches.profile(pricing.per_step)).items():
+            yield f"{label}_{name}", value
+
+
+def _counted(case: Case, memory_bytes: int, *, logarithmic: bool = True) -> SketchSet | None:
+    """None if the smallest counters of all tables take more."""
+    try:
+        return count(case, memory_bytes, logarithmic=logarithmic)
+    except SketchError:
+        return None
 
 
 def _errors(query: Any, truth: Int64Array, order: Int64Array) -> dict[str, float]:
@@ -203,7 +226,7 @@ def measure_peers(case: Case, limit: int) -> Iterator[tuple[str, float]]:
     few = Case("peers", (table,), ((0, ids),))
     truth = few.counts()[0]
     order = np.argsort(-truth, kind="stable")[: np.count_nonzero(truth)]
-    memory = max(dense_bytes(few) // CHECKED_DIVISOR, LEAST_BYTES)
+    memory = dense_bytes(few) // CHECKED_DIVISOR
     mine = count(few, memory)
     width = max(8, memory // (4 * 8))
     count_min = datasketches.count_min_sketch(4, width)
@@ -241,6 +264,25 @@ def _checks(figures: dict[str, float], cases: list[str]) -> list[dict[str, objec
                 "value": round(regret, 6),
                 "target": "<= 0.01",
                 "ok": regret <= 0.01,
+            }
+        )
+        used, allowed = (figures[f"{case}_{name}"] for name in (f"memory_1_{CHECKED_DIVISOR}_bytes", "dense_bytes"))
+        checks.append(
+            {
+                "name": f"{case}: memory of the counters",
+                "value": used,
+                "target": f"<= {allowed / CHECKED_DIVISOR:.0f}",
+                "ok": used <= allowed / CHECKED_DIVISOR,
+            }
+        )
+        # Were it less, a plan that replicates nothing would pass.
+        saving = figures[f"{case}_chain_exposed_seconds"] / figures[f"{case}_exact_plan_exposed_seconds"] - 1
+        checks.append(
+            {
+                "name": f"{case}: what the plan from exact counts saves against one without replicas",
+                "value": round(saving, 6),
+                "target": "> 0.01",
+                "ok": saving > 0.01,
             }
         )
         error = f"{case}_peers_%s_error_to_1_percent"

@@ -8,7 +8,7 @@ from flexd.cli import units
 from flexd.cli.plan_view import plan_facts
 from flexd.cli.scale_out_view import scale_out_block
 from flexd.cli.view import Block, Facts, Sentences, Table
-from flexd.server.models import MigrationReport, ReplanResult, Status
+from flexd.server.models import MigrationReport, ReplanResult, Status, TableSketchStatus
 
 MAX_TABLES = 20
 """The largest counters; the rest is one line (`-o json` lists all)."""
@@ -188,9 +188,9 @@ def _tables(status: Status) -> Table:
     rows = [
         (
             table.table,
-            "dense" if table.kind == "dense" else f"count-min {units.count(table.width)}",
+            _kind(table),
             units.size(table.bytes),
-            units.share(table.error_bound),
+            units.share(table.relative_error if table.kind == "logarithmic" else table.error_bound),
             _affinity(table.affinity, table.affinity_error),
         )
         for table in largest[:MAX_TABLES]
@@ -200,10 +200,16 @@ def _tables(status: Status) -> Table:
         rows.append((f"and {len(rest)} more", "", units.size(sum(table.bytes for table in rest)), "", ""))
     return Table(
         "counters",
-        ("table", "kind", "memory", "error bound", "affinity"),
+        ("table", "kind", "memory", "error", "affinity"),
         tuple(rows),
-        frozenset(("memory", "error bound", "affinity")),
+        frozenset(("memory", "error", "affinity")),
     )
+
+
+def _kind(table: TableSketchStatus) -> str:
+    if table.kind == "logarithmic":
+        return f"logarithmic, {table.counter_bits} bits"
+    return "dense" if table.kind == "dense" else f"count-min {units.count(table.width)}"
 
 
 def _affinity(affinity: float | None, error: float | None) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from flexd.config import PlannerConfig
 from flexd.control.live import LiveTopology
+from flexd.daemon.plan_settings import running_exchange, training_shape
 from flexd.errors import FlexdError
 from flexd.keyspace import KeySpace
 from flexd.layout import RankLayout
@@ -110,9 +111,16 @@ class DriftMonitor:
 
     def planned(self, target: Placement, profile: Profile, layout: RankLayout) -> None:
         """A plan was made from this profile: what its target costs under it is the reference from now on."""
-        reference = placement_traffic(profile, self._keyspace, layout, self._cluster, target)
+        reference = self._price(profile, layout, target)
         with self._guard:
             self._reference, self._strange, self._reason, self.newest = reference, None, None, None
+
+    def _price(self, profile: Profile, layout: RankLayout, placement: Placement) -> PlacementTraffic:
+        settings = self._settings
+        return placement_traffic(
+            profile, self._keyspace, layout, self._cluster, placement,
+            training_shape(settings), running_exchange(settings),
+        )  # fmt: skip
 
     def take_reason(self) -> str | None:
         """Why to plan again, once for each evaluation that says so."""
@@ -140,7 +148,7 @@ class DriftMonitor:
         profile = self._profile(per_step, live.layout)
         if profile.samples < max(1, self._settings.min_samples):
             return None
-        now = placement_traffic(profile, self._keyspace, live.layout, self._cluster, placement)
+        now = self._price(profile, live.layout, placement)
         with self._guard:
             if self._reference is not reference:
                 # A plan was made meanwhile: what was compared with is no longer what counts.

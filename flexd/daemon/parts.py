@@ -103,6 +103,7 @@ def sketch_settings(config: Config) -> SketchSettings:
         max_hot_rows=sketch.max_hot_rows,
         conservative=sketch.conservative,
         late_after_seconds=sketch.late_after_seconds,
+        logarithmic=sketch.logarithmic,
     )
 
 

@@ -180,6 +180,8 @@ class DaemonView:
             bytes=choice.bytes,
             error_bound=choice.error_share,
             error_probability=choice.failure_probability,
+            relative_error=choice.relative_error,
+            counter_bits=choice.counter_bits,
             width=_width(choice),
             hot_rows=choice.hot_rows,
             sampled_accesses=choice.sampled_accesses,
@@ -271,6 +273,8 @@ class DaemonView:
             profile_samples=0 if profile is None else profile.samples,
             profile_generation=0 if profile is None else profile.generation,
             width_by_table={choice.table: _width(choice) for choice in choices},
+            relative_error_by_table={choice.table: choice.relative_error for choice in choices},
+            counter_bits_by_table={choice.table: choice.counter_bits for choice in choices},
             affinity_by_table={name: known.affinity for name, known in sources.items()},
             affinity_error_by_table={name: known.affinity_error for name, known in sources.items()},
         )
@@ -352,7 +356,7 @@ def _sources(profile: Profile | None) -> dict[str, TableSources]:
 
 
 def _width(choice: TableChoice) -> int:
-    return 0 if choice.kind == "dense" else 1 << choice.log2_width
+    return 1 << choice.log2_width if choice.kind == "count_min" else 0
 
 
 def _newest_bytes(directory: Path) -> int:

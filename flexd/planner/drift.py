@@ -16,7 +16,8 @@ from flexd.layout import RankLayout
 from flexd.placement import Placement
 from flexd.planner.cost import CostBreakdown
 from flexd.planner.plan import placement_cost
-from flexd.planner.traffic import Where
+from flexd.planner.shape import TrainingShape
+from flexd.planner.traffic import Exchange, Where
 from flexd.planner.workload import make_loads
 from flexd.sketch.profile import Profile
 from flexd.topology.model import Cluster
@@ -160,17 +161,24 @@ class Drift:
 
 
 def placement_traffic(
-    profile: Profile, keyspace: KeySpace, layout: RankLayout, cluster: Cluster, placement: Placement
+    profile: Profile,
+    keyspace: KeySpace,
+    layout: RankLayout,
+    cluster: Cluster,
+    placement: Placement,
+    shape: TrainingShape | None = None,
+    exchange: Exchange = Exchange.CHAIN,
 ) -> PlacementTraffic:
-    """Prices a placement, in total and table by table.
+    """Prices a placement, in total and table by table, as ``make_plan`` does with the same shape and exchange.
 
     A replicated row that the profile no longer lists counts as a mean unlisted row of its table.
 
     Raises:
         PlanError: as ``make_loads``.
     """
-    loads = make_loads(profile, keyspace, layout)
-    total = _traffic(placement_cost(loads, placement, keyspace, layout, cluster), latency=True)
+    shape = shape or TrainingShape()
+    loads = make_loads(profile, keyspace, layout, shape)
+    total = _traffic(placement_cost(loads, placement, keyspace, layout, cluster, exchange), latency=True)
     table_of = keyspace.table_of(placement.keys)
     order = np.argsort(table_of, kind="stable")
     edges = np.searchsorted(table_of[order], np.arange(len(keyspace.tables) + 1))
@@ -184,8 +192,8 @@ def placement_traffic(
         mine = order[edges[index] : edges[index + 1]]
         alone = KeySpace([spec])
         rows = Placement.of(placement.keys[mine] - keyspace.first_key[index], placement.tiers[mine], placement.version)
-        own = make_loads(Profile(tables=(seen,)), alone, layout)
-        tables[spec.name] = _traffic(placement_cost(own, rows, alone, layout, cluster), latency=False)
+        own = make_loads(Profile(tables=(seen,)), alone, layout, shape.of_table(spec.name))
+        tables[spec.name] = _traffic(placement_cost(own, rows, alone, layout, cluster, exchange), latency=False)
     return PlacementTraffic(
         placement_digest=placement.digest(),
         nodes=layout.nodes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flexd.errors import PlanError
 from flexd.keyspace import DTYPE_BYTES, KeySpace, TableSpec
@@ -49,6 +49,14 @@ class TrainingShape:
         unknown = sorted({*self.frozen_tables, *self.bags_per_step} - set(keyspace.index))
         if unknown:
             raise PlanError(f"tables that do not exist: {', '.join(unknown)}", remedy="name tables of the job")
+
+    def of_table(self, name: str) -> TrainingShape:
+        """The same training with one table only."""
+        return replace(
+            self,
+            frozen_tables=self.frozen_tables & {name},
+            bags_per_step={table: bags for table, bags in self.bags_per_step.items() if table == name},
+        )
 
     def wire_row_bytes(self, table: TableSpec) -> int:
         """Bytes of one row of the table on the wire."""

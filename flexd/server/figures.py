@@ -42,8 +42,10 @@ class SketchFigures:
 
     Attributes:
         bytes_by_table: memory of each table's counter; the keys are the configured tables.
-        error_bound_by_table: largest over-estimate as a share of the table's accesses.
-        width_by_table: counters in each of a count-min's rows of counters, 0 for exact ones.
+        error_bound_by_table: largest over-estimate of a count-min as a share of the table's accesses, 0 for others.
+        width_by_table: counters in each of a count-min's rows of counters, 0 for others.
+        relative_error_by_table: relative standard error of a row's logarithmic counter, 0 for other kinds.
+        counter_bits_by_table: of a row's logarithmic counter, 0 for other kinds.
         affinity_by_table, affinity_error_by_table: of the newest profile; NaN where unknown.
         profile_age_seconds: since the newest profile, NaN before the first.
         profile_coverage: 0-1, NaN before the first.
@@ -60,6 +62,8 @@ class SketchFigures:
     width_by_table: Mapping[str, int] = field(default_factory=dict)
     affinity_by_table: Mapping[str, float] = field(default_factory=dict)
     affinity_error_by_table: Mapping[str, float] = field(default_factory=dict)
+    relative_error_by_table: Mapping[str, float] = field(default_factory=dict)
+    counter_bits_by_table: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -122,15 +122,27 @@ def _sketch(sketch: SketchFigures) -> Iterator[Metric]:
     yield _gauges("flexd_sketch_bytes", "Memory of the counter of each table.", "table", sketch.bytes_by_table)
     yield _gauges(
         "flexd_sketch_error_bound_ratio",
-        "Largest over-estimate as a share of the table's accesses; 0 for exact counters.",
+        "Largest over-estimate as a share of the table's accesses; 0 for other kinds.",
         "table",
         sketch.error_bound_by_table,
     )
     yield _gauges(
         "flexd_sketch_width",
-        "Counters in each row of counters of a table's count-min; 0 if it is counted exactly.",
+        "Counters in each row of counters of a table's count-min; 0 for other kinds.",
         "table",
         sketch.width_by_table,
+    )
+    yield _gauges(
+        "flexd_sketch_relative_error_ratio",
+        "Relative standard error of one row's estimate by logarithmic counters; 0 for other kinds.",
+        "table",
+        sketch.relative_error_by_table,
+    )
+    yield _gauges(
+        "flexd_sketch_counter_bits",
+        "Bits of one row's logarithmic counter; 0 for other kinds.",
+        "table",
+        sketch.counter_bits_by_table,
     )
     yield _gauges(
         "flexd_table_affinity",

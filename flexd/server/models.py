@@ -11,7 +11,7 @@ from flexd.server.plan_report import Measured, Model, PlanReport, RowsByTier
 MAX_REASON_CHARACTERS = 500
 Share = Annotated[float, Field(ge=0, le=1)]
 MigrationState = Literal["PENDING", "PUSHING", "APPLYING", "COMMITTED", "SUPERSEDED", "CANCELLED", "FAILED"]
-SketchKind = Literal["dense", "count_min"]
+SketchKind = Literal["dense", "logarithmic", "count_min"]
 
 
 class StreamStatus(Model):
@@ -48,15 +48,19 @@ class TableSketchStatus(Model):
     table: str
     """Name of the table."""
     kind: SketchKind
-    """``dense`` counts every row by itself, ``count_min`` is bounded."""
+    """``dense`` counts every row exactly, ``logarithmic`` every row in a few bits, ``count_min`` is bounded."""
     bytes: int
     """Memory of the counter."""
     error_bound: Measured = None
-    """Largest over-estimate, as a share of the table's accesses; 0 for dense."""
+    """Largest over-estimate of a count-min, as a share of the table's accesses; 0 for the other kinds."""
     error_probability: Measured = None
-    """Probability that one row's estimate exceeds the bound; 0 for dense."""
+    """Probability that one row's estimate exceeds the bound; 0 for the other kinds."""
+    relative_error: Measured = None
+    """Relative standard error of one row's estimate by logarithmic counters; 0 for the other kinds."""
+    counter_bits: int = 0
+    """Of each row's logarithmic counter; 0 for the other kinds."""
     width: int = 0
-    """Counters in each of a count-min's rows of counters; 0 for dense."""
+    """Counters in each of a count-min's rows of counters; 0 for the other kinds."""
     hot_rows: int = 0
     """Rows that can be listed one by one."""
     sampled_accesses: int = 0

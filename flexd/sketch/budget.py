@@ -1,4 +1,4 @@
-"""Dense or count-min for each table, and how wide, within one memory budget."""
+"""How each table is counted, and how precisely, within one memory budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from flexd.sketch import dense
 from flexd.sketch.countmin import FAILURE_PROBABILITY, MAX_LOG2_WIDTH, MIN_LOG2_WIDTH, CountMin
 from flexd.sketch.distinct import LOG2_REGISTERS
 from flexd.sketch.hotset import HotSet
+from flexd.sketch.logarithmic import packed_bytes, relative_error
 from flexd.sketch.sample import AccessSample
+
+LOG_BITS = (3, 4, 8)
+_MOST_LOG_SAMPLE = 65_536
 
 
 @dataclass(frozen=True)
@@ -22,66 +26,111 @@ class TableChoice:
 
     Attributes:
         table: name.
-        kind: ``dense`` (exact) or ``count_min``.
+        kind: ``dense`` (exact), ``logarithmic`` (every row, right on average) or ``count_min``.
         bytes: memory it is given.
-        error_share: over-estimate as a share of the table's accesses that one row's estimate exceeds with probability
-            at most ``failure_probability``; 0 for dense.
+        error_share: over-estimate as a share of the table's accesses that one row's estimate in a count-min exceeds
+            with probability at most ``failure_probability``; 0 for the other kinds.
         failure_probability: see above.
-        log2_width: of the count-min; 0 for dense.
+        log2_width: of the count-min; 0 for the other kinds.
         hot_rows: rows that can be listed one by one.
-        sampled_accesses: kept to tell where accesses come from, and to estimate the tail of a count-min.
+        sampled_accesses: kept to tell where accesses come from, and to estimate the tail of a count-min or the hottest
+            rows of logarithmic counters.
+        counter_bits: of a logarithmic counter; 0 for the other kinds.
+        relative_error: relative standard error of one row's estimate in logarithmic counters; 0 for the other kinds.
     """
 
     table: str
-    kind: Literal["dense", "count_min"]
+    kind: Literal["dense", "logarithmic", "count_min"]
     bytes: int
     error_share: float
     failure_probability: float
     log2_width: int
     hot_rows: int
     sampled_accesses: int
+    counter_bits: int = 0
+    relative_error: float = 0.0
 
 
-def choose(tables: Sequence[TableSpec], memory_bytes: int, max_hot_rows: int) -> tuple[TableChoice, ...]:
-    """Small tables dense as far as memory goes; what is left is shared by the large ones in proportion to their rows.
+def choose(
+    tables: Sequence[TableSpec], memory_bytes: int, max_hot_rows: int, *, logarithmic: bool = True
+) -> tuple[TableChoice, ...]:
+    """A counter for every row as far as memory goes, then exact ones, then less coarse ones; small tables first.
 
-    Every count-min is at least 2^8 wide and never larger than the dense counter it replaces.
+    1. Tables get 3 bits a row (if ``logarithmic``).
+    2. Those that have a counter for every row get exact ones.
+    3. The others get 4 bits a row, then 8.
+    4. Tables that got none of this share what is left as count-mins in proportion to their rows. Every one is at least
+       2^8 wide and never larger than the dense counter it replaces.
+    5. What is left still lets the samples of logarithmic tables grow.
 
     Raises:
-        SketchError: the narrowest choice for every table does not fit.
+        SketchError: the smallest choice for every table does not fit.
     """
-    floor = [min(_dense_bytes(t), _count_min_bytes(t, MIN_LOG2_WIDTH, max_hot_rows)) for t in tables]
-    if sum(floor) > memory_bytes:
+    # 0: a count-min, unless exact.
+    bits = [0] * len(tables)
+    spent = [_count_min_bytes(table, MIN_LOG2_WIDTH, max_hot_rows) for table in tables]
+    for i, table in enumerate(tables):
+        if logarithmic and _log_bytes(table, LOG_BITS[0]) < spent[i]:
+            bits[i], spent[i] = LOG_BITS[0], _log_bytes(table, LOG_BITS[0])
+    exact = {i for i, table in enumerate(tables) if _dense_bytes(table) <= spent[i]}
+    for i in exact:
+        spent[i] = _dense_bytes(tables[i])
+    if sum(spent) > memory_bytes:
         raise SketchError(
             f"{len(tables)} tables cannot be counted in {memory_bytes} bytes",
-            remedy=f"give sketch.memory_bytes at least {sum(floor)}",
+            remedy=f"give sketch.memory_bytes at least {sum(spent)}",
         )
-    reserved = sum(floor)
-    exact: set[int] = set()
-    for i in sorted(range(len(tables)), key=lambda i: (tables[i].rows, i)):
-        reserved += _dense_bytes(tables[i]) - floor[i]
-        if reserved > memory_bytes:
-            break
-        exact.add(i)
-    left = memory_bytes - sum(_dense_bytes(tables[i]) for i in exact)
-    sketched = sorted((i for i in range(len(tables)) if i not in exact), key=lambda i: (tables[i].rows, i))
-    width = dict.fromkeys(sketched, MIN_LOG2_WIDTH)
-    spent = sum(_count_min_bytes(tables[i], MIN_LOG2_WIDTH, max_hot_rows) for i in sketched)
+    left = memory_bytes - sum(spent)
+    ascending = sorted(range(len(tables)), key=lambda i: (tables[i].rows, i))
+
+    def upgrade(i: int, size: int) -> bool:
+        nonlocal left
+        if size - spent[i] > left:
+            return False
+        left -= size - spent[i]
+        spent[i] = size
+        return True
+
+    def upgrade_all(wanted: int) -> None:
+        """In this order each as far as memory goes; a table that has as much already is passed over."""
+        for i in ascending:
+            if i in exact or bits[i] >= wanted:
+                continue
+            if not upgrade(i, _log_bytes(tables[i], wanted)):
+                return
+            bits[i] = wanted
+
+    if logarithmic:
+        upgrade_all(LOG_BITS[0])
+    for i in ascending:
+        if i not in exact:
+            if not upgrade(i, _dense_bytes(tables[i])):
+                break
+            exact.add(i)
+    if logarithmic:
+        for wanted in LOG_BITS[1:]:
+            upgrade_all(wanted)
+    width = {i: MIN_LOG2_WIDTH for i in ascending if i not in exact and not bits[i]}
     # The table with the most rows per cell is widened next, until nothing more fits.
-    growing = set(sketched)
+    growing = set(width)
     while growing:
         i = max(growing, key=lambda i: (tables[i].rows >> width[i], i))
-        now = _count_min_bytes(tables[i], width[i], max_hot_rows)
         wider = _count_min_bytes(tables[i], width[i] + 1, max_hot_rows)
-        if width[i] == MAX_LOG2_WIDTH or spent + wider - now > left or wider > _dense_bytes(tables[i]):
+        if width[i] == MAX_LOG2_WIDTH or wider > _dense_bytes(tables[i]) or not upgrade(i, wider):
             growing.remove(i)
             continue
         width[i] += 1
-        spent += wider - now
-    return tuple(
-        _dense_choice(t, max_hot_rows) if i in exact else _count_min_choice(t, width[i], max_hot_rows)
-        for i, t in enumerate(tables)
-    )
+    choices = []
+    sketched_rows = sum(tables[i].rows for i in ascending if i not in exact and bits[i])
+    for i, table in enumerate(tables):
+        if i in exact:
+            choices.append(_dense_choice(table, max_hot_rows))
+        elif bits[i]:
+            extra = int(left * table.rows / sketched_rows)
+            choices.append(_log_choice(table, bits[i], max_hot_rows, extra))
+        else:
+            choices.append(_count_min_choice(table, width[i], max_hot_rows))
+    return tuple(choices)
 
 
 def _dense_bytes(table: TableSpec) -> int:
@@ -126,4 +175,29 @@ def _count_min_choice(table: TableSpec, log2_width: int, max_hot_rows: int) -> T
         log2_width,
         _hot_capacity(table, log2_width, max_hot_rows),
         _sample_capacity(log2_width),
+    )
+
+
+def _log_sample_capacity(table: TableSpec) -> int:
+    return min(_MOST_LOG_SAMPLE, max(1, table.rows // 4096))
+
+
+def _log_bytes(table: TableSpec, bits: int) -> int:
+    return packed_bytes(table.rows, bits) + AccessSample.bytes_of(_log_sample_capacity(table))
+
+
+def _log_choice(table: TableSpec, bits: int, max_hot_rows: int, extra_bytes: int) -> TableChoice:
+    more = extra_bytes // AccessSample.bytes_of(1)
+    sampled = min(_MOST_LOG_SAMPLE, _log_sample_capacity(table) + more)
+    return TableChoice(
+        table.name,
+        "logarithmic",
+        packed_bytes(table.rows, bits) + AccessSample.bytes_of(sampled),
+        0.0,
+        0.0,
+        0,
+        min(max_hot_rows, table.rows),
+        sampled,
+        bits,
+        relative_error(bits),
     )

@@ -19,7 +19,7 @@ from flexd.sketch.countmin import DEPTH, MAX_LOG2_WIDTH, MIN_LOG2_WIDTH, CountMi
 from flexd.sketch.distinct import LOG2_REGISTERS, DistinctRows
 from flexd.sketch.hashing import SEED
 from flexd.sketch.table_set import SketchSet
-from flexd.sketch.tables import CountMinTable
+from flexd.sketch.tables import CountMinTable, DenseTable
 
 Kind = Literal["count-min", "distinct", "lengths"]
 _COUNT_MIN = struct.Struct("<BBBBIIBHB")
@@ -61,9 +61,10 @@ def export_table(sketches: SketchSet, table: str, kind: Kind) -> bytes:
         return lengths.serialized().tobytes()
     sketch = sketches._tables[index]
     if not isinstance(sketch, CountMinTable):
+        how = "exactly" if isinstance(sketch, DenseTable) else "by logarithmic counters"
         raise SketchError(
-            f"table {table!r} is counted exactly and has no {kind} sketch",
-            remedy="export lengths, or lower sketch.memory_bytes until it is sketched",
+            f"table {table!r} is counted {how} and has no {kind} sketch",
+            remedy="export lengths, or turn sketch.logarithmic off and lower sketch.memory_bytes until it is sketched",
         )
     if kind == "distinct":
         return distinct_image(sketch._distinct)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from flexd.errors import SketchError
 from flexd.keyspace import KeySpace, TableSpec
 from flexd.layout import RankLayout
-from flexd.sketch import budget, tables
+from flexd.sketch import budget, kinds
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.profile import Profile, TableProfile
@@ -26,7 +26,7 @@ from flexd.sketch.tables import Arrays, TableSketch
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
-STATE_FORMAT = 3
+STATE_FORMAT = 4
 _ROW_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
@@ -41,6 +41,7 @@ class SketchSettings:
         max_hot_rows: rows listed one by one in a profile, per table.
         late_after_seconds: accesses older than the newest event by more than this are counted as late.
         conservative: count-min counters err less; plain ones do not depend on the order of arrival.
+        logarithmic: tables too large for exact counters may be counted by logarithmic ones, where those fit.
     """
 
     memory_bytes: int = 512 * 2**20
@@ -49,6 +50,7 @@ class SketchSettings:
     max_hot_rows: int = 1_000_000
     late_after_seconds: float = 60.0
     conservative: bool = True
+    logarithmic: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ class SketchSet:
 
     Args:
         key_tables: the tables of the key space, in its order.
-        memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds, conservative: as in
-            ``SketchSettings``.
+        memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds, conservative,
+            logarithmic: as in ``SketchSettings``.
 
     Raises:
         ConfigError: no tables, or two of the same name.
@@ -99,21 +101,25 @@ class SketchSet:
         max_hot_rows: int = SketchSettings.max_hot_rows,
         late_after_seconds: float = SketchSettings.late_after_seconds,
         conservative: bool = SketchSettings.conservative,
+        logarithmic: bool = SketchSettings.logarithmic,
     ) -> None:
         keyspace = KeySpace(key_tables)
         if max_hot_rows < 1:
             raise SketchError(f"max_hot_rows {max_hot_rows}", remedy="list at least one")
         settings = SketchSettings(
-            memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds, conservative
-        )
+            memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds, conservative,
+            logarithmic,
+        )  # fmt: skip
         self.settings = settings
         self.digest = keyspace.digest
         self._index = keyspace.index
         self._specs = keyspace.tables
         self._decay = ForwardDecay(settings.half_life_seconds, settings.max_future_seconds, settings.late_after_seconds)
-        self._choices = budget.choose(self._specs, settings.memory_bytes, settings.max_hot_rows)
+        self._choices = budget.choose(
+            self._specs, settings.memory_bytes, settings.max_hot_rows, logarithmic=settings.logarithmic
+        )
         self._tables: list[TableSketch] = [
-            tables.make_table(spec, choice, seed, settings.conservative)
+            kinds.make_table(spec, choice, seed, settings.conservative)
             for seed, (spec, choice) in enumerate(zip(self._specs, self._choices, strict=True))
         ]
         self._lengths: dict[int, KllQuantiles] = {}
@@ -129,6 +135,7 @@ class SketchSet:
             settings.max_hot_rows,
             settings.late_after_seconds,
             settings.conservative,
+            settings.logarithmic,
         )
 
     def choices(self) -> tuple[TableChoice, ...]:
@@ -201,7 +208,8 @@ class SketchSet:
         self._decay.advance(to_event_time_seconds)
 
     def query(self, table: str, rows: Int64Array) -> Float64Array:
-        """int64[n] rows -> float64[n] decayed accesses: exact for dense tables, never too few for count-min.
+        """int64[n] rows -> float64[n] decayed accesses: exact for dense tables, never too few for count-min,
+        right on average for logarithmic ones.
 
         Raises:
             SketchError: unknown table, or rows outside it.
@@ -314,7 +322,7 @@ class SketchSet:
         fresh = SketchSet.of(self._specs, self.settings)
         fresh._decay = copy.deepcopy(self._decay)
         fresh._tables = [
-            tables.make_table(spec, choice, seed + index)
+            kinds.make_table(spec, choice, seed + index, self.settings.conservative)
             for index, (spec, choice) in enumerate(zip(self._specs, self._choices, strict=True))
         ]
         if clock is not None:
@@ -415,4 +423,4 @@ def _accesses(table: TableProfile, total_weight: float, given: Mapping[str, floa
 
 def warm_up() -> None:
     """Compiles all kernels before the first message: seconds the first time, a moment with numba's cache."""
-    tables.warm_up()
+    kinds.warm_up()

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from flexd.errors import SketchError
 from flexd.keyspace import TableSpec
 from flexd.layout import RankLayout
-from flexd.sketch import countmin, curve, dense, hotset, sample
+from flexd.sketch import countmin, curve, dense
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.countmin import CountMin
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
@@ -385,17 +385,3 @@ class CountMinTable(TableSketch):
         self._counter.load(arrays["cells"], int(meta["total_units"]))
         self._distinct.load(arrays["registers"])
         self._hot.load(meta, arrays, self.spec.rows)
-
-
-def make_table(spec: TableSpec, choice: TableChoice, seed: int, conservative: bool = True) -> TableSketch:
-    """An empty sketch of the chosen kind."""
-    return DenseTable(spec, choice, seed) if choice.kind == "dense" else CountMinTable(spec, choice, seed, conservative)
-
-
-def warm_up() -> None:
-    """Compiles all kernels (or loads them from numba's cache): seconds the first time, a moment later on."""
-    dense.warm_up()
-    countmin.warm_up()
-    hotset.warm_up()
-    curve.warm_up()
-    sample.warm_up()

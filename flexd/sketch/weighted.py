@@ -10,6 +10,7 @@ import numpy.typing as npt
 from flexd.counted import CellCounts, CountedBatch, LengthCounts, RowCounts, TableCounts
 from flexd.errors import CodecError, SketchError
 from flexd.sketch.countmin import BLOCK_IDS, DEPTH, CountMin
+from flexd.sketch.logarithmic_table import LogTable
 from flexd.sketch.quantiles import KllQuantiles
 from flexd.sketch.table_set import IngestCounts, SketchSet
 from flexd.sketch.tables import CountMinTable, DenseTable
@@ -27,7 +28,9 @@ def ingest_counts(sketches: SketchSet, batch: CountedBatch) -> IngestCounts:
     """Counts what ``SketchSet.ingest`` would have counted from the ids, as of the batch's event time.
 
     Exact tables end up equal bit by bit. In a count-min, estimates are never too low: rows with counts are added
-    conservatively, cells are summed. Accesses of an unknown table or of rows outside it are counted as such.
+    conservatively, cells are summed. In logarithmic counters they are right on average; of cells for such a table, the
+    sample that comes with them is counted, each access for as many as it stands for. Accesses of an unknown table or of
+    rows outside it are counted as such.
 
     Raises:
         CodecError: cells for a table that is counted exactly here. Nothing of the batch is counted then.
@@ -68,15 +71,22 @@ def _ingest_table(sketches: SketchSet, counts: TableCounts, source_rank: int, se
         rows, times = counts.rows[:inside], counts.counts[:inside]
         if isinstance(sketch, DenseTable):
             sketch._counter.add_units(rows, times * units)
+        elif isinstance(sketch, LogTable):
+            sketch.add_weights(rows, times.astype(np.float64) * units, int(times.sum()) * units)
         elif isinstance(sketch, CountMinTable):
             _add_rows(sketch, rows, times, units)
         sampled, stands_for = _spread(rows, times, SAMPLED_ACCESSES * sketch._sample.capacity)
     else:
-        if not isinstance(sketch, CountMinTable):
-            raise SketchError(f"cells of table {counts.table!r}, which has none")
         sampled = counts.sampled[counts.sampled < sketch.spec.rows]
         stands_for = counts.accesses / max(1, len(counts.sampled))
-        _add_cells(sketch, counts, units, sampled)
+        if isinstance(sketch, LogTable):
+            # Cells are of no row in particular. The sample is right on average for each, and the total is exact.
+            rows, times = np.unique(sampled, return_counts=True)
+            sketch.add_weights(rows, times.astype(np.float64) * (stands_for * units), counts.accesses * units)
+        elif isinstance(sketch, CountMinTable):
+            _add_cells(sketch, counts, units, sampled)
+        else:
+            raise SketchError(f"cells of table {counts.table!r}, which has none")
     sketch.relieve(when, decay)
     accepted = counts.accesses - outside
     if len(sampled):

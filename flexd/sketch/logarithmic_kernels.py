@@ -1,0 +1,207 @@
+"""The loops of the logarithmic counters: packed levels of 3, 4 or 8 bits, moved by a stream of random numbers.
+
+A level is the ``bits`` bits from bit ``row * bits`` on, least significant first; a field of 3 bits may lie across two
+bytes, so the array has one byte more than it needs. The i-th random number is SplitMix64 (Steele, Lea and Flood,
+*Fast splittable pseudorandom number generators*, OOPSLA 2014) of ``seed + i``: the number of ids seen is all the state
+there is, and two steps of the loop do not wait for each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _random(state: Any) -> Any:
+    z = np.uint64(state) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _level(packed: Any, bit: Any, mask: Any) -> Any:
+    at = bit >> np.uint64(3)
+    pair = np.uint64(packed[at]) | np.uint64(packed[at + np.uint64(1)]) << np.uint64(8)
+    return (pair >> (bit & np.uint64(7))) & mask
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _put(packed: Any, bit: Any, mask: Any, level: Any) -> None:
+    at = bit >> np.uint64(3)
+    shift = bit & np.uint64(7)
+    pair = np.uint64(packed[at]) | np.uint64(packed[at + np.uint64(1)]) << np.uint64(8)
+    pair = (pair & ~(mask << shift)) | np.uint64(level) << shift
+    packed[at] = np.uint8(pair)
+    packed[at + np.uint64(1)] = np.uint8(pair >> np.uint64(8))
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _as_threshold(share: Any) -> Any:
+    """Random numbers below the result are ``share`` of all; from 1 - 2^-53 on all but one."""
+    if share <= 0.0:
+        return np.uint64(0)
+    if share >= 1.0 - 2.0**-53:
+        return np.uint64(0xFFFFFFFFFFFFFFFF)
+    return np.uint64(share * 2.0**64)
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _place(value: Any, values: Any, first: Any) -> tuple[Any, Any]:
+    """(level at or below a value, share of cases to be rounded up to the next): the mean is the value."""
+    top = values.size - 1
+    low = first
+    while low < top and values[low + 1] <= value:
+        low += 1
+    if low == top:
+        return low, 0.0
+    return low, (value - values[low]) / (values[low + 1] - values[low])
+
+
+@numba.njit(cache=True, nogil=True)
+def add(
+    rows: Any, start: int, end: int, table_rows: Any, packed: Any, bits: int, values: Any, weight: float, state: Any
+) -> tuple[int, int, int]:
+    """Adds ``weight`` (in the unit of ``values``) to every row of ``rows[start:end]``.
+
+    Returns:
+        (ids below 0, ids beyond the table, rows that have reached the top level).
+    """
+    size = values.size
+    to = np.empty(size, dtype=np.uint8)
+    up = np.empty(size, dtype=np.uint64)
+    for c in range(size):
+        below, up_share = _place(values[c] + weight, values, np.int64(c))
+        to[c] = below
+        up[c] = _as_threshold(up_share)
+    top = np.uint64(size - 1)
+    mask = np.uint64(size - 1)
+    wide = np.uint64(bits)
+    negative = 0
+    outside = 0
+    topped = 0
+    number = np.uint64(state)
+    if bits == 8:
+        for i in range(start, end):
+            row = rows[i]
+            at = np.uint64(np.int64(row))
+            number += np.uint64(1)
+            if at < table_rows:
+                level = packed[at]
+                moved = to[level] + np.uint8(_random(number) < up[level])
+                if moved != level:
+                    packed[at] = moved
+                    topped += int(moved == top)
+            elif row < 0:
+                negative += 1
+            else:
+                outside += 1
+        return negative, outside, topped
+    for i in range(start, end):
+        row = rows[i]
+        at = np.uint64(np.int64(row))
+        number += np.uint64(1)
+        if at < table_rows:
+            bit = at * wide
+            level = _level(packed, bit, mask)
+            moved = np.uint64(to[level]) + np.uint64(_random(number) < up[level])
+            if moved != level:
+                _put(packed, bit, mask, moved)
+                topped += int(moved == top)
+        elif row < 0:
+            negative += 1
+        else:
+            outside += 1
+    return negative, outside, topped
+
+
+@numba.njit(cache=True, nogil=True)
+def add_weights(rows: Any, weights: Any, packed: Any, bits: int, values: Any, state: Any) -> int:
+    """Adds to each row its own weight; returns the rows that have reached the top level."""
+    top = np.uint64(values.size - 1)
+    mask = np.uint64(values.size - 1)
+    number = np.uint64(state)
+    topped = 0
+    for i in range(rows.size):
+        bit = np.uint64(rows[i]) * np.uint64(bits)
+        level = _level(packed, bit, mask)
+        below, up_share = _place(values[level] + weights[i], values, np.int64(level))
+        number += np.uint64(1)
+        moved = np.uint64(below) + np.uint64(_random(number) < _as_threshold(up_share))
+        if moved != level:
+            _put(packed, bit, mask, moved)
+            topped += int(moved == top)
+    return topped
+
+
+@numba.njit(cache=True, nogil=True)
+def combine(packed: Any, other: Any, table_rows: int, bits: int, sums: Any, values: Any, state: Any) -> None:
+    """Level a here and b there become the level of ``sums[a, b]``, rounded so that the mean is kept."""
+    size = values.size
+    to = np.empty((size, size), dtype=np.uint8)
+    up = np.empty((size, size), dtype=np.uint64)
+    for a in range(size):
+        for b in range(size):
+            below, up_share = _place(sums[a, b], values, np.int64(0))
+            to[a, b] = below
+            up[a, b] = _as_threshold(up_share)
+    mask = np.uint64(size - 1)
+    number = np.uint64(state)
+    for row in range(table_rows):
+        bit = np.uint64(row) * np.uint64(bits)
+        a = _level(packed, bit, mask)
+        b = _level(other, bit, mask)
+        number += np.uint64(1)
+        _put(packed, bit, mask, np.uint64(to[a, b]) + np.uint64(_random(number) < up[a, b]))
+
+
+@numba.njit(cache=True, nogil=True)
+def relevel(packed: Any, table_rows: int, bits: int, old_values: Any, values: Any, state: Any) -> None:
+    """Every level becomes that of its old value, rounded so that the mean is kept."""
+    size = values.size
+    to = np.empty(size, dtype=np.uint8)
+    up = np.empty(size, dtype=np.uint64)
+    for c in range(size):
+        below, up_share = _place(old_values[c], values, np.int64(0))
+        to[c] = below
+        up[c] = _as_threshold(up_share)
+    mask = np.uint64(size - 1)
+    number = np.uint64(state)
+    for row in range(table_rows):
+        bit = np.uint64(row) * np.uint64(bits)
+        level = _level(packed, bit, mask)
+        number += np.uint64(1)
+        if level:
+            _put(packed, bit, mask, np.uint64(to[level]) + np.uint64(_random(number) < up[level]))
+
+
+@numba.njit(cache=True, nogil=True)
+def histogram(packed: Any, table_rows: int, bits: int, counts: Any) -> None:
+    """Adds the rows of each level to ``counts``."""
+    mask = np.uint64(counts.size - 1)
+    for row in range(table_rows):
+        counts[_level(packed, np.uint64(row) * np.uint64(bits), mask)] += 1
+
+
+@numba.njit(cache=True, nogil=True)
+def read(packed: Any, rows: Any, bits: int, out: Any) -> None:
+    """The level of each row named."""
+    mask = np.uint64((1 << bits) - 1)
+    for i in range(rows.size):
+        out[i] = _level(packed, np.uint64(rows[i]) * np.uint64(bits), mask)
+
+
+@numba.njit(cache=True, nogil=True)
+def collect(packed: Any, table_rows: int, bits: int, starts: Any, ends: Any, rows: Any) -> None:
+    """Writes the rows of each level to ``rows[starts[level]:ends[level]]``, ascending, as many as have room there;
+    ``starts`` is moved on."""
+    mask = np.uint64(starts.size - 1)
+    for row in range(table_rows):
+        level = _level(packed, np.uint64(row) * np.uint64(bits), mask)
+        at = starts[level]
+        if at < ends[level]:
+            rows[at] = row
+            starts[level] = at + 1
