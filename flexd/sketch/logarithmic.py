@@ -158,14 +158,22 @@ class LogCounter:
         self.total_units += other.total_units
         if not other.step:
             return
-        values = level_values(self.bits)
+        before = (self._packed, self.step)
         step = max(self.step, other.step)
-        sums = (values[:, None] * self.step + values * other.step) / step
+        self._combine(other, *before, step)
+        if self.top_rows > self._top_allowed():
+            # Once more, with a step at which no sum is beyond the top.
+            self._combine(other, *before, 2 * step)
+            self._relieve()
+
+    def _combine(self, other: LogCounter, packed: UInt8Array, own_step: float, step: float) -> None:
+        values = level_values(self.bits)
+        sums = (values[:, None] * own_step + values * other.step) / step
+        self._packed = packed.copy()
         kernels.combine(self._packed, other._packed, self.rows, self.bits, sums, values, np.uint64(self._draws))
         self._drawn(self.rows)
         self.step = step
         self.top_rows = int(self.histogram()[-1])
-        self._relieve()
 
     def levels(self, rows: Int64Array) -> UInt8Array:
         """int64[n] rows of the table -> uint8[n]."""
@@ -189,20 +197,25 @@ class LogCounter:
         kernels.collect(self._packed, self.rows, self.bits, ends - room, ends, rows)
         return rows
 
-    def level_errors(self, units: float) -> Float64Array:
-        """float64[2^bits] relative standard error of the estimate of each level, for accesses of so many units.
+    def level_errors(self, units: float, *, equal: bool) -> Float64Array:
+        """float64[2^bits] relative standard error of the estimate of each level.
 
-        The variance of an estimate grows by (gap - u) u with every access, u being its weight in steps and the gap that
-        to the next level, which is linear in the count: its integral up to the level. For u = 1 the low levels are
-        exact; high ones approach ``relative_error``.
+        An access of u steps, at a level whose gap to the next is g, adds (g - u) u to the variance while u < g, and
+        g^2 / 6 on average if it is wider; the gap is linear in the count, so this is integrated up to the level. High
+        levels approach ``relative_error``.
+
+        Args:
+            units: of a typical access. equal: all accesses weighed the same, so that steps as wide as one are exact.
         """
         values = level_values(self.bits)
-        weight = units / self.step if self.step else 0.0
+        weight = units / self.step if self.step and units > 0 else 1.0
         gaps = np.append(np.diff(values), (values[-1] - values[-2]) * BASES[self.bits])
-        excess = np.maximum(gaps - weight, 0.0)
-        variance = np.append(0.0, np.cumsum(np.diff(values) * (excess[:-1] + excess[1:]) / 2))
+        growth = np.maximum(gaps - weight, 0.0 if equal else gaps**2 / (6 * weight))
+        if not equal:
+            growth = np.minimum(growth, gaps)
+        variance = np.append(0.0, np.cumsum(np.diff(values) * (growth[:-1] + growth[1:]) / 2))
         # Within the first gap nothing is random if one access crosses it.
-        variance -= variance[1] if weight >= 1 else 0.0
+        variance -= variance[1] if equal and weight >= 1 else 0.0
         errors: Float64Array = np.sqrt(np.maximum(variance, 0.0)) / np.maximum(values, 1.0)
         return errors
 

@@ -109,10 +109,7 @@ class LogTable(TableSketch):
         room[0], room[top] = 0, histogram[top]
         rows = counter.rows_of_levels(room)
         level = np.repeat(np.arange(top, -1, -1), room[::-1])
-        units, half = (
-            values[level],
-            QUARTILE * counter.level_errors(self.access_units(decay.newest_seconds, decay))[level],
-        )
+        units, half = values[level], QUARTILE * self._level_errors(decay)[level]
         lower, upper = units * np.exp(-half), units * np.exp(half)
         first = int(histogram[top])
         beyond, sampled = excess.of(rows[:first])
@@ -146,6 +143,13 @@ class LogTable(TableSketch):
             distinct_rows=float(self.spec.rows - histogram[0]),
             coverage=min(1.0, explained / whole),
         )
+
+    def _level_errors(self, decay: ForwardDecay) -> Float64Array:
+        access_units = float(self.access_units(decay.newest_seconds, decay))
+        if decay.half_life_seconds is None:
+            return self._counter.level_errors(access_units, equal=True)
+        # An access of a steady stream weighs half of one made now on average.
+        return self._counter.level_errors(access_units / 2, equal=False)
 
     def _counter_bytes(self) -> int:
         return self._counter.nbytes

@@ -20,7 +20,7 @@ KILLS = 2
 SETTINGS = {
     "tables": [{"name": "item", "rows": ITEMS, "dim": 4}, {"name": "wide", "rows": WIDE, "dim": 1}],
     "stream": {"source": {"kind": "tap"}, "poll_seconds": 0.02},
-    "sketch": {"memory_bytes": 3 * 2**20, "half_life_seconds": None},
+    "sketch": {"memory_bytes": 3 * 2**20, "half_life_seconds": None, "logarithmic": False},
     "planner": {"interval_seconds": 3600},
 }
 

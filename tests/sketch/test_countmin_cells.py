@@ -159,7 +159,7 @@ def test_every_length_and_a_full_candidate_buffer_count_every_access_once(length
 
 
 def test_a_crowded_decayed_count_min_takes_a_coarser_unit():
-    sketches = SketchSet([TableSpec("t", 10**6, 4)], 400_000, 1000.0, 1e9, 100)
+    sketches = SketchSet([TableSpec("t", 10**6, 4)], 400_000, 1000.0, 1e9, 100, logarithmic=False)
     table = sketches._tables[0]
     rows = np.zeros(1, dtype=np.int64)
     sketches.ingest("t", rows, 0, 1.7e9)
@@ -183,7 +183,7 @@ def test_a_crowded_decayed_count_min_takes_a_coarser_unit():
 @pytest.mark.parametrize("memory", [64 * 2**20, 512 * 2**20])
 def test_a_table_of_a_billion_rows_within_the_budget(memory):
     table = TableSpec("huge", 10**9, 64)
-    sketches = SketchSet([table], memory, 3600.0)
+    sketches = SketchSet([table], memory, 3600.0, logarithmic=False)
     choice = sketches.choices()[0]
     assert choice.kind == "count_min"
     assert choice.bytes <= memory

@@ -88,7 +88,9 @@ def _scaled(most: int, base: int, step) -> int:
 @pytest.mark.parametrize("half_life", [None, 100.0])
 @pytest.mark.parametrize("conservative", [True, False])
 def test_an_exported_table_answers_as_flexd_does(half_life, conservative):
-    sketches = SketchSet([TableSpec("t", 2**20, 4)], 2**20, half_life, 1e9, 100, conservative=conservative)
+    sketches = SketchSet(
+        [TableSpec("t", 2**20, 4)], 2**20, half_life, 1e9, 100, conservative=conservative, logarithmic=False
+    )
     random = np.random.default_rng(2)
     for i in range(20):
         rows = random.zipf(1.3, 3000) % 2**20

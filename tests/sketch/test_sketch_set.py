@@ -21,7 +21,7 @@ T0 = 1.7e9
 
 
 def _set(half_life: float | None = 50.0, max_hot_rows: int = 500) -> SketchSet:
-    sketches = SketchSet(TABLES, MEMORY, half_life, 1e9, max_hot_rows)
+    sketches = SketchSet(TABLES, MEMORY, half_life, 1e9, max_hot_rows, logarithmic=False)
     assert [choice.kind for choice in sketches.choices()] == ["dense", "count_min"]
     return sketches
 

@@ -19,7 +19,7 @@ MEMORY = 6 * 2**20
 
 
 def sketches(half_life: float | None = None) -> SketchSet:
-    made = SketchSet([SMALL, LARGE], memory_bytes=MEMORY, half_life_seconds=half_life)
+    made = SketchSet([SMALL, LARGE], memory_bytes=MEMORY, half_life_seconds=half_life, logarithmic=False)
     assert [choice.kind for choice in made.choices()] == ["dense", "count_min"]
     return made
 
