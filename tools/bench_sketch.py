@@ -99,9 +99,15 @@ def _count_min(rows: npt.NDArray[Any], table_rows: int, conservative: bool) -> C
 
 
 def _sketch_set(
-    ids: npt.NDArray[Any], rows: int, memory: int, half_life: float | None, loaded: bool = False
+    ids: npt.NDArray[Any],
+    rows: int,
+    memory: int,
+    half_life: float | None,
+    loaded: bool = False,
+    kind: str = "dense",
 ) -> Callable[[], object]:
-    sketches = SketchSet([TableSpec("t", rows, 64)], memory, half_life)
+    sketches = SketchSet([TableSpec("t", rows, 64)], memory, half_life, logarithmic=kind == "logarithmic")
+    assert sketches.choices()[0].kind == kind
     clock = iter(range(10**9))
 
     def work() -> None:
@@ -146,9 +152,15 @@ def measure(rows: int, count: int, repeats: int) -> dict[str, float]:
         "set_dense": (_sketch_set(ids, rows, 2**30, None), count),
         "set_dense_decayed": (_sketch_set(ids, rows, 2**30, 3600.0), count),
         "set_dense_decayed_loaded": (_sketch_set(ids, rows, 2**30, 3600.0, loaded=True), count),
-        "set_count_min": (_sketch_set(ids, rows, 3 * rows, None), count),
-        "set_count_min_decayed": (_sketch_set(ids, rows, 3 * rows, 3600.0), count),
-        "set_count_min_decayed_loaded": (_sketch_set(ids, rows, 3 * rows, 3600.0, loaded=True), count),
+        "set_count_min": (_sketch_set(ids, rows, 3 * rows, None, kind="count_min"), count),
+        "set_count_min_decayed": (_sketch_set(ids, rows, 3 * rows, 3600.0, kind="count_min"), count),
+        "set_count_min_decayed_loaded": (
+            _sketch_set(ids, rows, 3 * rows, 3600.0, loaded=True, kind="count_min"),
+            count,
+        ),
+        "set_logarithmic_3_bits": (_sketch_set(ids, rows, 2 * rows // 5, None, kind="logarithmic"), count),
+        "set_logarithmic_3_bits_decayed": (_sketch_set(ids, rows, 2 * rows // 5, 3600.0, kind="logarithmic"), count),
+        "set_logarithmic_8_bits": (_sketch_set(ids, rows, 2 * rows, None, kind="logarithmic"), count),
     }
     figures = {
         f"{name}_million_ids_per_second": n / _median_seconds(work, repeats) / 1e6
@@ -179,6 +191,7 @@ def _checks(figures: dict[str, float]) -> list[dict[str, object]]:
         ("dense over datasketches", rate("dense_int64") / peer, 15.0),
         ("count-min 4 x 2^20 conservative, million ids/s", rate("count_min_conservative"), 60.0),
         ("count-min over datasketches", rate("count_min_conservative") / peer, 8.0),
+        ("logarithmic, 3 bits, over count-min", rate("set_logarithmic_3_bits") / rate("set_count_min"), 1.0),
     ]
     at_most = [
         ("profile of a dense table, s", figures["profile_dense_seconds"], 0.3),

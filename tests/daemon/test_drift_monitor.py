@@ -242,6 +242,16 @@ def test_the_thread_outlives_faults_and_ends(tmp_path: Path, caplog: pytest.LogC
     assert len([record for record in caplog.records if "made up" in record.getMessage()]) == 1, "told once"
 
 
+def test_the_job_is_priced_as_it_trains(tmp_path: Path) -> None:
+    prices = []
+    for planner in ({}, {"micro_batches": 4}, {"exchange": "direct"}, {"frozen_tables": ["item"]}):
+        setting = Setting(tmp_path, **planner)
+        setting.see()
+        setting.plan()
+        prices.append(setting.monitor.saved()["total"][-1])
+    assert len(set(prices)) == len(prices)
+
+
 def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From messages in a file log to the plan's reason, in one process; only the ranks are made up."""
     coordinator = FakeCoordinator(obedient=True)

@@ -16,7 +16,8 @@ from flexd.layout import RankLayout
 from flexd.placement import Placement
 from flexd.planner.drift import Drift, PlacementTraffic, Traffic, placement_traffic
 from flexd.planner.plan import make_plan, placement_cost
-from flexd.planner.traffic import Where
+from flexd.planner.shape import TrainingShape
+from flexd.planner.traffic import Exchange, Where
 from flexd.planner.workload import make_loads
 from flexd.sketch.profile import Profile
 
@@ -159,3 +160,16 @@ def test_nothing_given_is_changed() -> None:
     _priced(seen, placement)
     assert np.array_equal(placement.keys, keys)
     assert np.array_equal(seen.tables[0].hot_share, shares)
+
+
+def test_priced_as_the_plan_was_with_the_same_shape_and_exchange() -> None:
+    seen = profile(KEYSPACE, ACCESSES, hot=500)
+    placement = _planned(seen)
+    shape = TrainingShape(micro_batches=4, frozen_tables=frozenset({"shop"}), bags_per_step={"user": 900.0})
+    for exchange in (Exchange.CHAIN, Exchange.DIRECT_DEDUP):
+        traffic = placement_traffic(seen, KEYSPACE, LAYOUT, CLUSTER, placement, shape, exchange)
+        loads = make_loads(seen, KEYSPACE, LAYOUT, shape)
+        cost = placement_cost(loads, placement, KEYSPACE, LAYOUT, CLUSTER, exchange)
+        assert traffic.total.exposed_seconds == cost.exposed_seconds
+        assert traffic.total.exposed_seconds != _priced(seen, placement).total.exposed_seconds
+        assert sum(t.inter_node_bytes for t in traffic.tables.values()) == pytest.approx(traffic.total.inter_node_bytes)
