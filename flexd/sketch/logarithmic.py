@@ -67,10 +67,15 @@ class LogCounter:
         """Units added, by all rows together."""
         self.step = 0.0
         """Units of the first level; 0 before any access."""
-        self.top_rows = 0
-        """Rows at the top level."""
         self._draws = (seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64
         self._packed: UInt8Array = np.zeros(packed_bytes(rows, bits), dtype=np.uint8)
+        self._counts: Int64Array = np.zeros(1 << bits, dtype=np.int64)
+        self._counts[0] = rows
+
+    @property
+    def top_rows(self) -> int:
+        """Rows at the top level."""
+        return int(self._counts[-1])
 
     @property
     def nbytes(self) -> int:
@@ -101,14 +106,13 @@ class LogCounter:
         weight = units / self.step if units else 0.0
         for start in range(0, len(rows), CHECK_IDS):
             end = min(start + CHECK_IDS, len(rows))
-            below, beyond, topped = kernels.add(
-                readonly, start, end, np.uint64(self.rows), self._packed, self.bits, level_values(self.bits), weight,
-                np.uint64(self._draws),
+            below, beyond = kernels.add(
+                readonly, start, end, np.uint64(self.rows), self._packed, self._counts, self.bits,
+                level_values(self.bits), weight, np.uint64(self._draws),
             )  # fmt: skip
             self._drawn(end - start)
             negative += below
             outside += beyond
-            self.top_rows += topped
             if self.top_rows > self._top_allowed():
                 self._relieve()
                 weight = units / self.step
@@ -131,8 +135,8 @@ class LogCounter:
         for start in range(0, len(rows), CHECK_IDS):
             part = np.ascontiguousarray(rows[start : start + CHECK_IDS], dtype=np.int64)
             weights = units[start : start + CHECK_IDS] / self.step
-            self.top_rows += kernels.add_weights(
-                part, weights, self._packed, self.bits, level_values(self.bits), np.uint64(self._draws)
+            kernels.add_weights(
+                part, weights, self._packed, self._counts, self.bits, level_values(self.bits), np.uint64(self._draws)
             )
             self._drawn(len(part))
             self._relieve()
@@ -173,7 +177,7 @@ class LogCounter:
         kernels.combine(self._packed, other._packed, self.rows, self.bits, sums, values, np.uint64(self._draws))
         self._drawn(self.rows)
         self.step = step
-        self.top_rows = int(self.histogram()[-1])
+        self._count_levels()
 
     def levels(self, rows: Int64Array) -> UInt8Array:
         """int64[n] rows of the table -> uint8[n]."""
@@ -183,9 +187,7 @@ class LogCounter:
 
     def histogram(self) -> Int64Array:
         """int64[2^bits] rows at each level."""
-        counts = np.zeros(1 << self.bits, dtype=np.int64)
-        kernels.histogram(self._packed, self.rows, self.bits, counts)
-        return counts
+        return self._counts.copy()
 
     def rows_of_levels(self, room: Int64Array) -> Int64Array:
         """int64[2^bits] how many rows of each level are wanted -> their ids, highest level first, then ascending.
@@ -222,7 +224,7 @@ class LogCounter:
     def copy(self) -> LogCounter:
         twin = LogCounter(0, self.bits, 0)
         twin.rows, twin.total_units, twin.step = self.rows, self.total_units, self.step
-        twin.top_rows, twin._draws, twin._packed = self.top_rows, self._draws, self._packed.copy()
+        twin._draws, twin._packed, twin._counts = self._draws, self._packed.copy(), self._counts.copy()
         return twin
 
     def state(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
@@ -258,7 +260,7 @@ class LogCounter:
                 f"saved counters do not fit {self.rows} rows of {self.bits} bits", remedy="start from empty counters"
             )
         self._packed, self.step, self.total_units, self._draws = packed.copy(), step, total, draws
-        self.top_rows = int(self.histogram()[-1])
+        self._count_levels()
 
     def _top_allowed(self) -> int:
         return max(1, int(self.rows * TOP_SHARE))
@@ -272,7 +274,11 @@ class LogCounter:
         kernels.relevel(self._packed, self.rows, self.bits, values * (self.step / step), values, np.uint64(self._draws))
         self._drawn(self.rows)
         self.step = step
-        self.top_rows = int(self.histogram()[-1])
+        self._count_levels()
+
+    def _count_levels(self) -> None:
+        self._counts = np.zeros(1 << self.bits, dtype=np.int64)
+        kernels.histogram(self._packed, self.rows, self.bits, self._counts)
 
     def _drawn(self, draws: int) -> None:
         self._draws = (self._draws + draws) % 2**64

@@ -63,12 +63,22 @@ def _place(value: Any, values: Any, first: Any) -> tuple[Any, Any]:
 
 @numba.njit(cache=True, nogil=True)
 def add(
-    rows: Any, start: int, end: int, table_rows: Any, packed: Any, bits: int, values: Any, weight: float, state: Any
-) -> tuple[int, int, int]:
-    """Adds ``weight`` (in the unit of ``values``) to every row of ``rows[start:end]``.
+    rows: Any,
+    start: int,
+    end: int,
+    table_rows: Any,
+    packed: Any,
+    counts: Any,
+    bits: int,
+    values: Any,
+    weight: float,
+    state: Any,
+) -> tuple[int, int]:
+    """Adds ``weight`` (in the unit of ``values``) to every row of ``rows[start:end]``; ``counts`` are the rows of each
+    level.
 
     Returns:
-        (ids below 0, ids beyond the table, rows that have reached the top level).
+        (ids below 0, ids beyond the table).
     """
     size = values.size
     to = np.empty(size, dtype=np.uint8)
@@ -77,12 +87,10 @@ def add(
         below, up_share = _place(values[c] + weight, values, np.int64(c))
         to[c] = below
         up[c] = _as_threshold(up_share)
-    top = np.uint64(size - 1)
     mask = np.uint64(size - 1)
     wide = np.uint64(bits)
     negative = 0
     outside = 0
-    topped = 0
     number = np.uint64(state)
     if bits == 8:
         for i in range(start, end):
@@ -94,12 +102,13 @@ def add(
                 moved = to[level] + np.uint8(_random(number) < up[level])
                 if moved != level:
                     packed[at] = moved
-                    topped += int(moved == top)
+                    counts[level] -= 1
+                    counts[moved] += 1
             elif row < 0:
                 negative += 1
             else:
                 outside += 1
-        return negative, outside, topped
+        return negative, outside
     for i in range(start, end):
         row = rows[i]
         at = np.uint64(np.int64(row))
@@ -110,21 +119,20 @@ def add(
             moved = np.uint64(to[level]) + np.uint64(_random(number) < up[level])
             if moved != level:
                 _put(packed, bit, mask, moved)
-                topped += int(moved == top)
+                counts[level] -= 1
+                counts[moved] += 1
         elif row < 0:
             negative += 1
         else:
             outside += 1
-    return negative, outside, topped
+    return negative, outside
 
 
 @numba.njit(cache=True, nogil=True)
-def add_weights(rows: Any, weights: Any, packed: Any, bits: int, values: Any, state: Any) -> int:
-    """Adds to each row its own weight; returns the rows that have reached the top level."""
-    top = np.uint64(values.size - 1)
+def add_weights(rows: Any, weights: Any, packed: Any, counts: Any, bits: int, values: Any, state: Any) -> None:
+    """Adds to each row its own weight."""
     mask = np.uint64(values.size - 1)
     number = np.uint64(state)
-    topped = 0
     for i in range(rows.size):
         bit = np.uint64(rows[i]) * np.uint64(bits)
         level = _level(packed, bit, mask)
@@ -133,8 +141,8 @@ def add_weights(rows: Any, weights: Any, packed: Any, bits: int, values: Any, st
         moved = np.uint64(below) + np.uint64(_random(number) < _as_threshold(up_share))
         if moved != level:
             _put(packed, bit, mask, moved)
-            topped += int(moved == top)
-    return topped
+            counts[level] -= 1
+            counts[moved] += 1
 
 
 @numba.njit(cache=True, nogil=True)
