@@ -17,7 +17,7 @@ from flexd.sketch.table_set import SketchSet
 from flexd.stream.codec import decode, encode_arrow
 from flexd.stream.types import AccessBatch
 
-UNDECAYED = dataclasses.replace(SETTINGS, half_life_seconds=None, memory_bytes=6_000_000)
+UNDECAYED = dataclasses.replace(SETTINGS, half_life_seconds=None, memory_bytes=6_000_000, logarithmic=False)
 
 
 def _log(partitions: int, messages: int) -> dict[str, list[bytes]]:

@@ -22,7 +22,7 @@ def test_export_reads_the_newest_whole_snapshot_and_leaves_unfinished_files(tmp_
         "job": "j",
         "tables": [{"name": "items", "rows": 3_000_000, "dim": 16}],
         "stream": {"source": {"kind": "file_log", "path": str(tmp_path / "log")}},
-        "sketch": {"memory_bytes": 2**21, "half_life_seconds": None},
+        "sketch": {"memory_bytes": 2**21, "half_life_seconds": None, "logarithmic": False},
         "state": {"dir": str(state)},
     }
     config = tmp_path / "flexd.yaml"
