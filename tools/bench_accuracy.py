@@ -292,6 +292,8 @@ def _checks(figures: dict[str, float], cases: list[str]) -> list[dict[str, objec
                 "ok": saving > 0.01,
             }
         )
+        if figures[f"{case}_peers_memory_bytes"] <= LEAST_COUNT_MIN_BYTES:
+            continue
         error = f"{case}_peers_%s_error_to_1_percent"
         mine, peer = figures[error % "flexd_count_min"], figures[error % "datasketches_count_min"]
         checks.append(

@@ -16,7 +16,7 @@ UInt8Array = npt.NDArray[np.uint8]
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
-BASES = {3: 1.4, 4: 1.4, 8: 1.04}
+BASES = {3: 1.4, 4: 1.25, 8: 1.04}
 """Bits of a counter -> how much larger each level's step is than the one before."""
 CHECK_IDS = 8_192
 """Ids counted between two looks at how many rows are at the top level."""
