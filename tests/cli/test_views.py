@@ -103,28 +103,6 @@ def test_the_plan_table_shows_tiers_items_strategies_and_reasons(plan):
     assert "GB/s" in text
 
 
-def test_how_a_table_is_counted_and_how_far_it_may_be_off():
-    tables = (
-        TableSketchStatus(table="a", kind="dense", bytes=3, error_bound=0.0),
-        TableSketchStatus(table="b", kind="logarithmic", bytes=2, counter_bits=3, relative_error=0.447),
-        TableSketchStatus(table="c", kind="count_min", bytes=1, width=1024, error_bound=0.0027),
-    )
-    lines = text_of(
-        status_blocks(
-            Status(
-                job="j",
-                version="1",
-                uptime_seconds=1,
-                ready=True,
-                stream=StreamStatus(source="kafka"),
-                sketch=SketchStatus(tables=tables),
-            )
-        )
-    ).splitlines()
-    for expected in (("a", "dense"), ("b", "logarithmic, 3 bits", "44.7"), ("c", "count-min", "0.27")):
-        assert any(all(part in line for part in expected) for line in lines), (expected, lines)
-
-
 def test_the_status_table_shows_what_is_wrong():
     status = Status(
         job="ads",
