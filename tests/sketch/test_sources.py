@@ -115,13 +115,13 @@ def test_little_or_nothing_seen() -> None:
         )
 
 
-@pytest.mark.parametrize("memory", [2**22, 400_000])
-def test_a_profile_tells_the_nodes_of_its_hot_rows(memory: int) -> None:
-    """Dense and count-min; after merging two daemons' halves and after a snapshot too."""
+@pytest.mark.parametrize(("memory", "logarithmic"), [(2**22, True), (400_000, True), (400_000, False)])
+def test_a_profile_tells_the_nodes_of_its_hot_rows(memory: int, logarithmic: bool) -> None:
+    """Dense, logarithmic and count-min; after merging two daemons' halves and after a snapshot too."""
     tables = [TableSpec("t", 200_000, 4)]
     row, rank = _accesses(200_000, 200_000, 0.8)
-    whole, a, b = (SketchSet(tables, memory, 1000.0) for _ in range(3))
-    assert whole.choices()[0].kind == ("dense" if memory == 2**22 else "count_min")
+    whole, a, b = (SketchSet(tables, memory, 1000.0, logarithmic=logarithmic) for _ in range(3))
+    assert whole.choices()[0].kind == ("dense" if memory == 2**22 else "logarithmic" if logarithmic else "count_min")
     assert whole.nbytes <= memory
     _sets(whole, row, rank)
     _sets(a, row[::2], rank[::2])
