@@ -22,6 +22,18 @@ _LEAST_DRAW = 5e-324
 
 
 @numba.njit(cache=True, nogil=True)
+def _exponential(state: Any) -> Any:
+    """The next draw of Exp(1), from SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number
+    generators*, OOPSLA 2014). numpy's generators take longer to get into compiled code than a whole message does."""
+    state[0] += np.uint64(0x9E3779B97F4A7C15)
+    z = state[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = z ^ (z >> np.uint64(31))
+    return -np.log((np.float64(z >> np.uint64(11)) + 0.5) * 2.0**-53)
+
+
+@numba.njit(cache=True, nogil=True)
 def _enter(
     ids: Any,
     start: int,
@@ -44,7 +56,7 @@ def _enter(
     at = start
     while at < ids.size and count < rows.size:
         if chance > _SPARSE:
-            draw = random.standard_exponential()
+            draw = _exponential(random)
             entered = at
             at += 1
             if draw >= chance:
@@ -56,7 +68,7 @@ def _enter(
             entered = at + int(parts)
             draw = min(max(gap - int(parts) * chance, 0.0), chance)
             at = entered + 1
-            gap = random.standard_exponential()
+            gap = _exponential(random)
         row = np.int64(ids[entered])
         if 0 <= row < table_rows:
             rows[count] = row
@@ -84,14 +96,14 @@ class AccessSample:
         if capacity < 1:
             raise SketchError(f"sample of {capacity} accesses", remedy="keep at least one")
         self.capacity = capacity
-        self._random = np.random.Generator(np.random.PCG64(seed))
+        self._random = np.array([seed % 2**64], dtype=np.uint64)
         self._rows: Int64Array = np.empty(2 * capacity, dtype=np.int64)
         self._ranks: Int32Array = np.empty(2 * capacity, dtype=np.int32)
         self._keys: Float64Array = np.empty(2 * capacity, dtype=np.float64)
         self._count = 0
         self._limit = math.inf
         """Accesses with a key above it are not in the sample."""
-        self._gap = float(self._random.standard_exponential())
+        self._gap = float(_exponential(self._random))
         """What is left until the next access enters, in units of an access' chance to enter."""
 
     def __len__(self) -> int:
@@ -175,7 +187,7 @@ class AccessSample:
 
     def copy(self) -> AccessSample:
         twin = AccessSample(self.capacity, 0)
-        twin._random.bit_generator.state = self._random.bit_generator.state
+        twin._random = self._random.copy()
         twin._limit, twin._gap = self._limit, self._gap
         twin._append(self._rows[: self._count], self._ranks[: self._count], self._keys[: self._count])
         return twin
@@ -183,13 +195,10 @@ class AccessSample:
     def state(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """(random state and limit, {``sample_rows`` int64[n], ``sample_ranks`` int32[n], ``sample_keys`` float64[n]}),
         all copied."""
-        random: Any = self._random.bit_generator.state
-        inner = random["state"]
         meta = {
             "sample_limit": self._limit.hex(),
             "sample_gap": self._gap.hex(),
-            "sample_random": [f"{inner['state']:x}", f"{inner['inc']:x}"],
-            "sample_random_half": [random["has_uint32"], random["uinteger"]],
+            "sample_random": f"{int(self._random[0]):x}",
         }
         arrays: dict[str, npt.NDArray[Any]] = {
             "sample_rows": self.rows(),
@@ -213,14 +222,7 @@ class AccessSample:
         )
         if not fits:
             raise SketchError(f"saved sample does not fit {self.capacity} accesses", remedy="start from empty counters")
-        state, inc = (int(text, 16) for text in meta["sample_random"])
-        half_there, half = (int(number) for number in meta["sample_random_half"])
-        self._random.bit_generator.state = {
-            "bit_generator": "PCG64",
-            "state": {"state": state, "inc": inc},
-            "has_uint32": half_there,
-            "uinteger": half,
-        }
+        self._random = np.array([int(meta["sample_random"], 16) % 2**64], dtype=np.uint64)
         self._limit, self._gap, self._count = float.fromhex(meta["sample_limit"]), gap, 0
         self._append(rows, ranks, keys)
 
