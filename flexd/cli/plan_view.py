@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexd.cli import units
 from flexd.cli.view import Block, Facts, Sentences, Table
-from flexd.server.plan_report import CostReport, LinkName, PhaseCost, PlanReport, TierName
+from flexd.server.plan_report import CostReport, LinkName, MemoryReport, PhaseCost, PlanReport, TierName
 
 TIERS: tuple[TierName, ...] = ("NODE", "DEVICE")
 LINKS: tuple[LinkName, ...] = ("intra_node", "inter_node")
@@ -48,8 +48,20 @@ def _head(plan: PlanReport) -> Facts:
             ("priced as", plan.cluster or units.UNKNOWN),
             ("exchange", _exchange(plan)),
             ("replica slots", f"{slots} a rank"),
+            ("memory of a rank", _memory(plan.memory)),
             ("changes", _changes(plan)),
         ),
+    )
+
+
+def _memory(memory: MemoryReport) -> str:
+    if memory.total_bytes is None:
+        return units.UNKNOWN
+    buffers = sum(size or 0.0 for size in memory.buffer_bytes.values())
+    return (
+        f"{units.size(memory.total_bytes)}: home rows {units.size(memory.home_bytes)}, replica slots "
+        f"{units.size(memory.replica_bytes)}, directory {units.size(memory.directory_bytes)}, "
+        f"buffers of a step {units.size(buffers)}"
     )
 
 
@@ -115,13 +127,14 @@ def _strategies(plan: PlanReport) -> Table:
         "all",
         "inter-node all-to-all",
         "inter-node sync",
+        "buffers",
         "plan against it",
     )
     costs = {**plan.baselines, "live placement": plan.before, "this plan": plan.after}
     rows = [_strategy(name, cost, plan.after) for name, cost in costs.items()]
     if plan.lower_bound_seconds is not None:
         gap = f"within {units.share(plan.gap)}" if plan.gap is not None else ""
-        rows.append(("lower bound", units.seconds(plan.lower_bound_seconds), "", "", "", "", gap))
+        rows.append(("lower bound", units.seconds(plan.lower_bound_seconds), "", "", "", "", "", gap))
     return Table("strategies under the same accesses", columns, tuple(rows), frozenset(columns[1:]))
 
 
@@ -134,6 +147,7 @@ def _strategy(name: str, cost: CostReport, plan: CostReport) -> tuple[str, ...]:
         units.seconds(cost.total_seconds),
         units.size(inter.all_to_all if inter else None),
         units.size(inter.sync if inter else None),
+        units.size(cost.buffer_bytes),
         "" if cost is plan else units.change(cost.exposed_seconds, plan.exposed_seconds),
     )
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from flexd.errors import PlanError
 from flexd.layout import RankLayout, Tier
 from flexd.planner.balance import RankBytes, rank_bytes, sums_by_home
+from flexd.planner.memory import step_buffers
 from flexd.planner.prices import exposed_share, latencies, prices, slower_link_only
 from flexd.planner.traffic import (
     EXCHANGE_PHASES,
@@ -44,6 +45,7 @@ class CostBreakdown:
         exposed_share: float64[5], by phase, what compute does not hide.
         peak_bytes, peak_transfer_seconds: float64[3, 5, 3], the same of the rank that sends or receives most in each
             phase and on each link (not the same rank everywhere).
+        buffer_bytes: float64[buffer, world], memory of each rank during a pass (``memory.Buffer``).
     """
 
     rows: Float64Array
@@ -53,6 +55,7 @@ class CostBreakdown:
     exposed_share: Float64Array
     peak_bytes: Float64Array
     peak_transfer_seconds: Float64Array
+    buffer_bytes: Float64Array
 
     @property
     def phase_seconds(self) -> Float64Array:
@@ -118,6 +121,7 @@ class CostBreakdown:
             "backward_seconds": self.backward_seconds,
             "sync_seconds": self.sync_seconds,
             "ids_sent": self.ids_sent,
+            "buffer_bytes": float(self.buffer_bytes.sum(axis=0).max()),
             "bytes": {
                 name: {"all_to_all": self.all_to_all_bytes(where), "sync": self.sync_bytes(where)}
                 for name, where in links.items()
@@ -272,6 +276,9 @@ def cost_of_ranks(
         exposed_share=exposed_share(cluster),
         peak_bytes=peak,
         peak_transfer_seconds=peak_seconds,
+        buffer_bytes=step_buffers(
+            ranks, [group.load for group in sums], [group.total() for group in sums], exchange, sums[0].layout
+        ),
     )
 
 

@@ -19,6 +19,7 @@ from flexd.planner.cost import CostBreakdown, LoadSums, joint_cost
 from flexd.planner.delta import moved_bytes, plan_delta, rows_by_tier
 from flexd.planner.gains import canonical_tiers, migration_seconds
 from flexd.planner.limits import PlanLimits, SlotBudgets, slots_of_ranks
+from flexd.planner.memory import RankMemory, placement_memory
 from flexd.planner.shape import TrainingShape
 from flexd.planner.tiers import choose_jointly
 from flexd.planner.traffic import Exchange
@@ -52,6 +53,7 @@ class Plan:
         replica_slots: per dim-group, of the rank that has fewest.
         exchange: under which the plan is priced: what the job runs, or the cheaper one if that was left open.
         budgets: slots of ranks and tables, as the plan keeps to them.
+        memory: of each rank with the target placement.
     """
 
     plan_id: str
@@ -74,6 +76,7 @@ class Plan:
     replica_slots: tuple[int, ...]
     exchange: Exchange
     budgets: SlotBudgets
+    memory: RankMemory
 
     @property
     def recommended_exchange(self) -> Exchange:
@@ -117,6 +120,7 @@ class Plan:
             "gap": self.gap,
             "before": self.before.to_dict(),
             "after": self.after.to_dict(),
+            "memory": self.memory.to_dict(),
             "exchange": {
                 "planned": self.exchange.value,
                 "recommended": self.recommended_exchange.value,
@@ -212,6 +216,7 @@ def make_plan(
         replica_slots=tuple(int(group.min()) for group in slots),
         exchange=exchange,
         budgets=budgets,
+        memory=placement_memory(keyspace, layout, slots, target, choice.cost.buffer_bytes),
     )
 
 

@@ -80,6 +80,8 @@ class CostReport(Model):
     """Of replica synchronisation."""
     ids_sent: Measured = None
     """Row ids that one rank requests."""
+    buffer_bytes: Measured = None
+    """Memory of the fullest rank for the step: rows, gradients, messages."""
     bytes: dict[LinkName, LinkBytes] = Field(default_factory=dict)
     """By class of link."""
     phases: dict[str, dict[LinkName, PhaseCost]] = Field(default_factory=dict)
@@ -134,6 +136,21 @@ class ExchangeReport(Model):
     """What a step would wait for then."""
 
 
+class MemoryReport(Model):
+    """Memory of the rank that needs most, with the plan in place."""
+
+    total_bytes: Measured = None
+    """All of the below."""
+    home_bytes: Measured = None
+    """Home rows with optimizer state."""
+    replica_bytes: Measured = None
+    """Replica slots with optimizer state, taken or not."""
+    directory_bytes: Measured = None
+    """The list of replicated rows."""
+    buffer_bytes: dict[str, Measured] = Field(default_factory=dict)
+    """During a step, expected: ``rows``, ``gradients``, ``exchange``, ``sync``."""
+
+
 class PlanReport(Model):
     """A plan against the live placement: what changes, what it costs, and why."""
 
@@ -175,6 +192,8 @@ class PlanReport(Model):
     """The live placement under the profile as it is now."""
     after: CostReport = CostReport()
     """The plan under the same profile."""
+    memory: MemoryReport = MemoryReport()
+    """What the plan takes on a rank."""
     exchange: ExchangeReport = ExchangeReport()
     """Chain, or every rank asks every home."""
     baselines: dict[str, CostReport] = Field(default_factory=dict)

@@ -101,6 +101,8 @@ def test_the_plan_table_shows_tiers_items_strategies_and_reasons(plan):
     for sentence in report.replication.words:
         assert sentence in text
     assert "GB/s" in text
+    # 1,250 home rows and 1,000 slots of 4,096 numbers and one of state.
+    assert "home rows 20.48 MB, replica slots 16.39 MB, directory" in text
 
 
 def test_the_status_table_shows_what_is_wrong():

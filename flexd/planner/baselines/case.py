@@ -79,7 +79,7 @@ class Outcome:
         name, source: of the strategy.
         not_applicable: why it cannot do the case; "" if it can.
         cost: bytes by link and seconds, mean and busiest rank. None if not applicable.
-        memory_bytes: float64[world]; empty if not applicable.
+        memory_bytes: float64[world], stored: rows, optimizer state, copies; empty if not applicable.
         figures: what else is worth telling, with units in the names.
     """
 
@@ -94,6 +94,11 @@ class Outcome:
     def predicted_seconds(self) -> float:
         """Exposed communication of a step, every collective as slow as its busiest rank; NaN if not applicable."""
         return self.cost.peak_exposed_seconds if self.cost is not None else float("nan")
+
+    @property
+    def peak_memory_bytes(self) -> Float64Array:
+        """float64[world]: what is stored and the buffers of a step; empty if not applicable."""
+        return self.memory_bytes if self.cost is None else self.memory_bytes + self.cost.buffer_bytes.sum(axis=0)
 
     @property
     def balance(self) -> float:

@@ -1,0 +1,140 @@
+"""Memory of a rank: against what a rank really allocates, and buffers against their sums by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from planner_cases import cluster, load, profile
+
+from flexd.embedding.directory import Directory
+from flexd.embedding.store import GroupStore
+from flexd.keyspace import KeySpace, TableSpec
+from flexd.layout import RankLayout, Tier
+from flexd.placement import Placement
+from flexd.planner.baselines import Case
+from flexd.planner.baselines.peers import PEERS
+from flexd.planner.cost import group_cost
+from flexd.planner.memory import DIRECTORY_BYTES, Buffer, home_rows, placement_memory
+from flexd.planner.plan import make_plan
+from flexd.planner.shape import TrainingShape
+from flexd.planner.traffic import Exchange, Phase, Where
+
+KEYSPACE = KeySpace(
+    [
+        TableSpec("items", 1001, 16, "float16", "rowwise_adagrad"),
+        TableSpec("users", 503, 16, "float16", "rowwise_adagrad"),
+        TableSpec("tags", 77, 24),
+    ]
+)
+LAYOUT = RankLayout(3, 2)
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, 1), (0, 60), (5, 5), (7, 64), (1001, 1504)])
+def test_home_rows(first: int, end: int) -> None:
+    keys = np.arange(first, end)
+    assert home_rows(first, end, 6).tolist() == np.bincount(keys % 6, minlength=6).tolist()
+
+
+def test_a_rank_allocates_what_is_said() -> None:
+    slots = [np.array([5, 9, 5, 5, 7, 5]), np.array([3, 3, 3, 3, 3, 0])]
+    rng = np.random.default_rng(1)
+    keys = np.sort(rng.choice(1504, 12, replace=False)).astype(np.int64)
+    placement = Placement.of(keys, rng.integers(1, 3, 12).astype(np.uint8))
+    buffers = np.arange(24.0).reshape(4, 6)
+    memory = placement_memory(KEYSPACE, LAYOUT, slots, placement, buffers)
+    for rank in range(LAYOUT.world_size):
+        stores = [
+            GroupStore(group, LAYOUT, rank, int(of_ranks[rank]), torch.device("cpu"))
+            for group, of_ranks in zip(KEYSPACE.groups, slots, strict=True)
+        ]
+        allocated = sum(store.rows.nbytes + store.state.nbytes for store in stores)
+        listed = (placement.tiers == Tier.DEVICE) | (
+            (placement.tiers == Tier.NODE) & (placement.keys % 2 == LAYOUT.local_rank_of(rank))
+        )
+        count = int(listed.sum())
+        directory = Directory.of(
+            torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int32),
+            torch.from_numpy(placement.tiers[listed]),
+        )  # fmt: skip
+        tensors = [directory.keys, directory.slots, directory.tiers, *directory.positions.values()]
+        assert memory.home[rank] + memory.replicas[rank] == allocated
+        assert memory.directory[rank] == sum(tensor.nbytes for tensor in tensors) == count * DIRECTORY_BYTES
+        assert memory.total[rank] == memory.stored[rank] + buffers[:, rank].sum()
+    told = memory.to_dict()
+    fullest = int(memory.total.argmax())
+    assert told["total_bytes"] == memory.total.max()
+    assert told["buffer_bytes"]["sync"] == buffers[Buffer.SYNC, fullest]
+    assert told["total_bytes"] == sum(
+        (told["home_bytes"], told["replica_bytes"], told["directory_bytes"], *told["buffer_bytes"].values())
+    )
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, RankLayout(1, 4), RankLayout(4, 1)], ids=["3x2", "1x4", "4x1"])
+@pytest.mark.parametrize("exchange", [Exchange.CHAIN, Exchange.DIRECT_DEDUP, Exchange.DIRECT], ids=lambda e: e.value)
+@pytest.mark.parametrize("passes", [1, 4])
+def test_buffers_by_hand(layout: RankLayout, exchange: Exchange, passes: int) -> None:
+    rng = np.random.default_rng(2)
+    keys = np.sort(rng.choice(300, 50, replace=False)).astype(np.int64)
+    a = rng.pareto(1.0, 50)
+    problem = load(a, keys, row_bytes=64)
+    problem = type(problem)(**{**problem.__dict__, "micro_batches": passes, "comm_row_bytes": 32})
+    tiers = rng.integers(0, 3, 50).astype(np.uint8)
+    if layout.local_ranks == 1:
+        tiers[tiers == Tier.DEVICE] = Tier.NODE
+    if layout.nodes == 1:
+        tiers[tiers == Tier.NODE] = Tier.HOME
+    cost = group_cost(problem, tiers, layout, cluster(), exchange)
+    world = layout.world_size
+    buffers = cost.buffer_bytes
+    each = a / passes if exchange is Exchange.DIRECT else 1 - np.exp(-a / passes)
+    assert buffers[Buffer.ROWS] == pytest.approx(np.full(world, 32 * each.sum()))
+    assert buffers[Buffer.GRADIENTS] == pytest.approx(buffers[Buffer.ROWS])
+    union = 32 * (1 - np.exp(-world * a))
+    for rank in range(world):
+        rail = (tiers == Tier.NODE) & (keys % layout.local_ranks == layout.local_rank_of(rank))
+        assert buffers[Buffer.SYNC, rank] == pytest.approx(union[rail | (tiers == Tier.DEVICE)].sum())
+    # What all ranks send, all ranks receive.
+    sent = cost.bytes[:, :, Where.INTRA_NODE :].sum(axis=(0, 2))
+    expected = 2 * (sent[Phase.FORWARD_IDS] + sent[Phase.FORWARD_ROWS]) / passes
+    assert buffers[Buffer.EXCHANGE].mean() == pytest.approx(expected)
+
+
+def test_frozen_tables_need_no_gradients_and_merged_gradients_come_at_once() -> None:
+    a = np.array([0.5, 2.0, 9.0])
+    problem = load(a, row_bytes=64)
+    frozen = type(problem)(**{**problem.__dict__, "trained": np.zeros(3)})
+    none = np.zeros(3, np.uint8)
+    assert group_cost(frozen, none, LAYOUT, cluster()).buffer_bytes[Buffer.GRADIENTS].sum() == 0
+    merged = type(problem)(**{**problem.__dict__, "micro_batches": 4, "merged_backward": True})
+    buffers = group_cost(merged, none, LAYOUT, cluster()).buffer_bytes
+    assert buffers[Buffer.GRADIENTS] == pytest.approx(np.full(6, 64 * (1 - np.exp(-a)).sum()))
+    assert buffers[Buffer.ROWS] == pytest.approx(np.full(6, 64 * (1 - np.exp(-a / 4)).sum()))
+    back = 64 * 2 * (1 - np.exp(-a)).sum() * (1 / 2)
+    assert buffers[Buffer.EXCHANGE].mean() > back, "the larger of rows and gradients counts"
+
+
+def test_the_plan_and_every_peer_say_it() -> None:
+    slots = (60, 30)
+    seen = profile(KEYSPACE, 4000.0, hot=70)
+    made = make_plan(
+        seen, KEYSPACE, LAYOUT, cluster(), slots, Placement.empty(), plan_id="p", parent_id="", topology_generation=1,
+        horizon_steps=1e6, now_unix_seconds=0.0, reason="test",
+    )  # fmt: skip
+    assert len(made.target) > 0
+    assert made.memory.buffers is made.after.buffer_bytes
+    assert made.memory.directory.min() > 0
+    assert made.memory.replicas.tolist() == [60 * 36 + 30 * 96] * 6, "slots are set aside whether taken or not"
+    assert made.memory.buffers[Buffer.SYNC].min() > 0
+    case = Case(seen, KEYSPACE, LAYOUT, cluster(), 1e9, slots, TrainingShape())
+    outcomes = {peer.name: peer.evaluate(case) for peer in PEERS}
+    for outcome in outcomes.values():
+        assert outcome.cost is not None
+        assert outcome.cost.buffer_bytes.shape == (len(Buffer), LAYOUT.world_size)
+        assert (outcome.peak_memory_bytes > outcome.memory_bytes).all()
+    plain, dedup, two_hop = (outcomes[name].cost.buffer_bytes for name in ("row_wise", "row_wise_dedup", "two_hop"))
+    assert (plain[Buffer.ROWS] > 2 * dedup[Buffer.ROWS]).all(), "every look-up instead of every row"
+    assert two_hop[Buffer.ROWS] == pytest.approx(dedup[Buffer.ROWS])
+    one_rank = outcomes["table_wise_size"].cost.buffer_bytes[Buffer.EXCHANGE]
+    assert one_rank.max() > 1.5 * one_rank.mean(), "who has the table holds the messages"
+    assert made.memory.home.sum() == pytest.approx(case.home_memory().sum())
