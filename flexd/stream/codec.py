@@ -46,6 +46,8 @@ _UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _COLUMNS = ("table", "rows", "source_rank", "event_time")
 _JSON_KEYS = frozenset((*_COLUMNS, "sequence_lengths"))
 
+_FLOAT64 = pa.float64()
+
 _schemas: dict[bytes, pa.Schema] = {}
 """Schemas already walked, read and checked, by their bytes: producers repeat theirs in every message."""
 
@@ -226,9 +228,9 @@ def _entries(schema: pa.Schema, columns: list[pa.Array]) -> list[AccessBatch]:
             _fail("null_value", f"column {name!r} has null entries")
     tables = _tables(by_name["table"])
     rows = _lists("rows", by_name["rows"])
-    ranks = by_name["source_rank"].to_numpy()
-    if int(ranks.min()) < 0:
-        _fail("bad_source_rank", f"source_rank {int(ranks.min())}")
+    ranks = by_name["source_rank"].to_pylist()
+    if min(ranks) < 0:
+        _fail("bad_source_rank", f"source_rank {min(ranks)}")
     times = _event_times(by_name["event_time"])
     lengths: list[Any] = [None] * len(tables)
     if "sequence_lengths" in by_name:
@@ -240,9 +242,7 @@ def _entries(schema: pa.Schema, columns: list[pa.Array]) -> list[AccessBatch]:
     try:
         return [
             AccessBatch(table, part, rank, time, length)
-            for table, part, rank, time, length in zip(
-                tables, rows, ranks.tolist(), times.tolist(), lengths, strict=True
-            )
+            for table, part, rank, time, length in zip(tables, rows, ranks, times, lengths, strict=True)
         ]
     except StreamError as error:
         _fail("bad_lengths", error.message)
@@ -277,26 +277,22 @@ def _lists(name: str, column: pa.Array) -> list[npt.NDArray[Any]]:
     if not values.flags.aligned:
         values = values.copy()
     if len(column) == 1:
-        offsets = column.offsets
-        return [values[offsets[0].as_py() : offsets[1].as_py()]]
+        first, last = column.offsets.to_pylist()
+        return [values[first:last]]
     offsets = column.offsets.to_numpy().tolist()
     return [values[first:last] for first, last in itertools.pairwise(offsets)]
 
 
-def _event_times(column: pa.Array) -> npt.NDArray[np.float64]:
+def _event_times(column: pa.Array) -> list[float]:
     kind = column.type
-    if pa.types.is_timestamp(kind):
-        seconds: npt.NDArray[np.float64] = column.cast(pa.int64()).to_numpy() / _UNITS_PER_SECOND[kind.unit]
+    if kind == _FLOAT64:
+        seconds: list[float] = column.to_pylist()
     else:
-        seconds = column.to_numpy()
-    _check_event_times(seconds)
-    return seconds
-
-
-def _check_event_times(seconds: npt.NDArray[np.float64]) -> None:
+        seconds = (column.cast(pa.int64()).to_numpy() / _UNITS_PER_SECOND[kind.unit]).tolist()
     # Written so that NaN fails too.
-    if not bool(((seconds >= 0) & (seconds <= MAX_EVENT_TIME_SECONDS)).all()):
-        _fail("bad_event_time", f"event_time {seconds.tolist()[:4]}, Unix seconds are expected")
+    if not all(0 <= time <= MAX_EVENT_TIME_SECONDS for time in seconds):
+        _fail("bad_event_time", f"event_time {seconds[:4]}, Unix seconds are expected")
+    return seconds
 
 
 # ---- JSON ----
