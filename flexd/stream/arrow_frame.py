@@ -13,14 +13,18 @@ from typing import NamedTuple
 CONTINUATION = b"\xff\xff\xff\xff"
 
 _SCHEMA, _DICTIONARY_BATCH, _RECORD_BATCH = 1, 2, 3
+_VERSIONS = (3, 4)
+"""V4 and V5."""
 _MAX_DICTIONARIES = 16
 
 _PREFIX = struct.Struct("<Ii")
 _U8 = struct.Struct("<B")
 _U16 = struct.Struct("<H")
+_I16 = struct.Struct("<h")
 _I32 = struct.Struct("<i")
 _U32 = struct.Struct("<I")
 _I64 = struct.Struct("<q")
+_PAIR = struct.Struct("<qq")
 
 
 class FrameError(Exception):
@@ -38,6 +42,39 @@ class Frames(NamedTuple):
     dictionaries: int
     batch_start: int
     batch_end: int
+
+
+class BatchHeader(NamedTuple):
+    """Metadata of a record batch: (length, nulls) of every field and (start, bytes) of every buffer, depth first."""
+
+    entries: int
+    body_bytes: int
+    nodes: tuple[tuple[int, int], ...]
+    buffers: tuple[tuple[int, int], ...]
+
+
+def batch_header(metadata: bytes) -> BatchHeader | None:
+    """What the metadata of one message says, unchecked; None if it is no record batch of format V4 or V5, or a
+    compressed one.
+
+    Raises:
+        FrameError: ``corrupt``: it points outside itself.
+    """
+    table = _Flatbuffer(metadata, 0, len(metadata))
+    message = table.root()
+    batch = table.child(message, 2)
+    if table.i16(message, 0) not in _VERSIONS or table.u8(message, 1) != _RECORD_BATCH:
+        return None
+    if batch is None or table.child(batch, 3) is not None:
+        return None
+    return BatchHeader(table.i64(batch, 0), table.i64(message, 3), table.pairs(batch, 1), table.pairs(batch, 2))
+
+
+def is_little_endian(schema: bytes) -> bool:
+    """What the schema message that was walked says of the numbers in the bodies after it."""
+    table = _Flatbuffer(schema, _PREFIX.size, len(schema))
+    header = table.child(table.root(), 2)
+    return header is not None and table.i16(header, 0) == 0
 
 
 def schema_bytes(payload: bytes | memoryview) -> int:
@@ -143,6 +180,10 @@ class _Flatbuffer:
         at = self._field(table, field)
         return 0 if at is None else self._read(_U8, at)
 
+    def i16(self, table: int, field: int) -> int:
+        at = self._field(table, field)
+        return 0 if at is None else self._read(_I16, at)
+
     def i64(self, table: int, field: int) -> int:
         at = self._field(table, field)
         return 0 if at is None else self._read(_I64, at)
@@ -151,6 +192,17 @@ class _Flatbuffer:
         """Position of the table that a field points at, or None if the field is absent."""
         at = self._field(table, field)
         return None if at is None else self._table(at + self._read(_U32, at))
+
+    def pairs(self, table: int, field: int) -> tuple[tuple[int, int], ...]:
+        """A vector of structs of two 64-bit integers."""
+        at = self._field(table, field)
+        if at is None:
+            return ()
+        vector = at + self._read(_U32, at)
+        count, first = self._read(_U32, vector), vector + _U32.size
+        if first < self._start or first + count * _PAIR.size > self._end:
+            raise FrameError("corrupt", "Arrow metadata points outside itself")
+        return tuple(_PAIR.iter_unpack(bytes(self._payload[first : first + count * _PAIR.size])))
 
     def _table(self, at: int) -> int:
         self._read(_I32, at)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from flexd.errors import CodecError, StreamError
-from flexd.stream import arrow_frame
+from flexd.stream import arrow_frame, arrow_plain
 from flexd.stream.types import AccessBatch, Int32Array, RowArray
 
 REASONS = (
@@ -48,8 +48,16 @@ _JSON_KEYS = frozenset((*_COLUMNS, "sequence_lengths"))
 
 _FLOAT64 = pa.float64()
 
-_schemas: dict[bytes, pa.Schema] = {}
-"""Schemas already walked, read and checked, by their bytes: producers repeat theirs in every message."""
+
+class _Known(NamedTuple):
+    """A schema that was walked, read and checked; ``plain`` if its messages can be read without Arrow."""
+
+    schema: pa.Schema
+    plain: tuple[arrow_plain.Column, ...] | None
+
+
+_schemas: dict[bytes, _Known] = {}
+"""By their bytes: producers repeat theirs in every message."""
 
 
 def encode_arrow(batches: Sequence[AccessBatch]) -> bytes:
@@ -162,23 +170,28 @@ _OUR_SCHEMAS = {(wide, lengths): _our_schema(wide, lengths) for wide in (False, 
 
 def _decode_arrow(payload: bytes | memoryview) -> list[AccessBatch]:
     try:
-        buffer = pa.py_buffer(payload)
         key = bytes(payload[: arrow_frame.schema_bytes(payload)])
-        schema = _schemas.get(key)
-        if schema is None:
-            frames = arrow_frame.walk(payload)
-            schema = _new_schema(key, buffer)
-        else:
-            frames = arrow_frame.walk(payload, len(key))
+        known = _schemas.get(key)
+        if known is None:
+            arrow_frame.walk(payload)
+            known = _new_schema(key)
+        # Whether the schema was known must make no difference: a replay after a restart judges every message alike.
+        if known.plain is not None:
+            read = arrow_plain.read(payload, len(key), known.plain, MAX_ENTRIES)
+            batches = None if read is None else _plain_entries(read)
+            if batches is not None:
+                return batches
+        frames = arrow_frame.walk(payload, len(key))
+        buffer = pa.py_buffer(payload)
         if frames.dictionaries:
             batch = pa.ipc.open_stream(buffer).read_next_batch()
         else:
-            batch = pa.ipc.read_record_batch(buffer.slice(frames.batch_start), schema)
+            batch = pa.ipc.read_record_batch(buffer.slice(frames.batch_start), known.schema)
         if not 0 < batch.num_rows <= MAX_ENTRIES:
             reason = "empty" if batch.num_rows == 0 else "too_many_entries"
             _fail(reason, f"{batch.num_rows} entries, 1 to {MAX_ENTRIES} are read")
         batch.validate(full=True)
-        return _entries(schema, batch.columns)
+        return _entries(known.schema, batch.columns)
     except arrow_frame.FrameError as error:
         _fail(error.reason, str(error))
     except CodecError:
@@ -187,14 +200,15 @@ def _decode_arrow(payload: bytes | memoryview) -> list[AccessBatch]:
         _fail("corrupt", f"Arrow refuses it: {str(error)[:200]}")
 
 
-def _new_schema(key: bytes, buffer: pa.Buffer) -> pa.Schema:
-    schema = pa.ipc.read_schema(buffer)
+def _new_schema(key: bytes) -> _Known:
+    schema = pa.ipc.read_schema(pa.py_buffer(key))
     _check_schema(schema)
+    known = _Known(schema, arrow_plain.plain_columns(schema) if arrow_frame.is_little_endian(key) else None)
     if len(_schemas) >= _MAX_SCHEMAS:
         _schemas.clear()
     if len(key) <= _MAX_SCHEMA_BYTES:
-        _schemas[key] = schema
-    return schema
+        _schemas[key] = known
+    return known
 
 
 def _check_schema(schema: pa.Schema) -> None:
@@ -219,6 +233,20 @@ def _check_schema(schema: pa.Schema) -> None:
 
 def _is_list_of(kind: pa.DataType, *values: pa.DataType) -> bool:
     return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and kind.value_type in values
+
+
+def _plain_entries(read: arrow_plain.Columns) -> list[AccessBatch] | None:
+    """The entries if nothing is wrong with them; otherwise None, and the same checks below say what."""
+    tables, rows, ranks, times, lengths = read
+    right = min(map(len, tables)) > 0 and max(map(len, tables)) <= MAX_TABLE_NAME_CHARS and min(ranks) >= 0
+    if not right or not all(0 <= time <= MAX_EVENT_TIME_SECONDS for time in times):
+        return None
+    try:
+        if lengths is None:
+            return list(map(AccessBatch, tables, rows, ranks, times))
+        return list(map(AccessBatch, tables, rows, ranks, times, lengths))
+    except StreamError:
+        return None
 
 
 def _entries(schema: pa.Schema, columns: list[pa.Array]) -> list[AccessBatch]:

@@ -11,10 +11,14 @@ from pathlib import Path
 
 from flexd.errors import StreamError
 from flexd.stream import segments
+from flexd.stream.buffers import ReusedBuffers
 from flexd.stream.partition_reader import OnPositionLost, PartitionReader
 from flexd.stream.types import Message, Positions
 
 _log = logging.getLogger(__name__)
+
+_KEPT_BUFFERS = 4
+"""One is read into while messages of others wait for the threads that count."""
 
 
 class FileLogSink:
@@ -234,6 +238,7 @@ class FileLogSource:
         self._max_poll_messages = max_poll_messages
         self._discovery_seconds = discovery_seconds
         self._next_discovery = 0.0
+        self._buffers = ReusedBuffers(_KEPT_BUFFERS)
         self._restored: Positions = {}
         self._readers: dict[str, PartitionReader] = {}
         self._turn = 0
@@ -303,7 +308,9 @@ class FileLogSource:
         for name in names:
             if name not in self._readers:
                 offset = self._restored.get(name)
-                self._readers[name] = PartitionReader(self._directory / name, name, offset, self._on_position_lost)
+                self._readers[name] = PartitionReader(
+                    self._directory / name, name, offset, self._on_position_lost, self._buffers
+                )
 
     def _read(self) -> list[Message]:
         readers = list(self._readers.values())

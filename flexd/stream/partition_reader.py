@@ -9,6 +9,7 @@ from typing import Literal
 
 from flexd.errors import PositionLostError
 from flexd.stream import segments
+from flexd.stream.buffers import ReusedBuffers
 from flexd.stream.types import Message
 
 _log = logging.getLogger(__name__)
@@ -21,12 +22,21 @@ class PartitionReader:
 
     Args:
         offset: where to start; None for the earliest message.
+        buffers: shared by the readers of a source.
     """
 
-    def __init__(self, directory: Path, name: str, offset: int | None, on_position_lost: OnPositionLost) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        offset: int | None,
+        on_position_lost: OnPositionLost,
+        buffers: ReusedBuffers | None = None,
+    ) -> None:
         self._directory = directory
         self._name = name
         self._on_position_lost = on_position_lost
+        self._buffers = buffers or ReusedBuffers(1)
         self._anywhere = offset is None
         self.next_offset = offset or 0
         self.messages_lost = 0
@@ -106,11 +116,10 @@ class PartitionReader:
         """(messages, whether the position moved at all), from one read of the open segment."""
         if self._searched_to is not None and not self._resynchronise():
             return [], False
-        chunk = os.pread(self._fd, max(max_bytes, segments.HEADER_BYTES), self._position)
-        view = memoryview(chunk)
+        view = self._pread(max(max_bytes, segments.HEADER_BYTES))
         messages: list[Message] = []
         at = 0
-        while at + segments.HEADER_BYTES <= len(chunk) and len(messages) < max_messages:
+        while at + segments.HEADER_BYTES <= len(view) and len(messages) < max_messages:
             header = segments.read_header(view, at)
             if header is None:
                 self._searched_to = self._position + at
@@ -118,12 +127,11 @@ class PartitionReader:
             payload_bytes, offset, payload_crc = header
             start = at + segments.HEADER_BYTES
             end = at + segments.record_bytes(payload_bytes)
-            if end > len(chunk):
+            if end > len(view):
                 if at > 0:
                     break
-                chunk = os.pread(self._fd, end, self._position)
-                view = memoryview(chunk)
-                if end > len(chunk):
+                view = self._pread(end)
+                if end > len(view):
                     break
             if offset >= self.next_offset:
                 payload = view[start : start + payload_bytes]
@@ -140,6 +148,13 @@ class PartitionReader:
             at = end
         self._position += at
         return messages, at > 0 or (self._searched_to is not None and self._resynchronise())
+
+    def _pread(self, size_bytes: int) -> memoryview:
+        """Read-only, from the position on; shorter at the end of the file."""
+        # Not more than there is: at the end of a log that grows slowly the buffer would be mostly empty.
+        there_bytes = max(os.fstat(self._fd).st_size - self._position, 0)
+        buffer = self._buffers.lend(min(size_bytes, there_bytes))
+        return buffer[: os.preadv(self._fd, [buffer], self._position)].toreadonly()
 
     def _resynchronise(self) -> bool:
         """Moves to the next intact record after a corrupt header. False while there is none."""

@@ -1,0 +1,216 @@
+"""The short way through Arrow messages: it is taken, and it reads what Arrow reads."""
+
+from __future__ import annotations
+
+import io
+import struct
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.errors import CodecError
+from flexd.stream import arrow_frame, arrow_plain, codec
+from flexd.stream.types import AccessBatch
+
+MAX = 2**20
+
+
+def entry(n: int, dtype: type = np.int64, lengths: list[int] | None = None, table: str = "t") -> AccessBatch:
+    split = None if lengths is None else np.array(lengths, dtype=np.int32)
+    return AccessBatch(table, np.arange(n, dtype=dtype) * 3 - 1, 5, 2.5, split)
+
+
+def short(payload: bytes | memoryview) -> arrow_plain.Columns | None:
+    end = arrow_frame.schema_bytes(payload)
+    schema = pa.ipc.read_schema(pa.py_buffer(payload))
+    columns = arrow_plain.plain_columns(schema)
+    return None if columns is None else arrow_plain.read(payload, end, columns, codec.MAX_ENTRIES)
+
+
+def _split(batch: AccessBatch) -> list[int] | None:
+    return None if batch.sequence_lengths is None else batch.sequence_lengths.tolist()
+
+
+def outcome(payload: bytes | memoryview) -> object:
+    """What ``decode`` makes of a payload, in values that compare."""
+    try:
+        return [
+            (b.table, b.rows.dtype, b.rows.tolist(), b.source_rank, b.event_time_seconds, _split(b))
+            for b in codec.decode(payload, MAX)
+        ]
+    except CodecError as error:
+        return error.reason
+
+
+@pytest.fixture
+def by_arrow(monkeypatch):
+    """``outcome`` with the short way closed."""
+
+    def read(payload: bytes | memoryview) -> object:
+        with monkeypatch.context() as patch:
+            patch.setattr(arrow_plain, "read", lambda *_: None)
+            return outcome(payload)
+
+    return read
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [(8192, None)],
+        [(0, None)],
+        [(3, None), (0, None), (5, None)],
+        [(6, [1, 2, 3])],
+        [(6, [6]), (0, []), (2, [0, 2])],
+    ],
+)
+def test_takes_what_publishers_send(dtype, entries, by_arrow):
+    payload = codec.encode_arrow([entry(n, dtype, lengths, f"tabelle-ü{n}") for n, lengths in entries])
+    assert short(payload) is not None
+    assert isinstance(outcome(payload), list)
+    assert outcome(payload) == by_arrow(payload)
+
+
+def test_takes_whole_streams_of_other_writers(by_arrow):
+    columns = {
+        "event_time": pa.array([1.5]),
+        "source_rank": pa.array([3], type=pa.int32()),
+        "rows": pa.array([[7, 8]], type=pa.list_(pa.int32())),
+        "table": pa.array(["a"]),
+    }
+    batch = pa.RecordBatch.from_pydict(columns)
+    for version in (pa.ipc.MetadataVersion.V4, pa.ipc.MetadataVersion.V5):
+        sink = io.BytesIO()
+        with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(metadata_version=version)) as writer:
+            writer.write_batch(batch)
+        payload = sink.getvalue()
+        assert short(payload) is not None
+        assert outcome(payload) == by_arrow(payload) == [("a", np.int32, [7, 8], 3, 1.5, None)]
+        assert outcome(payload + b"more") == by_arrow(payload + b"more") == "wrong_schema"
+
+
+def test_leaves_the_unusual_to_arrow():
+    def stream(**changed: pa.Array) -> bytes:
+        columns = {
+            "table": pa.array(["a", "b"]),
+            "rows": pa.array([[1], [2]], type=pa.list_(pa.int64())),
+            "source_rank": pa.array([0, 1], type=pa.int32()),
+            "event_time": pa.array([1.0, 2.0]),
+            **changed,
+        }
+        batch = pa.RecordBatch.from_pydict(columns)
+        return batch.schema.serialize().to_pybytes() + batch.serialize().to_pybytes()
+
+    assert short(stream()) is not None
+    unusual = {
+        "event_time": pa.array([1000, 2000], type=pa.timestamp("ms")),
+        "table": pa.array(["a", None]),
+        "rows": pa.array([[1], [None]], type=pa.list_(pa.int64())),
+        "source_rank": pa.array([0, None], type=pa.int32()),
+        "sequence_lengths": pa.array([[1], None], type=pa.list_(pa.int32())),
+    }
+    for name, column in unusual.items():
+        assert short(stream(**{name: column})) is None, name
+    assert short(stream(rows=pa.array([[1], None], type=pa.list_(pa.int64())))) is None
+    assert short(stream(rows=pa.array([[1], [2]], type=pa.large_list(pa.int64())))) is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_damage_is_judged_as_arrow_judges_it(by_arrow_module, data):
+    count = data.draw(st.integers(1, 3))
+    lengths = data.draw(st.sampled_from([None, [2, 2]]))
+    payload = bytearray(codec.encode_arrow([entry(4, lengths=lengths, table="ta") for _ in range(count)]))
+    body = _body_start(payload)
+    at = data.draw(st.integers(body, len(payload) - 1))
+    payload[at] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.sampled_from([0, 0, 1, 8]))
+    damaged = bytes(payload[: len(payload) - cut])
+    assert outcome(damaged) == by_arrow_module(damaged)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_damaged_metadata_never_gives_other_values_than_arrow(by_arrow_module, data):
+    payload = bytearray(codec.encode_arrow([entry(4, lengths=[4]), entry(3, lengths=[1, 2])]))
+    start = arrow_frame.schema_bytes(bytes(payload))
+    at = data.draw(st.integers(start, _body_start(payload) - 1))
+    payload[at] ^= 1 << data.draw(st.integers(0, 7))
+    damaged = bytes(payload)
+    short_way, arrows = outcome(damaged), by_arrow_module(damaged)
+    if isinstance(arrows, list) and isinstance(short_way, list):
+        assert short_way == arrows
+    else:
+        # Arrow verifies padding and fields that are not read here: it may refuse more, never less.
+        assert not isinstance(arrows, list)
+
+
+@pytest.fixture(scope="module")
+def by_arrow_module():
+    def read(payload: bytes) -> object:
+        original = arrow_plain.read
+        arrow_plain.read = lambda *_: None
+        try:
+            return outcome(payload)
+        finally:
+            arrow_plain.read = original
+
+    return read
+
+
+def _body_start(payload: bytes | bytearray) -> int:
+    start = arrow_frame.schema_bytes(bytes(payload))
+    return start + 8 + int(struct.unpack_from("<i", payload, start + 4)[0])
+
+
+def test_rows_share_the_memory_and_are_aligned():
+    payload = codec.encode_arrow([entry(100)])
+    start = np.frombuffer(payload, dtype=np.uint8).ctypes.data
+    rows = short(payload).rows[0]
+    assert start <= rows.ctypes.data < start + len(payload)
+    shifted = short(memoryview(b"x" + payload)[1:]).rows[0]
+    assert shifted.flags.aligned
+    assert np.array_equal(shifted, rows)
+
+
+def test_too_many_entries_are_left_to_arrow():
+    payload = codec.encode_arrow([entry(1), entry(1)])
+    columns = arrow_plain.plain_columns(pa.ipc.read_schema(pa.py_buffer(payload)))
+    assert arrow_plain.read(payload, arrow_frame.schema_bytes(payload), columns, 2) is not None
+    assert arrow_plain.read(payload, arrow_frame.schema_bytes(payload), columns, 1) is None
+
+
+def _schema_message(endianness: int) -> bytes:
+    """The smallest schema message: a Message table (version, type, header) whose Schema table has an endianness."""
+    metadata = struct.pack(
+        "<I4x HHHHHH iHBxI HHH2x iH2x",
+        20,  # root: the Message table
+        *(10, 16, 4, 6, 8, 0),  # its vtable at 8: version, type, header
+        *(12, 4, 1, 12),  # at 20: vtable, V5, Schema, header
+        *(6, 8, 4),  # vtable of the Schema at 32: endianness
+        *(8, endianness),  # at 40
+    )
+    return arrow_frame.CONTINUATION + struct.pack("<i", len(metadata)) + metadata
+
+
+def test_big_endian_bodies_are_left_to_arrow():
+    assert arrow_frame.is_little_endian(_schema_message(0))
+    assert not arrow_frame.is_little_endian(_schema_message(1))
+    assert arrow_frame.is_little_endian(pa.schema([("a", pa.int32())]).serialize().to_pybytes())
+
+
+def test_old_formats_are_left_to_arrow():
+    payload = codec.encode_arrow([entry(4)])
+    metadata = bytearray(payload[arrow_frame.schema_bytes(payload) + 8 : _body_start(payload)])
+    (root,) = struct.unpack_from("<I", metadata)
+    (back,) = struct.unpack_from("<i", metadata, root)
+    (version_field,) = struct.unpack_from("<H", metadata, root - back + 4)
+    at = root + version_field
+    assert struct.unpack_from("<h", metadata, at) == (4,)
+    for version, known in ((2, False), (3, True), (4, True), (5, False)):
+        struct.pack_into("<h", metadata, at, version)
+        assert (arrow_frame.batch_header(bytes(metadata)) is not None) == known

@@ -1,0 +1,52 @@
+"""Buffers are used again when, and only when, nobody can see them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from flexd.stream.buffers import ReusedBuffers
+
+
+def address(view: memoryview) -> int:
+    return np.frombuffer(view, dtype=np.uint8).ctypes.data
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda view: view,
+        lambda view: view[10:20][2:4],
+        lambda view: view.toreadonly()[5:],
+        lambda view: np.frombuffer(view, dtype=np.uint8)[3:5][1:],
+        lambda view: np.frombuffer(view[8:24], dtype=np.int64),
+        lambda view: pa.py_buffer(view[8:]).slice(3),
+        lambda view: pa.Array.from_buffers(pa.int64(), 2, [None, pa.py_buffer(view[:16])]).to_numpy(),
+    ],
+)
+def test_a_view_of_a_view_keeps_its_bytes(keep):
+    buffers = ReusedBuffers(2)
+    view = buffers.lend(64)
+    first = address(view)
+    kept = keep(view)
+    del view
+    for _ in range(3):
+        assert address(buffers.lend(64)) != first
+    del kept
+    assert address(buffers.lend(64)) == first
+
+
+def test_memory_is_bounded_and_grows_with_the_largest_read():
+    buffers = ReusedBuffers(2)
+    held = [buffers.lend(10) for _ in range(5)]
+    assert len({address(view) for view in held}) == 5
+    assert len(buffers._buffers) == 2
+    del held
+    large = buffers.lend(100)
+    at = address(large)
+    del large
+    assert address(buffers.lend(50)) == at
+    assert len(buffers._buffers) == 2
+    assert len(buffers.lend(50)) == 50
+    assert len(buffers.lend(0)) == 0
