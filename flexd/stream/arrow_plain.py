@@ -158,6 +158,6 @@ def _layout(metadata: bytes, columns: tuple[Column, ...]) -> _Layout | None:
         return None
     if next(nodes, None) is not None or next(buffers, None) is not None:
         return None
-    if any(at < 0 or size < 0 or at + size > header.body_bytes for at, size in header.buffers):
+    if any(at < 0 or at % 8 or size < 0 or at + size > header.body_bytes for at, size in header.buffers):
         return None
     return _Layout(header.entries, header.body_bytes, tuple(places))

@@ -149,6 +149,58 @@ def test_damaged_metadata_never_gives_other_values_than_arrow(by_arrow_module, d
         assert not isinstance(arrows, list)
 
 
+def test_publishers_messages_never_reach_arrow(monkeypatch):
+    payload = codec.encode_arrow([entry(10)])
+    codec.decode(payload, MAX)
+    monkeypatch.setattr(pa.ipc, "read_record_batch", lambda *_: pytest.fail("read by Arrow"))
+    assert codec.decode(payload, MAX)[0].rows.tolist() == entry(10).rows.tolist()
+
+
+@pytest.mark.parametrize("part", ["nodes", "buffers"])
+@pytest.mark.parametrize("value", [-(2**40), -8, -1, 0, 1, 5, 6, 7, 2**20, 2**40])
+def test_lengths_that_lie_are_judged_as_arrow_judges_them(part, value, by_arrow):
+    payload = codec.encode_arrow([entry(4, lengths=[4]), entry(3, lengths=[1, 2])])
+    start, body = arrow_frame.schema_bytes(payload) + 8, _body_start(payload)
+    header = arrow_frame.batch_header(payload[start:body])
+    pairs = getattr(header, part)
+    at = payload.index(b"".join(struct.pack("<qq", *pair) for pair in pairs), start, body)
+    for i in range(2 * len(pairs)):
+        lying = bytearray(payload)
+        struct.pack_into("<q", lying, at + 8 * i, value)
+        short_way, arrows = outcome(bytes(lying)), by_arrow(bytes(lying))
+        if isinstance(short_way, list):
+            # Validity buffers are not looked at without nulls, and Arrow does look: all else is judged alike.
+            assert short_way == arrows or _names_validity(part, i)
+        else:
+            assert short_way == arrows
+
+
+def _names_validity(part: str, index: int) -> bool:
+    return part == "buffers" and index // 2 in (0, 3, 5, 7, 9, 11, 13)
+
+
+def test_a_list_that_is_longer_than_the_metadata_says_is_left_to_arrow():
+    payload = codec.encode_arrow([entry(4)])
+    start, body = arrow_frame.schema_bytes(payload) + 8, _body_start(payload)
+    header = arrow_frame.batch_header(payload[start:body])
+    columns = arrow_plain.plain_columns(pa.ipc.read_schema(pa.py_buffer(payload)))
+    assert arrow_plain._layout(payload[start:body], columns) is not None
+    assert arrow_plain._layout(payload[start:body], columns[:-1]) is None
+    assert arrow_plain._layout(payload[start:body], (*columns, columns[-1])) is None
+    shorter = bytearray(payload[start:body])
+    at = shorter.index(struct.pack("<q", header.body_bytes))
+    struct.pack_into("<q", shorter, at, header.body_bytes - 8)
+    assert arrow_plain._layout(bytes(shorter), columns) is None
+
+
+def test_compressed_batches_are_left_to_arrow():
+    batch = pa.RecordBatch.from_pydict({"rows": pa.array([list(range(1000))], type=pa.list_(pa.int64()))})
+    for codec_name, known in ((None, True), ("lz4", False), ("zstd", False)):
+        message = batch.serialize(options=pa.ipc.IpcWriteOptions(compression=codec_name)).to_pybytes()
+        metadata = message[8 : 8 + struct.unpack_from("<i", message, 4)[0]]
+        assert (arrow_frame.batch_header(metadata) is not None) == known
+
+
 @pytest.fixture(scope="module")
 def by_arrow_module():
     def read(payload: bytes) -> object:

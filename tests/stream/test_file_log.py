@@ -89,6 +89,7 @@ def test_payloads_are_aligned(tmp_path):
 
     for message in source_of(tmp_path).poll(0.0):
         assert np.frombuffer(message.payload, dtype=np.uint8).ctypes.data % 8 == 0
+        assert message.payload.readonly
 
 
 def test_a_torn_tail_is_not_there_yet_then_arrives(tmp_path):
