@@ -12,11 +12,9 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from flexd.sketch.hashing import cell_positions, distinct_halves
+from flexd.sketch.prefetch import prefetch
 
 BLOCK_IDS = 256
 """Hashed at once, while the cells of the block before are counted: their cache lines (64 KiB) fit the second level."""
@@ -29,25 +27,6 @@ _FLAG = np.uint32(2**31)
 _ONE = np.uint64(1)
 _PLAIN_SPLIT_UNITS = np.uint64(2**24)
 """A joined pair of plain counters is parted only when this small: both get the sum, and joining again adds them."""
-
-
-def _prefetch_code(typing_context: Any, array: Any, index: Any) -> Any:
-    """Asks for the cache line of ``array[index]``, to be written."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        insert: Any = cgutils.get_or_insert_function
-        function = insert(builder.module, ir.FunctionType(ir.VoidType(), [byte, word, word, word]), "llvm.prefetch.p0")
-        address = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
-        # For writing, into all cache levels, a line of data.
-        builder.call(function, [address, word(1), word(3), word(1)])
-        return context.get_dummy_value()
-
-    return types.void(array, index), codegen
-
-
-_prefetch: Any = intrinsic(_prefetch_code)
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
@@ -158,10 +137,10 @@ def add(
         heavies: Any = 0
         for i in range(count):
             # A position left over from an earlier block costs a needless request and no branch.
-            _prefetch(cells, np.uint64(next_position[0, i]))
-            _prefetch(cells, np.uint64(next_position[1, i]))
-            _prefetch(cells, np.uint64(next_position[2, i]))
-            _prefetch(cells, np.uint64(next_position[3, i]))
+            prefetch(cells, np.uint64(next_position[0, i]))
+            prefetch(cells, np.uint64(next_position[1, i]))
+            prefetch(cells, np.uint64(next_position[2, i]))
+            prefetch(cells, np.uint64(next_position[3, i]))
             a = np.uint64(position[0, i])
             b = np.uint64(position[1, i])
             c = np.uint64(position[2, i])

@@ -226,7 +226,7 @@ class FileLogSource:
         directory: Path,
         *,
         on_position_lost: OnPositionLost = "earliest",
-        max_poll_bytes: int = 8 * 2**20,
+        max_poll_bytes: int = 2 * 2**20,
         max_poll_messages: int = 4096,
         discovery_seconds: float = 0.5,
     ) -> None:

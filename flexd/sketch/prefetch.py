@@ -1,0 +1,29 @@
+"""An instruction that numba has no function for: ask for a cache line before it is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+
+def _prefetch_code(typing_context: Any, array: Any, index: Any) -> Any:
+    """Asks for the cache line of ``array[index]``, to be written."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        insert: Any = cgutils.get_or_insert_function
+        function = insert(builder.module, ir.FunctionType(ir.VoidType(), [byte, word, word, word]), "llvm.prefetch.p0")
+        address = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
+        # For writing, into all cache levels, a line of data.
+        builder.call(function, [address, word(1), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, index), codegen
+
+
+prefetch: Any = intrinsic(_prefetch_code)
+"""``prefetch(array, index)``: any index may be given, one outside the array does nothing."""
