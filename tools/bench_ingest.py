@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from flexd.allocator import keep_freed_memory
 from flexd.ingest import Ingestor
 from flexd.keyspace import TableSpec
 from flexd.sketch.snapshot import SnapshotStore
@@ -68,6 +69,7 @@ def open_source(order: dict[str, Any]) -> Source:
 def consume(order: dict[str, Any]) -> dict[str, float]:
     """The pinned process: counts all messages once. Returns rates in millions of ids a second."""
     os.sched_setaffinity(0, order["cores"])
+    keep_freed_memory()  # as the daemon does
     warm_up()
     with tempfile.TemporaryDirectory() as state:
         ingestor = Ingestor(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from flexd.allocator import keep_freed_memory
 from flexd.config import Config
 from flexd.control.coordinator import Coordinator
 from flexd.control.journal import PlacementJournal
@@ -324,6 +325,7 @@ def _set_up_logging(config: Config) -> None:
 def run_daemon(config: Config) -> int:
     """Runs until SIGTERM or SIGINT. Returns the exit code: 0, or 1 if a part did not end within the deadline."""
     _set_up_logging(config)
+    keep_freed_memory()
     daemon = FollowerDaemon(config) if config.scale_out.role == "follower" else Daemon(config)
     daemon.start()
     for number in (signal.SIGTERM, signal.SIGINT):
