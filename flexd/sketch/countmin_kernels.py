@@ -81,11 +81,27 @@ def _keep(rows: Any, start: int, count: int, limit: Any, kept: Any) -> tuple[int
 
 
 @numba.njit(cache=True, nogil=True)
-def _see(kept: Any, count: int, registers: Any, slots: Any, bits: Any) -> None:
-    """A register holds 1 + the most leading zeros seen; it grows only if that many bits are all zero."""
+def _least(registers: Any) -> int:
+    least = registers[0]
+    for i in range(registers.size):
+        least = min(least, registers[i])
+    return least
+
+
+@numba.njit(cache=True, nogil=True)
+def _see(kept: Any, count: int, registers: Any, least: Any, slots: Any, bits: Any, rare: Any) -> None:
+    """A register holds 1 + the most leading zeros seen; it grows only if that many bits are all zero. So no id with
+    fewer zeros than ``least``, the smallest register or a smaller number, changes any."""
     distinct_halves(kept, count, slots, bits)
     mask = np.uint64(registers.size - 1)
+    rares: Any = 0
+    # In two shifts: one by 64 is undefined, and the smallest register is 0 at first.
+    rest = np.uint64(63) - np.uint64(min(least, 63))
     for i in range(count):
+        rare[rares] = i
+        rares += np.int64((bits[i] >> rest) >> _ONE == 0)
+    for j in range(rares):
+        i = rare[j]
         slot = np.uint64(slots[i]) & mask
         rank = registers[slot]
         if rank == 0 or (rank < 63 and bits[i] >> (np.uint64(64) - np.uint64(rank)) == 0):
@@ -120,31 +136,36 @@ def add(
     heavy = np.empty(BLOCK_IDS, np.int64)
     slots = np.empty(BLOCK_IDS, np.uint16)
     bits = np.empty(BLOCK_IDS, np.uint64)
+    rare = np.empty(BLOCK_IDS, np.int64)
     negative: Any = 0
     outside: Any = 0
     joined: Any = 0
     n = rows.size
     size: Any = min(BLOCK_IDS, n - start)
     count, below = _keep(rows, start, size, limit, kept)
-    _see(kept, count, registers, slots, bits)
+    least = _least(registers)
+    _see(kept, count, registers, least, slots, bits, rare)
     cell_positions(kept, count, log2_width, position)
     while start < n and candidate_count + BLOCK_IDS <= candidates.size:
         next_start = start + size
         next_size = min(BLOCK_IDS, n - next_start)
         next_count, next_below = _keep(rows, next_start, next_size, limit, next_kept)
-        _see(next_kept, next_count, registers, slots, bits)
+        _see(next_kept, next_count, registers, least, slots, bits, rare)
         cell_positions(next_kept, next_count, log2_width, next_position)
-        heavies: Any = 0
-        for i in range(count):
+        heavies: Any = np.uint64(0)
+        p0, p1, p2, p3 = position[0], position[1], position[2], position[3]
+        n0, n1, n2, n3 = next_position[0], next_position[1], next_position[2], next_position[3]
+        # Unsigned indices, as everywhere in this loop: signed ones are checked for being counted from the end.
+        for i in range(np.uint64(count)):
             # A position left over from an earlier block costs a needless request and no branch.
-            prefetch(cells, np.uint64(next_position[0, i]))
-            prefetch(cells, np.uint64(next_position[1, i]))
-            prefetch(cells, np.uint64(next_position[2, i]))
-            prefetch(cells, np.uint64(next_position[3, i]))
-            a = np.uint64(position[0, i])
-            b = np.uint64(position[1, i])
-            c = np.uint64(position[2, i])
-            d = np.uint64(position[3, i])
+            prefetch(cells, np.uint64(n0[i]))
+            prefetch(cells, np.uint64(n1[i]))
+            prefetch(cells, np.uint64(n2[i]))
+            prefetch(cells, np.uint64(n3[i]))
+            a = np.uint64(p0[i])
+            b = np.uint64(p1[i])
+            c = np.uint64(p2[i])
+            d = np.uint64(p3[i])
             va = cells[a]
             vb = cells[b]
             vc = cells[c]
@@ -158,7 +179,7 @@ def add(
                 full = most | np.uint32(most + units32)
             light = np.uint32((full >> _TOP32) ^ np.uint32(1)) & fits
             heavy[heavies] = i
-            heavies += np.int64(np.uint32(1) - light)
+            heavies += np.uint64(np.uint32(1) - light)
             if conservative:
                 raised = np.uint32(after * light)
                 cells[a] = max(va, raised)

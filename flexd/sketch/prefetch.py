@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 
 
 def _prefetch_code(typing_context: Any, array: Any, index: Any) -> Any:
-    """Asks for the cache line of ``array[index]``, to be written."""
+    """Asks for the cache line of ``array[index]``."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -18,8 +18,9 @@ def _prefetch_code(typing_context: Any, array: Any, index: Any) -> Any:
         insert: Any = cgutils.get_or_insert_function
         function = insert(builder.module, ir.FunctionType(ir.VoidType(), [byte, word, word, word]), "llvm.prefetch.p0")
         address = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
-        # For writing, into all cache levels, a line of data.
-        builder.call(function, [address, word(1), word(3), word(1)])
+        # For reading and into the second level: measured to be faster than for writing, and than into the first, which
+        # the lines of a whole block do not fit.
+        builder.call(function, [address, word(0), word(2), word(1)])
         return context.get_dummy_value()
 
     return types.void(array, index), codegen
