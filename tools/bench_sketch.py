@@ -26,6 +26,7 @@ from flexd.keyspace import TableSpec
 from flexd.sketch.countmin import CANDIDATE_BUFFER, CountMin
 from flexd.sketch.dense import DenseCounter
 from flexd.sketch.hashing import cell_positions
+from flexd.sketch.prefetch import prefetch
 from flexd.sketch.table_set import SketchSet, warm_up
 
 MESSAGE_IDS = 8192
@@ -34,15 +35,23 @@ UNSET_THRESHOLD = 2**62
 
 @numba.njit(nogil=True)
 def _random_add(rows: Any, counters: Any) -> None:
-    """The least any counter does for an id: read and write one word at random."""
-    for i in range(rows.size):
+    """The least any counter does for an id: read and write one word at random, asked for as early as flexd does."""
+    last = np.uint64(rows.size - 1)
+    for i in range(np.uint64(rows.size)):
+        prefetch(counters, np.uint64(rows[min(i + np.uint64(96), last)]))
         counters[np.uint64(rows[i])] += np.uint32(1)
 
 
 @numba.njit(nogil=True)
 def _random_add_4(positions: Any, cells: Any) -> None:
     """The least a count-min does for an id whose positions are known: read and write one word in each of 4 rows."""
-    for i in range(positions.shape[1]):
+    last = np.uint64(positions.shape[1] - 1)
+    for i in range(np.uint64(positions.shape[1])):
+        ahead = min(i + np.uint64(256), last)
+        prefetch(cells, np.uint64(positions[0, ahead]))
+        prefetch(cells, np.uint64(positions[1, ahead]))
+        prefetch(cells, np.uint64(positions[2, ahead]))
+        prefetch(cells, np.uint64(positions[3, ahead]))
         cells[positions[0, i]] += np.uint32(1)
         cells[positions[1, i]] += np.uint32(1)
         cells[positions[2, i]] += np.uint32(1)

@@ -81,7 +81,7 @@ def _keep(rows: Any, start: int, count: int, limit: Any, kept: Any) -> tuple[int
 
 
 @numba.njit(cache=True, nogil=True)
-def _least(registers: Any) -> int:
+def _least(registers: Any) -> Any:
     least = registers[0]
     for i in range(registers.size):
         least = min(least, registers[i])
