@@ -1,7 +1,7 @@
 """The planner at production size: time, memory, optimality, and every peer priced by the same model.
 
     python tools/bench_planner.py --quick
-    python tools/bench_planner.py --tables tables.csv --json figures.json
+    python tools/bench_planner.py --tables tables.csv [--quick] [--json]
 
 Times are of this machine, everything else is arithmetic of the cost model (docs/cost-model.md). Without ``--tables`` a
 made up list of the same shape is used.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import resource
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench_report import check, last_line
 from planner_problems import ListedTable, made_up_tables, problem_of, read_tables
 
 from flexd.keyspace import KeySpace
@@ -227,9 +227,6 @@ def checks(figures: Figures) -> list[Figures]:
     many = figures["many_tables"]
     per_table = [entry["plan_seconds"] / entry["tables"] for entry in many]
 
-    def check(name: str, value: float, target: str, ok: bool) -> Figures:
-        return {"name": name, "value": value, "target": target, "ok": ok}
-
     slowest, gap = max(p["plan_seconds"] for p in plans), max(p["gap"] for p in [*plans, *many])
     cap, own = (max(skew[f"{name}_memory_over_cap"] for skew in by_skew) for name in ("flexshard", "flexd"))
     whole = max(skew["flexd_memory_over_flexshard"] for skew in by_skew)
@@ -301,7 +298,7 @@ def main() -> int:
     parser.add_argument("--preset", default="azure-a100-200g", help="topology preset that prices everything")
     parser.add_argument("--quick", action="store_true", help="one skew, fewer tables: under a minute")
     parser.add_argument("--torchrec-budget-seconds", type=float, default=0.0, help="for TorchRec's, if installed")
-    parser.add_argument("--json", type=Path, help="write figures and checks here")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()
     tables = read_tables(arguments.tables) if arguments.tables else made_up_tables()
     skews = (1.05,) if arguments.quick else SKEWS
@@ -317,7 +314,9 @@ def main() -> int:
     figures["checks"] = checks(figures)
     show(figures)
     if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1, default=float) + "\n")
+        found = figures.pop("checks")
+        print(last_line(figures, found))
+        return 0 if all(entry["ok"] for entry in found) else 1
     return 0 if all(entry["ok"] for entry in figures["checks"]) else 1
 
 
