@@ -108,7 +108,7 @@ class CollectiveClock:
 
     def __init__(self, collection: EmbeddingCollection) -> None:
         self._seconds: list[float] = []
-        for peers in (collection._groups.node, collection._groups.rail, collection._groups.world):
+        for peers in (collection.engine.groups.node, collection.engine.groups.rail, collection.engine.groups.world):
             if peers.size > 1:
                 for name in ("all_to_all", "all_reduce", "all_gather"):
                     setattr(peers, name, self._timed(getattr(peers, name)))
@@ -137,10 +137,10 @@ def train(strategy: Strategy, settings: Settings, layout: RankLayout) -> dict[st
         [EmbeddingTable("item", ROWS, DIM)], layout=layout, exchange=strategy.exchange, replica_slots=[ROWS],
         max_migration_bytes_per_step=2**30,
     )  # fmt: skip
-    assert all(isinstance(peers, Peers) for peers in (collection._groups.node, collection._groups.rail))
+    assert all(isinstance(peers, Peers) for peers in (collection.engine.groups.node, collection.engine.groups.rail))
     if len(strategy.placement):
         home = np.zeros(len(strategy.placement), np.uint8)
-        collection.inbox.offer(1, Delta(strategy.placement.keys, home, strategy.placement.tiers))
+        collection.engine.inbox.offer(1, Delta(strategy.placement.keys, home, strategy.placement.tiers))
     rng = np.random.default_rng([2, dist.get_rank()])
     exact = share(settings)
     clock = CollectiveClock(collection)

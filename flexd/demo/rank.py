@@ -134,7 +134,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
     }
     for step in range(setup.steps):
         started = time.perf_counter()
-        before, applied_before = collection.traffic.totals(), collection.apply_seconds
+        before, applied_before = collection.traffic.totals(), collection.engine.apply_seconds
         batch = batches.batch(step, rank)
         features = features_of(batch, names)
         accesses.batch(features, batch.seconds)
@@ -149,7 +149,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
         record["loss"].append(loss.item())
         record["version"].append(collection.placement_version)
         record["seconds"].append(seconds)
-        record["apply_seconds"].append(collection.apply_seconds - applied_before)
+        record["apply_seconds"].append(collection.engine.apply_seconds - applied_before)
         if step % setup.check_every == 0 or step == setup.steps - 1:
             record["bit_equal"].append(collection.replicas_bit_equal())
         for name in TRAFFIC:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,24 +11,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from flexd.control.inbox import ChunkInbox
-from flexd.embedding.exchange import Agreement, Hop
+from flexd.embedding.engine import Pass, RowEngine
 from flexd.embedding.features import FeatureMap
 from flexd.embedding.groups import ChainGroups, layout_from_environment
 from flexd.embedding.initial import initial_rows
 from flexd.embedding.jagged import Jagged
-from flexd.embedding.migrate import Migrator
 from flexd.embedding.optimizer import SGD, FusedOptimizer, RowOptimizer
-from flexd.embedding.route import Route, Router
-from flexd.embedding.store import TORCH_DTYPES, GroupStore
-from flexd.embedding.sync import Landed, ReplicaSync
+from flexd.embedding.store import TORCH_DTYPES
 from flexd.embedding.traffic import Traffic
 from flexd.embedding.whole import gather_rows, replicas_bit_equal
 from flexd.errors import EmbeddingError, TopologyError
 from flexd.keyspace import KeySpace, TableSpec
 from flexd.layout import RankLayout
-
-MAX_PENDING_FORWARDS = 64
 
 
 @dataclass(frozen=True)
@@ -58,31 +51,18 @@ class EmbeddingTable:
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of one route forward; its gradients wait in the collection for ``optimizer.step``."""
+    """Rows of one route forward; its gradients wait in the engine for ``optimizer.step``."""
 
     @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, collection: EmbeddingCollection, pending: _Pending
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, anchor: torch.Tensor, engine: RowEngine, opened: Pass) -> tuple[torch.Tensor, ...]:
         del anchor
-        ctx.collection, ctx.pending = collection, pending
-        return tuple(collection._router.fetch(pending.route))
+        ctx.engine, ctx.opened = engine, opened
+        return tuple(engine.fetch(opened.route))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
-        ctx.pending.add(ctx.collection._router.reduce(ctx.pending.route, list(grads)))
+        ctx.engine.reduce(ctx.opened, grads)
         return None, None, None
-
-
-class _Pending:
-    """A forward pass whose gradients have not been pushed yet: per group [rows of this rank, dim], or nothing."""
-
-    def __init__(self, route: Route) -> None:
-        self.route = route
-        self.grads: list[torch.Tensor] | None = None
-
-    def add(self, grads: list[torch.Tensor]) -> None:
-        self.grads = grads if self.grads is None else [a + b for a, b in zip(self.grads, grads, strict=True)]
 
 
 class EmbeddingCollection(nn.Module):
@@ -140,30 +120,27 @@ class EmbeddingCollection(nn.Module):
             self.keyspace, [table.feature_names for table in self.tables], self.rank, self.device
         )
         self.replica_slots = self._replica_slots(replica_fraction, replica_slots)
-        self._stores = [
-            GroupStore(group, self.layout, self.rank, slots, self.device)
-            for group, slots in zip(self.keyspace.groups, self.replica_slots, strict=True)
-        ]
         self._seed = seed
-        self._initialise()
-        self._router = Router(self._stores, self._hops(exchange), self.traffic, dedup=exchange != "direct_no_dedup")
-        self._sync = ReplicaSync(self._groups, self._stores, row_optimizer, self.traffic)
-        self.migrator = Migrator(self._groups, self._stores, self.traffic)
-        self.inbox = ChunkInbox(self.keyspace, self.layout, self.rank, self.replica_slots)
-        self._max_migration_bytes = max_migration_bytes_per_step
-        self._scale = 1.0 / self.layout.world_size if average_gradients else 1.0
-        self._pending: list[_Pending] = []
-        self._stale_replicas = False
-        self.steps = 0
-        self.after_step: Callable[[], None] | None = None
-        """Called at the end of every ``optimizer.step``."""
+        self.engine = RowEngine(
+            self.keyspace,
+            self._groups,
+            row_optimizer,
+            self.traffic,
+            replica_slots=self.replica_slots,
+            exchange=exchange,
+            gradient_scale=1.0 / self.layout.world_size if average_gradients else 1.0,
+            max_migration_bytes_per_step=max_migration_bytes_per_step,
+            device=self.device,
+        )
+        self.engine.initialise([table.scale for table in self.tables], seed)
         self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
         """Called with the input of every forward pass for training that was looked up; must not raise."""
-        self.apply_seconds = 0.0
         # The anchor gives autograd a reason to call backward, and schedulers a parameter group. It is hidden from
         # named_parameters(): DDP and dense optimizers must not see it.
         self.__dict__["_anchor"] = nn.Parameter(torch.zeros((), device=self.device))
-        self.optimizer = FusedOptimizer(self.__dict__["_anchor"], row_optimizer.lr, self._push, self._forget_gradients)
+        self.optimizer = FusedOptimizer(
+            self.__dict__["_anchor"], row_optimizer.lr, self.engine.push, self.engine.forget_gradients
+        )
 
     @property
     def table_of_feature(self) -> Mapping[str, int]:
@@ -172,7 +149,13 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def placement_version(self) -> int:
-        return self.inbox.applied_version
+        """Of the last chunk applied."""
+        return self.engine.inbox.applied_version
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that pushed gradients."""
+        return self.engine.steps
 
     def forward(self, features: Mapping[str, Jagged]) -> dict[str, Jagged]:
         """Looks up every feature given: ids [n] -> rows [n, dim], with the lengths of the input.
@@ -184,22 +167,15 @@ class EmbeddingCollection(nn.Module):
                 feature. Nothing was looked up; the step may be tried again with other input.
         """
         grad = torch.is_grad_enabled() and self.training
-        if grad and len(self._pending) >= MAX_PENDING_FORWARDS:
-            raise EmbeddingError(
-                f"{MAX_PENDING_FORWARDS} forward passes without a step",
-                remedy="call optimizer.step() after backward(), or evaluate under torch.no_grad()",
-            )
-        self._refresh_replicas()
-        if not self._pending:
-            self._apply_chunks()
+        if grad:
+            self.engine.check_room()
+        self.engine.prepare()
         error: EmbeddingError | None = None
         try:
             order, keys = self._features.keys(features)
         except EmbeddingError as fault:
             order, keys, error = [], self._features.no_keys(), fault
-        agreement = Agreement(self.inbox.begin_exchange(), 0 if error is None else self.rank + 1)
-        route = self._router.find(keys, agreement)
-        self.inbox.end_exchange(route.agreement.version)
+        route = self.engine.find(keys, 0 if error is None else self.rank + 1)
         if route.agreement.fault:
             raise error or EmbeddingError(
                 f"rank {route.agreement.fault - 1} was given input that cannot be looked up",
@@ -208,51 +184,11 @@ class EmbeddingCollection(nn.Module):
         if grad:
             if self.after_lookup is not None:
                 self.after_lookup(features)
-            pending = _Pending(route)
-            self._pending.append(pending)
-            rows = _Lookup.apply(self.__dict__["_anchor"], self, pending)  # type: ignore[no-untyped-call]
+            opened = self.engine.open_pass(route)
+            rows = _Lookup.apply(self.__dict__["_anchor"], self.engine, opened)  # type: ignore[no-untyped-call]
         else:
-            rows = self._router.fetch(route)
+            rows = self.engine.fetch(route)
         return self._features.split(features, order, rows)
-
-    def _refresh_replicas(self) -> None:
-        if self._stale_replicas:
-            self.migrator.refresh()
-            self._stale_replicas = False
-
-    def _apply_chunks(self) -> None:
-        started = time.perf_counter()
-        chunks = self.inbox.take(self._max_migration_bytes, self.migrator.copied_bytes)
-        for version, delta in chunks:
-            with torch.no_grad():
-                self.migrator.apply(delta)
-            self.inbox.applied(version)
-        if chunks:
-            self.apply_seconds += time.perf_counter() - started
-
-    def _forget_gradients(self) -> None:
-        # The passes stay: their backward may be still to come, and every rank must push the same number of them.
-        for pending in self._pending:
-            pending.grads = None
-
-    def _push(self, lr: float) -> None:
-        if not self._pending:
-            return  # nothing was looked up for training on any rank
-        landed: list[Landed] = [[] for _ in self._stores]
-        for pending in self._pending:
-            grads = pending.grads or [
-                store.rows.new_zeros((stop.rows, store.rows.shape[1]))
-                for store, stop in zip(self._stores, pending.route.stops[0], strict=True)
-            ]
-            if self._scale != 1.0:
-                grads = [grad * self._scale for grad in grads]
-            for group, parts in enumerate(self._router.push(pending.route, grads)):
-                landed[group].extend(parts)
-        self._pending.clear()
-        self._sync.update(landed, lr)
-        self.steps += 1
-        if self.after_step is not None:
-            self.after_step()
 
     def _replica_slots(self, fraction: float, slots: Sequence[int] | None) -> tuple[int, ...]:
         if slots is None:
@@ -263,31 +199,6 @@ class EmbeddingCollection(nn.Module):
                 remedy="a fraction of 0 to 1, or one number of slots a dim-group",
             )
         return tuple(int(count) for count in slots)
-
-    def _hops(self, exchange: str) -> list[Hop]:
-        layout = self.layout
-        dims = [group.dim for group in self.keyspace.groups]
-        world, local_ranks = layout.world_size, layout.local_ranks
-        if exchange == "chain":
-            hops = [
-                Hop(self._groups.node, lambda keys: keys % local_ranks, dims),
-                Hop(self._groups.rail, lambda keys: keys % world // local_ranks, dims),
-            ]
-        elif exchange in ("direct", "direct_no_dedup"):
-            hops = [Hop(self._groups.world, lambda keys: keys % world, dims)]
-        else:
-            raise EmbeddingError(f"exchange {exchange!r}", remedy="one of chain, direct, direct_no_dedup")
-        return [hop for hop in hops if hop.peers.size > 1]
-
-    def _initialise(self) -> None:
-        for store in self._stores:
-            keys = store.home_keys()
-            tables, rows = self.keyspace.table_rows(keys)
-            for table in store.group.tables:
-                at = np.flatnonzero(tables == table)
-                spec = self.tables[table]
-                values = initial_rows(spec.name, rows[at], spec.dim, store.dtype, scale=spec.scale, seed=self._seed)
-                store.rows[torch.from_numpy(at).to(self.device)] = values.to(self.device)
 
     def _check_same_everywhere(self, settings: list[object]) -> None:
         """What ranks do with different settings is not an error but a wait for each other, or replicas that differ."""
@@ -311,7 +222,7 @@ class EmbeddingCollection(nn.Module):
     def gather_table(self, name: str) -> torch.Tensor:
         """Collective. [rows, dim] of a whole table on every rank: for small tables, tests and exports."""
         table = self.keyspace.index[name]
-        store = next(store for store in self._stores if table in store.group.tables)
+        store = next(store for store in self.engine.stores if table in store.group.tables)
         first, rows = int(self.keyspace.first_key[table]), self.keyspace.tables[table].rows
         with self.traffic.uncounted():
             return gather_rows(self._groups, store, first, rows)
@@ -319,17 +230,17 @@ class EmbeddingCollection(nn.Module):
     def replicas_bit_equal(self) -> bool:
         """Collective. Do all replicas, with optimizer state, equal their home copies bit for bit?"""
         with self.traffic.uncounted():
-            return replicas_bit_equal(self._groups, self._stores)
+            return replicas_bit_equal(self._groups, self.engine.stores)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for index, store in enumerate(self._stores):
+        for index, store in enumerate(self.engine.stores):
             destination[f"{prefix}group{index}.rows"] = store.rows[: store.home_rows].clone()
             destination[f"{prefix}group{index}.state"] = store.state[: store.home_rows].clone()
         destination[f"{prefix}shard"] = self._shard()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        self._stale_replicas = True
+        self.engine.rows_loaded()
         missing, unexpected, errors = args[2:5]
         shard = state_dict.get(f"{prefix}shard")
         if shard is not None and not torch.equal(shard.cpu(), self._shard()):
@@ -339,7 +250,7 @@ class EmbeddingCollection(nn.Module):
             )
             return
         expected = {f"{prefix}shard"}
-        for index, store in enumerate(self._stores):
+        for index, store in enumerate(self.engine.stores):
             for name, held in (("rows", store.rows), ("state", store.state)):
                 key = f"{prefix}group{index}.{name}"
                 expected.add(key)

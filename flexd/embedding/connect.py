@@ -33,15 +33,15 @@ class Connection:
         self.tap = tap
         self._collection = collection
         self._last_totals = collection.traffic.totals()
-        self._last_apply_seconds = collection.apply_seconds
+        self._last_apply_seconds = collection.engine.apply_seconds
         self._last_step_at = time.monotonic()
-        collection.after_step = self._report
+        collection.engine.after_step = self._report
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """Sends what is pending and stops the agent's thread, within the deadline. What a tap has counted is sent too,
         if the daemon is there to take it."""
         deadline = time.monotonic() + timeout_seconds
-        self._collection.after_step = None
+        self._collection.engine.after_step = None
         if self.tap is not None and not self.tap.close(timeout_seconds * _TAP_SHARE):
             logger.warning("rank %d: the daemon has not taken all that was counted", self._collection.rank)
         self.agent.stop(deadline - time.monotonic())
@@ -56,9 +56,9 @@ class Connection:
                 step=collection.steps,
                 steps=1,
                 placement_version=collection.placement_version,
-                placement_digest=collection.migrator.digest,
+                placement_digest=collection.engine.migrator.digest,
                 step_seconds=now - self._last_step_at,
-                apply_seconds=collection.apply_seconds - self._last_apply_seconds,
+                apply_seconds=collection.engine.apply_seconds - self._last_apply_seconds,
                 accesses_by_tier=(since["home_accesses"], since["node_accesses"], since["device_accesses"]),
                 all_to_all_intra_bytes=since["all_to_all_intra_bytes"],
                 all_to_all_inter_bytes=since["all_to_all_inter_bytes"],
@@ -69,7 +69,7 @@ class Connection:
             )
         )
         self._last_totals, self._last_step_at = totals, now
-        self._last_apply_seconds = collection.apply_seconds
+        self._last_apply_seconds = collection.engine.apply_seconds
 
 
 def connect(
@@ -114,12 +114,12 @@ def connect(
     secret_file = secret_file or os.environ.get(SECRET_VARIABLE)
     secret = read_secret(secret_file, "secret file") if secret_file else None
     agent = Agent(
-        collection.inbox,
+        collection.engine.inbox,
         identity,
         address,
         secret=secret,
         timeout_seconds=timeout_seconds,
-        placement_lists=collection.migrator.placement,
+        placement_lists=collection.engine.migrator.placement,
         outbox=None if tap is None else tap.outbox,
     )
     connection = Connection(collection, agent, tap)

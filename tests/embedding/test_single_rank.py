@@ -132,7 +132,7 @@ def test_a_closure_is_run_with_gradients() -> None:
 def test_a_step_without_a_forward_pass_does_nothing() -> None:
     collection, plain = pair()
     called = []
-    collection.after_step = lambda: called.append(1)
+    collection.engine.after_step = lambda: called.append(1)
     collection.optimizer.step()
     assert collection.steps == 0
     assert not called
@@ -235,7 +235,7 @@ def test_copied_bytes_of_a_step_are_capped() -> None:
     tiers = np.zeros(20, dtype=np.uint8)
     for version, (keys, tier) in enumerate(moves, 1):
         new = np.full(len(keys), tier, dtype=np.uint8)
-        collection.inbox.offer(version, Delta(np.array(keys), tiers[keys], new))
+        collection.engine.inbox.offer(version, Delta(np.array(keys), tiers[keys], new))
         tiers[keys] = tier
     versions = []
     for _ in range(6):

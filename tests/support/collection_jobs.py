@@ -53,7 +53,7 @@ def train_step(collection: EmbeddingCollection, features: dict[str, Jagged]) -> 
 
 
 def offer(collection: EmbeddingCollection, delta: Delta) -> None:
-    collection.inbox.offer(collection.inbox._received_version + 1, delta)
+    collection.engine.inbox.offer(collection.engine.inbox._received_version + 1, delta)
 
 
 def look_everything_up(collection: EmbeddingCollection) -> dict[str, np.ndarray]:
@@ -71,13 +71,13 @@ def follow(rank: int, layout: RankLayout, deltas: list[Delta], slots: list[int])
         train_step(collection, some(0, step, rank))
         unequal_before = not collection.replicas_bit_equal()
         looked_up = look_everything_up(collection)  # applies the chunk
-        keys, tiers = collection.migrator.placement()
+        keys, tiers = collection.engine.migrator.placement()
         whole = {name: collection.gather_table(name).numpy() for name in ROWS}
-        listed = [store.directory for store in collection._stores]
+        listed = [store.directory for store in collection.engine.stores]
         said.append(
             {
-                "version": collection.placement_version, "digest": collection.migrator.digest,
-                "keys": keys, "tiers": tiers, "free": [store.free_slots for store in collection._stores],
+                "version": collection.placement_version, "digest": collection.engine.migrator.digest,
+                "keys": keys, "tiers": tiers, "free": [store.free_slots for store in collection.engine.stores],
                 "slots_distinct": all(len(set(d.slots.tolist())) == len(d) for d in listed),
                 "lookups_right": all(np.array_equal(looked_up[name], whole[name]) for name in ROWS),
                 "bit_equal": collection.replicas_bit_equal() and not unequal_before,
@@ -92,13 +92,13 @@ def wrong_chunk(rank: int, layout: RankLayout, good: Delta, wrong: Delta) -> tup
     offer(collection, good)
     look_everything_up(collection)
     look_everything_up(collection)
-    before = [store.free_slots for store in collection._stores], collection.migrator.digest
+    before = [store.free_slots for store in collection.engine.stores], collection.engine.migrator.digest
     try:
-        collection.migrator.apply(wrong)
+        collection.engine.migrator.apply(wrong)
         text = "applied"
     except FlexdError as error:
         text = f"{type(error).__name__}: {error}"
-    after = [store.free_slots for store in collection._stores], collection.migrator.digest
+    after = [store.free_slots for store in collection.engine.stores], collection.engine.migrator.digest
     return text, before == after and collection.replicas_bit_equal()
 
 
@@ -128,7 +128,7 @@ def save_and_load(rank: int, layout: RankLayout, first: Delta, second: Delta, pe
         for collection in (old, new):
             train_step(collection, some(3, step, rank))
         equal.append(new.replicas_bit_equal())
-    tier = new.migrator.placement()[1]
+    tier = new.engine.migrator.placement()[1]
     return {
         "lookups_right": all(np.array_equal(looked_up[name], expected[name]) for name in ROWS),
         "bit_equal": equal, "replicas": len(tier),
@@ -171,7 +171,7 @@ def evaluate(rank: int, layout: RankLayout, delta: Delta) -> dict[str, Any]:
     return {
         "synced": sum(after[name] - before[name] for name in after if name.startswith("sync")),
         "device_accesses": after["device_accesses"] - before["device_accesses"],
-        "steps": collection.steps, "pending": len(collection._pending),
+        "steps": collection.steps, "pending": len(collection.engine.passes),
         "unchanged": torch.equal(tables_before, collection.gather_table("item")),
     }  # fmt: skip
 
@@ -208,9 +208,11 @@ def fault_beside_a_chunk(rank: int, layout: RankLayout, delta: Delta, guilty: in
         collection(bad if rank == guilty else everything())
         raise AssertionError("no error")
     except EmbeddingError:
-        said.append((collection.inbox.agreed_version, collection.placement_version, len(collection._pending) == 0))
+        said.append(
+            (collection.engine.inbox.agreed_version, collection.placement_version, len(collection.engine.passes) == 0)
+        )
     train_step(collection, everything())
-    said.append((collection.inbox.agreed_version, collection.placement_version, collection.replicas_bit_equal()))
+    said.append((collection.engine.inbox.agreed_version, collection.placement_version, collection.replicas_bit_equal()))
     return said
 
 
@@ -296,10 +298,12 @@ def connected(rank: int, layout: RankLayout, port: int, digest: int, limit: int)
         equal &= collection.replicas_bit_equal()
         versions.append(collection.placement_version)
         step += 1
-        left -= int(collection.migrator.digest == digest)  # equal on all ranks: they apply chunks at the same step
+        left -= int(
+            collection.engine.migrator.digest == digest
+        )  # equal on all ranks: they apply chunks at the same step
     out = {
-        "steps": step, "versions": versions, "bit_equal": equal, "digest": collection.migrator.digest,
-        "listed": collection.migrator.placement(), "state": connection.agent.state,
+        "steps": step, "versions": versions, "bit_equal": equal, "digest": collection.engine.migrator.digest,
+        "listed": collection.engine.migrator.placement(), "state": connection.agent.state,
         "tables": {name: collection.gather_table(name).numpy() for name in ROWS},
         "accesses": sum(collection.traffic.totals()[f"{tier}_accesses"] for tier in ("home", "node", "device")),
     }  # fmt: skip

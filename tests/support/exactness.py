@@ -119,9 +119,9 @@ def train(rank: int, scenario: Scenario) -> dict[str, object]:
     losses, versions, unequal = [], [], 0
     for step in range(scenario.steps):
         due = min(len(chunks), step // scenario.migrate_every)
-        while collection.inbox._received_version < due and rng.random() < 0.7:
-            version = collection.inbox._received_version + 1
-            collection.inbox.offer(version, chunks[version - 1])
+        while collection.engine.inbox._received_version < due and rng.random() < 0.7:
+            version = collection.engine.inbox._received_version + 1
+            collection.engine.inbox.offer(version, chunks[version - 1])
         for index in range(scenario.passes):
             out = collection(batch(scenario, step * scenario.passes + index, rank))
             loss = loss_of({name: jagged.values for name, jagged in out.items()})
@@ -137,10 +137,10 @@ def train(rank: int, scenario: Scenario) -> dict[str, object]:
             collection(batch(scenario, 10_000 + step, rank))
             collection.train()
     tables = {table.name: collection.gather_table(table.name).double().numpy() for table in collection.tables}
-    keys, tiers = collection.migrator.placement()
+    keys, tiers = collection.engine.migrator.placement()
     return {
         "losses": losses, "versions": versions, "unequal": unequal, "tables": tables, "chunks": len(chunks),
-        "traffic": collection.traffic.totals(), "digest": collection.migrator.digest,
+        "traffic": collection.traffic.totals(), "digest": collection.engine.migrator.digest,
         "placement": (keys, tiers),
     }  # fmt: skip
 
@@ -207,7 +207,7 @@ def refused(rank: int, layout: RankLayout) -> str:
     collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout, replica_slots=[1])
     keys = np.arange(20, dtype=np.int64)
     try:
-        collection.inbox.offer(1, Delta(keys, np.zeros(20, np.uint8), np.full(20, Tier.DEVICE, np.uint8)))
+        collection.engine.inbox.offer(1, Delta(keys, np.zeros(20, np.uint8), np.full(20, Tier.DEVICE, np.uint8)))
     except ChunkRefusedError as error:
         return str(error)
     return "taken"

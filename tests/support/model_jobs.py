@@ -71,7 +71,7 @@ def bytes_per_step(
     )  # fmt: skip
     wanted = placement(device, node)
     if len(wanted):
-        collection.inbox.offer(1, Delta(wanted.keys, np.zeros(len(wanted), np.uint8), wanted.tiers))
+        collection.engine.inbox.offer(1, Delta(wanted.keys, np.zeros(len(wanted), np.uint8), wanted.tiers))
     rng = np.random.default_rng([7, rank])
     before: dict[str, int] = {}
     for step in range(steps + 2):

@@ -52,7 +52,7 @@ def record(
     said = []
     for step, chunk in enumerate(chunks):
         if chunk is not None:
-            collection.inbox.offer(collection.inbox._received_version + 1, chunk)
+            collection.engine.inbox.offer(collection.engine.inbox._received_version + 1, chunk)
         before = collection.traffic.totals()
         features = {
             name: Jagged(torch.from_numpy(ids), torch.tensor([len(ids)]))

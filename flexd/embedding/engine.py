@@ -1,0 +1,192 @@
+"""Rows by key: looked up, trained, replicated and migrated, whatever module the ids come from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from flexd.control.inbox import ChunkInbox
+from flexd.embedding.exchange import Agreement, Hop
+from flexd.embedding.groups import ChainGroups
+from flexd.embedding.initial import initial_rows
+from flexd.embedding.migrate import Migrator
+from flexd.embedding.optimizer import RowOptimizer
+from flexd.embedding.route import Route, Router
+from flexd.embedding.store import GroupStore
+from flexd.embedding.sync import Landed, ReplicaSync
+from flexd.embedding.traffic import Traffic
+from flexd.errors import EmbeddingError
+from flexd.keyspace import KeySpace
+
+MAX_PENDING_PASSES = 64
+
+
+class Pass:
+    """A forward pass for training whose gradients have not been pushed yet.
+
+    Attributes:
+        grads: per dim-group [rows of the route's first station, dim]; None before its backward pass.
+    """
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+        self.grads: list[torch.Tensor] | None = None
+
+    def add(self, grads: list[torch.Tensor]) -> None:
+        self.grads = grads if self.grads is None else [a + b for a, b in zip(self.grads, grads, strict=True)]
+
+
+class RowEngine:
+    """The rows that one rank holds and the exchange with the others. Every method that says so is collective.
+
+    A step is: ``prepare`` and ``find`` for each forward pass, ``fetch`` its rows, ``open_pass`` if it trains,
+    ``reduce`` in its backward pass; then ``push`` once, which updates all rows touched since the last one.
+
+    Args:
+        replica_slots: of each dim-group.
+        exchange: "chain", "direct" or "direct_no_dedup", as in ``EmbeddingCollection``.
+        gradient_scale: gradients are multiplied by it.
+
+    Raises:
+        EmbeddingError: an unknown exchange.
+    """
+
+    def __init__(
+        self,
+        keyspace: KeySpace,
+        groups: ChainGroups,
+        optimizer: RowOptimizer,
+        traffic: Traffic,
+        *,
+        replica_slots: Sequence[int],
+        exchange: str,
+        gradient_scale: float,
+        max_migration_bytes_per_step: int,
+        device: torch.device,
+    ) -> None:
+        self.keyspace = keyspace
+        self.groups = groups
+        self.stores = [
+            GroupStore(group, groups.layout, groups.rank, slots, device)
+            for group, slots in zip(keyspace.groups, replica_slots, strict=True)
+        ]
+        self.router = Router(self.stores, self._hops(exchange), traffic, dedup=exchange != "direct_no_dedup")
+        self.sync = ReplicaSync(groups, self.stores, optimizer, traffic)
+        self.migrator = Migrator(groups, self.stores, traffic)
+        self.inbox = ChunkInbox(keyspace, groups.layout, groups.rank, tuple(replica_slots))
+        self.passes: list[Pass] = []
+        """Not pushed yet, oldest first; equally many on every rank."""
+        self.steps = 0
+        self.apply_seconds = 0.0
+        self.after_step: Callable[[], None] | None = None
+        self._scale = gradient_scale
+        self._max_migration_bytes = max_migration_bytes_per_step
+        self._stale_replicas = False
+
+    def initialise(self, scales: Sequence[float], seed: int) -> None:
+        """Home rows of each table get their ``initial_rows``."""
+        for store in self.stores:
+            tables, rows = self.keyspace.table_rows(store.home_keys())
+            for table in store.group.tables:
+                at = np.flatnonzero(tables == table)
+                spec = self.keyspace.tables[table]
+                values = initial_rows(spec.name, rows[at], spec.dim, store.dtype, scale=scales[table], seed=seed)
+                store.rows[torch.from_numpy(at).to(store.rows.device)] = values.to(store.rows.device)
+
+    def prepare(self) -> None:
+        """Collective. Copies replicas anew if home rows were loaded, and applies the chunks all ranks agreed on; not
+        while a pass waits for its push, whose route goes by the placement as it was."""
+        if self._stale_replicas:
+            self.migrator.refresh()
+            self._stale_replicas = False
+        if not self.passes:
+            self._apply_chunks()
+
+    def find(self, keys: torch.Tensor, fault: int = 0) -> Route:
+        """Collective. The route of int64 [n] keys, in any order, repeats allowed.
+
+        Args:
+            fault: 1 + this rank if its input cannot be looked up (``keys`` is empty then). The highest of all ranks
+                is in the route's agreement: every rank must give the pass up if it is not 0.
+        """
+        route = self.router.find(keys, Agreement(self.inbox.begin_exchange(), fault))
+        self.inbox.end_exchange(route.agreement.version)
+        return route
+
+    def fetch(self, route: Route) -> list[torch.Tensor]:
+        """Collective. Per dim-group [requests of this rank, dim]."""
+        return self.router.fetch(route)
+
+    def check_room(self) -> None:
+        """Raises EmbeddingError when too many passes wait for a push."""
+        if len(self.passes) >= MAX_PENDING_PASSES:
+            raise EmbeddingError(
+                f"{MAX_PENDING_PASSES} forward passes without a step",
+                remedy="call optimizer.step() after backward(), or evaluate under torch.no_grad()",
+            )
+
+    def open_pass(self, route: Route) -> Pass:
+        opened = Pass(route)
+        self.passes.append(opened)
+        return opened
+
+    def reduce(self, opened: Pass, grads: Sequence[torch.Tensor]) -> None:
+        """Adds the gradients of one backward pass: per dim-group [requests of this rank, dim]."""
+        opened.add(self.router.reduce(opened.route, list(grads)))
+
+    def forget_gradients(self) -> None:
+        # The passes stay: their backward may be still to come, and every rank must push the same number of them.
+        for opened in self.passes:
+            opened.grads = None
+
+    def push(self, lr: float) -> None:
+        """Collective. Carries the gradients of all open passes to the rows and updates them; nothing without any."""
+        if not self.passes:
+            return  # nothing was looked up for training on any rank
+        landed: list[Landed] = [[] for _ in self.stores]
+        for opened in self.passes:
+            grads = opened.grads or [
+                store.rows.new_zeros((stop.rows, store.rows.shape[1]))
+                for store, stop in zip(self.stores, opened.route.stops[0], strict=True)
+            ]
+            if self._scale != 1.0:
+                grads = [grad * self._scale for grad in grads]
+            for group, parts in enumerate(self.router.push(opened.route, grads)):
+                landed[group].extend(parts)
+        self.passes.clear()
+        self.sync.update(landed, lr)
+        self.steps += 1
+        if self.after_step is not None:
+            self.after_step()
+
+    def rows_loaded(self) -> None:
+        """Home rows or their state were replaced from outside: replicas are copied anew before the next pass."""
+        self._stale_replicas = True
+
+    def _apply_chunks(self) -> None:
+        started = time.perf_counter()
+        chunks = self.inbox.take(self._max_migration_bytes, self.migrator.copied_bytes)
+        for version, delta in chunks:
+            with torch.no_grad():
+                self.migrator.apply(delta)
+            self.inbox.applied(version)
+        if chunks:
+            self.apply_seconds += time.perf_counter() - started
+
+    def _hops(self, exchange: str) -> list[Hop]:
+        layout = self.groups.layout
+        dims = [group.dim for group in self.keyspace.groups]
+        world, local_ranks = layout.world_size, layout.local_ranks
+        if exchange == "chain":
+            hops = [
+                Hop(self.groups.node, lambda keys: keys % local_ranks, dims),
+                Hop(self.groups.rail, lambda keys: keys % world // local_ranks, dims),
+            ]
+        elif exchange in ("direct", "direct_no_dedup"):
+            hops = [Hop(self.groups.world, lambda keys: keys % world, dims)]
+        else:
+            raise EmbeddingError(f"exchange {exchange!r}", remedy="one of chain, direct, direct_no_dedup")
+        return [hop for hop in hops if hop.peers.size > 1]
