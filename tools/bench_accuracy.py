@@ -15,7 +15,6 @@ same run. A trace is one job of all its tables (docs/demo.md). The last line of 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import platform
 import time
@@ -27,6 +26,7 @@ from typing import Any
 import datasketches
 import numpy as np
 import numpy.typing as npt
+from bench_report import last_line
 
 from flexd.errors import SketchError
 from flexd.keyspace import KeySpace, TableSpec
@@ -331,7 +331,7 @@ def main() -> None:
     rounded = {name: float(f"{value:.6g}") for name, value in figures.items()}
     if options.json:
         context = {"rows": rows, "accesses": accesses, "machine": platform.machine()}
-        print(json.dumps({"figures": {**context, **rounded}, "checks": checks}))
+        print(last_line({**context, **rounded}, checks))
         return
     for name, value in rounded.items():
         print(f"{name:68s} {value:14g}")

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench_report import last_line
 
 from flexd.allocator import keep_freed_memory
 from flexd.ingest import Ingestor
@@ -213,7 +214,7 @@ def main() -> None:
     if options.json:
         context = {"rows": rows, "messages": count, "machine": platform.machine(), "cpus": os.cpu_count()}
         rounded = {name: round(value, 3) for name, value in figures.items()}
-        print(json.dumps({"figures": {**context, **rounded}, "checks": checks}))
+        print(last_line({**context, **rounded}, checks))
         return
     print(f"Zipf 1.05, {rows:,} rows dense, {count:,} messages of {MESSAGE_IDS:,} ids, median of {repeats}\n")
     for name, value in figures.items():

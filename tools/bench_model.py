@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench_report import last_line
+
 PORT = 29_741
 RANK_PROGRAM = Path(__file__).parent / "bench_model_rank.py"
 LARGEST_ERROR = 0.25
@@ -182,7 +184,7 @@ def main() -> int:
             for key in row
             if key.endswith(("seconds", "error"))
         }
-        print(json.dumps({"figures": figures, "checks": checks}))
+        print(last_line(figures, checks))
     for check in checks:
         if not check["ok"]:
             print(f"not met: {check['name']}: {check['value']} (target {check['target']})", file=sys.stderr)

@@ -9,7 +9,6 @@ Medians over repeats, all in one process and one thread. The last line of ``--js
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -21,6 +20,7 @@ import datasketches
 import numba
 import numpy as np
 import numpy.typing as npt
+from bench_report import last_line
 
 from flexd.keyspace import TableSpec
 from flexd.sketch.countmin import CANDIDATE_BUFFER, CountMin
@@ -222,7 +222,7 @@ def main() -> None:
     if options.json:
         context = {"rows": rows, "ids": count, "machine": platform.machine(), "cpus": os.cpu_count()}
         rounded = {name: round(value, 4) for name, value in figures.items()}
-        print(json.dumps({"figures": {**context, **rounded}, "checks": checks}))
+        print(last_line({**context, **rounded}, checks))
         return
     print(f"Zipf 1.05, {rows:,} rows, {count:,} ids, median of {repeats}, one thread\n")
     for name, value in figures.items():
