@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -88,13 +89,17 @@ class ChainGroups:
 
     Args:
         device: where the process group's collectives work.
+        deadline: if given, the world is a process group of its own too, and no collective waits longer. Who works in
+            another thread than the trainer's needs both: collectives of one group must not overtake each other.
 
     Raises:
         TopologyError: on every rank, if the layout does not have as many ranks as the default process group, or the
             ranks were given different ones.
     """
 
-    def __init__(self, layout: RankLayout, traffic: Traffic, device: torch.device) -> None:
+    def __init__(
+        self, layout: RankLayout, traffic: Traffic, device: torch.device, deadline: timedelta | None = None
+    ) -> None:
         live = dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if live else 1
         self.rank = dist.get_rank() if live else 0
@@ -107,17 +112,19 @@ class ChainGroups:
                 remedy="pass the layout of this job, or launch as many ranks as it has",
             )
         self.layout = layout
-        node_groups = [self._new(layout.node_ranks(node), live) for node in range(layout.nodes)]
-        rail_groups = [self._new(layout.rail_ranks(local), live) for local in range(layout.local_ranks)]
+        node_groups = [self._new(layout.node_ranks(node), live, deadline) for node in range(layout.nodes)]
+        rail_groups = [self._new(layout.rail_ranks(local), live, deadline) for local in range(layout.local_ranks)]
         node, local = layout.node_of(self.rank), layout.local_rank_of(self.rank)
         everyone = list(range(world_size))
-        self.world = Peers(dist.group.WORLD if live else None, everyone, self.rank, layout, traffic)
+        shared = dist.group.WORLD if live else None
+        world = shared if deadline is None else self._new(everyone, live, deadline)
+        self.world = Peers(world, everyone, self.rank, layout, traffic)
         self.node = Peers(node_groups[node], layout.node_ranks(node), self.rank, layout, traffic)
         self.rail = Peers(rail_groups[local], layout.rail_ranks(local), self.rank, layout, traffic)
 
     @staticmethod
-    def _new(ranks: list[int], live: bool) -> dist.ProcessGroup | None:
-        return dist.new_group(ranks) if live and len(ranks) > 1 else None
+    def _new(ranks: list[int], live: bool, deadline: timedelta | None) -> dist.ProcessGroup | None:
+        return dist.new_group(ranks, timeout=deadline) if live and len(ranks) > 1 else None
 
 
 def _check_same_layout(layout: RankLayout, world_size: int, device: torch.device) -> None:

@@ -57,5 +57,11 @@ class Traffic:
         setattr(self, intra, getattr(self, intra) + intra_bytes)
         setattr(self, inter, getattr(self, inter) + inter_bytes)
 
+    def move_to(self, other: Traffic) -> None:
+        """Adds everything to ``other`` and begins anew."""
+        for name, value in self.totals().items():
+            setattr(other, name, getattr(other, name) + value)
+            setattr(self, name, 0)
+
     def totals(self) -> dict[str, int]:
         return {f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("_")}
