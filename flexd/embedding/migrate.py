@@ -80,7 +80,7 @@ class Migrator:
         has_replica = self._layout.holds_replica(rank, keys, new)
         removed = self._check_old_tiers(store, keys, old, was)
         slots = np.full(len(keys), -1, dtype=np.int32)
-        slots[was] = store.directory.slots[removed].cpu().numpy()
+        slots[was] = store.directory.slots_at(removed).cpu().numpy()
         store.give_slots(slots[had_replica & ~has_replica])
         fresh = has_replica & ~had_replica
         slots[fresh] = store.take_slots(int(fresh.sum()))
@@ -108,7 +108,7 @@ class Migrator:
         right = found.cpu().numpy() == was
         removed = at[torch.from_numpy(was).to(at.device)]
         if bool(right.all()):
-            right[was] = store.directory.tiers[removed].cpu().numpy() == old[was]
+            right[was] = store.directory.tiers_at(removed).cpu().numpy() == old[was]
         if not bool(right.all()):
             raise PlacementError(
                 f"rank {store.rank}: {int((~right).sum())} rows of a chunk of {len(keys)} are not at the tier it says, "

@@ -180,7 +180,7 @@ class Router:
 
     def _count_accesses(self, store: GroupStore, entries: torch.Tensor, weight: torch.Tensor) -> None:
         if len(store.directory):
-            tier = torch.where(entries >= 0, store.directory.tiers[entries.clamp(min=0)], 0)
+            tier = torch.where(entries >= 0, store.directory.tiers_at(entries.clamp(min=0)), 0)
         else:
             tier = torch.zeros_like(entries)
         by_tier = torch.zeros(3, dtype=torch.int64, device=weight.device).scatter_add_(0, tier.to(torch.int64), weight)

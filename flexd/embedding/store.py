@@ -38,7 +38,7 @@ class GroupStore:
         state_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.rows = torch.zeros((slots, group.dim), dtype=self.dtype, device=device)
         self.state = torch.zeros((slots, STATE_FLOATS_PER_ROW[group.optimizer]), dtype=state_dtype, device=device)
-        self.directory = Directory.empty(device)
+        self.directory = Directory.empty(group.first_key, group.rows, device)
         self._free = np.arange(slots - 1, self.home_rows - 1, -1, dtype=np.int32)
         self._free_count = replica_slots
 
@@ -69,7 +69,7 @@ class GroupStore:
         at, found = self.directory.find(keys)
         if len(self.directory) == 0:
             return home, slots, at - 1
-        slots = torch.where(found, self.directory.slots[at].to(torch.int64), slots)
+        slots = torch.where(found, self.directory.slots_at(at), slots)
         return home | found, slots, torch.where(found, at, -1)
 
     def take_slots(self, count: int) -> npt.NDArray[np.int32]:

@@ -67,9 +67,11 @@ class ReplicaSync:
             torch.zeros(len(store.directory), dtype=torch.bool, device=part.device).index_fill_(0, mine.index, True)
             for store, part, mine in zip(self._stores, positions, replicated, strict=True)
         ]
-        union_mask = self._union(holders, torch.cat([m[p] for m, p in zip(touched, positions, strict=True)]))
+        union_mask = self._union(
+            holders, torch.cat([m.index_select(0, p) for m, p in zip(touched, positions, strict=True)])
+        )
         union = [
-            part[mask]
+            part[mask].to(torch.int64)
             for part, mask in zip(positions, torch.split(union_mask, [len(part) for part in positions]), strict=True)
         ]
         grads = [
@@ -84,14 +86,14 @@ class ReplicaSync:
                 grad.copy_(summed.view_as(grad))
         # One call a tier and group with the same rows in the same order on every holder: bit-equal by construction.
         for store, rows, grad in zip(self._stores, union, grads, strict=True):
-            slots = store.directory.slots[rows].to(torch.int64)
+            slots = store.directory.slots_at(rows)
             self._optimizer.update(store.rows, store.state, slots, grad, lr)
 
     @staticmethod
     def _densified(store: GroupStore, mine: _Sparse, union: torch.Tensor, tier: Tier) -> torch.Tensor:
         """[union, dim] gradients of this rank, zero where it did not touch the row."""
         grads = store.rows.new_zeros((len(union), store.rows.shape[1]))
-        of_tier = store.directory.tiers[mine.index] == tier
+        of_tier = store.directory.tiers_at(mine.index) == tier
         grads.index_copy_(0, torch.searchsorted(union, mine.index[of_tier]), mine.grads[of_tier])
         return grads
 

@@ -20,8 +20,9 @@ from flexd.planner.workload import BACK_PER_RANK, BACK_RETURNED, PER_RANK, RETUR
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 
-DIRECTORY_BYTES = 21
-"""A row in a rank's directory: key 8, slot 4, tier 1, and its position in the list of its tier 8."""
+DIRECTORY_BYTES = 12
+"""A row in a rank's directory: key as offset in its dim-group 4 (8 beyond 2^31 rows), slot and tier 4, and its position
+in the list of its tier 4."""
 
 
 class Buffer(IntEnum):

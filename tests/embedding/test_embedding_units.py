@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexd
-from flexd.embedding.directory import Directory
 from flexd.embedding.features import FeatureMap
 from flexd.embedding.groups import layout_from_environment
 from flexd.embedding.initial import initial_rows
@@ -19,56 +18,9 @@ from flexd.embedding.store import TORCH_DTYPES, GroupStore
 from flexd.embedding.traffic import Kind, Traffic
 from flexd.errors import EmbeddingError, TopologyError
 from flexd.keyspace import DimGroup, KeySpace, TableSpec
-from flexd.layout import RankLayout, Tier
+from flexd.layout import RankLayout
 
 CPU = torch.device("cpu")
-ids = st.integers(0, 40)
-
-
-def directory_of(entries: dict[int, tuple[int, int]]) -> Directory:
-    keys = sorted(entries)
-    return Directory.of(
-        torch.tensor(keys, dtype=torch.int64),
-        torch.tensor([entries[key][0] for key in keys], dtype=torch.int32),
-        torch.tensor([entries[key][1] for key in keys], dtype=torch.uint8),
-    )
-
-
-def as_dict(directory: Directory) -> dict[int, tuple[int, int]]:
-    keys = directory.keys.tolist()
-    assert keys == sorted(set(keys))
-    return dict(zip(keys, zip(directory.slots.tolist(), directory.tiers.tolist(), strict=True), strict=True))
-
-
-entries = st.dictionaries(ids, st.tuples(st.integers(0, 99), st.integers(1, 2)), max_size=25)
-
-
-@settings(max_examples=150, deadline=None)
-@given(before=entries, after=entries, gone=st.sets(ids), asked=st.lists(st.integers(-3, 45), max_size=30))
-def test_directory_is_a_dict(
-    before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]], gone: set[int], asked: list[int]
-) -> None:
-    directory = directory_of(before)
-    removed, found = directory.find(torch.tensor(sorted((gone | set(after)) & set(before)), dtype=torch.int64))
-    assert bool(found.all())
-    new = directory_of(after)
-    replaced = directory.replace(removed, new.keys, new.slots, new.tiers)
-    expected = {key: value for key, value in before.items() if key not in gone} | after
-    assert as_dict(replaced) == expected
-    assert as_dict(directory) == before, "a directory is never changed"
-    assert (replaced.slots.dtype, replaced.tiers.dtype) == (torch.int32, torch.uint8)
-    for tier in (Tier.NODE, Tier.DEVICE):
-        there = [key for key in sorted(expected) if expected[key][1] == tier]
-        assert replaced.keys[replaced.positions[tier]].tolist() == there
-    at, found = replaced.find(torch.tensor(asked, dtype=torch.int64))
-    assert found.tolist() == [key in expected for key in asked]
-    assert [replaced.keys[p].item() for p in at[found]] == [key for key in asked if key in expected]
-
-
-def test_an_empty_directory_finds_nothing() -> None:
-    at, found = Directory.empty(CPU).find(torch.tensor([0, 5]))
-    assert at.shape == found.shape == (2,)
-    assert not found.any()
 
 
 @settings(max_examples=100, deadline=None)

@@ -53,13 +53,12 @@ def test_a_rank_allocates_what_is_said() -> None:
             (placement.tiers == Tier.NODE) & (placement.keys % 2 == LAYOUT.local_rank_of(rank))
         )
         count = int(listed.sum())
-        directory = Directory.of(
-            torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int32),
-            torch.from_numpy(placement.tiers[listed]),
+        directory = Directory.empty(0, 1504, torch.device("cpu")).replace(
+            torch.empty(0, dtype=torch.int64), torch.from_numpy(placement.keys[listed]),
+            torch.zeros(count, dtype=torch.int32), torch.from_numpy(placement.tiers[listed]),
         )  # fmt: skip
-        tensors = [directory.keys, directory.slots, directory.tiers, *directory.positions.values()]
         assert memory.home[rank] + memory.replicas[rank] == allocated
-        assert memory.directory[rank] == sum(tensor.nbytes for tensor in tensors) == count * DIRECTORY_BYTES
+        assert memory.directory[rank] == directory.nbytes == count * DIRECTORY_BYTES
         assert memory.total[rank] == memory.stored[rank] + buffers[:, rank].sum()
     told = memory.to_dict()
     fullest = int(memory.total.argmax())

@@ -78,7 +78,7 @@ def follow(rank: int, layout: RankLayout, deltas: list[Delta], slots: list[int])
             {
                 "version": collection.placement_version, "digest": collection.engine.migrator.digest,
                 "keys": keys, "tiers": tiers, "free": [store.free_slots for store in collection.engine.stores],
-                "slots_distinct": all(len(set(d.slots.tolist())) == len(d) for d in listed),
+                "slots_distinct": all(len(set(d.slots_at(torch.arange(len(d))).tolist())) == len(d) for d in listed),
                 "lookups_right": all(np.array_equal(looked_up[name], whole[name]) for name in ROWS),
                 "bit_equal": collection.replicas_bit_equal() and not unequal_before,
             }
