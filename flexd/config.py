@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from flexd.config_text import describe_faults, overlay_environment, read_yaml_mapping, redacted
 from flexd.errors import ConfigError
-from flexd.keyspace import DTYPE_BYTES, STATE_FLOATS_PER_ROW, KeySpace, TableSpec
+from flexd.keyspace import DTYPE_BYTES, OPTIMIZERS, KeySpace, TableSpec
 
 
 def _no_truth_value(value: Any) -> Any:
@@ -67,7 +67,8 @@ class TableConfig(Section):
     dtype: str = "float32"
     """Of the rows: ``float64``, ``float32``, ``float16`` or ``bfloat16``."""
     optimizer: str = "sgd"
-    """``sgd`` or ``rowwise_adagrad``: decides how much optimizer state migrates with a row."""
+    """``sgd``, ``adagrad``, ``rowwise_adagrad``, ``adam`` or ``rowwise_adam``: how much optimizer state migrates with a
+    row."""
 
     @field_validator("dtype")
     @classmethod
@@ -79,8 +80,8 @@ class TableConfig(Section):
     @field_validator("optimizer")
     @classmethod
     def _known_optimizer(cls, value: str) -> str:
-        if value not in STATE_FLOATS_PER_ROW:
-            raise ValueError(f"must be one of {', '.join(STATE_FLOATS_PER_ROW)}")
+        if value not in OPTIMIZERS:
+            raise ValueError(f"must be one of {', '.join(OPTIMIZERS)}")
         return value
 
 

@@ -16,8 +16,20 @@ from flexd.errors import ConfigError
 Int64Array = npt.NDArray[np.int64]
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-STATE_FLOATS_PER_ROW = {"sgd": 0, "rowwise_adagrad": 1}
-"""Optimizer state kept beside a row, in float32 (float64 for float64 tables) numbers."""
+_STATE_PER_ELEMENT: dict[str, dict[str, bool]] = {
+    "sgd": {},
+    "rowwise_adagrad": {"sum": False},
+    "adagrad": {"sum": True},
+    "adam": {"exp_avg": True, "exp_avg_sq": True},
+    "rowwise_adam": {"exp_avg": True, "exp_avg_sq": False},
+}
+OPTIMIZERS = tuple(_STATE_PER_ELEMENT)
+
+
+def state_columns(optimizer: str, dim: int) -> dict[str, int]:
+    """Optimizer state kept beside a row of ``dim`` numbers: name in ``torch.optim`` -> float32 (float64 for float64
+    tables) numbers, in the order in which they stand there."""
+    return {name: dim if per_element else 1 for name, per_element in _STATE_PER_ELEMENT[optimizer].items()}
 
 
 @dataclass(frozen=True)
@@ -39,10 +51,10 @@ class TableSpec:
             )
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"table {self.name!r}: dtype {self.dtype!r}", remedy=f"one of {', '.join(DTYPE_BYTES)}")
-        if self.optimizer not in STATE_FLOATS_PER_ROW:
+        if self.optimizer not in OPTIMIZERS:
             raise ConfigError(
                 f"table {self.name!r}: optimizer {self.optimizer!r}",
-                remedy=f"one of {', '.join(STATE_FLOATS_PER_ROW)}",
+                remedy=f"one of {', '.join(OPTIMIZERS)}",
             )
 
     @property
@@ -53,7 +65,7 @@ class TableSpec:
     @property
     def state_bytes(self) -> int:
         """Bytes of one row's optimizer state: migrates with the row."""
-        return STATE_FLOATS_PER_ROW[self.optimizer] * (8 if self.dtype == "float64" else 4)
+        return sum(state_columns(self.optimizer, self.dim).values()) * (8 if self.dtype == "float64" else 4)
 
 
 @dataclass(frozen=True)

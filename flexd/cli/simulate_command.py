@@ -35,6 +35,9 @@ class RowDType(StrEnum):
 class RowOptimizer(StrEnum):
     SGD = "sgd"
     ROWWISE_ADAGRAD = "rowwise_adagrad"
+    ADAGRAD = "adagrad"
+    ADAM = "adam"
+    ROWWISE_ADAM = "rowwise_adam"
 
 
 def simulate(

@@ -14,15 +14,20 @@ from torch import nn
 from flexd.embedding.engine import Pass, RowEngine
 from flexd.embedding.features import FeatureMap
 from flexd.embedding.groups import ChainGroups, layout_from_environment
+from flexd.embedding.handle import FusedOptimizer
 from flexd.embedding.initial import initial_rows
-from flexd.embedding.jagged import Jagged
-from flexd.embedding.optimizer import SGD, FusedOptimizer, RowOptimizer
+from flexd.embedding.jagged import Jagged, as_jagged
+from flexd.embedding.optimizer import SGD, RowOptimizer
+from flexd.embedding.route import Route
 from flexd.embedding.store import TORCH_DTYPES
 from flexd.embedding.traffic import Traffic
 from flexd.embedding.whole import gather_rows, replicas_bit_equal
 from flexd.errors import EmbeddingError, TopologyError
 from flexd.keyspace import KeySpace, TableSpec
 from flexd.layout import RankLayout
+
+JaggedLike = Jagged | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""Ids of one feature: ``Jagged``, a nested tensor of layout ``torch.jagged``, or (values, offsets)."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +55,30 @@ class EmbeddingTable:
         return self.features or (self.name,)
 
 
+@dataclass(frozen=True)
+class Found:
+    """One input that all ranks agree to look up. ``order``: its features, dim-group by dim-group."""
+
+    features: Mapping[str, Jagged]
+    order: list[str]
+    route: Route
+
+
 class _Lookup(torch.autograd.Function):
     """Rows of one route forward; its gradients wait in the engine for ``optimizer.step``."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, engine: RowEngine, opened: Pass) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, engine: RowEngine, opened: Pass, expand: bool
+    ) -> tuple[torch.Tensor, ...]:
         del anchor
-        ctx.engine, ctx.opened = engine, opened
-        return tuple(engine.fetch(opened.route))
+        ctx.engine, ctx.opened, ctx.expand = engine, opened, expand
+        return tuple(engine.fetch(opened.route, expand=expand))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
-        ctx.engine.reduce(ctx.opened, grads)
-        return None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None]:
+        ctx.engine.reduce(ctx.opened, grads, expanded=ctx.expand)
+        return None, None, None, None
 
 
 class EmbeddingCollection(nn.Module):
@@ -124,7 +140,6 @@ class EmbeddingCollection(nn.Module):
         self.engine = RowEngine(
             self.keyspace,
             self._groups,
-            row_optimizer,
             self.traffic,
             replica_slots=self.replica_slots,
             exchange=exchange,
@@ -132,15 +147,13 @@ class EmbeddingCollection(nn.Module):
             max_migration_bytes_per_step=max_migration_bytes_per_step,
             device=self.device,
         )
-        self.engine.initialise([table.scale for table in self.tables], seed)
+        self.engine.initialise([table.scale for table in self.tables], seed, row_optimizer.initial_state)
         self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
         """Called with the input of every forward pass for training that was looked up; must not raise."""
         # The anchor gives autograd a reason to call backward, and schedulers a parameter group. It is hidden from
         # named_parameters(): DDP and dense optimizers must not see it.
         self.__dict__["_anchor"] = nn.Parameter(torch.zeros((), device=self.device))
-        self.optimizer = FusedOptimizer(
-            self.__dict__["_anchor"], row_optimizer.lr, self.engine.push, self.engine.forget_gradients
-        )
+        self.optimizer = FusedOptimizer(self.__dict__["_anchor"], row_optimizer, self.engine)
 
     @property
     def table_of_feature(self) -> Mapping[str, int]:
@@ -157,38 +170,69 @@ class EmbeddingCollection(nn.Module):
         """Optimizer steps that pushed gradients."""
         return self.engine.steps
 
-    def forward(self, features: Mapping[str, Jagged]) -> dict[str, Jagged]:
-        """Looks up every feature given: ids [n] -> rows [n, dim], with the lengths of the input.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, features: Mapping[str, JaggedLike]) -> dict[str, Jagged]:
+        """Looks up every feature given: ids [n] -> rows [n, dim] in the table's dtype, with the lengths of the input.
 
         A feature of the collection that is missing on this rank counts as empty; the result has the features given.
+        A compiled model runs this part as it is, with a graph break around it.
 
         Raises:
             EmbeddingError: on every rank, if on any rank an id is out of range, of a wrong dtype, or of an unknown
                 feature. Nothing was looked up; the step may be tried again with other input.
         """
-        grad = torch.is_grad_enabled() and self.training
-        if grad:
+        found = self._find(features)
+        return self._features.split(found.features, found.order, self._rows(found))
+
+    def as_features(self, given: Any) -> dict[str, Jagged]:
+        """What ``forward`` takes, as ids by feature. Local; adapters for other input types override it.
+
+        Raises:
+            EmbeddingError: it is of another type.
+        """
+        if not isinstance(given, Mapping):
+            raise EmbeddingError(
+                f"rank {self.rank}: a {type(given).__name__} instead of features by name",
+                remedy='pass {"feature": Jagged(values, lengths), ...}',
+            )
+        return {name: as_jagged(value, name) for name, value in given.items()}
+
+    def _find(self, given: Any, check: Callable[[Mapping[str, Jagged]], None] | None = None) -> Found:
+        """Collective. Input is converted and checked here: what fails on one rank fails on all."""
+        if self._trains():
             self.engine.check_room()
         self.engine.prepare()
-        error: EmbeddingError | None = None
+        features: dict[str, Jagged] = {}
+        order: list[str] = []
+        keys = self._features.no_keys()
+        error: Exception | None = None
         try:
+            features = self.as_features(given)
+            if check is not None:
+                check(features)
             order, keys = self._features.keys(features)
-        except EmbeddingError as fault:
-            order, keys, error = [], self._features.no_keys(), fault
+        except Exception as fault:  # whatever it is: a rank that leaves alone lets the others wait
+            error = fault
         route = self.engine.find(keys, 0 if error is None else self.rank + 1)
         if route.agreement.fault:
             raise error or EmbeddingError(
                 f"rank {route.agreement.fault - 1} was given input that cannot be looked up",
                 remedy=f"see the error of rank {route.agreement.fault - 1}",
             )
-        if grad:
-            if self.after_lookup is not None:
-                self.after_lookup(features)
-            opened = self.engine.open_pass(route)
-            rows = _Lookup.apply(self.__dict__["_anchor"], self.engine, opened)  # type: ignore[no-untyped-call]
-        else:
-            rows = self.engine.fetch(route)
-        return self._features.split(features, order, rows)
+        return Found(features, order, route)
+
+    def _rows(self, found: Found, *, expand: bool = True) -> Sequence[torch.Tensor]:
+        """Collective. As ``RowEngine.fetch``; gradients of a pass for training wait for ``optimizer.step``."""
+        if not self._trains():
+            return self.engine.fetch(found.route, expand=expand)
+        if self.after_lookup is not None:
+            self.after_lookup(found.features)
+        opened = self.engine.open_pass(found.route)
+        rows: tuple[torch.Tensor, ...] = _Lookup.apply(self.__dict__["_anchor"], self.engine, opened, expand)  # type: ignore[no-untyped-call]
+        return rows
+
+    def _trains(self) -> bool:
+        return torch.is_grad_enabled() and self.training
 
     def _replica_slots(self, fraction: float, slots: Sequence[int] | None) -> tuple[int, ...]:
         if slots is None:

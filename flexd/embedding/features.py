@@ -49,11 +49,6 @@ class FeatureMap:
                     f"rank {self._rank}: no table reads feature {name!r}",
                     remedy=f"one of {', '.join(sorted(self.table_of))}",
                 )
-            if not isinstance(features[name], Jagged):
-                raise EmbeddingError(
-                    f"rank {self._rank}, feature {name!r}: a {type(features[name]).__name__} instead of a Jagged",
-                    remedy="wrap ids and lengths: Jagged(values, lengths)",
-                )
         order = sorted(features, key=lambda name: self._group_of[self.table_of[name]])
         parts = [self._feature_keys(name, features[name].values) for name in order]
         return order, torch.cat(parts) if parts else self.no_keys()

@@ -34,6 +34,31 @@ class Jagged:
         """``offsets`` int [batch + 1], ascending from 0 to n."""
         return Jagged(values, offsets[1:] - offsets[:-1])
 
+    @staticmethod
+    def from_nested(nested: torch.Tensor) -> Jagged:
+        """A nested tensor [batch, jagged] or [batch, jagged, dim] of layout ``torch.jagged``.
+
+        Raises:
+            EmbeddingError: not a nested tensor of that layout, or jagged in another dimension than the second.
+        """
+        if not nested.is_nested or nested.layout != torch.jagged or nested.dim() < 2:
+            raise EmbeddingError(
+                f"a tensor of layout {nested.layout} and {nested.dim()} dimensions is not jagged",
+                remedy="make it with torch.nested.nested_tensor([...], layout=torch.jagged), or pass Jagged",
+            )
+        if isinstance(nested.size(1), int):
+            raise EmbeddingError(
+                f"the nested tensor {tuple(nested.shape)} is jagged in another dimension than the second",
+                remedy="one sample a row: [batch, jagged] or [batch, jagged, dim]",
+            )
+        # A view made by torch.nested.narrow has holes between its samples.
+        packed = nested if nested.is_contiguous() else nested.contiguous()
+        return Jagged.from_offsets(packed.values(), packed.offsets())  # type: ignore[attr-defined]
+
+    def to_nested(self) -> torch.Tensor:
+        """A view as a nested tensor [batch, jagged, ...] of layout ``torch.jagged``; gradients flow through it."""
+        return torch.nested.nested_tensor_from_jagged(self.values, self.offsets)
+
     @property
     def offsets(self) -> torch.Tensor:
         """int64 [batch + 1]."""
@@ -50,3 +75,42 @@ class Jagged:
             return self.values.new_zeros((*index.shape, *self.values.shape[1:])), mask
         shape = (*mask.shape, *([1] * (self.values.dim() - 1)))
         return self.values[index].masked_fill(~mask.view(shape), 0), mask
+
+
+def as_jagged(given: object, name: str) -> Jagged:
+    """A ``Jagged``, a nested tensor of layout ``torch.jagged``, or a pair (values [n], offsets [batch + 1]).
+
+    Args:
+        name: of the feature, for errors.
+
+    Raises:
+        EmbeddingError: anything else, or offsets that do not ascend from 0 to n.
+    """
+    if isinstance(given, Jagged):
+        return given
+    if isinstance(given, torch.Tensor) and given.is_nested:
+        return Jagged.from_nested(given)
+    if isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, torch.Tensor) for part in given):
+        values, offsets = given
+        _check_offsets(values, offsets, name)
+        return Jagged.from_offsets(values, offsets)
+    raise EmbeddingError(
+        f"feature {name!r}: a {type(given).__name__} instead of a Jagged",
+        remedy="pass Jagged(values, lengths), a nested tensor of layout torch.jagged, or (values, offsets)",
+    )
+
+
+def _check_offsets(values: torch.Tensor, offsets: torch.Tensor, name: str) -> None:
+    """Offsets are easily taken for lengths, and the difference of lengths is as good a number as any."""
+    if offsets.dim() != 1 or offsets.is_floating_point() or offsets.numel() == 0 or values.dim() < 1:
+        raise EmbeddingError(
+            f"feature {name!r}: offsets of shape {tuple(offsets.shape)} and dtype {offsets.dtype}",
+            remedy="pass (values [n], offsets [batch + 1]) with integer offsets",
+        )
+    steps = offsets[1:] - offsets[:-1]
+    lowest = int(steps.min()) if steps.numel() else 0
+    if lowest < 0 or int(offsets[0]) != 0 or int(offsets[-1]) != values.shape[0]:
+        raise EmbeddingError(
+            f"feature {name!r}: offsets from {int(offsets[0])} to {int(offsets[-1])} for {values.shape[0]} values",
+            remedy="offsets ascend from 0 to the number of values; for lengths pass Jagged(values, lengths)",
+        )

@@ -94,8 +94,8 @@ class Router:
             asked_of_me.append(received)
         return Route(stops, asked, asked_of_me, agreement)
 
-    def fetch(self, route: Route) -> list[torch.Tensor]:
-        """Collective. Per group [requests of this rank, dim]."""
+    def fetch(self, route: Route, *, expand: bool = True) -> list[torch.Tensor]:
+        """Collective. Per group [requests of this rank, dim]; without ``expand`` [rows of the first station, dim]."""
         rows: list[torch.Tensor] = []
         for station in range(len(route.stops) - 1, -1, -1):
             answers = (
@@ -110,7 +110,8 @@ class Router:
                 found.index_copy_(0, stop.held, source.index_select(0, stop.slots))
                 if answers is not None:
                     found.index_copy_(0, stop.asked, answers[group])
-                rows.append(found if stop.expand is None else found.index_select(0, stop.expand))
+                repeats = stop.expand if expand or station else None
+                rows.append(found if repeats is None else found.index_select(0, repeats))
         return rows
 
     def reduce(self, route: Route, grads: list[torch.Tensor], station: int = 0) -> list[torch.Tensor]:

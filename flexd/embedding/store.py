@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from flexd.embedding.directory import Directory
-from flexd.keyspace import STATE_FLOATS_PER_ROW, DimGroup
+from flexd.keyspace import DimGroup, state_columns
 from flexd.layout import RankLayout
 
 TORCH_DTYPES = {
@@ -37,7 +37,8 @@ class GroupStore:
         slots = self.home_rows + replica_slots
         state_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.rows = torch.zeros((slots, group.dim), dtype=self.dtype, device=device)
-        self.state = torch.zeros((slots, STATE_FLOATS_PER_ROW[group.optimizer]), dtype=state_dtype, device=device)
+        floats = sum(state_columns(group.optimizer, group.dim).values())
+        self.state = torch.zeros((slots, floats), dtype=state_dtype, device=device)
         self.directory = Directory.empty(group.first_key, group.rows, device)
         self._free = np.arange(slots - 1, self.home_rows - 1, -1, dtype=np.int32)
         self._free_count = replica_slots

@@ -20,6 +20,16 @@ Landed = list[tuple[GroupStop, torch.Tensor]]
 
 
 @dataclass(frozen=True)
+class Summed:
+    """Gradients of one step, summed over all ranks: [n, dim] of the rows of dim-group ``group`` at ``slots`` int64 [n],
+    unique. The same rows in the same order on every holder of them."""
+
+    group: int
+    slots: torch.Tensor
+    grads: torch.Tensor
+
+
+@dataclass(frozen=True)
 class _Sparse:
     """Gradients [n, dim] of the rows at ``index`` int64 [n], unique."""
 
@@ -35,34 +45,41 @@ def _sum_by(index: torch.Tensor, grads: torch.Tensor) -> _Sparse:
 class ReplicaSync:
     """Turns the gradients that landed on this rank into updates of its rows."""
 
-    def __init__(
-        self, groups: ChainGroups, stores: Sequence[GroupStore], optimizer: RowOptimizer, traffic: Traffic
-    ) -> None:
+    def __init__(self, groups: ChainGroups, stores: Sequence[GroupStore], traffic: Traffic) -> None:
         self._groups = groups
         self._stores = list(stores)
-        self._optimizer = optimizer
         self._traffic = traffic
 
-    def update(self, landed: Sequence[Landed], lr: float) -> None:
-        """Collective. ``landed`` per dim-group; home rows are updated here, replicated rows on all their holders."""
+    def reduce(self, landed: Sequence[Landed]) -> list[Summed]:
+        """Collective. ``landed`` per dim-group -> the gradients of all rows that this rank holds and any rank touched:
+        of home rows, then of replicated rows, which every holder has."""
+        summed: list[Summed] = []
         replicated: list[_Sparse] = []
-        for store, parts in zip(self._stores, landed, strict=True):
+        for group, parts in enumerate(landed):
             slots = torch.cat([stop.slots for stop, _ in parts])
             entries = torch.cat([stop.entries for stop, _ in parts])
             grads = torch.cat([grad for _, grad in parts])
             plain = entries < 0
             home = _sum_by(slots[plain], grads[plain])
-            self._optimizer.update(store.rows, store.state, home.index, home.grads, lr)
+            summed.append(Summed(group, home.index, home.grads))
             replicated.append(_sum_by(entries[~plain], grads[~plain]))
         with self._traffic.kind(Kind.SYNC):
             for tier, peers in ((Tier.NODE, self._groups.rail), (Tier.DEVICE, self._groups.world)):
-                self._update_tier(tier, peers, replicated, lr)
+                summed.extend(self._reduce_tier(tier, peers, replicated))
+        return summed
 
-    def _update_tier(self, tier: Tier, holders: Peers, replicated: list[_Sparse], lr: float) -> None:
+    def apply(self, summed: Sequence[Summed], optimizer: RowOptimizer, step: int) -> None:
+        """Updates the rows. ``step``: as in ``RowOptimizer.update``."""
+        # One call a tier and group with the same rows in the same order on every holder: bit-equal by construction.
+        for part in summed:
+            store = self._stores[part.group]
+            optimizer.update(store.rows, store.state, part.slots, part.grads, step)
+
+    def _reduce_tier(self, tier: Tier, holders: Peers, replicated: list[_Sparse]) -> list[Summed]:
         positions = [store.directory.positions[tier] for store in self._stores]
         listed = sum(len(part) for part in positions)
         if listed == 0:
-            return
+            return []
         touched = [
             torch.zeros(len(store.directory), dtype=torch.bool, device=part.device).index_fill_(0, mine.index, True)
             for store, part, mine in zip(self._stores, positions, replicated, strict=True)
@@ -84,10 +101,10 @@ class ReplicaSync:
             flat = self._all_reduce(tier, flat)
             for grad, summed in zip(same, torch.split(flat, [grad.numel() for grad in same]), strict=True):
                 grad.copy_(summed.view_as(grad))
-        # One call a tier and group with the same rows in the same order on every holder: bit-equal by construction.
-        for store, rows, grad in zip(self._stores, union, grads, strict=True):
-            slots = store.directory.slots_at(rows)
-            self._optimizer.update(store.rows, store.state, slots, grad, lr)
+        return [
+            Summed(group, store.directory.slots_at(rows), grad)
+            for group, (store, rows, grad) in enumerate(zip(self._stores, union, grads, strict=True))
+        ]
 
     @staticmethod
     def _densified(store: GroupStore, mine: _Sparse, union: torch.Tensor, tier: Tier) -> torch.Tensor:

@@ -12,7 +12,7 @@ import flexd
 from flexd.embedding.features import FeatureMap
 from flexd.embedding.groups import layout_from_environment
 from flexd.embedding.initial import initial_rows
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.jagged import Jagged, as_jagged
 from flexd.embedding.optimizer import SGD, RowWiseAdagrad
 from flexd.embedding.store import TORCH_DTYPES, GroupStore
 from flexd.embedding.traffic import Kind, Traffic
@@ -170,7 +170,7 @@ def test_bad_ids(feature: str, values: torch.Tensor, cause: str) -> None:
 
 def test_a_tensor_is_no_jagged() -> None:
     with pytest.raises(EmbeddingError, match="Tensor instead of a Jagged"):
-        feature_map().keys({"a": torch.tensor([1])})  # type: ignore[dict-item]
+        as_jagged(torch.tensor([1]), "a")
 
 
 def test_a_feature_has_one_table() -> None:
@@ -207,7 +207,7 @@ def test_sgd_is_torch_sgd(dtype: torch.dtype) -> None:
     weight = torch.nn.Parameter(rows.clone())
     weight.grad = torch.zeros_like(weight).index_copy_(0, index, grads)
     torch.optim.SGD([weight], lr=0.1).step()
-    SGD().update(rows, torch.zeros(9, 0), index, grads, 0.1)
+    SGD(0.1).update(rows, torch.zeros(9, 0), index, grads, 1)
     if dtype == torch.float16:  # ours rounds once
         torch.testing.assert_close(rows, weight.detach(), rtol=1e-3, atol=1e-4)
     else:
@@ -217,12 +217,12 @@ def test_sgd_is_torch_sgd(dtype: torch.dtype) -> None:
 def test_half_precision_does_not_depend_on_the_place_of_a_row() -> None:
     torch.manual_seed(0)
     rows, grads = torch.randn(7, 5).half(), torch.randn(7, 5).half()
-    for optimizer in (SGD(), RowWiseAdagrad()):
+    for optimizer in (SGD(0.1), RowWiseAdagrad(0.1)):
         together, alone = rows.clone(), rows.clone()
         states = torch.zeros(2, 7, 1)
-        optimizer.update(together, states[0], torch.arange(7), grads, 0.1)
+        optimizer.update(together, states[0], torch.arange(7), grads, 1)
         for row in range(7):
-            optimizer.update(alone, states[1], torch.tensor([row]), grads[row : row + 1], 0.1)
+            optimizer.update(alone, states[1], torch.tensor([row]), grads[row : row + 1], 1)
         assert torch.equal(together, alone)
 
 
@@ -238,7 +238,7 @@ def test_row_wise_adagrad_is_its_formula(dtype: torch.dtype) -> None:
         index = rng.permutation(6)[:4]
         grads = torch.from_numpy(rng.normal(size=(4, 5))).to(dtype)
         given_grads = grads.clone()
-        RowWiseAdagrad(eps=1e-3).update(rows, state, torch.from_numpy(index), grads, 0.2)
+        RowWiseAdagrad(0.2, eps=1e-3).update(rows, state, torch.from_numpy(index), grads, 1)
         assert torch.equal(grads, given_grads), "gradients belong to the caller"
         g = given_grads.double().numpy()
         total[index] += (g**2).mean(axis=1, keepdims=True)
