@@ -61,7 +61,8 @@ def test_every_access_is_counted_once_whenever_the_daemon_is_killed(tmp_path: Pa
         assert tap.outbox.free
         assert counters.accesses == sum(int(rows.sum()) for rows in exact.values())
         assert (counters.dropped, counters.failures) == (0, 0)
-        assert counters.deltas > 2 * KILLS
+        # Two an interval between kills, on an idle machine; one at least, or no kill was in the middle of anything.
+        assert counters.deltas > KILLS
         stream = daemon.status()["stream"]
         assert stream["source"] == "tap"
         assert stream["lag_messages"] == 0
