@@ -14,9 +14,10 @@ from torch import nn
 from flexd.embedding.engine import Pass, RowEngine
 from flexd.embedding.features import FeatureMap
 from flexd.embedding.groups import ChainGroups, layout_from_environment
+from flexd.embedding.handle import FusedOptimizer
 from flexd.embedding.initial import initial_rows
 from flexd.embedding.jagged import Jagged, as_jagged
-from flexd.embedding.optimizer import SGD, FusedOptimizer, RowOptimizer
+from flexd.embedding.optimizer import SGD, RowOptimizer
 from flexd.embedding.route import Route
 from flexd.embedding.store import TORCH_DTYPES
 from flexd.embedding.traffic import Traffic
@@ -139,7 +140,6 @@ class EmbeddingCollection(nn.Module):
         self.engine = RowEngine(
             self.keyspace,
             self._groups,
-            row_optimizer,
             self.traffic,
             replica_slots=self.replica_slots,
             exchange=exchange,
@@ -147,15 +147,13 @@ class EmbeddingCollection(nn.Module):
             max_migration_bytes_per_step=max_migration_bytes_per_step,
             device=self.device,
         )
-        self.engine.initialise([table.scale for table in self.tables], seed)
+        self.engine.initialise([table.scale for table in self.tables], seed, row_optimizer.initial_state)
         self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
         """Called with the input of every forward pass for training that was looked up; must not raise."""
         # The anchor gives autograd a reason to call backward, and schedulers a parameter group. It is hidden from
         # named_parameters(): DDP and dense optimizers must not see it.
         self.__dict__["_anchor"] = nn.Parameter(torch.zeros((), device=self.device))
-        self.optimizer = FusedOptimizer(
-            self.__dict__["_anchor"], row_optimizer.lr, self.engine.push, self.engine.forget_gradients
-        )
+        self.optimizer = FusedOptimizer(self.__dict__["_anchor"], row_optimizer, self.engine)
 
     @property
     def table_of_feature(self) -> Mapping[str, int]:

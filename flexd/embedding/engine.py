@@ -58,7 +58,6 @@ class RowEngine:
         self,
         keyspace: KeySpace,
         groups: ChainGroups,
-        optimizer: RowOptimizer,
         traffic: Traffic,
         *,
         replica_slots: Sequence[int],
@@ -74,7 +73,7 @@ class RowEngine:
             for group, slots in zip(keyspace.groups, replica_slots, strict=True)
         ]
         self.router = Router(self.stores, self._hops(exchange), traffic, dedup=exchange != "direct_no_dedup")
-        self.sync = ReplicaSync(groups, self.stores, optimizer, traffic)
+        self.sync = ReplicaSync(groups, self.stores, traffic)
         self.migrator = Migrator(groups, self.stores, traffic)
         self.inbox = ChunkInbox(keyspace, groups.layout, groups.rank, tuple(replica_slots))
         self.passes: list[Pass] = []
@@ -86,9 +85,10 @@ class RowEngine:
         self._max_migration_bytes = max_migration_bytes_per_step
         self._stale_replicas = False
 
-    def initialise(self, scales: Sequence[float], seed: int) -> None:
-        """Home rows of each table get their ``initial_rows``."""
+    def initialise(self, scales: Sequence[float], seed: int, state: float) -> None:
+        """Home rows of each table get their ``initial_rows``, and ``state`` in each number beside them."""
         for store in self.stores:
+            store.state.fill_(state)
             tables, rows = self.keyspace.table_rows(store.home_keys())
             for table in store.group.tables:
                 at = np.flatnonzero(tables == table)
@@ -143,7 +143,7 @@ class RowEngine:
         for opened in self.passes:
             opened.grads = None
 
-    def push(self, lr: float) -> None:
+    def push(self, optimizer: RowOptimizer) -> None:
         """Collective. Carries the gradients of all open passes to the rows and updates them; nothing without any."""
         if not self.passes:
             return  # nothing was looked up for training on any rank
@@ -158,8 +158,8 @@ class RowEngine:
             for group, parts in enumerate(self.router.push(opened.route, grads)):
                 landed[group].extend(parts)
         self.passes.clear()
-        self.sync.update(landed, lr)
         self.steps += 1
+        self.sync.apply(self.sync.reduce(landed), optimizer, self.steps)
         if self.after_step is not None:
             self.after_step()
 
