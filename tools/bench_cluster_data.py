@@ -1,0 +1,156 @@
+"""What tools/bench_cluster.py trains on: the same batches for every strategy, their bound, and their true profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.embedding.collection import EmbeddingTable
+from flexd.layout import RankLayout
+from flexd.sketch.profile import Profile, TableProfile
+from flexd.topology.model import Cluster, CollectiveCurve, LinkModel
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One job.
+
+    Attributes:
+        nodes, local_ranks: ranks are ``nodes * local_ranks``.
+        rows, dim: of all tables together, float32.
+        tables: the rows are dealt out to them evenly, so that table-wise sharding has one for each rank.
+        samples, length: ids of a rank in a step are ``samples * length``.
+        zipf: exponent of the popularity of the rows, in random order.
+        replica_fraction: replica slots of a rank as a share of all rows.
+        batches: of each rank, used round and round.
+    """
+
+    nodes: int = 2
+    local_ranks: int = 2
+    rows: int = 200_000
+    dim: int = 64
+    tables: int = 4
+    samples: int = 512
+    length: int = 50
+    zipf: float = 1.05
+    replica_fraction: float = 0.05
+    batches: int = 24
+
+    @property
+    def layout(self) -> RankLayout:
+        return RankLayout(self.nodes, self.local_ranks)
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * self.dim
+
+    def embedding_tables(self) -> list[EmbeddingTable]:
+        return [EmbeddingTable(f"t{t}", self.rows // self.tables, self.dim) for t in range(self.tables)]
+
+    def share(self) -> npt.NDArray[np.float64]:
+        """[rows] of all accesses."""
+        weight = np.arange(1, self.rows + 1) ** -self.zipf
+        return np.random.default_rng(1).permutation(weight / weight.sum())
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Ids of one rank and step.
+
+    Attributes:
+        values: per table int64 [n], rows of that table, sample by sample.
+        lengths: per table int64 [samples].
+        order: int64 [samples * length], where each position of the sequences is found in the concatenated values.
+    """
+
+    values: tuple[Int64Array, ...]
+    lengths: tuple[Int64Array, ...]
+    order: Int64Array
+
+
+def batches_of(setting: Setting, rank: int) -> list[Batch]:
+    rng = np.random.default_rng([2, rank])
+    share = setting.share()
+    count = setting.samples * setting.length
+    return [_batch(setting, rng.choice(setting.rows, count, p=share)) for _ in range(setting.batches)]
+
+
+def _batch(setting: Setting, drawn: Int64Array) -> Batch:
+    """``drawn``: row of table t as ``row * tables + t``."""
+    table, row = drawn % setting.tables, drawn // setting.tables
+    by_table = np.argsort(table, kind="stable")
+    sample = np.arange(len(drawn)) // setting.length
+    lengths = np.zeros((setting.tables, setting.samples), np.int64)
+    np.add.at(lengths, (table, sample), 1)
+    ends = np.cumsum(lengths.sum(axis=1))
+    order = np.empty_like(by_table)
+    order[by_table] = np.arange(len(drawn))
+    return Batch(tuple(np.split(row[by_table], ends[:-1])), tuple(lengths), order)
+
+
+def keys_of(setting: Setting, batch: Batch) -> Int64Array:
+    """In the key space of the collection: the tables one after another."""
+    each = setting.rows // setting.tables
+    return np.concatenate([table * each + rows for table, rows in enumerate(batch.values)])
+
+
+def volume_bound(setting: Setting) -> float:
+    """Inter-node bytes a step of exact synchronous training with homes ``key % world``, the mean over the batches.
+
+    Each node fetches, and pushes a gradient for, each row that it touches and does not home, once a step: DESIGN
+    section 6. Rows only: no ids, no headers.
+    """
+    layout = setting.layout
+    by_rank = [batches_of(setting, rank) for rank in range(layout.world_size)]
+    rows = 0
+    for node in range(layout.nodes):
+        for step in range(setting.batches):
+            touched = np.unique(
+                np.concatenate([keys_of(setting, by_rank[rank][step]) for rank in layout.node_ranks(node)])
+            )
+            rows += int(np.count_nonzero(layout.home_node(touched) != node))
+    return 2.0 * setting.row_bytes * rows / setting.batches
+
+
+def given_cluster(setting: Setting, rate_mbit: float) -> Cluster:
+    """Prices for the planner: the rate is given, not probed, and shared by the ranks of a node. Latencies and the speed
+    inside a node are of the order that four processes on two processors show."""
+
+    def link(bytes_per_second: float, latency_seconds: float) -> LinkModel:
+        curve = CollectiveCurve(latency_seconds, ((1.0, bytes_per_second),))
+        return LinkModel(bytes_per_second, curve, curve, curve)
+
+    inter = rate_mbit * 1e6 / 8 / setting.local_ranks
+    return Cluster("emulated", f"given: {rate_mbit} Mbit/s a node", link(1e9, 3e-4), link(inter, 1e-3))
+
+
+def exact_profile(setting: Setting) -> Profile:
+    """What a perfect sketch would say: every row listed with its true share."""
+    share, nothing = setting.share(), np.empty(0)
+    accesses = float(setting.samples * setting.length * setting.layout.world_size)
+    tables = []
+    for table in range(setting.tables):
+        mine = share[table :: setting.tables]
+        exact = mine / mine.sum()
+        hot = np.argsort(-exact, kind="stable")
+        tables.append(
+            TableProfile(
+                f"t{table}",
+                len(mine),
+                1e9,
+                accesses * float(mine.sum()),
+                hot,
+                exact[hot],
+                exact[hot],
+                exact[hot],
+                nothing,
+                nothing,
+                float(len(mine)),
+                1.0,
+            )
+        )
+    return Profile(tuple(tables))

@@ -1,0 +1,283 @@
+#!/usr/bin/env python3
+"""One rank of tools/bench_cluster.py: trains with one strategy after another as it is told over standard input.
+
+Started with the environment that torchrun gives; the settings are the first argument, as JSON.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import bench_cluster_data as data
+import numpy as np
+import torch
+import torch.distributed as dist
+import torchrec_peer
+from bench_cluster_data import Batch, Setting
+from cluster_ranks import answer_questions
+from torch import nn
+
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.groups import layout_from_environment
+from flexd.embedding.jagged import Jagged
+from flexd.embedding.optimizer import RowWiseAdagrad
+from flexd.keyspace import KeySpace, TableSpec
+from flexd.placement import Delta, Placement
+from flexd.planner.plan import make_plan
+
+TIMEOUT = timedelta(seconds=120)
+LEARNING_RATE, EPS = 0.02, 1e-8
+TARGET = 0.1
+"""What the rows (or the dense part's output) are trained towards: any constant that is not where they start."""
+
+
+class Attention(nn.Module):
+    """The dense part: one block of self-attention and a perceptron over the sequence.
+
+    Its weights stay as they are and their gradients, which are computed, are not sent: all bytes on the wire are the
+    embeddings'.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+
+        def weight(rows: int, columns: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(rows, columns, generator=generator) * columns**-0.5)
+
+        self.mix, self.back = weight(3 * dim, dim), weight(dim, dim)
+        self.up, self.down = weight(2 * dim, dim), weight(dim, 2 * dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[samples, length, dim], the same back."""
+        query, key, value = nn.functional.linear(x, self.mix).unsqueeze(1).chunk(3, dim=-1)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value).squeeze(1)
+        x = x + nn.functional.linear(mixed, self.back)
+        return x + nn.functional.linear(nn.functional.relu(nn.functional.linear(x, self.up)), self.down)
+
+
+class Trainer(Protocol):
+    def step(self, loss_of: Callable[[Batch, list[torch.Tensor]], torch.Tensor]) -> float:
+        """One optimizer step on the next batch; the loss of this rank before it. ``loss_of``: rows by table -> loss."""
+        ...
+
+
+def forever(batches: list[Any]) -> Iterator[Any]:
+    while True:
+        yield from batches
+
+
+class TorchRecTrainer:
+    def __init__(self, setting: Setting, batches: list[Batch], **options: Any) -> None:
+        from torchrec import KeyedJaggedTensor
+
+        tables = setting.embedding_tables()
+        self._names = [table.name for table in tables]
+        self._module = torchrec_peer.sharded_collection(
+            tables, local_ranks=setting.local_ranks, learning_rate=LEARNING_RATE, eps=EPS, **options
+        )
+        inputs = [
+            KeyedJaggedTensor(
+                self._names,
+                torch.from_numpy(np.concatenate(batch.values)),
+                lengths=torch.from_numpy(np.concatenate(batch.lengths)),
+            )
+            for batch in batches
+        ]
+        self._loader = forever(list(zip(batches, inputs, strict=True)))
+
+    def step(self, loss_of: Callable[[Batch, list[torch.Tensor]], torch.Tensor]) -> float:
+        batch, features = next(self._loader)
+        rows = self._module(features)
+        loss = loss_of(batch, [rows[name].values() for name in self._names])
+        loss.backward()  # updates the rows: the optimizer is fused into it
+        return loss.item()
+
+
+class FlexdTrainer:
+    """A flexd collection.
+
+    Args:
+        target: the placement to train at; it is applied by the first step.
+        comm_dtype: of rows and gradients on the wire, if not that of the tables.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        batches: list[Batch],
+        *,
+        exchange: str = "chain",
+        target: Placement | None = None,
+        comm_dtype: torch.dtype | None = None,
+    ) -> None:
+        tables = setting.embedding_tables()
+        self._names = [table.name for table in tables]
+        self.collection = EmbeddingCollection(
+            tables,
+            optimizer=RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS),
+            layout=setting.layout,
+            replica_fraction=setting.replica_fraction if target is not None else 0.0,
+            average_gradients=False,
+            exchange=exchange,
+            max_migration_bytes_per_step=2**30,
+            **({} if comm_dtype is None else {"comm_dtype": comm_dtype}),
+        )
+        if target is not None and len(target):
+            delta = Delta(target.keys, np.zeros(len(target), np.uint8), target.tiers)
+            self.collection.engine.inbox.offer(1, delta)
+        inputs = [
+            {
+                name: Jagged(torch.from_numpy(values), torch.from_numpy(lengths))
+                for name, values, lengths in zip(self._names, batch.values, batch.lengths, strict=True)
+            }
+            for batch in batches
+        ]
+        self._loader = forever(list(zip(batches, inputs, strict=True)))
+
+    def step(self, loss_of: Callable[[Batch, list[torch.Tensor]], torch.Tensor]) -> float:
+        batch, features = next(self._loader)
+        rows = self.collection(features)
+        loss = loss_of(batch, [rows[name].values for name in self._names])
+        loss.backward()
+        self.collection.optimizer.step()
+        return loss.item()
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """``lacks``: why it cannot run here, or None."""
+
+    make: Callable[[], Trainer]
+    lacks: str | None
+
+
+class Rank:
+    """Answers the questions of tools/bench_cluster.py. Every one is collective."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._batches = data.batches_of(setting, dist.get_rank())
+        self._dense = Attention(setting.dim)
+        self._trainer: dict[str, Trainer] = {}
+        self._strategies: Mapping[str, Strategy] = {}
+
+    def answer(self, question: dict[str, Any]) -> Any:
+        return getattr(self, question.pop("ask"))(**question)
+
+    def prepare(self, rate_mbit: float) -> dict[str, Any]:
+        """Makes the plan. What there is to run: name -> why it cannot, or None."""
+        target = self._plan(rate_mbit)
+        self._strategies = self._all(target)
+        return {
+            "strategies": {name: strategy.lacks for name, strategy in self._strategies.items()},
+            "replicated_rows": len(target),
+            "versions": {"torch": torch.__version__, "gloo": True},
+        }
+
+    def make(self, strategy: str) -> None:
+        self._trainer[strategy] = self._strategies[strategy].make()
+
+    def forget(self) -> None:
+        """The collections of all strategies."""
+        self._trainer.clear()
+
+    def train(self, strategy: str, dense: bool, steps: int) -> dict[str, Any]:
+        """Seconds of each step and losses, of this rank."""
+        trainer = self._trainer[strategy]
+        loss_of = self._loss_of_sequences if dense else self._loss_of_rows
+        losses, ends = [], []
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(steps):
+            losses.append(trainer.step(loss_of))
+            ends.append(time.perf_counter())
+        return {"seconds": np.diff([started, *ends]).tolist(), "losses": losses}
+
+    def placement_version(self, strategy: str) -> int:
+        trainer = self._trainer[strategy]
+        return trainer.collection.placement_version if isinstance(trainer, FlexdTrainer) else 0
+
+    def dense_seconds(self, steps: int) -> list[float]:
+        """Of the dense part alone, all ranks at once: seconds of each forward and backward pass."""
+        batch = self._batches[0]
+        rows = [torch.zeros(len(values), self._setting.dim, requires_grad=True) for values in batch.values]
+        ends = []
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(steps):
+            self._loss_of_sequences(batch, rows).backward()
+            ends.append(time.perf_counter())
+        return list(np.diff([started, *ends]))
+
+    def _loss_of_rows(self, batch: Batch, rows: list[torch.Tensor]) -> torch.Tensor:
+        del batch
+        total = self._setting.samples * self._setting.length
+        return torch.stack([(of_table - TARGET).square().sum() for of_table in rows]).sum() / total
+
+    def _loss_of_sequences(self, batch: Batch, rows: list[torch.Tensor]) -> torch.Tensor:
+        setting = self._setting
+        tokens = torch.cat(rows).index_select(0, torch.from_numpy(batch.order))
+        out = self._dense(tokens.view(setting.samples, setting.length, setting.dim))
+        for parameter in self._dense.parameters():
+            parameter.grad = None
+        return (out - TARGET).square().sum() / (setting.samples * setting.length)
+
+    def _plan(self, rate_mbit: float) -> Placement:
+        """Made without latencies, as for a job whose messages are large. With those of this machine the planner keeps
+        every row HOME: what a copy saves here are the eight bytes of an id, and two more collectives cost more."""
+        setting = self._setting
+        keyspace = KeySpace(
+            [TableSpec(t.name, t.rows, t.dim, t.dtype, RowWiseAdagrad().name) for t in setting.embedding_tables()]
+        )
+        return make_plan(
+            data.exact_profile(setting), keyspace, setting.layout,
+            data.given_cluster(setting, rate_mbit).bandwidth_only(),
+            [int(setting.replica_fraction * setting.rows)], Placement.empty(), plan_id="bench", parent_id="",
+            topology_generation=1, horizon_steps=1e9, now_unix_seconds=0.0, reason="bench",
+        ).target  # fmt: skip
+
+    def _all(self, target: Placement) -> dict[str, Strategy]:
+        setting, batches = self._setting, self._batches
+        no_torchrec = torchrec_peer.missing()
+        known = inspect.signature(EmbeddingCollection.__init__).parameters
+        no_narrow = None if "comm_dtype" in known else "this flexd has no comm_dtype"
+
+        def torchrec(sharding: str, **options: Any) -> Strategy:
+            return Strategy(lambda: TorchRecTrainer(setting, batches, sharding=sharding, **options), no_torchrec)
+
+        def own(lacks: str | None = None, **options: Any) -> Strategy:
+            return Strategy(lambda: FlexdTrainer(setting, batches, **options), lacks)
+
+        return {
+            "TorchRec row-wise": torchrec("row_wise"),
+            "TorchRec table-wise": torchrec("table_wise"),
+            "TorchRec row-wise, fp16": torchrec("row_wise", half_precision=True),
+            "direct, no dedup": own(exchange="direct_no_dedup"),
+            "direct, dedup": own(exchange="direct"),
+            "chain": own(),
+            "tiers": own(target=target),
+            "chain, bf16": own(no_narrow, comm_dtype=torch.bfloat16),
+            "tiers, bf16": own(no_narrow, target=target, comm_dtype=torch.bfloat16),
+        }
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    setting = Setting(**json.loads(sys.argv[1]))
+    if layout_from_environment() != setting.layout:
+        raise SystemExit(f"started as {layout_from_environment()}, set as {setting.layout}")
+    answer_questions(Rank(setting).answer)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""TorchRec's sharded EmbeddingCollection as a peer: tables, initial values and optimizer as of a flexd collection.
+
+Versions that run on a CPU: torchrec 1.8.0 and fbgemm-gpu-cpu 1.8.0 with torch 2.13.0, installed without their
+dependencies (``make torchrec``). Import this module only where ``missing()`` is None.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from flexd.embedding.collection import EmbeddingTable
+from flexd.embedding.initial import initial_rows
+
+MODULES = ("torchrec", "fbgemm_gpu")
+
+
+def missing() -> str | None:
+    """Which of its packages are not installed, in words; None if they all are."""
+    absent = [name for name in MODULES if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(absent)} (make torchrec)" if absent else None
+
+
+def sharded_collection(
+    tables: Sequence[EmbeddingTable],
+    *,
+    sharding: str,
+    local_ranks: int,
+    learning_rate: float,
+    eps: float,
+    seed: int = 0,
+    half_precision: bool = False,
+) -> torch.nn.Module:
+    """Collective. A TorchRec ``ShardedEmbeddingCollection`` on CPU over the default process group.
+
+    FBGEMM's fused row-wise Adagrad (EXACT_ROWWISE_ADAGRAD); gradients of all ranks are summed, not averaged.
+
+    Args:
+        sharding: "row_wise", or "table_wise" (table t on rank t modulo ranks).
+        half_precision: rows and gradients travel as float16 (TorchRec's quantised communication; on gloo it does not
+            do bfloat16).
+    """
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec import EmbeddingCollection, EmbeddingConfig
+    from torchrec.distributed.comm_ops import set_gradient_division
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+    from torchrec.distributed.types import ShardingEnv
+
+    set_gradient_division(False)
+    module = EmbeddingCollection(
+        [
+            EmbeddingConfig(
+                name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=list(t.feature_names)
+            )
+            for t in tables
+        ],
+        device=torch.device("meta"),
+    )
+    codecs = get_qcomm_codecs_registry(
+        QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.FP16), device=torch.device("cpu")
+    )
+    sharder = EmbeddingCollectionSharder(
+        fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": learning_rate, "eps": eps},
+        qcomm_codecs_registry=codecs if half_precision else None,
+    )
+    world = dist.get_world_size()
+    of_table: Mapping[str, Callable[[int], Any]] = {
+        "row_wise": lambda _: row_wise(compute_kernel="fused"),
+        "table_wise": lambda table: table_wise(rank=table % world, compute_kernel="fused"),
+    }
+    plan = construct_module_sharding_plan(
+        module,
+        {t.name: of_table[sharding](i) for i, t in enumerate(tables)},
+        sharder=sharder,
+        local_size=local_ranks,
+        world_size=world,
+        device_type="cpu",
+    )
+    sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(dist.group.WORLD), torch.device("cpu"))
+    by_name = {t.name: t for t in tables}
+    for name, parameter in sharded.state_dict().items():
+        table = by_name[name.split(".")[-2]]
+        for shard in parameter.local_shards():
+            first, count = shard.metadata.shard_offsets[0], shard.tensor.shape[0]
+            shard.tensor.copy_(
+                initial_rows(
+                    table.name,
+                    np.arange(first, first + count),
+                    table.dim,
+                    shard.tensor.dtype,
+                    scale=table.scale,
+                    seed=seed,
+                )
+            )
+    return sharded
