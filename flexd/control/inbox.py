@@ -32,6 +32,7 @@ from flexd.layout import RankLayout, Tier
 from flexd.placement import Delta
 
 Int64Array = npt.NDArray[np.int64]
+UInt8Array = npt.NDArray[np.uint8]
 
 
 class ChunkInbox:
@@ -40,15 +41,27 @@ class ChunkInbox:
     Args:
         rank: this rank in ``layout``.
         replica_slots: replica slots of this rank for each dim-group.
+        starts_here: (int64 [n] keys, uint8 [n] tiers) -> bool [n], can these rows be at these tiers in the placement
+            that is applied? Called from the agent's thread. Without it a chunk is believed.
     """
 
-    def __init__(self, keyspace: KeySpace, layout: RankLayout, rank: int, replica_slots: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        keyspace: KeySpace,
+        layout: RankLayout,
+        rank: int,
+        replica_slots: tuple[int, ...],
+        starts_here: Callable[[Int64Array, UInt8Array], npt.NDArray[np.bool_]] | None = None,
+    ) -> None:
         self._keyspace = keyspace
         self._layout = layout
         self._rank = rank
         self._slots = np.array(replica_slots, dtype=np.int64)
+        self._starts_here = starts_here
         self._changed = threading.Condition()
         self._chunks: deque[tuple[int, Delta, Int64Array]] = deque()
+        """Received and not applied yet, in order."""
+        self._taken_version = 0
         self._received_version = 0
         self._agreed_version = 0
         self._applied_version = 0
@@ -69,26 +82,30 @@ class ChunkInbox:
         """Takes one chunk in. A repeated version is ignored.
 
         Raises:
-            ChunkRefusedError: out of order, rows outside the tables, repeated rows or unknown tiers, or the chunk
-                needs more replica slots than this rank has. Nothing is kept of it.
+            ChunkRefusedError: out of order, rows outside the tables, repeated rows or unknown tiers, rows that are not
+                at the tiers that the chunk starts from, or the chunk needs more replica slots than this rank has.
+                Nothing is kept of it.
         """
+        # Only this thread adds chunks, so what is checked without the lock, which training waits for, stays true.
         with self._changed:
             if version <= self._received_version:
                 return
-            if version != self._received_version + 1:
-                raise ChunkRefusedError(
-                    f"rank {self._rank}: chunk {version} after {self._received_version}",
-                    remedy="push chunks in order",
-                )
-            change = self._slot_change(version, delta)
-            after = self._slots_used + change
-            if bool((after > self._slots).any()):
-                group = int(np.argmax(after - self._slots))
-                raise ChunkRefusedError(
-                    f"rank {self._rank}: chunk {version} needs {int(after[group])} replica slots in dim-group {group}, "
-                    f"there are {int(self._slots[group])}",
-                    remedy="plan with the replica slots of the rank's hello",
-                )
+            received, waiting = self._received_version, [chunk for _, chunk, _ in self._chunks]
+        if version != received + 1:
+            raise ChunkRefusedError(
+                f"rank {self._rank}: chunk {version} after {received}", remedy="push chunks in order"
+            )
+        change = self._slot_change(version, delta)
+        after = self._slots_used + change
+        if bool((after > self._slots).any()):
+            group = int(np.argmax(after - self._slots))
+            raise ChunkRefusedError(
+                f"rank {self._rank}: chunk {version} needs {int(after[group])} replica slots in dim-group {group}, "
+                f"there are {int(self._slots[group])}",
+                remedy="plan with the replica slots of the rank's hello",
+            )
+        self._check_start(version, delta, waiting)
+        with self._changed:
             self._slots_used = after
             self._chunks.append((version, delta, change))
             self._received_version = version
@@ -137,20 +154,46 @@ class ChunkInbox:
         taken: list[tuple[int, Delta]] = []
         spent = 0
         with self._changed:
-            while self._chunks and self._chunks[0][0] <= self._agreed_version:
-                version, delta, _ = self._chunks[0]
+            for version, delta, _ in self._chunks:
+                if version <= self._taken_version:
+                    continue
+                if version > self._agreed_version:
+                    break
                 cost = bytes_of(delta)
                 if taken and spent + cost > max_bytes:
                     break
                 spent += cost
-                self._chunks.popleft()
                 taken.append((version, delta))
+                self._taken_version = version
         return taken
 
     def applied(self, version: int) -> None:
         """The training thread has applied chunks up to ``version``."""
         with self._changed:
             self._applied_version = version
+            # Kept until now: ``offer`` reads the applied placement with these on top, whether applied or not.
+            while self._chunks and self._chunks[0][0] <= version:
+                self._chunks.popleft()
+
+    def _check_start(self, version: int, delta: Delta, waiting: list[Delta]) -> None:
+        """Raises ChunkRefusedError unless every row is at its old tier once the ``waiting`` chunks are applied."""
+        if self._starts_here is None:
+            return
+        right = np.empty(len(delta), dtype=np.bool_)
+        moved = np.concatenate([np.empty(0, np.int64), *(chunk.keys for chunk in waiting)])
+        tiers = np.concatenate([np.empty(0, np.uint8), *(chunk.new_tiers for chunk in waiting)])
+        order = np.argsort(moved, kind="stable")
+        moved, tiers = moved[order], tiers[order]
+        end = np.searchsorted(moved, delta.keys, side="right")
+        again = end > np.searchsorted(moved, delta.keys, side="left")
+        right[again] = tiers[end[again] - 1] == delta.old_tiers[again]
+        right[~again] = self._starts_here(delta.keys[~again], delta.old_tiers[~again])
+        if not bool(right.all()):
+            raise ChunkRefusedError(
+                f"rank {self._rank}: {int((~right).sum())} of {len(delta)} rows of chunk {version} are not at the tier "
+                f"it says, key {int(delta.keys[~right][0])} for one",
+                remedy="push deltas from the placement that the ranks agreed on",
+            )
 
     def _slot_change(self, version: int, delta: Delta) -> Int64Array:
         """int64[groups]: replica slots taken (or freed, negative) on this rank. Raises ChunkRefusedError."""

@@ -238,6 +238,7 @@ class Planning:
                     "topology_generation": plan.topology_generation,
                     "profile_generation": plan.profile_generation,
                     "state": progress.state.value,
+                    "problem": progress.reason,
                     "promotions": plan.promotions,
                     "demotions": plan.demotions,
                     "rows_applied": progress.rows_applied,

@@ -74,8 +74,8 @@ class RowEngine:
         ]
         self.router = Router(self.stores, self._hops(exchange), traffic, dedup=exchange != "direct_no_dedup")
         self.sync = ReplicaSync(groups, self.stores, traffic)
-        self.migrator = Migrator(groups, self.stores, traffic)
-        self.inbox = ChunkInbox(keyspace, groups.layout, groups.rank, tuple(replica_slots))
+        self.migrator = Migrator(groups, self.stores, traffic, max_migration_bytes_per_step)
+        self.inbox = ChunkInbox(keyspace, groups.layout, groups.rank, tuple(replica_slots), self.migrator.starts_here)
         self.passes: list[Pass] = []
         """Not pushed yet, oldest first; equally many on every rank."""
         self.steps = 0
@@ -170,12 +170,12 @@ class RowEngine:
     def _apply_chunks(self) -> None:
         started = time.perf_counter()
         chunks = self.inbox.take(self._max_migration_bytes, self.migrator.copied_bytes)
-        for version, delta in chunks:
-            with torch.no_grad():
-                self.migrator.apply(delta)
-            self.inbox.applied(version)
-        if chunks:
-            self.apply_seconds += time.perf_counter() - started
+        if not chunks:
+            return
+        with torch.no_grad():
+            self.migrator.apply([delta for _, delta in chunks])
+        self.inbox.applied(chunks[-1][0])
+        self.apply_seconds += time.perf_counter() - started
 
     def _hops(self, exchange: str) -> list[Hop]:
         layout = self.groups.layout

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -17,38 +19,75 @@ from flexd.placement import Delta
 
 Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class _Moves:
+    """The rows of one dim-group that change: int64 [n] ``keys`` (ascending), uint8 [n] tiers before and after."""
+
+    store: GroupStore
+    keys: Int64Array
+    old: UInt8Array
+    new: UInt8Array
 
 
 class Migrator:
-    """Collective: every rank applies the same chunks at the same step (``ChunkInbox`` sees to that)."""
+    """Collective: every rank applies the same chunks at the same step (``ChunkInbox`` sees to that).
 
-    def __init__(self, groups: ChainGroups, stores: Sequence[GroupStore], traffic: Traffic) -> None:
+    Args:
+        buffer_bytes: rows and state that are copied at once, at most: more are copied block by block, so that the
+            buffers do not grow with the chunk. Of one row at least.
+    """
+
+    def __init__(self, groups: ChainGroups, stores: Sequence[GroupStore], traffic: Traffic, buffer_bytes: int) -> None:
         self._groups = groups
         self._layout = groups.layout
         self._stores = list(stores)
         self._traffic = traffic
+        self._buffer_bytes = buffer_bytes
         self._local = groups.layout.local_rank_of(groups.rank)
         self.digest = 0
         """``Placement.digest`` of what is applied."""
 
     def copied_bytes(self, delta: Delta) -> int:
         """Row and state bytes that the busiest link copies for a chunk; equal on every rank."""
-        promoted = delta.new_tiers > delta.old_tiers
-        return sum(int(promoted[self._of(store, delta.keys)].sum()) * store.row_bytes for store in self._stores)
+        return int(self._bytes_by_row(delta).sum())
 
-    def apply(self, delta: Delta) -> None:
-        """Makes the placement that follows the chunk. Demotions free their slots before promotions take them."""
+    def starts_here(self, keys: Int64Array, old: UInt8Array) -> BoolArray:
+        """bool [n], any thread: can these rows be at these tiers, by what is applied and this rank knows of? It does
+        not know of the NODE rows of other rails."""
+        right = np.ones(len(keys), dtype=np.bool_)
         for store in self._stores:
-            mine = self._of(store, delta.keys)
-            self._apply_group(store, delta.keys[mine], delta.old_tiers[mine], delta.new_tiers[mine])
+            mine = self._of(store, keys)
+            right[mine] = self._listing(store, keys[mine], old[mine])[0]
+        return right
+
+    def apply(self, chunks: Sequence[Delta]) -> None:
+        """Makes the placement that follows the chunks, as if they were one: a row is copied at most once, and one
+        all-gather a hop of the chain serves all chunks and dim-groups. Demotions free their slots before promotions
+        take them.
+
+        Raises:
+            PlacementError: a chunk does not start from what this rank has. Applying it would hand the slots of other
+                rows out twice; nothing has been changed.
+        """
+        delta = Delta.joined(chunks)
+        moves = self._by_group(delta)
+        listed = [self._listed_positions(part) for part in moves]
+        for part, removed in zip(moves, listed, strict=True):
+            self._flip(part, removed)
+        self._copy(delta)
         self.digest = (self.digest + delta.digest_change()) % 2**64
 
     def refresh(self) -> None:
         """Collective: copies every replica anew from its home, after the home rows were loaded."""
         for store in self._stores:
             keys = store.directory.keys.cpu().numpy()
-            tiers = store.directory.tiers.cpu().numpy()
-            self._copy(store, keys, np.zeros_like(tiers), tiers)
+            for tier in (Tier.NODE, Tier.DEVICE):
+                # One tier at a time: all ranks of a collective list the same rows of it, so their blocks are the same.
+                at = keys[store.directory.positions[tier].cpu().numpy()]
+                self._copy(Delta(at, np.zeros(len(at), np.uint8), np.full(len(at), tier, np.uint8)))
 
     def placement(self) -> tuple[Int64Array, UInt8Array]:
         """This rank's part of the placement: (int64 keys, uint8 tiers) of its rail's NODE rows and all DEVICE rows."""
@@ -59,26 +98,62 @@ class Migrator:
         )
 
     @staticmethod
-    def _of(store: GroupStore, keys: Int64Array) -> npt.NDArray[np.bool_]:
-        inside: npt.NDArray[np.bool_] = (keys >= store.group.first_key) & (keys < store.group.end_key)
+    def _of(store: GroupStore, keys: Int64Array) -> BoolArray:
+        inside: BoolArray = (keys >= store.group.first_key) & (keys < store.group.end_key)
         return inside
 
-    def _listed(self, keys: Int64Array, tiers: UInt8Array) -> npt.NDArray[np.bool_]:
+    def _by_group(self, delta: Delta) -> list[_Moves]:
+        moves = []
+        for store in self._stores:
+            mine = self._of(store, delta.keys)
+            moves.append(_Moves(store, delta.keys[mine], delta.old_tiers[mine], delta.new_tiers[mine]))
+        return moves
+
+    def _bytes_by_row(self, delta: Delta) -> Int64Array:
+        """int64 [n]: of rows and state that travel; equal on every rank."""
+        cost = np.zeros(len(delta), dtype=np.int64)
+        promoted = delta.new_tiers > delta.old_tiers
+        for store in self._stores:
+            cost[promoted & self._of(store, delta.keys)] = store.row_bytes
+        return cost
+
+    def _listed(self, keys: Int64Array, tiers: UInt8Array) -> BoolArray:
         """Rows that this rank's directory lists: with one node, NODE is what HOME is."""
         on_rail = (tiers == Tier.NODE) & (keys % self._layout.local_ranks == self._local) & (self._layout.nodes > 1)
-        listed: npt.NDArray[np.bool_] = on_rail | ((tiers == Tier.DEVICE) & (self._layout.world_size > 1))
+        listed: BoolArray = on_rail | ((tiers == Tier.DEVICE) & (self._layout.world_size > 1))
         return listed
 
-    def _apply_group(self, store: GroupStore, keys: Int64Array, old: UInt8Array, new: UInt8Array) -> None:
-        device = store.rows.device
-        rank = self._groups.rank
-        order = np.argsort(keys, kind="stable")
-        keys, old, new = keys[order], old[order], new[order]
+    def _listing(self, store: GroupStore, keys: Int64Array, old: UInt8Array) -> tuple[BoolArray, torch.Tensor]:
+        """(bool [n]: is the row where ``old`` says? int64 positions of the rows that ``old`` says are listed here)."""
+        directory = store.directory
+        was = self._listed(keys, old)
+        at, found = directory.find(torch.from_numpy(keys).to(store.rows.device))
+        right = found.cpu().numpy() == was
+        listed = at[torch.from_numpy(was).to(at.device)]
+        if len(directory):
+            right[was] &= directory.tiers_at(listed).cpu().numpy() == old[was]
+        return right, listed
 
+    def _listed_positions(self, moves: _Moves) -> torch.Tensor:
+        """int64 directory positions of the rows listed here before."""
+        right, listed = self._listing(moves.store, moves.keys, moves.old)
+        if not bool(right.all()):
+            raise PlacementError(
+                f"rank {moves.store.rank}: {int((~right).sum())} rows of a chunk of {len(right)} are not at the tier "
+                f"it says, key {int(moves.keys[~right][0])} for one",
+                remedy="a fault of the daemon: please report it with the daemon's journal",
+            )
+        return listed
+
+    def _flip(self, moves: _Moves, removed: torch.Tensor) -> None:
+        """Slots change hands and the directory lists what is to be; the new replicas hold nothing yet."""
+        store, keys, old, new = moves.store, moves.keys, moves.old, moves.new
+        if len(keys) == 0:
+            return
+        device, rank = store.rows.device, self._groups.rank
         was, stays = self._listed(keys, old), self._listed(keys, new)
         had_replica = self._layout.holds_replica(rank, keys, old)
         has_replica = self._layout.holds_replica(rank, keys, new)
-        removed = self._check_old_tiers(store, keys, old, was)
         slots = np.full(len(keys), -1, dtype=np.int32)
         slots[was] = store.directory.slots_at(removed).cpu().numpy()
         store.give_slots(slots[had_replica & ~has_replica])
@@ -92,55 +167,65 @@ class Migrator:
             torch.from_numpy(slots[stays]).to(device),
             torch.from_numpy(new[stays]).to(device),
         )
-        self._copy(store, keys, old, new)
 
-    @staticmethod
-    def _check_old_tiers(
-        store: GroupStore, keys: Int64Array, old: UInt8Array, was: npt.NDArray[np.bool_]
-    ) -> torch.Tensor:
-        """int64 directory positions of the rows that the chunk takes to be listed here.
+    def _copy(self, delta: Delta) -> None:
+        """Copies the promoted rows of a delta (ascending by key), in as many blocks as the buffer asks for."""
+        travels = self._bytes_by_row(delta)
+        before = np.cumsum(travels) - travels
+        widest = max((store.row_bytes for store in self._stores), default=1)
+        room = max(widest, self._buffer_bytes - widest + 1)
+        bounds = np.searchsorted(before, np.arange(0, int(travels.sum()), room), side="left")
+        for start, end in pairwise([*np.unique(bounds).tolist(), len(delta)]):
+            self._copy_block(delta.take(slice(start, end)))
 
-        Raises:
-            PlacementError: the chunk does not start from what this rank has. Applying it would hand the slots of other
-                rows out twice; no row has been changed yet.
-        """
-        at, found = store.directory.find(torch.from_numpy(keys).to(store.rows.device))
-        right = found.cpu().numpy() == was
-        removed = at[torch.from_numpy(was).to(at.device)]
-        if bool(right.all()):
-            right[was] = store.directory.tiers_at(removed).cpu().numpy() == old[was]
-        if not bool(right.all()):
-            raise PlacementError(
-                f"rank {store.rank}: {int((~right).sum())} rows of a chunk of {len(keys)} are not at the tier it says, "
-                f"key {int(keys[~right][0])} for one",
-                remedy="a fault of the daemon: please report it with the daemon's journal",
-            )
-        return removed
-
-    def _copy(self, store: GroupStore, keys: Int64Array, old: UInt8Array, new: UInt8Array) -> None:
+    def _copy_block(self, block: Delta) -> None:
         """Promoted rows travel the chain downwards: home to the node owners over the rail, then inside the node."""
         layout = self._layout
+        over_rail, in_node = [], []
+        for part in self._by_group(block):
+            keys = part.keys
+            promoted = (part.old == Tier.HOME) & (part.new != Tier.HOME)
+            rail_keys = keys[promoted & (keys % layout.local_ranks == self._local)]
+            over_rail.append((part.store, rail_keys, layout.home_node(rail_keys)))
+            node_keys = keys[(part.old != Tier.DEVICE) & (part.new == Tier.DEVICE)]
+            in_node.append((part.store, node_keys, node_keys % layout.local_ranks))
         with self._traffic.kind(Kind.MIGRATION):
-            over_rail = (old == Tier.HOME) & (new != Tier.HOME) & (keys % layout.local_ranks == self._local)
-            self._spread(store, self._groups.rail, keys[over_rail], layout.home_node(keys[over_rail]))
-            in_node = (old != Tier.DEVICE) & (new == Tier.DEVICE)
-            self._spread(store, self._groups.node, keys[in_node], keys[in_node] % layout.local_ranks)
+            _spread(self._groups.rail, over_rail)
+            _spread(self._groups.node, in_node)
 
-    @staticmethod
-    def _spread(store: GroupStore, peers: Peers, keys: Int64Array, owner: Int64Array) -> None:
-        """Every member gets the rows that the peer with index ``owner`` has. All know who sends what."""
-        if peers.size == 1 or len(keys) == 0:
-            return
-        device = store.rows.device
-        counts = np.bincount(owner, minlength=peers.size)
-        longest = int(counts.max())
+
+def _spread(peers: Peers, parts: Sequence[tuple[GroupStore, Int64Array, Int64Array]]) -> None:
+    """Collective over ``peers``: every member gets the rows that others have, in one all-gather for all dim-groups.
+
+    Args:
+        parts: per dim-group (store, int64 [n] keys, int64 [n] index of the peer that has each). All know who sends
+            what, so every member's buffer has the same places, and nothing but rows travels.
+    """
+    counts = [np.bincount(owner, minlength=peers.size) for _, _, owner in parts]
+    widths = [store.row_bytes for store, _, _ in parts]
+    room = [int(count.max()) * width for count, width in zip(counts, widths, strict=True)]
+    if peers.size == 1 or sum(room) == 0:
+        return
+    device = parts[0][0].rows.device
+    mine = torch.zeros(sum(room), dtype=torch.uint8, device=device)
+    targets: list[tuple[Int64Array, torch.Tensor]] = []
+    start = 0
+    for (store, keys, owner), count, size in zip(parts, counts, room, strict=True):
         order = np.argsort(owner, kind="stable")
         _, slots, _ = store.locate(torch.from_numpy(keys[order]).to(device))
-        first = int(counts[: peers.index].sum())
-        mine = store.pack(slots[first : first + int(counts[peers.index])])
-        part = mine.new_zeros((longest, store.row_bytes))
-        part[: len(mine)] = mine
-        gathered = peers.all_gather(part)
-        present = torch.from_numpy(np.arange(longest) < counts[:, None]).to(device)
-        elsewhere = torch.from_numpy(owner[order] != peers.index).to(device)
-        store.unpack(gathered[present][elsewhere], slots[elsewhere])
+        first = int(count[: peers.index].sum())
+        packed = store.pack(slots[first : first + int(count[peers.index])]).view(-1)
+        mine[start : start + len(packed)] = packed
+        # Where each row of another peer stands in the gathered [peer, place] of this group.
+        elsewhere = owner[order] != peers.index
+        place = np.arange(len(keys)) - np.repeat(np.cumsum(count) - count, count)
+        where = owner[order] * (int(count.max())) + place
+        targets.append((where[elsewhere], slots[torch.from_numpy(elsewhere).to(device)]))
+        start += size
+    gathered = peers.all_gather(mine)
+    start = 0
+    for (store, _, _), (where, slots), size, width in zip(parts, targets, room, widths, strict=True):
+        if size:
+            rows = gathered[:, start : start + size].reshape(-1, width)
+            store.unpack(rows.index_select(0, torch.from_numpy(where).to(device)), slots)
+        start += size
