@@ -37,7 +37,7 @@ class Background(Generic[Result]):
         self._jobs: queue.SimpleQueue[_Job[Result] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._current: _Job[Result] | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._finished: torch.cuda.Event | None = None
 
     @property

@@ -58,7 +58,7 @@ class Router:
     def __init__(self, stores: Sequence[GroupStore], hops: Sequence[Hop], traffic: Traffic, *, dedup: bool) -> None:
         self._stores = list(stores)
         self._hops = list(hops)
-        self._traffic = traffic
+        self.traffic = traffic
         self._dedup = dedup
         self._firsts = [store.group.first_key for store in self._stores]
 
@@ -186,9 +186,9 @@ class Router:
             tier = torch.zeros_like(entries)
         by_tier = torch.zeros(3, dtype=torch.int64, device=weight.device).scatter_add_(0, tier.to(torch.int64), weight)
         home, node, device = by_tier.tolist()
-        self._traffic.home_accesses += home
-        self._traffic.node_accesses += node
-        self._traffic.device_accesses += device
+        self.traffic.home_accesses += home
+        self.traffic.node_accesses += node
+        self.traffic.device_accesses += device
 
 
 @dataclass(frozen=True)

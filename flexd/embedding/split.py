@@ -30,6 +30,14 @@ class Cut:
     marked_rows: list[torch.Tensor]
     rest_rows: list[torch.Tensor]
 
+    def divide(self, rows: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Per group [rows of the first station, dim] -> those of the marked rows, those of the rest."""
+        marked, rest = (
+            [part.index_select(0, at) for part, at in zip(rows, places, strict=True)]
+            for places in (self.marked_rows, self.rest_rows)
+        )
+        return marked, rest
+
 
 def carry_marks(hops: Sequence[Hop], routes: Sequence[Route], flags: Sequence[Marks]) -> list[Marks]:
     """Collective. Tells each station which of its rows their holder has marked.

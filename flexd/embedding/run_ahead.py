@@ -1,0 +1,409 @@
+"""Run-ahead: what of batch t+1 can be done while step t computes, and what of step t can be left for step t+1.
+
+While the training thread computes batch t, a second thread, on process groups of its own, does one job::
+
+    1. push the gradients that step t-1 left behind, and update their rows
+    2. find the route of batch t+1
+    3. tell, one bit a row, which rows of batch t+1 step t changes (the holder of a row has seen all requests of
+       both batches), and which rows of step t batch t+1 reads
+    4. fetch the rows of batch t+1 that step t does not change
+
+``optimizer.step`` then pushes the gradients of rows that batch t+1 reads and leaves the others to the next job; the
+forward pass of batch t+1 fetches the rows that the step has changed. So every row is read after the last update before
+its batch, and updated once a step with the whole sum of its gradients: losses and tables are as without run-ahead.
+
+The training thread waits for the job before any collective of its own on rows, and every decision is made from what
+all ranks know alike, so ranks cannot part. The life of one batch::
+
+    announce -> start -> (job) -> take -> fetch          by forward passes
+                          |-> cuts_of -> leave           by ``optimizer.step``: what is left goes with the next start
+
+What breaks the assumptions of a job (a pass that it has not seen, a step where none was expected, rows loaded from a
+checkpoint) only makes its rows, or all of it, be fetched anew. Chunks are applied between two jobs: where one is due
+the next batch is not looked up ahead.
+
+Memory: one batch of ids, its route, and its rows beyond what a step needs, the gradients of one step, and one byte for
+each row slot of the stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+
+from flexd.control.inbox import ChunkInbox
+from flexd.embedding.background import Background
+from flexd.embedding.exchange import Agreement, Hop
+from flexd.embedding.jagged import Jagged
+from flexd.embedding.route import Route, Router
+from flexd.embedding.split import Cut, Marks, carry_marks, cut
+from flexd.embedding.store import GroupStore
+from flexd.embedding.traffic import Traffic
+from flexd.errors import EmbeddingError
+
+
+@dataclass(frozen=True)
+class Upcoming:
+    """The batch after the one that the trainer has.
+
+    Attributes:
+        given: what its forward pass will be called with. None: there is no such batch on this rank.
+        resolve: gives (anything that the forward pass needs, int64 [n] keys); raises what its input deserves.
+    """
+
+    given: object
+    resolve: Callable[[], tuple[Any, torch.Tensor]] | None
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What a job found out about the upcoming batch.
+
+    Attributes:
+        input: first part of ``Upcoming.resolve``'s answer; None if it raised ``error``.
+        route: None if the batch is not looked up ahead.
+        uneven: a rank that has no further batch while another has; -1 if there is none.
+        rows: per group [rows of the route's first station, dim], filled in except for ``cut.marked``; None: fetch all.
+        cut: of the route; None: nothing is missing in ``rows``.
+        passes: routes of the passes that were open, and their cuts (marked: read by the batch); no cuts if no step was
+            expected in between.
+    """
+
+    input: Any
+    error: Exception | None
+    route: Route | None
+    uneven: int
+    rows: list[torch.Tensor] | None
+    cut: Cut | None
+    passes: tuple[Route, ...]
+    cuts: tuple[Cut, ...]
+
+
+LeftParts = list[tuple[Route, list[torch.Tensor]]]
+"""Routes, and per group [rows of the first station, dim] gradients, scaled."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """Gradients of rows that a step changes and the next batch does not read.
+
+    Attributes:
+        update: gives what landed (per group, as ``Router.push``) to the rows.
+    """
+
+    parts: LeftParts
+    update: Callable[[list[list[tuple[Any, torch.Tensor]]]], None]
+
+
+class RunAhead:
+    """Everything here is called by the training thread, at the same points on every rank.
+
+    Args:
+        hops, router: on process groups that nobody else uses.
+        traffic: of those; it moves to ``trainer_traffic`` when a job is over, and is added up in ``overlapped``.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[GroupStore],
+        hops: Sequence[Hop],
+        router: Router,
+        inbox: ChunkInbox,
+        traffic: Traffic,
+        trainer_traffic: Traffic,
+        *,
+        rank: int,
+        device: torch.device,
+        timeout_seconds: float,
+    ) -> None:
+        self.overlapped = Traffic()
+        """Bytes and accesses of the jobs, which no step waited for unless it was shorter."""
+        self.passes_per_step = 1
+        self._stores = list(stores)
+        self._hops = list(hops)
+        self._router = router
+        self._inbox = inbox
+        self._traffic = traffic
+        self._trainer_traffic = trainer_traffic
+        self._rank = rank
+        self._device = device
+        self.timeout_seconds = timeout_seconds
+        self._thread: Background[Ahead | None] = Background(f"flexd-ahead-{rank}", device)
+        self._slot_marks = [torch.zeros(len(store.rows), dtype=torch.bool, device=device) for store in self._stores]
+        self._announced: Upcoming | None = None
+        self._started: Upcoming | None = None
+        self._ahead: Ahead | None = None
+        self._left: Left | None = None
+        self._entered = False
+        self._failure: BaseException | None = None
+
+    # What ``prefetch`` calls.
+
+    def announce(self, upcoming: Upcoming) -> None:
+        """The batch after the one whose forward pass comes next; that forward pass starts its job."""
+        self._announced = upcoming
+
+    def start_announced(self, open_routes: Sequence[Route] = (), *, idle: bool = False) -> None:
+        """Collective. Starts the job of the announced batch if no forward pass has.
+
+        Args:
+            open_routes: of the passes that the next step will push.
+            idle: look nothing up: more than these routes' rows may change before the batch.
+        """
+        if self._announced is None:
+            return
+        self.join()
+        self._ahead = None
+        upcoming, self._announced = self._announced, None
+        self._started = upcoming
+        left, self._left = self._left, None
+        due = idle or self._inbox.agreed_version > self._inbox.applied_version
+        stepping = len(open_routes) % self.passes_per_step == 0
+        self._thread.submit(lambda: self._job(upcoming, left, tuple(open_routes), stepping, due))
+
+    def finish(self) -> None:
+        """The loop is over on this rank. Raises EmbeddingError if it is not on all others."""
+        self.join()
+        ahead, self._ahead, self._started, self._announced = self._ahead, None, None, None
+        if ahead is not None and ahead.uneven >= 0:
+            raise _uneven(ahead.uneven)
+
+    def close(self) -> bool:
+        """Forgets the upcoming batch and ends the thread. What a step has left stays, for the next use of the rows.
+
+        Returns:
+            Did the thread end within the deadline?
+        """
+        try:
+            self.join()
+        except Exception as error:  # of a job that no step will ask for
+            self._failure = self._failure or error
+        self._ahead = self._started = self._announced = None
+        return self._thread.stop(self.timeout_seconds)
+
+    @property
+    def thread_alive(self) -> bool:
+        return self._thread.alive
+
+    # What the engine calls.
+
+    @property
+    def holds_route(self) -> bool:
+        """Was a route found that is yet to be used? No chunk may be applied then."""
+        return self._thread.under_way or (self._ahead is not None and self._ahead.route is not None)
+
+    def join(self) -> None:
+        """Waits for the job under way.
+
+        Raises:
+            EmbeddingError: the job did not end within the deadline, or one before had failed.
+            Exception: what the job failed with.
+        """
+        if self._failure is not None:
+            raise EmbeddingError(
+                f"rank {self._rank}: an exchange ahead has failed before: {self._failure}",
+                remedy="start again from the last checkpoint",
+            ) from self._failure
+        if not self._thread.under_way:
+            return
+        try:
+            self._ahead = self._thread.result(self.timeout_seconds)
+        except BaseException as error:
+            self._failure = error
+            raise
+        for name, value in self._traffic.totals().items():
+            setattr(self.overlapped, name, getattr(self.overlapped, name) + value)
+        self._traffic.move_to(self._trainer_traffic)
+        if self._device.type == "cuda":
+            _keep_for(torch.cuda.current_stream(self._device), self._ahead)
+
+    def settle(self, router: Router) -> None:
+        """Collective. After it the rows are as if nothing had been left behind.
+
+        Args:
+            router: of the training thread.
+        """
+        self.join()
+        left, self._left = self._left, None
+        if left is not None:
+            self._push(left, router)
+
+    def drop(self, router: Router) -> None:
+        """Collective. ``settle``, and nothing that was found or fetched ahead is used."""
+        self.settle(router)
+        self._ahead = None
+
+    def take(self, given: object) -> Ahead | None:
+        """Collective. Of the input of a forward pass: what was found ahead, or None if it must be looked up now.
+
+        Raises:
+            EmbeddingError: this rank has a batch that another has not.
+        """
+        self._entered = self._started is not None and _same(given, self._started.given)
+        if not self._entered:
+            return None
+        self.join()
+        self._started = None
+        ahead = self._ahead
+        if ahead is None or ahead.route is None or ahead.route.agreement.fault:
+            self._ahead = None
+        if ahead is not None and ahead.uneven >= 0:
+            raise _uneven(ahead.uneven)
+        return None if ahead is None or ahead.route is None else ahead
+
+    def fetch(self, route: Route, router: Router, *, expand: bool) -> list[torch.Tensor]:
+        """Collective. As ``Router.fetch``; rows that were fetched ahead do not travel again."""
+        ahead = self._ahead
+        if ahead is None or ahead.route is not route:
+            return router.fetch(route, expand=expand)
+        self._ahead = None
+        if ahead.rows is None:
+            return router.fetch(route, expand=expand)
+        if ahead.cut is not None:
+            late = router.fetch(ahead.cut.marked, expand=False)
+            for found, at, part in zip(ahead.rows, ahead.cut.marked_rows, late, strict=True):
+                found.index_copy_(0, at, part)
+        return [
+            rows.index_select(0, stop.expand) if expand and stop.expand is not None else rows
+            for rows, stop in zip(ahead.rows, route.stops[0], strict=True)
+        ]
+
+    def fetched(self, open_routes: Sequence[Route], *, idle: bool) -> None:
+        """Collective. A forward pass has its rows: if it was that of the trainer's batch, the next job starts, as by
+        ``start_announced``."""
+        if self._entered:
+            self._entered = False
+            self.start_announced(open_routes, idle=idle)
+
+    def cuts_of(self, routes: Sequence[Route], *, leave: bool) -> tuple[Cut, ...] | None:
+        """Collective. Before the gradients of these passes are pushed: how to cut them (marked: push now), or None to
+        push everything.
+
+        Args:
+            leave: may anything be left? Not if all gradients are needed at once (clipping by norm).
+        """
+        self.join()
+        ahead = self._ahead
+        if ahead is None or ahead.route is None:
+            return None
+        seen = len(routes) == len(ahead.passes) and all(a is b for a, b in zip(routes, ahead.passes, strict=True))
+        if seen and ahead.cuts:
+            self._ahead = replace(ahead, cuts=())
+            return ahead.cuts if leave else None
+        # The step changes rows that the job did not expect it to.
+        self._ahead = replace(ahead, rows=None, cut=None, cuts=())
+        return None
+
+    def leave(self, left: Left) -> None:
+        """Gradients of a step just made, for the next job; ``settle`` has been called since the last time."""
+        self._left = left
+
+    # The job.
+
+    def _job(
+        self, upcoming: Upcoming, left: Left | None, passes: tuple[Route, ...], stepping: bool, due: bool
+    ) -> Ahead | None:
+        if left is not None:
+            self._push(left, self._router)
+        received, uninvolved = None, upcoming.given is None or due
+        error: Exception | None = None
+        keys = torch.empty(0, dtype=torch.int64, device=self._device)
+        if not uninvolved:
+            assert upcoming.resolve is not None  # noqa: S101
+            try:
+                received, keys = upcoming.resolve()
+            except Exception as fault:  # whatever it is: a rank that leaves alone lets the others wait
+                error = fault
+        version = self._inbox.begin_exchange()
+        # A rank without a batch says a version below all others' and a fault below none: so every rank learns
+        # whether any has ended, which one, and whether all have.
+        mine = (
+            Agreement(-1 - self._rank, -1)
+            if upcoming.given is None
+            else Agreement(version, 0 if error is None else 1 + self._rank)
+        )
+        route = self._router.find(keys, mine)
+        agreement = route.agreement
+        self._inbox.end_exchange(max(agreement.version, 0))
+        nothing = Ahead(received, error, None, -1, None, None, passes, ())
+        if agreement.version < 0:
+            return nothing if agreement.fault < 0 else replace(nothing, uneven=-1 - agreement.version)
+        if due:
+            return nothing
+        found = replace(nothing, route=route)
+        if agreement.fault:
+            return found
+        if not stepping or not passes:
+            return replace(found, rows=self._router.fetch(route, expand=False))
+        marks = carry_marks(
+            self._hops,
+            [route, *passes],
+            [self._touched_by(passes, route), *(self._touched_by([route], of_pass) for of_pass in passes)],
+        )
+        halves = cut(route, marks[0])
+        rows = []
+        for stop, store, at, part in zip(
+            route.stops[0], self._stores, halves.rest_rows, self._router.fetch(halves.rest), strict=True
+        ):
+            rows.append(part.new_empty((stop.rows, store.rows.shape[1])).index_copy_(0, at, part))
+        cuts = tuple(cut(of_pass, of_marks) for of_pass, of_marks in zip(passes, marks[1:], strict=True))
+        return replace(found, rows=rows, cut=halves, cuts=cuts)
+
+    def _touched_by(self, others: Sequence[Route], route: Route) -> Marks:
+        """Which rows that this rank holds for ``route`` are in ``others`` too; replicated rows count as such."""
+        stations = range(len(route.stops))
+        flags: Marks = [[] for _ in stations]
+        for group, marks in enumerate(self._slot_marks):
+            touched = [stops[group].slots for other in others for stops in other.stops]
+            for slots in touched:
+                marks.index_fill_(0, slots, True)
+            for station in stations:
+                stop = route.stops[station][group]
+                flags[station].append(marks.index_select(0, stop.slots) | (stop.entries >= 0))
+            for slots in touched:
+                marks.index_fill_(0, slots, False)
+        return flags
+
+    def _push(self, left: Left, router: Router) -> None:
+        landed: list[list[tuple[Any, torch.Tensor]]] = [[] for _ in self._stores]
+        for route, grads in left.parts:
+            for group, parts in enumerate(router.push(route, grads)):
+                landed[group].extend(parts)
+        left.update(landed)
+
+
+def _uneven(rank: int) -> EmbeddingError:
+    return EmbeddingError(
+        f"rank {rank} has no further batch, other ranks have",
+        remedy="give all ranks equally many batches: drop the last ones (drop_last) or pad with empty ones",
+    )
+
+
+def _same(given: object, announced: object) -> bool:
+    """Is this the announced input? A mapping made anew counts if it holds the same objects or ids."""
+    if given is announced:
+        return True
+    if not isinstance(given, Mapping) or not isinstance(announced, Mapping) or given.keys() != announced.keys():
+        return False
+    return all(
+        value is announced[name]
+        or (
+            isinstance(value, Jagged) and isinstance(announced[name], Jagged) and value.values is announced[name].values
+        )
+        for name, value in given.items()
+    )
+
+
+def _keep_for(stream: torch.cuda.Stream, value: object) -> None:
+    """Memory of tensors that another stream made is not used again before what is queued on this one is done."""
+    if isinstance(value, torch.Tensor):
+        value.record_stream(stream)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            _keep_for(stream, part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for part in fields(value):
+            _keep_for(stream, getattr(value, part.name))
