@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from flexd.embedding.engine import Pass, RowEngine
 from flexd.embedding.features import FeatureMap
+from flexd.embedding.gradients import AnchorParameter, clip_grad_norm_
 from flexd.embedding.groups import ChainGroups, layout_from_environment
 from flexd.embedding.handle import FusedOptimizer
 from flexd.embedding.initial import initial_rows
@@ -152,7 +153,7 @@ class EmbeddingCollection(nn.Module):
         """Called with the input of every forward pass for training that was looked up; must not raise."""
         # The anchor gives autograd a reason to call backward, and schedulers a parameter group. It is hidden from
         # named_parameters(): DDP and dense optimizers must not see it.
-        self.__dict__["_anchor"] = nn.Parameter(torch.zeros((), device=self.device))
+        self.__dict__["_anchor"] = AnchorParameter.of(self.device, self.engine.gradients, self.engine.forget_gradients)
         self.optimizer = FusedOptimizer(self.__dict__["_anchor"], row_optimizer, self.engine)
 
     @property
@@ -201,6 +202,11 @@ class EmbeddingCollection(nn.Module):
         """Collective. Input is converted and checked here: what fails on one rank fails on all."""
         if self._trains():
             self.engine.check_room()
+        ahead = self.engine.found_ahead(given)
+        if ahead is not None and ahead.route is not None:
+            self._check_agreed(ahead.route, ahead.error)
+            known, names = ahead.input
+            return Found(known, names, ahead.route)
         self.engine.prepare()
         features: dict[str, Jagged] = {}
         order: list[str] = []
@@ -214,12 +220,26 @@ class EmbeddingCollection(nn.Module):
         except Exception as fault:  # whatever it is: a rank that leaves alone lets the others wait
             error = fault
         route = self.engine.find(keys, 0 if error is None else self.rank + 1)
+        self._check_agreed(route, error)
+        return Found(features, order, route)
+
+    @staticmethod
+    def _check_agreed(route: Route, error: Exception | None) -> None:
         if route.agreement.fault:
             raise error or EmbeddingError(
                 f"rank {route.agreement.fault - 1} was given input that cannot be looked up",
                 remedy=f"see the error of rank {route.agreement.fault - 1}",
             )
-        return Found(features, order, route)
+
+    def resolve(self, given: Any) -> tuple[tuple[dict[str, Jagged], list[str]], torch.Tensor]:
+        """Local: ((features, their names dim-group by dim-group), int64 keys) of the input of a forward pass.
+
+        Raises:
+            EmbeddingError: it cannot be looked up.
+        """
+        features = self.as_features(given)
+        order, keys = self._features.keys(features)
+        return (features, order), keys
 
     def _rows(self, found: Found, *, expand: bool = True) -> Sequence[torch.Tensor]:
         """Collective. As ``RowEngine.fetch``; gradients of a pass for training wait for ``optimizer.step``."""
@@ -257,17 +277,72 @@ class EmbeddingCollection(nn.Module):
                     remedy="construct the collection with the same arguments on every rank",
                 )
 
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        also: Iterable[torch.Tensor] = (),
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Collective. ``torch.nn.utils.clip_grad_norm_`` over all rows and ``also``; float64 [], their total norm.
+
+        A row's gradient is summed over all passes and ranks (averaged with ``average_gradients``) and counts once,
+        however many copies the row has. Call it after the last backward pass of a step; ``optimizer.step`` or
+        ``zero_grad`` follows, on every rank. Costs one all-reduce of one number.
+
+        Args:
+            also: dense parameters, with gradients that are equal on all ranks (after DDP) or DTensors (FSDP2).
+
+        Raises:
+            EmbeddingError: the norm is not finite and ``error_if_nonfinite``, or ``norm_type`` is not above 0.
+        """
+        summed = self.engine.gradients()
+        total = clip_grad_norm_(summed, max_norm, norm_type, also, error_if_nonfinite=error_if_nonfinite)
+        return torch.tensor(total, dtype=torch.float64, device=self.device)
+
     def initial_table(self, name: str) -> torch.Tensor:
         """[rows, dim] initial values of a whole table, as training on one process would start from."""
         spec = self.tables[self.keyspace.index[name]]
         dtype = TORCH_DTYPES[spec.dtype]
         return initial_rows(spec.name, np.arange(spec.rows), spec.dim, dtype, scale=spec.scale, seed=self._seed)
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Of a table's rows."""
+        return TORCH_DTYPES[self.tables[self.keyspace.index[name]].dtype]
+
+    @torch.no_grad()
+    def load_rows(self, name: str, first_row: int, values: torch.Tensor) -> None:
+        """Sets rows of a table, from ``first_row`` on, to ``values`` [n, dim]: pretrained vectors, for instance.
+
+        Call it on every rank, with the same values; each takes those it is home of. No communication here; replicas
+        are copied anew before the next pass. The optimizer's state stays as it is.
+
+        Raises:
+            EmbeddingError: no such table, or values that do not fit it.
+        """
+        if name not in self.keyspace.index:
+            raise EmbeddingError(f"no table {name!r}", remedy=f"one of {', '.join(self.keyspace.index)}")
+        table = self.keyspace.index[name]
+        spec = self.keyspace.tables[table]
+        fits = values.dim() == 2 and values.shape[1] == spec.dim and 0 <= first_row <= spec.rows - values.shape[0]
+        if not fits:
+            raise EmbeddingError(
+                f"table {name!r}: values of shape {tuple(values.shape)} from row {first_row} on, in {spec.rows} rows "
+                f"of {spec.dim}",
+                remedy="[n, dim] values with first_row + n <= rows",
+            )
+        store = next(store for store in self.engine.stores if table in store.group.tables)
+        store.set_home_rows(int(self.keyspace.first_key[table]) + first_row, values)
+        self.engine.rows_loaded()
+
     def gather_table(self, name: str) -> torch.Tensor:
         """Collective. [rows, dim] of a whole table on every rank: for small tables, tests and exports."""
         table = self.keyspace.index[name]
         store = next(store for store in self.engine.stores if table in store.group.tables)
         first, rows = int(self.keyspace.first_key[table]), self.keyspace.tables[table].rows
+        self.engine.settle()
         with self.traffic.uncounted():
             return gather_rows(self._groups, store, first, rows)
 
@@ -275,6 +350,22 @@ class EmbeddingCollection(nn.Module):
         """Collective. Do all replicas, with optimizer state, equal their home copies bit for bit?"""
         with self.traffic.uncounted():
             return replicas_bit_equal(self._groups, self.engine.stores)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> EmbeddingCollection:
+        """``model.to(device)``: the tables stay where they were made, so another device is an error at once, not one
+        at the first batch. A dtype is the table's own: ``model.half()`` leaves it."""
+        if fn(torch.empty(0, dtype=torch.int64, device=self.device)).device != self.device:
+            raise EmbeddingError(
+                f"the tables are on {self.device} and cannot be moved", remedy="construct the collection with device="
+            )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise EmbeddingError(
+            "a collection is one rank's part of tables that process groups hold together: not to be copied or pickled",
+            remedy="save state_dict() and load it into a collection constructed on every rank",
+        )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import numpy as np
 import torch
 
 from flexd.control.inbox import ChunkInbox
 from flexd.embedding.exchange import Agreement, Hop
+from flexd.embedding.gradients import StepGradients
 from flexd.embedding.groups import ChainGroups
 from flexd.embedding.initial import initial_rows
 from flexd.embedding.migrate import Migrator
 from flexd.embedding.optimizer import RowOptimizer
 from flexd.embedding.route import Route, Router
+from flexd.embedding.run_ahead import Ahead, Left, LeftParts, RunAhead
 from flexd.embedding.store import GroupStore
 from flexd.embedding.sync import Landed, ReplicaSync
 from flexd.embedding.traffic import Traffic
@@ -72,7 +75,7 @@ class RowEngine:
             GroupStore(group, groups.layout, groups.rank, slots, device)
             for group, slots in zip(keyspace.groups, replica_slots, strict=True)
         ]
-        self.router = Router(self.stores, self._hops(exchange), traffic, dedup=exchange != "direct_no_dedup")
+        self.router = Router(self.stores, self._hops(exchange, groups), traffic, dedup=exchange != "direct_no_dedup")
         self.sync = ReplicaSync(groups, self.stores, traffic)
         self.migrator = Migrator(groups, self.stores, traffic, max_migration_bytes_per_step)
         self.inbox = ChunkInbox(keyspace, groups.layout, groups.rank, tuple(replica_slots), self.migrator.starts_here)
@@ -84,6 +87,9 @@ class RowEngine:
         self._scale = gradient_scale
         self._max_migration_bytes = max_migration_bytes_per_step
         self._stale_replicas = False
+        self._summed: StepGradients | None = None
+        self._exchange = exchange
+        self._ahead: RunAhead | None = None
 
     def initialise(self, scales: Sequence[float], seed: int, state: float) -> None:
         """Home rows of each table get their ``initial_rows``, and ``state`` in each number beside them."""
@@ -98,11 +104,14 @@ class RowEngine:
 
     def prepare(self) -> None:
         """Collective. Copies replicas anew if home rows were loaded, and applies the chunks all ranks agreed on; not
-        while a pass waits for its push, whose route goes by the placement as it was."""
+        while gradients wait for their push or a route was found ahead, which go by the placement as it was."""
+        self.settle()
         if self._stale_replicas:
             self.migrator.refresh()
             self._stale_replicas = False
-        if not self.passes:
+        if self._summed is not None and self._summed.overflowed:
+            self._summed = None  # their step was skipped, on every rank
+        if not self.passes and self._summed is None and not (self._ahead and self._ahead.holds_route):
             self._apply_chunks()
 
     def find(self, keys: torch.Tensor, fault: int = 0) -> Route:
@@ -119,7 +128,11 @@ class RowEngine:
     def fetch(self, route: Route, *, expand: bool = True) -> list[torch.Tensor]:
         """Collective. Per dim-group [requests of this rank, dim]; without ``expand`` the distinct rows of the route's
         first station, [rows, dim]."""
-        return self.router.fetch(route, expand=expand)
+        if self._ahead is None:
+            return self.router.fetch(route, expand=expand)
+        rows = self._ahead.fetch(route, self.router, expand=expand)
+        self._ahead.fetched(self._open_routes(), idle=self._summed is not None)
+        return rows
 
     def check_room(self) -> None:
         """Raises EmbeddingError when too many passes wait for a push."""
@@ -142,30 +155,110 @@ class RowEngine:
         # The passes stay: their backward may be still to come, and every rank must push the same number of them.
         for opened in self.passes:
             opened.grads = None
+        self._summed = None
+
+    def gradients(self) -> StepGradients | None:
+        """Collective. The gradients of all passes since the last step, summed at their rows; None without any pass.
+
+        What waits here must be pushed, or forgotten on all ranks alike.
+        """
+        if self.passes:
+            landed, _ = self._carry()
+            summed = self.sync.reduce(landed)
+            if self._summed is None:
+                self._summed = StepGradients(summed, self.stores, self.groups.world)
+            else:
+                self._summed.add(summed)
+        return self._summed
 
     def push(self, optimizer: RowOptimizer) -> None:
-        """Collective. Carries the gradients of all open passes to the rows and updates them; nothing without any."""
-        if not self.passes:
+        """Collective. Updates the rows by the gradients of all passes since the last step; nothing without any."""
+        left: LeftParts = []
+        if self.passes and self._summed is None:
+            landed, left = self._carry(leave=True)
+            self._summed = StepGradients(self.sync.reduce(landed), self.stores, self.groups.world)
+        summed = self.gradients()
+        if summed is None:
             return  # nothing was looked up for training on any rank
+        self._summed = None
+        self.steps += 1
+        self.sync.apply(summed.scaled(), optimizer, self.steps)
+        if left and self._ahead is not None:
+            step = self.steps
+            self._ahead.leave(Left(left, lambda late: self.sync.apply(self.sync.reduce_home(late), optimizer, step)))
+        if self.after_step is not None:
+            self.after_step()
+
+    def _carry(self, *, leave: bool = False) -> tuple[list[Landed], LeftParts]:
+        """Collective. Brings the gradients of all open passes to the rows; with ``leave`` not those that can wait for
+        the next exchange ahead, which come back."""
+        cuts = None if self._ahead is None else self._ahead.cuts_of(self._open_routes(), leave=leave)
+        left: LeftParts = []
         landed: list[Landed] = [[] for _ in self.stores]
-        for opened in self.passes:
+        for number, opened in enumerate(self.passes):
             grads = opened.grads or [
                 store.rows.new_zeros((stop.rows, store.rows.shape[1]))
                 for store, stop in zip(self.stores, opened.route.stops[0], strict=True)
             ]
             if self._scale != 1.0:
                 grads = [grad * self._scale for grad in grads]
-            for group, parts in enumerate(self.router.push(opened.route, grads)):
+            route = opened.route
+            if cuts is not None:
+                grads, later = cuts[number].divide(grads)
+                left.append((cuts[number].rest, later))
+                route = cuts[number].marked
+            for group, parts in enumerate(self.router.push(route, grads)):
                 landed[group].extend(parts)
         self.passes.clear()
-        self.steps += 1
-        self.sync.apply(self.sync.reduce(landed), optimizer, self.steps)
-        if self.after_step is not None:
-            self.after_step()
+        return landed, left
 
     def rows_loaded(self) -> None:
-        """Home rows or their state were replaced from outside: replicas are copied anew before the next pass."""
+        """Collective, if anything is ahead. Home rows or their state are about to be replaced from outside: replicas
+        are copied anew before the next pass, and what was fetched ahead is fetched anew."""
+        if self._ahead is not None:
+            self._ahead.drop(self.router)
         self._stale_replicas = True
+
+    def run_ahead(self, timeout_seconds: float, passes_per_step: int) -> RunAhead:
+        """Collective when called with another deadline than before: makes process groups for the exchange ahead."""
+        if self._ahead is None or self._ahead.timeout_seconds != timeout_seconds:
+            self.settle()
+            traffic = Traffic()
+            with self.router.traffic.uncounted():
+                groups = ChainGroups(
+                    self.groups.layout, traffic, self.stores[0].rows.device, timedelta(seconds=timeout_seconds)
+                )
+            hops = self._hops(self._exchange, groups)
+            self._ahead = RunAhead(
+                self.stores,
+                hops,
+                Router(self.stores, hops, traffic, dedup=self._exchange != "direct_no_dedup"),
+                self.inbox,
+                traffic,
+                self.router.traffic,
+                rank=self.groups.rank,
+                device=self.stores[0].rows.device,
+                timeout_seconds=timeout_seconds,
+            )
+        self._ahead.passes_per_step = passes_per_step
+        return self._ahead
+
+    def start_ahead(self) -> None:
+        """Collective. Starts the exchange for the batch announced to ``run_ahead``, if no forward pass has."""
+        if self._ahead is not None:
+            self._ahead.start_announced(self._open_routes(), idle=self._summed is not None)
+
+    def found_ahead(self, given: object) -> Ahead | None:
+        """Collective. What was found ahead for the input of this forward pass; None: ``prepare`` and ``find``."""
+        return None if self._ahead is None else self._ahead.take(given)
+
+    def settle(self) -> None:
+        """Collective, if anything is ahead. Rows are as if every step had pushed all of its gradients."""
+        if self._ahead is not None:
+            self._ahead.settle(self.router)
+
+    def _open_routes(self) -> list[Route]:
+        return [opened.route for opened in self.passes]
 
     def _apply_chunks(self) -> None:
         started = time.perf_counter()
@@ -177,17 +270,17 @@ class RowEngine:
         self.inbox.applied(chunks[-1][0])
         self.apply_seconds += time.perf_counter() - started
 
-    def _hops(self, exchange: str) -> list[Hop]:
-        layout = self.groups.layout
+    def _hops(self, exchange: str, groups: ChainGroups) -> list[Hop]:
+        layout = groups.layout
         dims = [group.dim for group in self.keyspace.groups]
         world, local_ranks = layout.world_size, layout.local_ranks
         if exchange == "chain":
             hops = [
-                Hop(self.groups.node, lambda keys: keys % local_ranks, dims),
-                Hop(self.groups.rail, lambda keys: keys % world // local_ranks, dims),
+                Hop(groups.node, lambda keys: keys % local_ranks, dims),
+                Hop(groups.rail, lambda keys: keys % world // local_ranks, dims),
             ]
         elif exchange in ("direct", "direct_no_dedup"):
-            hops = [Hop(self.groups.world, lambda keys: keys % world, dims)]
+            hops = [Hop(groups.world, lambda keys: keys % world, dims)]
         else:
             raise EmbeddingError(f"exchange {exchange!r}", remedy="one of chain, direct, direct_no_dedup")
         return [hop for hop in hops if hop.peers.size > 1]

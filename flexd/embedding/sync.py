@@ -37,9 +37,10 @@ class _Sparse:
     grads: torch.Tensor
 
 
-def _sum_by(index: torch.Tensor, grads: torch.Tensor) -> _Sparse:
+def sum_by(index: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [n] and [n, dim] -> unique ascending indices and the sums of their gradients."""
     unique, inverse = torch.unique(index, return_inverse=True)
-    return _Sparse(unique, grads.new_zeros((len(unique), grads.shape[1])).index_add_(0, inverse, grads))
+    return unique, grads.new_zeros((len(unique), grads.shape[1])).index_add_(0, inverse, grads)
 
 
 class ReplicaSync:
@@ -60,13 +61,23 @@ class ReplicaSync:
             entries = torch.cat([stop.entries for stop, _ in parts])
             grads = torch.cat([grad for _, grad in parts])
             plain = entries < 0
-            home = _sum_by(slots[plain], grads[plain])
-            summed.append(Summed(group, home.index, home.grads))
-            replicated.append(_sum_by(entries[~plain], grads[~plain]))
+            home = sum_by(slots[plain], grads[plain])
+            summed.append(Summed(group, *home))
+            replicated.append(_Sparse(*sum_by(entries[~plain], grads[~plain])))
         with self._traffic.kind(Kind.SYNC):
             for tier, peers in ((Tier.NODE, self._groups.rail), (Tier.DEVICE, self._groups.world)):
                 summed.extend(self._reduce_tier(tier, peers, replicated))
         return summed
+
+    @staticmethod
+    def reduce_home(landed: Sequence[Landed]) -> list[Summed]:
+        """Local. As ``reduce``, of rows without replicas only."""
+        return [
+            Summed(
+                group, *sum_by(torch.cat([stop.slots for stop, _ in parts]), torch.cat([grad for _, grad in parts]))
+            )
+            for group, parts in enumerate(landed)
+        ]
 
     def apply(self, summed: Sequence[Summed], optimizer: RowOptimizer, step: int) -> None:
         """Updates the rows. ``step``: as in ``RowOptimizer.update``."""

@@ -1,0 +1,166 @@
+"""Between backward pass and update: the summed gradients of a step, their norm, and whether they are finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from flexd.embedding.groups import Peers
+from flexd.embedding.store import GroupStore
+from flexd.embedding.sync import Summed, sum_by
+from flexd.errors import EmbeddingError
+
+
+class StepGradients:
+    """Gradients of all rows that this rank holds and any rank touched, waiting for their update. Equal on all holders.
+
+    Attributes:
+        clip: the update multiplies gradients by it, and by the gate; equal on all ranks.
+    """
+
+    def __init__(self, parts: Sequence[Summed], stores: Sequence[GroupStore], world: Peers) -> None:
+        self._parts = list(parts)
+        self._stores = stores
+        self._world = world
+        self._finite: bool | None = None
+        self._gate: torch.Tensor | None = None
+        self.clip = 1.0
+
+    def add(self, parts: Sequence[Summed]) -> None:
+        """More gradients of the same step; no chunk was applied in between."""
+        self._finite = self._gate = None
+        # Two numbers a row, so that the order in which a holder has them does not show in the sum.
+        self._parts = [
+            Summed(old.group, *sum_by(torch.cat([old.slots, new.slots]), torch.cat([old.grads, new.grads])))
+            for old, new in zip(self._parts, parts, strict=True)
+        ]
+
+    @property
+    def factor(self) -> float:
+        return self.clip if self._gate is None else self.clip * float(self._gate)
+
+    def scaled(self) -> list[Summed]:
+        """Multiplied by ``factor``."""
+        factor = self.factor
+        if factor == 1.0:
+            return self._parts
+        return [Summed(part.group, part.slots, _wide(part.grads) * factor) for part in self._parts]
+
+    def gate(self) -> torch.Tensor:
+        """Collective at first. float32 []: 1, or inf if gradients of any row are not finite. The update multiplies by
+        what it is then: to unscale it is to unscale all rows, and whoever sees inf does so on every rank."""
+        if self._gate is None:
+            value = 1.0 if self.finite() else math.inf
+            self._gate = torch.full((), value, device=self._parts[0].grads.device)
+        return self._gate
+
+    def finite(self) -> bool:
+        """Collective. Are the gradients of all rows on all ranks finite? Asked for once."""
+        if self._finite is None:
+            mine = torch.stack([part.grads.isfinite().all() for part in self._parts]).all().to(torch.int32)
+            self._world.all_reduce(mine.view(1), dist.ReduceOp.MIN)
+            self._finite = bool(mine.item())
+        return self._finite
+
+    @property
+    def overflowed(self) -> bool:
+        """Did ``finite`` say no? Equal on all ranks."""
+        return self._finite is False
+
+    def norm(self, norm_type: float, dense: float) -> float:
+        """Collective. The norm of all rows' gradients with ``factor``, each row counted once, and of one more number.
+
+        Args:
+            norm_type: above 0, or inf.
+            dense: norm of gradients elsewhere; of rank 0, so that all ranks get the same result bit for bit.
+
+        Raises:
+            EmbeddingError: ``norm_type`` is not above 0.
+        """
+        if not norm_type > 0:
+            raise EmbeddingError(f"a norm of type {norm_type}", remedy="a number above 0, or inf")
+        dense = dense if self._world.index == 0 else 0.0
+        largest = math.isinf(norm_type)
+        factor = self.factor
+        norms = [self._home_norm(part, norm_type) * factor for part in self._parts]
+        both = torch.stack([*norms, torch.tensor(dense, dtype=torch.float64, device=norms[0].device)])
+        if largest:  # what MAX does with NaN is left open
+            total = both.nan_to_num(nan=math.inf, posinf=math.inf).max().view(1)
+        else:
+            total = both.pow(norm_type).sum().view(1)
+        self._world.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        return float(total.item()) if largest else float(total.item()) ** (1.0 / norm_type)
+
+    def _home_norm(self, part: Summed, norm_type: float) -> torch.Tensor:
+        """float64 []: of the rows whose home is here, so that a replicated row counts once."""
+        home = part.slots < self._stores[part.group].home_rows
+        norm: torch.Tensor = torch.linalg.vector_norm(part.grads[home].double(), norm_type)
+        return norm
+
+
+def _wide(grads: torch.Tensor) -> torch.Tensor:
+    """A half-precision gradient times a small factor would be 0."""
+    return grads.to(torch.promote_types(grads.dtype, torch.float32))
+
+
+def clip_grad_norm_(
+    summed: StepGradients | None,
+    max_norm: float,
+    norm_type: float,
+    dense: Iterable[torch.Tensor],
+    *,
+    error_if_nonfinite: bool,
+) -> float:
+    """As ``torch.nn.utils.clip_grad_norm_`` over the rows and ``dense`` parameters together; collective.
+
+    Raises:
+        EmbeddingError: the norm is not finite and ``error_if_nonfinite``, or ``norm_type`` is not above 0.
+    """
+    parameters = [parameter for parameter in dense if parameter.grad is not None]
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    of_dense = torch.nn.utils.get_total_norm(grads, norm_type)
+    if hasattr(of_dense, "full_tensor"):  # DTensors: equal on all ranks only when put together
+        of_dense = of_dense.full_tensor()
+    total = float(of_dense) if summed is None else summed.norm(norm_type, float(of_dense))
+    if error_if_nonfinite and not math.isfinite(total):
+        raise EmbeddingError(
+            f"the norm of type {norm_type:g} of all gradients is {total}",
+            remedy="skip the step with zero_grad(), or pass error_if_nonfinite=False to clip by it all the same",
+        )
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, of_dense.new_tensor(total))
+    if summed is not None:
+        summed.clip *= min(1.0, max_norm / (total + 1e-6)) if not math.isnan(total) else math.nan
+    return total
+
+
+class AnchorParameter(torch.nn.Parameter):
+    """Stands for all rows where torch wants a parameter: autograd, ``param_groups``, ``torch.amp.GradScaler``.
+
+    Reading ``grad`` is collective: ``GradScaler.unscale_`` and ``step`` read it, on every rank. It sums the gradients
+    that wait for the next step at their rows and gives ``StepGradients.gate``, None if no rank has any.
+    """
+
+    gradients: Callable[[], StepGradients | None]
+    forget: Callable[[], None]
+
+    @staticmethod
+    def of(
+        device: torch.device, gradients: Callable[[], StepGradients | None], forget: Callable[[], None]
+    ) -> AnchorParameter:
+        anchor = AnchorParameter(torch.zeros((), device=device))
+        anchor.gradients, anchor.forget = gradients, forget
+        return anchor
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        summed = self.gradients()
+        return None if summed is None else summed.gate()
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            raise EmbeddingError("the gradient of rows cannot be set", remedy="call backward()")
+        self.forget()
