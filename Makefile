@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TORCHREC := $(VENV)/.torchrec
 
-.PHONY: fuzz demo demo-kafka test lint types imports docs bench clean
+.PHONY: fuzz demo demo-kafka test lint types imports docs bench bench-cluster torchrec clean
 
 demo: $(STAMP)
 	$(BIN)/flexd demo $(DEMO)
@@ -31,6 +32,12 @@ docs: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python tools/bench_sketch.py --quick
 
+# Root, ip, tc and setpriv needed; says so and ends well without. BENCH: its arguments, such as --quick.
+bench-cluster: $(TORCHREC)
+	$(BIN)/python tools/bench_cluster.py $(BENCH)
+
+torchrec: $(TORCHREC)
+
 # atheris is installed here and not by the dev extra: only this target needs it, and it has no wheel for every Python.
 FUZZ_SECONDS ?= 60
 fuzz: $(STAMP)
@@ -45,6 +52,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "setuptools>=77" wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $(STAMP)
+
+# The peer of comparisons and the types of flexd.torchrec. Without its dependencies: they would bring another torch, and
+# CUDA. fbgemm-gpu-cpu is the build whose fused kernels run on a CPU. Tests that need it skip without it.
+$(TORCHREC): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		numpy tensordict torchmetrics==1.0.3 tqdm pyre-extensions
+	touch $(TORCHREC)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info

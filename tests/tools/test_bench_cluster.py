@@ -1,0 +1,117 @@
+"""The benchmark of exchange strategies: its batches, bound and verdicts, and a slice of it on an emulated cluster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torchrec_peer
+from bench_cluster import checks_of
+from bench_cluster_data import Setting, batches_of, exact_profile, keys_of, volume_bound
+
+TOOL = Path(__file__).parents[2] / "tools" / "bench_cluster.py"
+SMALL = Setting(nodes=3, local_ranks=2, rows=120, dim=8, tables=4, samples=5, length=6, batches=3)
+
+
+def test_positions_find_their_rows_again() -> None:
+    whole = Setting(rows=40, tables=1, samples=4, length=5, batches=1)
+    dealt = Setting(rows=40, tables=4, samples=4, length=5, batches=1)
+    drawn = batches_of(whole, 0)[0].values[0]
+    batch = batches_of(dealt, 0)[0]
+    table = np.repeat(np.arange(4), [len(values) for values in batch.values])
+    assert ((np.concatenate(batch.values) * 4 + table)[batch.order] == drawn).all()
+    assert [lengths.sum() for lengths in batch.lengths] == [len(values) for values in batch.values]
+    assert (np.sum(batch.lengths, axis=0) == 5).all()
+    assert [np.bincount(drawn[5 * s : 5 * s + 5] % 4, minlength=4)[2] for s in range(4)] == batch.lengths[2].tolist()
+
+
+def test_ranks_and_steps_have_batches_of_their_own() -> None:
+    drawn = [tuple(keys_of(SMALL, batch)) for rank in range(6) for batch in batches_of(SMALL, rank)]
+    assert len(set(drawn)) == 18
+    assert [tuple(keys_of(SMALL, batch)) for batch in batches_of(SMALL, 4)] == drawn[12:15]
+
+
+def test_bound_counts_rows_a_node_touches_and_does_not_home() -> None:
+    crossing = 0
+    for step in range(3):
+        for node in range(3):
+            touched: set[int] = set()
+            for rank in (2 * node, 2 * node + 1):
+                touched |= set(keys_of(SMALL, batches_of(SMALL, rank)[step]).tolist())
+            crossing += sum((key % 6) // 2 != node for key in touched)
+    assert volume_bound(SMALL) == pytest.approx(crossing / 3 * 2 * 8 * 4)
+
+
+def test_profile_is_the_popularity_that_batches_are_drawn_from() -> None:
+    profile = exact_profile(SMALL)
+    share = np.zeros(SMALL.rows)
+    for table, of_table in enumerate(profile.tables):
+        share[of_table.hot_rows * 4 + table] = of_table.hot_share * of_table.accesses_per_step
+    assert share / (5 * 6 * 6) == pytest.approx(SMALL.share())
+    assert all((np.diff(of_table.hot_share) <= 0).all() for of_table in profile.tables)
+
+
+def row(bytes_over_bound: float, exposed: float, unlimited: float = 0.1) -> dict[str, float]:
+    return {
+        "inter_node_bytes": bytes_over_bound * 1e6,
+        "inter_node_bytes_over_bound": bytes_over_bound,
+        "exposed_seconds": exposed,
+        "unlimited_step_seconds": unlimited,
+    }
+
+
+def failed(rows: dict[str, Any], differences: dict[str, float] | None = None, *, full_size: bool = True) -> list[str]:
+    answer = {"zipf": 1.05, "loss_differences": differences or {}, "parts": {"dense part": rows}}
+    return [entry["name"].partition(": ")[2] for entry in checks_of(answer, full_size=full_size) if not entry["ok"]]
+
+
+def test_verdicts() -> None:
+    met = {
+        "TorchRec row-wise": row(3.5, 0.50),
+        "direct, dedup": row(1.2, 0.20),
+        "chain": row(1.04, 0.15),
+        "tiers, run-ahead": row(1.04, 0.06),
+    }
+    assert failed(met, {"chain": 1e-4, "tiers, bf16": 1e-2}) == []
+    assert failed({}, {"chain": 1e-2, "tiers, bf16": 1e-1}) == [
+        "chain: losses differ by",
+        "tiers, bf16: losses differ by",
+    ]
+    assert failed(met | {"chain": row(1.06, 0.17, 0.14)}) == [
+        "chain: bytes / bound",
+        "chain: exposed, row-wise over it",
+        "chain: step on an unlimited link / TorchRec row-wise",
+    ]
+    assert failed(met | {"chain": row(1.06, 0.17, 0.14)}, full_size=False) == ["chain: bytes / bound"]
+    assert failed(met | {"tiers, run-ahead": row(1.04, 0.09)}) == [
+        "tiers, run-ahead: exposed, row-wise over it",
+        "tiers, run-ahead: exposed, dedup over it",
+    ]
+    assert failed(met | {"TorchRec row-wise": row(2.5, 0.9)}) == [
+        "chain: bytes below row-wise",
+        "tiers, run-ahead: bytes below row-wise",
+    ]
+    assert failed({"chain": row(1.0, 9.0)}) == []  # without TorchRec
+
+
+@pytest.mark.usefixtures("can_emulate")
+def test_a_slice_of_the_benchmark() -> None:
+    """Losses of all strategies agree (the benchmark exits 1 otherwise), and the chain's bytes are near the bound."""
+    strategies = ["direct, no dedup", "chain", "tiers"]
+    if torchrec_peer.missing() is None:
+        strategies.append("TorchRec row-wise")
+    command = [sys.executable, str(TOOL), "--quick", "--json", "--only", *strategies]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    last = json.loads(done.stdout.splitlines()[-1])
+    figures = {name: value for name, value in last["figures"].items() if name.endswith("inter_node_bytes_over_bound")}
+    assert {name.split("/")[-2] for name in figures} == set(strategies)
+    for name, over in figures.items():
+        low, high = (2.2, 2.6) if "row-wise" in name or "no dedup" in name else (1.0, 1.05)
+        assert low < over < high, name
+    assert {entry["name"].split(": ")[1] for entry in last["checks"]} >= set(strategies)

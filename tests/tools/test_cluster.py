@@ -1,0 +1,212 @@
+"""The emulated cluster: who reaches whom at which rate, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import cluster as cluster_module
+import pytest
+from cluster import SKIPPED, Cluster, ClusterError, remove_leftovers, wait
+
+TOOL = Path(cluster_module.__file__)
+NAMESPACES = Path("/run/netns")
+
+# Sends argv[2] bytes to every rank of the node given by argv[1], which counts what arrives and how long it takes.
+SENDER = """
+import json, os, socket, sys, time
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+to, count = int(sys.argv[1]), int(sys.argv[2])
+if rank == 0:
+    with socket.create_connection((f"10.77.0.{to + 1}", 7000), 20) as wire:
+        wire.sendall(bytes(count))
+        wire.shutdown(socket.SHUT_WR)
+        print(json.dumps({"answer": wire.recv(100).decode()}))
+"""
+RECEIVER = """
+import socket, sys, time
+with socket.create_server(("0.0.0.0", 7000)) as server:
+    print("ready", flush=True)
+    wire, _ = server.accept()
+    first, count = None, 0
+    while chunk := wire.recv(2**16):
+        first = first or time.monotonic()
+        count += len(chunk)
+    seconds = time.monotonic() - first
+    wire.sendall(f"{count} {seconds} {sys.argv[1]}".encode())
+"""
+
+
+def transfer(cluster: Cluster, to: int, count: int, token: str = "-") -> tuple[int, float, str]:
+    """(bytes, seconds, token) of a message from node 0, as its receiver in node ``to`` saw it."""
+    receiver = cluster.start_in(to, [sys.executable, "-c", RECEIVER, token], {}, stdout=subprocess.PIPE)
+    assert receiver.stdout is not None
+    assert receiver.stdout.readline() == b"ready\n"
+    sender = cluster.start_in(
+        0, [sys.executable, "-c", SENDER, str(to), str(count)], cluster.environment(0), stdout=subprocess.PIPE
+    )
+    out, _ = sender.communicate(timeout=60)
+    receiver.communicate(timeout=60)
+    got, seconds, said = json.loads(out)["answer"].split()
+    return int(got), float(seconds), said
+
+
+def until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return true()
+
+
+def qdiscs(cluster: Cluster, node: int) -> list[str]:
+    shown = subprocess.run(
+        ["tc", "-json", "-n", cluster.namespaces[node], "qdisc", "show", "dev", "eth0"], capture_output=True, check=True
+    )
+    return [entry["kind"] for entry in json.loads(shown.stdout)]
+
+
+def names_of(pid: int) -> list[str]:
+    return sorted(path.name for path in NAMESPACES.iterdir() if path.name.startswith(f"flexd-{pid}-"))
+
+
+@pytest.mark.usefixtures("can_emulate")
+class TestNetwork:
+    def test_no_byte_faster_than_the_rate_and_each_counted_on_its_link(self) -> None:
+        with Cluster(2, 2, rate_mbit=16.0) as cluster:
+            before = cluster.sent()
+            count, seconds, _ = transfer(cluster, to=1, count=1_000_000)
+            far = cluster.sent() - before
+            assert count == 1_000_000
+            # What two idle buckets may let through at once comes on top; a slow machine only lets through less.
+            assert count <= 16e6 / 8 * seconds + 4 * cluster.burst_kib * 1024
+            assert 1_000_000 < far.inter < 1_120_000
+            assert far.intra < 10_000
+
+            before = cluster.sent()
+            assert transfer(cluster, to=0, count=1_000_000)[0] == 1_000_000
+            near = cluster.sent() - before
+            assert near.inter < 10_000
+            assert 1_000_000 < near.intra < 1_120_000
+
+    def test_the_limit_is_lifted_and_set_again(self) -> None:
+        with Cluster(3, 1, rate_mbit=None) as cluster:
+            assert all(qdiscs(cluster, node) != ["tbf"] for node in range(3))
+            cluster.limit(50.0)
+            assert all(qdiscs(cluster, node) == ["tbf"] for node in range(3))
+            cluster.limit(100.0)
+            assert transfer(cluster, to=2, count=1000)[0] == 1000
+            cluster.limit(None)
+            assert all(qdiscs(cluster, node) != ["tbf"] for node in range(3))
+            cluster.limit(None)
+
+    def test_two_clusters_at_a_time_do_not_meet(self) -> None:
+        with Cluster(2, 1) as one:
+            # Names carry the process, so the second cluster is another process's in practice.
+            command = [sys.executable, str(TOOL), "--ranks", "1", "--", sys.executable, "-c", RECEIVER, "other"]
+            other = subprocess.Popen(command, stdout=subprocess.PIPE)
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"ready\n"
+            assert transfer(one, to=1, count=10, token="own")[2] == "own"
+            other.send_signal(signal.SIGTERM)
+            assert other.wait(20) == 128 + signal.SIGTERM
+            assert names_of(other.pid) == []
+            assert len(names_of(os.getpid())) == 3
+        assert names_of(os.getpid()) == []
+
+    def test_ranks_are_told_where_they_are(self) -> None:
+        say = (
+            "import os,json;print(json.dumps([os.environ[k] for k in "
+            "('RANK','LOCAL_RANK','WORLD_SIZE','LOCAL_WORLD_SIZE','MASTER_ADDR','GLOO_SOCKET_IFNAME')]))"
+        )
+        with Cluster(2, 2, adapters=2) as cluster:
+            ranks = cluster.start([sys.executable, "-c", say], stdout=subprocess.PIPE)
+            said = [json.loads(rank.communicate(timeout=20)[0]) for rank in ranks]
+        assert said == [
+            ["0", "0", "4", "2", "10.77.0.1", "eth0"],
+            ["1", "1", "4", "2", "10.77.0.1", "eth1"],
+            ["2", "0", "4", "2", "10.77.0.1", "eth0"],
+            ["3", "1", "4", "2", "10.77.0.1", "eth1"],
+        ]
+
+
+@pytest.mark.usefixtures("can_emulate")
+class TestEnd:
+    def test_a_rank_that_fails_ends_all_and_is_named(self) -> None:
+        program = "import os,sys,time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(600)"
+        with Cluster(2, 1) as cluster:
+            ranks = cluster.start([sys.executable, "-c", program])
+            with pytest.raises(ClusterError, match=r"\{1: 3\}"):
+                wait(ranks, 60)
+            assert ranks[0].returncode == -signal.SIGKILL
+
+    def test_the_deadline_ends_all(self) -> None:
+        with Cluster(2, 1) as cluster:
+            ranks = cluster.start(["sleep", "600"])
+            with pytest.raises(ClusterError, match=r"ranks \[0, 1\] still ran"):
+                wait(ranks, 0.3)
+            assert {rank.returncode for rank in ranks} == {-signal.SIGKILL}
+
+    def test_command_line_tells_how_it_ended(self) -> None:
+        def code(program: str) -> int:
+            command = [sys.executable, str(TOOL), "--rate-mbit", "100", "--", sys.executable, "-c", program]
+            return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
+
+        assert code("pass") == 0
+        assert code("import os,sys; sys.exit(5 * (os.environ['RANK'] == '2'))") == 1
+
+    def test_of_a_killed_run_the_ranks_die_and_the_next_run_removes_the_rest(self, tmp_path: Path) -> None:
+        pids = f"import os,time; open(r'{tmp_path}/'+os.environ['RANK'],'w').write(str(os.getpid())); time.sleep(600)"
+        killed = subprocess.Popen([sys.executable, str(TOOL), "--ranks", "1", "--", sys.executable, "-c", pids])
+        files = [tmp_path / "0", tmp_path / "1"]
+        assert until(lambda: all(file.exists() and file.read_text() for file in files))
+        ranks = [int(file.read_text()) for file in files]
+        killed.kill()
+        killed.wait(10)
+        assert until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+        left = names_of(killed.pid)
+        assert len(left) == 3
+        with Cluster(1, 1) as alive:
+            assert names_of(killed.pid) == []
+            assert remove_leftovers() == []
+            assert (NAMESPACES / alive.namespaces[0]).exists()
+
+    def test_what_a_dead_run_left_running_in_a_namespace_is_ended(self) -> None:
+        gone = subprocess.Popen([sys.executable, "-c", "pass"])
+        gone.wait(10)
+        name = f"flexd-{gone.pid}-1-n0"
+        subprocess.run(["ip", "netns", "add", name], check=True)
+        stray = subprocess.Popen(["ip", "netns", "exec", name, "sleep", "600"])
+        assert until(lambda: Path(f"/proc/{stray.pid}/comm").read_text() == "sleep\n")
+        assert name in remove_leftovers()
+        assert stray.wait(10) == -signal.SIGKILL
+        assert not (NAMESPACES / name).exists()
+
+    def test_a_network_that_cannot_be_built_leaves_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(self: Cluster, rate_mbit: float | None) -> None:
+            raise ClusterError("no tbf")
+
+        monkeypatch.setattr(Cluster, "limit", refuse)
+        with pytest.raises(ClusterError, match="no tbf"), Cluster(2, 1):
+            pass
+        assert names_of(os.getpid()) == []
+
+
+def test_without_root_it_says_so_and_skips(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(sys, "argv", ["cluster.py", "--", "true"])
+    assert cluster_module.main() == SKIPPED
+    assert "needs root" in capsys.readouterr().out
+    with pytest.raises(ClusterError, match="needs root"):
+        Cluster(2, 2)
+
+
+@pytest.mark.parametrize("arguments", [(0, 1), (2, 0), (251, 1)])
+def test_shapes_that_cannot_be(arguments: tuple[int, int]) -> None:
+    with pytest.raises(ClusterError, match="nodes x"):
+        Cluster(*arguments)
