@@ -24,6 +24,7 @@ from bench_cluster_data import Batch, Setting
 from cluster_ranks import answer_questions
 from torch import nn
 
+import flexd
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.groups import layout_from_environment
 from flexd.embedding.jagged import Jagged
@@ -107,6 +108,7 @@ class FlexdTrainer:
     Args:
         target: the placement to train at; it is applied by the first step.
         comm_dtype: of rows and gradients on the wire, if not that of the tables.
+        run_ahead: batches come through ``flexd.prefetch``.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class FlexdTrainer:
         exchange: str = "chain",
         target: Placement | None = None,
         comm_dtype: torch.dtype | None = None,
+        run_ahead: bool = False,
     ) -> None:
         tables = setting.embedding_tables()
         self._names = [table.name for table in tables]
@@ -141,6 +144,8 @@ class FlexdTrainer:
             for batch in batches
         ]
         self._loader = forever(list(zip(batches, inputs, strict=True)))
+        if run_ahead:
+            self._loader = iter(flexd.prefetch(self._loader, self.collection, features=lambda batch: batch[1]))
 
     def step(self, loss_of: Callable[[Batch, list[torch.Tensor]], torch.Tensor]) -> float:
         batch, features = next(self._loader)
@@ -249,6 +254,7 @@ class Rank:
         no_torchrec = torchrec_peer.missing()
         known = inspect.signature(EmbeddingCollection.__init__).parameters
         no_narrow = None if "comm_dtype" in known else "this flexd has no comm_dtype"
+        no_ahead = None if hasattr(flexd, "prefetch") else "this flexd has no prefetch"
 
         def torchrec(sharding: str, **options: Any) -> Strategy:
             return Strategy(lambda: TorchRecTrainer(setting, batches, sharding=sharding, **options), no_torchrec)
@@ -264,8 +270,12 @@ class Rank:
             "direct, dedup": own(exchange="direct"),
             "chain": own(),
             "tiers": own(target=target),
-            "chain, bf16": own(no_narrow, comm_dtype=torch.bfloat16),
+            "chain, run-ahead": own(no_ahead, run_ahead=True),
+            "tiers, run-ahead": own(no_ahead, target=target, run_ahead=True),
             "tiers, bf16": own(no_narrow, target=target, comm_dtype=torch.bfloat16),
+            "tiers, run-ahead, bf16": own(
+                no_narrow or no_ahead, target=target, run_ahead=True, comm_dtype=torch.bfloat16
+            ),
         }
 
 
