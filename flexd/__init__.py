@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from flexd.embedding.connect import connect
     from flexd.embedding.jagged import Jagged
     from flexd.embedding.optimizer import SGD, RowWiseAdagrad
+    from flexd.embedding.prefetch import prefetch
     from flexd.embedding.tap import Tap
     from flexd.layout import RankLayout
     from flexd.stream.publisher import Publisher
@@ -29,6 +30,7 @@ _HOMES = {
     "SGD": "flexd.embedding.optimizer",
     "Tap": "flexd.embedding.tap",
     "connect": "flexd.embedding.connect",
+    "prefetch": "flexd.embedding.prefetch",
 }
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "Tap",
     "__version__",
     "connect",
+    "prefetch",
 ]
 
 
