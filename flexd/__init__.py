@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from flexd.embedding.bag import EmbeddingBagCollection, EmbeddingBagTable
     from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
     from flexd.embedding.connect import connect
     from flexd.embedding.jagged import Jagged
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from flexd.stream.publisher import Publisher
 
 _HOMES = {
+    "EmbeddingBagCollection": "flexd.embedding.bag",
+    "EmbeddingBagTable": "flexd.embedding.bag",
     "EmbeddingCollection": "flexd.embedding.collection",
     "EmbeddingTable": "flexd.embedding.collection",
     "Jagged": "flexd.embedding.jagged",
@@ -35,6 +38,8 @@ _HOMES = {
 
 __all__ = [
     "SGD",
+    "EmbeddingBagCollection",
+    "EmbeddingBagTable",
     "EmbeddingCollection",
     "EmbeddingTable",
     "Jagged",

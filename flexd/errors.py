@@ -21,6 +21,10 @@ class ConfigError(FlexdError):
     """A configuration value is missing, malformed or contradicts another."""
 
 
+class MissingExtraError(ConfigError, ImportError):
+    """A package of an optional extra is not installed."""
+
+
 class StreamError(FlexdError):
     """A stream source or publisher cannot do what was asked (unreachable broker, corrupt segment)."""
 

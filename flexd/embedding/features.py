@@ -61,12 +61,18 @@ class FeatureMap:
     ) -> dict[str, Jagged]:
         """Per dim-group [n, dim] rows -> each feature's rows with its lengths."""
         out: dict[str, Jagged] = {}
-        for group, part in enumerate(rows):
-            names = [name for name in order if self._group_of[self.table_of[name]] == group]
+        for names, part in zip(self.by_group(order), rows, strict=True):
             if names:
                 pieces = torch.split(part, [features[name].values.numel() for name in names])
                 out |= {n: Jagged(piece, features[n].lengths) for n, piece in zip(names, pieces, strict=True)}
         return out
+
+    def by_group(self, order: Sequence[str]) -> list[list[str]]:
+        """Per dim-group the features that it serves, in the order given."""
+        names: list[list[str]] = [[] for _ in self._keyspace.groups]
+        for name in order:
+            names[self._group_of[self.table_of[name]]].append(name)
+        return names
 
     def _feature_keys(self, feature: str, ids: torch.Tensor) -> torch.Tensor:
         table = self.table_of[feature]

@@ -1,0 +1,27 @@
+"""TorchRec's types around flexd: drop-ins for sharded ``EmbeddingCollection`` and ``EmbeddingBagCollection``.
+
+    from flexd.torchrec import FlexEmbeddingCollection
+
+Nothing else of flexd knows TorchRec.
+
+Raises:
+    MissingExtraError: at import, when TorchRec is not installed.
+"""
+
+from __future__ import annotations
+
+from flexd.errors import MissingExtraError
+
+try:
+    import torchrec as _torchrec  # noqa: F401
+except ImportError as error:
+    raise MissingExtraError(
+        f"flexd.torchrec needs TorchRec ({error})",
+        remedy="pip install 'flexd[torchrec]' (without a GPU: pip install --no-deps torchrec fbgemm-gpu-cpu, "
+        "then pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions)",
+    ) from error
+
+from flexd.torchrec.bags import FlexEmbeddingBagCollection
+from flexd.torchrec.sequences import FlexEmbeddingCollection
+
+__all__ = ["FlexEmbeddingBagCollection", "FlexEmbeddingCollection"]

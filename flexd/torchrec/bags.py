@@ -1,0 +1,123 @@
+"""``FlexEmbeddingBagCollection``: pooled look-ups with TorchRec's types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from flexd.embedding.bag import EmbeddingBagCollection
+from flexd.embedding.jagged import Jagged
+from flexd.errors import EmbeddingError
+from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of
+from flexd.torchrec.inputs import jagged_by_key, keyed, weights_by_key
+
+
+class FlexEmbeddingBagCollection(EmbeddingBagCollection, EmbeddingBagCollectionInterface):
+    """In the place of a sharded ``torchrec.EmbeddingBagCollection``; see ``FlexEmbeddingCollection``.
+
+    Args:
+        tables: of any dims; pooling SUM or MEAN.
+        is_weighted: the input's weights are factors of the rows; tables pool by SUM then, as ``nn.EmbeddingBag`` asks.
+        device: as TorchRec's.
+        arguments: the keyword arguments of ``flexd.EmbeddingCollection``.
+
+    Raises:
+        EmbeddingError: a configuration that cannot be honoured, or weights with MEAN.
+        TopologyError: as ``flexd.EmbeddingCollection``.
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingBagConfig],
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        *,
+        seed: int = 0,
+        **arguments: Any,
+    ) -> None:
+        by_mean = [config.name for config in tables if config.pooling == PoolingType.MEAN]
+        if is_weighted and by_mean:
+            raise EmbeddingError(
+                f"is_weighted with tables pooled by MEAN: {', '.join(by_mean)}",
+                remedy="pool by SUM, with weights that sum to 1 in each bag",
+            )
+        super().__init__(tables_of(tables), device=device or "cpu", seed=seed, **arguments)
+        self._configs = list(tables)
+        self._is_weighted = is_weighted
+        self._names = [
+            (feature, name)
+            for config, names in zip(tables, embedding_names(tables), strict=True)
+            for feature, name in zip(features_of(config), names, strict=True)
+        ]
+        initialise(self, self._configs, seed)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """float32 [batch, sum of dims], by embedding name.
+
+        Batch sizes may differ by key if the input has ``inverse_indices`` that say how to expand them.
+
+        Raises:
+            EmbeddingError: on every rank, if any rank's input misses a feature, holds a row out of range, has no
+                weights where they are needed, or batch sizes that differ without fitting ``inverse_indices``.
+        """
+        found = self._find(features)
+        kjt = keyed(features, [], self.rank)
+        pooled = self._pool(found, self._rows(found, expand=False), self._weights(kjt))
+        parts = [pooled[name].float() for _, name in self._names]
+        indices = kjt.inverse_indices_or_none()
+        if indices is not None:
+            place = {feature: row for row, feature in enumerate(indices[0])}
+            parts = [p.index_select(0, indices[1][place[f]]) for p, (f, _) in zip(parts, self._names, strict=True)]
+        return KeyedTensor(
+            keys=[name for _, name in self._names],
+            length_per_key=[part.shape[1] for part in parts],
+            values=torch.cat(parts, dim=1),
+        )
+
+    def as_features(self, given: Any) -> dict[str, Jagged]:
+        kjt = keyed(given, [feature for feature, _ in self._names], self.rank)
+        by_key = jagged_by_key(kjt)
+        features = {name: by_key[feature] for feature, name in self._names}
+        self._check_lengths(features)
+        self._check_weights(features, self._weights(kjt))
+        self._check_inverse(kjt, features)
+        return features
+
+    def _weights(self, kjt: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+        if not self._is_weighted:
+            return {}
+        by_key = weights_by_key(kjt)
+        return {name: by_key[feature] for feature, name in self._names}
+
+    def _check_inverse(self, kjt: KeyedJaggedTensor, given: Mapping[str, Jagged]) -> None:
+        """``inverse_indices`` say of each sample of the batch which sample of each key it is."""
+        sizes = {name: given[name].lengths.numel() for _, name in self._names}
+        indices = kjt.inverse_indices_or_none()
+        if indices is None:
+            if len(set(sizes.values())) > 1:
+                raise EmbeddingError(
+                    f"rank {self.rank}: batch sizes differ by feature ({sizes}) and there are no inverse_indices",
+                    remedy="give the KeyedJaggedTensor inverse_indices, or one batch size",
+                )
+            return
+        place = {feature: row for row, feature in enumerate(indices[0])}
+        for feature, name in self._names:
+            index = indices[1][place[feature]] if feature in place else None
+            if index is None or (index.numel() and (int(index.min()) < 0 or int(index.max()) >= sizes[name])):
+                raise EmbeddingError(
+                    f"rank {self.rank}, feature {feature!r}: inverse_indices are missing or outside its "
+                    f"{sizes[name]} samples",
+                    remedy="one row of indices for each key, of samples that the key has",
+                )
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        return self._is_weighted

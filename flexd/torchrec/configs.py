@@ -1,0 +1,133 @@
+"""TorchRec's table configurations as flexd's tables, and the initial values they ask for."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, PoolingType
+from torchrec.types import DataType
+
+from flexd.embedding.bag import EmbeddingBagTable
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.errors import EmbeddingError
+
+DTYPES = {DataType.FP32: "float32", DataType.FP16: "float16", DataType.BF16: "bfloat16"}
+POOLINGS = {PoolingType.SUM: "sum", PoolingType.MEAN: "mean"}
+ELEMENTWISE = (
+    nn.init.uniform_,
+    nn.init.normal_,
+    nn.init.trunc_normal_,
+    nn.init.constant_,
+    nn.init.zeros_,
+    nn.init.ones_,
+)
+"""Initialisers that treat a block of rows as they would treat the table."""
+BLOCK_ROWS = 65_536
+MAX_WHOLE_TABLE_BYTES = 2**30
+"""A table is made whole, on every rank, for an ``init_fn`` that may look at its shape or at other rows."""
+_UNSUPPORTED = {
+    "num_embeddings_post_pruning": None,
+    "need_pos": False,
+    "input_dim": None,
+    "total_num_buckets": None,
+    "use_virtual_table": False,
+    "virtual_table_eviction_policy": None,
+    "enable_embedding_update": False,
+    "stash_weights": False,
+}
+
+
+def features_of(config: BaseEmbeddingConfig) -> list[str]:
+    """Names of the inputs that read the table; one named like it if none is given, as TorchRec does."""
+    return list(config.feature_names) or [config.name]
+
+
+def embedding_names(configs: Sequence[BaseEmbeddingConfig]) -> list[list[str]]:
+    """Per table the names of its outputs: the feature's, or "feature@table" if other tables read the feature too."""
+    every = [feature for config in configs for feature in features_of(config)]
+    return [
+        [f"{feature}@{config.name}" if every.count(feature) > 1 else feature for feature in features_of(config)]
+        for config in configs
+    ]
+
+
+def tables_of(configs: Sequence[BaseEmbeddingConfig]) -> list[EmbeddingTable]:
+    """One table a configuration. Its features are TorchRec's *embedding names*, so each has one table.
+
+    Raises:
+        EmbeddingError: a data type, pooling or property that cannot be honoured; nothing is ignored.
+    """
+    tables: list[EmbeddingTable] = []
+    for config, names in zip(configs, embedding_names(configs), strict=True):
+        where = f"table {config.name!r}"
+        for name, usual in _UNSUPPORTED.items():
+            if getattr(config, name, usual) != usual:
+                raise EmbeddingError(f"{where}: {name}={getattr(config, name)!r}", remedy="not supported: leave it out")
+        if config.data_type not in DTYPES:
+            raise EmbeddingError(
+                f"{where}: data_type {config.data_type}", remedy=f"one of {', '.join(kind.name for kind in DTYPES)}"
+            )
+        bound = _uniform_bound(config.init_fn)
+        arguments: dict[str, Any] = {
+            "name": config.name, "rows": config.num_embeddings, "dim": config.embedding_dim, "features": tuple(names),
+            "dtype": DTYPES[config.data_type], "init_scale": bound if bound is not None else 0.0,
+        }  # fmt: skip
+        if not isinstance(config, EmbeddingBagConfig):
+            tables.append(EmbeddingTable(**arguments))
+        elif config.pooling in POOLINGS:
+            tables.append(EmbeddingBagTable(**arguments, pooling=POOLINGS[config.pooling]))
+        else:
+            raise EmbeddingError(f"{where}: pooling {config.pooling}", remedy="SUM or MEAN")
+        if bound is None:
+            _check_size(config, DTYPES[config.data_type])
+    return tables
+
+
+def initialise(collection: EmbeddingCollection, configs: Sequence[BaseEmbeddingConfig], seed: int) -> None:
+    """Local. Runs each ``init_fn`` that is no symmetric uniform one, seeded by seed, table and block: the same seed
+    gives the same tables on any number of ranks."""
+    for config, table in zip(configs, collection.tables, strict=True):
+        if _uniform_bound(config.init_fn) is not None:
+            continue
+        rows = BLOCK_ROWS if _is_elementwise(config.init_fn) else table.rows
+        for first in range(0, table.rows, rows):
+            block = torch.empty((min(rows, table.rows - first), table.dim), dtype=collection.dtype_of(table.name))
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(zlib.crc32(f"{seed} {table.name} {first}".encode()))
+                config.init_fn(block)
+            collection.load_rows(table.name, first, block)
+
+
+def _check_size(config: BaseEmbeddingConfig, dtype: str) -> None:
+    size = config.num_embeddings * config.embedding_dim * (4 if dtype == "float32" else 2)
+    if size > MAX_WHOLE_TABLE_BYTES and not _is_elementwise(config.init_fn):
+        raise EmbeddingError(
+            f"table {config.name!r}: its init_fn would need all {size:,} bytes of the table on every rank",
+            remedy="use weight_init_min and weight_init_max, an initialiser of torch.nn.init that treats numbers one "
+            "by one (uniform_, normal_, trunc_normal_, constant_), or load_rows after construction",
+        )
+
+
+def _unwrapped(function: Callable[..., Any] | None) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
+    if isinstance(function, partial):
+        return function.func, dict(function.keywords), function.args
+    return function, {}, ()
+
+
+def _is_elementwise(function: Callable[..., Any] | None) -> bool:
+    return _unwrapped(function)[0] in ELEMENTWISE
+
+
+def _uniform_bound(function: Callable[..., Any] | None) -> float | None:
+    """b of a uniform distribution in [-b, b): what flexd draws itself, row by row and on any number of ranks."""
+    if function is None:
+        return None
+    inner, given, positional = _unwrapped(function)
+    if inner is nn.init.uniform_ and not positional and set(given) == {"a", "b"} and given["a"] == -given["b"]:
+        return float(given["b"])
+    return None

@@ -1,0 +1,66 @@
+"""``KeyedJaggedTensor`` as features by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from flexd.embedding.jagged import Jagged
+from flexd.errors import EmbeddingError
+
+
+def keyed(given: Any, features: Sequence[str], rank: int) -> KeyedJaggedTensor:
+    """A ``KeyedJaggedTensor`` as it is, a ``TensorDict`` of nested tensors converted as TorchRec does.
+
+    Raises:
+        EmbeddingError: neither, or a feature is missing.
+    """
+    given = maybe_td_to_kjt(given)
+    if not isinstance(given, KeyedJaggedTensor):
+        raise EmbeddingError(
+            f"rank {rank}: a {type(given).__name__} instead of a KeyedJaggedTensor",
+            remedy="torchrec.KeyedJaggedTensor.from_lengths_sync(keys, values, lengths)",
+        )
+    missing = sorted(set(features) - set(given.keys()))
+    if missing:
+        raise EmbeddingError(
+            f"rank {rank}: the KeyedJaggedTensor has no {', '.join(missing)}",
+            remedy="every feature of every table must be a key, on every rank, if only with lengths of zero",
+        )
+    return given
+
+
+def jagged_by_key(kjt: KeyedJaggedTensor) -> dict[str, Jagged]:
+    """Ids and lengths of each key, also where batch sizes differ by key (``stride_per_key_per_rank``).
+
+    Raises:
+        EmbeddingError: lengths and values do not fit each other.
+    """
+    counts, strides = kjt.length_per_key(), kjt.stride_per_key()
+    if sum(counts) != kjt.values().numel() or sum(strides) != kjt.lengths().numel():
+        raise EmbeddingError(
+            f"a KeyedJaggedTensor of {kjt.values().numel()} values and {kjt.lengths().numel()} lengths that says "
+            f"{sum(counts)} and {sum(strides)}",
+            remedy="lengths of each key sum to its values",
+        )
+    values, lengths = torch.split(kjt.values(), counts), torch.split(kjt.lengths(), strides)
+    return {key: Jagged(v, n) for key, v, n in zip(kjt.keys(), values, lengths, strict=True)}
+
+
+def weights_by_key(kjt: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+    """The factor of each id, by key.
+
+    Raises:
+        EmbeddingError: there are none, or not one an id.
+    """
+    weights = kjt.weights_or_none()
+    if weights is None or weights.shape != kjt.values().shape:
+        raise EmbeddingError(
+            "a KeyedJaggedTensor without a weight for each value, for a weighted collection",
+            remedy="give weights=, or construct with is_weighted=False",
+        )
+    return dict(zip(kjt.keys(), torch.split(weights, kjt.length_per_key()), strict=True))

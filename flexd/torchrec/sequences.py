@@ -1,0 +1,95 @@
+"""``FlexEmbeddingCollection``: un-pooled look-ups with TorchRec's types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.jagged import Jagged
+from flexd.errors import EmbeddingError
+from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of
+from flexd.torchrec.inputs import jagged_by_key, keyed
+
+
+class FlexEmbeddingCollection(EmbeddingCollection, EmbeddingCollectionInterface):
+    """In the place of a sharded ``torchrec.EmbeddingCollection``, without ``DistributedModelParallel``.
+
+    Differs from it in one line of the training loop: gradients wait for ``optimizer.step()``, where TorchRec's fused
+    optimizers update inside ``backward()``. ``average_gradients`` is TorchRec's ``set_gradient_division``. Outputs are
+    float32 whatever the table's data type, as TorchRec's. ``state_dict`` has flexd's keys.
+
+    Args:
+        tables: all of one ``embedding_dim``. A feature may be read by several tables (then its outputs are named
+            "feature@table"). ``init_fn`` is honoured: see ``flexd.torchrec.configs``.
+        device, need_indices: as TorchRec's.
+        arguments: the keyword arguments of ``flexd.EmbeddingCollection``.
+
+    Raises:
+        EmbeddingError: tables of several dims, or a configuration that cannot be honoured.
+        TopologyError: as ``flexd.EmbeddingCollection``.
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingConfig],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+        *,
+        seed: int = 0,
+        **arguments: Any,
+    ) -> None:
+        dims = sorted({config.embedding_dim for config in tables})
+        if len(dims) != 1:
+            raise EmbeddingError(
+                f"tables of dims {dims} in one collection",
+                remedy="one embedding_dim, as in TorchRec; flexd.EmbeddingCollection takes several",
+            )
+        super().__init__(tables_of(tables), device=device or "cpu", seed=seed, **arguments)
+        self._configs = list(tables)
+        self._need_indices = need_indices
+        initialise(self, self._configs, seed)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Rows [n, dim] of each embedding name, with lengths; ids as weights if ``need_indices``.
+
+        Keys that no table reads and weights of the input are ignored, as TorchRec ignores them.
+
+        Raises:
+            EmbeddingError: on every rank, if any rank's input misses a feature or holds a row out of range.
+        """
+        found = self._find(features)
+        looked_up = self._features.split(found.features, found.order, self._rows(found))
+        return {
+            name: JaggedTensor(
+                values=looked_up[name].values.float(),
+                lengths=ids.lengths,
+                weights=ids.values if self._need_indices else None,
+            )
+            for name, ids in found.features.items()
+        }
+
+    def as_features(self, given: Any) -> dict[str, Jagged]:
+        by_key = jagged_by_key(keyed(given, [f for c in self._configs for f in features_of(c)], self.rank))
+        return {
+            name: by_key[feature]
+            for config, names in zip(self._configs, embedding_names(self._configs), strict=True)
+            for feature, name in zip(features_of(config), names, strict=True)
+        }
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        return self._configs
+
+    def need_indices(self) -> bool:
+        return self._need_indices
+
+    def embedding_dim(self) -> int:
+        return self.tables[0].dim
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        return embedding_names(self._configs)
