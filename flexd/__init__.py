@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
     from flexd.embedding.connect import connect
     from flexd.embedding.jagged import Jagged
-    from flexd.embedding.optimizer import SGD, RowWiseAdagrad
+    from flexd.embedding.optimizer import SGD, Adagrad, Adam, RowWiseAdagrad, RowWiseAdam
     from flexd.embedding.prefetch import prefetch
     from flexd.embedding.tap import Tap
     from flexd.layout import RankLayout
     from flexd.stream.publisher import Publisher
 
 _HOMES = {
+    "Adagrad": "flexd.embedding.optimizer",
+    "Adam": "flexd.embedding.optimizer",
     "EmbeddingBagCollection": "flexd.embedding.bag",
     "EmbeddingBagTable": "flexd.embedding.bag",
     "EmbeddingCollection": "flexd.embedding.collection",
@@ -30,6 +32,7 @@ _HOMES = {
     "Publisher": "flexd.stream.publisher",
     "RankLayout": "flexd.layout",
     "RowWiseAdagrad": "flexd.embedding.optimizer",
+    "RowWiseAdam": "flexd.embedding.optimizer",
     "SGD": "flexd.embedding.optimizer",
     "Tap": "flexd.embedding.tap",
     "connect": "flexd.embedding.connect",
@@ -38,6 +41,8 @@ _HOMES = {
 
 __all__ = [
     "SGD",
+    "Adagrad",
+    "Adam",
     "EmbeddingBagCollection",
     "EmbeddingBagTable",
     "EmbeddingCollection",
@@ -46,6 +51,7 @@ __all__ = [
     "Publisher",
     "RankLayout",
     "RowWiseAdagrad",
+    "RowWiseAdam",
     "Tap",
     "__version__",
     "connect",

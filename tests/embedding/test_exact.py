@@ -53,6 +53,15 @@ def test_several_passes_a_step(ranks: Ranks) -> None:
     check(Scenario(2, 2, "rowwise_adagrad", passes=3), ranks)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "nodes", "local_ranks"),
+    [("adagrad", 2, 2), ("adam", 2, 2), ("adam", 2, 1), ("rowwise_adam", 2, 2), ("sgd_decay", 1, 2), ("adam", 1, 1)],
+)
+def test_every_optimizer(ranks: Ranks, optimizer: str, nodes: int, local_ranks: int) -> None:
+    """Whose state is more than a number a row, and which move rows that have no gradient."""
+    check(Scenario(nodes, local_ranks, optimizer, two_dims=True, gamma=0.9, passes=2, seed=nodes), ranks)
+
+
 def test_learning_rate_schedule(ranks: Ranks) -> None:
     check(Scenario(2, 2, "rowwise_adagrad", gamma=0.8), ranks)
 
@@ -83,7 +92,7 @@ def test_float32_to_rounding(ranks: Ranks) -> None:
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     layout=st.sampled_from(LAYOUTS),
-    optimizer=st.sampled_from(["sgd", "rowwise_adagrad"]),
+    optimizer=st.sampled_from(["sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam"]),
     seed=st.integers(0, 10_000),
     fraction=st.sampled_from([0.05, 0.3, 1.0]),
     every=st.integers(1, 3),

@@ -10,7 +10,7 @@ from torch import nn
 
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
-from flexd.embedding.optimizer import SGD, RowWiseAdagrad
+from flexd.embedding.optimizer import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
 from flexd.errors import ChunkRefusedError
 from flexd.keyspace import KeySpace, TableSpec
 from flexd.layout import RankLayout, Tier
@@ -51,8 +51,43 @@ def tables_of(scenario: Scenario) -> list[EmbeddingTable]:
     ]
 
 
-def row_optimizer(scenario: Scenario) -> SGD | RowWiseAdagrad:
-    return SGD(lr=0.3) if scenario.optimizer == "sgd" else RowWiseAdagrad(lr=0.1)
+def row_optimizer(scenario: Scenario) -> RowOptimizer:
+    optimizers: dict[str, RowOptimizer] = {
+        "sgd": SGD(lr=0.3),
+        "sgd_decay": SGD(lr=0.3, weight_decay=0.1),
+        "rowwise_adagrad": RowWiseAdagrad(lr=0.1),
+        "adagrad": Adagrad(lr=0.1, initial_accumulator_value=0.1),
+        "adam": Adam(lr=0.1, betas=(0.8, 0.9), eps=1e-3),
+        "rowwise_adam": RowWiseAdam(lr=0.1, eps=1e-3, weight_decay=0.1, decoupled_weight_decay=True),
+    }
+    return optimizers[scenario.optimizer]
+
+
+class PlainOptimizer:
+    """The formulas of ``row_optimizer`` on one whole table, of the rows that were looked up."""
+
+    def __init__(self, name: str, rows: int, dim: int) -> None:
+        self.name = name
+        self.mean = torch.zeros(rows, dim, dtype=torch.float64)
+        self.square = torch.full((rows, dim), 0.1 if name == "adagrad" else 0.0, dtype=torch.float64)
+
+    def step(self, weight: torch.Tensor, grad: torch.Tensor, seen: torch.Tensor, slower: float, step: int) -> None:
+        w, g = weight[seen].double(), grad[seen].double()
+        square = g.square() if self.name in ("adam", "adagrad") else g.square().mean(dim=1, keepdim=True).expand_as(g)
+        if self.name == "sgd":
+            w -= slower * 0.3 * g
+        elif self.name == "sgd_decay":
+            w -= slower * 0.3 * (g + 0.1 * w)
+        elif self.name.endswith("adagrad"):
+            self.square[seen] += square
+            w -= slower * 0.1 * g / (self.square[seen].sqrt() + (1e-8 if self.name.startswith("row") else 1e-10))
+        else:
+            beta1, beta2, decay = (0.8, 0.9, 0.0) if self.name == "adam" else (0.9, 0.999, 0.1)
+            self.mean[seen] = beta1 * self.mean[seen] + (1 - beta1) * g
+            self.square[seen] = beta2 * self.square[seen] + (1 - beta2) * square
+            root = (self.square[seen] / (1 - beta2**step)).sqrt() + 1e-3
+            w -= slower * 0.1 * (self.mean[seen] / (1 - beta1**step) / root + decay * w)
+        weight[seen] = w.to(weight.dtype)
 
 
 def batch(scenario: Scenario, step: int, rank: int) -> dict[str, Jagged]:
@@ -153,15 +188,18 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
     table_of = {"history": "item", "target": "item", "shop": "shop"}
     world = scenario.layout.world_size
     shares = world if scenario.average_gradients else 1
-    adagrad = {name: torch.zeros(spec.rows, 1, dtype=torch.float64) for name, spec in specs.items()}
+    plain = {name: PlainOptimizer(scenario.optimizer, spec.rows, spec.dim) for name, spec in specs.items()}
     losses: list[list[float]] = [[] for _ in range(world)]
     for step in range(scenario.steps):
         for table in tables.values():
             table.weight.grad = torch.zeros_like(table.weight)
+        seen = {name: torch.zeros(spec.rows, dtype=torch.bool) for name, spec in specs.items()}
         for rank in range(world):
             for index in range(scenario.passes):
                 features = batch(scenario, step * scenario.passes + index, rank)
                 rows = {name: tables[table_of[name]](jagged.values) for name, jagged in features.items()}
+                for name, jagged in features.items():
+                    seen[table_of[name]][jagged.values.long()] = True
                 loss = loss_of(rows)
                 if loss.requires_grad:
                     (loss / shares).backward()
@@ -171,11 +209,7 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
             for name, table in tables.items():
                 grad = table.weight.grad
                 assert grad is not None
-                if scenario.optimizer == "sgd":
-                    table.weight -= slower * 0.3 * grad
-                else:
-                    adagrad[name] += grad.double().square().mean(dim=1, keepdim=True)
-                    table.weight -= slower * 0.1 * grad / (adagrad[name].sqrt() + 1e-8).to(grad.dtype)
+                plain[name].step(table.weight, grad, seen[name], slower, step + 1)
     return losses, {name: table.weight.detach().double().numpy() for name, table in tables.items()}
 
 

@@ -1,0 +1,284 @@
+"""Each row optimizer against its counterpart in torch and FBGEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import flexd
+from flexd.embedding.optimizer import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
+from flexd.embedding.store import GroupStore
+from flexd.errors import EmbeddingError
+from flexd.keyspace import OPTIMIZERS, DimGroup, TableSpec, state_columns
+from flexd.layout import RankLayout
+
+ROWS, DIM = 7, 5
+ALL: list[RowOptimizer] = [SGD(0.1), Adagrad(0.1), RowWiseAdagrad(0.1), Adam(0.1), RowWiseAdam(0.1)]
+Decay = dict[str, Any]
+
+
+def start(optimizer: RowOptimizer, dtype: torch.dtype = torch.float64, dim: int = DIM) -> tuple[torch.Tensor, ...]:
+    """Rows and state."""
+    rows = torch.randn(ROWS, dim, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+    floats = sum(state_columns(optimizer.name, dim).values())
+    wide = torch.promote_types(dtype, torch.float32)
+    return rows, torch.full((ROWS, floats), optimizer.initial_state, dtype=wide)
+
+
+def gradients(step: int, index: torch.Tensor, dim: int = DIM) -> torch.Tensor:
+    return torch.randn(len(index), dim, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def test_every_optimizer_of_the_tables_is_here() -> None:
+    assert sorted(optimizer.name for optimizer in ALL) == sorted(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("decay", [{}, {"weight_decay": 0.3}, {"weight_decay": 0.3, "decoupled_weight_decay": True}])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (lambda d: SGD(0.2, **d), lambda p, d: torch.optim.SGD(p, 0.2, **d)),
+        (lambda d: Adagrad(0.2, **d), lambda p, d: torch.optim.Adagrad(p, 0.2, **d)),
+        (
+            lambda d: Adagrad(0.2, eps=0.1, initial_accumulator_value=0.5, **d),
+            lambda p, d: torch.optim.Adagrad(p, 0.2, eps=0.1, initial_accumulator_value=0.5, **d),
+        ),
+        (lambda d: Adam(0.2, **d), lambda p, d: torch.optim.Adam(p, 0.2, **d)),
+        (
+            lambda d: Adam(0.2, (0.7, 0.8), 0.1, **d),
+            lambda p, d: torch.optim.Adam(p, 0.2, (0.7, 0.8), 0.1, **d),
+        ),
+    ],
+)
+def test_all_rows_at_every_step_is_the_dense_optimizer(
+    ours: Callable[[Decay], RowOptimizer], theirs: Callable[..., torch.optim.Optimizer], decay: Decay
+) -> None:
+    optimizer = ours(decay)
+    rows, state = start(optimizer)
+    plain = torch.nn.Parameter(rows.clone())
+    coupled = {key: value for key, value in decay.items() if not decay.get("decoupled_weight_decay")}
+    dense = theirs([plain], coupled)
+    index = torch.arange(ROWS)
+    for step in range(1, 6):
+        if decay.get("decoupled_weight_decay"):
+            with torch.no_grad():
+                plain.mul_(1 - 0.2 * 0.3)  # as torch.optim.AdamW does before its step
+        plain.grad = gradients(step, index)
+        dense.step()
+        optimizer.update(rows, state, index, gradients(step, index), step)
+        torch.testing.assert_close(rows, plain.detach(), rtol=0, atol=1e-12)
+    kept = dense.state[plain]
+    columns = state_columns(optimizer.name, DIM)
+    for part, (name, width) in zip(state.split(list(columns.values()), dim=1), columns.items(), strict=True):
+        torch.testing.assert_close(part, kept[name].expand(ROWS, width), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "theirs"),
+    [
+        (SGD(0.2), lambda p: torch.optim.SGD(p, 0.2)),
+        (Adagrad(0.2, eps=0.01), lambda p: torch.optim.Adagrad(p, 0.2, eps=0.01)),
+        (Adam(0.2, (0.6, 0.9), 0.05), lambda p: torch.optim.SparseAdam(p, 0.2, (0.6, 0.9), 0.05)),
+    ],
+)
+def test_some_rows_at_a_step_is_the_sparse_optimizer(
+    optimizer: RowOptimizer, theirs: Callable[..., torch.optim.Optimizer]
+) -> None:
+    rows, state = start(optimizer)
+    plain = torch.nn.Parameter(rows.clone())
+    sparse = theirs([plain])
+    rng = np.random.default_rng(1)
+    for step in range(1, 9):
+        index = torch.from_numpy(rng.permutation(ROWS)[: step % ROWS])
+        grads = gradients(step, index)
+        if isinstance(optimizer, Adam):  # torch adds eps before the correction of v, FBGEMM and we after it
+            sparse.param_groups[0]["eps"] = 0.05 * (1 - 0.9**step) ** 0.5
+        plain.grad = torch.sparse_coo_tensor(index[None], grads, (ROWS, DIM), check_invariants=True).coalesce()
+        sparse.step()
+        before, state_before = rows.clone(), state.clone()
+        optimizer.update(rows, state, index, grads, step)
+        torch.testing.assert_close(rows, plain.detach(), rtol=0, atol=1e-12)
+        others = torch.ones(ROWS, dtype=torch.bool).index_fill_(0, index, False)
+        assert torch.equal(rows[others], before[others])
+        assert torch.equal(state[others], state_before[others])
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_row_wise_adam_is_the_definition_of_fbgemm(decay: float) -> None:
+    """fbgemm_gpu, codegen/genscript/optimizers.py, partial_rowwise_adam: ``momentum2`` of the mean of squares, weights
+    -= lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * weights)."""
+    optimizer = RowWiseAdam(0.2, (0.6, 0.9), 0.05, weight_decay=decay, decoupled_weight_decay=True)
+    rows, state = start(optimizer)
+    weights, m, v = rows.numpy().copy(), np.zeros((ROWS, DIM)), np.zeros((ROWS, 1))
+    for step in range(1, 6):
+        index = np.random.default_rng(step).permutation(ROWS)[:4]
+        grads = gradients(step, torch.from_numpy(index))
+        optimizer.update(rows, state, torch.from_numpy(index), grads, step)
+        g = grads.numpy()
+        m[index] = 0.6 * m[index] + 0.4 * g
+        v[index] = 0.9 * v[index] + 0.1 * (g**2).mean(axis=1, keepdims=True)
+        m_hat, v_hat = m[index] / (1 - 0.6**step), v[index] / (1 - 0.9**step)
+        weights[index] -= 0.2 * (m_hat / (np.sqrt(v_hat) + 0.05) + decay * weights[index])
+        np.testing.assert_allclose(rows.numpy(), weights, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(state.numpy(), np.hstack([m, v]), rtol=1e-12)
+
+
+def test_row_wise_adam_of_one_column_is_adam() -> None:
+    index = torch.arange(ROWS)
+    ends = []
+    for optimizer in (Adam(0.1), RowWiseAdam(0.1)):
+        rows, state = start(optimizer, dim=1)
+        for step in range(1, 4):
+            optimizer.update(rows, state, index, gradients(step, index, 1), step)
+        ends.append((rows, state))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert torch.equal(ends[0][1], ends[1][1])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kernel"),
+    [
+        (SGD(0.1), "EXACT_SGD"),
+        (Adagrad(0.1, eps=1e-3), "EXACT_ADAGRAD"),
+        (RowWiseAdagrad(0.1, eps=1e-3), "EXACT_ROWWISE_ADAGRAD"),
+    ],
+)
+def test_the_kernel_of_fbgemm(optimizer: RowOptimizer, kernel: str) -> None:
+    configs = pytest.importorskip("fbgemm_gpu.split_embedding_configs")
+    ops = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    dim = 8
+    module = ops.SplitTableBatchedEmbeddingBagsCodegen(
+        [(ROWS, dim, ops.EmbeddingLocation.HOST, ops.ComputeDevice.CPU)],
+        optimizer=getattr(configs.EmbOptimType, kernel), learning_rate=0.1, eps=1e-3,
+    )  # fmt: skip
+    rows, state = start(optimizer, torch.float32, dim)
+    weights = module.split_embedding_weights()[0]
+    weights.copy_(rows)
+    for step in range(1, 5):
+        ids = torch.from_numpy(np.random.default_rng(step).integers(0, ROWS, 6))
+        grads = gradients(step, ids, dim).float()
+        module(ids, torch.arange(7)).backward(grads)
+        index, inverse = torch.unique(ids, return_inverse=True)
+        summed = torch.zeros(len(index), dim).index_add_(0, inverse, grads)
+        optimizer.update(rows, state, index, summed, step)
+        torch.testing.assert_close(rows, weights, rtol=0, atol=1e-6)
+    if state.shape[1]:
+        torch.testing.assert_close(state.view(-1), module.split_optimizer_states()[0][0].view(-1), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [1, 5, 33])
+@pytest.mark.parametrize("optimizer", ALL, ids=lambda optimizer: optimizer.name)
+def test_a_row_does_not_depend_on_its_place(optimizer: RowOptimizer, dim: int, dtype: torch.dtype) -> None:
+    """Replicas stand elsewhere than their home row, and are updated in other company."""
+    together, alone = start(optimizer, dtype, dim), start(optimizer, dtype, dim)
+    for step in range(1, 3):
+        grads = gradients(step, torch.arange(ROWS), dim).to(dtype)
+        given = grads.clone()
+        optimizer.update(*together, torch.arange(ROWS), grads, step)
+        assert torch.equal(grads, given), "gradients belong to the caller"
+        for row in range(ROWS):
+            optimizer.update(*alone, torch.tensor([row]), grads[row : row + 1], step)
+    assert torch.equal(together[0], alone[0])
+    assert torch.equal(together[1], alone[1])
+
+
+@pytest.mark.parametrize("optimizer", ALL, ids=lambda optimizer: optimizer.name)
+def test_state_beside_a_row(optimizer: RowOptimizer) -> None:
+    for dtype, width in (("float64", 8), ("float32", 4), ("float16", 4)):
+        store = GroupStore(
+            DimGroup(DIM, dtype, optimizer.name, 0, 9, (0,)), RankLayout(1, 1), 0, 2, torch.device("cpu")
+        )
+        assert store.state.shape == (11, sum(state_columns(optimizer.name, DIM).values()))
+        assert store.state.element_size() == width
+        spec = TableSpec("t", 9, DIM, dtype, optimizer.name)
+        assert store.row_bytes == spec.row_bytes + spec.state_bytes
+    expected = {"sgd": 0, "adagrad": DIM, "rowwise_adagrad": 1, "adam": 2 * DIM, "rowwise_adam": DIM + 1}
+    assert store.state.shape[1] == expected[optimizer.name]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SGD(-0.1),
+        lambda: SGD(float("nan")),
+        lambda: Adagrad(eps=-1.0),
+        lambda: RowWiseAdagrad(initial_accumulator_value=-1.0),
+        lambda: Adam(betas=(0.9, 1.0)),
+        lambda: RowWiseAdam(betas=(-0.1, 0.9)),
+        lambda: Adam(weight_decay=-1.0),
+    ],
+)
+def test_settings_out_of_range(make: Callable[[], RowOptimizer]) -> None:
+    with pytest.raises(EmbeddingError, match=r"at least 0|two numbers"):
+        make()
+
+
+def collection(optimizer: RowOptimizer) -> flexd.EmbeddingCollection:
+    return flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 20, 4, dtype="float64")], optimizer=optimizer)
+
+
+def step(embedding: flexd.EmbeddingCollection, *rows: int) -> None:
+    embedding({"item": flexd.Jagged(torch.tensor(rows), torch.tensor([len(rows)]))})[
+        "item"
+    ].values.sin().sum().backward()
+    embedding.optimizer.step()
+
+
+def test_initial_state_is_in_the_store() -> None:
+    made = collection(RowWiseAdagrad(initial_accumulator_value=0.25))
+    assert bool((made.engine.stores[0].state == 0.25).all())
+
+
+def test_all_settings_are_in_the_parameter_group() -> None:
+    made = collection(Adam(0.1, (0.5, 0.6), 0.2, weight_decay=0.3, decoupled_weight_decay=True))
+    group = made.optimizer.param_groups[0]
+    said = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")}
+    assert said == {
+        "lr": 0.1, "betas": (0.5, 0.6), "eps": 0.2, "weight_decay": 0.3, "decoupled_weight_decay": True
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["OneCycleLR", "by hand"])
+def test_settings_follow_the_parameter_group(kind: str) -> None:
+    """OneCycleLR moves beta1 too."""
+    made = collection(Adam(0.1))
+    plain = torch.nn.Parameter(made.initial_table("item"))
+    dense = torch.optim.Adam([plain], 0.1)
+    optimizers = (made.optimizer, dense)
+    schedules = (
+        [torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=8) for o in optimizers] if kind != "by hand" else []
+    )
+    for at in range(6):
+        if kind == "by hand":
+            for optimizer in optimizers:
+                optimizer.param_groups[0].update(
+                    weight_decay=0.1 * at, lr=torch.tensor(0.1 + at, dtype=torch.float64), eps=0.01 * at
+                )
+        dense.zero_grad()
+        plain.sin().sum().backward()
+        dense.step()
+        step(made, *range(20))
+        for schedule in schedules:
+            schedule.step()
+        torch.testing.assert_close(made.gather_table("item"), plain.detach(), rtol=0, atol=1e-7)
+    assert made.optimizer.param_groups[0]["betas"] == dense.param_groups[0]["betas"]
+
+
+def test_the_handle_keeps_steps_and_settings() -> None:
+    """Bias correction goes by the number of steps: a restored one goes on from there."""
+    first, second = collection(Adam(0.1)), collection(Adam(0.9))
+    for _ in range(3):
+        step(first, 1, 2)
+    saved = first.optimizer.state_dict()
+    second.optimizer.load_state_dict(saved)
+    assert second.steps == 3
+    second.load_state_dict(first.state_dict())
+    for made in (first, second):
+        step(made, 2, 3)
+    assert torch.equal(first.gather_table("item"), second.gather_table("item"))
+    assert second.steps == 4
