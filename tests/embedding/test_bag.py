@@ -1,0 +1,100 @@
+"""Pooled features: exact against ``nn.EmbeddingBag``, with migrations, weights, empty bags and bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from bag_jobs import batch, tables, train_alone
+from rank_pool import RankPool
+from torch import nn
+
+import flexd
+from flexd.errors import EmbeddingError
+from flexd.layout import RankLayout
+
+Ranks = Callable[[int], RankPool]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local_ranks", "exchange"),
+    [(1, 1, "chain"), (2, 1, "chain"), (2, 2, "chain"), (2, 2, "direct"), (1, 2, "direct_no_dedup")],
+)
+def test_training_equals_embedding_bags(ranks: Ranks, nodes: int, local_ranks: int, exchange: str) -> None:
+    layout = RankLayout(nodes, local_ranks)
+    losses, weight_grads, expected = train_alone(layout.world_size)
+    for rank, result in enumerate(ranks(layout.world_size).run("bag_jobs:train", layout, exchange)):
+        assert result["version"] == 1, "the migration must happen"
+        assert result["equal"]
+        np.testing.assert_allclose(result["losses"], losses[rank], rtol=0, atol=1e-9)
+        for got, wanted in zip(result["weight_grads"], weight_grads[rank], strict=True):
+            for name, grad in wanted.items():
+                torch.testing.assert_close(got[name], grad, rtol=0, atol=1e-9)
+        for name, table in expected.items():
+            torch.testing.assert_close(result["tables"][name], table, rtol=0, atol=1e-9)
+    assert any(grads for grads in weight_grads[0]), "some step must be weighted"
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_bad_bags_are_an_error_on_every_rank(ranks: Ranks, guilty: int) -> None:
+    causes = [
+        "lengths from 2 on sum to 4, for 3 ids", "lengths from -1 on", "pooled by mean", "for ids of shape (3,)",
+        "torch.int64 on cpu", "the feature is not in the batch",
+    ]  # fmt: skip
+    for rank, said in enumerate(ranks(2).run("bag_jobs:refused", RankLayout(2, 1), guilty)):
+        for text, cause in zip(said, causes, strict=True):
+            assert (cause if rank == guilty else f"rank {guilty} was given input") in text
+
+
+def test_all_forms_of_input_pool_alike() -> None:
+    collection = flexd.EmbeddingBagCollection(tables())
+    ids, lengths = torch.tensor([1, 5, 5, 9]), torch.tensor([3, 0, 1])
+    jagged = flexd.Jagged(ids, lengths)
+    nested = torch.nested.nested_tensor([ids[:3], ids[:0], ids[3:]], layout=torch.jagged)
+    with torch.no_grad():
+        forms = [collection({"shop": form})["shop"] for form in (jagged, nested, (ids, jagged.offsets))]
+        plain = nn.functional.embedding_bag(
+            ids, collection.initial_table("shop"), jagged.offsets, mode="mean", include_last_offset=True
+        )
+    for pooled in forms:
+        torch.testing.assert_close(pooled, plain)
+
+
+def test_nothing_to_pool() -> None:
+    collection = flexd.EmbeddingBagCollection(tables())
+    none = torch.arange(0)
+    out = collection({"history": flexd.Jagged(none, none), "shop": flexd.Jagged(none, torch.tensor([0, 0]))})
+    assert out["history"].shape == (0, 8)
+    assert torch.equal(out["shop"], torch.zeros(2, 5, dtype=torch.float64))
+    out["shop"].sum().backward()
+    collection.optimizer.step()
+    assert collection({}) == {}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_other_dtypes(dtype: str) -> None:
+    collection = flexd.EmbeddingBagCollection([flexd.EmbeddingBagTable("item", 20, 4, dtype=dtype)])
+    ids, lengths = torch.tensor([3, 3, 7]), torch.tensor([2, 1])
+    out = collection({"item": flexd.Jagged(ids, lengths)})["item"]
+    assert out.dtype == getattr(torch, dtype)
+    table = collection.initial_table("item").float()
+    torch.testing.assert_close(out.float(), torch.stack([2 * table[3], table[7]]), rtol=1e-2, atol=1e-2)
+    out.float().sum().backward()
+    collection.optimizer.step()
+    moved = table - collection.gather_table("item").float()
+    assert (moved[3] > 1.5 * moved[7]).all()
+
+
+def test_a_plain_table_is_summed_and_an_unknown_pooling_refused() -> None:
+    features, _ = batch(1, 0)
+    plain = [flexd.EmbeddingTable("item", 61, 8, ("history", "basket"), "float64", init_scale=0.5)]
+    given = {name: ids for name, ids in features.items() if name != "shop"}
+    with torch.no_grad():
+        ours = flexd.EmbeddingBagCollection(plain)(given)
+        bags = flexd.EmbeddingBagCollection(tables())(given)
+    for name, pooled in bags.items():
+        assert torch.equal(ours[name], pooled)
+    with pytest.raises(EmbeddingError, match="pooling 'max'"):
+        flexd.EmbeddingBagTable("item", 61, 8, pooling="max")

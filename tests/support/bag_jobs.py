@@ -1,0 +1,127 @@
+"""Training on pooled features, on ranks and in one process with ``nn.EmbeddingBag``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import flexd
+import flexd.errors
+from flexd.layout import RankLayout
+from flexd.placement import Delta
+
+STEPS = 8
+READS = {"history": "item", "basket": "item", "shop": "shop"}
+
+
+def tables() -> list[flexd.EmbeddingTable]:
+    return [
+        flexd.EmbeddingBagTable("item", 61, 8, ("history", "basket"), "float64", init_scale=0.5),
+        flexd.EmbeddingBagTable("shop", 17, 5, (), "float64", init_scale=0.5, pooling="mean"),
+    ]
+
+
+def batch(step: int, rank: int) -> tuple[dict[str, flexd.Jagged], dict[str, torch.Tensor]]:
+    """Skewed ids with empty bags, batches without samples or features; factors of ``history`` in every other step."""
+    rng = np.random.default_rng([3, step, rank])
+    samples = int(rng.integers(0, 5))
+    features = {}
+    for name, rows in (("history", 61), ("basket", 61), ("shop", 17)):
+        if rng.random() < 0.15:
+            continue
+        lengths = rng.integers(0, 7, size=samples)
+        ids = (rng.zipf(1.3, int(lengths.sum())) - 1) % rows
+        features[name] = flexd.Jagged(torch.from_numpy(ids), torch.from_numpy(lengths))
+    weights = {}
+    if step % 2 and "history" in features:
+        weights["history"] = torch.from_numpy(rng.normal(size=features["history"].values.numel()))
+    return features, weights
+
+
+def loss_of(pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.stack([part.sin().sum() + part.square().sum() for part in pooled.values()] or [torch.zeros(())]).sum()
+
+
+def train(rank: int, layout: RankLayout, exchange: str) -> dict[str, Any]:
+    collection = flexd.EmbeddingBagCollection(
+        tables(), optimizer=flexd.SGD(0.1), layout=layout, replica_slots=[61, 17], exchange=exchange
+    )
+    losses, weight_grads, equal = [], [], True
+    for step in range(STEPS):
+        if step == 2:
+            keys = np.arange(0, 78, 2)
+            delta = Delta(keys, np.zeros(39, np.uint8), (np.arange(39) % 2 + 1).astype(np.uint8))
+            collection.engine.inbox.offer(1, delta)
+        features, weights = batch(step, rank)
+        for factors in weights.values():
+            factors.requires_grad_()
+        loss = loss_of(collection(features, weights))
+        if loss.requires_grad:
+            loss.backward()
+        collection.optimizer.step()
+        losses.append(float(loss.detach()))
+        weight_grads.append({name: factors.grad for name, factors in weights.items()})
+        equal &= collection.replicas_bit_equal()
+    return {
+        "losses": losses, "weight_grads": weight_grads, "equal": equal, "version": collection.placement_version,
+        "tables": {table.name: collection.gather_table(table.name) for table in collection.tables},
+    }  # fmt: skip
+
+
+def train_alone(world_size: int) -> tuple[list[list[float]], list[list[dict[str, Any]]], dict[str, torch.Tensor]]:
+    start = flexd.EmbeddingBagCollection(tables(), layout=RankLayout(1, 1))
+    bags = {
+        table.name: nn.EmbeddingBag.from_pretrained(
+            start.initial_table(table.name), freeze=False, mode=table.pooling, include_last_offset=True
+        )
+        for table in start.tables
+    }
+    optimizer = torch.optim.SGD([bag.weight for bag in bags.values()], lr=0.1)
+    losses: list[list[float]] = [[] for _ in range(world_size)]
+    weight_grads: list[list[dict[str, Any]]] = [[] for _ in range(world_size)]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(world_size):
+            features, weights = batch(step, rank)
+            for factors in weights.values():
+                factors.requires_grad_()
+            loss = loss_of(
+                {
+                    name: bags[READS[name]](ids.values, ids.offsets, per_sample_weights=weights.get(name))
+                    for name, ids in features.items()
+                }
+            )
+            if loss.requires_grad:
+                (loss / world_size).backward()
+            losses[rank].append(float(loss.detach()))
+            weight_grads[rank].append({n: None if w.grad is None else w.grad * world_size for n, w in weights.items()})
+        optimizer.step()
+    return losses, weight_grads, {name: bag.weight.detach() for name, bag in bags.items()}
+
+
+def refused(rank: int, layout: RankLayout, guilty: int) -> list[str]:
+    """What bad bags are told, on every rank; a good batch is looked up in between."""
+    collection = flexd.EmbeddingBagCollection(tables(), layout=layout)
+    ids = torch.tensor([1, 2, 3])
+    good = {"history": flexd.Jagged(ids, torch.tensor([2, 1])), "shop": flexd.Jagged(ids, torch.tensor([3]))}
+    faults: list[tuple[dict[str, flexd.Jagged], dict[str, torch.Tensor]]] = [
+        ({"history": flexd.Jagged(ids, torch.tensor([2, 2]))}, {}),
+        ({"history": flexd.Jagged(ids, torch.tensor([4, -1]))}, {}),
+        (good, {"shop": torch.ones(3, dtype=torch.float64)}),
+        (good, {"history": torch.ones(2, dtype=torch.float64)}),
+        (good, {"history": torch.ones(3, dtype=torch.int64)}),
+        (good, {"basket": torch.ones(3)}),
+    ]
+    said = []
+    for features, weights in faults:
+        try:
+            collection(*((features, weights) if rank == guilty else (good, None)))
+            said.append("no error")
+        except flexd.errors.EmbeddingError as error:
+            said.append(str(error))
+        loss_of(collection(good)).backward()
+        collection.optimizer.step()
+    return said
