@@ -1,0 +1,122 @@
+"""``flexd.torchrec`` on ranks, and TorchRec's own modules in one process on the batches of all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torchrec
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
+
+import flexd
+import flexd.errors
+from flexd.layout import RankLayout
+from flexd.torchrec import FlexEmbeddingBagCollection, FlexEmbeddingCollection
+
+ROWS = {"item": 61, "shop": 17}
+KEYS = ["shop", "ignored", "history", "target"]
+STEPS = 5
+
+
+def configs(pooled: bool) -> list[Any]:
+    """``target`` is read by both tables."""
+    kind = EmbeddingBagConfig if pooled else EmbeddingConfig
+    more: list[dict[str, Any]] = [{}, {"pooling": torchrec.PoolingType.MEAN}] if pooled else [{}, {}]
+    dims = (8, 4) if pooled else (8, 8)
+    return [
+        kind(
+            name="item", num_embeddings=61, embedding_dim=dims[0], feature_names=["history", "target"],
+            weight_init_min=-0.5, weight_init_max=0.5, **more[0],
+        ),
+        kind(
+            name="shop", num_embeddings=17, embedding_dim=dims[1], feature_names=["shop", "target"],
+            init_fn=torch.nn.init.normal_, **more[1],
+        ),
+    ]  # fmt: skip
+
+
+def batch(step: int, rank: int, samples: int | None = None) -> KeyedJaggedTensor:
+    rng = np.random.default_rng([5, step, rank])
+    samples = int(rng.integers(1, 5)) if samples is None else samples
+    lengths = rng.integers(0, 6, size=(len(KEYS), samples))
+    values = [(rng.zipf(1.3, count) - 1) % 17 for count in lengths.sum(axis=1)]
+    return KeyedJaggedTensor.from_lengths_sync(
+        keys=KEYS, values=torch.from_numpy(np.concatenate(values)), lengths=torch.from_numpy(lengths.reshape(-1))
+    )
+
+
+def loss_of(out: Any) -> torch.Tensor:
+    parts = [jagged.values() for jagged in out.values()] if isinstance(out, dict) else [out.values()]
+    return torch.stack([part.sin().sum() + part.square().sum() for part in parts]).sum()
+
+
+def make(pooled: bool, layout: RankLayout) -> Any:
+    module = FlexEmbeddingBagCollection if pooled else FlexEmbeddingCollection
+    return module(configs(pooled), optimizer=flexd.SGD(0.1), layout=layout, replica_slots=[20] * (1 + pooled))
+
+
+def plain_of(collection: Any, pooled: bool) -> Any:
+    """TorchRec's module with the rows that the collection has now."""
+    module = (torchrec.EmbeddingBagCollection if pooled else torchrec.EmbeddingCollection)(tables=configs(pooled))
+    tables = module.embedding_bags if pooled else module.embeddings
+    with torch.no_grad():
+        for name, table in tables.items():
+            table.weight.copy_(collection.gather_table(name))
+    return module
+
+
+def train(rank: int, layout: RankLayout, pooled: bool) -> dict[str, Any]:
+    collection = make(pooled, layout)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(collection(batch(step, rank)))
+        loss.backward()
+        collection.optimizer.step()
+        losses.append(float(loss.detach()))
+    return {"losses": losses, "tables": {name: collection.gather_table(name) for name in ROWS}}
+
+
+def train_alone(world_size: int, pooled: bool) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    module = plain_of(make(pooled, RankLayout(1, 1)), pooled)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses: list[list[float]] = [[] for _ in range(world_size)]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(world_size):
+            loss = loss_of(module(batch(step, rank, samples=None)))
+            (loss / world_size).backward()
+            losses[rank].append(float(loss.detach()))
+        optimizer.step()
+    tables = module.embedding_bags if pooled else module.embeddings
+    return losses, {name: table.weight.detach() for name, table in tables.items()}
+
+
+def refused(rank: int, layout: RankLayout, guilty: int) -> list[str]:
+    """Faulty input on one rank, and what every rank hears."""
+    collection = make(False, layout)
+    good = batch(1, rank, samples=3)
+    some = torch.tensor([1, 2])
+    faults = [
+        torch.tensor([1, 2]),
+        KeyedJaggedTensor.from_lengths_sync(["shop"], torch.tensor([1, 2]), torch.tensor([2])),
+        KeyedJaggedTensor(["shop", "history", "target"], some, lengths=torch.tensor([1, 1, 1])),
+        KeyedJaggedTensor.from_lengths_sync(
+            ["shop", "history", "target"], torch.tensor([99, 1, 1]), torch.tensor([1, 1, 1])
+        ),
+    ]
+    said = []
+    for fault in faults:
+        try:
+            collection(fault if rank == guilty else good)
+            said.append("no error")
+        except flexd.errors.EmbeddingError as error:
+            said.append(str(error))
+        loss_of(collection(good)).backward()
+        collection.optimizer.step()
+    return said
+
+
+def initial(rank: int, layout: RankLayout) -> dict[str, torch.Tensor]:
+    collection = make(False, layout)
+    return {name: collection.gather_table(name) for name in ROWS}
