@@ -4,8 +4,9 @@
 Two nodes of two ranks, joined by a slow link (tools/cluster.py). All strategies are trained by the same processes on
 the same batches from the same initial values with the same optimizer (row-wise Adagrad, summed gradients), in turns,
 with the link limited and unlimited; their losses must agree. Bytes are those of the interface counters, headers
-included. The *exposed* communication time is the median step time less that on the unlimited link. With and without a
-dense part, behind which communication can hide.
+included. The *exposed* communication time is the median step time less that on the unlimited link; beside it the same
+of the lower deciles, the steps that other work on the machine disturbed least. With and without a dense part, behind
+which communication can hide.
 
 The bound is that of exact synchronous training on the same batches: each node fetches and pushes each row it touches
 and does not home once a step (rows only, no ids, no headers).
@@ -44,7 +45,8 @@ TARGETS = {
     1.2: {"reduction": 0.80, "exposed": 5.0, "run-ahead": 12.0},
 }
 RUN_AHEAD_AGAINST_DEDUP = 2.5
-BOUND_TARGET, CPU_TARGET = 1.05, 1.3
+BOUND_TARGET, SMALL_BOUND_TARGET, CPU_TARGET = 1.05, 1.1, 1.3
+"""Bytes over the bound: of the full batch, and of ``--quick``, where sizes and bit masks weigh more."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ class Measured:
             "step_seconds_p99": float(np.percentile(self.limited, 99)),
             "unlimited_step_seconds": median(self.unlimited),
             "exposed_seconds": median(self.limited) - median(self.unlimited),
+            # Other work on the machine only ever slows a step down.
+            "exposed_seconds_p10": float(np.percentile(self.limited, 10) - np.percentile(self.unlimited, 10)),
+            "unlimited_step_seconds_p10": float(np.percentile(self.unlimited, 10)),
         }
 
 
@@ -177,7 +182,8 @@ def checks_of(answer: dict[str, Any], *, full_size: bool) -> list[dict[str, Any]
             if not name.startswith(("chain", "tiers")) or name.endswith("16"):
                 continue
             over = row["inter_node_bytes_over_bound"]
-            checks.append(check(f"{prefix}: {name}: bytes / bound", over, f"<= {BOUND_TARGET}", over <= BOUND_TARGET))
+            limit = BOUND_TARGET if full_size else SMALL_BOUND_TARGET
+            checks.append(check(f"{prefix}: {name}: bytes / bound", over, f"<= {limit}", over <= limit))
             if targets is None or row_wise is None:
                 continue
             saved = 1 - row["inter_node_bytes"] / row_wise["inter_node_bytes"]
@@ -212,16 +218,20 @@ def show(answer: dict[str, Any], rate_mbit: float) -> None:
         print(f"\n{title}; link of {rate_mbit:g} Mbit/s a node and direction; bytes of all nodes a step")
         print(
             f"{'strategy':<26}{'inter-node':>12}{'/ bound':>9}{'intra-node':>12}{'step':>10}{'p99':>10}"
-            f"{'unlimited':>11}{'exposed':>10}{'row-wise / it':>15}"
+            f"{'unlimited':>11}{'exposed':>10}{'row-wise / it':>15}{'p10':>9}{'row-wise / it':>15}"
         )
         base = rows.get(ROW_WISE)
         for name, row in rows.items():
-            ratio = f"{_ratio(base['exposed_seconds'], row['exposed_seconds']):.1f}" if base else "-"
+            ratio, p10 = (
+                f"{_ratio(base[key], row[key]):.1f}" if base else "-"
+                for key in ("exposed_seconds", "exposed_seconds_p10")
+            )
             print(
                 f"{name:<26}{row['inter_node_bytes'] / 1e6:>9.2f} MB{row['inter_node_bytes_over_bound']:>9.3f}"
                 f"{row['intra_node_bytes'] / 1e6:>9.2f} MB{row['step_seconds'] * 1e3:>7.0f} ms"
                 f"{row['step_seconds_p99'] * 1e3:>7.0f} ms{row['unlimited_step_seconds'] * 1e3:>8.0f} ms"
                 f"{row['exposed_seconds'] * 1e3:>7.0f} ms{ratio:>15}"
+                f"{row['exposed_seconds_p10'] * 1e3:>6.0f} ms{p10:>15}"
             )
     for name, why in answer["lacks"].items():
         print(f"not run: {name}: {why}")

@@ -87,7 +87,8 @@ def test_verdicts() -> None:
         "chain: exposed, row-wise over it",
         "chain: step on an unlimited link / TorchRec row-wise",
     ]
-    assert failed(met | {"chain": row(1.06, 0.17, 0.14)}, full_size=False) == ["chain: bytes / bound"]
+    assert failed(met | {"chain": row(1.06, 0.17, 0.14)}, full_size=False) == []
+    assert failed(met | {"chain": row(1.11, 0.17, 0.14)}, full_size=False) == ["chain: bytes / bound"]
     assert failed(met | {"tiers, run-ahead": row(1.04, 0.09)}) == [
         "tiers, run-ahead: exposed, row-wise over it",
         "tiers, run-ahead: exposed, dedup over it",
@@ -112,6 +113,6 @@ def test_a_slice_of_the_benchmark() -> None:
     figures = {name: value for name, value in last["figures"].items() if name.endswith("inter_node_bytes_over_bound")}
     assert {name.split("/")[-2] for name in figures} == set(strategies)
     for name, over in figures.items():
-        low, high = (2.2, 2.6) if "row-wise" in name or "no dedup" in name else (1.0, 1.05)
+        low, high = (2.2, 2.6) if "row-wise" in name or "no dedup" in name else (1.0, 1.1)
         assert low < over < high, name
     assert {entry["name"].split(": ")[1] for entry in last["checks"]} >= set(strategies)
