@@ -76,7 +76,8 @@ class EmbeddingBagCollection(EmbeddingCollection):
                 lengths do not sum to the number of ids, or weights do not fit the ids or are for a mean.
         """
         weights = weights or {}
-        found = self._find(features, lambda given: self._check_weights(given, weights))
+        check = (lambda given: self._check_weights(given, weights)) if weights else None
+        found = self._find(features, check)
         rows = self._rows(found, expand=False)
         return self._pool(found, rows, weights)
 

@@ -199,10 +199,14 @@ class EmbeddingCollection(nn.Module):
         return {name: as_jagged(value, name) for name, value in given.items()}
 
     def _find(self, given: Any, check: Callable[[Mapping[str, Jagged]], None] | None = None) -> Found:
-        """Collective. Input is converted and checked here: what fails on one rank fails on all."""
+        """Collective. Input is converted and checked here: what fails on one rank fails on all.
+
+        Args:
+            check: of what a batch announced to ``prefetch`` does not tell; such a batch is not looked up ahead.
+        """
         if self._trains():
             self.engine.check_room()
-        ahead = self.engine.found_ahead(given)
+        ahead = self.engine.found_ahead(given, usable=check is None)
         if ahead is not None and ahead.route is not None:
             self._check_agreed(ahead.route, ahead.error)
             known, names = ahead.input
@@ -316,8 +320,9 @@ class EmbeddingCollection(nn.Module):
     def load_rows(self, name: str, first_row: int, values: torch.Tensor) -> None:
         """Sets rows of a table, from ``first_row`` on, to ``values`` [n, dim]: pretrained vectors, for instance.
 
-        Call it on every rank, with the same values; each takes those it is home of. No communication here; replicas
-        are copied anew before the next pass. The optimizer's state stays as it is.
+        Call it on every rank, with the same values; each takes those it is home of. No communication here, but
+        for what ``flexd.prefetch`` has under way; replicas are copied anew before the next pass. The optimizer's state
+        stays as it is.
 
         Raises:
             EmbeddingError: no such table, or values that do not fit it.
@@ -334,8 +339,8 @@ class EmbeddingCollection(nn.Module):
                 remedy="[n, dim] values with first_row + n <= rows",
             )
         store = next(store for store in self.engine.stores if table in store.group.tables)
-        store.set_home_rows(int(self.keyspace.first_key[table]) + first_row, values)
         self.engine.rows_loaded()
+        store.set_home_rows(int(self.keyspace.first_key[table]) + first_row, values)
 
     def gather_table(self, name: str) -> torch.Tensor:
         """Collective. [rows, dim] of a whole table on every rank: for small tables, tests and exports."""
@@ -348,6 +353,7 @@ class EmbeddingCollection(nn.Module):
 
     def replicas_bit_equal(self) -> bool:
         """Collective. Do all replicas, with optimizer state, equal their home copies bit for bit?"""
+        self.engine.wait_ahead()
         with self.traffic.uncounted():
             return replicas_bit_equal(self._groups, self.engine.stores)
 
@@ -368,6 +374,7 @@ class EmbeddingCollection(nn.Module):
         )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.engine.settle()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for index, store in enumerate(self.engine.stores):
             destination[f"{prefix}group{index}.rows"] = store.rows[: store.home_rows].clone()

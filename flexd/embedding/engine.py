@@ -17,7 +17,7 @@ from flexd.embedding.initial import initial_rows
 from flexd.embedding.migrate import Migrator
 from flexd.embedding.optimizer import RowOptimizer
 from flexd.embedding.route import Route, Router
-from flexd.embedding.run_ahead import Ahead, Left, LeftParts, RunAhead
+from flexd.embedding.run_ahead import Ahead, Left, RunAhead
 from flexd.embedding.store import GroupStore
 from flexd.embedding.sync import Landed, ReplicaSync
 from flexd.embedding.traffic import Traffic
@@ -173,27 +173,27 @@ class RowEngine:
 
     def push(self, optimizer: RowOptimizer) -> None:
         """Collective. Updates the rows by the gradients of all passes since the last step; nothing without any."""
-        left: LeftParts = []
+        left: Left | None = None
         if self.passes and self._summed is None:
             landed, left = self._carry(leave=True)
-            self._summed = StepGradients(self.sync.reduce(landed), self.stores, self.groups.world)
+            touched = None if left is None else left.pushed
+            self._summed = StepGradients(self.sync.reduce(landed, touched), self.stores, self.groups.world)
         summed = self.gradients()
         if summed is None:
             return  # nothing was looked up for training on any rank
         self._summed = None
         self.steps += 1
         self.sync.apply(summed.scaled(), optimizer, self.steps)
-        if left and self._ahead is not None:
+        if left is not None and self._ahead is not None:
             step = self.steps
-            self._ahead.leave(Left(left, lambda late: self.sync.apply(self.sync.reduce_home(late), optimizer, step)))
+            self._ahead.leave(left, lambda late: self.sync.apply(late, optimizer, step))
         if self.after_step is not None:
             self.after_step()
 
-    def _carry(self, *, leave: bool = False) -> tuple[list[Landed], LeftParts]:
+    def _carry(self, *, leave: bool = False) -> tuple[list[Landed], Left | None]:
         """Collective. Brings the gradients of all open passes to the rows; with ``leave`` not those that can wait for
         the next exchange ahead, which come back."""
-        cuts = None if self._ahead is None else self._ahead.cuts_of(self._open_routes(), leave=leave)
-        left: LeftParts = []
+        left = None if self._ahead is None else self._ahead.left_of(self._open_routes(), leave=leave)
         landed: list[Landed] = [[] for _ in self.stores]
         for number, opened in enumerate(self.passes):
             grads = opened.grads or [
@@ -203,10 +203,8 @@ class RowEngine:
             if self._scale != 1.0:
                 grads = [grad * self._scale for grad in grads]
             route = opened.route
-            if cuts is not None:
-                grads, later = cuts[number].divide(grads)
-                left.append((cuts[number].rest, later))
-                route = cuts[number].marked
+            if left is not None:
+                route, grads = left.divide(number, grads)
             for group, parts in enumerate(self.router.push(route, grads)):
                 landed[group].extend(parts)
         self.passes.clear()
@@ -216,7 +214,7 @@ class RowEngine:
         """Collective, if anything is ahead. Home rows or their state are about to be replaced from outside: replicas
         are copied anew before the next pass, and what was fetched ahead is fetched anew."""
         if self._ahead is not None:
-            self._ahead.drop(self.router)
+            self._ahead.drop(self.router, self.sync)
         self._stale_replicas = True
 
     def run_ahead(self, timeout_seconds: float, passes_per_step: int) -> RunAhead:
@@ -233,6 +231,7 @@ class RowEngine:
                 self.stores,
                 hops,
                 Router(self.stores, hops, traffic, dedup=self._exchange != "direct_no_dedup"),
+                ReplicaSync(groups, self.stores, traffic),
                 self.inbox,
                 traffic,
                 self.router.traffic,
@@ -248,14 +247,19 @@ class RowEngine:
         if self._ahead is not None:
             self._ahead.start_announced(self._open_routes(), idle=self._summed is not None)
 
-    def found_ahead(self, given: object) -> Ahead | None:
+    def found_ahead(self, given: object, *, usable: bool = True) -> Ahead | None:
         """Collective. What was found ahead for the input of this forward pass; None: ``prepare`` and ``find``."""
-        return None if self._ahead is None else self._ahead.take(given)
+        return None if self._ahead is None else self._ahead.take(given, usable=usable)
 
     def settle(self) -> None:
         """Collective, if anything is ahead. Rows are as if every step had pushed all of its gradients."""
         if self._ahead is not None:
-            self._ahead.settle(self.router)
+            self._ahead.settle(self.router, self.sync)
+
+    def wait_ahead(self) -> None:
+        """Waits until nothing but this thread changes rows. What a step has left for later stays."""
+        if self._ahead is not None:
+            self._ahead.join()
 
     def _open_routes(self) -> list[Route]:
         return [opened.route for opened in self.passes]

@@ -3,20 +3,21 @@
 While the training thread computes batch t, a second thread, on process groups of its own, does one job::
 
     1. push the gradients that step t-1 left behind, and update their rows
-    2. find the route of batch t+1
+    2. find the route of batch t+1, and which replicated rows it reads on any rank
     3. tell, one bit a row, which rows of batch t+1 step t changes (the holder of a row has seen all requests of
        both batches), and which rows of step t batch t+1 reads
     4. fetch the rows of batch t+1 that step t does not change
 
 ``optimizer.step`` then pushes the gradients of rows that batch t+1 reads and leaves the others to the next job; the
-forward pass of batch t+1 fetches the rows that the step has changed. So every row is read after the last update before
+forward pass of batch t+1 fetches the rows that the step has changed. For replicated rows the same holds of their
+synchronisation. So every row is read after the last update before
 its batch, and updated once a step with the whole sum of its gradients: losses and tables are as without run-ahead.
 
 The training thread waits for the job before any collective of its own on rows, and every decision is made from what
 all ranks know alike, so ranks cannot part. The life of one batch::
 
     announce -> start -> (job) -> take -> fetch          by forward passes
-                          |-> cuts_of -> leave           by ``optimizer.step``: what is left goes with the next start
+                          |-> left_of -> leave           by ``optimizer.step``: what is left goes with the next start
 
 What breaks the assumptions of a job (a pass that it has not seen, a step where none was expected, rows loaded from a
 checkpoint) only makes its rows, or all of it, be fetched anew. Chunks are applied between two jobs: where one is due
@@ -41,6 +42,7 @@ from flexd.embedding.jagged import Jagged
 from flexd.embedding.route import Route, Router
 from flexd.embedding.split import Cut, Marks, carry_marks, cut
 from flexd.embedding.store import GroupStore
+from flexd.embedding.sync import Landed, ReplicaSync, Summed, Touched
 from flexd.embedding.traffic import Traffic
 from flexd.errors import EmbeddingError
 
@@ -68,8 +70,9 @@ class Ahead:
         uneven: a rank that has no further batch while another has; -1 if there is none.
         rows: per group [rows of the route's first station, dim], filled in except for ``cut.marked``; None: fetch all.
         cut: of the route; None: nothing is missing in ``rows``.
-        passes: routes of the passes that were open, and their cuts (marked: read by the batch); no cuts if no step was
-            expected in between.
+        passes: routes of the passes that were open.
+        cuts: of those (marked: read by the batch); none if no step was expected in between.
+        touched: replicated rows that each of ``passes``, and then ``route``, touches on any rank.
     """
 
     input: Any
@@ -80,29 +83,48 @@ class Ahead:
     cut: Cut | None
     passes: tuple[Route, ...]
     cuts: tuple[Cut, ...]
+    touched: tuple[Touched, ...]
 
 
-LeftParts = list[tuple[Route, list[torch.Tensor]]]
-"""Routes, and per group [rows of the first station, dim] gradients, scaled."""
-
-
-@dataclass(frozen=True)
 class Left:
-    """Gradients of rows that a step changes and the next batch does not read.
+    """The gradients of one step that it pushes, and those that it leaves, of rows that the next batch does not read.
 
-    Attributes:
-        update: gives what landed (per group, as ``Router.push``) to the rows.
+    Args:
+        cuts: of the step's passes.
+        pushed, later: replicated rows with gradients of either kind on any rank.
     """
 
-    parts: LeftParts
-    update: Callable[[list[list[tuple[Any, torch.Tensor]]]], None]
+    def __init__(self, cuts: Sequence[Cut], pushed: Touched, later: Touched) -> None:
+        self.pushed = pushed
+        self._cuts = cuts
+        self._later = later
+        self._parts: list[tuple[Route, list[torch.Tensor]]] = []
+        self._update: Callable[[list[Summed]], None] | None = None
+
+    def divide(self, number: int, grads: Sequence[torch.Tensor]) -> tuple[Route, list[torch.Tensor]]:
+        """Of one pass: per group [rows of the first station, dim] -> what to push now, and along which route."""
+        now, later = self._cuts[number].divide(grads)
+        self._parts.append((self._cuts[number].rest, later))
+        return self._cuts[number].marked, now
+
+    def update_by(self, update: Callable[[list[Summed]], None]) -> None:
+        self._update = update
+
+    def push(self, router: Router, sync: ReplicaSync) -> None:
+        """Collective. Pushes what was left, and updates the rows."""
+        landed: list[Landed] = [[] for _ in self._later]
+        for route, grads in self._parts:
+            for group, parts in enumerate(router.push(route, grads)):
+                landed[group].extend(parts)
+        if self._update is not None:
+            self._update(sync.reduce(landed, self._later))
 
 
 class RunAhead:
     """Everything here is called by the training thread, at the same points on every rank.
 
     Args:
-        hops, router: on process groups that nobody else uses.
+        hops, router, sync: on process groups that nobody else uses.
         traffic: of those; it moves to ``trainer_traffic`` when a job is over, and is added up in ``overlapped``.
     """
 
@@ -111,6 +133,7 @@ class RunAhead:
         stores: Sequence[GroupStore],
         hops: Sequence[Hop],
         router: Router,
+        sync: ReplicaSync,
         inbox: ChunkInbox,
         traffic: Traffic,
         trainer_traffic: Traffic,
@@ -125,6 +148,7 @@ class RunAhead:
         self._stores = list(stores)
         self._hops = list(hops)
         self._router = router
+        self._sync = sync
         self._inbox = inbox
         self._traffic = traffic
         self._trainer_traffic = trainer_traffic
@@ -137,6 +161,7 @@ class RunAhead:
         self._started: Upcoming | None = None
         self._ahead: Ahead | None = None
         self._left: Left | None = None
+        self._touched: list[tuple[Route, Touched]] = []
         self._entered = False
         self._failure: BaseException | None = None
 
@@ -153,16 +178,23 @@ class RunAhead:
             open_routes: of the passes that the next step will push.
             idle: look nothing up: more than these routes' rows may change before the batch.
         """
+        self._check_failure()
         if self._announced is None:
             return
         self.join()
+        known = [
+            (route, touched)
+            for route, touched in self._touched
+            if any(route is open_route for open_route in open_routes)
+        ]
         self._ahead = None
         upcoming, self._announced = self._announced, None
         self._started = upcoming
         left, self._left = self._left, None
         due = idle or self._inbox.agreed_version > self._inbox.applied_version
         stepping = len(open_routes) % self.passes_per_step == 0
-        self._thread.submit(lambda: self._job(upcoming, left, tuple(open_routes), stepping, due))
+        passes = tuple(open_routes)
+        self._thread.submit(lambda: self._job(upcoming, left, passes, known, stepping=stepping, due=due))
 
     def finish(self) -> None:
         """The loop is over on this rank. Raises EmbeddingError if it is not on all others."""
@@ -202,11 +234,7 @@ class RunAhead:
             EmbeddingError: the job did not end within the deadline, or one before had failed.
             Exception: what the job failed with.
         """
-        if self._failure is not None:
-            raise EmbeddingError(
-                f"rank {self._rank}: an exchange ahead has failed before: {self._failure}",
-                remedy="start again from the last checkpoint",
-            ) from self._failure
+        self._check_failure()
         if not self._thread.under_way:
             return
         try:
@@ -214,30 +242,35 @@ class RunAhead:
         except BaseException as error:
             self._failure = error
             raise
+        if self._ahead is not None and self._ahead.route is not None:
+            self._touched = list(zip((*self._ahead.passes, self._ahead.route), self._ahead.touched, strict=False))
         for name, value in self._traffic.totals().items():
             setattr(self.overlapped, name, getattr(self.overlapped, name) + value)
         self._traffic.move_to(self._trainer_traffic)
         if self._device.type == "cuda":
             _keep_for(torch.cuda.current_stream(self._device), self._ahead)
 
-    def settle(self, router: Router) -> None:
+    def settle(self, router: Router, sync: ReplicaSync) -> None:
         """Collective. After it the rows are as if nothing had been left behind.
 
         Args:
-            router: of the training thread.
+            router, sync: of the training thread.
         """
         self.join()
         left, self._left = self._left, None
         if left is not None:
-            self._push(left, router)
+            left.push(router, sync)
 
-    def drop(self, router: Router) -> None:
+    def drop(self, router: Router, sync: ReplicaSync) -> None:
         """Collective. ``settle``, and nothing that was found or fetched ahead is used."""
-        self.settle(router)
+        self.settle(router, sync)
         self._ahead = None
 
-    def take(self, given: object) -> Ahead | None:
+    def take(self, given: object, *, usable: bool) -> Ahead | None:
         """Collective. Of the input of a forward pass: what was found ahead, or None if it must be looked up now.
+
+        Args:
+            usable: False if it must be in any case.
 
         Raises:
             EmbeddingError: this rank has a batch that another has not.
@@ -248,11 +281,15 @@ class RunAhead:
         self.join()
         self._started = None
         ahead = self._ahead
-        if ahead is None or ahead.route is None or ahead.route.agreement.fault:
-            self._ahead = None
         if ahead is not None and ahead.uneven >= 0:
+            self._ahead = None
             raise _uneven(ahead.uneven)
-        return None if ahead is None or ahead.route is None else ahead
+        if ahead is None or ahead.route is None or not usable:
+            self._ahead = None
+            return None
+        if ahead.route.agreement.fault:
+            self._ahead = None
+        return ahead
 
     def fetch(self, route: Route, router: Router, *, expand: bool) -> list[torch.Tensor]:
         """Collective. As ``Router.fetch``; rows that were fetched ahead do not travel again."""
@@ -278,9 +315,8 @@ class RunAhead:
             self._entered = False
             self.start_announced(open_routes, idle=idle)
 
-    def cuts_of(self, routes: Sequence[Route], *, leave: bool) -> tuple[Cut, ...] | None:
-        """Collective. Before the gradients of these passes are pushed: how to cut them (marked: push now), or None to
-        push everything.
+    def left_of(self, routes: Sequence[Route], *, leave: bool) -> Left | None:
+        """Collective. Before the gradients of these passes are pushed: what divides them, or None to push everything.
 
         Args:
             leave: may anything be left? Not if all gradients are needed at once (clipping by norm).
@@ -292,22 +328,45 @@ class RunAhead:
         seen = len(routes) == len(ahead.passes) and all(a is b for a, b in zip(routes, ahead.passes, strict=True))
         if seen and ahead.cuts:
             self._ahead = replace(ahead, cuts=())
-            return ahead.cuts if leave else None
+            if not leave:
+                return None
+            *passes, upcoming = ahead.touched
+            ours = [torch.stack(masks).any(dim=0) for masks in zip(*passes, strict=True)]
+            return Left(
+                ahead.cuts,
+                [mine & theirs for mine, theirs in zip(ours, upcoming, strict=True)],
+                [mine & ~theirs for mine, theirs in zip(ours, upcoming, strict=True)],
+            )
         # The step changes rows that the job did not expect it to.
         self._ahead = replace(ahead, rows=None, cut=None, cuts=())
         return None
 
-    def leave(self, left: Left) -> None:
-        """Gradients of a step just made, for the next job; ``settle`` has been called since the last time."""
+    def leave(self, left: Left, update: Callable[[list[Summed]], None]) -> None:
+        """After a step: the next job, or ``settle``, pushes what it left and calls ``update`` with the sums."""
+        left.update_by(update)
         self._left = left
+
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            raise EmbeddingError(
+                f"rank {self._rank}: an exchange ahead has failed before: {self._failure}",
+                remedy="start again from the last checkpoint",
+            ) from self._failure
 
     # The job.
 
     def _job(
-        self, upcoming: Upcoming, left: Left | None, passes: tuple[Route, ...], stepping: bool, due: bool
+        self,
+        upcoming: Upcoming,
+        left: Left | None,
+        passes: tuple[Route, ...],
+        known: Sequence[tuple[Route, Touched]],
+        *,
+        stepping: bool,
+        due: bool,
     ) -> Ahead | None:
         if left is not None:
-            self._push(left, self._router)
+            left.push(self._router, self._sync)
         received, uninvolved = None, upcoming.given is None or due
         error: Exception | None = None
         keys = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -328,7 +387,7 @@ class RunAhead:
         route = self._router.find(keys, mine)
         agreement = route.agreement
         self._inbox.end_exchange(max(agreement.version, 0))
-        nothing = Ahead(received, error, None, -1, None, None, passes, ())
+        nothing = Ahead(received, error, None, -1, None, None, passes, (), ())
         if agreement.version < 0:
             return nothing if agreement.fault < 0 else replace(nothing, uneven=-1 - agreement.version)
         if due:
@@ -338,10 +397,12 @@ class RunAhead:
             return found
         if not stepping or not passes:
             return replace(found, rows=self._router.fetch(route, expand=False))
+        touched = self._touched_anywhere((*passes, route), known)
+        before, after = list(zip(passes, touched, strict=False)), [(route, touched[-1])]
         marks = carry_marks(
             self._hops,
             [route, *passes],
-            [self._touched_by(passes, route), *(self._touched_by([route], of_pass) for of_pass in passes)],
+            [self._shared(route, before), *(self._shared(of_pass, after) for of_pass in passes)],
         )
         halves = cut(route, marks[0])
         rows = []
@@ -350,29 +411,37 @@ class RunAhead:
         ):
             rows.append(part.new_empty((stop.rows, store.rows.shape[1])).index_copy_(0, at, part))
         cuts = tuple(cut(of_pass, of_marks) for of_pass, of_marks in zip(passes, marks[1:], strict=True))
-        return replace(found, rows=rows, cut=halves, cuts=cuts)
+        return replace(found, rows=rows, cut=halves, cuts=cuts, touched=touched)
 
-    def _touched_by(self, others: Sequence[Route], route: Route) -> Marks:
-        """Which rows that this rank holds for ``route`` are in ``others`` too; replicated rows count as such."""
+    def _touched_anywhere(self, routes: Sequence[Route], known: Sequence[tuple[Route, Touched]]) -> tuple[Touched, ...]:
+        """Collective. Of each route the replicated rows that any rank touches; ``known`` of some."""
+        found = [next((touched for other, touched in known if other is route), None) for route in routes]
+        asked = iter(self._sync.union([self._touched_here(r) for r, t in zip(routes, found, strict=True) if t is None]))
+        return tuple(next(asked) if touched is None else touched for touched in found)
+
+    def _touched_here(self, route: Route) -> Touched:
+        touched = []
+        for group, store in enumerate(self._stores):
+            entries = torch.cat([stops[group].entries for stops in route.stops])
+            mask = torch.zeros(len(store.directory), dtype=torch.bool, device=entries.device)
+            touched.append(mask.index_fill_(0, entries[entries >= 0], True))
+        return touched
+
+    def _shared(self, route: Route, others: Sequence[tuple[Route, Touched]]) -> Marks:
+        """Which rows that this rank holds for ``route`` are touched by ``others``, on any rank."""
         stations = range(len(route.stops))
         flags: Marks = [[] for _ in stations]
-        for group, marks in enumerate(self._slot_marks):
-            touched = [stops[group].slots for other in others for stops in other.stops]
-            for slots in touched:
-                marks.index_fill_(0, slots, True)
+        for group, (store, marks) in enumerate(zip(self._stores, self._slot_marks, strict=True)):
+            # All requests for a row without replicas arrive here; of others the ranks have told each other.
+            slots = torch.cat(
+                [stops[group].slots for other, _ in others for stops in other.stops]
+                + [store.directory.slots_at(touched[group].nonzero().view(-1)) for _, touched in others]
+            )
+            marks.index_fill_(0, slots, True)
             for station in stations:
-                stop = route.stops[station][group]
-                flags[station].append(marks.index_select(0, stop.slots) | (stop.entries >= 0))
-            for slots in touched:
-                marks.index_fill_(0, slots, False)
+                flags[station].append(marks.index_select(0, route.stops[station][group].slots))
+            marks.index_fill_(0, slots, False)
         return flags
-
-    def _push(self, left: Left, router: Router) -> None:
-        landed: list[list[tuple[Any, torch.Tensor]]] = [[] for _ in self._stores]
-        for route, grads in left.parts:
-            for group, parts in enumerate(router.push(route, grads)):
-                landed[group].extend(parts)
-        left.update(landed)
 
 
 def _uneven(rank: int) -> EmbeddingError:

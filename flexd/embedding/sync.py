@@ -18,6 +18,9 @@ from flexd.layout import Tier
 Landed = list[tuple[GroupStop, torch.Tensor]]
 """Per station: what was held there, and its gradients [held, dim]."""
 
+Touched = list[torch.Tensor]
+"""Per dim-group: bool [rows of the directory]."""
+
 
 @dataclass(frozen=True)
 class Summed:
@@ -51,9 +54,13 @@ class ReplicaSync:
         self._stores = list(stores)
         self._traffic = traffic
 
-    def reduce(self, landed: Sequence[Landed]) -> list[Summed]:
+    def reduce(self, landed: Sequence[Landed], touched: Touched | None = None) -> list[Summed]:
         """Collective. ``landed`` per dim-group -> the gradients of all rows that this rank holds and any rank touched:
-        of home rows, then of replicated rows, which every holder has."""
+        of home rows, then of replicated rows, which every holder has.
+
+        Args:
+            touched: by any holder, if that is known already (``union``).
+        """
         summed: list[Summed] = []
         replicated: list[_Sparse] = []
         for group, parts in enumerate(landed):
@@ -66,18 +73,24 @@ class ReplicaSync:
             replicated.append(_Sparse(*sum_by(entries[~plain], grads[~plain])))
         with self._traffic.kind(Kind.SYNC):
             for tier, peers in ((Tier.NODE, self._groups.rail), (Tier.DEVICE, self._groups.world)):
-                summed.extend(self._reduce_tier(tier, peers, replicated))
+                summed.extend(self._reduce_tier(tier, peers, replicated, touched))
         return summed
 
-    @staticmethod
-    def reduce_home(landed: Sequence[Landed]) -> list[Summed]:
-        """Local. As ``reduce``, of rows without replicas only."""
-        return [
-            Summed(
-                group, *sum_by(torch.cat([stop.slots for stop, _ in parts]), torch.cat([grad for _, grad in parts]))
-            )
-            for group, parts in enumerate(landed)
-        ]
+    def union(self, lookups: Sequence[Touched]) -> list[Touched]:
+        """Collective. What this rank touches of the replicated rows in each lookup -> what any holder touches."""
+        merged = [[torch.zeros_like(mask) for mask in touched] for touched in lookups]
+        with self._traffic.kind(Kind.SYNC):
+            for tier, holders in ((Tier.NODE, self._groups.rail), (Tier.DEVICE, self._groups.world)):
+                positions = [store.directory.positions[tier] for store in self._stores]
+                sizes = [len(part) for part in positions]
+                if not sum(sizes):
+                    continue
+                mine = [m.index_select(0, p) for touched in lookups for m, p in zip(touched, positions, strict=True)]
+                parts = iter(torch.split(self._union(holders, torch.cat(mine)), sizes * len(lookups)))
+                for masks in merged:
+                    for mask, places in zip(masks, positions, strict=True):
+                        mask[places] = next(parts)
+        return merged
 
     def apply(self, summed: Sequence[Summed], optimizer: RowOptimizer, step: int) -> None:
         """Updates the rows. ``step``: as in ``RowOptimizer.update``."""
@@ -86,18 +99,20 @@ class ReplicaSync:
             store = self._stores[part.group]
             optimizer.update(store.rows, store.state, part.slots, part.grads, step)
 
-    def _reduce_tier(self, tier: Tier, holders: Peers, replicated: list[_Sparse]) -> list[Summed]:
+    def _reduce_tier(
+        self, tier: Tier, holders: Peers, replicated: list[_Sparse], known: Touched | None
+    ) -> list[Summed]:
         positions = [store.directory.positions[tier] for store in self._stores]
         listed = sum(len(part) for part in positions)
         if listed == 0:
             return []
-        touched = [
+        touched = known or [
             torch.zeros(len(store.directory), dtype=torch.bool, device=part.device).index_fill_(0, mine.index, True)
             for store, part, mine in zip(self._stores, positions, replicated, strict=True)
         ]
-        union_mask = self._union(
-            holders, torch.cat([m.index_select(0, p) for m, p in zip(touched, positions, strict=True)])
-        )
+        union_mask = torch.cat([m.index_select(0, p) for m, p in zip(touched, positions, strict=True)])
+        if known is None:
+            union_mask = self._union(holders, union_mask)
         union = [
             part[mask].to(torch.int64)
             for part, mask in zip(positions, torch.split(union_mask, [len(part) for part in positions]), strict=True)

@@ -1,0 +1,212 @@
+"""Run-ahead changes neither losses nor tables, whatever happens in between, and takes bytes off the critical path."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from ahead_jobs import Loop
+from exactness import Scenario, train_alone
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rank_pool import RankPool
+
+import flexd
+from flexd.embedding.background import Background
+from flexd.errors import EmbeddingError
+from flexd.layout import RankLayout
+
+Ranks = Callable[[int], RankPool]
+LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)]
+
+
+def check(scenario: Scenario, ranks: Ranks, loop: Loop | None = None, tolerance: float = 1e-9) -> list[dict]:
+    """Against training in one process, or, if there is more in the loop than that does, without run-ahead."""
+    loop = loop or Loop()
+    pool = ranks(scenario.layout.world_size)
+    results = pool.run("ahead_jobs:train", scenario, loop)
+    if replace(loop, announced_passes=0, loops=1, left_at=-1) == Loop():
+        losses, tables = train_alone(scenario)
+        expected = [(part, tables) for part in losses]
+    else:
+        plain = pool.run("ahead_jobs:train", scenario, replace(loop, ahead=False, loops=1, left_at=-1))
+        assert [result["said"] for result in plain] == [result["said"] for result in results]
+        expected = [(result["losses"], result["tables"]) for result in plain]
+    for result, (losses, tables) in zip(results, expected, strict=True):
+        assert result["unequal"] == 0, "a replica differed from its home copy"
+        assert result["versions"] == results[0]["versions"], "ranks at different placement versions"
+        assert result["digest"] == results[0]["digest"]
+        assert result["left"] == results[0]["left"]
+        assert result["threads"] == []
+        np.testing.assert_allclose(result["losses"], losses, rtol=0, atol=tolerance)
+        for name, table in tables.items():
+            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=tolerance)
+    return results
+
+
+@pytest.mark.parametrize(("nodes", "local_ranks"), LAYOUTS)
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+def test_training_ahead_equals_one_process(ranks: Ranks, nodes: int, local_ranks: int, optimizer: str) -> None:
+    results = check(Scenario(nodes, local_ranks, optimizer, seed=nodes * 10 + local_ranks), ranks)
+    assert results[0]["versions"][-1] >= 3, "the scenario must really migrate rows"
+    assert results[0]["left"] > 0, "the scenario must really leave gradients to the next step"
+
+
+@pytest.mark.parametrize("exchange", ["direct", "direct_no_dedup"])
+def test_direct_exchange_ahead(ranks: Ranks, exchange: str) -> None:
+    check(Scenario(2, 2, "rowwise_adagrad", exchange=exchange, two_dims=True, seed=3), ranks)
+
+
+@pytest.mark.parametrize(("passes", "announced"), [(3, 3), (3, 1), (1, 3), (3, 2)])
+def test_several_passes_a_step_announced_or_not(ranks: Ranks, passes: int, announced: int) -> None:
+    results = check(Scenario(2, 2, "rowwise_adagrad", passes=passes, seed=1), ranks, Loop(announced_passes=announced))
+    assert (results[0]["left"] > 0) == (passes == announced or announced == 1)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        Loop(evaluate_every=2),
+        Loop(read_every=2),
+        Loop(extra_every=2),
+        Loop(between_every=2),
+        Loop(save_every=3),
+        Loop(max_norm=0.05),
+        Loop(loops=3),
+        Loop(left_at=7),
+        Loop(bad_at=0),
+        Loop(bad_at=6),
+    ],
+    ids=["evaluate", "read", "extra pass", "step between", "save", "clip", "loops", "break", "bad 0", "bad 6"],
+)
+def test_whatever_else_the_loop_does(ranks: Ranks, loop: Loop) -> None:
+    results = check(Scenario(2, 2, "rowwise_adagrad", two_dims=True, steps=12, seed=5), ranks, loop)
+    assert (results[0]["left"] == 0) == (loop.max_norm > 0), "all gradients are needed for their norm"
+    if loop.bad_at >= 0:
+        assert "row -1 of table 'item'" in results[-1]["said"][0]
+        assert all("rank 3 was given input" in result["said"][0] for result in results[:-1])
+
+
+def test_a_rank_without_input_ahead(ranks: Ranks) -> None:
+    check(Scenario(2, 2, "rowwise_adagrad", idle_rank=3, two_dims=True, gamma=0.8), ranks)
+
+
+def test_float32_beside_float64_ahead(ranks: Ranks) -> None:
+    check(Scenario(2, 2, "rowwise_adagrad", second_dtype="float32", two_dims=True), ranks, tolerance=1e-5)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    layout=st.sampled_from([(1, 2), (2, 1), (2, 2)]),
+    seed=st.integers(0, 10_000),
+    fraction=st.sampled_from([0.0, 0.3, 1.0]),
+    migrate_every=st.sampled_from([1, 3, 100]),
+    passes=st.integers(1, 2),
+    announced=st.integers(1, 2),
+    evaluate=st.sampled_from([0, 2]),
+    extra=st.sampled_from([0, 3]),
+    between=st.sampled_from([0, 2]),
+)
+def test_any_schedule_ahead(
+    ranks: Ranks, layout: tuple[int, int], seed: int, fraction: float, migrate_every: int, passes: int, announced: int,
+    evaluate: int, extra: int, between: int,
+) -> None:  # fmt: skip
+    scenario = Scenario(
+        *layout, "rowwise_adagrad", seed=seed, steps=10, replica_fraction=fraction, migrate_every=migrate_every,
+        passes=passes,
+    )  # fmt: skip
+    loop = Loop(announced_passes=announced, evaluate_every=evaluate, extra_every=extra, between_every=between)
+    check(scenario, ranks, loop)
+
+
+@pytest.mark.parametrize("batches", [[3, 3, 2, 3], [0, 1, 1, 1], [1, 0, 0, 0], [5, 4, 4, 2]])
+def test_uneven_loaders_are_an_error_on_every_rank(ranks: Ranks, batches: list[int]) -> None:
+    results = ranks(4).run("ahead_jobs:uneven", RankLayout(2, 2), batches)
+    for steps, text, threads in results:
+        assert steps == min(batches)
+        named = int(text.split()[1])
+        assert f"rank {named} has no further batch, other ranks have" in text
+        assert batches[named] == min(batches)
+        assert threads == []
+
+
+def test_loaders_without_batches(ranks: Ranks) -> None:
+    assert ranks(2).run("ahead_jobs:uneven", RankLayout(2, 1), [0, 0]) == [(0, "", [])] * 2
+
+
+@pytest.mark.parametrize(("layout", "exchange"), [((2, 1), "chain"), ((2, 2), "chain"), ((2, 2), "direct")])
+def test_only_rows_of_both_batches_are_waited_for(ranks: Ranks, layout: tuple[int, int], exchange: str) -> None:
+    """Rows of 16 bytes; batches without a row in common, then equal ones."""
+    world = layout[0] * layout[1]
+    apart = [[list(range(20 * (step % 3), 20 * (step % 3) + 20)) for step in range(6)]] * world
+    for step in ranks(world).run("ahead_jobs:count_bytes", RankLayout(*layout), apart, exchange)[0][1:-1]:
+        assert step["all"] == step["overlapped"] > 0
+    same = [[list(range(20))] * 6] * world
+    results = ranks(world).run("ahead_jobs:count_bytes", RankLayout(*layout), same, exchange)
+    for result in results:
+        for step in result[1:-1]:
+            waited = step["all"] - step["overlapped"]
+            assert waited % 16 == 0, "ids travel ahead"
+            assert waited == result[1]["all"] - result[1]["overlapped"] > 0
+    # Each rank asks for and answers 20 rows, less those that it holds itself, in both directions.
+    if exchange == "direct" or layout == (2, 1):
+        waited = sum(result[1]["all"] - result[1]["overlapped"] for result in results)
+        assert waited == 2 * 16 * 20 * (world - 1)
+
+
+def test_a_failure_ahead_is_raised_at_the_next_step_and_from_then_on() -> None:
+    collection = flexd.EmbeddingCollection(
+        [flexd.EmbeddingTable("item", 50, 4)], layout=RankLayout(1, 1), optimizer=flexd.SGD(0.1)
+    )
+    loader = [{"item": flexd.Jagged(torch.arange(3) + index, torch.tensor([3]))} for index in range(5)]
+    ahead = collection.engine.run_ahead(300.0, 1)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("connection reset")
+
+    batches = iter(flexd.prefetch(loader, collection))
+    collection(next(batches))["item"].values.sum().backward()
+    collection.optimizer.step()
+    features = next(batches)
+    ahead._router.find = broken  # type: ignore[method-assign]
+    collection(features)["item"].values.sum().backward()
+    with pytest.raises(RuntimeError, match="connection reset"):
+        collection.optimizer.step()
+    with pytest.raises(EmbeddingError, match="failed before: connection reset"):
+        collection(features)
+    with pytest.raises(EmbeddingError, match="start again from the last checkpoint"):
+        next(batches)
+    assert not ahead.thread_alive
+
+
+def test_a_job_that_does_not_end_is_an_error_within_the_deadline() -> None:
+    release = threading.Event()
+    worker: Background[int] = Background("test", torch.device("cpu"))
+    worker.submit(lambda: int(release.wait(60)))
+    with pytest.raises(EmbeddingError, match="test: a job is under way"):
+        worker.submit(lambda: 2)
+    with pytest.raises(EmbeddingError, match=r"not done after 0\.01 s"):
+        worker.result(0.01)
+    assert not worker.stop(0.01)
+    release.set()
+    assert worker.result(60.0) == 1
+    worker.submit(lambda: 3)  # a new thread
+    assert worker.result(60.0) == 3
+    assert worker.stop(60.0)
+    assert not worker.alive
+
+
+@pytest.mark.parametrize("wrong", [{"passes_per_step": 0}, {"timeout_seconds": 0.0}, {"timeout_seconds": float("nan")}])
+def test_prefetch_refuses(wrong: dict[str, float]) -> None:
+    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 4)], layout=RankLayout(1, 1))
+    with pytest.raises(EmbeddingError, match="give positive numbers"):
+        flexd.prefetch([], collection, **wrong)
+
+
+def test_prefetch_is_as_long_as_its_loader() -> None:
+    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 4)], layout=RankLayout(1, 1))
+    assert len(flexd.prefetch([{}, {}, {}], collection)) == 3

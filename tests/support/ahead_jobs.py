@@ -1,0 +1,184 @@
+"""Training with run-ahead on ranks, in the scenarios of ``exactness``, and what can go wrong in it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from exactness import Scenario, batch, loss_of, random_chunks, row_optimizer, tables_of
+
+import flexd
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.jagged import Jagged
+from flexd.errors import EmbeddingError
+from flexd.layout import RankLayout
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What the loop does beside training.
+
+    Attributes:
+        ahead: with ``flexd.prefetch``.
+        announced_passes: a step, told to prefetch; 0: as many as there are.
+        evaluate_every: steps between forward passes of other batches without gradients.
+        extra_every: steps between forward passes for training on a batch that was not announced, before the step.
+        between_every: steps between whole steps of training on such a batch.
+        read_every: steps between reading whole tables.
+        save_every: steps between saving everything and loading it again.
+        max_norm: gradients are clipped to it; 0: not.
+        bad_at: index of a batch that cannot be looked up on the last rank, and is passed over; -1: none.
+        loops: the batches are gone over in as many loops.
+        left_at: index of a batch after whose step the loop is left; the rest is trained on without run-ahead.
+    """
+
+    ahead: bool = True
+    announced_passes: int = 0
+    evaluate_every: int = 0
+    extra_every: int = 0
+    between_every: int = 0
+    read_every: int = 0
+    save_every: int = 0
+    max_norm: float = 0.0
+    bad_at: int = -1
+    loops: int = 1
+    left_at: int = -1
+
+
+def make(scenario: Scenario) -> EmbeddingCollection:
+    return EmbeddingCollection(
+        tables_of(scenario), optimizer=row_optimizer(scenario), layout=scenario.layout,
+        replica_fraction=scenario.replica_fraction, exchange=scenario.exchange, seed=scenario.seed,
+        max_migration_bytes_per_step=2000, average_gradients=scenario.average_gradients,
+    )  # fmt: skip
+
+
+def backward(collection: EmbeddingCollection, features: dict[str, Jagged]) -> float:
+    loss = loss_of({name: jagged.values for name, jagged in collection(features).items()})
+    if loss.requires_grad:
+        loss.backward()
+    return float(loss.detach())
+
+
+def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
+    collection = make(scenario)
+    inbox = collection.engine.inbox
+    schedule = torch.optim.lr_scheduler.ExponentialLR(collection.optimizer, scenario.gamma)
+    chunks = random_chunks(scenario, collection.keyspace, collection.replica_slots)
+    rng = np.random.default_rng([scenario.seed, 7, rank])
+    losses: list[float] = []
+    versions, said, unequal, left = [], [], 0, 0
+    every = [(index, batch(scenario, index, rank)) for index in range(scenario.steps * scenario.passes)]
+    if loop.bad_at >= 0 and rank == scenario.layout.world_size - 1:
+        every[loop.bad_at][1]["history"] = Jagged(torch.tensor([-1]), torch.tensor([1]))
+    built = collection.traffic.totals()
+
+    def each(index: int, step: int, what: int) -> bool:
+        return what > 0 and (index + 1) % scenario.passes == 0 and step % what == 0
+
+    def on(batches: Any) -> None:
+        nonlocal unequal, left
+        for index, features in batches:
+            step, number = divmod(index, scenario.passes)
+            due = min(len(chunks), step // scenario.migrate_every)
+            while number == 0 and inbox._received_version < due and rng.random() < 0.7:
+                inbox.offer(inbox._received_version + 1, chunks[inbox._received_version])
+            try:
+                losses.append(backward(collection, features))
+            except EmbeddingError as error:
+                said.append(str(error))
+                continue
+            if number + 1 < scenario.passes:
+                continue
+            if each(index, step, loop.extra_every):
+                losses.append(backward(collection, batch(scenario, 20_000 + step, rank)))
+            if loop.max_norm:
+                losses.append(float(collection.clip_grad_norm_(loop.max_norm)))
+            collection.optimizer.step()
+            schedule.step()
+            versions.append(collection.placement_version)
+            unequal += not collection.replicas_bit_equal()
+            ahead = collection.engine._ahead
+            left += ahead is not None and ahead._left is not None
+            if each(index, step, loop.between_every):
+                losses.append(backward(collection, batch(scenario, 30_000 + step, rank)))
+                collection.optimizer.step()
+            if each(index, step, loop.evaluate_every):
+                with torch.no_grad():
+                    collection.eval()
+                    rows = collection(batch(scenario, 10_000 + step, rank))
+                    losses.append(float(sum(part.values.double().sum() for part in rows.values())))
+                    collection.train()
+            if each(index, step, loop.read_every):
+                losses.append(float(collection.gather_table("item").sum()))
+            if each(index, step, loop.save_every):
+                collection.load_state_dict(collection.state_dict())
+            if index == loop.left_at:
+                break
+
+    ends = [round(len(every) * (part + 1) / loop.loops) for part in range(loop.loops)]
+    for begin, end in zip([0, *ends], ends, strict=False):
+        part: Any = every[begin:end]
+        if loop.ahead:
+            part = flexd.prefetch(
+                part, collection, features=lambda pair: pair[1],
+                passes_per_step=loop.announced_passes or scenario.passes,
+            )  # fmt: skip
+        on(part)
+        del part
+    if loop.left_at >= 0:
+        on(every[loop.left_at + 1 :])
+    totals = collection.traffic.totals()
+    tables = {table.name: collection.gather_table(table.name).double().numpy() for table in collection.tables}
+    ahead = collection.engine._ahead
+    return {
+        "losses": losses, "versions": versions, "unequal": unequal, "tables": tables, "left": left, "said": said,
+        "traffic": {name: totals[name] - built[name] for name in totals},
+        "overlapped": {} if ahead is None else ahead.overlapped.totals(),
+        "digest": collection.engine.migrator.digest, "threads": threads(),
+    }  # fmt: skip
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("flexd-ahead")]
+
+
+def uneven(rank: int, layout: RankLayout, batches: list[int]) -> tuple[int, str, list[str]]:
+    """Each rank with its own number of batches: steps made, the error, threads that are left."""
+    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
+    loader = [{"item": Jagged(torch.arange(3) + index, torch.tensor([3]))} for index in range(batches[rank])]
+    steps, text = 0, ""
+    try:
+        for features in flexd.prefetch(loader, collection, timeout_seconds=20.0):
+            collection(features)["item"].values.sum().backward()
+            collection.optimizer.step()
+            steps += 1
+    except EmbeddingError as error:
+        text = str(error)
+    return steps, text, threads()
+
+
+def count_bytes(rank: int, layout: RankLayout, ids: list[list[list[int]]], exchange: str) -> list[dict[str, Any]]:
+    """Of each step over ``ids[rank]``: bytes in all, and overlapped ones."""
+    collection = EmbeddingCollection([EmbeddingTable("item", 60, 4)], layout=layout, exchange=exchange)
+    engine = collection.engine
+    loader = [{"item": Jagged(torch.tensor(part), torch.tensor([len(part)]))} for part in ids[rank]]
+    said = []
+
+    def totals() -> tuple[int, int]:
+        engine._ahead.join()
+        return tuple(
+            traffic.all_to_all_intra_bytes + traffic.all_to_all_inter_bytes
+            for traffic in (collection.traffic, engine._ahead.overlapped)
+        )
+
+    for features in flexd.prefetch(loader, collection):
+        before = totals()
+        collection(features)["item"].values.sum().backward()
+        collection.optimizer.step()
+        after = totals()
+        said.append({"all": after[0] - before[0], "overlapped": after[1] - before[1]})
+    return said
