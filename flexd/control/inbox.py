@@ -78,6 +78,14 @@ class ChunkInbox:
     def agreed_version(self) -> int:
         return self._agreed_version
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Of the chunks that are not applied yet."""
+        with self._changed:
+            return sum(
+                delta.keys.nbytes + delta.old_tiers.nbytes + delta.new_tiers.nbytes for _, delta, _ in self._chunks
+            )
+
     def offer(self, version: int, delta: Delta) -> None:
         """Takes one chunk in. A repeated version is ignored.
 

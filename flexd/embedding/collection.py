@@ -18,6 +18,7 @@ from flexd.embedding.groups import ChainGroups, layout_from_environment
 from flexd.embedding.handle import FusedOptimizer
 from flexd.embedding.initial import initial_rows
 from flexd.embedding.jagged import Jagged, as_jagged
+from flexd.embedding.memory import RankMemory
 from flexd.embedding.optimizer import SGD, RowOptimizer
 from flexd.embedding.route import Route
 from flexd.embedding.store import TORCH_DTYPES
@@ -372,6 +373,10 @@ class EmbeddingCollection(nn.Module):
             "a collection is one rank's part of tables that process groups hold together: not to be copied or pickled",
             remedy="save state_dict() and load it into a collection constructed on every rank",
         )
+
+    def memory(self) -> RankMemory:
+        """Bytes of this rank, by part: as they are and as they can come to at most. Not collective."""
+        return self.engine.memory()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.engine.settle()

@@ -154,7 +154,12 @@ def _tiers(places: torch.Tensor) -> torch.Tensor:
 
 def _positions(places: npt.NDArray[np.int32], *, negative: bool) -> npt.NDArray[np.int32]:
     """Where places are negative, or are not; in blocks, because numpy's indices are twice as wide as ours."""
-    positions = np.empty(int(np.count_nonzero((places < 0) == negative)), dtype=np.int32)
+    count = int(np.count_nonzero((places < 0) == negative))
+    if count == len(places):
+        return np.arange(count, dtype=np.int32)
+    positions = np.empty(count, dtype=np.int32)
+    if count == 0:
+        return positions
     filled = 0
     for start in range(0, len(places), _POSITION_BLOCK):
         found = np.flatnonzero((places[start : start + _POSITION_BLOCK] < 0) == negative)

@@ -14,6 +14,7 @@ from flexd.embedding.exchange import Agreement, Hop
 from flexd.embedding.gradients import StepGradients
 from flexd.embedding.groups import ChainGroups
 from flexd.embedding.initial import initial_rows
+from flexd.embedding.memory import RankMemory, rank_memory
 from flexd.embedding.migrate import Migrator
 from flexd.embedding.optimizer import RowOptimizer
 from flexd.embedding.route import Route, Router
@@ -209,6 +210,13 @@ class RowEngine:
                 landed[group].extend(parts)
         self.passes.clear()
         return landed, left
+
+    def memory(self) -> RankMemory:
+        """Bytes of this rank, by part: as they are and as they can come to at most. Not collective."""
+        return rank_memory(
+            self.stores, self.groups.layout, self._max_migration_bytes, self.migrator.most_rows, self.passes,
+            self.inbox.waiting_bytes,
+        )  # fmt: skip
 
     def rows_loaded(self) -> None:
         """Collective, if anything is ahead. Home rows or their state are about to be replaced from outside: replicas

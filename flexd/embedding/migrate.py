@@ -49,6 +49,8 @@ class Migrator:
         self._local = groups.layout.local_rank_of(groups.rank)
         self.digest = 0
         """``Placement.digest`` of what is applied."""
+        self.most_rows = 0
+        """Of the chunks of one step, so far."""
 
     def copied_bytes(self, delta: Delta) -> int:
         """Row and state bytes that the busiest link copies for a chunk; equal on every rank."""
@@ -73,6 +75,7 @@ class Migrator:
                 rows out twice; nothing has been changed.
         """
         delta = Delta.joined(chunks)
+        self.most_rows = max(self.most_rows, len(delta))
         moves = self._by_group(delta)
         listed = [self._listed_positions(part) for part in moves]
         for part, removed in zip(moves, listed, strict=True):
@@ -197,35 +200,56 @@ class Migrator:
 def _spread(peers: Peers, parts: Sequence[tuple[GroupStore, Int64Array, Int64Array]]) -> None:
     """Collective over ``peers``: every member gets the rows that others have, in one all-gather for all dim-groups.
 
+    A member's part of the buffer has a section for the values and one for the state of each dim-group, as long as the
+    member with most rows needs it. All know who sends what, so nothing but rows travels, and rows are copied straight
+    between the stores and the buffer.
+
     Args:
-        parts: per dim-group (store, int64 [n] keys, int64 [n] index of the peer that has each). All know who sends
-            what, so every member's buffer has the same places, and nothing but rows travels.
+        parts: per dim-group (store, int64 [n] keys, int64 [n] index of the peer that has each).
     """
     counts = [np.bincount(owner, minlength=peers.size) for _, _, owner in parts]
-    widths = [store.row_bytes for store, _, _ in parts]
-    room = [int(count.max()) * width for count, width in zip(counts, widths, strict=True)]
-    if peers.size == 1 or sum(room) == 0:
+    if peers.size == 1 or not any(len(keys) for _, keys, _ in parts):
         return
-    device = parts[0][0].rows.device
-    mine = torch.zeros(sum(room), dtype=torch.uint8, device=device)
-    targets: list[tuple[Int64Array, torch.Tensor]] = []
-    start = 0
-    for (store, keys, owner), count, size in zip(parts, counts, room, strict=True):
-        order = np.argsort(owner, kind="stable")
-        _, slots, _ = store.locate(torch.from_numpy(keys[order]).to(device))
-        first = int(count[: peers.index].sum())
-        packed = store.pack(slots[first : first + int(count[peers.index])]).view(-1)
-        mine[start : start + len(packed)] = packed
-        # Where each row of another peer stands in the gathered [peer, place] of this group.
-        elsewhere = owner[order] != peers.index
-        place = np.arange(len(keys)) - np.repeat(np.cumsum(count) - count, count)
-        where = owner[order] * (int(count.max())) + place
-        targets.append((where[elsewhere], slots[torch.from_numpy(elsewhere).to(device)]))
-        start += size
+    sections: list[_Section] = []
+    end = 0
+    for (store, _, _), count in zip(parts, counts, strict=True):
+        for column in (store.rows, store.state):
+            sections.append(_Section(column, end))
+            end += -(-int(count.max()) * column.shape[1] * column.element_size() // _ALIGNMENT) * _ALIGNMENT
+    mine = torch.zeros(end, dtype=torch.uint8, device=parts[0][0].rows.device)
+    slots: list[tuple[torch.Tensor, ...]] = []
+    for (store, keys, owner), count in zip(parts, counts, strict=True):
+        ordered = torch.from_numpy(keys[np.argsort(owner, kind="stable")]).to(mine.device)
+        slots.append(torch.split(store.locate(ordered)[1], count.tolist()))
+    for section, of_peers in zip(sections, _twice(slots), strict=True):
+        held = of_peers[peers.index]
+        if section.column.shape[1] and len(held):
+            torch.index_select(section.column, 0, held, out=section.rows(mine, len(held)))
     gathered = peers.all_gather(mine)
-    start = 0
-    for (store, _, _), (where, slots), size, width in zip(parts, targets, room, widths, strict=True):
-        if size:
-            rows = gathered[:, start : start + size].reshape(-1, width)
-            store.unpack(rows.index_select(0, torch.from_numpy(where).to(device)), slots)
-        start += size
+    for section, of_peers in zip(sections, _twice(slots), strict=True):
+        for peer, here in enumerate(of_peers):
+            if peer != peers.index and section.column.shape[1] and len(here):
+                section.column.index_copy_(0, here, section.rows(gathered[peer], len(here)))
+
+
+_ALIGNMENT = 16
+"""Bytes: a section may be viewed as numbers of any width."""
+
+
+@dataclass(frozen=True)
+class _Section:
+    """Where the rows of ``column`` [slots, width] begin in a member's part of a buffer, in bytes."""
+
+    column: torch.Tensor
+    start: int
+
+    def rows(self, part: torch.Tensor, count: int) -> torch.Tensor:
+        """[count, width], a view of uint8 ``part``."""
+        width = self.column.shape[1]
+        end = self.start + count * width * self.column.element_size()
+        return part[self.start : end].view(self.column.dtype).view(count, width)
+
+
+def _twice(slots: Sequence[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
+    """For the two sections of each dim-group."""
+    return [of_peers for of_peers in slots for _ in range(2)]

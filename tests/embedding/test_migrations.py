@@ -1,0 +1,176 @@
+"""Migrations against a dict: random chunks through inbox and migrator, what is refused, and the memory of it all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from migration_jobs import ROWS, TABLES
+from rank_pool import RankPool
+
+from flexd.embedding.memory import most_listed_rows
+from flexd.errors import PlacementError
+from flexd.keyspace import DimGroup, KeySpace, TableSpec
+from flexd.layout import RankLayout, Tier
+from flexd.placement import Delta, Placement
+from flexd.planner.memory import placement_memory
+
+Ranks = Callable[[int], RankPool]
+KEYSPACE = KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, "rowwise_adagrad") for t in TABLES])
+SLOTS = [25, 9]
+
+
+def chunk(moves: dict[int, int], old: dict[int, int] | None = None) -> Delta:
+    keys = list(moves)
+    before = [(old or {}).get(key, 0) for key in keys]
+    return Delta(np.array(keys, np.int64), np.array(before, np.uint8), np.array(list(moves.values()), np.uint8))
+
+
+def used_slots(layout: RankLayout, placement: dict[int, int]) -> np.ndarray:
+    """int64 [groups, world]."""
+    keys = np.array(list(placement), dtype=np.int64)
+    tiers = np.array(list(placement.values()), dtype=np.uint8)
+    group = KEYSPACE.group_of(keys)
+    return np.stack([layout.replica_slots_used(keys[group == g], tiers[group == g]) for g in range(len(SLOTS))])
+
+
+def random_chunks(layout: RankLayout, seed: int, count: int) -> tuple[list[Delta], dict[int, int]]:
+    """Chunks in every direction, the same rows again and again, each fitting the slots; and the dict they lead to."""
+    rng = np.random.default_rng(seed)
+    placement: dict[int, int] = {}
+    chunks: list[Delta] = []
+    while len(chunks) < count:
+        keys = rng.choice(ROWS, size=int(rng.integers(1, 30)), replace=False).tolist()
+        moves = {key: int(rng.integers(0, 3)) for key in keys}
+        after = {key: tier for key, tier in (placement | moves).items() if tier}
+        if (used_slots(layout, after) <= np.array(SLOTS)[:, None]).all():
+            chunks.append(chunk(moves, placement))
+            placement = after
+    return chunks, placement
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture],
+    phases=(Phase.explicit, Phase.generate),
+)  # fmt: skip
+@given(
+    shape=st.sampled_from([(2, 2), (1, 2), (2, 1), (1, 4), (4, 1)]),
+    seed=st.integers(0, 10_000),
+    cap=st.sampled_from([1, 100, 1000, 10**6]),
+)
+def test_any_chunks_end_where_a_dict_ends(ranks: Ranks, shape: tuple[int, int], seed: int, cap: int) -> None:
+    layout = RankLayout(*shape)
+    chunks, expected = random_chunks(layout, seed, 25)
+    results = ranks(layout.world_size).run("migration_jobs:follow_chunks", layout, chunks, SLOTS, cap, seed)
+    whole = Placement.of(np.array(list(expected), np.int64), np.array(list(expected.values()), np.uint8))
+    free = np.array(SLOTS)[:, None] - used_slots(layout, expected)
+    stated = placement_memory(
+        KEYSPACE,
+        layout,
+        [np.full(layout.world_size, slots) for slots in SLOTS],
+        whole,
+        np.zeros((4, layout.world_size)),
+    )
+    for rank, said in enumerate(results):
+        local = layout.local_rank_of(rank)
+        listed = {
+            key: tier
+            for key, tier in expected.items()
+            if (tier == Tier.DEVICE and layout.world_size > 1)
+            or (tier == Tier.NODE and layout.nodes > 1 and key % layout.local_ranks == local)
+        }
+        assert dict(zip(said["keys"].tolist(), said["tiers"].tolist(), strict=True)) == listed
+        assert said["digest"] == whole.digest()
+        assert said["free"] == free[:, rank].tolist(), "slots leak"
+        for name in ("slots_distinct", "tables_unchanged", "bit_equal", "same_tensors", "memory_constant", "within"):
+            assert said[name], name
+        assert said["steps"] == results[0]["steps"]
+        assert said["waiting"] == 0
+        assert said["memory"].home_bytes == stated.home[rank]
+        assert said["memory"].replica_bytes == stated.replicas[rank]
+        if layout.nodes > 1:
+            assert said["memory"].directory_bytes == stated.directory[rank] == 12 * len(listed)
+
+
+GOOD = [chunk({0: 2, 1: 2, 3: 1, 70: 2}), chunk({1: 1, 4: 2}, {1: 2}), chunk({4: 0, 6: 1}, {4: 2})]
+
+
+@pytest.mark.parametrize("applied", [False, True], ids=["waiting", "applied"])
+@pytest.mark.parametrize(
+    ("wrong", "key"),
+    [
+        (chunk({0: 1, 5: 2}), 0),
+        (chunk({1: 0}, {1: 2}), 1),
+        (chunk({9: 0}, {9: 2}), 9),
+        (chunk({8: 2, 70: 0}, {70: 1}), 70),
+    ],
+    ids=["listed", "moved on", "not listed", "other group"],
+)
+def test_a_chunk_that_starts_elsewhere_is_refused_whole(ranks: Ranks, wrong: Delta, key: int, applied: bool) -> None:
+    """Before any rank counts on it: applying it would be an error in the middle of training."""
+    for said, goes_on in ranks(2).run("migration_jobs:refuse", RankLayout(2, 1), GOOD, wrong, applied):
+        assert f"chunk 3 are not at the tier it says, key {key} for one" in said
+        assert goes_on
+
+
+@pytest.mark.parametrize("cap", [1, 300, 10**6])
+def test_replicas_are_copied_anew_in_blocks(ranks: Ranks, cap: int) -> None:
+    layout = RankLayout(2, 2)
+    rng = np.random.default_rng(3)
+    delta = Placement.empty().delta_to(Placement.of(np.arange(ROWS), rng.integers(0, 3, ROWS).astype(np.uint8)))
+    widest = 8 * 4 + 4
+    for said in ranks(4).run("migration_jobs:refresh_in_blocks", layout, delta, cap):
+        assert said["right"]
+        assert said["bit_equal"]
+        assert 0 < said["largest"] <= max(cap, 2 * widest)
+        assert said["gathers"] <= 8 if cap == 10**6 else said["gathers"] > 8
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.dictionaries(st.integers(0, 12), st.integers(0, 2), max_size=8), min_size=1, max_size=6))
+def test_joined_deltas_are_one(steps: list[dict[int, int]]) -> None:
+    placement = Placement.empty()
+    deltas = []
+    for moves in steps:
+        keys = np.array(list(moves), dtype=np.int64)
+        deltas.append(Delta(keys, placement.tiers_of(keys), np.array(list(moves.values()), np.uint8)))
+        placement = placement.apply(deltas[-1])
+    joined = Delta.joined(deltas)
+    once = Placement.empty().apply(joined)
+    assert (once.keys.tolist(), once.tiers.tolist()) == (placement.keys.tolist(), placement.tiers.tolist())
+    assert joined.keys.tolist() == sorted(set().union(*steps))
+    assert joined.digest_change() == sum(delta.digest_change() for delta in deltas) % 2**64
+
+
+def test_deltas_that_do_not_follow_each_other_do_not_join() -> None:
+    with pytest.raises(PlacementError, match="key 5 for one"):
+        Delta.joined([chunk({5: 2, 6: 1}), chunk({6: 2, 5: 0}, {5: 1, 6: 1})])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    nodes=st.integers(1, 4), local_ranks=st.integers(1, 4), slots=st.integers(0, 12), seed=st.integers(0, 999),
+    lean=st.integers(0, 3),
+)  # fmt: skip
+def test_no_placement_within_the_slots_lists_more_rows_than_stated(
+    nodes: int, local_ranks: int, slots: int, seed: int, lean: int
+) -> None:
+    """Rows are added greedily; ``lean`` prefers rows of one home, for which that rank needs no slot."""
+    layout = RankLayout(nodes, local_ranks)
+    rng = np.random.default_rng(seed)
+    keys = rng.permutation(60)
+    keys = keys[np.argsort(keys % layout.world_size != lean, kind="stable")]
+    tiers = rng.integers(1, 3, 60).astype(np.uint8) if seed % 2 else np.full(60, 2 - seed % 4 // 2, np.uint8)
+    taken = np.zeros(60, dtype=bool)
+    for at in range(60):
+        taken[at] = True
+        if (layout.replica_slots_used(keys[taken], tiers[taken]) > slots).any():
+            taken[at] = False
+    most = most_listed_rows(DimGroup(2, "float32", "sgd", 0, 60, (0,)), layout, slots)
+    for local in range(local_ranks):
+        node = (tiers == 1) & (keys % local_ranks == local) & (nodes > 1)
+        listed = taken & (node | ((tiers == 2) & (layout.world_size > 1)))
+        assert listed.sum() <= most

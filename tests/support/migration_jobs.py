@@ -1,0 +1,120 @@
+"""What ranks run for the tests of migrations and of their memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.jagged import Jagged
+from flexd.embedding.optimizer import RowWiseAdagrad
+from flexd.errors import ChunkRefusedError
+from flexd.layout import RankLayout
+from flexd.placement import Delta
+
+TABLES = [
+    EmbeddingTable("item", 61, 8, dtype="float32", init_scale=0.5),
+    EmbeddingTable("odd", 23, 3, dtype="float16", init_scale=0.5),
+]
+ROWS = sum(table.rows for table in TABLES)
+
+
+def _collection(layout: RankLayout, slots: list[int], cap_bytes: int) -> EmbeddingCollection:
+    return EmbeddingCollection(
+        TABLES, optimizer=RowWiseAdagrad(lr=0.1), layout=layout, replica_slots=slots,
+        max_migration_bytes_per_step=cap_bytes,
+    )  # fmt: skip
+
+
+def follow_chunks(rank: int, layout: RankLayout, chunks: list[Delta], slots: list[int], cap: int, seed: int) -> Any:
+    """Takes the chunks at this rank's own pace while looking rows up; what the rank has once all are applied."""
+    collection = _collection(layout, slots, cap)
+    engine = collection.engine
+    stores = engine.stores
+    everything = {table.name: Jagged(torch.arange(table.rows), torch.tensor([table.rows])) for table in TABLES}
+    # Training gives each row a value and a state of its own, which the copies have to carry.
+    for step in range(2):
+        sum((jagged.values.float() * (step + 1)).sin().sum() for jagged in collection(everything).values()).backward()
+        collection.optimizer.step()
+    before = {table.name: collection.gather_table(table.name) for table in TABLES}
+    held = [(store.rows.data_ptr(), store.state.data_ptr(), store.rows.shape, store.state.shape) for store in stores]
+    fixed = collection.memory()
+    rng = np.random.default_rng([seed, rank])
+    offered, steps, largest = 0, 0, 0
+    while collection.placement_version < len(chunks):
+        for _ in range(int(rng.integers(0, 4))):
+            if offered < len(chunks):
+                offered += 1
+                engine.inbox.offer(offered, chunks[offered - 1])
+        with torch.no_grad():
+            found = collection(everything)
+        memory = collection.memory()
+        largest = max(largest, memory.stored_bytes + memory.pending_bytes)
+        assert all(torch.equal(found[name].values, table) for name, table in before.items()), "a look-up changed"
+        steps += 1
+    keys, tiers = engine.migrator.placement()
+    slots_by_key = [store.directory.slots_at(torch.arange(len(store.directory))).tolist() for store in stores]
+    memory = collection.memory()
+    return {
+        "keys": keys, "tiers": tiers, "digest": engine.migrator.digest, "steps": steps,
+        "free": [store.free_slots for store in stores],
+        "slots_distinct": all(len(set(slots)) == len(slots) for slots in slots_by_key),
+        "tables_unchanged": all(torch.equal(collection.gather_table(name), table) for name, table in before.items()),
+        "bit_equal": collection.replicas_bit_equal(),
+        "same_tensors": held
+        == [(store.rows.data_ptr(), store.state.data_ptr(), store.rows.shape, store.state.shape) for store in stores],
+        "memory_constant": (fixed.home_bytes, fixed.replica_bytes, fixed.free_list_bytes)
+        == (memory.home_bytes, memory.replica_bytes, memory.free_list_bytes),
+        "within": largest <= memory.stated_bytes and memory.directory_bytes <= memory.directory_bytes_at_most,
+        "memory": memory, "waiting": memory.waiting_bytes, "versions": collection.placement_version,
+    }  # fmt: skip
+
+
+def refuse(rank: int, layout: RankLayout, good: list[Delta], wrong: Delta, applied: bool) -> tuple[str, bool]:
+    """What is said to a chunk after the good ones (applied, or waiting), and whether the next good chunk still fits."""
+    collection = _collection(layout, [61, 23], 2**20)
+    inbox = collection.engine.inbox
+    nothing: dict[str, Jagged] = {}
+    for version, chunk in enumerate(good[:-1], 1):
+        inbox.offer(version, chunk)
+    if applied:
+        with torch.no_grad():
+            collection(nothing)
+            collection(nothing)
+        assert collection.placement_version == len(good) - 1
+    try:
+        inbox.offer(len(good), wrong)
+        said = "taken"
+    except ChunkRefusedError as error:
+        said = str(error)
+        inbox.offer(len(good), good[-1])
+    with torch.no_grad():
+        for _ in range(2):
+            collection(nothing)
+    return said, said == "taken" or (collection.placement_version == len(good) and collection.replicas_bit_equal())
+
+
+def refresh_in_blocks(rank: int, layout: RankLayout, delta: Delta, cap: int) -> dict[str, Any]:
+    """Loads other home rows under replicas of many rows, with room for a few in the buffer."""
+    collection, other = _collection(layout, [61, 23], cap), _collection(layout, [61, 23], cap)
+    for made in (collection, other):
+        made.engine.inbox.offer(1, delta)
+    largest: list[int] = []
+    everything = {table.name: Jagged(torch.arange(table.rows), torch.tensor([table.rows])) for table in TABLES}
+    with torch.no_grad():
+        for _ in range(2):
+            collection(everything)
+        for store in other.engine.stores:
+            store.rows.add_(1)
+        collection.load_state_dict(other.state_dict())
+        for peers in (collection._groups.rail, collection._groups.node):
+            gather = peers.all_gather
+            peers.all_gather = lambda part, gather=gather: (largest.append(part.numel()), gather(part))[1]  # type: ignore[method-assign]
+        found = collection(everything)
+    gathers = list(largest)
+    return {
+        "bit_equal": collection.replicas_bit_equal(), "largest": max(gathers, default=0), "gathers": len(gathers),
+        "right": all(torch.equal(found[t.name].values, other.gather_table(t.name)) for t in TABLES),
+    }  # fmt: skip

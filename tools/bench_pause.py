@@ -1,0 +1,268 @@
+"""What row migrations cost the steps of running ranks, in time and in memory.
+
+    python tools/bench_pause.py [--quick] [--json] [--rows N]
+
+Four gloo ranks (2 x 2) train on one machine while rows are promoted to every rank and demoted again. A thread of each
+rank offers the chunks to its inbox as the control agent does, each in its own time and a window ahead; the network of
+the control channel is left out. Stretches with and without migration take turns in one run, and the rows that move are
+not looked up: so steps differ by the migration alone. Two figures of a step: wall time (the slowest rank's), and
+processor seconds of all ranks together, which other work on the machine disturbs less.
+
+Memory is the growth of each rank's peak resident size over the stretches with migrations, against what the collection
+states (``EmbeddingCollection.memory``). The last line of ``--json`` output is
+``{"figures": {...}, "checks": [{"name", "value", "target", "ok"}]}``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing as mp
+import os
+import socket
+import statistics
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from inspect import signature
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench_report import check, last_line
+
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.placement import Delta
+
+NODES, LOCAL_RANKS = 2, 2
+RANKS = NODES * LOCAL_RANKS
+HOT_ROWS = 200_000
+"""Looked up; the rows that move stand behind them."""
+CHUNK_ROWS, WINDOW_CHUNKS = 4096, 8
+"""As the daemon's defaults."""
+DEFAULT_CAP = int(signature(EmbeddingCollection).parameters["max_migration_bytes_per_step"].default)
+ALLOCATOR_SLACK_BYTES = 32 * 2**20
+"""Of a process: arenas, gloo's buffers, and the batch, none of which the collection states."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cap; ``rounds`` promotions and demotions of all ``moving_rows``, with still stretches between."""
+
+    cap_bytes: int
+    moving_rows: int
+    rounds: int
+    still_steps: int
+    ids: int
+    dim: int
+
+
+def _offer(collection: EmbeddingCollection, first_version: int, chunks: list[Delta]) -> threading.Thread:
+    """The agent's thread: a window of chunks ahead of what is applied."""
+
+    def run() -> None:
+        for version, chunk in enumerate(chunks, first_version):
+            while version - collection.placement_version > WINDOW_CHUNKS:
+                time.sleep(0.005)
+            collection.engine.inbox.offer(version, chunk)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def _peak_bytes(reset: bool = False) -> int:
+    """Peak resident bytes of this process since the last reset."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+
+
+def _case(rank: int, case: Case) -> dict[str, Any]:
+    """What one rank saw: per stretch (kind, [wall seconds of each step], processor seconds a step, apply seconds)."""
+    import torch
+
+    import flexd
+
+    rows = HOT_ROWS + case.moving_rows
+    collection = flexd.EmbeddingCollection(
+        [flexd.EmbeddingTable("item", rows, case.dim)], optimizer=flexd.RowWiseAdagrad(lr=0.1),
+        layout=flexd.RankLayout(NODES, LOCAL_RANKS), replica_slots=[case.moving_rows],
+        max_migration_bytes_per_step=case.cap_bytes,
+    )  # fmt: skip
+    rng = np.random.default_rng([7, rank])
+    ranked = np.cumsum(1 / np.arange(1, HOT_ROWS + 1) ** 1.05)
+    batches = [torch.from_numpy(np.searchsorted(ranked, rng.random(case.ids) * ranked[-1])) for _ in range(8)]
+    moving = np.arange(HOT_ROWS, rows, dtype=np.int64)
+    home, device = np.zeros(len(moving), np.uint8), np.full(len(moving), 2, np.uint8)
+    directions = {"promote": Delta(moving, home, device), "demote": Delta(moving, device, home)}
+    version = step = 0
+    stretches: list[dict[str, Any]] = []
+
+    def train(kind: str, until_version: int, steps: int) -> None:
+        nonlocal step
+        walls: list[float] = []
+        cpu, applied = time.process_time(), collection.engine.apply_seconds
+        begun = time.perf_counter()
+        while len(walls) < steps or collection.placement_version < until_version:
+            started = time.perf_counter()
+            ids = batches[step % len(batches)]
+            out = collection({"item": flexd.Jagged(ids, torch.tensor([len(ids)]))})
+            out["item"].values.square().sum().backward()
+            collection.optimizer.step()
+            walls.append(time.perf_counter() - started)
+            step += 1
+        stretches.append(
+            {
+                "kind": kind, "walls": walls, "seconds": time.perf_counter() - begun,
+                "cpu": (time.process_time() - cpu) / len(walls),
+                "apply": (collection.engine.apply_seconds - applied) / len(walls),
+            }
+        )  # fmt: skip
+
+    train("warm", 0, 5)
+    stretches.clear()
+    train("still", 0, case.still_steps)
+    before = _peak_bytes(reset=True)
+    for _ in range(case.rounds):
+        for kind, delta in directions.items():
+            chunks = list(delta.chunks(CHUNK_ROWS))
+            feeder = _offer(collection, version + 1, chunks)
+            version += len(chunks)
+            train(kind, version, 1)
+            feeder.join()
+            train("still", 0, case.still_steps)
+    memory = collection.memory()
+    return {
+        "stretches": stretches, "peak_growth": _peak_bytes() - before,
+        "stated_growth": memory.replica_bytes + memory.directory_bytes_at_most + memory.migration_bytes_at_most,
+    }  # fmt: skip
+
+
+def _serve(rank: int, port: int, pipe: Connection) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS), GLOO_SOCKET_IFNAME="lo"
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    while (case := pipe.recv()) is not None:
+        pipe.send(_case(rank, case))
+    dist.destroy_process_group()
+
+
+def run(cases: list[Case], deadline_seconds: float) -> list[list[dict[str, Any]]]:
+    """Results by case and rank, of four processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    context = mp.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(RANKS):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    results = []
+    try:
+        for case in cases:
+            for pipe in pipes:
+                pipe.send(case)
+            deadline = time.monotonic() + deadline_seconds
+            of_ranks = []
+            for rank, pipe in enumerate(pipes):
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError(f"rank {rank} is not done with {case} in {deadline_seconds:g} s")
+                of_ranks.append(pipe.recv())
+            results.append(of_ranks)
+        for pipe in pipes:
+            pipe.send(None)
+    finally:
+        for process in processes:
+            process.join(5)
+            process.kill()
+    return results
+
+
+def figures(case: Case, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of one case, times in milliseconds."""
+    walls: dict[str, list[float]] = {"still": [], "promote": [], "demote": []}
+    cpu: dict[str, list[float]] = {kind: [] for kind in walls}
+    p99: dict[str, list[float]] = {kind: [] for kind in walls}
+    apply, seconds, steps = [], [], []
+    for stretch in zip(*(rank["stretches"] for rank in of_ranks), strict=True):
+        kind = stretch[0]["kind"]
+        slowest = np.max([part["walls"] for part in stretch], axis=0) * 1e3
+        walls[kind] += slowest.tolist()
+        p99[kind].append(float(np.percentile(slowest, 99)))
+        cpu[kind].append(sum(part["cpu"] for part in stretch) * 1e3)
+        if kind == "promote":
+            apply.append(max(part["apply"] for part in stretch) * 1e3)
+            seconds.append(stretch[0]["seconds"])
+            steps.append(len(stretch[0]["walls"]))
+    return {
+        "cap_mib": case.cap_bytes / 2**20,
+        "rows": case.moving_rows,
+        "steps_to_promote": statistics.median(steps),
+        "seconds_to_promote": statistics.median(seconds),
+        "step_median_ms": {kind: statistics.median(values) for kind, values in walls.items()},
+        "step_p99_ms": {kind: float(np.percentile(values, 99)) for kind, values in walls.items()},
+        "step_p99_of_stretches_ms": {kind: statistics.median(values) for kind, values in p99.items()},
+        "step_cpu_ms": {kind: statistics.median(values) for kind, values in cpu.items()},
+        "apply_ms": statistics.median(apply),
+        "p99_ratio": statistics.median(p99["promote"]) / statistics.median(p99["still"]),
+        "cpu_ratio": statistics.median(cpu["promote"]) / statistics.median(cpu["still"]),
+        "peak_growth_mib": max(rank["peak_growth"] for rank in of_ranks) / 2**20,
+        "stated_growth_mib": max(rank["stated_growth"] for rank in of_ranks) / 2**20,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rows and caps, under a minute")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser.add_argument("--rows", type=int, help="rows that migrate (default 1,000,000; 60,000 with --quick)")
+    arguments = parser.parse_args()
+    rows = arguments.rows or (60_000 if arguments.quick else 1_000_000)
+    ids, dim = (6_000, 64) if arguments.quick else (25_600, 64)
+    caps = (2**20, DEFAULT_CAP) if arguments.quick else (2**18, 2**20, DEFAULT_CAP, 16 * 2**20)
+    still = 15 if arguments.quick else 60
+    rounds = dict.fromkeys(caps, 1) | {DEFAULT_CAP: 2 if arguments.quick else 3}
+    cases = [Case(cap, rows, rounds[cap], still, ids, dim) for cap in sorted(set(caps))]
+    table = [figures(case, result) for case, result in zip(cases, run(cases, 900), strict=True)]
+    print(f"{rows:,} rows x {dim} promoted to {RANKS} ranks, {ids:,} ids a rank and step")
+    head = ("cap MiB", "steps", "seconds", "apply ms", "p99 still", "p99 migr.", "ratio", "cpu ratio", "peak", "stated")
+    print(" ".join(f"{name:>9}" for name in head))
+    for line in table:
+        p99 = line["step_p99_of_stretches_ms"]
+        cells = (
+            line["cap_mib"], line["steps_to_promote"], line["seconds_to_promote"], line["apply_ms"], p99["still"],
+            p99["promote"], line["p99_ratio"], line["cpu_ratio"], line["peak_growth_mib"], line["stated_growth_mib"],
+        )  # fmt: skip
+        print(" ".join(f"{cell:9.2f}" for cell in cells))
+    default = next(line for line in table if line["cap_mib"] == DEFAULT_CAP / 2**20)
+    grown = max(line["peak_growth_mib"] - line["stated_growth_mib"] for line in table)
+    checks = [
+        check(
+            "p99 of a step while rows migrate, default cap", default["p99_ratio"], "<= 1.10",
+            default["p99_ratio"] <= 1.1,
+        ),
+        check(
+            "peak memory over stated, MiB", grown, f"<= {ALLOCATOR_SLACK_BYTES / 2**20:g}",
+            grown <= ALLOCATOR_SLACK_BYTES / 2**20,
+        ),
+    ]  # fmt: skip
+    for entry in checks:
+        print(f"{'ok  ' if entry['ok'] else 'MISS'} {entry['name']}: {entry['value']:.3g} ({entry['target']})")
+    if arguments.json:
+        print(last_line({"caps": table}, checks))
+
+
+if __name__ == "__main__":
+    main()
