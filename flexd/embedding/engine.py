@@ -264,6 +264,11 @@ class RowEngine:
         if self._ahead is not None:
             self._ahead.settle(self.router, self.sync)
 
+    @property
+    def ahead_traffic(self) -> Traffic | None:
+        """The part of the traffic that exchanges ahead sent, up to the last that was waited for; None without any."""
+        return None if self._ahead is None else self._ahead.overlapped
+
     def wait_ahead(self) -> None:
         """Waits until nothing but this thread changes rows. What a step has left for later stays."""
         if self._ahead is not None:
