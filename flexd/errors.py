@@ -85,6 +85,10 @@ class EmbeddingError(FlexdError):
     """A lookup cannot be served: row out of range, wrong dtype, unknown feature."""
 
 
+class CheckpointError(EmbeddingError):
+    """A checkpoint is incomplete, or of other tables than the collection it is loaded into."""
+
+
 class ApiError(FlexdError):
     """The admin API refused a request or cannot be reached. ``status`` is the HTTP status, 0 if none."""
 

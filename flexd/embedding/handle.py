@@ -41,6 +41,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__([anchor], {name: getattr(optimizer, name) for name in names})
         self._names = names
 
+    @property
+    def initial_state(self) -> float:
+        """Of every number beside a row that no step has updated."""
+        return self._rule.initial_state
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
