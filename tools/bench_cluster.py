@@ -5,7 +5,8 @@ Two nodes of two ranks, joined by a slow link (tools/cluster.py). All strategies
 the same batches from the same initial values with the same optimizer (row-wise Adagrad, summed gradients), in turns,
 with the link limited and unlimited; their losses must agree. Bytes are those of the interface counters, headers
 included. The *exposed* communication time is the median step time less that on the unlimited link; beside it the same
-of the lower deciles, the steps that other work on the machine disturbed least. With and without a dense part, behind
+of the lower deciles, the steps that other work on the machine disturbed least, and the time that the bytes take on
+the wire alone. With and without a dense part, behind
 which communication can hide.
 
 The bound is that of exact synchronous training on the same batches: each node fetches and pushes each row it touches
@@ -65,9 +66,11 @@ class Measured:
     inter_bytes: list[float] = field(default_factory=list)
     intra_bytes: list[float] = field(default_factory=list)
 
-    def figures(self, bound: float) -> dict[str, float]:
+    def figures(self, bound: float, link_bytes_per_second: float) -> dict[str, float]:
+        """``link_bytes_per_second``: of all nodes together, in one direction."""
         return {
             "inter_node_bytes": median(self.inter_bytes),
+            "wire_seconds": median(self.inter_bytes) / link_bytes_per_second,
             "intra_node_bytes": median(self.intra_bytes),
             "inter_node_bytes_over_bound": median(self.inter_bytes) / bound,
             "step_seconds": median(self.limited),
@@ -155,7 +158,8 @@ def run_setting(setting: Setting, rate_mbit: float, effort: Effort, only: Sequen
         parts = {}
         for dense, title in ((False, "no dense part"), (True, "dense part")):
             measured = bench.measure(chosen, dense=dense, effort=effort)
-            parts[title] = {name: result.figures(bound) for name, result in measured.items()}
+            links = rate_mbit * 1e6 / 8 * setting.nodes
+            parts[title] = {name: result.figures(bound, links) for name, result in measured.items()}
         return {
             "zipf": setting.zipf,
             "bound_bytes": bound,
@@ -217,7 +221,7 @@ def show(answer: dict[str, Any], rate_mbit: float) -> None:
     for title, rows in answer["parts"].items():
         print(f"\n{title}; link of {rate_mbit:g} Mbit/s a node and direction; bytes of all nodes a step")
         print(
-            f"{'strategy':<26}{'inter-node':>12}{'/ bound':>9}{'intra-node':>12}{'step':>10}{'p99':>10}"
+            f"{'strategy':<26}{'inter-node':>12}{'/ bound':>9}{'wire':>9}{'intra-node':>12}{'step':>10}{'p99':>10}"
             f"{'unlimited':>11}{'exposed':>10}{'row-wise / it':>15}{'p10':>9}{'row-wise / it':>15}"
         )
         base = rows.get(ROW_WISE)
@@ -228,6 +232,7 @@ def show(answer: dict[str, Any], rate_mbit: float) -> None:
             )
             print(
                 f"{name:<26}{row['inter_node_bytes'] / 1e6:>9.2f} MB{row['inter_node_bytes_over_bound']:>9.3f}"
+                f"{row['wire_seconds'] * 1e3:>6.0f} ms"
                 f"{row['intra_node_bytes'] / 1e6:>9.2f} MB{row['step_seconds'] * 1e3:>7.0f} ms"
                 f"{row['step_seconds_p99'] * 1e3:>7.0f} ms{row['unlimited_step_seconds'] * 1e3:>8.0f} ms"
                 f"{row['exposed_seconds'] * 1e3:>7.0f} ms{ratio:>15}"
