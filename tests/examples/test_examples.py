@@ -1,0 +1,69 @@
+"""The examples, run as their first line says, on two ranks: before and after flexd the losses are the same."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from flexd_processes import RunningDaemon, free_ports, saved_sketches
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+STEPS = 31
+Losses = dict[int, float]
+
+
+def torchrun(name: str, **environment: str) -> Losses:
+    port = free_ports(1)[0]
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("FLEXD_")}
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port),
+            str(EXAMPLES / name), "--steps", str(STEPS),
+        ],
+        capture_output=True, text=True, timeout=180, check=False, cwd=ROOT,
+        env={**clean, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
+    return {int(line[1]): float(line[3]) for line in lines}
+
+
+@pytest.fixture(scope="module")
+def before() -> Losses:
+    losses = torchrun("sasrec_before.py")
+    assert list(losses) == [0, 10, 20, 30]
+    assert losses[30] < losses[0] - 0.05, "something is to be learned"
+    return losses
+
+
+def test_after_is_before_and_joins_a_daemon(before: Losses, tmp_path: Path) -> None:
+    settings = yaml.safe_load((EXAMPLES / "sasrec.yaml").read_text())
+    wanted = {name: settings[name] for name in ("job", "tables", "stream", "sketch")}
+    with RunningDaemon(tmp_path, wanted) as daemon:
+        address = f"127.0.0.1:{daemon.config.control.listen_port}"
+        assert torchrun("sasrec.py", FLEXD_CONTROL=address) == pytest.approx(before, abs=2e-4)
+        daemon.process.stop()
+        assert saved_sketches(daemon.config).samples > 0, "look-ups were counted"
+
+
+def test_with_torchrec_types(before: Losses) -> None:
+    pytest.importorskip("torchrec")
+    assert torchrun("torchrec_sasrec.py") == pytest.approx(before, abs=2e-4)
+
+
+def diff() -> list[str]:
+    sides = [(EXAMPLES / name).read_text().splitlines() for name in ("sasrec_before.py", "sasrec.py")]
+    return list(difflib.unified_diff(*sides, "examples/sasrec_before.py", "examples/sasrec.py", lineterm="", n=1))
+
+
+def test_the_difference_is_a_few_lines_and_the_docs_show_it() -> None:
+    changed = [line for line in diff() if line[0] in "+-" and line[:3] not in ("+++", "---")]
+    assert len(changed) < 25, "\n".join(changed)
+    shown = (ROOT / "docs" / "integrating.md").read_text().split("```diff\n")[1].split("```")[0]
+    assert shown == "\n".join(diff()) + "\n", "docs/integrating.md shows another difference"
