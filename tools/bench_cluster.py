@@ -29,7 +29,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from bench_cluster_data import Setting, volume_bound
+from bench_cluster_data import Setting, bounds
 from bench_report import check, last_line
 from cluster import Cluster, ClusterError, LinkBytes, exit_on_sigterm, why_not
 from cluster_ranks import Ranks
@@ -153,16 +153,17 @@ def run_setting(setting: Setting, rate_mbit: float, effort: Effort, only: Sequen
         lacks = bench.prepared["strategies"]
         chosen = [name for name, why in lacks.items() if why is None and (only is None or name in only)]
         bench.make(chosen)
-        bound = volume_bound(setting)
+        bound = bounds(setting)
         dense_seconds = bench.dense_seconds()
         parts = {}
         for dense, title in ((False, "no dense part"), (True, "dense part")):
             measured = bench.measure(chosen, dense=dense, effort=effort)
             links = rate_mbit * 1e6 / 8 * setting.nodes
-            parts[title] = {name: result.figures(bound, links) for name, result in measured.items()}
+            parts[title] = {name: result.figures(bound.volume, links) for name, result in measured.items()}
         return {
             "zipf": setting.zipf,
-            "bound_bytes": bound,
+            "bound_bytes": bound.volume,
+            "between_steps_bytes": bound.between_steps,
             "dense_seconds": dense_seconds,
             "replicated_rows": bench.prepared["replicated_rows"],
             "lacks": {name: why for name, why in lacks.items() if why is not None},
@@ -215,7 +216,8 @@ def _ratio(of: float, to: float) -> float:
 
 def show(answer: dict[str, Any], rate_mbit: float) -> None:
     print(
-        f"\nZipf {answer['zipf']}: bound {answer['bound_bytes'] / 1e6:.2f} MB a step; the plan replicates "
+        f"\nZipf {answer['zipf']}: bound {answer['bound_bytes'] / 1e6:.2f} MB a step, of which "
+        f"{answer['between_steps_bytes'] / 1e6:.2f} MB between two steps whatever is done ahead; the plan replicates "
         f"{answer['replicated_rows']:,} rows; the dense part alone takes {answer['dense_seconds'] * 1e3:.0f} ms"
     )
     for title, rows in answer["parts"].items():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torchrec_peer
 from bench_cluster import checks_of
-from bench_cluster_data import Setting, batches_of, exact_profile, keys_of, volume_bound
+from bench_cluster_data import Setting, batches_of, bounds, exact_profile, keys_of
 
 TOOL = Path(__file__).parents[2] / "tools" / "bench_cluster.py"
 SMALL = Setting(nodes=3, local_ranks=2, rows=120, dim=8, tables=4, samples=5, length=6, batches=3)
@@ -36,15 +36,22 @@ def test_ranks_and_steps_have_batches_of_their_own() -> None:
     assert [tuple(keys_of(SMALL, batch)) for batch in batches_of(SMALL, 4)] == drawn[12:15]
 
 
-def test_bound_counts_rows_a_node_touches_and_does_not_home() -> None:
-    crossing = 0
+def test_bounds_count_rows_a_node_touches_and_does_not_home() -> None:
+    touched: list[list[set[int]]] = []
     for step in range(3):
+        of_rank = [set(keys_of(SMALL, batches_of(SMALL, rank)[step]).tolist()) for rank in range(6)]
+        touched.append([of_rank[2 * node] | of_rank[2 * node + 1] for node in range(3)])
+    crossing = fetched_late = pushed_early = 0
+    for step in range(3):
+        before, after = set.union(*touched[step - 1]), set.union(*touched[(step + 1) % 3])
         for node in range(3):
-            touched: set[int] = set()
-            for rank in (2 * node, 2 * node + 1):
-                touched |= set(keys_of(SMALL, batches_of(SMALL, rank)[step]).tolist())
-            crossing += sum((key % 6) // 2 != node for key in touched)
-    assert volume_bound(SMALL) == pytest.approx(crossing / 3 * 2 * 8 * 4)
+            far = {key for key in touched[step][node] if (key % 6) // 2 != node}
+            crossing += len(far)
+            fetched_late += len(far & before)
+            pushed_early += len(far & after)
+    assert fetched_late != pushed_early
+    assert bounds(SMALL).volume == pytest.approx(crossing / 3 * 2 * 8 * 4)
+    assert bounds(SMALL).between_steps == pytest.approx((fetched_late + pushed_early) / 3 * 8 * 4)
 
 
 def test_profile_is_the_popularity_that_batches_are_drawn_from() -> None:
