@@ -49,9 +49,10 @@ class Prefetch(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         engine = self._collection.engine
         ahead = engine.run_ahead(self._timeout_seconds, self._passes_per_step)
-        batches = iter(self._loader)
-        upcoming: Any = next(batches, _END)
+        ahead.begin()
         try:
+            batches = iter(self._loader)
+            upcoming: Any = next(batches, _END)
             ahead.announce(self._upcoming(upcoming))
             while True:
                 engine.start_ahead()
@@ -107,7 +108,7 @@ def prefetch(
         an iterable with the loader's length; it can be gone over again.
 
     Raises:
-        EmbeddingError: an argument is not positive. While iterating, on every rank: another rank has more or fewer
-            batches, or an exchange ahead did not end within the deadline.
+        EmbeddingError: an argument is not positive. While iterating: another such loop runs; on every rank: another
+            rank has more or fewer batches, or an exchange ahead did not end within the deadline.
     """
     return Prefetch(loader, collection, features, passes_per_step, timeout_seconds)

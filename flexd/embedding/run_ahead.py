@@ -162,10 +162,20 @@ class RunAhead:
         self._ahead: Ahead | None = None
         self._left: Left | None = None
         self._touched: list[tuple[Route, Touched]] = []
+        self._looping = False
         self._entered = False
         self._failure: BaseException | None = None
 
     # What ``prefetch`` calls.
+
+    def begin(self) -> None:
+        """A loop begins. Raises EmbeddingError if another has not ended."""
+        if self._looping:
+            raise EmbeddingError(
+                "another loop over prefetched batches of this collection has not ended",
+                remedy="leave it first, or close() its iterator",
+            )
+        self._looping = True
 
     def announce(self, upcoming: Upcoming) -> None:
         """The batch after the one whose forward pass comes next; that forward pass starts its job."""
@@ -214,6 +224,7 @@ class RunAhead:
         except Exception as error:  # of a job that no step will ask for
             self._failure = self._failure or error
         self._ahead = self._started = self._announced = None
+        self._looping = False
         return self._thread.stop(self.timeout_seconds)
 
     @property

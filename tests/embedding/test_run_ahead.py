@@ -207,6 +207,16 @@ def test_prefetch_refuses(wrong: dict[str, float]) -> None:
         flexd.prefetch([], collection, **wrong)
 
 
+def test_one_loop_at_a_time() -> None:
+    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 4)], layout=RankLayout(1, 1))
+    first = iter(flexd.prefetch([{}, {}], collection))
+    next(first)
+    with pytest.raises(EmbeddingError, match="another loop over prefetched batches"):
+        next(iter(flexd.prefetch([{}], collection)))
+    first.close()
+    assert list(flexd.prefetch([{}], collection)) == [{}]
+
+
 def test_prefetch_is_as_long_as_its_loader() -> None:
     collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 4)], layout=RankLayout(1, 1))
     assert len(flexd.prefetch([{}, {}, {}], collection)) == 3

@@ -1,0 +1,122 @@
+"""Cutting a route: both halves together are the route, and their counts are those of their rows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.embedding.exchange import Agreement
+from flexd.embedding.route import GroupStop, Route
+from flexd.embedding.split import _exchange_bits, cut
+
+
+class _Wire:
+    """An all-to-all between threads: what ``Peers`` does, without processes."""
+
+    def __init__(self, size: int) -> None:
+        self.boxes: list[list[torch.Tensor]] = [[] for _ in range(size)]
+        self.barrier = threading.Barrier(size)
+
+
+class _Peers:
+    def __init__(self, wire: _Wire, index: int) -> None:
+        self.size = len(wire.boxes)
+        self.index = index
+        self._wire = wire
+
+    def all_to_all(self, send: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> torch.Tensor:
+        self._wire.boxes[self.index] = list(torch.split(send, list(send_counts)))
+        self._wire.barrier.wait(30)
+        received = torch.cat([box[self.index] for box in self._wire.boxes])
+        assert len(received) == sum(receive_counts)
+        return received
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_bits_arrive_as_they_were(data: st.DataObject) -> None:
+    """Several columns with any numbers of bits, none included, between up to four peers."""
+    size, columns = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    counts = [
+        [[data.draw(st.integers(0, 20)) for _ in range(columns)] for _ in range(size)] for _ in range(size)
+    ]  # [from][to][column]
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    bits = [
+        [[torch.rand(counts[a][b][c], generator=generator) < 0.5 for c in range(columns)] for b in range(size)]
+        for a in range(size)
+    ]
+    wire = _Wire(size)
+    answers: dict[int, list[torch.Tensor]] = {}
+
+    def run(me: int) -> None:
+        answers[me] = _exchange_bits(
+            _Peers(wire, me),  # type: ignore[arg-type]
+            [torch.cat([bits[me][peer][c] for peer in range(size)]) for c in range(columns)],
+            counts[me],
+            [counts[peer][me] for peer in range(size)],
+        )
+
+    threads = [threading.Thread(target=run, args=(me,)) for me in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for me in range(size):
+        for column in range(columns):
+            expected = torch.cat([bits[peer][me][column] for peer in range(size)])
+            assert torch.equal(answers[me][column], expected)
+
+
+@pytest.mark.parametrize("expanded", [True, False])
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 9999), rows=st.integers(0, 12))
+def test_halves_of_a_route(expanded: bool, seed: int, rows: int) -> None:
+    """One peer, two stations: what travels along the halves is what travels along the whole."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def stop(rows: int, asks: bool) -> GroupStop:
+        held = torch.rand(rows, generator=generator) < (0.5 if asks else 2.0)
+        asked = (~held).nonzero().view(-1)
+        asked = asked[torch.randperm(len(asked), generator=generator)]
+        where = held.nonzero().view(-1)
+        expand = None
+        if expanded:
+            expand = torch.cat([torch.randperm(rows, generator=generator)] * 2)
+        return GroupStop(rows, expand, where, where + 100, torch.full_like(where, -1), asked)
+
+    first = stop(rows, True)
+    second = stop(len(first.asked) // (2 if expanded else 1), False)
+    requests = second.rows if second.expand is None else len(second.expand)
+    first = GroupStop(first.rows, first.expand, first.held, first.slots, first.entries, first.asked[:requests])
+    counts = [[[requests]]]
+    route = Route([[first], [second]], counts, counts, Agreement(0, 0))
+    of_second = torch.rand(second.rows, generator=generator) < 0.5
+    marks = torch.rand(first.rows, generator=generator) < 0.5
+    answered = of_second if second.expand is None else of_second[second.expand]
+    marks[first.asked] = answered
+    halves = cut(route, [[marks], [of_second]])
+    values = torch.randn(second.rows, generator=generator)
+    whole = values if second.expand is None else values[second.expand]
+    total = torch.zeros(first.rows, dtype=torch.int64)
+    for half, places, chosen in (
+        (halves.marked, halves.marked_rows[0], marks),
+        (halves.rest, halves.rest_rows[0], ~marks),
+    ):
+        near, far = half.stops[0][0], half.stops[1][0]
+        assert near.rows == len(places) == int(chosen.sum())
+        assert near.expand is None
+        total[places] += 1
+        assert torch.equal(places[near.held] + 100, near.slots)
+        assert half.asked == half.asked_of_me == [[[len(near.asked)]]]
+        sent = values[far.slots - 100]
+        sent = sent if far.expand is None else sent[far.expand]
+        assert torch.equal(sent, whole[chosen[first.asked]])
+        assert torch.equal(places[near.asked], first.asked[chosen[first.asked]])
+    assert torch.equal(total, torch.ones_like(total))
+    now, later = halves.divide([torch.arange(first.rows)])
+    assert sorted([*now[0].tolist(), *later[0].tolist()]) == list(range(first.rows))
