@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from flexd.embedding.blocks import TableHomes
 from flexd.embedding.engine import Pass, RowEngine
 from flexd.embedding.features import FeatureMap
 from flexd.embedding.gradients import AnchorParameter, clip_grad_norm_
@@ -340,8 +341,11 @@ class EmbeddingCollection(nn.Module):
                 remedy="[n, dim] values with first_row + n <= rows",
             )
         store = next(store for store in self.engine.stores if table in store.group.tables)
+        first_key, world_size = int(self.keyspace.first_key[table]), self.layout.world_size
+        homes = TableHomes(spec.rows, first_key, store.first_home_key, world_size, self.rank)
+        mine = homes.homed(self.rank, range(first_row, first_row + values.shape[0]))
         self.engine.rows_loaded()
-        store.set_home_rows(int(self.keyspace.first_key[table]) + first_row, values)
+        store.rows[homes.slots(mine)] = values[mine.start - first_row :: world_size].to(store.rows)
 
     def gather_table(self, name: str) -> torch.Tensor:
         """Collective. [rows, dim] of a whole table on every rank: for small tables, tests and exports."""

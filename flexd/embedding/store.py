@@ -56,13 +56,6 @@ class GroupStore:
         """int64 [home_rows]: the keys homed here, in slot order."""
         return np.arange(self.home_rows, dtype=np.int64) * self.world_size + self.first_home_key
 
-    def set_home_rows(self, first_key: int, values: torch.Tensor) -> None:
-        """[n, dim] rows of the keys from ``first_key`` on, as far as they are homed here."""
-        mine = values[(self.rank - first_key) % self.world_size :: self.world_size]
-        first = first_key + (self.rank - first_key) % self.world_size
-        start = (first - self.first_home_key) // self.world_size
-        self.rows[start : start + len(mine)].copy_(mine)
-
     def home_slots(self, keys: torch.Tensor) -> torch.Tensor:
         """int64 keys homed here -> int64 slots."""
         return (keys - self.first_home_key) // self.world_size
