@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ahead_jobs import Loop
+from collection_jobs import ddp_alone
 from exactness import Scenario, train_alone
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -156,6 +157,20 @@ def test_only_rows_of_both_batches_are_waited_for(ranks: Ranks, layout: tuple[in
     if exchange == "direct" or layout == (2, 1):
         waited = sum(result[1]["all"] - result[1]["overlapped"] for result in results)
         assert waited == 2 * 16 * 20 * (world - 1)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_ahead_beside_the_collectives_of_ddp(ranks: Ranks, inside: bool) -> None:
+    expected = ddp_alone(4, 6)
+    for result in ranks(4).run("ahead_jobs:ddp", RankLayout(2, 2), inside, 6):
+        for name, values in expected.items():
+            np.testing.assert_allclose(result[name], values, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bags_ahead(ranks: Ranks, weighted: bool) -> None:
+    for plain, ahead in ranks(4).run("ahead_jobs:pooled", RankLayout(2, 2), weighted, 6):
+        np.testing.assert_allclose(ahead, plain, rtol=0, atol=1e-9)
 
 
 def test_a_failure_ahead_is_raised_at_the_next_step_and_from_then_on() -> None:

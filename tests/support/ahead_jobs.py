@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from collection_jobs import Tower, some
+from collection_jobs import tables as job_tables
 from exactness import Scenario, batch, loss_of, random_chunks, row_optimizer, tables_of
+from torch.nn.parallel import DistributedDataParallel
 
 import flexd
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
@@ -182,3 +185,41 @@ def count_bytes(rank: int, layout: RankLayout, ids: list[list[list[int]]], excha
         after = totals()
         said.append({"all": after[0] - before[0], "overlapped": after[1] - before[1]})
     return said
+
+
+def ddp(rank: int, layout: RankLayout, inside: bool, steps: int) -> dict[str, np.ndarray]:
+    """As ``collection_jobs.ddp``, with run-ahead: two threads have collectives under way at the same time."""
+    collection = EmbeddingCollection(
+        job_tables(names=("item",)), optimizer=flexd.SGD(0.05), layout=layout, replica_slots=[61]
+    )
+    model = DistributedDataParallel(Tower(collection if inside else None))
+    dense_optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader = [{"item": some(0, step, rank)["item"]} for step in range(steps)]
+    for features in flexd.prefetch(loader, collection):
+        loss = model(features if inside else collection(features)["item"].values)
+        dense_optimizer.zero_grad()
+        collection.optimizer.zero_grad()
+        loss.backward()
+        dense_optimizer.step()
+        collection.optimizer.step()
+    module = model.module
+    return {"item": collection.gather_table("item").numpy(), "dense": module.dense.weight.detach().numpy()}
+
+
+def pooled(rank: int, layout: RankLayout, weighted: bool, steps: int) -> list[list[float]]:
+    """Losses of bags without and with run-ahead."""
+    losses: list[list[float]] = []
+    for ahead in (False, True):
+        collection = flexd.EmbeddingBagCollection(
+            [flexd.EmbeddingBagTable("item", 61, 4, dtype="float64", pooling="sum")],
+            layout=layout, optimizer=flexd.SGD(0.5),
+        )  # fmt: skip
+        loader: Any = [{"item": some(0, step, rank)["item"]} for step in range(steps)]
+        losses.append([])
+        for features in flexd.prefetch(loader, collection) if ahead else loader:
+            weights = {"item": torch.linspace(0.0, 1.0, features["item"].values.numel())} if weighted else None
+            loss = collection(features, weights)["item"].sin().sum()
+            loss.backward()
+            collection.optimizer.step()
+            losses[-1].append(float(loss.detach()))
+    return losses
