@@ -97,7 +97,10 @@ class StepGradients:
     def _home_norm(self, part: Summed, norm_type: float) -> torch.Tensor:
         """float64 []: of the rows whose home is here, so that a replicated row counts once."""
         home = part.slots < self._stores[part.group].home_rows
-        norm: torch.Tensor = torch.linalg.vector_norm(part.grads[home].double(), norm_type)
+        grads = part.grads[home].double()
+        if grads.numel() == 0:  # torch knows no largest of nothing
+            return grads.new_zeros(())
+        norm: torch.Tensor = torch.linalg.vector_norm(grads, norm_type)
         return norm
 
 

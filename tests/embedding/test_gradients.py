@@ -1,0 +1,172 @@
+"""Clipping by norm and torch's GradScaler over sharded rows, against the same on one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from gradient_jobs import Clipping, train_alone
+from rank_pool import RankPool
+
+import flexd
+from flexd.errors import EmbeddingError
+from flexd.layout import RankLayout
+from flexd.placement import Delta
+
+Ranks = Callable[[int], RankPool]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Clipping(RankLayout(2, 2)),
+        Clipping(RankLayout(2, 2), passes=3, early=True),
+        Clipping(RankLayout(2, 2), norm_type=math.inf, max_norm=0.2),
+        Clipping(RankLayout(2, 1), norm_type=1.0, max_norm=40.0, passes=3),
+        Clipping(RankLayout(1, 2)),
+        Clipping(RankLayout(1, 1), passes=3, early=True),
+        Clipping(RankLayout(2, 2), scaled=True),
+        Clipping(RankLayout(1, 2), scaled=True, passes=2),
+    ],
+    ids=lambda case: f"{case.layout.nodes}x{case.layout.local_ranks}-{case.norm_type:g}-{case.passes}-{case.scaled}",
+)
+def test_as_on_one_process(ranks: Ranks, case: Clipping) -> None:
+    results = ranks(case.layout.world_size).run("gradient_jobs:train", case)
+    expected = train_alone(case)
+    finite = [norm for norm in expected["norms"] if math.isfinite(norm)]
+    assert min(finite) < case.max_norm < max(finite), "some steps are to be clipped and some not"
+    for result in results:
+        assert np.array_equal(result["norms"], results[0]["norms"], equal_nan=True), (
+            "to the bit: replicas are updated by it"
+        )
+        for ours, theirs in zip(result["norms"], expected["norms"], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-9) or not (math.isfinite(ours) or math.isfinite(theirs))
+        assert result["scales"] == expected["scales"]
+        assert result["equal"], "a replica differed from its home copy"
+        assert result["steps"] == 4 - int(case.scaled)
+        np.testing.assert_allclose(result["dense"], expected["dense"], rtol=0, atol=1e-9)
+        for name, table in expected["tables"].items():
+            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=1e-9)
+    assert case.layout.world_size == 1 or min(result["replicas"] for result in results) > 5
+    if case.scaled:
+        assert expected["scales"][1] == expected["scales"][0] / 2, "the overflow must be one"
+
+
+def test_clipping_sends_one_number_more(ranks: Ranks) -> None:
+    case = Clipping(RankLayout(2, 2))
+    without, with_clip = (ranks(4).run("gradient_jobs:traffic", case, clip) for clip in (False, True))
+    number = 2 * 8 * 3 // 4
+    for before, after in zip(without, with_clip, strict=True):
+        more = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+        assert more == {"all_to_all_intra_bytes": number // 3, "all_to_all_inter_bytes": number * 2 // 3}
+
+
+def test_an_overflow_of_the_sum_is_seen_by_every_rank(ranks: Ranks) -> None:
+    for scales, steps, right in ranks(4).run("gradient_jobs:overflow_in_the_sum", RankLayout(2, 2)):
+        assert scales == [2.0, 2.0]
+        assert steps == 1
+        assert right
+
+
+def ids(*rows: int) -> dict[str, flexd.Jagged]:
+    return {"item": flexd.Jagged(torch.tensor(rows, dtype=torch.int64), torch.tensor([len(rows)]))}
+
+
+def make(dtype: str = "float64", lr: float = 0.5) -> flexd.EmbeddingCollection:
+    return flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 20, 4, dtype=dtype)], optimizer=flexd.SGD(lr))
+
+
+def backward(collection: flexd.EmbeddingCollection, *rows: int, times: float = 1.0) -> None:
+    (collection(ids(*rows))["item"].values.sum() * times).backward()
+
+
+def moved(collection: flexd.EmbeddingCollection) -> list[float]:
+    return (collection.initial_table("item") - collection.gather_table("item"))[:, 0].tolist()
+
+
+def test_zero_grad_forgets_what_was_clipped() -> None:
+    collection = make()
+    backward(collection, 1)
+    collection.clip_grad_norm_(1e-3)
+    collection.optimizer.zero_grad()
+    backward(collection, 2)
+    collection.optimizer.step()
+    np.testing.assert_allclose(moved(collection)[:4], [0, 0, 0.5, 0], atol=1e-12)
+    assert collection.steps == 1
+
+
+def test_a_skipped_step_leaves_nothing_behind() -> None:
+    """Neither with zero_grad nor without."""
+    collection = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for forget in (True, False):
+        scaler.scale(collection(ids(1))["item"].values.sum() * math.nan).backward()
+        scaler.step(collection.optimizer)
+        scaler.update()
+        if forget:
+            collection.optimizer.zero_grad()
+        scaler.scale(collection(ids(2))["item"].values.sum()).backward()
+        scaler.step(collection.optimizer)
+        scaler.update()
+    np.testing.assert_allclose(moved(collection)[:4], [0, 0, 1.0, 0], atol=1e-12)
+    assert collection.steps == 2
+    assert scaler.get_scale() == 2.0
+
+
+def test_small_half_precision_gradients_are_unscaled_wide() -> None:
+    """1e-7 is no float16 with three digits; 1e-7 * 2^10 is."""
+    collection = make("float16", lr=2e4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    before = collection.gather_table("item").float()
+    scaler.scale(collection(ids(3))["item"].values.float().sum() * 1.3e-7).backward()
+    scaler.step(collection.optimizer)
+    change = before[3] - collection.gather_table("item")[3].float()
+    np.testing.assert_allclose(change.numpy(), 2e4 * 1.3e-7, rtol=0.05)
+
+
+def test_no_chunk_is_applied_while_gradients_wait() -> None:
+    collection = make()
+    backward(collection, 1)
+    collection.clip_grad_norm_(1.0)
+    keys = np.array([1, 2])
+    collection.engine.inbox.offer(1, Delta(keys, np.zeros(2, np.uint8), np.full(2, 2, np.uint8)))
+    versions = []
+    for step in range(6):
+        with torch.no_grad():
+            collection(ids(1))
+        if step == 2:
+            collection.optimizer.step()
+        versions.append(collection.placement_version)
+    assert versions == [0, 0, 0, 1, 1, 1]
+
+
+def test_norms_that_are_not_finite() -> None:
+    collection = make()
+    backward(collection, 1, times=math.inf)
+    with pytest.raises(EmbeddingError, match=r"all gradients is inf - skip the step with zero_grad"):
+        collection.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    assert math.isinf(collection.clip_grad_norm_(1.0))
+    collection.optimizer.zero_grad()
+    for norm_type in (0.0, -1.0, math.nan):
+        backward(collection, 1)
+        with pytest.raises(EmbeddingError, match="a number above 0"):
+            collection.clip_grad_norm_(1.0, norm_type)
+
+
+def test_clipping_without_a_pass_is_that_of_the_dense_part() -> None:
+    dense = torch.nn.Parameter(torch.zeros(2))
+    dense.grad = torch.tensor([3.0, 4.0])
+    idle = torch.nn.Parameter(torch.zeros(2))
+    assert make().clip_grad_norm_(1.0, also=[dense, idle]).item() == pytest.approx(5.0)
+    torch.testing.assert_close(dense.grad, torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
+    assert make().clip_grad_norm_(1.0).item() == 0.0
+
+
+def test_a_gradient_cannot_be_set() -> None:
+    anchor = make().optimizer.param_groups[0]["params"][0]
+    assert anchor.grad is None
+    with pytest.raises(EmbeddingError, match=r"call backward"):
+        anchor.grad = torch.ones(())
