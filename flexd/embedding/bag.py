@@ -1,8 +1,9 @@
 """``flexd.EmbeddingBagCollection``: pooled look-ups over the same rows, exchange and tiers.
 
-Rows are pooled where they are wanted, from the distinct rows that the exchange brings. The alternative, partial sums
-pooled at the homes, sends no row twice either, but every bag asks every home anew: requests are not merged, and a copy
-of a hot row saves nothing (figures in docs/decisions.md).
+Rows are pooled where they are wanted, from the distinct rows that the exchange brings and without expanding them. So a
+row crosses the network once a node and step however many bags hold it, copies of hot rows spare it altogether, and
+tiers, migrations, run-ahead and clipping are those of un-pooled rows. Long bags would send less as partial sums made
+at the homes: the figures are in docs/decisions.md.
 """
 
 from __future__ import annotations
