@@ -19,6 +19,7 @@ from flexd.embedding.groups import ChainGroups, layout_from_environment
 from flexd.embedding.handle import FusedOptimizer
 from flexd.embedding.initial import initial_rows
 from flexd.embedding.jagged import Jagged, as_jagged
+from flexd.embedding.local_state import load_local, save_local
 from flexd.embedding.memory import RankMemory
 from flexd.embedding.optimizer import SGD, RowOptimizer
 from flexd.embedding.route import Route
@@ -383,41 +384,8 @@ class EmbeddingCollection(nn.Module):
         return self.engine.memory()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        self.engine.settle()
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for index, store in enumerate(self.engine.stores):
-            destination[f"{prefix}group{index}.rows"] = store.rows[: store.home_rows].clone()
-            destination[f"{prefix}group{index}.state"] = store.state[: store.home_rows].clone()
-        destination[f"{prefix}shard"] = self._shard()
+        save_local(self.engine, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        self.engine.rows_loaded()
-        missing, unexpected, errors = args[2:5]
-        shard = state_dict.get(f"{prefix}shard")
-        if shard is not None and not torch.equal(shard.cpu(), self._shard()):
-            errors.append(
-                f"{prefix}shard: saved by rank {int(shard[0])} of {int(shard[1])}, loaded by rank {self.rank} of "
-                f"{self.layout.world_size}" + ("" if shard[2] == self._shard()[2] else ", with other tables")
-            )
-            return
-        expected = {f"{prefix}shard"}
-        for index, store in enumerate(self.engine.stores):
-            for name, held in (("rows", store.rows), ("state", store.state)):
-                key = f"{prefix}group{index}.{name}"
-                expected.add(key)
-                value = state_dict.get(key)
-                if value is None:
-                    missing.append(key)
-                elif value.shape != (store.home_rows, held.shape[1]):
-                    errors.append(
-                        f"{key}: shape {tuple(value.shape)}, this rank holds {(store.home_rows, held.shape[1])}"
-                    )
-                else:
-                    held[: store.home_rows].copy_(value)
-        if shard is None:
-            missing.append(f"{prefix}shard")
-        unexpected.extend(key for key in state_dict if key.startswith(prefix) and key not in expected)
-
-    def _shard(self) -> torch.Tensor:
-        """int64 [3]: rank, world size and tables that the home rows of this rank follow from."""
-        return torch.tensor([self.rank, self.layout.world_size, int(self.keyspace.digest[:15], 16)])
+        load_local(self.engine, state_dict, prefix, *args[2:5])

@@ -278,6 +278,9 @@ def test_the_handle_keeps_steps_and_settings() -> None:
     second.optimizer.load_state_dict(saved)
     assert second.steps == 3
     second.load_state_dict(first.state_dict())
+    third = collection(Adam(0.1))
+    third.load_state_dict(first.state_dict())
+    assert third.steps == 3, "the tables' own state has the step too"
     for made in (first, second):
         step(made, 2, 3)
     assert torch.equal(first.gather_table("item"), second.gather_table("item"))
