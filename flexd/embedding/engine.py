@@ -213,8 +213,9 @@ class RowEngine:
 
     def memory(self) -> RankMemory:
         """Bytes of this rank, by part: as they are and as they can come to at most. Not collective."""
+        pending = (self.passes, None if self._ahead is None else self._ahead.held)
         return rank_memory(
-            self.stores, self.groups.layout, self._max_migration_bytes, self.migrator.most_rows, self.passes,
+            self.stores, self.groups.layout, self._max_migration_bytes, self.migrator.most_rows, pending,
             self.inbox.waiting_bytes,
         )  # fmt: skip
 

@@ -32,7 +32,8 @@ class RankMemory:
         free_list_bytes: of the replica slots, in host memory; allocated once.
         directory_bytes: of the listed rows, now.
         directory_bytes_at_most: with every replica slot of the job taken.
-        pending_bytes: routes and gradients of the passes that wait for ``optimizer.step``, now.
+        pending_bytes: routes and gradients of the passes that wait for ``optimizer.step``, and what ``flexd.prefetch``
+            holds, now.
         waiting_bytes: of chunks received and not applied, in host memory, now; the daemon sends
             ``control.window_chunks`` of ``control.chunk_rows`` at most.
         migration_bytes_at_most: while chunks are applied: the next directory, and the buffers of one block of copied

@@ -234,6 +234,11 @@ class RunAhead:
     # What the engine calls.
 
     @property
+    def held(self) -> object:
+        """Whose tensors stay until the next job."""
+        return self._ahead, self._left, self._touched, self._slot_marks
+
+    @property
     def holds_route(self) -> bool:
         """Was a route found that is yet to be used? No chunk may be applied then."""
         return self._thread.under_way or (self._ahead is not None and self._ahead.route is not None)

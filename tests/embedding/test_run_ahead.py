@@ -222,6 +222,21 @@ def test_prefetch_refuses(wrong: dict[str, float]) -> None:
         flexd.prefetch([], collection, **wrong)
 
 
+def test_what_is_held_is_bounded_and_counted() -> None:
+    """The same 30 ids again and again: what waits is the same after every step."""
+    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 50, 4)], layout=RankLayout(1, 1))
+    loader = [{"item": flexd.Jagged(torch.arange(30), torch.tensor([30]))} for _ in range(9)]
+    pending = []
+    for features in flexd.prefetch(loader, collection):
+        collection(features)["item"].values.sum().backward()
+        collection.optimizer.step()
+        pending.append(collection.engine.memory().pending_bytes)
+    assert len(set(pending[1:-1])) == 1
+    rows, marks, ids = 30 * 4 * 4, 50, 30 * 8
+    assert rows + marks + ids <= pending[1] <= 2 * rows + marks + 30 * ids
+    assert collection.engine.memory().pending_bytes < pending[1]
+
+
 def test_one_loop_at_a_time() -> None:
     collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 4)], layout=RankLayout(1, 1))
     first = iter(flexd.prefetch([{}, {}], collection))
