@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from flexd.embedding.bag import EmbeddingBagCollection, EmbeddingBagTable
+    from flexd.embedding.checkpoint import ShardedState, load_checkpoint, save_checkpoint
     from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
     from flexd.embedding.connect import connect
     from flexd.embedding.jagged import Jagged
@@ -34,8 +35,11 @@ _HOMES = {
     "RowWiseAdagrad": "flexd.embedding.optimizer",
     "RowWiseAdam": "flexd.embedding.optimizer",
     "SGD": "flexd.embedding.optimizer",
+    "ShardedState": "flexd.embedding.checkpoint",
     "Tap": "flexd.embedding.tap",
     "connect": "flexd.embedding.connect",
+    "load_checkpoint": "flexd.embedding.checkpoint",
+    "save_checkpoint": "flexd.embedding.checkpoint",
     "prefetch": "flexd.embedding.prefetch",
 }
 
@@ -52,10 +56,13 @@ __all__ = [
     "RankLayout",
     "RowWiseAdagrad",
     "RowWiseAdam",
+    "ShardedState",
     "Tap",
     "__version__",
     "connect",
+    "load_checkpoint",
     "prefetch",
+    "save_checkpoint",
 ]
 
 

@@ -119,7 +119,9 @@ def load_sharded_state_dict(collection: EmbeddingCollection, state: Mapping[str,
     collection.engine.steps = int(_local(state[_step_key(collection)]))
 
 
-def save(collection: EmbeddingCollection, path: str | os.PathLike[str], *, device: torch.device = CPU) -> None:
+def save_checkpoint(
+    collection: EmbeddingCollection, path: str | os.PathLike[str], *, device: torch.device = CPU
+) -> None:
     """Collective. Writes a checkpoint of the collection alone into a directory that all ranks can reach.
 
     It is complete once ``.metadata`` is there, which is written last. A directory that holds a checkpoint is refused:
@@ -137,8 +139,10 @@ def save(collection: EmbeddingCollection, path: str | os.PathLike[str], *, devic
         raise CheckpointError(f"rank {collection.rank}: cannot write {path}: {_cause(error)}") from error
 
 
-def load(collection: EmbeddingCollection, path: str | os.PathLike[str], *, device: torch.device = CPU) -> None:
-    """Collective. Loads what ``save`` wrote, of a job of any number of ranks.
+def load_checkpoint(
+    collection: EmbeddingCollection, path: str | os.PathLike[str], *, device: torch.device = CPU
+) -> None:
+    """Collective. Loads what ``save_checkpoint`` wrote, of a job of any number of ranks.
 
     Raises:
         CheckpointError: on every rank, if there is no complete checkpoint, or it is of other tables or of another

@@ -70,7 +70,7 @@ def save(
     collection = make(layout, optimizer, 1, dtype)
     offer(collection, delta)
     go(collection, 0, 4)
-    checkpoint.save(collection, path)
+    checkpoint.save_checkpoint(collection, path)
     saved = whole(collection)
     go(collection, 4, 4)
     return {"saved": saved, "end": tables_of(collection), "steps": collection.steps}
@@ -84,7 +84,7 @@ def load(
     collection = make(layout, optimizer, 2, dtype)
     offer(collection, delta)
     go(collection, 100, 3)
-    checkpoint.load(collection, path)
+    checkpoint.load_checkpoint(collection, path)
     loaded, version = whole(collection), collection.placement_version
     equal = go(collection, 4, 4)
     return {
@@ -126,7 +126,7 @@ def load_into(
     collection = EmbeddingCollection(specs, optimizer=OPTIMIZERS[optimizer], layout=layout)
     before = whole(collection)
     try:
-        checkpoint.load(collection, path)
+        checkpoint.load_checkpoint(collection, path)
         text = "loaded"
     except CheckpointError as error:
         text = str(error)
@@ -160,9 +160,9 @@ def load_changed(rank: int, layout: RankLayout, change: str) -> tuple[str, bool]
 
 def save_twice(rank: int, layout: RankLayout, path: str) -> str:
     collection = make(layout, "sgd", 1)
-    checkpoint.save(collection, path)
+    checkpoint.save_checkpoint(collection, path)
     try:
-        checkpoint.save(collection, path)
+        checkpoint.save_checkpoint(collection, path)
     except CheckpointError as error:
         return str(error)
     return "saved"
@@ -202,7 +202,7 @@ def plain_tables(rank: int, layout: RankLayout) -> dict[str, Any]:
 def missing_file(rank: int, layout: RankLayout, path: str, damage: str) -> str:
     """A checkpoint that lost something after it was saved."""
     collection = make(layout, "adam", 1)
-    checkpoint.save(collection, path)
+    checkpoint.save_checkpoint(collection, path)
     files = sorted(Path(path).glob("*.distcp"))
     if layout.world_size > 1:
         torch.distributed.barrier()
@@ -217,7 +217,7 @@ def missing_file(rank: int, layout: RankLayout, path: str, damage: str) -> str:
         torch.distributed.barrier()
     before = whole(collection)
     try:
-        checkpoint.load(collection, path)
+        checkpoint.load_checkpoint(collection, path)
         return "loaded"
     except CheckpointError as error:
         after = whole(collection)
