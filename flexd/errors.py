@@ -89,6 +89,10 @@ class CheckpointError(EmbeddingError):
     """A checkpoint is incomplete, or of other tables than the collection it is loaded into."""
 
 
+class CollectiveError(FlexdError, RuntimeError):
+    """A collective among the training ranks failed or passed its deadline. A RuntimeError too, as torch's own are."""
+
+
 class ApiError(FlexdError):
     """The admin API refused a request or cannot be reached. ``status`` is the HTTP status, 0 if none."""
 

@@ -88,9 +88,13 @@ class _Lookup(torch.autograd.Function):
 class EmbeddingCollection(nn.Module):
     """Un-pooled lookups in tables sharded over all ranks, with hot rows replicated as the daemon says.
 
-    ``forward``, ``optimizer.step`` and ``load_state_dict`` are collective. Chunks of row migrations are applied at
-    the start of a forward pass that no unstepped backward pass depends on. Without a daemon (``flexd.connect``) all
-    rows stay home and the module is a two-hop row-wise sharded embedding.
+    ``forward``, ``optimizer.step`` and ``load_state_dict`` are collective: every rank calls them equally often and in
+    the same order, with empty input where it has none. A rank that dies, hangs or calls more or less often is a
+    ``CollectiveError`` on the others within the process group's timeout (or gloo ends the process, saying "collective
+    mismatch"). Gradients that are not finite go into the rows they belong to, as in torch.
+
+    Chunks of row migrations are applied at the start of a forward pass that no unstepped backward pass depends on.
+    Without a daemon (``flexd.connect``) all rows stay home and the module is a two-hop row-wise sharded embedding.
 
     Args:
         tables: equal on all ranks, in the same order as in the daemon's configuration.
@@ -119,7 +123,7 @@ class EmbeddingCollection(nn.Module):
         replica_slots: Sequence[int] | None = None,
         average_gradients: bool = True,
         exchange: str = "chain",
-        max_migration_bytes_per_step: int = 4 * 2**20,
+        max_migration_bytes_per_step: int = 2**20,
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:

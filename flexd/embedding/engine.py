@@ -136,7 +136,8 @@ class RowEngine:
         return rows
 
     def check_room(self) -> None:
-        """Raises EmbeddingError when too many passes wait for a push."""
+        """Raises EmbeddingError when too many passes wait for a push, TopologyError if the world has grown."""
+        self.groups.check_still_alone()
         if len(self.passes) >= MAX_PENDING_PASSES:
             raise EmbeddingError(
                 f"{MAX_PENDING_PASSES} forward passes without a step",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from flexd.embedding.traffic import Traffic
-from flexd.errors import TopologyError
+from flexd.errors import CollectiveError, TopologyError
 from flexd.layout import RankLayout
 
 # torch 2.13 renamed it and warns of the old name.
@@ -37,6 +38,21 @@ class Peers:
         self.far = [layout.node_of(peer) != node for peer in self.ranks]
         self._traffic = traffic
 
+    @contextmanager
+    def _named(self, collective: str) -> Iterator[None]:
+        """Errors of the process group say which ranks of which group did what."""
+        try:
+            yield
+        except RuntimeError as error:
+            others = [rank for rank in self.ranks if rank != self.ranks[self.index]]
+            cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise CollectiveError(
+                f"rank {self.ranks[self.index]}: {collective} with ranks {', '.join(map(str, others))} "
+                f"({self._traffic.kind_now}): {cause}",
+                remedy="one of them has died, hangs, or makes other calls than this one: see its log, then restart the "
+                "job from a checkpoint",
+            ) from error
+
     def _count(self, bytes_by_peer: Sequence[int]) -> None:
         intra = inter = 0
         for peer, sent in enumerate(bytes_by_peer):
@@ -59,7 +75,8 @@ class Peers:
         if self.size == 1:
             return send
         received = send.new_empty(sum(receive_counts))
-        dist.all_to_all_single(received, send, list(receive_counts), list(send_counts), group=self.group)
+        with self._named("all_to_all"):
+            dist.all_to_all_single(received, send, list(receive_counts), list(send_counts), group=self.group)
         self._count([count * send.element_size() for count in send_counts])
         return received
 
@@ -67,7 +84,8 @@ class Peers:
         """In place; bit-equal on every member."""
         if self.size == 1 or flat.numel() == 0:
             return
-        dist.all_reduce(flat, op=op, group=self.group)
+        with self._named("all_reduce"):
+            dist.all_reduce(flat, op=op, group=self.group)
         self._count_even(2 * flat.numel() * flat.element_size() * (self.size - 1) // self.size)
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
@@ -76,7 +94,8 @@ class Peers:
             return part.unsqueeze(0)
         parts = part.new_empty((self.size, *part.shape))
         if part.numel():
-            _all_gather(parts.view(-1), part.reshape(-1), group=self.group)
+            with self._named("all_gather"):
+                _all_gather(parts.view(-1), part.reshape(-1), group=self.group)
             self._count_even(part.numel() * part.element_size() * (self.size - 1))
         return parts
 
@@ -91,6 +110,7 @@ class ChainGroups:
         device: where the process group's collectives work.
         deadline: if given, the world is a process group of its own too, and no collective waits longer. Who works in
             another thread than the trainer's needs both: collectives of one group must not overtake each other.
+            Otherwise collectives wait as long as those of the default process group.
 
     Raises:
         TopologyError: on every rank, if the layout does not have as many ranks as the default process group, or the
@@ -100,7 +120,7 @@ class ChainGroups:
     def __init__(
         self, layout: RankLayout, traffic: Traffic, device: torch.device, deadline: timedelta | None = None
     ) -> None:
-        live = dist.is_available() and dist.is_initialized()
+        self._live = live = dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if live else 1
         self.rank = dist.get_rank() if live else 0
         if world_size > 1:
@@ -112,8 +132,9 @@ class ChainGroups:
                 remedy="pass the layout of this job, or launch as many ranks as it has",
             )
         self.layout = layout
-        node_groups = [self._new(layout.node_ranks(node), live, deadline) for node in range(layout.nodes)]
-        rail_groups = [self._new(layout.rail_ranks(local), live, deadline) for local in range(layout.local_ranks)]
+        within = _timeout(device) if deadline is None and live else deadline
+        node_groups = [self._new(layout.node_ranks(node), live, within) for node in range(layout.nodes)]
+        rail_groups = [self._new(layout.rail_ranks(local), live, within) for local in range(layout.local_ranks)]
         node, local = layout.node_of(self.rank), layout.local_rank_of(self.rank)
         everyone = list(range(world_size))
         shared = dist.group.WORLD if live else None
@@ -122,9 +143,24 @@ class ChainGroups:
         self.node = Peers(node_groups[node], layout.node_ranks(node), self.rank, layout, traffic)
         self.rail = Peers(rail_groups[local], layout.rail_ranks(local), self.rank, layout, traffic)
 
+    def check_still_alone(self) -> None:
+        """Raises TopologyError if this is a world of one rank, made before the process group that there is now."""
+        if not self._live and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise TopologyError(
+                f"the tables are older than the process group of {dist.get_world_size()} ranks: each rank has its own",
+                remedy="call torch.distributed.init_process_group before constructing the collection",
+            )
+
     @staticmethod
     def _new(ranks: list[int], live: bool, deadline: timedelta | None) -> dist.ProcessGroup | None:
         return dist.new_group(ranks, timeout=deadline) if live and len(ranks) > 1 else None
+
+
+def _timeout(device: torch.device) -> timedelta | None:
+    """Of the default process group. Groups made beside it would wait for half an hour, whatever it was given."""
+    options = getattr(dist.group.WORLD._get_backend(device), "options", None)  # type: ignore[union-attr]
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
 
 
 def _check_same_layout(layout: RankLayout, world_size: int, device: torch.device) -> None:
@@ -145,9 +181,16 @@ def layout_from_environment() -> RankLayout:
     """Nodes and local ranks as torchrun tells them (``LOCAL_WORLD_SIZE``); one node without it.
 
     Raises:
-        TopologyError: the world size is no multiple of ``LOCAL_WORLD_SIZE``.
+        TopologyError: the world size is no multiple of ``LOCAL_WORLD_SIZE``, or the process is one of several that have
+            no process group yet.
     """
-    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    live = dist.is_available() and dist.is_initialized()
+    if not live and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise TopologyError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but there is no process group: each rank would train alone",
+            remedy="call torch.distributed.init_process_group first, or pass layout=RankLayout(1, 1)",
+        )
+    world_size = dist.get_world_size() if live else 1
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if local < 1 or world_size % local:
         raise TopologyError(

@@ -121,7 +121,8 @@ def rank_memory(
         merge = max(merge, listed * (row + (8 if wide else 4) + _MERGE_BYTES_PER_ROW))
     widest = max(store.row_bytes for store in stores)
     block = max(buffer_bytes, 2 * widest)
-    fullest = max(layout.nodes, layout.local_ranks)
+    # A member's part of an all-gather and the parts of all; nothing is copied in a world of one rank.
+    parts = 0 if layout.world_size == 1 else 1 + max(layout.nodes, layout.local_ranks)
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_of(pending)
     }
@@ -134,6 +135,6 @@ def rank_memory(
         pending_bytes=sum(storages.values()),
         waiting_bytes=waiting_bytes,
         migration_bytes_at_most=merge
-        + (block + _SECTION_BYTES * len(stores)) * (fullest + 1)
+        + (block + _SECTION_BYTES * len(stores)) * parts
         + chunk_rows * _CHUNK_BYTES_PER_ROW,
     )

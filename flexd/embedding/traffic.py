@@ -33,6 +33,11 @@ class Traffic:
     device_accesses: int = 0
     _kind: Kind = field(default=Kind.ALL_TO_ALL, repr=False)
 
+    @property
+    def kind_now(self) -> Kind:
+        """Of what is sent at the moment."""
+        return self._kind
+
     @contextmanager
     def kind(self, kind: Kind) -> Iterator[None]:
         """Bytes sent inside are of this kind."""

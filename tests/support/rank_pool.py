@@ -65,7 +65,8 @@ class RankPool:
         self._collect(120)
 
     def run(self, function: str, *args: Any, timeout: float = 120) -> list[Any]:
-        """Results by rank. Raises AssertionError with the first rank's traceback, TimeoutError past the deadline."""
+        """Results by rank, None of one that has died. Raises AssertionError with the tracebacks of those that failed,
+        TimeoutError past the deadline."""
         for pipe in self._pipes:
             pipe.send((function, args))
         return self._collect(timeout)
@@ -77,7 +78,10 @@ class RankPool:
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 self.close()
                 raise TimeoutError(f"rank {rank} of {self.world_size} did not answer in {timeout} s: {errors}")
-            kind, value = pipe.recv()
+            try:
+                kind, value = pipe.recv()
+            except EOFError:
+                kind, value = "died", None
             results.append(value)
             if kind == "error":
                 errors.append(f"rank {rank}: {value}")

@@ -1,0 +1,100 @@
+"""What is wrong with one rank is an error on all of them, with a name, within the process group's timeout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+
+import flexd
+from flexd.embedding.groups import layout_from_environment
+from flexd.errors import CollectiveError, EmbeddingError, TopologyError
+from flexd.layout import RankLayout
+
+Ranks = Callable[[int], RankPool]
+
+
+def test_collectives_wait_as_long_as_the_default_group(ranks: Ranks) -> None:
+    assert ranks(4).run("broken_jobs:timeouts", RankLayout(2, 2)) == [[60.0] * 3] * 4
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs", "looks up once more"])
+def test_a_broken_rank_is_an_error_on_every_other(how: str) -> None:
+    pool = RankPool(4)
+    try:
+        results = pool.run("broken_jobs:lose_a_rank", RankLayout(2, 2), 3, how, 4.0)
+    finally:
+        pool.close()
+    for rank, result in enumerate(results):
+        if rank == 3 and how == "dies":
+            assert result is None
+            continue
+        if result is None:
+            assert how == "looks up once more", "gloo ends a process that gets the rows of another collective"
+            continue
+        said, _ = result
+        assert said.startswith(f"CollectiveError: rank {rank}: all_to_all with ranks "), said
+        assert "(all_to_all)" in said
+        assert "restart the job" in said
+
+
+def test_two_collections_in_one_process(ranks: Ranks) -> None:
+    together = ranks(2).run("broken_jobs:two_collections", RankLayout(2, 1), True)
+    apart = ranks(2).run("broken_jobs:two_collections", RankLayout(2, 1), False)
+    for one, other in zip(together, apart, strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+    assert not np.array_equal(together[0][0], together[0][1])
+
+
+def test_without_a_process_group_each_rank_would_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    table = flexd.EmbeddingTable("item", 10, 4)
+    with pytest.raises(TopologyError, match=r"WORLD_SIZE=4, but there is no process group.*init_process_group first"):
+        flexd.EmbeddingCollection([table])
+    flexd.EmbeddingCollection([table], layout=RankLayout(1, 1))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert layout_from_environment() == RankLayout(1, 1)
+
+
+def test_a_process_group_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 10, 4)], layout=RankLayout(1, 1))
+    ids = {"item": flexd.Jagged(torch.tensor([1]), torch.tensor([1]))}
+    collection(ids)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(TopologyError, match="older than the process group of 2 ranks"):
+        collection(ids)
+
+
+def test_ids_of_another_device_are_named() -> None:
+    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 10, 4)], layout=RankLayout(1, 1))
+    ids = torch.empty(2, dtype=torch.int64, device="meta")
+    with pytest.raises(EmbeddingError, match=r"feature 'item': ids on meta, the tables are on cpu.*move the batch"):
+        collection({"item": flexd.Jagged(ids, torch.tensor([2]))})
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_gradients_that_are_not_finite_go_where_torch_lets_them_go(bad: float) -> None:
+    """Into the rows they belong to, and no other: scaling or clipping them away is the trainer's to decide."""
+    collection = flexd.EmbeddingCollection(
+        [flexd.EmbeddingTable("item", 10, 4)], optimizer=flexd.SGD(0.1), layout=RankLayout(1, 1)
+    )
+    plain = torch.nn.Embedding.from_pretrained(collection.initial_table("item"), freeze=False)
+    weights = torch.tensor([1.0, bad, 2.0]).unsqueeze(1)
+    ids = torch.tensor([3, 5, 7])
+    (collection({"item": flexd.Jagged(ids, torch.tensor([3]))})["item"].values * weights).sum().backward()
+    collection.optimizer.step()
+    (plain(ids) * weights).sum().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert torch.equal(torch.nan_to_num(collection.gather_table("item")), torch.nan_to_num(plain.weight.detach()))
+    assert not torch.isfinite(collection.gather_table("item")[5]).any()
+
+
+def test_a_collective_error_is_a_runtime_error_as_torch_has_them() -> None:
+    assert issubclass(CollectiveError, RuntimeError)

@@ -1,0 +1,79 @@
+"""Ranks that die, hang or do not do what the others do."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.jagged import Jagged
+from flexd.errors import FlexdError
+from flexd.layout import RankLayout
+
+IDS = {"item": Jagged(torch.arange(50), torch.tensor([50]))}
+
+
+def _step(collection: EmbeddingCollection) -> None:
+    collection(IDS)["item"].values.sum().backward()
+    collection.optimizer.step()
+
+
+def timeouts(rank: int, layout: RankLayout) -> list[float]:
+    """Seconds that collectives of world, node and rail wait."""
+    groups = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)._groups
+    backends = [peers.group._get_backend(torch.device("cpu")) for peers in (groups.world, groups.node, groups.rail)]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def lose_a_rank(rank: int, layout: RankLayout, victim: int, how: str, timeout_seconds: float) -> tuple[str, float]:
+    """Trains; the victim dies or hangs, or does one forward pass more. What this rank gets to hear and when."""
+    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
+    _step(collection)
+    # Only now: processes on a busy machine may take longer to start than this test wants to wait.
+    for peers in (collection._groups.node, collection._groups.rail):
+        peers.group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout_seconds))
+    if rank == victim and how == "dies":
+        os._exit(1)
+    started = time.monotonic()
+    try:
+        if rank == victim and how == "hangs":
+            time.sleep(3 * timeout_seconds)
+        if rank == victim and how == "looks up once more":
+            with torch.no_grad():
+                collection(IDS)
+        for _ in range(3):
+            _step(collection)
+    except FlexdError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+    except Exception as error:
+        return f"torch's own {error!r}", time.monotonic() - started
+    return "no error", time.monotonic() - started
+
+
+def two_collections(rank: int, layout: RankLayout, together: bool) -> list[Any]:
+    """Two collections of one process, trained alternately or one after the other: their tables."""
+
+    def make(seed: int) -> EmbeddingCollection:
+        return EmbeddingCollection([EmbeddingTable("item", 50, 4, dtype="float64")], layout=layout, seed=seed)
+
+    if together:
+        pair = [make(0), make(1)]
+        for _ in range(4):
+            rows = [collection(IDS)["item"].values for collection in pair]
+            (rows[0].sin() * (1 + rank)).sum().add(rows[1].cos().sum()).backward()
+            for collection in pair:
+                collection.optimizer.step()
+    else:
+        pair = []
+        for seed in (0, 1):
+            collection = make(seed)
+            for _ in range(4):
+                values = collection(IDS)["item"].values
+                ((values.sin() * (1 + rank)) if seed == 0 else values.cos()).sum().backward()
+                collection.optimizer.step()
+            pair.append(collection)
+    return [collection.gather_table("item").numpy() for collection in pair]
