@@ -228,7 +228,14 @@ class RowEngine:
         self._stale_replicas = True
 
     def run_ahead(self, timeout_seconds: float, passes_per_step: int) -> RunAhead:
-        """Collective when called with another deadline than before: makes process groups for the exchange ahead."""
+        """What a loop that begins now announces its batches to. Collective when called with another deadline than
+        before: makes process groups for the exchange ahead.
+
+        Raises:
+            EmbeddingError: another loop has not ended.
+        """
+        if self._ahead is not None:
+            self._ahead.begin()
         if self._ahead is None or self._ahead.timeout_seconds != timeout_seconds:
             self.settle()
             traffic = Traffic()
@@ -249,6 +256,7 @@ class RowEngine:
                 device=self.stores[0].rows.device,
                 timeout_seconds=timeout_seconds,
             )
+            self._ahead.begin()
         self._ahead.passes_per_step = passes_per_step
         return self._ahead
 

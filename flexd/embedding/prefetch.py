@@ -49,7 +49,6 @@ class Prefetch(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         engine = self._collection.engine
         ahead = engine.run_ahead(self._timeout_seconds, self._passes_per_step)
-        ahead.begin()
         try:
             batches = iter(self._loader)
             upcoming: Any = next(batches, _END)

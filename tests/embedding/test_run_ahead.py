@@ -178,7 +178,6 @@ def test_a_failure_ahead_is_raised_at_the_next_step_and_from_then_on() -> None:
         [flexd.EmbeddingTable("item", 50, 4)], layout=RankLayout(1, 1), optimizer=flexd.SGD(0.1)
     )
     loader = [{"item": flexd.Jagged(torch.arange(3) + index, torch.tensor([3]))} for index in range(5)]
-    ahead = collection.engine.run_ahead(300.0, 1)
 
     def broken(*_: object) -> None:
         raise RuntimeError("connection reset")
@@ -187,6 +186,7 @@ def test_a_failure_ahead_is_raised_at_the_next_step_and_from_then_on() -> None:
     collection(next(batches))["item"].values.sum().backward()
     collection.optimizer.step()
     features = next(batches)
+    ahead = collection.engine._ahead
     ahead._router.find = broken  # type: ignore[method-assign]
     collection(features)["item"].values.sum().backward()
     with pytest.raises(RuntimeError, match="connection reset"):
@@ -242,7 +242,7 @@ def test_one_loop_at_a_time() -> None:
     first = iter(flexd.prefetch([{}, {}], collection))
     next(first)
     with pytest.raises(EmbeddingError, match="another loop over prefetched batches"):
-        next(iter(flexd.prefetch([{}], collection)))
+        next(iter(flexd.prefetch([{}], collection, timeout_seconds=5.0)))
     first.close()
     assert list(flexd.prefetch([{}], collection)) == [{}]
 
