@@ -118,7 +118,7 @@ class FlexdTrainer:
         *,
         exchange: str = "chain",
         target: Placement | None = None,
-        comm_dtype: torch.dtype | None = None,
+        comm_dtype: str | None = None,
         run_ahead: bool = False,
     ) -> None:
         tables = setting.embedding_tables()
@@ -272,10 +272,8 @@ class Rank:
             "tiers": own(target=target),
             "chain, run-ahead": own(no_ahead, run_ahead=True),
             "tiers, run-ahead": own(no_ahead, target=target, run_ahead=True),
-            "tiers, bf16": own(no_narrow, target=target, comm_dtype=torch.bfloat16),
-            "tiers, run-ahead, bf16": own(
-                no_narrow or no_ahead, target=target, run_ahead=True, comm_dtype=torch.bfloat16
-            ),
+            "tiers, bf16": own(no_narrow, target=target, comm_dtype="bfloat16"),
+            "tiers, run-ahead, bf16": own(no_narrow or no_ahead, target=target, run_ahead=True, comm_dtype="bfloat16"),
         }
 
 
