@@ -15,6 +15,9 @@ import torch
 
 from flexd.errors import EmbeddingError
 
+_BLOCK_NUMBERS = 1 << 16
+"""Of a block of rows, for each thread."""
+
 
 class RowOptimizer(Protocol):
     """Updates listed rows in place.
@@ -77,6 +80,14 @@ class _Fused(_Decaying, ABC):
         """[n, dim] to subtract from the rows; ``state`` [n, s] is changed in place, ``grads`` are not."""
 
     def update(
+        self, rows: torch.Tensor, state: torch.Tensor, index: torch.Tensor, grads: torch.Tensor, step: int
+    ) -> None:
+        # On a CPU in blocks whose temporaries stay in its cache: two to three times faster than all at once.
+        cached = _BLOCK_NUMBERS * torch.get_num_threads() // rows.shape[1] if rows.device.type == "cpu" else len(index)
+        for at, some in zip(index.split(max(1, cached)), grads.split(max(1, cached)), strict=True):  # type: ignore[no-untyped-call]
+            self._update(rows, state, at, some, step)
+
+    def _update(
         self, rows: torch.Tensor, state: torch.Tensor, index: torch.Tensor, grads: torch.Tensor, step: int
     ) -> None:
         # Wide, and one operation a rounding: a fused or half-precision kernel of torch rounds the end of a vector

@@ -187,6 +187,21 @@ def test_a_row_does_not_depend_on_its_place(optimizer: RowOptimizer, dim: int, d
     assert torch.equal(together[1], alone[1])
 
 
+@pytest.mark.parametrize("numbers", [1, 2 * DIM, 5 * DIM])
+def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch, numbers: int) -> None:
+    index = torch.tensor([3, 0, 6, 1, 5])
+    for optimizer in ALL:
+        ends = []
+        for size in (1 << 16, numbers):
+            monkeypatch.setattr("flexd.embedding.optimizer._BLOCK_NUMBERS", size)
+            monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+            ends.append(start(optimizer))
+            optimizer.update(*ends[-1], index, gradients(1, index), 1)
+            optimizer.update(*ends[-1], index[:0], gradients(1, index[:0]), 2)
+        assert torch.equal(ends[0][0], ends[1][0])
+        assert torch.equal(ends[0][1], ends[1][1])
+
+
 @pytest.mark.parametrize("optimizer", ALL, ids=lambda optimizer: optimizer.name)
 def test_state_beside_a_row(optimizer: RowOptimizer) -> None:
     for dtype, width in (("float64", 8), ("float32", 4), ("float16", 4)):
