@@ -125,9 +125,11 @@ def run(setting: Setting, steps: int) -> dict[str, Any]:
     answers = mp.get_context("spawn").SimpleQueue()
     mp.spawn(_rank, (port, setting, steps, answers), nprocs=setting.layout.world_size)
     by_rank = answers.get()
+    bound = data.bounds(setting)
     return {
         "zipf": setting.zipf,
-        "bound_bytes": data.volume_bound(setting),
+        "bound_bytes": bound.volume,
+        "between_steps_bytes": bound.between_steps,
         "strategies": {
             name: {
                 **dict(
@@ -158,7 +160,10 @@ def main() -> int:
         result = run(setting, steps)
         results.append(result)
         dedup = result["strategies"][DEDUP]
-        print(f"\nZipf {setting.zipf}: bound {result['bound_bytes'] / 1e6:.2f} MB between nodes a step")
+        print(
+            f"\nZipf {setting.zipf}: bound {result['bound_bytes'] / 1e6:.2f} MB between nodes a step, of which "
+            f"{result['between_steps_bytes'] / 1e6:.2f} MB must wait"
+        )
         titles = f"{'between nodes':>15}{'waited for':>13}{'dedup / it':>12}{'in nodes':>11}{'waited for':>13}"
         print(f"{'strategy':26}{titles}")
         for name, row in result["strategies"].items():
