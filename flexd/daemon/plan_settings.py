@@ -23,9 +23,10 @@ def running_exchange(settings: PlannerConfig) -> Exchange:
 
 
 def training_shape(settings: PlannerConfig) -> TrainingShape:
-    """How the job trains. The collection sends rows in their own dtype and pushes each micro-batch by itself."""
+    """How the job trains. The collection pushes the gradients of all micro-batches of a step once."""
     return TrainingShape(
         micro_batches=settings.micro_batches,
+        merged_backward=True,
         frozen_tables=frozenset(settings.frozen_tables),
     )
 

@@ -230,7 +230,7 @@ class EmbeddingCollection(nn.Module):
             order, keys = self._features.keys(features)
         except Exception as fault:  # whatever it is: a rank that leaves alone lets the others wait
             error = fault
-        route = self.engine.find(keys, 0 if error is None else self.rank + 1)
+        route = self.engine.find(keys, 0 if error is None else self.rank + 1, trains=self._trains())
         self._check_agreed(route, error)
         return Found(features, order, route)
 

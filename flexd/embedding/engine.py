@@ -20,7 +20,7 @@ from flexd.embedding.optimizer import RowOptimizer
 from flexd.embedding.route import Route, Router
 from flexd.embedding.run_ahead import Ahead, Left, RunAhead
 from flexd.embedding.store import GroupStore
-from flexd.embedding.sync import Landed, ReplicaSync
+from flexd.embedding.sync import ReplicaSync, Summed
 from flexd.embedding.traffic import Traffic
 from flexd.errors import EmbeddingError
 from flexd.keyspace import KeySpace
@@ -53,6 +53,7 @@ class RowEngine:
         replica_slots: of each dim-group.
         exchange: "chain", "direct" or "direct_no_dedup", as in ``EmbeddingCollection``.
         gradient_scale: gradients are multiplied by it.
+        comm_dtype: as in ``EmbeddingCollection``.
 
     Raises:
         EmbeddingError: an unknown exchange.
@@ -69,6 +70,7 @@ class RowEngine:
         gradient_scale: float,
         max_migration_bytes_per_step: int,
         device: torch.device,
+        comm_dtype: str | None = None,
     ) -> None:
         self.keyspace = keyspace
         self.groups = groups
@@ -76,8 +78,10 @@ class RowEngine:
             GroupStore(group, groups.layout, groups.rank, slots, device)
             for group, slots in zip(keyspace.groups, replica_slots, strict=True)
         ]
-        self.router = Router(self.stores, self._hops(exchange, groups), traffic, dedup=exchange != "direct_no_dedup")
-        self.sync = ReplicaSync(groups, self.stores, traffic)
+        self._exchange = exchange
+        self._comm_dtype = comm_dtype
+        self.router = self._new_router(groups, traffic)
+        self.sync = ReplicaSync(self.stores, self.router)
         self.migrator = Migrator(groups, self.stores, traffic, max_migration_bytes_per_step)
         self.inbox = ChunkInbox(keyspace, groups.layout, groups.rank, tuple(replica_slots), self.migrator.starts_here)
         self.passes: list[Pass] = []
@@ -89,7 +93,6 @@ class RowEngine:
         self._max_migration_bytes = max_migration_bytes_per_step
         self._stale_replicas = False
         self._summed: StepGradients | None = None
-        self._exchange = exchange
         self._ahead: RunAhead | None = None
 
     def initialise(self, scales: Sequence[float], seed: int, state: float) -> None:
@@ -115,14 +118,15 @@ class RowEngine:
         if not self.passes and self._summed is None and not (self._ahead and self._ahead.holds_route):
             self._apply_chunks()
 
-    def find(self, keys: torch.Tensor, fault: int = 0) -> Route:
+    def find(self, keys: torch.Tensor, fault: int = 0, *, trains: bool = False) -> Route:
         """Collective. The route of int64 [n] keys, in any order, repeats allowed.
 
         Args:
+            trains: a pass will be opened for it; equal on all ranks.
             fault: 1 + this rank if its input cannot be looked up (``keys`` is empty then). The highest of all ranks
                 is in the route's agreement: every rank must give the pass up if it is not 0.
         """
-        route = self.router.find(keys, Agreement(self.inbox.begin_exchange(), fault))
+        route = self.router.find(keys, Agreement(self.inbox.begin_exchange(), fault), trains)
         self.inbox.end_exchange(route.agreement.version)
         return route
 
@@ -165,8 +169,7 @@ class RowEngine:
         What waits here must be pushed, or forgotten on all ranks alike.
         """
         if self.passes:
-            landed, _ = self._carry()
-            summed = self.sync.reduce(landed)
+            summed, _ = self._carry()
             if self._summed is None:
                 self._summed = StepGradients(summed, self.stores, self.groups.world)
             else:
@@ -177,9 +180,8 @@ class RowEngine:
         """Collective. Updates the rows by the gradients of all passes since the last step; nothing without any."""
         left: Left | None = None
         if self.passes and self._summed is None:
-            landed, left = self._carry(leave=True)
-            touched = None if left is None else left.pushed
-            self._summed = StepGradients(self.sync.reduce(landed, touched), self.stores, self.groups.world)
+            parts, left = self._carry(leave=True)
+            self._summed = StepGradients(parts, self.stores, self.groups.world)
         summed = self.gradients()
         if summed is None:
             return  # nothing was looked up for training on any rank
@@ -192,25 +194,26 @@ class RowEngine:
         if self.after_step is not None:
             self.after_step()
 
-    def _carry(self, *, leave: bool = False) -> tuple[list[Landed], Left | None]:
-        """Collective. Brings the gradients of all open passes to the rows; with ``leave`` not those that can wait for
-        the next exchange ahead, which come back."""
-        left = None if self._ahead is None else self._ahead.left_of(self._open_routes(), leave=leave)
-        landed: list[Landed] = [[] for _ in self.stores]
+    def _carry(self, *, leave: bool = False) -> tuple[list[Summed], Left | None]:
+        """Collective. Brings the gradients of all open passes to the rows, each row's once; with ``leave`` not those
+        that can wait for the next exchange ahead, which come back."""
+        routes = self._open_routes()
+        left = None if self._ahead is None else self._ahead.left_of(routes, leave=leave)
+        touched = self.router.touched(routes) if left is None else left.pushed
+        parts = []
         for number, opened in enumerate(self.passes):
-            grads = opened.grads or [
-                store.rows.new_zeros((stop.rows, store.rows.shape[1]))
-                for store, stop in zip(self.stores, opened.route.stops[0], strict=True)
-            ]
-            if self._scale != 1.0:
-                grads = [grad * self._scale for grad in grads]
-            route = opened.route
-            if left is not None:
-                route, grads = left.divide(number, grads)
-            for group, parts in enumerate(self.router.push(route, grads)):
-                landed[group].extend(parts)
+            grads = self._scaled(opened)
+            parts.append((opened.route, grads) if left is None else left.divide(number, grads))
         self.passes.clear()
-        return landed, left
+        return self.sync.push(parts, touched), left
+
+    def _scaled(self, opened: Pass) -> list[torch.Tensor]:
+        if opened.grads is None:
+            return [
+                store.rows.new_zeros((stop.rows, store.rows.shape[1]), dtype=wide)
+                for store, stop, wide in zip(self.stores, opened.route.stops[0], self.router.wide, strict=True)
+            ]
+        return [grad * self._scale for grad in opened.grads] if self._scale != 1.0 else opened.grads
 
     def memory(self) -> RankMemory:
         """Bytes of this rank, by part: as they are and as they can come to at most. Not collective."""
@@ -243,12 +246,12 @@ class RowEngine:
                 groups = ChainGroups(
                     self.groups.layout, traffic, self.stores[0].rows.device, timedelta(seconds=timeout_seconds)
                 )
-            hops = self._hops(self._exchange, groups)
+            router = self._new_router(groups, traffic)
             self._ahead = RunAhead(
                 self.stores,
-                hops,
-                Router(self.stores, hops, traffic, dedup=self._exchange != "direct_no_dedup"),
-                ReplicaSync(groups, self.stores, traffic),
+                router.hops,
+                router,
+                ReplicaSync(self.stores, router),
                 self.inbox,
                 traffic,
                 self.router.traffic,
@@ -297,17 +300,25 @@ class RowEngine:
         self.inbox.applied(chunks[-1][0])
         self.apply_seconds += time.perf_counter() - started
 
-    def _hops(self, exchange: str, groups: ChainGroups) -> list[Hop]:
-        layout = groups.layout
-        dims = [group.dim for group in self.keyspace.groups]
-        world, local_ranks = layout.world_size, layout.local_ranks
-        if exchange == "chain":
+    def _new_router(self, groups: ChainGroups, traffic: Traffic) -> Router:
+        return Router(
+            self.stores,
+            self._hops(groups),
+            groups.layout,
+            traffic,
+            dedup=self._exchange != "direct_no_dedup",
+            comm_dtype=self._comm_dtype,
+        )
+
+    def _hops(self, groups: ChainGroups) -> list[Hop]:
+        world, local_ranks = groups.layout.world_size, groups.layout.local_ranks
+        if self._exchange == "chain":
             hops = [
-                Hop(groups.node, lambda keys: keys % local_ranks, dims),
-                Hop(groups.rail, lambda keys: keys % world // local_ranks, dims),
+                Hop(groups.node, lambda keys: keys % local_ranks),
+                Hop(groups.rail, lambda keys: keys % world // local_ranks),
             ]
-        elif exchange in ("direct", "direct_no_dedup"):
-            hops = [Hop(groups.world, lambda keys: keys % world, dims)]
+        elif self._exchange in ("direct", "direct_no_dedup"):
+            hops = [Hop(groups.world, lambda keys: keys % world)]
         else:
-            raise EmbeddingError(f"exchange {exchange!r}", remedy="one of chain, direct, direct_no_dedup")
+            raise EmbeddingError(f"exchange {self._exchange!r}", remedy="one of chain, direct, direct_no_dedup")
         return [hop for hop in hops if hop.peers.size > 1]

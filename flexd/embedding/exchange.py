@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate
 
 import torch
 
 from flexd.embedding.groups import Peers
+from flexd.embedding.traffic import Kind
 
 Counts = list[list[int]]
 """[peers][groups] numbers of rows."""
@@ -27,18 +28,62 @@ class Agreement:
     fault: int
 
 
+@dataclass(frozen=True)
+class Column:
+    """Rows of one kind that go to all peers in an exchange, and how many come in return.
+
+    Attributes:
+        source: [m, width], where the rows are.
+        index: int64 [sum of sent] rows of ``source`` in the order in which they are sent, peer after peer; None: all of
+            them, as they stand.
+        sent, received: rows to and from each peer.
+        wire: dtype in which they travel. What a rank sends itself does not travel, and is not rounded.
+        kind: what the bytes are counted as.
+    """
+
+    source: torch.Tensor
+    index: torch.Tensor | None
+    sent: Sequence[int]
+    received: Sequence[int]
+    wire: torch.dtype
+    kind: Kind = Kind.ALL_TO_ALL
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row on the wire."""
+        return self.source.shape[1] * self.wire.itemsize
+
+    def write(self, first: int, end: int, into: torch.Tensor) -> None:
+        """The rows sent from place ``first`` to ``end``, into [end - first, width] of dtype ``wire``."""
+        if self.index is None or self.source.dtype != self.wire:
+            into.copy_(self.rows(first, end))
+        else:
+            torch.index_select(self.source, 0, self.index[first:end], out=into)
+
+    def rows(self, first: int, end: int) -> torch.Tensor:
+        """The same, as they stand in ``source``."""
+        return self.source[first:end] if self.index is None else self.source.index_select(0, self.index[first:end])
+
+
+@dataclass(frozen=True)
+class Note:
+    """int64 ``words`` for the peers, one after another; ``sent`` and ``received`` numbers of words of each."""
+
+    words: torch.Tensor
+    sent: list[int]
+    received: list[int]
+
+
 class Hop:
     """Sends each key to one peer and brings its row back.
 
     Args:
         destination: int64 [n] keys -> int64 [n] peer indices.
-        dims: row length of each dim-group; rows of all groups with one dtype share a collective.
     """
 
-    def __init__(self, peers: Peers, destination: Callable[[torch.Tensor], torch.Tensor], dims: Sequence[int]) -> None:
+    def __init__(self, peers: Peers, destination: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.peers = peers
         self.destination = destination
-        self._dims = list(dims)
 
     def exchange_sizes(self, counts: torch.Tensor, agreement: Agreement) -> tuple[Counts, Counts, Agreement]:
         """int64 [peers, groups] rows asked of each peer -> (asked by me, asked of me, agreement of the peers)."""
@@ -51,39 +96,72 @@ class Hop:
         combined = Agreement(min(row[groups] for row in both[1]), max(row[groups + 1] for row in both[1]))
         return [row[:groups] for row in both[0]], [row[:groups] for row in both[1]], combined
 
-    def exchange_ids(self, ids: torch.Tensor, asked: Counts, asked_of_me: Counts) -> torch.Tensor:
-        """int64 ids ordered by peer -> the ids asked of me, ordered by peer."""
-        return self.peers.all_to_all(ids, [sum(row) for row in asked], [sum(row) for row in asked_of_me])
-
-    def exchange_rows(self, rows: list[torch.Tensor], sent: Counts, received: Counts) -> list[torch.Tensor]:
-        """Per group [n, dim] ordered by peer -> per group the rows received, ordered by peer."""
-        if self.peers.size == 1:
-            return rows
-        if len(rows) == 1:
-            dim = self._dims[0]
-            flat = self.peers.all_to_all(
-                rows[0].reshape(-1), [row[0] * dim for row in sent], [row[0] * dim for row in received]
-            )
-            return [flat.view(-1, dim)]
-        return self._exchange_packed(rows, sent, received)
-
-    def _exchange_packed(self, rows: list[torch.Tensor], sent: Counts, received: Counts) -> list[torch.Tensor]:
-        """Several groups: bytes of [peer 0: group 0, group 1, ...; peer 1: ...] in one collective."""
-        widths = [dim * part.element_size() for dim, part in zip(self._dims, rows, strict=True)]
-        parts = [torch.split(part, [row[group] for row in sent]) for group, part in enumerate(rows)]
-        flat = torch.cat(
-            [part.contiguous().view(-1).view(torch.uint8) for part in chain.from_iterable(zip(*parts, strict=True))]
-        )
-        bytes_of = [[count * width for count, width in zip(row, widths, strict=True)] for row in received]
+    def exchange_ids(
+        self, ids: torch.Tensor, asked: Counts, asked_of_me: Counts, note: Note | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """int64 ids ordered by peer, and a note to each -> the ids asked of me, ordered by peer, and the notes."""
+        sent, received = [sum(row) for row in asked], [sum(row) for row in asked_of_me]
+        if note is None:
+            return self.peers.all_to_all(ids, sent, received), None
+        pairs = zip(torch.split(ids, sent), torch.split(note.words, note.sent), strict=True)
         got = self.peers.all_to_all(
-            flat,
-            [sum(count * width for count, width in zip(row, widths, strict=True)) for row in sent],
-            [sum(row) for row in bytes_of],
+            torch.cat([piece for pair in pairs for piece in pair]),
+            [a + b for a, b in zip(sent, note.sent, strict=True)],
+            [a + b for a, b in zip(received, note.received, strict=True)],
+            sync_counts=note.sent,
         )
-        pieces = torch.split(got, list(chain.from_iterable(bytes_of)))
-        groups = len(rows)
-        # cat makes a fresh, aligned buffer, so that bytes can be viewed as numbers again.
-        return [
-            torch.cat(pieces[group::groups]).view(part.dtype).view(-1, self._dims[group])
-            for group, part in enumerate(rows)
-        ]
+        pieces = torch.split(got, [n for pair in zip(received, note.received, strict=True) for n in pair])
+        return torch.cat(pieces[0::2]), torch.cat(pieces[1::2])
+
+    def exchange_note(self, note: Note) -> torch.Tensor:
+        """A note to each peer -> the notes received, in a collective of their own."""
+        return self.peers.all_to_all(note.words, note.sent, note.received, sync_counts=note.sent)
+
+    def exchange(self, columns: Sequence[Column]) -> list[list[torch.Tensor]]:
+        """All columns in one collective -> per column and peer the rows received, [n, width] in the column's ``wire``;
+        those from this rank itself in the dtype of their source."""
+        me = self.peers.index
+        sent, received, synced = (
+            [0 if peer == me else sum(of(column, peer) for column in columns) for peer in range(self.peers.size)]
+            for of in (_sent_bytes, _received_bytes, _synced_bytes)
+        )
+        buffer = torch.empty(sum(sent), dtype=torch.uint8, device=columns[0].source.device)
+        places = [[0, *accumulate(column.sent)] for column in columns]
+        at = 0
+        for peer in range(self.peers.size):
+            for column, place in zip(columns, places, strict=True):
+                if peer == me or not column.sent[peer]:
+                    continue
+                part = buffer[at : at + _sent_bytes(column, peer)]
+                at += len(part)
+                rows = place[peer], place[peer + 1]
+                if part.storage_offset() % column.wire.itemsize:
+                    part.copy_(column.rows(*rows).to(column.wire).contiguous().view(-1).view(torch.uint8))
+                else:
+                    column.write(*rows, part.view(column.wire).view(-1, column.source.shape[1]))
+        arrived = self.peers.all_to_all(buffer, sent, received, sync_counts=synced)
+        got: list[list[torch.Tensor]] = [[] for _ in columns]
+        at = 0
+        for peer in range(self.peers.size):
+            for column, place, parts in zip(columns, places, got, strict=True):
+                if peer == me:
+                    parts.append(column.rows(place[me], place[me + 1]))
+                    continue
+                part = arrived[at : at + _received_bytes(column, peer)]
+                at += len(part)
+                if part.storage_offset() % column.wire.itemsize:
+                    part = part.clone()  # numbers cannot start at any byte
+                parts.append(part.view(column.wire).view(-1, column.source.shape[1]))
+        return got
+
+
+def _sent_bytes(column: Column, peer: int) -> int:
+    return column.sent[peer] * column.row_bytes
+
+
+def _received_bytes(column: Column, peer: int) -> int:
+    return column.received[peer] * column.row_bytes
+
+
+def _synced_bytes(column: Column, peer: int) -> int:
+    return _sent_bytes(column, peer) if column.kind == Kind.SYNC else 0

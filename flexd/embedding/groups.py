@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from flexd.embedding.traffic import Traffic
+from flexd.embedding.traffic import Kind, Traffic
 from flexd.errors import CollectiveError, TopologyError
 from flexd.layout import RankLayout
 
@@ -31,6 +31,7 @@ class Peers:
         self, group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int, layout: RankLayout, traffic: Traffic
     ) -> None:
         self.group = group
+        self.rank = rank
         self.ranks = list(ranks)
         self.size = len(self.ranks)
         self.index = self.ranks.index(rank)
@@ -53,7 +54,7 @@ class Peers:
                 "job from a checkpoint",
             ) from error
 
-    def _count(self, bytes_by_peer: Sequence[int]) -> None:
+    def _count(self, bytes_by_peer: Sequence[int], kind: Kind | None = None) -> None:
         intra = inter = 0
         for peer, sent in enumerate(bytes_by_peer):
             if peer == self.index:
@@ -62,7 +63,7 @@ class Peers:
                 inter += sent
             else:
                 intra += sent
-        self._traffic.sent(intra, inter)
+        self._traffic.sent(intra, inter, kind)
 
     def _count_even(self, total: int) -> None:
         """A collective whose sent bytes spread evenly over the other members."""
@@ -70,14 +71,28 @@ class Peers:
         far = sum(self.far)
         self._traffic.sent(total * (others - far) // others, total * far // others)
 
-    def all_to_all(self, send: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> torch.Tensor:
-        """Flat ``send`` split by peer -> flat received, split by ``receive_counts``."""
+    def all_to_all(
+        self,
+        send: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        sync_counts: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Flat ``send`` split by peer -> flat received, split by ``receive_counts``.
+
+        Args:
+            sync_counts: how much of what goes to each peer is replica synchronisation, and counted as that.
+        """
         if self.size == 1:
             return send
         received = send.new_empty(sum(receive_counts))
         with self._named("all_to_all"):
             dist.all_to_all_single(received, send, list(receive_counts), list(send_counts), group=self.group)
-        self._count([count * send.element_size() for count in send_counts])
+        synced = [0] * self.size if sync_counts is None else sync_counts
+        width = send.element_size()
+        self._count([(count - sync) * width for count, sync in zip(send_counts, synced, strict=True)])
+        if sync_counts is not None:
+            self._count([sync * width for sync in synced], Kind.SYNC)
         return received
 
     def all_reduce(self, flat: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:

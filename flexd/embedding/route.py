@@ -3,23 +3,32 @@
 A request climbs stations (self, node owner, home) joined by hops and stops at the first that holds a copy. The route
 remembers, per station and dim-group, which rows were held there and which were asked further on; the forward pass
 walks it from the last station to the first, the backward pass from the first to the last.
+
+On a GPU the host waits for the device once a station and dim-group for each of: the number of distinct rows, of rows
+held, and of rows not held; once a hop for the sizes; once a pass for the accesses by tier. Carrying rows and gradients
+waits for nothing, except once a step for the numbers of touched replicas (``ReplicaSums``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
-from flexd.embedding.exchange import Agreement, Counts, Hop
-from flexd.embedding.store import GroupStore
-from flexd.embedding.traffic import Traffic
+from flexd.embedding.dedup import Dedup
+from flexd.embedding.exchange import Agreement, Column, Counts, Hop, Note
+from flexd.embedding.replicas import Listing, ReplicaSums, Touched
+from flexd.embedding.store import TORCH_DTYPES, GroupStore
+from flexd.embedding.traffic import Kind, Traffic
 from flexd.errors import EmbeddingError
+from flexd.layout import RankLayout
 
 _COUNT_SHIFT = 44
 _KEY_MASK = (1 << _COUNT_SHIFT) - 1
 _MAX_COUNT = (1 << (63 - _COUNT_SHIFT)) - 1
+_FEW_PEERS = 8
 
 
 @dataclass(frozen=True)
@@ -44,172 +53,388 @@ class GroupStop:
 
 @dataclass(frozen=True)
 class Route:
-    """``stops[station][group]``; ``asked[station]``, ``asked_of_me[station]`` for the hop after each station."""
+    """``stops[station][group]``; ``asked[station]``, ``asked_of_me[station]`` for the hop after each station.
+
+    Attributes:
+        requests: ``[station][group]`` int64 keys: at the first station those of its rows, at later ones those asked of
+            this rank, as they arrived.
+        touched: the replicated rows it reads, if it was found for training and there are any.
+    """
 
     stops: list[list[GroupStop]]
     asked: list[Counts]
     asked_of_me: list[Counts]
     agreement: Agreement
+    requests: list[list[torch.Tensor]]
+    touched: Touched | None = None
 
 
 class Router:
-    """Finds routes, and carries rows and gradients along them."""
+    """Finds routes, and carries rows and gradients along them.
 
-    def __init__(self, stores: Sequence[GroupStore], hops: Sequence[Hop], traffic: Traffic, *, dedup: bool) -> None:
+    Args:
+        dedup: ask for each row once a station.
+        comm_dtype: of rows and gradients on the wire; None: each table's own. Gradients are added in float32, or in the
+            wider of table and wire. With a narrower wire every row is rounded when it is read, wherever it is held, so
+            that what is learned does not depend on the placement.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[GroupStore],
+        hops: Sequence[Hop],
+        layout: RankLayout,
+        traffic: Traffic,
+        *,
+        dedup: bool,
+        comm_dtype: str | None = None,
+    ) -> None:
         self._stores = list(stores)
-        self._hops = list(hops)
+        self.hops = list(hops)
+        self._layout = layout
         self.traffic = traffic
         self._dedup = dedup
         self._firsts = [store.group.first_key for store in self._stores]
+        self._distinct = [Dedup(store.group.first_key, store.group.rows, store.rows.device) for store in self._stores]
+        self.wire = [store.dtype if comm_dtype is None else TORCH_DTYPES[comm_dtype] for store in self._stores]
+        """Of each dim-group."""
+        self.wide = [
+            torch.promote_types(torch.promote_types(store.dtype, wire), torch.float32)
+            for store, wire in zip(self._stores, self.wire, strict=True)
+        ]
+        """In what gradients of each dim-group are added."""
+        self._listing: Listing | None = None
+        self._listed: list[object] = []
 
-    def find(self, keys: torch.Tensor, agreement: Agreement) -> Route:
+    def find(self, keys: torch.Tensor, agreement: Agreement, trains: bool = False) -> Route:
         """Collective. int64 [n] keys wanted by this rank, in any order, repeats allowed.
 
         Nothing is fetched here when a rank reports a fault, but the sizes still go round, so that every rank learns
         of it.
+
+        Args:
+            trains: gradients will be pushed: replicated rows that are read are noted. Equal on all ranks.
         """
-        stops: list[list[GroupStop]] = []
-        asked: list[Counts] = []
-        asked_of_me: list[Counts] = []
-        ids, weights = keys, None
-        for hop in (*self._hops, None):
-            here, missing = self._stop(ids, weights)
-            stops.append(here)
+        touched = self._nothing_touched() if trains else None
+        ids = self._by_group(keys)
+        weights: list[torch.Tensor | None] = [None] * len(ids)
+        route = Route([], [], [], agreement, [], touched)
+        by_tier = []
+        for station, hop in enumerate((*self.hops, None)):
+            stops, missing = [], []
+            for group, (of_group, weight) in enumerate(zip(ids, weights, strict=True)):
+                stop, keys_of, counts = self._stop(group, of_group, weight)
+                by_tier.append(self._accesses(group, stop, counts))
+                if station == 0:
+                    ids[group] = keys_of
+                if touched is not None:
+                    touched.add(group, stop.entries)
+                stops.append(stop)
+                missing.append((keys_of, counts))
+            route.stops.append(stops)
+            route.requests.append(ids)
             if hop is None:
-                if len(missing.keys):
-                    raise EmbeddingError(f"{len(missing.keys)} rows were asked of a rank that is not their home")
+                _check_all_held(stops)
                 break
-            peer = hop.destination(missing.keys)
-            order = torch.argsort(peer, stable=True)
-            sizes = torch.bincount(
-                peer * len(self._stores) + missing.groups, minlength=hop.peers.size * len(self._stores)
-            ).view(hop.peers.size, len(self._stores))
+            stops, sizes = self._by_peer(hop, stops, [keys_of for keys_of, _ in missing])
+            route.stops[-1] = stops
             sent, received, agreement = hop.exchange_sizes(sizes, agreement)
-            ids, weights = _unpack(hop.exchange_ids(missing.packed()[order], sent, received))
-            positions, groups = missing.positions[order], missing.groups[order]
-            for group in range(len(here)):
-                rows = positions[groups == group]
-                here[group] = replace(here[group], asked=rows)
-            asked.append(sent)
-            asked_of_me.append(received)
-        return Route(stops, asked, asked_of_me, agreement)
-
-    def fetch(self, route: Route, *, expand: bool = True) -> list[torch.Tensor]:
-        """Collective. Per group [requests of this rank, dim]; without ``expand`` [rows of the first station, dim]."""
-        rows: list[torch.Tensor] = []
-        for station in range(len(route.stops) - 1, -1, -1):
-            answers = (
-                self._hops[station].exchange_rows(rows, route.asked_of_me[station], route.asked[station])
-                if station < len(self._hops)
-                else None
+            packed = [
+                keys_of.index_select(0, stop.asked) | (counts.index_select(0, stop.asked) << _COUNT_SHIFT)
+                for stop, (keys_of, counts) in zip(stops, missing, strict=True)
+            ]
+            arrived, words = hop.exchange_ids(
+                _interleaved(packed, sent), sent, received, None if touched is None else touched.up(station)
             )
-            rows = []
-            for group, stop in enumerate(route.stops[station]):
-                source = self._stores[group].rows
-                found = source.new_empty((stop.rows, source.shape[1]))
-                found.index_copy_(0, stop.held, source.index_select(0, stop.slots))
-                if answers is not None:
-                    found.index_copy_(0, stop.asked, answers[group])
-                repeats = stop.expand if expand or station else None
-                rows.append(found if repeats is None else found.index_select(0, repeats))
-        return rows
-
-    def reduce(self, route: Route, grads: list[torch.Tensor], station: int = 0) -> list[torch.Tensor]:
-        """Per group [requests, dim] gradients -> [rows, dim], those of one row summed."""
-        reduced = []
-        for stop, grad in zip(route.stops[station], grads, strict=True):
-            if stop.expand is None:
-                reduced.append(grad)
-            else:
-                reduced.append(grad.new_zeros((stop.rows, grad.shape[1])).index_add_(0, stop.expand, grad))
-        return reduced
-
-    def push(self, route: Route, grads: list[torch.Tensor]) -> list[list[tuple[GroupStop, torch.Tensor]]]:
-        """Collective. Per group [rows at station 0, dim] gradients -> per group (stop, gradient of its held rows)."""
-        landed: list[list[tuple[GroupStop, torch.Tensor]]] = [[] for _ in self._stores]
-        for station, stops in enumerate(route.stops):
-            for group, stop in enumerate(stops):
-                landed[group].append((stop, grads[group].index_select(0, stop.held)))
-            if station == len(self._hops):
-                break
-            onward = [grads[group].index_select(0, stop.asked) for group, stop in enumerate(stops)]
-            arrived = self._hops[station].exchange_rows(onward, route.asked[station], route.asked_of_me[station])
-            grads = self.reduce(route, arrived, station + 1)
-        return landed
-
-    def _stop(self, ids: torch.Tensor, weights: torch.Tensor | None) -> tuple[list[GroupStop], _Missing]:
-        """Looks the requested keys up in this rank's stores."""
-        if weights is None:
-            weights = torch.ones_like(ids)
-        if self._dedup:
-            keys, inverse = torch.unique(ids, return_inverse=True)
-            counts = torch.zeros_like(keys).scatter_add_(0, inverse, weights)
-        else:
-            order = torch.argsort(self._group_of(ids), stable=True)
-            keys, inverse, counts = ids[order], torch.argsort(order), weights[order]
-        stops = []
-        missing = []
-        for at, expand, store in self._by_group(keys, inverse):
-            mine, weight = keys[at], counts[at]
-            held, slots, entries = store.locate(mine)
-            where = held.nonzero().view(-1)
-            absent = (~held).nonzero().view(-1)
-            stop = GroupStop(len(mine), expand if self._dedup else None, where, slots[where], entries[where], absent)
-            self._count_accesses(store, stop.entries, weight[where])
-            stops.append(stop)
-            missing.append((mine[absent], weight[absent], absent))
-        return stops, _Missing.of(missing)
-
-    def _by_group(self, keys: torch.Tensor, inverse: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, GroupStore]]:
-        """Per dim-group: (its part of ``keys``, [requests of the group] -> row of the group, store).
-
-        ``keys`` stand group by group, so a group's requests are those whose row lies between two bounds.
-        """
-        if len(self._stores) == 1:
-            yield slice(None), inverse, self._stores[0]
-            return
-        start = 0
-        sizes = torch.bincount(self._group_of(keys), minlength=len(self._stores)).tolist()
-        for store, size in zip(self._stores, sizes, strict=True):
-            requests = ((inverse >= start) & (inverse < start + size)).nonzero().view(-1)
-            yield slice(start, start + size), inverse.index_select(0, requests).sub_(start), store
-            start += size
-
-    def _group_of(self, keys: torch.Tensor) -> torch.Tensor:
-        firsts = torch.tensor(self._firsts, dtype=torch.int64, device=keys.device)
-        return torch.searchsorted(firsts, keys, right=True) - 1
-
-    def _count_accesses(self, store: GroupStore, entries: torch.Tensor, weight: torch.Tensor) -> None:
-        if len(store.directory):
-            tier = torch.where(entries >= 0, store.directory.tiers_at(entries.clamp(min=0)), 0)
-        else:
-            tier = torch.zeros_like(entries)
-        by_tier = torch.zeros(3, dtype=torch.int64, device=weight.device).scatter_add_(0, tier.to(torch.int64), weight)
-        home, node, device = by_tier.tolist()
+            if touched is not None and words is not None:
+                touched.told_up(station, words)
+            parts = _deinterleaved(arrived, received)
+            ids, weights = [part & _KEY_MASK for part in parts], [part >> _COUNT_SHIFT for part in parts]
+            route.asked.append(sent)
+            route.asked_of_me.append(received)
+        home, node, device = torch.stack(by_tier).sum(dim=0).tolist()
         self.traffic.home_accesses += home
         self.traffic.node_accesses += node
         self.traffic.device_accesses += device
+        return replace(route, agreement=agreement)
+
+    def fetch(self, route: Route, *, expand: bool = True) -> list[torch.Tensor]:
+        """Collective. Per group [requests of this rank, dim]; without ``expand`` [rows of the first station, dim]."""
+        touched = route.touched if route.touched is not None and not route.touched.known_everywhere else None
+        found: list[torch.Tensor] = []
+        for station in range(len(route.stops) - 1, -1, -1):
+            answers = None
+            if station < len(self.hops):
+                above = zip(found, route.stops[station + 1], self.wire, strict=True)
+                columns = [
+                    Column(rows, stop.expand, _of(g, route.asked_of_me[station]), _of(g, route.asked[station]), wire)
+                    for g, (rows, stop, wire) in enumerate(above)
+                ]
+                if touched is not None:
+                    columns.append(_noted(touched.down(station)))
+                answers = self.hops[station].exchange(columns)
+                if touched is not None:
+                    touched.told_down(station, torch.cat(answers.pop()).view(-1))
+            found = []
+            for group, stop in enumerate(route.stops[station]):
+                source = self._stores[group].rows
+                if len(stop.held) == stop.rows:
+                    found.append(source.index_select(0, stop.slots).to(self.wire[group]))
+                    continue
+                rows = source.new_empty((stop.rows, source.shape[1]), dtype=self.wire[group])
+                rows.index_copy_(0, stop.held, source.index_select(0, stop.slots).to(rows.dtype))
+                if answers is not None:
+                    for part, at in zip(answers[group], _split(stop.asked, route.asked[station], group), strict=True):
+                        rows.index_copy_(0, at, part)
+                found.append(rows)
+        return [
+            (rows if stop.expand is None or not expand else rows.index_select(0, stop.expand)).to(store.dtype)
+            for rows, stop, store in zip(found, route.stops[0], self._stores, strict=True)
+        ]
+
+    def reduce(self, route: Route, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Per group [requests of this rank, dim] gradients -> [rows, dim], those of one row summed."""
+        reduced = []
+        for stop, grad, wide in zip(route.stops[0], grads, self.wide, strict=True):
+            if stop.expand is None:
+                reduced.append(grad.to(wide))
+            else:
+                total = grad.new_zeros((stop.rows, grad.shape[1]), dtype=wide)
+                reduced.append(total.index_add_(0, stop.expand, grad.to(wide)))
+        return reduced
+
+    def push(
+        self, route: Route, grads: Sequence[torch.Tensor], replicas: ReplicaSums | None = None
+    ) -> list[list[tuple[GroupStop, torch.Tensor]]]:
+        """Collective. Per group [rows at station 0, dim] gradients -> per group (stop, gradient of its held rows).
+
+        Args:
+            replicas: of the step: the gradients of the route's replicated rows are added to it, and travel along.
+        """
+        landed: list[list[tuple[GroupStop, torch.Tensor]]] = [[] for _ in self._stores]
+        grads = [grad.to(wide) for grad, wide in zip(grads, self.wide, strict=True)]
+        for station, stops in enumerate(route.stops):
+            for group, stop in enumerate(stops):
+                here = grads[group] if len(stop.held) == stop.rows else grads[group].index_select(0, stop.held)
+                landed[group].append((stop, here))
+                if replicas is not None:
+                    replicas.land(group, stop.entries, here)
+            if station == len(self.hops):
+                break
+            sent, received = route.asked[station], route.asked_of_me[station]
+            columns = [
+                Column(grad, stop.asked, _of(g, sent), _of(g, received), wire)
+                for g, (grad, stop, wire) in enumerate(zip(grads, stops, self.wire, strict=True))
+            ]
+            if replicas is not None:
+                columns += replicas.up(station)
+            hop = self.hops[station]
+            arrived = hop.exchange(columns)
+            grads = [
+                self._summed(parts, route.stops[station + 1][group], received, group, hop.peers.index)
+                for group, parts in enumerate(arrived[: len(stops)])
+            ]
+            if replicas is not None:
+                replicas.came_up(station, arrived[len(stops) :])
+        return landed
+
+    def _summed(
+        self, parts: Sequence[torch.Tensor], stop: GroupStop, counts: Counts, group: int, me: int
+    ) -> torch.Tensor:
+        """Gradients by peer -> [rows, dim]. Those of this rank come first, as they do for a replicated row."""
+        wide = self.wide[group]
+        if stop.expand is None:
+            return torch.cat([part.to(wide) for part in parts])
+        total = parts[0].new_zeros((stop.rows, parts[0].shape[1]), dtype=wide)
+        places = _split(stop.expand, counts, group)
+        for peer in (me, *(peer for peer in range(len(parts)) if peer != me)):
+            if len(places[peer]):
+                total.index_add_(0, places[peer], parts[peer].to(wide))
+        return total
+
+    def merged(self, passes: Sequence[tuple[Route, list[torch.Tensor]]]) -> tuple[Route, list[torch.Tensor]]:
+        """Passes over one placement as one, with every row once, and its gradients. Nothing is exchanged: both ends of
+        a hop know what was asked in each pass, and put the union in the order of the keys.
+
+        Args:
+            passes: routes, and per group [rows of the first station, dim] gradients.
+        """
+        if len(passes) == 1:
+            return passes[0]
+        routes = [route for route, _ in passes]
+        whole = Route([], [], [], routes[-1].agreement, [], None)
+        ids = [torch.cat([route.requests[0][g] for route in routes]) for g in range(len(self._stores))]
+        for station, hop in enumerate((*self.hops, None)):
+            stops, keys = [], []
+            for group, of_group in enumerate(ids):
+                stop, keys_of, _ = self._stop(group, of_group, None, dedup=True)
+                stops.append(stop)
+                keys.append(keys_of)
+            whole.stops.append(stops)
+            whole.requests.append(keys if station == 0 else ids)
+            if hop is None:
+                break
+            whole.stops[-1], sizes = self._by_peer(hop, stops, keys, in_order=True)
+            ids, sizes_of_me = self._asked_of_me(routes, station, hop.peers.size)
+            sent, received = torch.stack([sizes, sizes_of_me]).tolist()
+            whole.asked.append(sent)
+            whole.asked_of_me.append(received)
+        total = []
+        for group, (stop, wide) in enumerate(zip(whole.stops[0], self.wide, strict=True)):
+            parts = [grads[group].to(wide) for _, grads in passes]
+            if stop.expand is None:
+                total.append(torch.cat(parts))
+                continue
+            total.append(parts[0].new_zeros((stop.rows, parts[0].shape[1])))
+            for part, at in zip(parts, torch.split(stop.expand, [len(part) for part in parts]), strict=True):
+                total[group].index_add_(0, at, part)
+        return whole, total
+
+    def _asked_of_me(
+        self, routes: Sequence[Route], station: int, peers: int
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """What each peer asked over the hop after a station in any pass: per group keys ordered by peer and key, and
+        int64 [peers, groups] how many."""
+        ids, sizes = [], []
+        for group, store in enumerate(self._stores):
+            rows, first = store.group.rows, store.group.first_key
+            by_peer: list[torch.Tensor] = []
+            for peer in range(peers):
+                asked = [
+                    _split(route.requests[station + 1][group], route.asked_of_me[station], group)[peer]
+                    for route in routes
+                ]
+                by_peer.append(torch.cat(asked) - first + peer * rows)
+            distinct = torch.unique(torch.cat(by_peer))
+            ids.append(distinct % rows + first)
+            sizes.append(torch.bincount(distinct // rows, minlength=peers))
+        return ids, torch.stack(sizes, dim=1)
+
+    def touched(self, routes: Sequence[Route]) -> Touched | None:
+        """Collective. The replicated rows that any rank has touched on any of its routes; None if there can be none.
+
+        What was not told with ids and rows of the passes is told now.
+        """
+        if self._nothing_touched() is None:
+            return None
+        parts = [route.touched if route.touched is not None else self._tell_up(route) for route in routes]
+        whole = Touched.together(parts)
+        if not whole.known_everywhere:
+            for number in reversed(range(len(self.hops))):
+                whole.told_down(number, self.hops[number].exchange_note(whole.down(number)))
+        return whole
+
+    def sums(self, touched: Touched) -> ReplicaSums:
+        """For the gradients of a step."""
+        return ReplicaSums(touched, [store.rows.shape[1] for store in self._stores], self.wire, self.wide)
+
+    def spread(self, replicas: ReplicaSums) -> None:
+        """Collective. Gives every holder the sums."""
+        replicas.spread(self.hops)
+
+    def _tell_up(self, route: Route) -> Touched:
+        touched = self._nothing_touched()
+        if touched is None:
+            raise AssertionError("no replicas")
+        for station, stops in enumerate(route.stops):
+            for group, stop in enumerate(stops):
+                touched.add(group, stop.entries)
+            if station < len(self.hops):
+                touched.told_up(station, self.hops[station].exchange_note(touched.up(station)))
+        return touched
+
+    def _nothing_touched(self) -> Touched | None:
+        directories: list[object] = [store.directory for store in self._stores]
+        if self._listing is None or any(a is not b for a, b in zip(directories, self._listed, strict=True)):
+            self._listing = Listing.of(self._stores, self.hops, self._layout)
+            self._listed = directories
+        return Touched(self._listing, self._stores[0].rows.device) if any(self._listing.exchanged) else None
+
+    def _stop(
+        self, group: int, ids: torch.Tensor, weights: torch.Tensor | None, *, dedup: bool | None = None
+    ) -> tuple[GroupStop, torch.Tensor, torch.Tensor]:
+        """Looks requested keys up in this rank's store -> (stop, without order of what is asked; int64 [rows] keys;
+        int64 [rows] accesses behind each)."""
+        store = self._stores[group]
+        keys, expand = self._distinct[group].find(ids) if self._dedup or dedup else (ids, None)
+        if expand is None:
+            counts = torch.ones_like(keys) if weights is None else weights
+        elif weights is None:
+            counts = torch.bincount(expand, minlength=len(keys))
+        else:
+            counts = torch.zeros_like(keys).scatter_add_(0, expand, weights)
+        held, slots, entries = store.locate(keys)
+        where, absent = held.nonzero().view(-1), (~held).nonzero().view(-1)
+        slots, entries = slots.index_select(0, where), entries.index_select(0, where)
+        return GroupStop(len(keys), expand, where, slots, entries, absent), keys, counts.clamp_(max=_MAX_COUNT)
+
+    def _by_peer(
+        self, hop: Hop, stops: Sequence[GroupStop], keys: Sequence[torch.Tensor], *, in_order: bool = False
+    ) -> tuple[list[GroupStop], torch.Tensor]:
+        """The stops with what is asked ordered by peer (and key, if ``in_order``), and int64 [peers, groups] how
+        many."""
+        ordered, sizes = [], []
+        for stop, of_group in zip(stops, keys, strict=True):
+            asked = stop.asked
+            if in_order:
+                asked = asked.index_select(0, torch.argsort(of_group.index_select(0, asked)))
+            peer = hop.destination(of_group.index_select(0, asked))
+            if hop.peers.size <= _FEW_PEERS:
+                order = torch.cat([(peer == number).nonzero().view(-1) for number in range(hop.peers.size)])
+            else:
+                order = torch.argsort(peer, stable=True)
+            ordered.append(replace(stop, asked=asked.index_select(0, order)))
+            sizes.append(torch.bincount(peer, minlength=hop.peers.size))
+        return ordered, torch.stack(sizes, dim=1)
+
+    def _by_group(self, keys: torch.Tensor) -> list[torch.Tensor]:
+        if len(self._stores) == 1:
+            return [keys]
+        firsts = torch.tensor(self._firsts, dtype=torch.int64, device=keys.device)
+        group = torch.searchsorted(firsts, keys, right=True) - 1
+        return [keys[group == number] for number in range(len(self._stores))]
+
+    def _accesses(self, group: int, stop: GroupStop, counts: torch.Tensor) -> torch.Tensor:
+        """int64 [3] accesses answered here, by tier."""
+        directory = self._stores[group].directory
+        weight = counts if len(stop.held) == stop.rows else counts.index_select(0, stop.held)
+        if len(directory) == 0:
+            return torch.nn.functional.pad(weight.sum().view(1), (0, 2))
+        tier = torch.where(stop.entries >= 0, directory.tiers_at(stop.entries.clamp(min=0)), 0)
+        return torch.zeros(3, dtype=torch.int64, device=weight.device).scatter_add_(0, tier.to(torch.int64), weight)
 
 
-@dataclass(frozen=True)
-class _Missing:
-    """Rows a station does not hold, ascending by key within each group and group by group."""
-
-    keys: torch.Tensor
-    counts: torch.Tensor
-    positions: torch.Tensor
-    groups: torch.Tensor
-
-    @staticmethod
-    def of(parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> _Missing:
-        groups = torch.cat([torch.full_like(part[0], group) for group, part in enumerate(parts)])
-        keys, counts, positions = (torch.cat(column) for column in zip(*parts, strict=True))
-        return _Missing(keys, counts, positions, groups)
-
-    def packed(self) -> torch.Tensor:
-        """Key in the low 44 bits, accesses behind it above: the next station can count accesses for no extra byte."""
-        return self.keys | (self.counts.clamp(max=_MAX_COUNT) << _COUNT_SHIFT)
+def _check_all_held(stops: Sequence[GroupStop]) -> None:
+    lost = sum(len(stop.asked) for stop in stops)
+    if lost:
+        raise EmbeddingError(f"{lost} rows were asked of a rank that is not their home")
 
 
-def _unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return packed & _KEY_MASK, packed >> _COUNT_SHIFT
+def _of(group: int, counts: Counts) -> list[int]:
+    return [row[group] for row in counts]
+
+
+def _split(column: torch.Tensor, counts: Counts, group: int) -> tuple[torch.Tensor, ...]:
+    """What is ordered by peer, peer by peer."""
+    return torch.split(column, _of(group, counts))
+
+
+def _interleaved(columns: Sequence[torch.Tensor], counts: Counts) -> torch.Tensor:
+    """Per group [n] ordered by peer -> one tensor, peer after peer, in each group after group."""
+    if len(columns) == 1:
+        return columns[0]
+    parts = [_split(column, counts, group) for group, column in enumerate(columns)]
+    return torch.cat(list(chain.from_iterable(zip(*parts, strict=True))))
+
+
+def _deinterleaved(flat: torch.Tensor, counts: Counts) -> list[torch.Tensor]:
+    """Inverse of ``_interleaved``."""
+    groups = len(counts[0])
+    if groups == 1:
+        return [flat]
+    pieces = torch.split(flat, list(chain.from_iterable(counts)))
+    return [torch.cat(pieces[group::groups]) for group in range(groups)]
+
+
+def _noted(note: Note) -> Column:
+    return Column(note.words.view(-1, 1), None, note.sent, note.received, torch.int64, Kind.SYNC)

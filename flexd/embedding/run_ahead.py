@@ -39,10 +39,11 @@ from flexd.control.inbox import ChunkInbox
 from flexd.embedding.background import Background
 from flexd.embedding.exchange import Agreement, Hop
 from flexd.embedding.jagged import Jagged
+from flexd.embedding.replicas import Touched
 from flexd.embedding.route import Route, Router
 from flexd.embedding.split import Cut, Marks, carry_marks, cut
 from flexd.embedding.store import GroupStore
-from flexd.embedding.sync import Landed, ReplicaSync, Summed, Touched
+from flexd.embedding.sync import ReplicaSync, Summed
 from flexd.embedding.traffic import Traffic
 from flexd.errors import EmbeddingError
 
@@ -72,7 +73,7 @@ class Ahead:
         cut: of the route; None: nothing is missing in ``rows``.
         passes: routes of the passes that were open.
         cuts: of those (marked: read by the batch); none if no step was expected in between.
-        touched: replicated rows that each of ``passes``, and then ``route``, touches on any rank.
+        touched: replicated rows that each of ``passes``, and then ``route``, touches on any rank; None: there are none.
     """
 
     input: Any
@@ -83,7 +84,7 @@ class Ahead:
     cut: Cut | None
     passes: tuple[Route, ...]
     cuts: tuple[Cut, ...]
-    touched: tuple[Touched, ...]
+    touched: tuple[Touched | None, ...]
 
 
 class Left:
@@ -94,7 +95,7 @@ class Left:
         pushed, later: replicated rows with gradients of either kind on any rank.
     """
 
-    def __init__(self, cuts: Sequence[Cut], pushed: Touched, later: Touched) -> None:
+    def __init__(self, cuts: Sequence[Cut], pushed: Touched | None, later: Touched | None) -> None:
         self.pushed = pushed
         self._cuts = cuts
         self._later = later
@@ -110,14 +111,11 @@ class Left:
     def update_by(self, update: Callable[[list[Summed]], None]) -> None:
         self._update = update
 
-    def push(self, router: Router, sync: ReplicaSync) -> None:
+    def push(self, sync: ReplicaSync) -> None:
         """Collective. Pushes what was left, and updates the rows."""
-        landed: list[Landed] = [[] for _ in self._later]
-        for route, grads in self._parts:
-            for group, parts in enumerate(router.push(route, grads)):
-                landed[group].extend(parts)
+        summed = sync.push(self._parts, self._later)
         if self._update is not None:
-            self._update(sync.reduce(landed, self._later))
+            self._update(summed)
 
 
 class RunAhead:
@@ -161,7 +159,6 @@ class RunAhead:
         self._started: Upcoming | None = None
         self._ahead: Ahead | None = None
         self._left: Left | None = None
-        self._touched: list[tuple[Route, Touched]] = []
         self._looping = False
         self._entered = False
         self._failure: BaseException | None = None
@@ -192,11 +189,6 @@ class RunAhead:
         if self._announced is None:
             return
         self.join()
-        known = [
-            (route, touched)
-            for route, touched in self._touched
-            if any(route is open_route for open_route in open_routes)
-        ]
         self._ahead = None
         upcoming, self._announced = self._announced, None
         self._started = upcoming
@@ -204,7 +196,7 @@ class RunAhead:
         due = idle or self._inbox.agreed_version > self._inbox.applied_version
         stepping = len(open_routes) % self.passes_per_step == 0
         passes = tuple(open_routes)
-        self._thread.submit(lambda: self._job(upcoming, left, passes, known, stepping=stepping, due=due))
+        self._thread.submit(lambda: self._job(upcoming, left, passes, stepping=stepping, due=due))
 
     def finish(self) -> None:
         """The loop is over on this rank. Raises EmbeddingError if it is not on all others."""
@@ -236,7 +228,7 @@ class RunAhead:
     @property
     def held(self) -> object:
         """Whose tensors stay until the next job."""
-        return self._ahead, self._left, self._touched, self._slot_marks
+        return self._ahead, self._left, self._slot_marks
 
     @property
     def holds_route(self) -> bool:
@@ -258,8 +250,6 @@ class RunAhead:
         except BaseException as error:
             self._failure = error
             raise
-        if self._ahead is not None and self._ahead.route is not None:
-            self._touched = list(zip((*self._ahead.passes, self._ahead.route), self._ahead.touched, strict=False))
         for name, value in self._traffic.totals().items():
             setattr(self.overlapped, name, getattr(self.overlapped, name) + value)
         self._traffic.move_to(self._trainer_traffic)
@@ -275,7 +265,7 @@ class RunAhead:
         self.join()
         left, self._left = self._left, None
         if left is not None:
-            left.push(router, sync)
+            left.push(sync)
 
     def drop(self, router: Router, sync: ReplicaSync) -> None:
         """Collective. ``settle``, and nothing that was found or fetched ahead is used."""
@@ -347,12 +337,10 @@ class RunAhead:
             if not leave:
                 return None
             *passes, upcoming = ahead.touched
-            ours = [torch.stack(masks).any(dim=0) for masks in zip(*passes, strict=True)]
-            return Left(
-                ahead.cuts,
-                [mine & theirs for mine, theirs in zip(ours, upcoming, strict=True)],
-                [mine & ~theirs for mine, theirs in zip(ours, upcoming, strict=True)],
-            )
+            ours = [touched for touched in passes if touched is not None]
+            if upcoming is None or not ours:
+                return Left(ahead.cuts, None, None)
+            return Left(ahead.cuts, *Touched.together(ours).divide(upcoming))
         # The step changes rows that the job did not expect it to.
         self._ahead = replace(ahead, rows=None, cut=None, cuts=())
         return None
@@ -376,13 +364,12 @@ class RunAhead:
         upcoming: Upcoming,
         left: Left | None,
         passes: tuple[Route, ...],
-        known: Sequence[tuple[Route, Touched]],
         *,
         stepping: bool,
         due: bool,
     ) -> Ahead | None:
         if left is not None:
-            left.push(self._router, self._sync)
+            left.push(self._sync)
         received, uninvolved = None, upcoming.given is None or due
         error: Exception | None = None
         keys = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -400,7 +387,7 @@ class RunAhead:
             if upcoming.given is None
             else Agreement(version, 0 if error is None else 1 + self._rank)
         )
-        route = self._router.find(keys, mine)
+        route = self._router.find(keys, mine, True)
         agreement = route.agreement
         self._inbox.end_exchange(max(agreement.version, 0))
         nothing = Ahead(received, error, None, -1, None, None, passes, (), ())
@@ -413,7 +400,7 @@ class RunAhead:
             return found
         if not stepping or not passes:
             return replace(found, rows=self._router.fetch(route, expand=False))
-        touched = self._touched_anywhere((*passes, route), known)
+        touched = tuple(self._router.touched([one]) for one in (*passes, route))
         before, after = list(zip(passes, touched, strict=False)), [(route, touched[-1])]
         marks = carry_marks(
             self._hops,
@@ -429,21 +416,7 @@ class RunAhead:
         cuts = tuple(cut(of_pass, of_marks) for of_pass, of_marks in zip(passes, marks[1:], strict=True))
         return replace(found, rows=rows, cut=halves, cuts=cuts, touched=touched)
 
-    def _touched_anywhere(self, routes: Sequence[Route], known: Sequence[tuple[Route, Touched]]) -> tuple[Touched, ...]:
-        """Collective. Of each route the replicated rows that any rank touches; ``known`` of some."""
-        found = [next((touched for other, touched in known if other is route), None) for route in routes]
-        asked = iter(self._sync.union([self._touched_here(r) for r, t in zip(routes, found, strict=True) if t is None]))
-        return tuple(next(asked) if touched is None else touched for touched in found)
-
-    def _touched_here(self, route: Route) -> Touched:
-        touched = []
-        for group, store in enumerate(self._stores):
-            entries = torch.cat([stops[group].entries for stops in route.stops])
-            mask = torch.zeros(len(store.directory), dtype=torch.bool, device=entries.device)
-            touched.append(mask.index_fill_(0, entries[entries >= 0], True))
-        return touched
-
-    def _shared(self, route: Route, others: Sequence[tuple[Route, Touched]]) -> Marks:
+    def _shared(self, route: Route, others: Sequence[tuple[Route, Touched | None]]) -> Marks:
         """Which rows that this rank holds for ``route`` are touched by ``others``, on any rank."""
         stations = range(len(route.stops))
         flags: Marks = [[] for _ in stations]
@@ -451,7 +424,7 @@ class RunAhead:
             # All requests for a row without replicas arrive here; of others the ranks have told each other.
             slots = torch.cat(
                 [stops[group].slots for other, _ in others for stops in other.stops]
-                + [store.directory.slots_at(touched[group].nonzero().view(-1)) for _, touched in others]
+                + [store.directory.slots_at(touched.positions(group)) for _, touched in others if touched is not None]
             )
             marks.index_fill_(0, slots, True)
             for station in stations:

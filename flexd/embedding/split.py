@@ -93,6 +93,7 @@ def cut(route: Route, marks: Marks) -> Cut:
         asked,
         asked_of_me,
         route.agreement,
+        [[_keys(route, s, g, marks[s][g]) for g in groups] for s in stations],
     )
     rest = Route(
         [
@@ -102,6 +103,7 @@ def cut(route: Route, marks: Marks) -> Cut:
         [_minus(whole, part) for whole, part in zip(route.asked, asked, strict=True)],
         [_minus(whole, part) for whole, part in zip(route.asked_of_me, asked_of_me, strict=True)],
         route.agreement,
+        [[_keys(route, s, g, ~marks[s][g]) for g in groups] for s in stations],
     )
     return Cut(
         marked,
@@ -127,6 +129,11 @@ def _part(route: Route, station: int, group: int, chosen: torch.Tensor, rows: in
         stop.entries[held],
         place[stop.asked[chosen[stop.asked]]],
     )
+
+
+def _keys(route: Route, station: int, group: int, chosen: torch.Tensor) -> torch.Tensor:
+    """``Route.requests`` of the chosen rows of one stop."""
+    return route.requests[station][group][_requests(route.stops[station][group], chosen) if station else chosen]
 
 
 def _requests(stop: GroupStop, marks: torch.Tensor) -> torch.Tensor:

@@ -57,8 +57,9 @@ class Traffic:
             for name, value in before.items():
                 setattr(self, name, value)
 
-    def sent(self, intra_bytes: int, inter_bytes: int) -> None:
-        intra, inter = f"{self._kind}_intra_bytes", f"{self._kind}_inter_bytes"
+    def sent(self, intra_bytes: int, inter_bytes: int, kind: Kind | None = None) -> None:
+        """``kind``: default what ``kind()`` says."""
+        intra, inter = f"{kind or self._kind}_intra_bytes", f"{kind or self._kind}_inter_bytes"
         setattr(self, intra, getattr(self, intra) + intra_bytes)
         setattr(self, inter, getattr(self, inter) + inter_bytes)
 

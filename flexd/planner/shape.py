@@ -18,7 +18,7 @@ class TrainingShape:
         micro_batches: forward passes for each optimizer step. Rows are looked up in every one; replicas are
             synchronised once a step.
         merged_backward: gradients of all micro-batches are merged before they travel, so that a row's gradient is
-            pushed once a step. False is what ``flexd.EmbeddingCollection`` does: every pass is pushed by its own route.
+            pushed once a step, as ``flexd.EmbeddingCollection`` does. False: every pass is pushed by its own route.
         comm_dtype: of rows and gradients on the wire; None: the table's own.
         frozen_tables: names of tables that are read only: no backward pass, no synchronisation.
         bags_per_step: name of a sum-pooled table -> bags (sample x feature) that one rank looks up in one optimizer

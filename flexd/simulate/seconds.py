@@ -37,7 +37,7 @@ class Clock:
 
     def _one(self, one: CollectiveBytes) -> float:
         """Latency, and the transfer. A collective over both links uses them at the same time: the slower counts."""
-        latency = self._cluster.curve(_LINKS[one.link], one.collective).latency_seconds
+        latency = 0.0 if one.rides else self._cluster.curve(_LINKS[one.link], one.collective).latency_seconds
         return latency + max(self._transfer(one.collective, link, float(one.peak[link])) for link in _LINKS)
 
     def _transfer(self, collective: Collective, link: int, message_bytes: float) -> float:

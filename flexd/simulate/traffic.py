@@ -14,7 +14,7 @@ from enum import Enum, IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from flexd.keyspace import DTYPE_BYTES, KeySpace
+from flexd.keyspace import KeySpace
 from flexd.layout import RankLayout, Tier
 from flexd.placement import Delta, Placement
 from flexd.simulate.step import StepKeys
@@ -73,6 +73,7 @@ class CollectiveBytes:
         link: the farthest link it takes, whose latency it has.
         sent: int64 [ranks, 2], bytes sent to other ranks, by link.
         peak: int64 [2], by link, the most that any rank sends or receives.
+        rides: it travels in another collective's message, and has no latency of its own.
     """
 
     part: Part
@@ -80,6 +81,7 @@ class CollectiveBytes:
     link: int
     sent: Int64Array
     peak: Int64Array
+    rides: bool = False
 
 
 def _even(part: Part, collective: Collective, link: int, sent: Int64Array) -> CollectiveBytes:
@@ -96,8 +98,6 @@ class TrafficCounter:
         specs = [keyspace.tables[group.tables[0]] for group in keyspace.groups]
         self._row_bytes = np.array([spec.row_bytes for spec in specs], dtype=np.int64)
         self._moved_bytes = np.array([spec.row_bytes + spec.state_bytes for spec in specs], dtype=np.int64)
-        self._dims = np.array([spec.dim for spec in specs], dtype=np.int64)
-        self._dtypes = [spec.dtype for spec in specs]
         ranks = np.arange(layout.world_size)
         self._farthest = INTER if layout.nodes > 1 else INTRA
         self._node_of, self._local_of = ranks // layout.local_ranks, ranks % layout.local_ranks
@@ -205,73 +205,72 @@ class TrafficCounter:
         flat = np.bincount(rank * 2 + far, weights=size, minlength=2 * world)
         return flat.astype(np.int64).reshape(world, 2)
 
-    def _sync(self, keys: StepKeys, tiers: UInt8Array, placement: Placement) -> list[CollectiveBytes]:
-        """``ReplicaSync``: per tier the bitmask of listed rows, then the gradients of the touched ones by dtype."""
-        layout = self._layout
-        found: list[CollectiveBytes] = []
-        if layout.nodes > 1:
-            found += self._sync_node(keys.rows[tiers == Tier.NODE], placement.keys[placement.tiers == Tier.NODE])
-        if layout.world_size > 1:
-            listed = int(np.count_nonzero(placement.tiers == Tier.DEVICE))
-            found += self._sync_device(keys.rows[tiers == Tier.DEVICE], listed)
-        return found
-
-    def _sync_node(self, touched: Int64Array, listed: Int64Array) -> Iterator[CollectiveBytes]:
-        if not len(listed):
-            return
-        layout = self._layout
-        rails = layout.local_ranks
-        mask = -(-np.bincount(listed % rails, minlength=rails) // 8)
-        yield self._on_rails(Part.SYNC_MASK, mask)
-        groups = len(self._row_bytes)
-        rows = np.bincount(touched % rails * groups + self._group_of(touched), minlength=rails * groups)
-        for _, members in self._by_dtype():
-            size = rows.reshape(rails, groups)[:, members] @ self._row_bytes[members]
-            if size.any():
-                yield self._on_rails(Part.SYNC_ROWS, size)
-
-    def _sync_device(self, touched: Int64Array, listed: int) -> Iterator[CollectiveBytes]:
-        if not listed:
-            return
+    def _sync(self, keys: StepKeys, tiers: UInt8Array, placement: Placement) -> Iterator[CollectiveBytes]:
+        """``ReplicaSync``: gradients of touched rows climb the hops to the home, sums come back; before that, a bit a
+        listed row climbs with the ids, and the union comes back with the rows. All of it but the sums rides along."""
         layout = self._layout
         nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
-        total = 2 * -(-listed // 8) * (world - 1) // world
-        far, others = world - local, world - 1
-        mask = [total * (others - far) // others, total * far // others]
-        yield self._on_all(Part.SYNC_MASK, Collective.ALL_REDUCE, self._farthest, mask)
-        rows = np.bincount(self._group_of(touched), minlength=len(self._row_bytes))
-        for dtype, members in self._by_dtype():
-            numbers = int(rows[members] @ self._dims[members])
-            if not numbers:
-                continue
-            size = DTYPE_BYTES[dtype]
-            part, sync = -(-numbers // local) * size, Part.SYNC_ROWS
-            inter, intra = 2 * part * (nodes - 1) // nodes, part * (local - 1)
-            if nodes == 1:
-                whole = 2 * numbers * size * (local - 1) // local
-                yield self._on_all(sync, Collective.ALL_REDUCE, INTRA, [whole, 0])
-                continue
-            # Reduce-scatter inside the node, all-reduce over the rail, all-gather inside the node.
-            if local > 1:
-                yield self._on_all(sync, Collective.ALL_GATHER, INTRA, [intra, 0])
-            yield self._on_all(sync, Collective.ALL_REDUCE, INTER, [0, inter])
-            if local > 1:
-                yield self._on_all(sync, Collective.ALL_GATHER, INTRA, [intra, 0])
+        listed_home = placement.keys % world
+        on_device = placement.tiers == Tier.DEVICE
+        device = (tiers == Tier.DEVICE) & (world > 1)
+        if local > 1 and device.any() | on_device.any():
+            # Inside the node: every rank and the owner of each DEVICE row, which all ranks list.
+            words = self._words(np.bincount(listed_home[on_device] % local, minlength=local))[self._local_of]
+            yield self._masks(INTRA, words, words.reshape(nodes, local).sum(axis=1)[self._node_of] - words, local - 1)
+            row = keys.pair_row
+            owner = self._node_of[keys.rank] * local + keys.rows[row] % local
+            up = np.flatnonzero(device[row] & (owner != keys.rank))
+            yield self._rows(INTRA, keys.rank[up], owner[up], row[up], keys)
+            yield self._spread(INTRA, keys, device, local - 1, every_node=True)
+        on_rail = device | ((tiers == Tier.NODE) & (nodes > 1))
+        listed = on_device | (placement.tiers == Tier.NODE)
+        if nodes > 1 and listed.any():
+            words = self._words(np.bincount(listed_home[listed], minlength=world))
+            rail = words.reshape(nodes, local).sum(axis=0)[self._local_of]
+            yield self._masks(INTER, words, rail - words, nodes - 1)
+            row = keys.node_row
+            owner = keys.node * local + keys.rows[row] % local
+            home = keys.rows[row] % world
+            up = np.flatnonzero(on_rail[row] & (owner != home))
+            yield self._rows(INTER, owner[up], home[up], row[up], keys)
+            yield self._spread(INTER, keys, on_rail, nodes - 1, every_node=False)
 
-    def _by_dtype(self) -> Iterator[tuple[str, list[int]]]:
-        for dtype in dict.fromkeys(self._dtypes):
-            yield dtype, [group for group, its in enumerate(self._dtypes) if its == dtype]
+    @staticmethod
+    def _words(rows: Int64Array) -> Int64Array:
+        """Bytes of a bit a row in whole 64-bit words."""
+        return -(-rows // 64) * 8
 
-    def _on_rails(self, part: Part, size: Int64Array) -> CollectiveBytes:
-        """An all-reduce over each rail of int64 [rails] bytes."""
-        nodes = self._layout.nodes
+    def _masks(self, link: int, of_mine: Int64Array, of_others: Int64Array, peers: int) -> CollectiveBytes:
+        """Bits of the rows that peers are asked for go to them, and the union of those asked of me to every peer."""
         sent = np.zeros((self._layout.world_size, 2), dtype=np.int64)
-        sent[:, INTER] = (2 * size * (nodes - 1) // nodes)[self._local_of]
-        return _even(part, Collective.ALL_REDUCE, INTER, sent)
+        sent[:, link] = of_others + peers * of_mine
+        received = np.zeros_like(sent)
+        received[:, link] = peers * of_mine + of_others
+        return CollectiveBytes(Part.SYNC_MASK, Collective.ALL_TO_ALL, link, sent, _peak(sent, received), rides=True)
 
-    def _on_all(self, part: Part, collective: Collective, link: int, by_link: Sequence[int]) -> CollectiveBytes:
-        sent = np.tile(np.array(by_link, dtype=np.int64), (self._layout.world_size, 1))
-        return _even(part, collective, link, sent)
+    def _rows(
+        self, link: int, source: Int64Array, target: Int64Array, row: Int64Array, keys: StepKeys
+    ) -> CollectiveBytes:
+        """Gradients int64 [n] from ``source`` to ``target`` ranks of ``row`` (index into the step's rows)."""
+        far = np.full(len(row), link == INTER)
+        size = self._row_bytes[self._group_of(keys.rows[row])]
+        sent, received = (self._by_rank(side, far, size) for side in (source, target))
+        return CollectiveBytes(Part.SYNC_ROWS, Collective.ALL_TO_ALL, link, sent, _peak(sent, received), rides=True)
+
+    def _spread(self, link: int, keys: StepKeys, chosen: BoolArray, peers: int, *, every_node: bool) -> CollectiveBytes:
+        """Sums of the chosen rows of the step, from their homes (or from the owner in every node) to all peers."""
+        rows = np.flatnonzero(chosen)
+        size = self._row_bytes[self._group_of(keys.rows[rows])]
+        world = self._layout.world_size
+        by_home = np.bincount(keys.rows[rows] % world, weights=size, minlength=world).astype(np.int64)
+        by_rail = by_home.reshape(self._layout.nodes, -1).sum(axis=0)[self._local_of]
+        held = by_rail if every_node else by_home
+        among = np.full(world, int(by_home.sum())) if every_node else by_rail
+        sent = np.zeros((world, 2), dtype=np.int64)
+        sent[:, link] = held * peers
+        received = np.zeros_like(sent)
+        received[:, link] = among - held
+        return CollectiveBytes(Part.SYNC_ROWS, Collective.ALL_TO_ALL, link, sent, _peak(sent, received))
 
     def migration(self, chunk: Delta) -> list[CollectiveBytes]:
         """The copies of one chunk (``Migrator``): per dim-group an all-gather over each rail, then one in each node."""
@@ -292,8 +291,9 @@ class TrafficCounter:
             in_node = keys[(old != Tier.DEVICE) & (new == Tier.DEVICE)]
             if local > 1 and len(in_node):
                 longest_part = int(np.bincount(in_node % local, minlength=local).max())
-                by_link = [longest_part * int(moved) * (local - 1), 0]
-                found.append(self._on_all(Part.MIGRATION, Collective.ALL_GATHER, INTRA, by_link))
+                sent = np.zeros((layout.world_size, 2), dtype=np.int64)
+                sent[:, INTRA] = longest_part * int(moved) * (local - 1)
+                found.append(_even(Part.MIGRATION, Collective.ALL_GATHER, INTRA, sent))
         return found
 
     def copied_bytes(self, chunk: Delta) -> int:

@@ -216,26 +216,44 @@ def direct_bytes(layout: RankLayout, ids: list[list[int]], held: Callable[[int, 
     return sent
 
 
-def sync_bytes(layout: RankLayout, placement: Placement, touched: set[int]) -> np.ndarray:
-    """As ``chain_bytes``, for replicas: a bit a listed row, then the gradients of the touched ones.
+def words(rows: int) -> int:
+    """Bytes of a bit a row."""
+    return -(-rows // 64) * 8
 
-    An all-reduce of n bytes over m ranks sends 2 n (m-1)/m a rank; the one of DEVICE gradients is split over the node:
-    an all-to-all, an all-reduce of one part over the rail, an all-gather.
-    """
+
+def sync_bytes(layout: RankLayout, placement: Placement, ids: list[set[int]], exchange: str) -> np.ndarray:
+    """As ``chain_bytes``, for replicas: per hop, with the requests a bit for each listed row that a peer is asked for
+    and with the answers one for each that I am asked for; then the gradients of the touched ones up, and sums down."""
     sent = np.zeros((layout.world_size, 2), dtype=np.int64)
     nodes, local_ranks, world = layout.nodes, layout.local_ranks, layout.world_size
-    device = placement.keys[placement.tiers == Tier.DEVICE]
-    floats = sum(int(key) in touched for key in device) * 8
-    part = -(-floats // local_ranks) * 4
-    if len(device):
-        mask = 2 * -(-len(device) // 8) * (world - 1) // world
-        sent += [mask * (local_ranks - 1) // (world - 1), mask * (world - local_ranks) // (world - 1)]
-        sent += [2 * (local_ranks - 1) * part, 2 * part * (nodes - 1) // nodes]
+    tier_of = dict(zip(placement.keys.tolist(), placement.tiers.tolist(), strict=True))
+    device = {key for key, tier in tier_of.items() if tier == Tier.DEVICE and world > 1}
+    node = {key for key, tier in tier_of.items() if tier == Tier.NODE and nodes > 1}
+    anywhere = set().union(*ids)
     for rank in range(world):
-        node_keys = [int(key) for key in listed_by(layout, rank, placement).keys if int(key) not in device]
-        if node_keys:
-            mask = 2 * -(-len(node_keys) // 8) * (nodes - 1) // nodes
-            sent[rank, 1] += mask + 2 * sum(key in touched for key in node_keys) * ROW * (nodes - 1) // nodes
+        local, here = layout.local_rank_of(rank), layout.node_of(rank)
+        in_node = set().union(*(ids[peer] for peer in layout.node_ranks(here)))
+
+        def talk(peer: int, mine: set[int], its: set[int], up: set[int], rank: int = rank, here: int = here) -> None:
+            """Rows that the peer is asked for, that it asks me for, and those touched at my station."""
+            if peer == rank:
+                return
+            link = int(layout.node_of(peer) != here)
+            sent[rank, link] += words(len(mine)) + words(len(its)) + ROW * (len(mine & up) + len(its & anywhere))
+
+        if exchange != "chain":
+            for peer in range(world):
+                both = device | (node if layout.local_rank_of(peer) == local else set())
+                on_rail = {key for key in both if key in device or key % local_ranks == local}
+                mine, its = ({key for key in on_rail if key % world == other} for other in (peer, rank))
+                talk(peer, mine, its, ids[rank])
+            continue
+        for peer in layout.node_ranks(here):
+            mine, its = ({key for key in device if key % local_ranks == layout.local_rank_of(r)} for r in (peer, rank))
+            talk(peer, mine, its, ids[rank])
+        for peer in layout.rail_ranks(local):
+            mine, its = ({key for key in device | node if key % world == r} for r in (peer, rank))
+            talk(peer, mine, its, in_node)
     return sent
 
 
@@ -284,7 +302,7 @@ def test_bytes_and_accesses_are_those_of_the_id_sets(
             expected = direct_bytes(layout, [sorted(set(wanted)) for wanted in ids], held)
         else:
             expected = direct_bytes(layout, ids, held)
-        synced = sync_bytes(layout, placement, set().union(*ids))
+        synced = sync_bytes(layout, placement, [set(wanted) for wanted in ids], exchange)
         said = [result[step + 1] for result in results]
         for kind, counted in (("all_to_all", expected), ("sync", synced)):
             assert [[s[f"{kind}_intra_bytes"], s[f"{kind}_inter_bytes"]] for s in said] == counted.tolist()

@@ -94,7 +94,8 @@ def test_halves_of_a_route(expanded: bool, seed: int, rows: int) -> None:
     requests = second.rows if second.expand is None else len(second.expand)
     first = GroupStop(first.rows, first.expand, first.held, first.slots, first.entries, first.asked[:requests])
     counts = [[[requests]]]
-    route = Route([[first], [second]], counts, counts, Agreement(0, 0))
+    keys = [torch.arange(first.rows) + 500, torch.arange(requests) + 700]
+    route = Route([[first], [second]], counts, counts, Agreement(0, 0), [[of_station] for of_station in keys])
     of_second = torch.rand(second.rows, generator=generator) < 0.5
     marks = torch.rand(first.rows, generator=generator) < 0.5
     answered = of_second if second.expand is None else of_second[second.expand]
@@ -110,6 +111,8 @@ def test_halves_of_a_route(expanded: bool, seed: int, rows: int) -> None:
         near, far = half.stops[0][0], half.stops[1][0]
         assert near.rows == len(places) == int(chosen.sum())
         assert near.expand is None
+        assert torch.equal(half.requests[0][0], keys[0][chosen])
+        assert torch.equal(half.requests[1][0], keys[1][answered if half is halves.marked else ~answered])
         total[places] += 1
         assert torch.equal(places[near.held] + 100, near.slots)
         assert half.asked == half.asked_of_me == [[[len(near.asked)]]]

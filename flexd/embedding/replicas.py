@@ -1,0 +1,311 @@
+"""Gradients of replicated rows on their way to the home copy and, summed, back to all copies.
+
+They take the hops that requests take, and travel with what is sent there anyway. Which rows are touched is told with
+the ids of the forward pass, the union comes back with the rows, one bit a listed row::
+
+    up    every holder sends what it has to the next station, which adds it to its own; the home has the sum
+    down  the home tells the sum to the node owners, and those to the ranks of their node
+
+So a row's gradient is rounded and added in the same places whatever its tier, and all holders apply one and the same
+sum. A rail carries at most the bytes of an all-reduce: upwards only what a node has touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+from flexd.embedding.exchange import Column, Hop, Note
+from flexd.embedding.groups import Peers
+from flexd.embedding.store import GroupStore
+from flexd.embedding.traffic import Kind
+from flexd.layout import RankLayout, Tier
+
+_WORD_BITS = 64
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Listed rows that this rank and its peers of one hop talk about in one direction.
+
+    Attributes:
+        entries: int32 [n] of the directories one after another; peer after peer, each peer's dim-group after dim-group
+            and filled up to whole words with an entry that does not exist.
+        words: 64-bit words of each peer.
+        bounds: int64 [peers x groups + 1], where each part of ``entries`` begins.
+    """
+
+    entries: torch.Tensor
+    words: list[int]
+    bounds: torch.Tensor
+
+    def counts(self, bits: torch.Tensor) -> torch.Tensor:
+        """uint8 [n] -> int64 [peers x groups] ones of each part."""
+        total = torch.nn.functional.pad(bits.cumsum(0, dtype=torch.int64), (1, 0))
+        return total.index_select(0, self.bounds).diff()
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The replicated rows of this rank, by the peers they are exchanged with. About 12 bytes a row.
+
+    Attributes:
+        out: per hop the rows whose home is reached over a peer: their gradients go there, their sums come from there.
+        into: per hop the rows of which peers hold copies and this rank is the one to ask.
+        firsts: where each dim-group begins in the directories one after another, and their end.
+        exchanged: per hop, may any of its ranks list rows that are exchanged over it? Equal on all of them.
+    """
+
+    out: list[Lane]
+    into: list[Lane]
+    firsts: list[int]
+    exchanged: list[bool]
+
+    @property
+    def rows(self) -> int:
+        return self.firsts[-1]
+
+    @staticmethod
+    def of(stores: Sequence[GroupStore], hops: Sequence[Hop], layout: RankLayout) -> Listing:
+        """Of the directories as they are now."""
+        firsts = [0, *accumulate(len(store.directory) for store in stores)]
+        keys = [store.directory.keys for store in stores]
+        everywhere = [store.directory.tiers == Tier.DEVICE for store in stores]
+        out, into, exchanged = [], [], []
+        for hop in hops:
+            local = layout.local_rank_of(hop.peers.rank)
+            on_my_rail = [layout.local_rank_of(peer) == local for peer in hop.peers.ranks]
+            reached = []
+            for key in keys:
+                peer = hop.destination(key)
+                # Over a rail no other rows than its own are exchanged.
+                reached.append(torch.where(key % layout.local_ranks == local, peer, -1) if all(on_my_rail) else peer)
+            away = [key % layout.world_size != hop.peers.rank for key in keys]
+            mine = [peer == hop.peers.index for peer in reached]
+            shared = [a & b for a, b in zip(mine, everywhere, strict=True)]
+            goes = [[(peer == p) & far for peer, far in zip(reached, away, strict=True)] for p in range(hop.peers.size)]
+            comes = [mine if same else shared for same in on_my_rail]
+            out.append(_lane(hop.peers, firsts, goes))
+            into.append(_lane(hop.peers, firsts, comes))
+            # On a rail, and inside a node, ranks have rows in common or none; what other rails list a rank cannot see.
+            alike = all(on_my_rail) or not any(hop.peers.far)
+            exchanged.append(not alike or any(out[-1].words) or any(into[-1].words))
+        return Listing(out, into, firsts, exchanged)
+
+
+def _lane(peers: Peers, firsts: Sequence[int], chosen: Sequence[Sequence[torch.Tensor]]) -> Lane:
+    """``chosen[peer][group]``: bool [rows of the directory]. Nothing is told to oneself."""
+    parts: list[torch.Tensor] = []
+    words: list[int] = []
+    for peer, masks in enumerate(chosen):
+        of_peer = [
+            (mask if peer != peers.index else mask[:0]).nonzero().view(-1).to(torch.int32) + first
+            for mask, first in zip(masks, firsts, strict=False)
+        ]
+        rows = sum(len(part) for part in of_peer)
+        words.append(-(-rows // _WORD_BITS))
+        of_peer[-1] = torch.nn.functional.pad(of_peer[-1], (0, words[-1] * _WORD_BITS - rows), value=firsts[-1])
+        parts += of_peer
+    entries = torch.cat(parts)
+    bounds = torch.tensor([0, *accumulate(len(part) for part in parts)], dtype=torch.int64, device=entries.device)
+    return Lane(entries, words, bounds)
+
+
+class Touched:
+    """Which listed rows the passes of a step read, here and, once all hops have told, anywhere.
+
+    Stations are told in order: ``add`` of station 0, ``up`` and ``told_up`` of hop 0, ``add`` of station 1, and so on;
+    then ``down`` and ``told_down`` from the last hop to the first.
+    """
+
+    def __init__(self, listing: Listing, device: torch.device) -> None:
+        self.listing = listing
+        self.entries = torch.zeros(listing.rows + 1, dtype=torch.uint8, device=device)
+        """uint8 [listed rows + 1], of all directories; the last is the entry that does not exist."""
+        self.up_out: list[torch.Tensor] = []
+        self.up_in: list[torch.Tensor] = []
+        self.down_out: list[torch.Tensor | None] = [None] * len(listing.out)
+        self.down_in: list[torch.Tensor | None] = [None] * len(listing.out)
+
+    def add(self, group: int, entries: torch.Tensor) -> None:
+        """int64 [n] directory positions of a dim-group, -1 for plain home rows."""
+        nothing = self.listing.rows
+        at = torch.where(entries < 0, nothing, entries + self.listing.firsts[group])
+        self.entries.index_fill_(0, at, 1)
+        self.entries[nothing] = 0
+
+    def up(self, hop: int) -> Note:
+        out, into = self.listing.out[hop], self.listing.into[hop]
+        bits = self.entries.index_select(0, out.entries)
+        self.up_out.append(bits)
+        return Note(_packed(bits), out.words, into.words)
+
+    def told_up(self, hop: int, words: torch.Tensor) -> None:
+        bits = _unpacked(words)
+        self.up_in.append(bits)
+        self._read(self.listing.into[hop], bits)
+
+    def down(self, hop: int) -> Note:
+        out, into = self.listing.out[hop], self.listing.into[hop]
+        bits = self.entries.index_select(0, into.entries)
+        self.down_in[hop] = bits
+        return Note(_packed(bits), into.words, out.words)
+
+    def told_down(self, hop: int, words: torch.Tensor) -> None:
+        bits = _unpacked(words)
+        self.down_out[hop] = bits
+        self._read(self.listing.out[hop], bits)
+
+    def _read(self, lane: Lane, bits: torch.Tensor) -> None:
+        self.entries.scatter_reduce_(0, lane.entries.to(torch.int64), bits, "amax")
+
+    @property
+    def known_everywhere(self) -> bool:
+        return all(bits is not None for bits in self.down_out)
+
+    @staticmethod
+    def together(parts: Sequence[Touched]) -> Touched:
+        """Of several passes over one placement."""
+        if len(parts) == 1:
+            return parts[0]
+        whole = Touched(parts[0].listing, parts[0].entries.device)
+        whole.entries = _union([part.entries for part in parts])
+        for hop in range(len(whole.down_out)):
+            whole.up_out.append(_union([part.up_out[hop] for part in parts]))
+            whole.up_in.append(_union([part.up_in[hop] for part in parts]))
+            if all(part.known_everywhere for part in parts):
+                whole.down_out[hop] = _union([bits for part in parts if (bits := part.down_out[hop]) is not None])
+                whole.down_in[hop] = _union([bits for part in parts if (bits := part.down_in[hop]) is not None])
+        return whole
+
+    def positions(self, group: int) -> torch.Tensor:
+        """int64: the touched rows of a dim-group's directory."""
+        first, end = self.listing.firsts[group : group + 2]
+        return self.entries[first:end].nonzero().view(-1)
+
+    def divide(self, other: Touched) -> tuple[Touched, Touched]:
+        """Both known everywhere, of one placement -> the rows that are in both, and those in this one alone."""
+        return self._only(other.entries), self._only(1 - other.entries)
+
+    def _only(self, entries: torch.Tensor) -> Touched:
+        part = Touched(self.listing, entries.device)
+        part.entries = self.entries & entries
+        for hop, (out, into) in enumerate(zip(self.listing.out, self.listing.into, strict=True)):
+            of_out, of_into = entries.index_select(0, out.entries), entries.index_select(0, into.entries)
+            part.up_out.append(self.up_out[hop] & of_out)
+            part.up_in.append(self.up_in[hop] & of_into)
+            down_out, down_in = self.down_out[hop], self.down_in[hop]
+            part.down_out[hop] = None if down_out is None else down_out & of_out
+            part.down_in[hop] = None if down_in is None else down_in & of_into
+        return part
+
+
+def _union(bits: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(bits)).amax(dim=0)
+
+
+def _weights(device: torch.device) -> torch.Tensor:
+    return 2 ** torch.arange(8, dtype=torch.uint8, device=device)
+
+
+def _packed(bits: torch.Tensor) -> torch.Tensor:
+    """uint8 [64 n] zeros and ones -> int64 [n]."""
+    return (bits.view(-1, 8) * _weights(bits.device)).sum(dim=1, dtype=torch.uint8).view(torch.int64)
+
+
+def _unpacked(words: torch.Tensor) -> torch.Tensor:
+    return (words.view(torch.uint8).unsqueeze(1) & _weights(words.device)).ne(0).view(-1).to(torch.uint8)
+
+
+class ReplicaSums:
+    """Gradients of the replicated rows that a step touched: this rank's at first, at last the sums over all ranks.
+
+    Args:
+        touched: known everywhere. One transfer to the host tells all sizes.
+        dims, wire, wide: of each dim-group; gradients travel in ``wire`` and are added in ``wide``.
+    """
+
+    def __init__(
+        self, touched: Touched, dims: Sequence[int], wire: Sequence[torch.dtype], wide: Sequence[torch.dtype]
+    ) -> None:
+        self._touched = touched
+        self._wire = list(wire)
+        self._groups = len(dims)
+        listing = touched.listing
+        self._firsts = listing.firsts
+        lanes: list[tuple[Lane, torch.Tensor]] = []
+        for hop in range(len(listing.out)):
+            down_out, down_in = touched.down_out[hop], touched.down_in[hop]
+            if down_out is None or down_in is None:
+                raise AssertionError("the union of touched rows is not known")
+            lanes += [
+                (listing.out[hop], touched.up_out[hop]),
+                (listing.into[hop], touched.up_in[hop]),
+                (listing.out[hop], down_out),
+                (listing.into[hop], down_in),
+            ]
+        total = touched.entries.cumsum(0, dtype=torch.int64)
+        firsts = torch.tensor(listing.firsts, device=total.device)
+        before = (total - touched.entries).index_select(0, firsts)
+        numbers = torch.cat([before, *(lane.counts(bits) for lane, bits in lanes)]).tolist()
+        starts, counts = numbers[: self._groups + 1], numbers[self._groups + 1 :]
+        self._place = total - 1
+        for (first, end), start in zip(pairwise(self._firsts), starts, strict=False):
+            self._place[first:end] -= start
+        self.sums = [
+            torch.zeros((end - start, dim), dtype=dtype, device=total.device)
+            for (start, end), dim, dtype in zip(pairwise(starts), dims, wide, strict=True)
+        ]
+        self._parts: list[list[tuple[torch.Tensor, list[int]]]] = []
+        for lane, bits in lanes:
+            size = len(lane.words) * self._groups
+            of_lane, counts = counts[:size], counts[size:]
+            pieces = torch.split(self._place.index_select(0, lane.entries[bits.bool()]), of_lane)
+            self._parts.append(
+                [(torch.cat(pieces[g :: self._groups]), of_lane[g :: self._groups]) for g in range(self._groups)]
+            )
+
+    def land(self, group: int, entries: torch.Tensor, grads: torch.Tensor) -> None:
+        """Adds [n, dim] gradients that this rank holds, of int64 [n] directory positions (-1: no replica, left out)."""
+        at = (entries >= 0).nonzero().view(-1)
+        rows = self._place.index_select(0, entries.index_select(0, at) + self._firsts[group])
+        self.sums[group].index_add_(0, rows, grads.index_select(0, at))
+
+    def up(self, hop: int) -> list[Column]:
+        """What goes up over a hop, once all that this rank holds up to its station has landed."""
+        return self._columns(4 * hop, 4 * hop + 1)
+
+    def came_up(self, hop: int, arrived: Sequence[Sequence[torch.Tensor]]) -> None:
+        for sums, parts, (rows, counts) in zip(self.sums, arrived, self._parts[4 * hop + 1], strict=True):
+            for part, at in zip(parts, torch.split(rows, counts), strict=True):
+                if len(part):
+                    sums.index_add_(0, at, part.to(sums.dtype))
+
+    def spread(self, hops: Sequence[Hop]) -> None:
+        """Collective. From the homes to all holders; every copy is given the sum as it travels."""
+        self.sums = [sums.to(wire).to(sums.dtype) for sums, wire in zip(self.sums, self._wire, strict=True)]
+        for hop in reversed(range(len(hops))):
+            if not self._touched.listing.exchanged[hop]:
+                continue
+            arrived = hops[hop].exchange(self._columns(4 * hop + 3, 4 * hop + 2))
+            for sums, parts, (rows, counts) in zip(self.sums, arrived, self._parts[4 * hop + 2], strict=True):
+                for part, at in zip(parts, torch.split(rows, counts), strict=True):
+                    if len(part):
+                        sums.index_copy_(0, at, part.to(sums.dtype))
+
+    def at(self, group: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """int32 [n] directory positions -> (int64 [m] the touched ones among them, [m, dim] their sums)."""
+        entries = positions.to(torch.int64) + self._firsts[group]
+        chosen = entries[self._touched.entries.index_select(0, entries).bool()]
+        return chosen - self._firsts[group], self.sums[group].index_select(0, self._place.index_select(0, chosen))
+
+    def _columns(self, sent: int, received: int) -> list[Column]:
+        return [
+            Column(sums, rows, counts, back, wire, Kind.SYNC)
+            for sums, wire, (rows, counts), (_, back) in zip(
+                self.sums, self._wire, self._parts[sent], self._parts[received], strict=True
+            )
+        ]
