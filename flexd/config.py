@@ -300,7 +300,7 @@ class ControlConfig(Section):
     """Port that the ranks connect to; 0 takes any free one."""
     chunk_rows: Annotated[Int, Field(ge=1, le=2**22)] = 4096
     """Largest chunk the daemon announces."""
-    chunk_bytes: Annotated[Int, Field(ge=1)] = 4 * 2**20
+    chunk_bytes: Annotated[Int, Field(ge=1)] = 2**20
     """Row values (with optimizer state) that one chunk may move; ranks apply at most one chunk's worth a step."""
     timeout_seconds: Seconds = 15.0
     """Deadline of every wait on the channel."""
