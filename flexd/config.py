@@ -278,6 +278,8 @@ class PlannerConfig(Section):
     whether another would be cheaper."""
     micro_batches: Annotated[Int, Field(ge=1, le=4096)] = 1
     """Forward passes for each optimizer step: rows are looked up in each, replicas synchronised once."""
+    comm_dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    """What the trainers gave ``EmbeddingCollection(comm_dtype=...)``; by default rows travel as they are stored."""
     frozen_tables: list[str] = []
     """Tables that are read only: they cost no backward pass and no synchronisation."""
     exclude_tables: list[str] = []

@@ -27,6 +27,7 @@ def training_shape(settings: PlannerConfig) -> TrainingShape:
     return TrainingShape(
         micro_batches=settings.micro_batches,
         merged_backward=True,
+        comm_dtype=settings.comm_dtype,
         frozen_tables=frozenset(settings.frozen_tables),
     )
 

@@ -105,6 +105,9 @@ class EmbeddingCollection(nn.Module):
         average_gradients: divide gradients by the world size, as ``DistributedDataParallel`` does for the rest.
         exchange: "chain" (DESIGN: two hops), "direct" (every rank asks every home) or "direct_no_dedup" (what
             sharded modules do by default); the last two are for comparison.
+        comm_dtype: "float32", "float16" or "bfloat16", in which rows and gradients travel; default each table's own.
+            Gradients are added in float32 or wider, and rows are rounded wherever they are read, so that what is
+            learned does not depend on the placement. Tell the daemon (``planner.comm_dtype``).
         max_migration_bytes_per_step: cap on copied rows at one step (a chunk above it is applied alone).
         seed: of the initial values; the same seed gives the same tables on any number of ranks.
 
@@ -123,6 +126,7 @@ class EmbeddingCollection(nn.Module):
         replica_slots: Sequence[int] | None = None,
         average_gradients: bool = True,
         exchange: str = "chain",
+        comm_dtype: str | None = None,
         max_migration_bytes_per_step: int = 2**20,
         seed: int = 0,
         device: torch.device | str = "cpu",
@@ -138,7 +142,7 @@ class EmbeddingCollection(nn.Module):
         self.rank = self._groups.rank
         with self.traffic.uncounted():
             self._check_same_everywhere(
-                [exchange, average_gradients, max_migration_bytes_per_step, seed, row_optimizer]
+                [exchange, comm_dtype, average_gradients, max_migration_bytes_per_step, seed, row_optimizer]
             )
         self._features = FeatureMap(
             self.keyspace, [table.feature_names for table in self.tables], self.rank, self.device
@@ -154,6 +158,7 @@ class EmbeddingCollection(nn.Module):
             gradient_scale=1.0 / self.layout.world_size if average_gradients else 1.0,
             max_migration_bytes_per_step=max_migration_bytes_per_step,
             device=self.device,
+            comm_dtype=comm_dtype,
         )
         self.engine.initialise([table.scale for table in self.tables], seed, row_optimizer.initial_state)
         self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None

@@ -77,6 +77,9 @@ class Router:
         comm_dtype: of rows and gradients on the wire; None: each table's own. Gradients are added in float32, or in the
             wider of table and wire. With a narrower wire every row is rounded when it is read, wherever it is held, so
             that what is learned does not depend on the placement.
+
+    Raises:
+        EmbeddingError: an unknown ``comm_dtype``.
     """
 
     def __init__(
@@ -89,6 +92,8 @@ class Router:
         dedup: bool,
         comm_dtype: str | None = None,
     ) -> None:
+        if comm_dtype not in (None, "float32", "float16", "bfloat16"):
+            raise EmbeddingError(f"comm_dtype {comm_dtype!r}", remedy="one of float32, float16, bfloat16, or None")
         self._stores = list(stores)
         self.hops = list(hops)
         self._layout = layout

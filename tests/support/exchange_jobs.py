@@ -1,0 +1,100 @@
+"""What ranks run to have their collectives and bytes counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.jagged import Jagged
+from flexd.embedding.optimizer import SGD
+from flexd.layout import RankLayout
+from flexd.placement import Delta
+
+ROWS = 40
+
+
+def make(layout: RankLayout, dims: list[int], dtypes: list[str], moved: bool, **more: Any) -> EmbeddingCollection:
+    tables = [
+        EmbeddingTable(f"t{i}", ROWS, d, dtype=t, init_scale=0.5)
+        for i, (d, t) in enumerate(zip(dims, dtypes, strict=True))
+    ]
+    collection = EmbeddingCollection(tables, layout=layout, optimizer=SGD(0.02), replica_fraction=1.0, **more)
+    if moved:
+        keys = np.arange(ROWS * len(dims))
+        collection.engine.inbox.offer(1, Delta(keys, np.zeros(len(keys), np.uint8), (keys % 3).astype(np.uint8)))
+        with torch.no_grad():
+            for _ in range(2):
+                collection({})
+    return collection
+
+
+def batch(collection: EmbeddingCollection, seed: int) -> dict[str, Jagged]:
+    rng = np.random.default_rng([seed, collection.rank])
+    return {
+        table.name: Jagged(torch.from_numpy((rng.zipf(1.3, 30) - 1) % ROWS), torch.tensor([30]))
+        for table in collection.tables
+    }
+
+
+def step(collection: EmbeddingCollection, seeds: list[int]) -> float:
+    losses = []
+    for seed in seeds:
+        loss = torch.stack([j.values.double().sin().sum() for j in collection(batch(collection, seed)).values()]).sum()
+        loss.backward()
+        losses.append(float(loss.detach()))
+    collection.optimizer.step()
+    return sum(losses)
+
+
+def collectives(rank: int, layout: RankLayout, dims: list[int], dtypes: list[str], moved: bool) -> dict[str, int]:
+    """Of a training step, and of an evaluation."""
+    collection = make(layout, dims, dtypes, moved)
+    names = ("all_to_all_single", "all_reduce", "broadcast")
+    originals, count = {name: getattr(dist, name) for name in names}, [0]
+
+    def counted(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    try:
+        for name in names:
+            setattr(dist, name, counted(name))
+        step(collection, [1])
+        trained, count[0] = count[0], 0
+        with torch.no_grad():
+            collection(batch(collection, 1))
+    finally:
+        for name in names:
+            setattr(dist, name, originals[name])
+    return {"training": trained, "evaluation": count[0]}
+
+
+def pushed(rank: int, layout: RankLayout, seeds: list[int]) -> int:
+    """Bytes that ``optimizer.step`` sends after these passes."""
+    collection = make(layout, [8, 4], ["float32"] * 2, True)
+    for seed in seeds:
+        torch.stack([j.values.sum() for j in collection(batch(collection, seed)).values()]).sum().backward()
+    before = collection.traffic.totals()
+    collection.optimizer.step()
+    after = collection.traffic.totals()
+    return sum(after[name] - before[name] for name in after)
+
+
+def train(rank: int, layout: RankLayout, moved: bool, comm_dtype: str | None) -> dict[str, Any]:
+    collection = make(layout, [8, 3], ["float32", "float64"], moved, comm_dtype=comm_dtype)
+    losses, equal = [], True
+    for number in range(8):
+        losses.append(step(collection, [number, number + 100]))
+        equal &= collection.replicas_bit_equal()
+    totals = collection.traffic.totals()
+    return {
+        "losses": losses, "equal": equal, "bytes": sum(value for name, value in totals.items() if "bytes" in name),
+        "tables": [collection.gather_table(table.name).double().numpy() for table in collection.tables],
+    }  # fmt: skip
