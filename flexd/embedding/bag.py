@@ -70,17 +70,18 @@ class EmbeddingBagCollection(EmbeddingCollection):
 
         Args:
             weights: of features pooled by sum: a factor for each id, floating point [n] (``per_sample_weights`` of
-                ``nn.EmbeddingBag``); gradients flow to them. Features without are not weighted.
+                ``nn.EmbeddingBag``); gradients flow to them. Features without are not weighted. Given on every rank or
+                on none, if only empty; a batch with weights is not looked up ahead by ``flexd.prefetch``.
 
         Raises:
             EmbeddingError: on every rank, if on any rank the ids cannot be looked up (as ``EmbeddingCollection``),
                 lengths do not sum to the number of ids, or weights do not fit the ids or are for a mean.
         """
-        weights = weights or {}
-        check = (lambda given: self._check_weights(given, weights)) if weights else None
-        found = self._find(features, check)
-        rows = self._rows(found, expand=False)
-        return self._pool(found, rows, weights)
+        if weights is None:
+            found = self._find(features)
+        else:  # though empty here: whether a batch is looked up ahead must be the same on all ranks
+            found = self._find(features, lambda given: self._check_weights(given, weights))
+        return self._pool(found, self._rows(found, expand=False), weights or {})
 
     def _pool(
         self, found: Found, rows: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]

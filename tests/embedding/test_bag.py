@@ -19,13 +19,20 @@ Ranks = Callable[[int], RankPool]
 
 
 @pytest.mark.parametrize(
-    ("nodes", "local_ranks", "exchange"),
-    [(1, 1, "chain"), (2, 1, "chain"), (2, 2, "chain"), (2, 2, "direct"), (1, 2, "direct_no_dedup")],
+    ("nodes", "local_ranks", "exchange", "ahead"),
+    [
+        (1, 1, "chain", False),
+        (2, 1, "chain", False),
+        (2, 1, "chain", True),
+        (2, 2, "chain", True),
+        (2, 2, "direct", False),
+        (1, 2, "direct_no_dedup", False),
+    ],
 )
-def test_training_equals_embedding_bags(ranks: Ranks, nodes: int, local_ranks: int, exchange: str) -> None:
+def test_training_equals_embedding_bags(ranks: Ranks, nodes: int, local_ranks: int, exchange: str, ahead: bool) -> None:
     layout = RankLayout(nodes, local_ranks)
     losses, weight_grads, expected = train_alone(layout.world_size)
-    for rank, result in enumerate(ranks(layout.world_size).run("bag_jobs:train", layout, exchange)):
+    for rank, result in enumerate(ranks(layout.world_size).run("bag_jobs:train", layout, exchange, ahead)):
         assert result["version"] == 1, "the migration must happen"
         assert result["equal"]
         np.testing.assert_allclose(result["losses"], losses[rank], rtol=0, atol=1e-9)

@@ -226,8 +226,8 @@ def load(rank: int, layout: RankLayout) -> dict[str, Any]:
             collection(everything)
     expected = collection.gather_table("item")
     values = torch.arange(15 * DIM).view(15, DIM).float()
-    expected[11:26] = values
-    collection.load_rows("item", 11, values)
+    expected[12:27] = values
+    collection.load_rows("item", 12, values)
     with torch.no_grad():
         looked_up = collection(everything)["item"].values
     assert collection.placement_version == 1

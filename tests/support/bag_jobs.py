@@ -45,20 +45,21 @@ def loss_of(pooled: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.stack([part.sin().sum() + part.square().sum() for part in pooled.values()] or [torch.zeros(())]).sum()
 
 
-def train(rank: int, layout: RankLayout, exchange: str) -> dict[str, Any]:
+def train(rank: int, layout: RankLayout, exchange: str, ahead: bool) -> dict[str, Any]:
     collection = flexd.EmbeddingBagCollection(
         tables(), optimizer=flexd.SGD(0.1), layout=layout, replica_slots=[61, 17], exchange=exchange
     )
     losses, weight_grads, equal = [], [], True
-    for step in range(STEPS):
+    batches: Any = [batch(step, rank) for step in range(STEPS)]
+    loop = flexd.prefetch(batches, collection, features=lambda both: both[0]) if ahead else batches
+    for step, (features, weights) in enumerate(loop):
         if step == 2:
             keys = np.arange(0, 78, 2)
             delta = Delta(keys, np.zeros(39, np.uint8), (np.arange(39) % 2 + 1).astype(np.uint8))
             collection.engine.inbox.offer(1, delta)
-        features, weights = batch(step, rank)
         for factors in weights.values():
             factors.requires_grad_()
-        loss = loss_of(collection(features, weights))
+        loss = loss_of(collection(features, weights if step % 2 else None))
         if loss.requires_grad:
             loss.backward()
         collection.optimizer.step()

@@ -69,8 +69,8 @@ def plain_of(collection: Any, pooled: bool) -> Any:
 def train(rank: int, layout: RankLayout, pooled: bool) -> dict[str, Any]:
     collection = make(pooled, layout)
     losses = []
-    for step in range(STEPS):
-        loss = loss_of(collection(batch(step, rank)))
+    for kjt in flexd.prefetch([batch(step, rank) for step in range(STEPS)], collection):
+        loss = loss_of(collection(kjt))
         loss.backward()
         collection.optimizer.step()
         losses.append(float(loss.detach()))
