@@ -31,7 +31,7 @@ class Loop:
         extra_every: steps between forward passes for training on a batch that was not announced, before the step.
         between_every: steps between whole steps of training on such a batch.
         read_every: steps between reading whole tables.
-        save_every: steps between saving everything and loading it again.
+        save_every: steps between saving everything and going back to what was saved the time before.
         max_norm: gradients are clipped to it; 0: not.
         bad_at: index of a batch that cannot be looked up on the last rank, and is passed over; -1: none.
         loops: the batches are gone over in as many loops.
@@ -74,6 +74,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     rng = np.random.default_rng([scenario.seed, 7, rank])
     losses: list[float] = []
     versions, said, unequal, left = [], [], 0, 0
+    saved: list[dict[str, Any]] = []
     every = [(index, batch(scenario, index, rank)) for index in range(scenario.steps * scenario.passes)]
     if loop.bad_at >= 0 and rank == scenario.layout.world_size - 1:
         every[loop.bad_at][1]["history"] = Jagged(torch.tensor([-1]), torch.tensor([1]))
@@ -118,7 +119,8 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             if each(index, step, loop.read_every):
                 losses.append(float(collection.gather_table("item").sum()))
             if each(index, step, loop.save_every):
-                collection.load_state_dict(collection.state_dict())
+                saved.append(collection.state_dict())
+                collection.load_state_dict(saved[max(0, len(saved) - 2)])
             if index == loop.left_at:
                 break
 
