@@ -117,14 +117,14 @@ def test_a_skipped_step_leaves_nothing_behind() -> None:
 
 
 def test_small_half_precision_gradients_are_unscaled_wide() -> None:
-    """1e-7 is no float16 with three digits; 1e-7 * 2^10 is."""
-    collection = make("float16", lr=2e4)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    """2e-8 is 0 in float16; 2e-8 * 2^12 is not."""
+    collection = make("float16", lr=1e5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     before = collection.gather_table("item").float()
-    scaler.scale(collection(ids(3))["item"].values.float().sum() * 1.3e-7).backward()
+    scaler.scale(collection(ids(3))["item"].values.float().sum() * 2e-8).backward()
     scaler.step(collection.optimizer)
     change = before[3] - collection.gather_table("item")[3].float()
-    np.testing.assert_allclose(change.numpy(), 2e4 * 1.3e-7, rtol=0.05)
+    np.testing.assert_allclose(change.numpy(), 1e5 * 2e-8, rtol=0.05)
 
 
 def test_no_chunk_is_applied_while_gradients_wait() -> None:
