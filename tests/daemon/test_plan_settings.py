@@ -15,7 +15,9 @@ def test_defaults_change_nothing() -> None:
     settings = PlannerConfig()
     limits = plan_limits(settings)
     assert (limits.pins, limits.exclude_tables, dict(limits.table_slots)) == ((), frozenset(), {})
-    assert training_shape(settings) == TrainingShape()
+    assert training_shape(settings) == TrainingShape(merged_backward=True), (
+        "the collection pushes gradients once a step"
+    )
     assert running_exchange(settings) is Exchange.CHAIN
 
 
