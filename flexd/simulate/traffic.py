@@ -84,6 +84,10 @@ class CollectiveBytes:
     rides: bool = False
 
 
+_ALIGNMENT = 16
+"""Bytes, of the sections of a migration (``Migrator``)."""
+
+
 def _even(part: Part, collective: Collective, link: int, sent: Int64Array) -> CollectiveBytes:
     """A collective in which every rank receives what it sends."""
     return CollectiveBytes(part, collective, link, sent, sent.max(axis=0))
@@ -273,28 +277,35 @@ class TrafficCounter:
         return CollectiveBytes(Part.SYNC_ROWS, Collective.ALL_TO_ALL, link, sent, _peak(sent, received))
 
     def migration(self, chunk: Delta) -> list[CollectiveBytes]:
-        """The copies of one chunk (``Migrator``): per dim-group an all-gather over each rail, then one in each node."""
-        layout = self._layout
+        """The copies of one chunk (``Migrator``): an all-gather over each rail, then one in each node, for all
+        dim-groups. Every member's part is as long as the longest; a chunk above the cap of a step is taken to be copied
+        in one piece."""
+        layout, world = self._layout, self._layout.world_size
         nodes, local = layout.nodes, layout.local_ranks
+        rails = np.zeros(local, dtype=np.int64)
+        inside = 0
         group = self._group_of(chunk.keys)
-        found = []
-        for index, moved in enumerate(self._moved_bytes):
+        for index in range(len(self._row_bytes)):
             of_group = group == index
             keys, old, new = chunk.keys[of_group], chunk.old_tiers[of_group], chunk.new_tiers[of_group]
             from_home = keys[(old == Tier.HOME) & (new != Tier.HOME)]
-            if nodes > 1 and len(from_home):
-                owner = from_home % local * nodes + layout.home_node(from_home)
-                longest = np.bincount(owner, minlength=local * nodes).reshape(local, nodes).max(axis=1)
-                sent = np.zeros((layout.world_size, 2), dtype=np.int64)
-                sent[:, INTER] = (longest * moved * (nodes - 1))[self._local_of]
-                found.append(_even(Part.MIGRATION, Collective.ALL_GATHER, INTER, sent))
-            in_node = keys[(old != Tier.DEVICE) & (new == Tier.DEVICE)]
-            if local > 1 and len(in_node):
-                longest_part = int(np.bincount(in_node % local, minlength=local).max())
-                sent = np.zeros((layout.world_size, 2), dtype=np.int64)
-                sent[:, INTRA] = longest_part * int(moved) * (local - 1)
-                found.append(_even(Part.MIGRATION, Collective.ALL_GATHER, INTRA, sent))
+            owner = from_home % local * nodes + layout.home_node(from_home)
+            rails += self._section_bytes(index, np.bincount(owner, minlength=world).reshape(local, nodes).max(axis=1))
+            in_node = keys[(old != Tier.DEVICE) & (new == Tier.DEVICE)] % local
+            inside += int(self._section_bytes(index, np.bincount(in_node, minlength=local).max()))
+        found = []
+        for link, peers, of_ranks in ((INTER, nodes, rails[self._local_of]), (INTRA, local, np.full(world, inside))):
+            if peers > 1 and of_ranks.any():
+                sent = np.zeros((world, 2), dtype=np.int64)
+                sent[:, link] = of_ranks * (peers - 1)
+                found.append(_even(Part.MIGRATION, Collective.ALL_GATHER, link, sent))
         return found
+
+    def _section_bytes(self, group: int, rows: Int64Array) -> Int64Array:
+        """Bytes of so many rows of a dim-group in a member's part: values, then state, each from an aligned start."""
+        parts = (int(self._row_bytes[group]), int(self._moved_bytes[group] - self._row_bytes[group]))
+        aligned: Int64Array = sum(-(-rows * size // _ALIGNMENT) * _ALIGNMENT for size in parts)  # type: ignore[assignment]
+        return aligned
 
     def copied_bytes(self, chunk: Delta) -> int:
         """Row and state bytes that the busiest link copies for a chunk: what the cap of a step counts."""
