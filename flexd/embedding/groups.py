@@ -148,8 +148,11 @@ class ChainGroups:
             )
         self.layout = layout
         within = _timeout(device) if deadline is None and live else deadline
-        node_groups = [self._new(layout.node_ranks(node), live, within) for node in range(layout.nodes)]
-        rail_groups = [self._new(layout.rail_ranks(local), live, within) for local in range(layout.local_ranks)]
+        own = deadline is not None
+        nodes = [layout.node_ranks(node) for node in range(layout.nodes)]
+        rails = [layout.rail_ranks(local) for local in range(layout.local_ranks)]
+        node_groups = [self._new(ranks, live, within, shared=not own) for ranks in nodes]
+        rail_groups = [self._new(ranks, live, within, shared=not own) for ranks in rails]
         node, local = layout.node_of(self.rank), layout.local_rank_of(self.rank)
         everyone = list(range(world_size))
         shared = dist.group.WORLD if live else None
@@ -167,8 +170,28 @@ class ChainGroups:
             )
 
     @staticmethod
-    def _new(ranks: list[int], live: bool, deadline: timedelta | None) -> dist.ProcessGroup | None:
-        return dist.new_group(ranks, timeout=deadline) if live and len(ranks) > 1 else None
+    def _new(
+        ranks: list[int], live: bool, deadline: timedelta | None, shared: bool = False
+    ) -> dist.ProcessGroup | None:
+        if not live or len(ranks) < 2:
+            return None
+        made = _shared_groups() if shared else {}
+        if tuple(ranks) not in made:
+            made[tuple(ranks)] = dist.new_group(ranks, timeout=deadline)
+        return made[tuple(ranks)]
+
+
+_shared: tuple[object, dict[tuple[int, ...], dist.ProcessGroup]] = (None, {})
+"""The default process group, and the groups beside it that the trainer's thread works in. A group has threads and
+connections of its own, and torch keeps it for ever, so the collections of a job share theirs. Every rank makes its
+collections in the same order: all find a group here, or none does."""
+
+
+def _shared_groups() -> dict[tuple[int, ...], dist.ProcessGroup]:
+    global _shared
+    if _shared[0] is not dist.group.WORLD:
+        _shared = (dist.group.WORLD, {})
+    return _shared[1]
 
 
 def _timeout(device: torch.device) -> timedelta | None:
