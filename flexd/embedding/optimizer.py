@@ -138,8 +138,25 @@ class SGD(_Fused):
         return grads.mul(self.lr)
 
 
+class _AdagradLike(_Fused):
+    eps: float
+    initial_accumulator_value: float
+
+    def __post_init__(self) -> None:
+        self._check(eps=self.eps, initial_accumulator_value=self.initial_accumulator_value)
+
+    @property
+    def initial_state(self) -> float:
+        return self.initial_accumulator_value
+
+    def _scaled(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """State: the accumulator, as wide as ``squares``."""
+        state.add_(squares)
+        return grads.div(state.sqrt().add_(self.eps)).mul_(self.lr)
+
+
 @dataclass(frozen=True)
-class Adagrad(_Fused):
+class Adagrad(_AdagradLike):
     """s += g^2; w -= lr * g / (sqrt(s) + eps), one accumulator a number (Duchi et al., JMLR 12, 2011, section 1.3).
 
     As ``torch.optim.Adagrad`` with ``lr_decay=0``, FBGEMM's EXACT_ADAGRAD.
@@ -153,21 +170,13 @@ class Adagrad(_Fused):
     initial_accumulator_value: float = 0.0
     name: str = field(default="adagrad", init=False)
 
-    def __post_init__(self) -> None:
-        self._check(eps=self.eps, initial_accumulator_value=self.initial_accumulator_value)
-
-    @property
-    def initial_state(self) -> float:
-        return self.initial_accumulator_value
-
     def _change(self, grads: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
         del step
-        state.add_(grads.square())
-        return grads.div(state.sqrt().add_(self.eps)).mul_(self.lr)
+        return self._scaled(grads, grads.square(), state)
 
 
 @dataclass(frozen=True)
-class RowWiseAdagrad(_Fused):
+class RowWiseAdagrad(_AdagradLike):
     """s += mean(g^2); w -= lr * g / (sqrt(s) + eps), one accumulator a row.
 
     As FBGEMM's EXACT_ROWWISE_ADAGRAD (``OptimType.EXACT_ROWWISE_ADAGRAD``).
@@ -181,22 +190,18 @@ class RowWiseAdagrad(_Fused):
     initial_accumulator_value: float = 0.0
     name: str = field(default="rowwise_adagrad", init=False)
 
-    def __post_init__(self) -> None:
-        self._check(eps=self.eps, initial_accumulator_value=self.initial_accumulator_value)
-
-    @property
-    def initial_state(self) -> float:
-        return self.initial_accumulator_value
-
     def _change(self, grads: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
         del step
-        state.add_(grads.square().mean(dim=1, keepdim=True))
-        return grads.div(state.sqrt().add_(self.eps)).mul_(self.lr)
+        return self._scaled(grads, grads.square().mean(dim=1, keepdim=True), state)
 
 
 class _AdamLike(_Fused):
     betas: tuple[float, float]
     eps: float
+
+    def __post_init__(self) -> None:
+        self._check(eps=self.eps)
+        _check_betas(self, self.betas)
 
     def _moments(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
         """State: first moment [n, dim], then second, as wide as ``squares``."""
@@ -227,10 +232,6 @@ class Adam(_AdamLike):
     name: str = field(default="adam", init=False)
     initial_state: float = field(default=0.0, init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        self._check(eps=self.eps)
-        _check_betas(self, self.betas)
-
     def _change(self, grads: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
         return self._moments(grads, grads.square(), state, step)
 
@@ -250,10 +251,6 @@ class RowWiseAdam(_AdamLike):
     eps: float = 1e-8
     name: str = field(default="rowwise_adam", init=False)
     initial_state: float = field(default=0.0, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._check(eps=self.eps)
-        _check_betas(self, self.betas)
 
     def _change(self, grads: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
         return self._moments(grads, grads.square().mean(dim=1, keepdim=True), state, step)
