@@ -47,7 +47,7 @@ class StepGradients:
         factor = self.factor
         if factor == 1.0:
             return self._parts
-        return [Summed(part.group, part.slots, _wide(part.grads) * factor) for part in self._parts]
+        return [Summed(part.group, part.slots, part.grads * factor) for part in self._parts]
 
     def gate(self) -> torch.Tensor:
         """Collective at first. float32 []: 1, or inf if gradients of any row are not finite. The update multiplies by
@@ -102,11 +102,6 @@ class StepGradients:
             return grads.new_zeros(())
         norm: torch.Tensor = torch.linalg.vector_norm(grads, norm_type)
         return norm
-
-
-def _wide(grads: torch.Tensor) -> torch.Tensor:
-    """A half-precision gradient times a small factor would be 0."""
-    return grads.to(torch.promote_types(grads.dtype, torch.float32))
 
 
 def clip_grad_norm_(

@@ -21,7 +21,7 @@ Landed = list[tuple[GroupStop, torch.Tensor]]
 @dataclass(frozen=True)
 class Summed:
     """Gradients of one step, summed over all ranks: [n, dim] of the rows of dim-group ``group`` at ``slots`` int64 [n],
-    unique. The same rows in the same order on every holder of them."""
+    unique, as wide as they are added (``Router.wide``). The same rows in the same order on every holder of them."""
 
     group: int
     slots: torch.Tensor
