@@ -355,3 +355,8 @@ def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:
             np.testing.assert_allclose(result["tables"][name], values, rtol=0, atol=1e-9)
         counted += result["accesses"]
     assert counted == sum(len(j.values) for s in range(steps) for r in range(4) for j in some(0, s, r).values())
+
+
+def test_collections_of_a_job_share_their_process_groups(ranks: Ranks) -> None:
+    """torch keeps every group for ever, with its threads: a hundred collections would be a thousand threads."""
+    assert ranks(4).run("collection_jobs:shared_groups", RankLayout(2, 2)) == [(True, True)] * 4

@@ -334,3 +334,17 @@ def listed_by(layout: RankLayout, rank: int, placement: Placement) -> Placement:
         (tiers == 2) & (layout.world_size > 1)
     )
     return Placement(keys[mine], tiers[mine], placement.version)
+
+
+def shared_groups(rank: int, layout: RankLayout) -> tuple[bool, bool]:
+    """Do two collections share the trainer's process groups, and do both train the same beside each other?"""
+    first, second = (EmbeddingCollection(tables(), layout=layout, replica_slots=[20, 20, 3]) for _ in range(2))
+    same = all(
+        getattr(first.engine.groups, name).group is getattr(second.engine.groups, name).group
+        for name in ("world", "node", "rail")
+    )
+    for step in range(3):
+        for collection in (first, second):
+            train_step(collection, some(0, step, rank))
+    equal = all(torch.equal(first.gather_table(name), second.gather_table(name)) for name in ROWS)
+    return same, equal
