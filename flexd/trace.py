@@ -85,9 +85,10 @@ def load_trace(path: Path) -> Trace:
 def _read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
     try:
         with path.open("rb") as opened:
+            if not zipfile.is_zipfile(opened):  # numpy would advise to unpickle it
+                raise ValueError("no .npz archive")
+            opened.seek(0)
             file = np.load(opened, allow_pickle=False)
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ValueError("one array alone, no .npz")
             return {name: file[name] for name in file.files}
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         raise StreamError(f"trace {path}: cannot be read: {error}", remedy="give an .npz trace") from error
