@@ -315,7 +315,7 @@ class RowEngine:
         if self._exchange == "chain":
             hops = [
                 Hop(groups.node, lambda keys: keys % local_ranks),
-                Hop(groups.rail, lambda keys: keys % world // local_ranks),
+                Hop(groups.rail, lambda keys: keys % world // local_ranks, all_reduces=True),
             ]
         elif self._exchange in ("direct", "direct_no_dedup"):
             hops = [Hop(groups.world, lambda keys: keys % world)]

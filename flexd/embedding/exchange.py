@@ -79,11 +79,16 @@ class Hop:
 
     Args:
         destination: int64 [n] keys -> int64 [n] peer indices.
+        all_reduces: gradients of the rows that all its peers hold copies of are all-reduced where they can be; else
+            they go to the home, and the sums come back.
     """
 
-    def __init__(self, peers: Peers, destination: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, peers: Peers, destination: Callable[[torch.Tensor], torch.Tensor], *, all_reduces: bool = False
+    ) -> None:
         self.peers = peers
         self.destination = destination
+        self.all_reduces = all_reduces
 
     def exchange_sizes(self, counts: torch.Tensor, agreement: Agreement) -> tuple[Counts, Counts, Agreement]:
         """int64 [peers, groups] rows asked of each peer -> (asked by me, asked of me, agreement of the peers)."""

@@ -65,11 +65,11 @@ class Peers:
                 intra += sent
         self._traffic.sent(intra, inter, kind)
 
-    def _count_even(self, total: int) -> None:
+    def _count_even(self, total: int, kind: Kind | None = None) -> None:
         """A collective whose sent bytes spread evenly over the other members."""
         others = self.size - 1
         far = sum(self.far)
-        self._traffic.sent(total * (others - far) // others, total * far // others)
+        self._traffic.sent(total * (others - far) // others, total * far // others, kind)
 
     def all_to_all(
         self,
@@ -95,13 +95,15 @@ class Peers:
             self._count([sync * width for sync in synced], Kind.SYNC)
         return received
 
-    def all_reduce(self, flat: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    def all_reduce(
+        self, flat: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, kind: Kind | None = None
+    ) -> None:
         """In place; bit-equal on every member."""
         if self.size == 1 or flat.numel() == 0:
             return
         with self._named("all_reduce"):
             dist.all_reduce(flat, op=op, group=self.group)
-        self._count_even(2 * flat.numel() * flat.element_size() * (self.size - 1) // self.size)
+        self._count_even(2 * flat.numel() * flat.element_size() * (self.size - 1) // self.size, kind)
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
         """[n, ...] on every member (equal shapes) -> [size, n, ...]."""

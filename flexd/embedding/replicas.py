@@ -1,13 +1,15 @@
-"""Gradients of replicated rows on their way to the home copy and, summed, back to all copies.
+"""Gradients of replicated rows on their way to the other copies, as one and the same sum.
 
 They take the hops that requests take, and travel with what is sent there anyway. Which rows are touched is told with
 the ids of the forward pass, the union comes back with the rows, one bit a listed row::
 
-    up    every holder sends what it has to the next station, which adds it to its own; the home has the sum
-    down  the home tells the sum to the node owners, and those to the ranks of their node
+    up      every rank sends what it has to the node owner, which adds it to its own
+    across  the owners of a rail, which all hold the row, all-reduce the rows of the union
+    down    the owner tells the sum to the ranks of its node that hold the row
 
-So a row's gradient is rounded and added in the same places whatever its tier, and all holders apply one and the same
-sum. A rail carries at most the bytes of an all-reduce: upwards only what a node has touched.
+An all-reduce adds in the dtype that travels. Where that is narrower than what gradients are added in, the owners send
+what they have to the home instead, and the home tells them the sum: a row's gradient is rounded and added in the same
+places then, whatever its tier.
 """
 
 from __future__ import annotations
@@ -55,12 +57,14 @@ class Listing:
     Attributes:
         out: per hop the rows whose home is reached over a peer: their gradients go there, their sums come from there.
         into: per hop the rows of which peers hold copies and this rank is the one to ask.
+        shared: per hop the rows that all its peers hold, if it all-reduces: in the same order on each of them.
         firsts: where each dim-group begins in the directories one after another, and their end.
         exchanged: per hop, may any of its ranks list rows that are exchanged over it? Equal on all of them.
     """
 
     out: list[Lane]
     into: list[Lane]
+    shared: list[Lane]
     firsts: list[int]
     exchanged: list[bool]
 
@@ -74,7 +78,7 @@ class Listing:
         firsts = [0, *accumulate(len(store.directory) for store in stores)]
         keys = [store.directory.keys for store in stores]
         everywhere = [store.directory.tiers == Tier.DEVICE for store in stores]
-        out, into, exchanged = [], [], []
+        out, into, common, exchanged = [], [], [], []
         for hop in hops:
             local = layout.local_rank_of(hop.peers.rank)
             on_my_rail = [layout.local_rank_of(peer) == local for peer in hop.peers.ranks]
@@ -90,10 +94,11 @@ class Listing:
             comes = [mine if same else shared for same in on_my_rail]
             out.append(_lane(hop.peers, firsts, goes))
             into.append(_lane(hop.peers, firsts, comes))
+            common.append(_common(firsts, [(key % layout.local_ranks == local) & hop.all_reduces for key in keys]))
             # On a rail, and inside a node, ranks have rows in common or none; what other rails list a rank cannot see.
             alike = all(on_my_rail) or not any(hop.peers.far)
             exchanged.append(not alike or any(out[-1].words) or any(into[-1].words))
-        return Listing(out, into, firsts, exchanged)
+        return Listing(out, into, common, firsts, exchanged)
 
 
 def _lane(peers: Peers, firsts: Sequence[int], chosen: Sequence[Sequence[torch.Tensor]]) -> Lane:
@@ -112,6 +117,14 @@ def _lane(peers: Peers, firsts: Sequence[int], chosen: Sequence[Sequence[torch.T
     entries = torch.cat(parts)
     bounds = torch.tensor([0, *accumulate(len(part) for part in parts)], dtype=torch.int64, device=entries.device)
     return Lane(entries, words, bounds)
+
+
+def _common(firsts: Sequence[int], chosen: Sequence[torch.Tensor]) -> Lane:
+    """``chosen[group]``: bool [rows of the directory]. Rows of which nothing is told, as all know."""
+    parts = [mask.nonzero().view(-1).to(torch.int32) + first for mask, first in zip(chosen, firsts, strict=False)]
+    entries = torch.cat(parts)
+    bounds = torch.tensor([0, *accumulate(len(part) for part in parts)], dtype=torch.int64, device=entries.device)
+    return Lane(entries, [0], bounds)
 
 
 class Touched:
@@ -226,29 +239,26 @@ class ReplicaSums:
     Args:
         touched: known everywhere. One transfer to the host tells all sizes.
         dims, wire, wide: of each dim-group; gradients travel in ``wire`` and are added in ``wide``.
+        all_reduced: is there an all-reduce over each hop, for the dim-groups that lose nothing in it?
     """
 
     def __init__(
-        self, touched: Touched, dims: Sequence[int], wire: Sequence[torch.dtype], wide: Sequence[torch.dtype]
+        self,
+        touched: Touched,
+        dims: Sequence[int],
+        wire: Sequence[torch.dtype],
+        wide: Sequence[torch.dtype],
+        all_reduced: Sequence[bool],
     ) -> None:
         self._touched = touched
         self._wire = list(wire)
         self._groups = len(dims)
-        listing = touched.listing
-        self._firsts = listing.firsts
-        lanes: list[tuple[Lane, torch.Tensor]] = []
-        for hop in range(len(listing.out)):
-            down_out, down_in = touched.down_out[hop], touched.down_in[hop]
-            if down_out is None or down_in is None:
-                raise AssertionError("the union of touched rows is not known")
-            lanes += [
-                (listing.out[hop], touched.up_out[hop]),
-                (listing.into[hop], touched.up_in[hop]),
-                (listing.out[hop], down_out),
-                (listing.into[hop], down_in),
-            ]
+        self._reducible = [a == b for a, b in zip(wire, wide, strict=True)]
+        self._all_reduced = list(all_reduced)
+        self._firsts = touched.listing.firsts
+        lanes = _lanes(touched)
         total = touched.entries.cumsum(0, dtype=torch.int64)
-        firsts = torch.tensor(listing.firsts, device=total.device)
+        firsts = torch.tensor(self._firsts, device=total.device)
         before = (total - touched.entries).index_select(0, firsts)
         numbers = torch.cat([before, *(lane.counts(bits) for lane, bits in lanes)]).tolist()
         starts, counts = numbers[: self._groups + 1], numbers[self._groups + 1 :]
@@ -260,6 +270,7 @@ class ReplicaSums:
             for (start, end), dim, dtype in zip(pairwise(starts), dims, wide, strict=True)
         ]
         self._parts: list[list[tuple[torch.Tensor, list[int]]]] = []
+        """Per hop the five lanes; of each, per dim-group the rows of ``sums`` and how many of each peer."""
         for lane, bits in lanes:
             size = len(lane.words) * self._groups
             of_lane, counts = counts[:size], counts[size:]
@@ -267,6 +278,11 @@ class ReplicaSums:
             self._parts.append(
                 [(torch.cat(pieces[g :: self._groups]), of_lane[g :: self._groups]) for g in range(self._groups)]
             )
+        for hop, reduces in enumerate(self._all_reduced):
+            for parts in self._parts[_LANES * hop : _LANES * hop + _SHARED] if reduces else []:
+                for group, (rows, of_peers) in enumerate(parts):
+                    if self._reducible[group]:
+                        parts[group] = rows[:0], [0] * len(of_peers)
 
     def land(self, group: int, entries: torch.Tensor, grads: torch.Tensor) -> None:
         """Adds [n, dim] gradients that this rank holds, of int64 [n] directory positions (-1: no replica, left out)."""
@@ -276,25 +292,43 @@ class ReplicaSums:
 
     def up(self, hop: int) -> list[Column]:
         """What goes up over a hop, once all that this rank holds up to its station has landed."""
-        return self._columns(4 * hop, 4 * hop + 1)
+        return self._columns(hop, _UP_OUT, _UP_IN)
 
     def came_up(self, hop: int, arrived: Sequence[Sequence[torch.Tensor]]) -> None:
-        for sums, parts, (rows, counts) in zip(self.sums, arrived, self._parts[4 * hop + 1], strict=True):
+        for sums, parts, (rows, counts) in zip(self.sums, arrived, self._parts[_LANES * hop + _UP_IN], strict=True):
             for part, at in zip(parts, torch.split(rows, counts), strict=True):
                 if len(part):
                     sums.index_add_(0, at, part.to(sums.dtype))
 
     def spread(self, hops: Sequence[Hop]) -> None:
-        """Collective. From the homes to all holders; every copy is given the sum as it travels."""
+        """Collective. Gives all holders the sum; every copy the sum as it travels."""
         self.sums = [sums.to(wire).to(sums.dtype) for sums, wire in zip(self.sums, self._wire, strict=True)]
         for hop in reversed(range(len(hops))):
+            if self._all_reduced[hop]:
+                self._all_reduce(hops[hop], [part for part, _ in self._parts[_LANES * hop + _SHARED]])
+                if all(self._reducible):
+                    continue
             if not self._touched.listing.exchanged[hop]:
                 continue
-            arrived = hops[hop].exchange(self._columns(4 * hop + 3, 4 * hop + 2))
-            for sums, parts, (rows, counts) in zip(self.sums, arrived, self._parts[4 * hop + 2], strict=True):
+            arrived = hops[hop].exchange(self._columns(hop, _DOWN_IN, _DOWN_OUT))
+            for sums, parts, (rows, counts) in zip(
+                self.sums, arrived, self._parts[_LANES * hop + _DOWN_OUT], strict=True
+            ):
                 for part, at in zip(parts, torch.split(rows, counts), strict=True):
                     if len(part):
                         sums.index_copy_(0, at, part.to(sums.dtype))
+
+    def _all_reduce(self, hop: Hop, rows: Sequence[torch.Tensor]) -> None:
+        """One collective for all dim-groups of a dtype. ``rows[group]`` int64 of ``sums``."""
+        for dtype in sorted({sums.dtype for sums in self.sums}, key=str):
+            groups = [g for g, sums in enumerate(self.sums) if self._reducible[g] and sums.dtype == dtype]
+            parts = [self.sums[g].index_select(0, rows[g]).view(-1) for g in groups]
+            if not parts:
+                continue
+            flat = torch.cat(parts)
+            hop.peers.all_reduce(flat, kind=Kind.SYNC)
+            for g, part in zip(groups, torch.split(flat, [len(part) for part in parts]), strict=True):
+                self.sums[g].index_copy_(0, rows[g], part.view(-1, self.sums[g].shape[1]))
 
     def at(self, group: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """int32 [n] directory positions -> (int64 [m] the touched ones among them, [m, dim] their sums)."""
@@ -302,10 +336,35 @@ class ReplicaSums:
         chosen = entries[self._touched.entries.index_select(0, entries).bool()]
         return chosen - self._firsts[group], self.sums[group].index_select(0, self._place.index_select(0, chosen))
 
-    def _columns(self, sent: int, received: int) -> list[Column]:
+    def _columns(self, hop: int, sent: int, received: int) -> list[Column]:
         return [
             Column(sums, rows, counts, back, wire, Kind.SYNC)
             for sums, wire, (rows, counts), (_, back) in zip(
-                self.sums, self._wire, self._parts[sent], self._parts[received], strict=True
+                self.sums, self._wire, self._parts[_LANES * hop + sent], self._parts[_LANES * hop + received],
+                strict=True,
             )
+        ]  # fmt: skip
+
+
+_UP_OUT, _UP_IN, _DOWN_OUT, _DOWN_IN, _SHARED = range(5)
+_LANES = 5
+"""Of each hop: who is told what goes up and what comes, the same two for what goes down, and what is all-reduced."""
+
+
+def _lanes(touched: Touched) -> list[tuple[Lane, torch.Tensor]]:
+    """The lanes of each hop, and uint8 which of their entries are touched."""
+    lanes: list[tuple[Lane, torch.Tensor]] = []
+    listing = touched.listing
+    for hop in range(len(listing.out)):
+        down_out, down_in = touched.down_out[hop], touched.down_in[hop]
+        if down_out is None or down_in is None:
+            raise AssertionError("the union of touched rows is not known")
+        shared = listing.shared[hop]
+        lanes += [
+            (listing.out[hop], touched.up_out[hop]),
+            (listing.into[hop], touched.up_in[hop]),
+            (listing.out[hop], down_out),
+            (listing.into[hop], down_in),
+            (shared, touched.entries.index_select(0, shared.entries)),
         ]
+    return lanes

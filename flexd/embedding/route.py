@@ -331,7 +331,8 @@ class Router:
 
     def sums(self, touched: Touched) -> ReplicaSums:
         """For the gradients of a step."""
-        return ReplicaSums(touched, [store.rows.shape[1] for store in self._stores], self.wire, self.wide)
+        dims = [store.rows.shape[1] for store in self._stores]
+        return ReplicaSums(touched, dims, self.wire, self.wide, [hop.all_reduces for hop in self.hops])
 
     def spread(self, replicas: ReplicaSums) -> None:
         """Collective. Gives every holder the sums."""

@@ -62,14 +62,11 @@ class RankBytes:
     def busiest(self) -> Float64Array:
         """float64[tier, phase, link]: bytes of the rank that sends or receives most in each phase, on each link.
 
-        Each rank's wire works in both directions at once, so the direction with more bytes counts. Synchronisation is
-        a collective of its own for each tier, so its busiest rank is found by tier.
+        Each rank's wire works in both directions at once, so the direction with more bytes counts.
         """
         tiers, phases, links, _ = self.sent.shape
         both = np.concatenate([self.sent, self.received], axis=3)
-        at = np.broadcast_to(both.sum(axis=0).argmax(axis=2), (tiers, phases, links)).copy()
-        for phase in (Phase.SYNC_MASK, Phase.SYNC_ROWS):
-            at[:, phase] = both[:, phase].argmax(axis=2)
+        at = np.broadcast_to(both.sum(axis=0).argmax(axis=2), (tiers, phases, links))
         result: Float64Array = np.take_along_axis(both, at[..., None], axis=3)[..., 0]
         return result
 
@@ -92,31 +89,52 @@ def rank_bytes(by_home: Float64Array, table: Float64Array, layout: RankLayout, e
     received = sent.copy()
 
     def spread(tier: Tier, phase: Phase, where: Where, serves: Float64Array, asks: Float64Array) -> None:
-        """Requests and gradients go to the rank that serves; rows come from it."""
-        out, into = (serves, asks) if phase == Phase.FORWARD_ROWS else (asks, serves)
+        """Requests and gradients go to the rank that serves; rows and sums come from it."""
+        out, into = (serves, asks) if phase in (Phase.FORWARD_ROWS, Phase.SYNC_SUMS) else (asks, serves)
         sent[tier, phase, where], received[tier, phase, where] = out, into
 
-    for phase in EXCHANGE_PHASES:
-        for tier in (Tier.HOME, Tier.NODE):
-            if local > 1 and (exchange is Exchange.CHAIN or tier == Tier.NODE):
-                rail, all_rows = of_rail[tier, phase, Where.INTRA_NODE], total[tier, phase, Where.INTRA_NODE]
-                spread(tier, phase, Where.INTRA_NODE, local * rail, local / (local - 1) * (all_rows - rail))
-        home = of_home[Tier.HOME, phase]
-        if exchange is Exchange.CHAIN:
-            if nodes > 1:
-                mine = home[Where.INTER_NODE]
-                others = of_rail[Tier.HOME, phase, Where.INTER_NODE] - mine
-                spread(Tier.HOME, phase, Where.INTER_NODE, world * mine, world / (nodes - 1) * others)
-            continue
+    def from_owners(tier: Tier, phase: Phase) -> None:
+        """Between the ranks of a node and the owner there, first hop of the chain."""
+        rail, all_rows = of_rail[tier, phase, Where.INTRA_NODE], total[tier, phase, Where.INTRA_NODE]
+        spread(tier, phase, Where.INTRA_NODE, local * rail, local / (local - 1) * (all_rows - rail))
+
+    def from_homes_over_rails(tier: Tier, phase: Phase) -> None:
+        mine = of_home[tier, phase, Where.INTER_NODE]
+        others = of_rail[tier, phase, Where.INTER_NODE] - mine
+        spread(tier, phase, Where.INTER_NODE, world * mine, world / (nodes - 1) * others)
+
+    def from_homes(tier: Tier, phase: Phase) -> None:
+        """Between every rank and every home."""
         if local > 1:
-            mine = home[Where.INTRA_NODE]
-            others = of_node[Tier.HOME, phase, Where.INTRA_NODE] - mine
-            spread(Tier.HOME, phase, Where.INTRA_NODE, world * mine, world / (local - 1) * others)
+            mine = of_home[tier, phase, Where.INTRA_NODE]
+            others = of_node[tier, phase, Where.INTRA_NODE] - mine
+            spread(tier, phase, Where.INTRA_NODE, world * mine, world / (local - 1) * others)
         if nodes > 1:
-            mine = home[Where.INTER_NODE]
-            others = total[Tier.HOME, phase, Where.INTER_NODE] - of_node[Tier.HOME, phase, Where.INTER_NODE]
-            spread(Tier.HOME, phase, Where.INTER_NODE, world * mine, world / (world - local) * others)
+            mine = of_home[tier, phase, Where.INTER_NODE]
+            others = total[tier, phase, Where.INTER_NODE] - of_node[tier, phase, Where.INTER_NODE]
+            spread(tier, phase, Where.INTER_NODE, world * mine, world / (world - local) * others)
+
+    def even_over_rails(tier: Tier, phase: Phase) -> None:
+        rail = local * of_rail[tier, phase, Where.INTER_NODE]
+        sent[tier, phase, Where.INTER_NODE] = received[tier, phase, Where.INTER_NODE] = rail
+
+    if exchange is Exchange.CHAIN:
+        for tier in Tier:
+            for phase in (*EXCHANGE_PHASES, Phase.SYNC_SUMS):
+                if local > 1:
+                    from_owners(tier, phase)
+                if nodes > 1:
+                    from_homes_over_rails(tier, phase)
+            for phase in (Phase.SYNC_MASK, Phase.SYNC_ROWS):
+                even_over_rails(tier, phase)
+        return RankBytes(sent, received)
+    for phase in EXCHANGE_PHASES:
+        from_homes(Tier.HOME, phase)
+        if local > 1:
+            from_owners(Tier.NODE, phase)
+    if exchange is Exchange.DIRECT_DEDUP:
+        from_homes(Tier.DEVICE, Phase.BACKWARD_ROWS)
+        from_homes(Tier.DEVICE, Phase.SYNC_SUMS)
     for phase in (Phase.SYNC_MASK, Phase.SYNC_ROWS):
-        rail = local * of_rail[Tier.NODE, phase, Where.INTER_NODE]
-        sent[Tier.NODE, phase, Where.INTER_NODE] = received[Tier.NODE, phase, Where.INTER_NODE] = rail
+        even_over_rails(Tier.NODE, phase)
     return RankBytes(sent, received)

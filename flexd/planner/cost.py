@@ -39,11 +39,11 @@ class CostBreakdown:
 
     Attributes:
         rows: float64[3], rows by tier (those the profile knows of).
-        bytes: float64[3, 5, 3], sent, by (tier, phase, link); link SELF holds the row bytes answered without traffic.
-        transfer_seconds: float64[3, 5, 3], those bytes at the bandwidth of their collective.
-        latency_seconds: float64[5, 3], fixed cost of the collectives, by (phase, link).
+        bytes: float64[3, 6, 3], sent, by (tier, phase, link); link SELF holds the row bytes answered without traffic.
+        transfer_seconds: float64[3, 6, 3], those bytes at the bandwidth of their collective.
+        latency_seconds: float64[6, 3], fixed cost of the collectives, by (phase, link).
         exposed_share: float64[5], by phase, what compute does not hide.
-        peak_bytes, peak_transfer_seconds: float64[3, 5, 3], the same of the rank that sends or receives most in each
+        peak_bytes, peak_transfer_seconds: float64[3, 6, 3], the same of the rank that sends or receives most in each
             phase and on each link (not the same rank everywhere).
         buffer_bytes: float64[buffer, world], memory of each rank during a pass (``memory.Buffer``).
     """
@@ -59,7 +59,7 @@ class CostBreakdown:
 
     @property
     def phase_seconds(self) -> Float64Array:
-        """float64[5, 3]: time by (phase, link), hidden or not."""
+        """float64[6, 3]: time by (phase, link), hidden or not."""
         seconds: Float64Array = self.transfer_seconds.sum(axis=0) + self.latency_seconds
         return seconds
 
@@ -104,10 +104,17 @@ class CostBreakdown:
         return float(self.bytes[:, Phase.FORWARD_IDS, 1:].sum()) / ID_BYTES
 
     def all_to_all_bytes(self, where: Where) -> float:
-        return float(self.bytes[:, list(EXCHANGE_PHASES), where].sum())
+        """Requests, rows and gradients of rows that are asked of other ranks."""
+        return float(self.bytes[:, list(EXCHANGE_PHASES), where].sum()) - self._replica_gradients(where)
 
     def sync_bytes(self, where: Where) -> float:
-        return float(self.bytes[:, list(SYNC_PHASES), where].sum())
+        """What copies cost: gradients on their way to the home beside those above, sums on their way back, bits."""
+        return float(self.bytes[:, list(SYNC_PHASES), where].sum()) + self._replica_gradients(where)
+
+    def _replica_gradients(self, where: Where) -> float:
+        """Of NODE rows inside a node the gradients go where the rows came from: that is no synchronisation."""
+        tiers = [Tier.DEVICE] if where == Where.INTRA_NODE else [Tier.NODE, Tier.DEVICE]
+        return float(self.bytes[tiers, Phase.BACKWARD_ROWS, where].sum())
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, with units in the names."""
@@ -232,7 +239,7 @@ def joint_cost(
     by_tier, sent, of_ranks = [], [], []
     for i, group in enumerate(sums):
         even = group.even(nothing if unlisted is None else unlisted[i])
-        table = traffic_table(layout, group.load.wire_bytes, exchange)
+        table = traffic_table(layout, group.load.wire_bytes, exchange, narrow=group.load.narrow_wire)
         by_tier.append(group.by_tier(tiers[i], even))
         sent.append(np.einsum("tpls,ts->tpl", table, by_tier[-1]))
         wanted = [int(statistic) for statistic in np.flatnonzero(table.any(axis=(0, 1, 2)))]
@@ -266,7 +273,7 @@ def cost_of_ranks(
     seconds = mean * prices(mean, cluster, micro_batches)
     peak_seconds = peak * prices(peak, cluster, micro_batches)
     if exchange is not Exchange.CHAIN:
-        seconds, peak_seconds = slower_link_only(seconds), slower_link_only(peak_seconds)
+        seconds, peak_seconds = (slower_link_only(part) for part in (seconds, peak_seconds))
     synced = {int(tier) for tier in np.flatnonzero(by_tier[:, SYNCED] > 0)}
     return CostBreakdown(
         rows=by_tier[:, ROWS],
@@ -285,7 +292,7 @@ def cost_of_ranks(
 def step_latencies(
     sums: Sequence[LoadSums], cluster: Cluster, exchange: Exchange, replicated: set[int]
 ) -> Float64Array:
-    """float64[5, 3]: ``latencies`` for these loads."""
+    """float64[6, 3]: ``latencies`` for these loads."""
     first = sums[0].load
     passes = 1 if first.merged_backward else first.micro_batches
     return latencies(
@@ -296,6 +303,7 @@ def step_latencies(
         micro_batches=first.micro_batches,
         backward_passes=passes if any(group.has_trained for group in sums) else 0,
         node_requests=Tier.NODE in replicated,
+        narrow={group.load.narrow_wire for group in sums},
     )
 
 

@@ -49,9 +49,9 @@ def row_seconds(
     """float64[tier, statistic]: exposed seconds of one row as factors of its statistics.
 
     Args:
-        sent: float64[3, 5, 3] bytes by (tier, phase, link): the message sizes at which bytes are priced.
+        sent: float64[3, 6, 3] bytes by (tier, phase, link): the message sizes at which bytes are priced.
     """
-    table = traffic_table(layout, load.wire_bytes, exchange)
+    table = traffic_table(layout, load.wire_bytes, exchange, narrow=load.narrow_wire)
     price = prices(sent, cluster, load.micro_batches)
     if exchange is not Exchange.CHAIN:
         # Which link is the slower one is decided by factors that do not differ between rows.

@@ -57,24 +57,56 @@ def step_buffers(
     both = (ranks.sent + ranks.received)[:, :, Where.INTRA_NODE :].sum(axis=(0, 2))
     rows = np.maximum(both[Phase.FORWARD_ROWS] / forward_passes, both[Phase.BACKWARD_ROWS] / back_passes)
     buffers[Buffer.EXCHANGE] = both[Phase.FORWARD_IDS] / forward_passes + rows
-    buffers[Buffer.SYNC] = _synchronised(ranks.sent[:, Phase.SYNC_ROWS], layout)
+    buffers[Buffer.SYNC] = _synchronised(ranks, exchange, layout)
     return buffers
 
 
-def _synchronised(sent: Float64Array, layout: RankLayout) -> Float64Array:
+def _synchronised(ranks: RankBytes, exchange: Exchange, layout: RankLayout) -> Float64Array:
+    """float64[world]: the summed gradients of replicated rows on each holder."""
+    sent, received = ranks.sent[:, Phase.SYNC_SUMS], ranks.received[:, Phase.SYNC_SUMS]
+    nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
+
+    def told(tier: Tier, where: Where, peers: int) -> Float64Array:
+        """A holder is sent every sum but those of its own rows, which it sends to each of its peers."""
+        rows: Float64Array = received[tier, where] + sent[tier, where] / max(peers - 1, 1)
+        return rows
+
+    reduced = _all_reduced(ranks.sent[:, Phase.SYNC_ROWS], layout)
+    if exchange is Exchange.DIRECT:
+        return reduced
+    if exchange is Exchange.DIRECT_DEDUP:
+        links = [Where.INTRA_NODE, Where.INTER_NODE]
+        everywhere: Float64Array = (received[Tier.DEVICE, links] + sent[Tier.DEVICE, links] / (world - 1)).sum(axis=0)
+        return reduced + everywhere
+    if nodes == 1:
+        return told(Tier.DEVICE, Where.INTRA_NODE, local)
+    return (
+        reduced
+        + told(Tier.NODE, Where.INTER_NODE, nodes)
+        + _of_node(told(Tier.DEVICE, Where.INTER_NODE, nodes), layout)
+    )
+
+
+def _all_reduced(sent: Float64Array, layout: RankLayout) -> Float64Array:
     """float64[world]: the union's gradients on each holder, from float64[tier, link, world] bytes of its all-reduce.
 
-    An all-reduce of s bytes over g ranks sends 2 (g-1)/g s a rank; that of DEVICE rows is done in L shards by rail.
+    An all-reduce of s bytes over g ranks sends 2 (g-1)/g s a rank; that of DEVICE rows is done by rail.
     """
     nodes, local = layout.nodes, layout.local_ranks
     if nodes > 1:
-        between = sent[Tier.NODE, Where.INTER_NODE] + local * sent[Tier.DEVICE, Where.INTER_NODE]
+        between = sent[Tier.NODE, Where.INTER_NODE] + _of_node(sent[Tier.DEVICE, Where.INTER_NODE], layout)
         union: Float64Array = between * nodes / (2 * (nodes - 1))
         return union
     if local > 1:
         inside: Float64Array = sent[Tier.DEVICE, Where.INTRA_NODE] * local / (2 * (local - 1))
         return inside
     return np.zeros(layout.world_size)
+
+
+def _of_node(of_ranks: Float64Array, layout: RankLayout) -> Float64Array:
+    """float64[world] -> float64[world]: summed over the ranks of each one's node."""
+    by_node = of_ranks.reshape(layout.nodes, layout.local_ranks).sum(axis=1)
+    return np.repeat(by_node, layout.local_ranks)
 
 
 @dataclass(frozen=True)

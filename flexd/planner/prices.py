@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.layout import RankLayout, Tier
-from flexd.planner.traffic import EXCHANGE_PHASES, SYNC_PHASES, Exchange, Phase, Where
+from flexd.planner.traffic import EXCHANGE_PHASES, Exchange, Phase, Where
 from flexd.topology.model import Cluster, Collective, Link
 
 Float64Array = npt.NDArray[np.float64]
@@ -19,40 +19,50 @@ LINKS = {Where.INTRA_NODE: Link.INTRA_NODE, Where.INTER_NODE: Link.INTER_NODE}
 def exposed_share(cluster: Cluster) -> Float64Array:
     """float64[phase]: what compute does not hide."""
     exposed = cluster.exposed
-    return np.array([exposed.forward, exposed.forward, exposed.backward, exposed.sync, exposed.sync])
+    share = {
+        Phase.FORWARD_IDS: exposed.forward,
+        Phase.FORWARD_ROWS: exposed.forward,
+        Phase.BACKWARD_ROWS: exposed.backward,
+    }
+    return np.array([share.get(phase, exposed.sync) for phase in Phase])
 
 
 def prices(sent: Float64Array, cluster: Cluster, micro_batches: int = 1) -> Float64Array:
-    """float64[3, 5, 3] bytes by (tier, phase, link) -> seconds per byte of each item, same shape.
+    """float64[3, 6, 3] bytes by (tier, phase, link) -> seconds per byte of each item, same shape.
 
-    The message of an exchange phase carries all tiers and dim-groups of one micro-batch; NODE and DEVICE rows are
-    synchronised in collectives of their own, once a step. DEVICE rows go through a node as reduce-scatter and
-    all-gather, each priced as half of the bytes.
+    A message carries all tiers and dim-groups: of an exchange phase those of one micro-batch, of a synchronisation
+    phase those of a step. Touched bits travel with ids and rows. Inside a node SYNC_ROWS are reduce-scattered and
+    all-gathered (FlexShard's), each priced as half of the bytes.
     """
     result = np.zeros((len(Tier), len(Phase), len(Where)))
     for where, link in LINKS.items():
+        all_to_all = cluster.curve(link, Collective.ALL_TO_ALL)
+        sizes = sent[:, :, where].sum(axis=0)
         for phase in EXCHANGE_PHASES:
-            size = float(sent[:, phase, where].sum()) / micro_batches
-            result[:, phase, where] = cluster.curve(link, Collective.ALL_TO_ALL).seconds_per_byte(size)
-        for tier in (Tier.NODE, Tier.DEVICE):
-            for phase in SYNC_PHASES:
-                size = float(sent[tier, phase, where])
-                halves = tier == Tier.DEVICE and phase == Phase.SYNC_ROWS and where == Where.INTRA_NODE
-                collective = Collective.ALL_GATHER if halves else Collective.ALL_REDUCE
-                curve = cluster.curve(link, collective)
-                result[tier, phase, where] = curve.seconds_per_byte(size / 2 if halves else size)
+            result[:, phase, where] = all_to_all.seconds_per_byte(float(sizes[phase]) / micro_batches)
+        result[:, Phase.SYNC_MASK, where] = result[:, Phase.FORWARD_ROWS, where]
+        result[:, Phase.SYNC_SUMS, where] = all_to_all.seconds_per_byte(float(sizes[Phase.SYNC_SUMS]))
+        reduced = float(sizes[Phase.SYNC_ROWS])
+        if where == Where.INTER_NODE:
+            price = cluster.curve(link, Collective.ALL_REDUCE).seconds_per_byte(reduced)
+        else:
+            price = cluster.curve(link, Collective.ALL_GATHER).seconds_per_byte(reduced / 2)
+        result[:, Phase.SYNC_ROWS, where] = price
     return result
 
 
 def slower_link_only(seconds: Float64Array) -> Float64Array:
-    """float64[3, 5, 3] with only the slower link of the HOME rows left in each exchange phase.
+    """float64[3, 6, 3] with only the slower link left in each all-to-all over the world.
 
-    A direct exchange is one all-to-all over the world that moves both links' bytes at the same time.
+    Such a one moves both links' bytes at the same time: HOME rows of a direct exchange, and the gradients and sums of
+    DEVICE rows beside one with dedup.
     """
     result = seconds.copy()
-    for phase in EXCHANGE_PHASES:
-        faster = np.arange(len(Where)) != int(seconds[Tier.HOME, phase].argmax())
-        result[Tier.HOME, phase, faster] = 0.0
+    world = [(Tier.HOME, phase) for phase in EXCHANGE_PHASES]
+    world += [(Tier.DEVICE, Phase.BACKWARD_ROWS), (Tier.DEVICE, Phase.SYNC_SUMS)]
+    for tier, phase in world:
+        faster = np.arange(len(Where)) != int(seconds[tier, phase].argmax())
+        result[tier, phase, faster] = 0.0
     return result
 
 
@@ -65,39 +75,45 @@ def latencies(
     micro_batches: int = 1,
     backward_passes: int = 1,
     node_requests: bool = False,
+    narrow: Collection[bool] = (False,),
 ) -> Float64Array:
-    """float64[5, 3]: fixed seconds by (phase, link) of one optimizer step; all dim-groups share the collectives.
+    """float64[6, 3]: fixed seconds by (phase, link) of one optimizer step; all dim-groups share the collectives.
 
     An exchange is three all-to-alls forward (sizes, ids, rows) in each micro-batch, and one in each backward pass, on
     each hop that exists.
 
     Args:
-        replicated: the tiers above HOME that hold trained rows: only these are synchronised.
+        replicated: the tiers that hold trained rows: those above HOME are synchronised.
         backward_passes: 0 if every table is frozen, 1 if micro-batches are merged, else as many as those.
         node_requests: a direct exchange asks node owners for NODE rows in an all-to-all of its own.
+        narrow: of the dim-groups (``GroupLoad.narrow_wire``): which of all-reduce and all-to-all of sums there are.
     """
     result = np.zeros((len(Phase), len(Where)))
     multi_node, multi_rank = layout.nodes > 1, layout.local_ranks > 1
-    hops = [Where.INTRA_NODE] * multi_rank + [Where.INTER_NODE] * multi_node
-    if exchange is not Exchange.CHAIN and not node_requests:
-        hops = hops[-1:]
+    every_hop = [Where.INTRA_NODE] * multi_rank + [Where.INTER_NODE] * multi_node
+    hops = every_hop if exchange is Exchange.CHAIN or node_requests else every_hop[-1:]
+    all_to_all = {where: cluster.curve(LINKS[where], Collective.ALL_TO_ALL).latency_seconds for where in every_hop}
     for where in hops:
-        once = cluster.curve(LINKS[where], Collective.ALL_TO_ALL).latency_seconds
-        result[Phase.FORWARD_IDS, where] = 2 * once * micro_batches
-        result[Phase.FORWARD_ROWS, where] = once * micro_batches
-        result[Phase.BACKWARD_ROWS, where] = once * backward_passes
-    inter = cluster.curve(Link.INTER_NODE, Collective.ALL_REDUCE).latency_seconds
-    if Tier.NODE in replicated and multi_node:
-        result[Phase.SYNC_MASK, Where.INTER_NODE] += inter
-        result[Phase.SYNC_ROWS, Where.INTER_NODE] += inter
-    if Tier.DEVICE in replicated:
-        if multi_node:
-            result[Phase.SYNC_MASK, Where.INTER_NODE] += inter
-            result[Phase.SYNC_ROWS, Where.INTER_NODE] += inter
-        elif multi_rank:
-            intra = cluster.curve(Link.INTRA_NODE, Collective.ALL_REDUCE).latency_seconds
-            result[Phase.SYNC_MASK, Where.INTRA_NODE] += intra
-        if multi_rank:
+        result[Phase.FORWARD_IDS, where] = 2 * all_to_all[where] * micro_batches
+        result[Phase.FORWARD_ROWS, where] = all_to_all[where] * micro_batches
+        result[Phase.BACKWARD_ROWS, where] = all_to_all[where] * backward_passes
+    if not {Tier.NODE, Tier.DEVICE}.intersection(replicated):
+        return result
+    everywhere = Tier.DEVICE in replicated
+    if exchange is Exchange.DIRECT_DEDUP:
+        for where in every_hop[-1:] * everywhere:
+            result[Phase.SYNC_SUMS, where] = all_to_all[where]
+        all_reduces = multi_node and Tier.NODE in replicated
+    else:
+        all_reduces = multi_node and (exchange is Exchange.DIRECT or not all(narrow))
+        if exchange is Exchange.CHAIN and multi_node and any(narrow):
+            result[Phase.SYNC_SUMS, Where.INTER_NODE] = all_to_all[Where.INTER_NODE]
+        if everywhere and multi_rank and exchange is Exchange.CHAIN:
+            result[Phase.SYNC_SUMS, Where.INTRA_NODE] = all_to_all[Where.INTRA_NODE]
+        elif everywhere and multi_rank:
             gather = cluster.curve(Link.INTRA_NODE, Collective.ALL_GATHER).latency_seconds
-            result[Phase.SYNC_ROWS, Where.INTRA_NODE] += 2 * gather
+            result[Phase.SYNC_ROWS, Where.INTRA_NODE] = 2 * gather
+    if all_reduces:
+        once = cluster.curve(Link.INTER_NODE, Collective.ALL_REDUCE).latency_seconds
+        result[Phase.SYNC_ROWS, Where.INTER_NODE] = once
     return result

@@ -61,3 +61,11 @@ class TrainingShape:
     def wire_row_bytes(self, table: TableSpec) -> int:
         """Bytes of one row of the table on the wire."""
         return table.dim * DTYPE_BYTES[self.comm_dtype or table.dtype]
+
+    def narrow_wire(self, table: TableSpec) -> bool:
+        """Do the table's gradients travel narrower than they are added, in float32 or the wider of table and wire?
+
+        An all-reduce adds in the dtype that travels, so these are summed at their homes.
+        """
+        wire, stored = DTYPE_BYTES[self.comm_dtype or table.dtype], DTYPE_BYTES[table.dtype]
+        return wire < max(DTYPE_BYTES["float32"], stored)

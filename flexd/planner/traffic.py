@@ -51,11 +51,13 @@ class Phase(IntEnum):
     FORWARD_ROWS = 1
     """Row values on their way back."""
     BACKWARD_ROWS = 2
-    """Gradients on their way to the home rank."""
+    """Gradients on their way to the home rank, or of replicated rows to the rank of the node that holds them."""
     SYNC_MASK = 3
-    """Which replicated rows were touched: one bit a row."""
+    """Which replicated rows were touched: one bit a row, with ids towards the home and with rows back."""
     SYNC_ROWS = 4
-    """Gradients of the touched replicated rows."""
+    """Gradients of the touched replicated rows, all-reduced."""
+    SYNC_SUMS = 5
+    """Their sums, from where they were made up to the copies that took no part."""
 
 
 class Where(IntEnum):
@@ -68,19 +70,25 @@ class Where(IntEnum):
 
 
 EXCHANGE_PHASES = (Phase.FORWARD_IDS, Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS)
-SYNC_PHASES = (Phase.SYNC_MASK, Phase.SYNC_ROWS)
+SYNC_PHASES = (Phase.SYNC_MASK, Phase.SYNC_ROWS, Phase.SYNC_SUMS)
 SHAPE = (len(Tier), len(Phase), len(Where), STATISTICS)
 
 
-def traffic_table(layout: RankLayout, row_bytes: int, exchange: Exchange) -> Float64Array:
-    """float64[tier, phase, link, statistic] of this exchange, with rows of ``row_bytes`` on the wire."""
+def traffic_table(layout: RankLayout, row_bytes: int, exchange: Exchange, *, narrow: bool = False) -> Float64Array:
+    """float64[tier, phase, link, statistic] of this exchange, with rows of ``row_bytes`` on the wire; ``narrow``: in a
+    dtype that gradients are not added in."""
     if exchange is Exchange.CHAIN:
-        return chain_traffic(layout, row_bytes)
+        return chain_traffic(layout, row_bytes, narrow=narrow)
     return direct_traffic(layout, row_bytes, dedup=exchange is Exchange.DIRECT_DEDUP)
 
 
-def chain_traffic(layout: RankLayout, row_bytes: int) -> Float64Array:
-    """The chain self -> node owner -> home (DESIGN section 4), by tier."""
+def chain_traffic(layout: RankLayout, row_bytes: int, *, narrow: bool = False) -> Float64Array:
+    """The chain self -> node owner -> home (DESIGN section 4), by tier.
+
+    Gradients of replicated rows climb to the node owner as those of HOME rows do, the owners of a rail all-reduce them,
+    and the ranks of a node that hold copies are sent the sums. With ``narrow`` the owners send them to the home
+    instead, and the home the sums.
+    """
     nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
     table = np.zeros(SHAPE)
     # Hop 1: a rank is its own node's owner of one row in L. Hop 2: an owner is the home in one node of N.
@@ -96,7 +104,17 @@ def chain_traffic(layout: RankLayout, row_bytes: int) -> Float64Array:
     table[Tier.HOME, Phase.FORWARD_ROWS, Where.SELF, PER_RANK] = row_bytes / world
     table[Tier.NODE, Phase.FORWARD_ROWS, Where.SELF, PER_RANK] = row_bytes / local
     table[Tier.DEVICE, Phase.FORWARD_ROWS, Where.SELF, PER_RANK] = row_bytes
-    _add_sync(table, layout, row_bytes)
+    table[Tier.DEVICE, Phase.BACKWARD_ROWS, Where.INTRA_NODE, BACK_PER_RANK] = row_bytes * hop1
+    table[Tier.DEVICE, Phase.SYNC_MASK, Where.INTRA_NODE, SYNCED] = 2 * hop1 / 8
+    table[Tier.DEVICE, Phase.SYNC_SUMS, Where.INTRA_NODE, ANYWHERE] = row_bytes * hop1
+    for tier in (Tier.NODE, Tier.DEVICE):
+        table[tier, Phase.SYNC_MASK, Where.INTER_NODE, SYNCED] = 2 * hop2 / 8
+        if narrow:
+            table[tier, Phase.BACKWARD_ROWS, Where.INTER_NODE, BACK_PER_NODE] = row_bytes * hop2
+            table[tier, Phase.SYNC_SUMS, Where.INTER_NODE, ANYWHERE] = row_bytes * hop2
+        else:
+            # An all-reduce of s bytes over g ranks sends 2 (g-1)/g s a rank.
+            table[tier, Phase.SYNC_ROWS, Where.INTER_NODE, ANYWHERE] = 2 * row_bytes * hop2
     return table
 
 
@@ -104,27 +122,36 @@ def direct_traffic(layout: RankLayout, row_bytes: int, *, dedup: bool) -> Float6
     """Every rank asks every home, as row-wise sharded modules do; with ``dedup`` for each row once a pass.
 
     NODE rows are asked of the node owner, which every rank must know for that; DEVICE rows are held by the rank itself.
-    Without dedup a sum-pooled table's rows are summed at the station that holds them.
+    Without dedup a sum-pooled table's rows are summed at the station that holds them. Copies are synchronised by
+    all-reduce, as FlexShard publishes it (arXiv 2301.02959, section 3); flexd's own direct exchange with dedup sums
+    gradients of DEVICE rows at their homes.
     """
     world, local = layout.world_size, layout.local_ranks
     table = np.zeros(SHAPE)
     forward, back = (PER_RANK, BACK_PER_RANK) if dedup else (RETURNED, BACK_RETURNED)
+    shares = {Where.INTRA_NODE: (local - 1) / world, Where.INTER_NODE: (world - local) / world}
     for phase, size, statistic in (
         (Phase.FORWARD_IDS, ID_BYTES, PER_RANK if dedup else ACCESSES),
         (Phase.FORWARD_ROWS, row_bytes, forward),
         (Phase.BACKWARD_ROWS, row_bytes, back),
     ):
-        table[Tier.HOME, phase, Where.INTRA_NODE, statistic] = size * (local - 1) / world
-        table[Tier.HOME, phase, Where.INTER_NODE, statistic] = size * (world - local) / world
+        for where, share in shares.items():
+            table[Tier.HOME, phase, where, statistic] = size * share
         table[Tier.NODE, phase, Where.INTRA_NODE, statistic] = size * (local - 1) / local
     table[Tier.HOME, Phase.FORWARD_ROWS, Where.SELF, forward] = row_bytes / world
     table[Tier.NODE, Phase.FORWARD_ROWS, Where.SELF, forward] = row_bytes / local
     table[Tier.DEVICE, Phase.FORWARD_ROWS, Where.SELF, forward] = row_bytes
-    _add_sync(table, layout, row_bytes)
+    _add_all_reduce(table, layout, row_bytes)
+    if dedup:
+        for where, share in shares.items():
+            table[Tier.DEVICE, Phase.BACKWARD_ROWS, where, BACK_PER_RANK] = row_bytes * share
+            table[Tier.DEVICE, Phase.SYNC_MASK, where, SYNCED] = 2 * share / 8
+            table[Tier.DEVICE, Phase.SYNC_ROWS, where] = 0.0
+            table[Tier.DEVICE, Phase.SYNC_SUMS, where, ANYWHERE] = row_bytes * share
     return table
 
 
-def _add_sync(table: Float64Array, layout: RankLayout, row_bytes: int) -> None:
+def _add_all_reduce(table: Float64Array, layout: RankLayout, row_bytes: int) -> None:
     """An all-reduce of s bytes over g ranks sends 2 (g-1)/g s a rank; a reduce-scatter or all-gather half of that."""
     nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
     hop1, hop2 = (local - 1) / local, (nodes - 1) / (nodes * local)

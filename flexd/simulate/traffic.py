@@ -17,6 +17,7 @@ import numpy.typing as npt
 from flexd.keyspace import KeySpace
 from flexd.layout import RankLayout, Tier
 from flexd.placement import Delta, Placement
+from flexd.planner.shape import TrainingShape
 from flexd.simulate.step import StepKeys
 from flexd.topology.model import Collective
 
@@ -102,6 +103,8 @@ class TrafficCounter:
         specs = [keyspace.tables[group.tables[0]] for group in keyspace.groups]
         self._row_bytes = np.array([spec.row_bytes for spec in specs], dtype=np.int64)
         self._moved_bytes = np.array([spec.row_bytes + spec.state_bytes for spec in specs], dtype=np.int64)
+        self._dtypes = np.array([spec.dtype for spec in specs])
+        self._narrow = np.array([TrainingShape().narrow_wire(spec) for spec in specs])
         ranks = np.arange(layout.world_size)
         self._farthest = INTER if layout.nodes > 1 else INTRA
         self._node_of, self._local_of = ranks // layout.local_ranks, ranks % layout.local_ranks
@@ -210,8 +213,9 @@ class TrafficCounter:
         return flat.astype(np.int64).reshape(world, 2)
 
     def _sync(self, keys: StepKeys, tiers: UInt8Array, placement: Placement) -> Iterator[CollectiveBytes]:
-        """``ReplicaSync``: gradients of touched rows climb the hops to the home, sums come back; before that, a bit a
-        listed row climbs with the ids, and the union comes back with the rows. All of it but the sums rides along."""
+        """``ReplicaSums``: gradients of touched rows climb to the node owner, are all-reduced over its rail (or go to
+        the home, and the sums come back), and the sums go to the copies in each node; before that, a bit a listed row
+        climbs with the ids, and the union comes back with the rows. Bits and what climbs ride along."""
         layout = self._layout
         nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
         listed_home = placement.keys % world
@@ -232,12 +236,28 @@ class TrafficCounter:
             words = self._words(np.bincount(listed_home[listed], minlength=world))
             rail = words.reshape(nodes, local).sum(axis=0)[self._local_of]
             yield self._masks(INTER, words, rail - words, nodes - 1)
-            row = keys.node_row
-            owner = keys.node * local + keys.rows[row] % local
-            home = keys.rows[row] % world
-            up = np.flatnonzero(on_rail[row] & (owner != home))
-            yield self._rows(INTER, owner[up], home[up], row[up], keys)
-            yield self._spread(INTER, keys, on_rail, nodes - 1, every_node=False)
+            narrow = on_rail & self._narrow[self._group_of(keys.rows)]
+            if self._narrow.any():
+                row = keys.node_row
+                owner = keys.node * local + keys.rows[row] % local
+                home = keys.rows[row] % world
+                up = np.flatnonzero(narrow[row] & (owner != home))
+                yield self._rows(INTER, owner[up], home[up], row[up], keys)
+                yield self._spread(INTER, keys, narrow, nodes - 1, every_node=False)
+            yield from self._all_reduces(keys, on_rail & ~narrow)
+
+    def _all_reduces(self, keys: StepKeys, chosen: BoolArray) -> Iterator[CollectiveBytes]:
+        """The chosen rows of the step over their rails; one collective for the dim-groups of a dtype."""
+        nodes, local = self._layout.nodes, self._layout.local_ranks
+        rows = keys.rows[np.flatnonzero(chosen)]
+        group = self._group_of(rows)
+        for dtype in np.unique(self._dtypes[~self._narrow]):
+            of_dtype = self._dtypes[group] == dtype
+            size = self._row_bytes[group[of_dtype]]
+            of_rail = np.bincount(rows[of_dtype] % local, weights=size, minlength=local).astype(np.int64)
+            sent = np.zeros((self._layout.world_size, 2), dtype=np.int64)
+            sent[:, INTER] = (2 * of_rail * (nodes - 1) // nodes)[self._local_of]
+            yield _even(Part.SYNC_ROWS, Collective.ALL_REDUCE, INTER, sent)
 
     @staticmethod
     def _words(rows: Int64Array) -> Int64Array:

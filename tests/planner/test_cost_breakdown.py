@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from planner_cases import cluster, flat, load, zipf
@@ -19,10 +21,12 @@ W = N * L
 U, V, WW = 1 - np.exp(-A), 1 - np.exp(-L * A), 1 - np.exp(-W * A)
 
 
-def rows_bytes(tier: Tier, exchange: Exchange = Exchange.CHAIN) -> np.ndarray:
-    """Bytes of row values by link, of one row at this tier, both directions or the sync."""
-    cost = group_cost(load(np.array([A]), row_bytes=B), np.array([tier], np.uint8), LAYOUT, cluster(), exchange)
-    return cost.bytes[:, [Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS, Phase.SYNC_ROWS]].sum(axis=(0, 1))
+def rows_bytes(tier: Tier, exchange: Exchange = Exchange.CHAIN, *, narrow: bool = False) -> np.ndarray:
+    """Bytes of row values by link, of one row at this tier, both directions and the sync."""
+    problem = replace(load(np.array([A]), row_bytes=B), narrow_wire=narrow)
+    cost = group_cost(problem, np.array([tier], np.uint8), LAYOUT, cluster(), exchange)
+    phases = [Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS, Phase.SYNC_ROWS, Phase.SYNC_SUMS]
+    return cost.bytes[:, phases].sum(axis=(0, 1))
 
 
 def test_the_table_of_the_design() -> None:
@@ -35,7 +39,18 @@ def test_the_table_of_the_design() -> None:
     )
     assert rows_bytes(Tier.HOME)[1:] == pytest.approx([2 * U * B * (L - 1) / L, 2 * V / L * B * hop2])
     assert rows_bytes(Tier.NODE)[1:] == pytest.approx([2 * U * B * (L - 1) / L, 2 * WW / L * B * hop2])
-    assert rows_bytes(Tier.DEVICE)[1:] == pytest.approx([2 * WW * B * (L - 1) / L, 2 * WW / L * B * hop2])
+    assert rows_bytes(Tier.DEVICE)[1:] == pytest.approx([(U + WW) * B * (L - 1) / L, 2 * WW / L * B * hop2])
+    # Gradients that are not added as they travel go by way of the home.
+    assert rows_bytes(Tier.NODE, narrow=True)[1:] == pytest.approx([2 * U * B * (L - 1) / L, (V + WW) / L * B * hop2])
+    assert rows_bytes(Tier.DEVICE, narrow=True)[1:] == pytest.approx(
+        [(U + WW) * B * (L - 1) / L, (V + WW) / L * B * hop2]
+    )
+    assert rows_bytes(Tier.DEVICE, Exchange.DIRECT)[1:] == pytest.approx(
+        [2 * WW * B * (L - 1) / L, 2 * WW / L * B * hop2]
+    )
+    assert rows_bytes(Tier.DEVICE, Exchange.DIRECT_DEDUP)[1:] == pytest.approx(
+        [(U + WW) * B * (L - 1) / W, (U + WW) * B * (W - L) / W]
+    )
     assert rows_bytes(Tier.DEVICE)[Where.SELF] == pytest.approx(U * B)
 
 
@@ -45,20 +60,25 @@ def test_seconds_are_bytes_at_the_collective_of_the_item() -> None:
     )
     accesses = load(np.full(3, A), row_bytes=B)
     cost = group_cost(accesses, np.array([0, 1, 2], np.uint8), LAYOUT, machine)
-    speed = np.divide(cost.bytes, cost.transfer_seconds, out=np.zeros((3, 5, 3)), where=cost.transfer_seconds > 0)
+    speed = np.divide(cost.bytes, cost.transfer_seconds, out=np.zeros((3, 6, 3)), where=cost.transfer_seconds > 0)
     assert speed[Tier.HOME, :3, Where.INTRA_NODE] == pytest.approx([1e9] * 3)
     assert speed[Tier.HOME, :3, Where.INTER_NODE] == pytest.approx([4e9] * 3)
-    assert speed[Tier.NODE, 3:, Where.INTER_NODE] == pytest.approx([5e9] * 2)
-    assert speed[Tier.DEVICE, 3:, Where.INTER_NODE] == pytest.approx([5e9] * 2)
-    assert speed[Tier.DEVICE, Phase.SYNC_ROWS, Where.INTRA_NODE] == pytest.approx(3e9)
+    for tier in (Tier.NODE, Tier.DEVICE):
+        assert speed[tier, 3:, Where.INTER_NODE] == pytest.approx([4e9, 5e9, 0.0])
+    assert speed[Tier.DEVICE, 3:, Where.INTRA_NODE] == pytest.approx([1e9, 0.0, 1e9])
+    narrow = group_cost(replace(accesses, narrow_wire=True), np.array([0, 1, 2], np.uint8), LAYOUT, machine)
+    sums = (slice(None), Phase.SYNC_SUMS, Where.INTER_NODE)
+    np.testing.assert_allclose(narrow.bytes[sums][1:] / narrow.transfer_seconds[sums][1:], 4e9)
+    assert narrow.bytes[:, Phase.SYNC_ROWS].sum() == 0
     assert (cost.transfer_seconds[:, :, Where.SELF] == 0).all()
     assert cost.total_seconds == pytest.approx(cost.forward_seconds + cost.backward_seconds + cost.sync_seconds)
 
 
-def test_device_rows_pass_a_node_in_two_messages_of_half_the_bytes() -> None:
+def test_replicas_of_flexshard_pass_a_node_in_two_messages_of_half_the_bytes() -> None:
     rising = CollectiveCurve(0.0, ((1.0, 1e6), (1e9, 1e11)))
     machine = Cluster("m", "s", LinkModel(1e12, flat(1e9), flat(2e9), rising), LinkModel(9e9, *[flat(4e9)] * 3))
-    cost = group_cost(load(np.full(50, A), row_bytes=B), np.full(50, Tier.DEVICE, np.uint8), LAYOUT, machine)
+    device = np.full(50, Tier.DEVICE, np.uint8)
+    cost = group_cost(load(np.full(50, A), row_bytes=B), device, LAYOUT, machine, Exchange.DIRECT)
     size = cost.bytes[Tier.DEVICE, Phase.SYNC_ROWS, Where.INTRA_NODE]
     assert cost.phase_seconds[Phase.SYNC_ROWS, Where.INTRA_NODE] == pytest.approx(2 * rising.seconds(size / 2))
 
@@ -77,18 +97,37 @@ def test_exposed_shares() -> None:
     ("layout", "tiers", "collectives"),
     [
         (RankLayout(2, 2), [0], 8),
-        (RankLayout(2, 2), [0, 1], 10),
-        (RankLayout(2, 2), [0, 2], 12),
-        (RankLayout(2, 2), [0, 1, 2], 14),
+        (RankLayout(2, 2), [0, 1], 9),
+        (RankLayout(2, 2), [0, 2], 10),
+        (RankLayout(2, 2), [0, 1, 2], 10),
         (RankLayout(1, 4), [0], 4),
-        (RankLayout(1, 4), [0, 2], 7),
-        (RankLayout(4, 1), [0, 1], 6),
+        (RankLayout(1, 4), [0, 2], 5),
+        (RankLayout(4, 1), [0, 1], 5),
         (RankLayout(1, 1), [0], 0),
     ],
 )
-def test_latency_counts_the_collectives(layout: RankLayout, tiers: list[int], collectives: int) -> None:
-    cost = group_cost(load(np.full(len(tiers), A)), np.array(tiers, np.uint8), layout, cluster(latency=1.0))
+@pytest.mark.parametrize("narrow", [False, True])
+def test_latency_counts_the_collectives(layout: RankLayout, tiers: list[int], collectives: int, narrow: bool) -> None:
+    problem = replace(load(np.full(len(tiers), A)), narrow_wire=narrow)
+    cost = group_cost(problem, np.array(tiers, np.uint8), layout, cluster(latency=1.0))
     assert cost.latency_seconds.sum() == pytest.approx(collectives)
+
+
+def test_dim_groups_of_both_kinds_take_a_collective_each() -> None:
+    wide = load(np.full(2, A))
+    tiers = np.array([0, 1], np.uint8)
+    sums = [LoadSums(problem, LAYOUT) for problem in (wide, replace(wide, narrow_wire=True))]
+    cost = joint_cost(sums, [tiers, tiers], cluster(latency=1.0))
+    assert cost.latency_seconds[Phase.SYNC_ROWS, Where.INTER_NODE] == 1.0
+    assert cost.latency_seconds[Phase.SYNC_SUMS, Where.INTER_NODE] == 1.0
+    assert cost.latency_seconds.sum() == 10.0
+
+
+@pytest.mark.parametrize(("tiers", "collectives"), [([0], 4), ([0, 2], 5)])
+def test_a_direct_exchange_with_dedup_tells_sums_in_one_more(tiers: list[int], collectives: int) -> None:
+    problem = load(np.full(len(tiers), A))
+    cost = group_cost(problem, np.array(tiers, np.uint8), LAYOUT, cluster(latency=1.0), Exchange.DIRECT_DEDUP)
+    assert cost.latency_seconds.sum() == collectives
 
 
 def test_a_direct_all_to_all_takes_as_long_as_its_slower_link() -> None:

@@ -104,7 +104,7 @@ def test_reasons() -> None:
         planned(4_000, cluster=load_preset("azure-a100-200g"), profile=profile_of(accesses=4_000.0)), hottest=3
     )
     assert {row.why for row in slow.explained} == {Why.LATENCY}
-    assert slow.sync_latency_seconds == pytest.approx(2 * 21.27e-6)
+    assert slow.sync_latency_seconds == pytest.approx(21.27e-6)
 
 
 def test_pins_and_exclusions_are_told() -> None:

@@ -122,7 +122,7 @@ def test_no_limit_is_broken_and_nothing_lost_against_the_milp(case: dict) -> Non
         return
     choice = choose_tiers(problem, layout, machine, limits, np.zeros(rows, np.uint8), np.inf)
     assert limits.fits(problem.keys, choice.tiers, layout)
-    factors = row_seconds(problem, layout, machine, np.zeros((3, 5, 3)))
+    factors = row_seconds(problem, layout, machine, np.zeros((3, 6, 3)))
     gains = (factors[Tier.HOME] - factors) @ problem.listed_statistics(layout)
     base = group_cost(problem, home, layout, machine).exposed_seconds
     ours = base - choice.cost.exposed_seconds

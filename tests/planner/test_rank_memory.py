@@ -72,12 +72,15 @@ def test_a_rank_allocates_what_is_said() -> None:
 @pytest.mark.parametrize("layout", [LAYOUT, RankLayout(1, 4), RankLayout(4, 1)], ids=["3x2", "1x4", "4x1"])
 @pytest.mark.parametrize("exchange", [Exchange.CHAIN, Exchange.DIRECT_DEDUP, Exchange.DIRECT], ids=lambda e: e.value)
 @pytest.mark.parametrize("passes", [1, 4])
-def test_buffers_by_hand(layout: RankLayout, exchange: Exchange, passes: int) -> None:
+@pytest.mark.parametrize("narrow", [False, True], ids=["as added", "narrow"])
+def test_buffers_by_hand(layout: RankLayout, exchange: Exchange, passes: int, narrow: bool) -> None:
     rng = np.random.default_rng(2)
     keys = np.sort(rng.choice(300, 50, replace=False)).astype(np.int64)
     a = rng.pareto(1.0, 50)
     problem = load(a, keys, row_bytes=64)
-    problem = type(problem)(**{**problem.__dict__, "micro_batches": passes, "comm_row_bytes": 32})
+    problem = type(problem)(
+        **{**problem.__dict__, "micro_batches": passes, "comm_row_bytes": 32, "narrow_wire": narrow}
+    )
     tiers = rng.integers(0, 3, 50).astype(np.uint8)
     if layout.local_ranks == 1:
         tiers[tiers == Tier.DEVICE] = Tier.NODE
@@ -93,9 +96,10 @@ def test_buffers_by_hand(layout: RankLayout, exchange: Exchange, passes: int) ->
     for rank in range(world):
         rail = (tiers == Tier.NODE) & (keys % layout.local_ranks == layout.local_rank_of(rank))
         assert buffers[Buffer.SYNC, rank] == pytest.approx(union[rail | (tiers == Tier.DEVICE)].sum())
-    # What all ranks send, all ranks receive.
+    # What all ranks send, all ranks receive; gradients are more than rows where those of copies travel with them.
     sent = cost.bytes[:, :, Where.INTRA_NODE :].sum(axis=(0, 2))
-    expected = 2 * (sent[Phase.FORWARD_IDS] + sent[Phase.FORWARD_ROWS]) / passes
+    expected = 2 * (sent[Phase.FORWARD_IDS] + sent[Phase.BACKWARD_ROWS]) / passes
+    assert sent[Phase.BACKWARD_ROWS] >= sent[Phase.FORWARD_ROWS] * (1 - 1e-9)
     assert buffers[Buffer.EXCHANGE].mean() == pytest.approx(expected)
 
 

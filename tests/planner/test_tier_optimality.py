@@ -23,7 +23,7 @@ LAYOUTS = [RankLayout(2, 2), RankLayout(3, 2), RankLayout(1, 4), RankLayout(4, 1
 
 
 def gains_of(problem: GroupLoad, layout: RankLayout, machine: object) -> np.ndarray:
-    factors = row_seconds(problem, layout, machine, np.zeros((3, 5, 3)))
+    factors = row_seconds(problem, layout, machine, np.zeros((3, 6, 3)))
     return (factors[Tier.HOME] - factors) @ statistics(problem.accesses, layout)
 
 

@@ -79,9 +79,9 @@ def test_micro_batches_and_the_busiest_rank(micro_batches: int, merged: bool) ->
         (Phase.BACKWARD_ROWS, intra, "back_intra", ROW_BYTES), (Phase.BACKWARD_ROWS, inter, "back_inter", ROW_BYTES),
         (Phase.SYNC_ROWS, inter, "sync", ROW_BYTES),
     ):  # fmt: skip
-        expected = mean_of(cost, phase, where) - (
-            float(cost.bytes[Tier.DEVICE, phase, where]) if phase == Phase.SYNC_ROWS else 0.0
-        )
+        # What is counted of replicas is NODE rows.
+        device = phase in (Phase.BACKWARD_ROWS, Phase.SYNC_ROWS)
+        expected = mean_of(cost, phase, where) - (float(cost.bytes[Tier.DEVICE, phase, where]) if device else 0.0)
         assert expected == pytest.approx(sent[name].mean() * size, rel=0.04), name
     rows = sent["rows_inter"] * ROW_BYTES
     assert cost.peak_bytes[:, Phase.FORWARD_ROWS, inter].sum() == pytest.approx(rows.max(), rel=0.06)
@@ -152,8 +152,15 @@ def test_wire_dtype() -> None:
         group_cost(make_loads(seen, keyspace, LAYOUT, shape)[0], tiers, LAYOUT, cluster())
         for shape in (TrainingShape(), TrainingShape(comm_dtype="bfloat16"))
     )
-    for phase in (Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS, Phase.SYNC_ROWS):
-        np.testing.assert_allclose(half.bytes[:, phase, 1:], full.bytes[:, phase, 1:] / 2)
+    for phase in (Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS, Phase.SYNC_SUMS):
+        np.testing.assert_allclose(half.bytes[:, phase, Where.INTRA_NODE], full.bytes[:, phase, Where.INTRA_NODE] / 2)
+    np.testing.assert_allclose(half.bytes[:, Phase.FORWARD_ROWS, 1:], full.bytes[:, Phase.FORWARD_ROWS, 1:] / 2)
+    # float32 gradients are all-reduced, 2 w; bfloat16 ones go to the home and come back: v + w of half the size.
+    assert half.bytes[:, Phase.SYNC_ROWS].sum() == full.bytes[:, Phase.SYNC_SUMS, Where.INTER_NODE].sum() == 0
+    sums = half.bytes[1:, Phase.SYNC_SUMS, Where.INTER_NODE]
+    np.testing.assert_allclose(sums, full.bytes[1:, Phase.SYNC_ROWS, Where.INTER_NODE] / 4)
+    back = half.bytes[1:, Phase.BACKWARD_ROWS, Where.INTER_NODE]
+    assert ((back > 0) & (back < sums)).all()
     np.testing.assert_array_equal(half.bytes[:, Phase.FORWARD_IDS], full.bytes[:, Phase.FORWARD_IDS])
 
 
