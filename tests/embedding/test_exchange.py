@@ -21,15 +21,22 @@ Ranks = Callable[[int], RankPool]
 
 
 @pytest.mark.parametrize(
-    ("dims", "dtypes"),
-    [([8], ["float32"]), ([8, 4, 2], ["float32"] * 3), ([8, 3], ["float16", "float64"])],
-    ids=["one group", "three groups", "two dtypes"],
+    ("dims", "dtypes", "training"),
+    [
+        ([8], ["float32"], [9, 1, 0]),
+        ([8, 4, 2], ["float32"] * 3, [9, 1, 0]),
+        ([8, 3], ["float32", "float64"], [9, 2, 0]),
+        ([8, 3], ["float16", "bfloat16"], [10, 0, 0]),
+        ([8, 3], ["float16", "float64"], [10, 1, 0]),
+    ],
+    ids=["one group", "three groups", "two dtypes", "two narrow dtypes", "one of each"],
 )
-def test_collectives_of_a_step(ranks: Ranks, dims: list[int], dtypes: list[str]) -> None:
-    """Two hops: sizes, ids, rows, gradients on each; and sums of replicated rows back on each."""
-    for moved, training in ((False, 8), (True, 10)):
+def test_collectives_of_a_step(ranks: Ranks, dims: list[int], dtypes: list[str], training: list[int]) -> None:
+    """Two hops: sizes, ids, rows, gradients on each; with copies sums down the first, and across the second an
+    all-reduce, or sums from the homes where it would add what is rounded."""
+    for moved, trained in ((False, [8, 0, 0]), (True, training)):
         for said in ranks(4).run("exchange_jobs:collectives", RankLayout(2, 2), dims, dtypes, moved):
-            assert said == {"training": training, "evaluation": 6}
+            assert said == {"training": trained, "evaluation": [6, 0, 0]}
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])

@@ -50,15 +50,15 @@ def step(collection: EmbeddingCollection, seeds: list[int]) -> float:
     return sum(losses)
 
 
-def collectives(rank: int, layout: RankLayout, dims: list[int], dtypes: list[str], moved: bool) -> dict[str, int]:
-    """Of a training step, and of an evaluation."""
+def collectives(rank: int, layout: RankLayout, dims: list[int], dtypes: list[str], moved: bool) -> dict[str, Any]:
+    """All-to-alls, all-reduces and broadcasts of a training step, and of an evaluation."""
     collection = make(layout, dims, dtypes, moved)
     names = ("all_to_all_single", "all_reduce", "broadcast")
-    originals, count = {name: getattr(dist, name) for name in names}, [0]
+    originals, count = {name: getattr(dist, name) for name in names}, dict.fromkeys(names, 0)
 
     def counted(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            count[0] += 1
+            count[name] += 1
             return originals[name](*args, **kwargs)
 
         return call
@@ -67,13 +67,14 @@ def collectives(rank: int, layout: RankLayout, dims: list[int], dtypes: list[str
         for name in names:
             setattr(dist, name, counted(name))
         step(collection, [1])
-        trained, count[0] = count[0], 0
+        trained = list(count.values())
+        count.update(dict.fromkeys(names, 0))
         with torch.no_grad():
             collection(batch(collection, 1))
     finally:
         for name in names:
             setattr(dist, name, originals[name])
-    return {"training": trained, "evaluation": count[0]}
+    return {"training": trained, "evaluation": list(count.values())}
 
 
 def pushed(rank: int, layout: RankLayout, seeds: list[int]) -> int:
