@@ -11,7 +11,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.config import Config, KafkaSource, is_loopback, load_config, parse_config, split_address
+from flexd.config.base import is_loopback, split_address
+from flexd.config.load import load_config, parse_config
+from flexd.config.model import Config
+from flexd.config.stream import KafkaSource
 from flexd.errors import ConfigError
 
 MINIMAL = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from flexd.config import Config
+from flexd.config.model import Config
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -9,7 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from flexd.cli.main import app
-from flexd.config import load_config
+from flexd.config.load import load_config
 from flexd.daemon.parts import sketch_settings
 from flexd.errors import SketchError, SnapshotError
 from flexd.sketch.snapshot import SnapshotStore

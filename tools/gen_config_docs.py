@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flexd.config import Config
+from flexd.config.model import Config
 
 TARGET = Path(__file__).parents[1] / "docs" / "configuration.md"
 COMMAND = "python tools/gen_config_docs.py"
 
 HEAD = f"""# Configuration
 
-<!-- Written by `{COMMAND}` from flexd/config.py: change the models, not this file. -->
+<!-- Written by `{COMMAND}` from flexd/config/: change the models, not this file. -->
 
 The daemon reads one YAML file: `flexd run -c FILE`. `flexd check-config FILE` says what is wrong with one (exit
 status 2), `flexd check-config FILE -o yaml` prints what is in effect. Ready-to-run files are in `configs/`.

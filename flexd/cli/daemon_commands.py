@@ -15,7 +15,8 @@ import flexd
 from flexd.cli import units
 from flexd.cli.options import OutputOption
 from flexd.cli.view import Facts, OutputFormat, emit, show
-from flexd.config import Config, load_config
+from flexd.config.load import load_config
+from flexd.config.model import Config
 from flexd.errors import ConfigError
 from flexd.topology.files import preset_names
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flexd.config import load_config
+from flexd.config.load import load_config
 from flexd.errors import SnapshotError
 
 app = typer.Typer(

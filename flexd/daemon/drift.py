@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from flexd.config import PlannerConfig
+from flexd.config.planner import PlannerConfig
 from flexd.control.live import LiveTopology
 from flexd.daemon.plan_settings import running_exchange, training_shape
 from flexd.errors import FlexdError

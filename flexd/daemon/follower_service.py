@@ -7,25 +7,21 @@ import threading
 import time
 
 from flexd import __version__
-from flexd.config import Config
+from flexd.config.model import Config
 from flexd.daemon import parts
 from flexd.daemon.scale_out import remote_follower
 from flexd.daemon.scale_out_view import follower_figures, follower_status
 from flexd.daemon.view import ingest_figures, stream_status
 from flexd.errors import ApiError
+from flexd.server.answers import ProbeResult
 from flexd.server.explain_report import Explanation
 from flexd.server.figures import DaemonFigures, SketchFigures
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
-from flexd.server.models import (
-    PauseState,
-    ProbeResult,
-    ReplanResult,
-    SketchStatus,
-    Status,
-    TableSketchStatus,
-)
 from flexd.server.plan_report import PlanReport
+from flexd.server.sketch_status import SketchStatus, TableSketchStatus
+from flexd.server.status import Status
+from flexd.server.verbs import PauseState, ReplanResult
 
 logger = logging.getLogger("flexd")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexd.config import Config, FileLogSource, KafkaSource, TapSource
+from flexd.config.model import Config
+from flexd.config.stream import FileLogSource, KafkaSource, TapSource
 from flexd.control.coordinator import ControlOptions
 from flexd.errors import SnapshotError
 from flexd.scaleout.follower import Follower

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flexd.config import PlannerConfig
+from flexd.config.planner import PlannerConfig
 from flexd.layout import Tier
 from flexd.planner.limits import PlanLimits, RowPin
 from flexd.planner.shape import TrainingShape

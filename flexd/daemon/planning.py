@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from flexd.config import Config
+from flexd.config.model import Config
 from flexd.control.coordinator import Coordinator, LiveTopology
 from flexd.control.migration import Migration, MigrationState
 from flexd.daemon.drift import ProfileMaker

@@ -5,7 +5,9 @@ from __future__ import annotations
 import secrets
 import socket
 
-from flexd.config import Config, KafkaSource, split_address
+from flexd.config.base import split_address
+from flexd.config.model import Config
+from flexd.config.stream import KafkaSource
 from flexd.daemon import parts
 from flexd.dead_letters import DeadLetterFile
 from flexd.ingest import Ingestor, IngestStats

@@ -5,12 +5,12 @@ from __future__ import annotations
 from flexd.daemon.scale_out import LeaderUnit
 from flexd.scaleout.follower import FollowerStats
 from flexd.server import figures as f
-from flexd.server import models as m
+from flexd.server.scale_out_status import FollowerStatus, LeaderLinkStatus, ScaleOutStatus
 
 
-def leader_status(unit: LeaderUnit) -> m.ScaleOutStatus:
+def leader_status(unit: LeaderUnit) -> ScaleOutStatus:
     followers = tuple(
-        m.FollowerStatus(
+        FollowerStatus(
             name=report.name,
             partitions=report.partitions,
             lag_messages=report.lag_messages,
@@ -24,7 +24,7 @@ def leader_status(unit: LeaderUnit) -> m.ScaleOutStatus:
         )
         for report in unit.followers()
     )
-    return m.ScaleOutStatus(role="leader", followers=followers, refused=unit.refused())
+    return ScaleOutStatus(role="leader", followers=followers, refused=unit.refused())
 
 
 def leader_figures(unit: LeaderUnit) -> f.ScaleOutFigures:
@@ -38,8 +38,8 @@ def leader_figures(unit: LeaderUnit) -> f.ScaleOutFigures:
     return f.ScaleOutFigures(followers=followers, refused=unit.refused())
 
 
-def follower_status(leader: str, stats: FollowerStats) -> m.ScaleOutStatus:
-    link = m.LeaderLinkStatus(
+def follower_status(leader: str, stats: FollowerStats) -> ScaleOutStatus:
+    link = LeaderLinkStatus(
         leader=leader,
         accepted=stats.accepted,
         repeated=stats.repeated,
@@ -52,7 +52,7 @@ def follower_status(leader: str, stats: FollowerStats) -> m.ScaleOutStatus:
         paused=stats.paused,
         problem=stats.problem,
     )
-    return m.ScaleOutStatus(role="follower", link=link)
+    return ScaleOutStatus(role="follower", link=link)
 
 
 def follower_figures(stats: FollowerStats) -> f.ScaleOutFigures:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexd.allocator import keep_freed_memory
-from flexd.config import Config
+from flexd.config.model import Config
 from flexd.control.coordinator import Coordinator
 from flexd.control.journal import PlacementJournal
 from flexd.control.migration import MigrationState
@@ -30,11 +30,13 @@ from flexd.daemon.view import Condition, DaemonView
 from flexd.dead_letters import DeadLetterFile
 from flexd.errors import ApiError, FlexdError
 from flexd.ingest import Ingestor
+from flexd.server.answers import ProbeResult
 from flexd.server.explain_report import Explanation
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
-from flexd.server.models import PauseState, ProbeResult, ReplanOutcome, ReplanResult, Status
 from flexd.server.plan_report import PlanReport
+from flexd.server.status import Status
+from flexd.server.verbs import PauseState, ReplanOutcome, ReplanResult
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.tap import TapSource
 

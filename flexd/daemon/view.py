@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from flexd import __version__
-from flexd.config import Config
+from flexd.config.model import Config
 from flexd.control.coordinator import Coordinator
 from flexd.daemon.drift import DriftMonitor
 from flexd.daemon.planning import Execution, Planning
@@ -21,8 +21,11 @@ from flexd.layout import Tier
 from flexd.placement import Placement
 from flexd.planner.plan import Plan
 from flexd.server import figures as f
-from flexd.server import models as m
+from flexd.server.drift_status import DriftStatus, TableDriftStatus
+from flexd.server.migration_report import MigrationReport, MigrationState
 from flexd.server.plan_report import PlanReport, TierName
+from flexd.server.sketch_status import ProfileStatus, SketchStatus, TableSketchStatus
+from flexd.server.status import PlacementStatus, SnapshotStatus, Status, StreamStatus, TopologyStatus
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.profile import Profile
 from flexd.sketch.sources import TableSources
@@ -54,8 +57,8 @@ def coverage_of(profile: Profile) -> float:
     return min((table.coverage for table in profile.tables if table.weight > 0), default=math.nan)
 
 
-def stream_status(config: Config, stats: IngestStats) -> m.StreamStatus:
-    return m.StreamStatus(
+def stream_status(config: Config, stats: IngestStats) -> StreamStatus:
+    return StreamStatus(
         source=config.stream.source.kind,
         lag_messages=stats.lag_messages,
         messages_per_second=stats.messages_per_second,
@@ -112,13 +115,13 @@ class DaemonView:
         before = {str(tier): count for tier, count in rows_above_home(live).items()}
         return PlanReport.from_summary(plan.summary(), before)
 
-    def migration(self, execution: Execution) -> m.MigrationReport:
+    def migration(self, execution: Execution) -> MigrationReport:
         plan, progress = execution.plan, execution.migration.progress
         rows = max(len(plan.delta), progress.rows_pushed)
-        return m.MigrationReport(
+        return MigrationReport(
             migration_id=plan.plan_id,
             plan_id=plan.plan_id,
-            state=cast(m.MigrationState, progress.state.name),
+            state=cast(MigrationState, progress.state.name),
             progress=1.0 if progress.state.name == "COMMITTED" else progress.rows_applied / max(1, rows),
             rows=rows,
             rows_applied=progress.rows_applied,
@@ -130,10 +133,10 @@ class DaemonView:
             problem=progress.reason or None,
         )
 
-    def status(self, condition: Condition) -> m.Status:
+    def status(self, condition: Condition) -> Status:
         planning = self._planning
         last, execution = planning.last_plan, planning.last_execution
-        return m.Status(
+        return Status(
             job=self._config.job,
             version=__version__,
             uptime_seconds=time.time() - condition.started_unix_seconds,
@@ -153,28 +156,28 @@ class DaemonView:
             scale_out=None if self._leader is None else leader_status(self._leader),
         )
 
-    def _sketch(self) -> m.SketchStatus:
+    def _sketch(self) -> SketchStatus:
         choices = self._ingestor.choices()
         profile = self._planning.last_profile
         sources = _sources(profile)
-        shown = m.ProfileStatus()
+        shown = ProfileStatus()
         if profile is not None:
-            shown = m.ProfileStatus(
+            shown = ProfileStatus(
                 generation=profile.generation,
                 samples=profile.samples,
                 coverage=coverage_of(profile),
                 age_seconds=self._planning.profile_age_seconds(),
                 window_seconds=profile.window_seconds,
             )
-        return m.SketchStatus(
+        return SketchStatus(
             bytes=sum(choice.bytes for choice in choices),
             tables=tuple(self._table(choice, sources.get(choice.table)) for choice in choices),
             profile=shown,
         )
 
     @staticmethod
-    def _table(choice: TableChoice, sources: TableSources | None) -> m.TableSketchStatus:
-        return m.TableSketchStatus(
+    def _table(choice: TableChoice, sources: TableSources | None) -> TableSketchStatus:
+        return TableSketchStatus(
             table=choice.table,
             kind=choice.kind,
             bytes=choice.bytes,
@@ -189,12 +192,12 @@ class DaemonView:
             affinity_error=None if sources is None else sources.affinity_error,
         )
 
-    def _drift_status(self) -> m.DriftStatus:
+    def _drift_status(self) -> DriftStatus:
         drift, threshold = self._drift.newest, self._config.planner.drift_threshold
         if drift is None:
-            return m.DriftStatus(threshold=threshold)
+            return DriftStatus(threshold=threshold)
         then, now = drift.then.total, drift.now.total
-        return m.DriftStatus(
+        return DriftStatus(
             ratio=drift.ratio,
             threshold=threshold,
             exposed_seconds_then=then.exposed_seconds,
@@ -205,7 +208,7 @@ class DaemonView:
             total_bytes=now.total_bytes,
             age_seconds=self._drift.age_seconds(),
             tables=tuple(
-                m.TableDriftStatus(
+                TableDriftStatus(
                     table=name,
                     ratio=drift.table_ratios[name],
                     exposed_seconds=traffic.exposed_seconds,
@@ -215,9 +218,9 @@ class DaemonView:
             ),
         )
 
-    def _topology(self) -> m.TopologyStatus:
+    def _topology(self) -> TopologyStatus:
         live, control = self._coordinator.live(), self._coordinator.status()
-        return m.TopologyStatus(
+        return TopologyStatus(
             generation=control.generation,
             attempt=control.attempt or None,
             nodes=live.layout.nodes if live else 0,
@@ -227,14 +230,14 @@ class DaemonView:
             problem=control.reason or None,
         )
 
-    def _placement(self) -> m.PlacementStatus:
+    def _placement(self) -> PlacementStatus:
         placement = self._coordinator.placement()
         rows = {**rows_above_home(placement), "HOME": self._total_rows - len(placement)}
-        return m.PlacementStatus(version=placement.version, rows=rows, digest=f"{placement.digest():016x}")
+        return PlacementStatus(version=placement.version, rows=rows, digest=f"{placement.digest():016x}")
 
-    def _snapshot(self) -> m.SnapshotStatus:
+    def _snapshot(self) -> SnapshotStatus:
         stats = self._ingestor.stats()
-        return m.SnapshotStatus(
+        return SnapshotStatus(
             age_seconds=stats.snapshot_age_seconds,
             written=stats.snapshots,
             failures=stats.snapshot_failures,

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from flexd.config import is_loopback
+from flexd.config.base import is_loopback
 from flexd.errors import ApiError
 from flexd.server.api import error_body
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from flexd.config import ServerConfig, split_address
+from flexd.config.base import split_address
+from flexd.config.links import ServerConfig
 from flexd.errors import ApiError
 from flexd.server.api import DaemonApi
 from flexd.server.app import create_app, create_metrics_app

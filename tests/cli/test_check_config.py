@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flexd.config import load_config
+from flexd.config.load import load_config
 
 REPOSITORY = Path(__file__).parents[2]
 SHIPPED = sorted((REPOSITORY / "configs").glob("*.yaml"))

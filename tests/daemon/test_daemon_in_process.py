@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from flexd_processes import saved_sketches, weights
 
-from flexd.config import Config, parse_config
+from flexd.config.load import parse_config
+from flexd.config.model import Config
 from flexd.daemon import Daemon
 from flexd.errors import ApiError, ControlError, FlexdError, PlanError
 from flexd.stream.codec import encode_arrow

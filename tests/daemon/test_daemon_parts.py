@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from flexd.config import Config, parse_config
+from flexd.config.load import parse_config
+from flexd.config.model import Config
 from flexd.daemon import Daemon, parts
 from flexd.errors import ConfigError, FlexdError, SnapshotError, TopologyError
 from flexd.stream.file_log import FileLogSource

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from fake_coordinator import FakeCoordinator
 
-from flexd.config import parse_config
+from flexd.config.load import parse_config
 from flexd.control.live import LiveTopology
 from flexd.daemon import Daemon
 from flexd.daemon.drift import DriftMonitor

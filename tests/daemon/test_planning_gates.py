@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from fake_coordinator import FakeCoordinator
 
-from flexd.config import Config, parse_config
+from flexd.config.load import parse_config
+from flexd.config.model import Config
 from flexd.control.live import LiveTopology
 from flexd.control.migration import MigrationEvent
 from flexd.control.report import StepReport

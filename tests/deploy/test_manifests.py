@@ -12,7 +12,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from flexd.config import Config, parse_config, split_address
+from flexd.config.base import split_address
+from flexd.config.load import parse_config
+from flexd.config.model import Config
 from flexd.server.app import create_metrics_app
 from flexd.server.figures import DaemonFigures
 from flexd.server.metrics import Metrics

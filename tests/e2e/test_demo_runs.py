@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flexd_processes import counted_by_hand, demo, flexd, run, saved_sketches, until, weights
 
-from flexd.config import load_config
+from flexd.config.load import load_config
 from flexd.control.journal import PlacementJournal
 from flexd.demo.processes import DaemonProcess
 

@@ -18,7 +18,8 @@ import httpx
 import numpy as np
 import yaml
 
-from flexd.config import Config, load_config
+from flexd.config.load import load_config
+from flexd.config.model import Config
 from flexd.daemon import parts
 from flexd.demo.processes import DaemonProcess
 from flexd.sketch.snapshot import SnapshotStore

@@ -1,0 +1,47 @@
+"""What every section of the configuration is made of: checked numbers, names, addresses and the base model."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _no_truth_value(value: Any) -> Any:
+    """YAML reads yes, no, on and off as truth values, and pydantic would take them for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not a truth value")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_no_truth_value)]
+Float = Annotated[float, BeforeValidator(_no_truth_value)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+Seconds = Annotated[Float, Field(gt=0, le=86_400 * 365)]
+Port = Annotated[Int, Field(ge=0, le=65_535)]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is a name or address that only this machine can reach."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``host:port`` or ``[v6]:port`` -> (host, port). Raises ValueError with what is allowed."""
+    host, colon, port = address.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not colon or not bare or (":" in bare and bare == host) or not (port.isascii() and port.isdigit()):
+        raise ValueError("must be host:port or [IPv6 address]:port")
+    if int(port) > 65_535:
+        raise ValueError("the port must be 0 to 65535")
+    return bare, int(port)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, hide_input_in_errors=True
+    )

@@ -1,0 +1,116 @@
+"""Who is connected to the daemon: training ranks, the people and scrapers of the admin API, other daemons."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from flexd.config.base import Int, Name, Port, Seconds, Section, is_loopback, split_address
+
+
+class ControlConfig(Section):
+    """The channel between the daemon and the training ranks."""
+
+    secret_file: Path | None = None
+    """Shared secret of daemon and ranks (HMAC-SHA256). Without it messages are not authenticated:
+    allowed on loopback only."""
+    listen_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Address that the ranks connect to."""
+    listen_port: Port = 29_400
+    """Port that the ranks connect to; 0 takes any free one."""
+    chunk_rows: Annotated[Int, Field(ge=1, le=2**22)] = 4096
+    """Largest chunk the daemon announces."""
+    chunk_bytes: Annotated[Int, Field(ge=1)] = 2**20
+    """Row values (with optimizer state) that one chunk may move; ranks apply at most one chunk's worth a step."""
+    timeout_seconds: Seconds = 15.0
+    """Deadline of every wait on the channel."""
+
+    @field_validator("listen_host")
+    @classmethod
+    def _secret_beyond_loopback(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("secret_file") is None and not is_loopback(value):
+            raise ValueError("is reachable from other machines: set control.secret_file, or listen on 127.0.0.1")
+        return value
+
+
+class ServerConfig(Section):
+    """The admin API and the metrics page."""
+
+    unix_socket: Path | None = None
+    """Serve the API on this socket (mode 0600) instead of TCP."""
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Loopback address of the API."""
+    port: Port = 9464
+    """Port of the API; 0 takes any free one."""
+    metrics_listen: str | None = None
+    """``host:port`` of a second, read-only listener with nothing but ``/metrics``, ``/healthz`` and ``/readyz``, for
+    Prometheus and the kubelet. It may bind any address."""
+
+    @field_validator("host")
+    @classmethod
+    def _loopback_only(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("unix_socket") is None and not is_loopback(value):
+            raise ValueError(
+                "the admin API binds loopback or server.unix_socket only; server.metrics_listen may bind any address"
+            )
+        return value
+
+    @field_validator("metrics_listen")
+    @classmethod
+    def _host_and_port(cls, value: str | None) -> str | None:
+        if value is not None:
+            split_address(value)
+        return value
+
+
+class ScaleOutConfig(Section):
+    """Several daemons on one stream: followers count, the leader adds up, plans and talks to the ranks."""
+
+    role: Literal["standalone", "leader", "follower"] = "standalone"
+    """``leader`` takes the counts of followers; ``follower`` counts its partitions and plans nothing. All daemons of a
+    job have the same ``tables`` and ``sketch`` sections; those that read the stream share one consumer group."""
+    secret_file: Path | None = None
+    """Shared secret of leader and followers (HMAC-SHA256). Without it they do not authenticate each other: allowed on
+    loopback only."""
+    leader: Annotated[str | None, Field(validate_default=True)] = None
+    """Follower: ``host:port`` of the leader's listener."""
+    listen_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Leader: address that the followers connect to."""
+    listen_port: Port = 29_500
+    """Leader: port that the followers connect to; 0 takes any free one."""
+    consume: bool = True
+    """Leader: read partitions of the stream too, as one more member of the group; its counters then take twice
+    their memory."""
+    name: Name | None = None
+    """Follower: its name in status and metrics, unique in the job; default: the host's name."""
+    push_interval_seconds: Seconds = 2.0
+    """Follower: time between two deltas, which is how far the leader's counters are behind."""
+    max_unacknowledged_messages: Annotated[Int, Field(ge=1)] = 1_000_000
+    """Follower: read beside a delta that the leader has not answered; beyond this reading stops until it does."""
+    max_unacknowledged_seconds: Seconds = 60.0
+    """Follower: reading stops when a delta has had no answer for so long."""
+    settle_seconds: Seconds = 5.0
+    """Follower: how long a rebalance or a stop waits for the leader to take what was counted."""
+    silent_after_seconds: Seconds = 30.0
+    """Leader: a follower that has not pushed for so long is reported."""
+
+    @field_validator("leader")
+    @classmethod
+    def _leader_of_a_follower(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if info.data.get("role") != "follower":
+            return value
+        if value is None:
+            raise ValueError("a follower needs the address of its leader, host:port")
+        host, _ = split_address(value)
+        if info.data.get("secret_file") is None and not is_loopback(host):
+            raise ValueError("is on another machine: set scale_out.secret_file")
+        return value
+
+    @field_validator("listen_host")
+    @classmethod
+    def _secret_beyond_loopback(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("role") == "leader" and info.data.get("secret_file") is None and not is_loopback(value):
+            raise ValueError("is reachable from other machines: set scale_out.secret_file, or listen on 127.0.0.1")
+        return value

@@ -1,0 +1,119 @@
+"""The daemon's whole YAML file as one pydantic model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from flexd.config.base import Float, Int, Name, Seconds, Section
+from flexd.config.links import ControlConfig, ScaleOutConfig, ServerConfig
+from flexd.config.planner import PlannerConfig, TopologyConfig
+from flexd.config.stream import SketchConfig, StreamConfig
+from flexd.config.text import redacted
+from flexd.keyspace import DTYPE_BYTES, OPTIMIZERS, KeySpace, TableSpec
+
+
+class TableConfig(Section):
+    """One embedding table. The list must equal the trainer's, in the same order."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    """As in the stream's messages and in the trainer."""
+    rows: Annotated[Int, Field(ge=1, le=2**40)]
+    """Number of rows; row ids are 0 to rows - 1."""
+    dim: Annotated[Int, Field(ge=1, le=65_536)]
+    """Numbers in one row."""
+    dtype: str = "float32"
+    """Of the rows: ``float64``, ``float32``, ``float16`` or ``bfloat16``."""
+    optimizer: str = "sgd"
+    """``sgd``, ``adagrad``, ``rowwise_adagrad``, ``adam`` or ``rowwise_adam``: how much optimizer state migrates with a
+    row."""
+
+    @field_validator("dtype")
+    @classmethod
+    def _known_dtype(cls, value: str) -> str:
+        if value not in DTYPE_BYTES:
+            raise ValueError(f"must be one of {', '.join(DTYPE_BYTES)}")
+        return value
+
+    @field_validator("optimizer")
+    @classmethod
+    def _known_optimizer(cls, value: str) -> str:
+        if value not in OPTIMIZERS:
+            raise ValueError(f"must be one of {', '.join(OPTIMIZERS)}")
+        return value
+
+
+class StateConfig(Section):
+    """What survives a restart."""
+
+    dir: Path = Path("flexd-state")
+    """Directory of snapshots and journal; one daemon each."""
+    snapshot_interval_seconds: Seconds = 30.0
+    """Time between snapshots: what a crash reads again."""
+    keep_snapshots: Annotated[Int, Field(ge=1, le=1000)] = 3
+    """Older ones are deleted."""
+
+
+class LogConfig(Section):
+    """Log lines on stderr."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least severe lines to write."""
+    format: Literal["text", "json"] = "text"
+    """``text`` for people, ``json`` one object a line."""
+
+
+class Config(Section):
+    """The whole file."""
+
+    job: Name
+    """Name of the training job; daemon and ranks must agree."""
+    tables: Annotated[list[TableConfig], Field(min_length=1)]
+    """The embedding tables, as the trainer has them."""
+    stream: StreamConfig
+    """The stream of accesses."""
+    sketch: SketchConfig = SketchConfig()
+    """What is remembered of it."""
+    topology: TopologyConfig = TopologyConfig()
+    """Which cluster prices the plans."""
+    planner: PlannerConfig = PlannerConfig()
+    """When and how to plan."""
+    control: ControlConfig = ControlConfig()
+    """The channel to the ranks."""
+    server: ServerConfig = ServerConfig()
+    """Admin API and metrics."""
+    scale_out: ScaleOutConfig = ScaleOutConfig()
+    """Several daemons on one stream."""
+    state: StateConfig = StateConfig()
+    """What survives a restart."""
+    log: LogConfig = LogConfig()
+    """Log lines."""
+    shutdown_seconds: Annotated[Float, Field(gt=0, le=300)] = 20.0
+    """SIGTERM to exit, at most."""
+
+    @field_validator("tables")
+    @classmethod
+    def _unique_tables(cls, value: list[TableConfig]) -> list[TableConfig]:
+        twice = sorted(name for name, times in Counter(table.name for table in value).items() if times > 1)
+        if twice:
+            raise ValueError(f"each table needs its own name; named twice: {', '.join(twice)}")
+        return value
+
+    @field_validator("scale_out")
+    @classmethod
+    def _followers_read_a_log(cls, value: ScaleOutConfig, info: ValidationInfo) -> ScaleOutConfig:
+        stream = info.data.get("stream")
+        if value.role != "standalone" and isinstance(stream, StreamConfig) and stream.source.kind == "tap":
+            raise ValueError("ranks send what they tap to the one daemon they know: role must be standalone with it")
+        return value
+
+    def keyspace(self) -> KeySpace:
+        return KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, t.optimizer) for t in self.tables])
+
+    def document(self) -> dict[str, Any]:
+        """The effective configuration as plain JSON values, secrets left out."""
+        shown: dict[str, Any] = redacted(self.model_dump(mode="json"))
+        return shown
