@@ -15,15 +15,11 @@ from pydantic import BaseModel, ValidationError
 
 from flexd.cli.exit_codes import DaemonRefusedError, DaemonTimeoutError, DaemonUnreachableError
 from flexd.errors import ConfigError
+from flexd.server.answers import ErrorBody
 from flexd.server.explain_report import Explanation
-from flexd.server.models import (
-    MAX_REASON_CHARACTERS,
-    ErrorBody,
-    PauseState,
-    ReplanResult,
-    Status,
-)
 from flexd.server.plan_report import PlanReport
+from flexd.server.status import Status
+from flexd.server.verbs import MAX_REASON_CHARACTERS, PauseState, ReplanResult
 
 DEFAULT_URL = "http://127.0.0.1:9464"
 URL_VARIABLE = "FLEXD_URL"

@@ -10,7 +10,7 @@ from flexd.cli.exit_codes import ExitCode
 from flexd.cli.options import BY_HAND, OutputOption, ReasonOption, SocketOption, UrlOption, connect
 from flexd.cli.status_view import replan_blocks
 from flexd.cli.view import OutputFormat, Sentences, emit
-from flexd.server.models import PauseState, ReplanOutcome
+from flexd.server.verbs import PauseState, ReplanOutcome
 
 _EXIT_OF: dict[ReplanOutcome, ExitCode] = {
     "timed_out": ExitCode.TIMED_OUT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexd.cli import units
 from flexd.cli.view import Block, Facts, Table
-from flexd.server.models import FollowerStatus, LeaderLinkStatus, ScaleOutStatus
+from flexd.server.scale_out_status import FollowerStatus, LeaderLinkStatus, ScaleOutStatus
 
 MAX_PARTITIONS_SHOWN = 6
 

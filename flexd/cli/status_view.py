@@ -8,7 +8,10 @@ from flexd.cli import units
 from flexd.cli.plan_view import plan_facts
 from flexd.cli.scale_out_view import scale_out_block
 from flexd.cli.view import Block, Facts, Sentences, Table
-from flexd.server.models import MigrationReport, ReplanResult, Status, TableSketchStatus
+from flexd.server.migration_report import MigrationReport
+from flexd.server.sketch_status import TableSketchStatus
+from flexd.server.status import Status
+from flexd.server.verbs import ReplanResult
 
 MAX_TABLES = 20
 """The largest counters; the rest is one line (`-o json` lists all)."""

@@ -15,16 +15,11 @@ from flexd.errors import (
     StreamError,
     TopologyError,
 )
+from flexd.server.answers import ErrorBody, ErrorDetail, ProbeResult
 from flexd.server.explain_report import Explanation
-from flexd.server.models import (
-    ErrorBody,
-    ErrorDetail,
-    PauseState,
-    ProbeResult,
-    ReplanResult,
-    Status,
-)
 from flexd.server.plan_report import PlanReport
+from flexd.server.status import Status
+from flexd.server.verbs import PauseState, ReplanResult
 
 
 class DaemonApi(Protocol):

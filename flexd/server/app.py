@@ -15,21 +15,14 @@ from starlette.exceptions import HTTPException
 
 import flexd
 from flexd.errors import ApiError, FlexdError
+from flexd.server.answers import ErrorBody, ErrorDetail, ProbeResult
 from flexd.server.api import DaemonApi, error_body, http_status
 from flexd.server.explain_report import MAX_EXPLAINED_ROWS, Explanation
 from flexd.server.guard import RequestGuard
 from flexd.server.metrics import Metrics
-from flexd.server.models import (
-    ErrorBody,
-    ErrorDetail,
-    PauseRequest,
-    PauseState,
-    ProbeResult,
-    ReplanRequest,
-    ReplanResult,
-    Status,
-)
 from flexd.server.plan_report import PlanReport
+from flexd.server.status import Status
+from flexd.server.verbs import PauseRequest, PauseState, ReplanRequest, ReplanResult
 
 MAX_SLOW_CALLS = 8
 """Plans and waits for migrations at one time: they hold a thread each, and the probes need threads too."""

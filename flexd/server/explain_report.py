@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from flexd.server.plan_report import Measured, Model, RowsByTier, TierName
+from flexd.server.model import Measured, Model
+from flexd.server.plan_report import RowsByTier, TierName
 
 MAX_EXPLAINED_ROWS = 1000
 WhyName = Literal["saves", "pinned", "excluded", "no_gain", "slot_price", "migration", "latency"]

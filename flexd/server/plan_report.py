@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
+from flexd.server.model import Measured, Model
 
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-Measured = Annotated[float | None, BeforeValidator(_finite_or_none)]
-"""A figure that may not be known yet: NaN and infinities (which JSON has no word for) become null."""
 TierName = Literal["HOME", "NODE", "DEVICE"]
 LinkName = Literal["intra_node", "inter_node"]
 RowsByTier = dict[TierName, int]
-
-
-class Model(BaseModel):
-    """A reader ignores fields it does not know, so that an older command line reads a newer daemon."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
 
 class LinkBytes(Model):

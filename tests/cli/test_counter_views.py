@@ -6,7 +6,8 @@ import io
 
 from flexd.cli.status_view import status_blocks
 from flexd.cli.view import show
-from flexd.server.models import SketchStatus, Status, StreamStatus, TableSketchStatus
+from flexd.server.sketch_status import SketchStatus, TableSketchStatus
+from flexd.server.status import Status, StreamStatus
 
 
 def test_how_a_table_is_counted_and_how_far_it_may_be_off():

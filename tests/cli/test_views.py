@@ -16,17 +16,10 @@ from flexd.keyspace import KeySpace, TableSpec
 from flexd.layout import RankLayout, Tier
 from flexd.placement import Placement
 from flexd.planner.plan import make_plan
-from flexd.server.models import (
-    MigrationReport,
-    PlacementStatus,
-    SketchStatus,
-    SnapshotStatus,
-    Status,
-    StreamStatus,
-    TableSketchStatus,
-    TopologyStatus,
-)
+from flexd.server.migration_report import MigrationReport
 from flexd.server.plan_report import PlanReport
+from flexd.server.sketch_status import SketchStatus, TableSketchStatus
+from flexd.server.status import PlacementStatus, SnapshotStatus, Status, StreamStatus, TopologyStatus
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.files import load_preset
 

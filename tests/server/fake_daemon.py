@@ -5,17 +5,13 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+from flexd.server.answers import ProbeResult
 from flexd.server.explain_report import Explanation, RowReport, ThresholdReport
 from flexd.server.figures import DaemonFigures
-from flexd.server.models import (
-    MigrationReport,
-    PauseState,
-    ProbeResult,
-    ReplanResult,
-    Status,
-    StreamStatus,
-)
+from flexd.server.migration_report import MigrationReport
 from flexd.server.plan_report import PlanReport, ReplicationReport
+from flexd.server.status import Status, StreamStatus
+from flexd.server.verbs import PauseState, ReplanResult
 
 OK = ProbeResult(ok=True)
 FIGURES = DaemonFigures(job="job", version="1.2.3", started_unix_seconds=1.0)

@@ -11,10 +11,11 @@ import pytest
 
 from flexd.errors import ApiError, ControlError, EmbeddingError, PlanError
 from flexd.server import guard
+from flexd.server.answers import ErrorBody, ProbeResult
 from flexd.server.app import MAX_SLOW_CALLS
 from flexd.server.guard import MAX_REQUEST_BYTES
-from flexd.server.models import ErrorBody, ProbeResult, Status
 from flexd.server.plan_report import PlanReport
+from flexd.server.status import Status
 
 
 @pytest.fixture

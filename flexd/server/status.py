@@ -1,0 +1,128 @@
+"""The daemon on one screen: what ``GET /v1/status`` answers."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from flexd.server.drift_status import DriftStatus
+from flexd.server.migration_report import MigrationReport
+from flexd.server.model import Measured, Model
+from flexd.server.plan_report import PlanReport, RowsByTier
+from flexd.server.scale_out_status import ScaleOutStatus
+from flexd.server.sketch_status import SketchStatus
+
+
+class StreamStatus(Model):
+    """The access stream as it is read now."""
+
+    source: str
+    """Kind of the source: ``file_log``, ``kafka``, ``synthetic`` or ``tap``."""
+    lag_messages: int = 0
+    """Messages in the stream that are not read yet."""
+    messages_per_second: Measured = None
+    """Recent rate."""
+    accesses_per_second: Measured = None
+    """Recent rate."""
+    messages: int = 0
+    """Messages read since the daemon started."""
+    accesses: int = 0
+    """Accesses counted since the daemon started."""
+    rejected_messages: dict[str, int] = Field(default_factory=dict)
+    """Messages not counted, by reason."""
+    rejected_accesses: dict[str, int] = Field(default_factory=dict)
+    """Accesses not counted inside good messages, by reason."""
+    adjusted_accesses: dict[str, int] = Field(default_factory=dict)
+    """Accesses counted by rule: ``late`` (older than ``sketch.late_after_seconds``, at their own time),
+    ``future_clamped`` (dated too far ahead, as of the newest event)."""
+    newest_event_unix_seconds: Measured = None
+    """Newest event time seen."""
+    problem: str | None = None
+    """Why the source cannot be read at the moment, if so."""
+
+
+class TopologyStatus(Model):
+    """The training ranks that have said hello."""
+
+    generation: int = 0
+    """Counts the changes of the live ranks."""
+    attempt: str | None = None
+    """The job attempt of the live ranks."""
+    nodes: int = 0
+    """Nodes of the training job."""
+    local_ranks: int = 0
+    """Ranks in each node."""
+    ready: bool = False
+    """Whether every rank is there and plans can be pushed."""
+    missing_ranks: tuple[int, ...] = ()
+    """Ranks of the attempt that have not said hello."""
+    cluster: str | None = None
+    """Name of the cluster description that prices plans."""
+    problem: str | None = None
+    """Why the ranks cannot be driven, if so."""
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.local_ranks
+
+
+class PlacementStatus(Model):
+    """The placement that every rank has agreed on."""
+
+    version: int = 0
+    """Counts the applied chunks."""
+    rows: RowsByTier = Field(default_factory=dict)
+    """Rows in each tier."""
+    digest: str = "0" * 16
+    """Order-free digest of the hot rows, 16 hexadecimal digits."""
+
+
+class SnapshotStatus(Model):
+    """How much would be read again after a crash."""
+
+    age_seconds: Measured = None
+    """Since the newest durable snapshot; null before the first."""
+    written: int = 0
+    """Snapshots written since the daemon started."""
+    failures: int = 0
+    """Snapshots that could not be written since the daemon started."""
+    problem: str | None = None
+    """Why the newest attempt failed, if it did."""
+
+
+class Status(Model):
+    """The daemon on one screen."""
+
+    job: str
+    """Name of the training job."""
+    version: str
+    """Version of flexd."""
+    uptime_seconds: float = 0.0
+    """Since the daemon started."""
+    healthy: bool = True
+    """Whether the daemon's loop ticks."""
+    ready: bool = False
+    """Whether it is useful now."""
+    reasons: tuple[str, ...] = ()
+    """Why it is not healthy or not ready."""
+    paused: bool = False
+    """Whether planning and pushing are held."""
+    pause_reason: str | None = None
+    """What the pause was asked for."""
+    stream: StreamStatus
+    """The access stream."""
+    sketch: SketchStatus = SketchStatus()
+    """What is remembered of it."""
+    drift: DriftStatus = DriftStatus()
+    """How far it has moved since the live plan was made."""
+    topology: TopologyStatus = TopologyStatus()
+    """The training ranks."""
+    placement: PlacementStatus = PlacementStatus()
+    """Where the rows are now."""
+    last_plan: PlanReport | None = None
+    """The newest plan that was made."""
+    migration: MigrationReport | None = None
+    """The migration in flight, or the newest one."""
+    snapshot: SnapshotStatus = SnapshotStatus()
+    """Durable state."""
+    scale_out: ScaleOutStatus | None = None
+    """Leader and followers; null for a daemon that is alone."""

@@ -1,0 +1,63 @@
+"""What the verbs of the admin API take and answer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from flexd.server.migration_report import MigrationReport
+from flexd.server.model import Model
+from flexd.server.plan_report import PlanReport
+
+MAX_REASON_CHARACTERS = 500
+
+
+class ReplanRequest(BaseModel):
+    """Body of ``POST /v1/replan``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    reason: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = "asked for by hand"
+    """Recorded with the plan."""
+    wait_seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 0.0
+    """How long to wait for the migration to end; 0 returns as soon as the plan is made."""
+
+
+class PauseRequest(BaseModel):
+    """Body of ``POST /v1/pause``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    reason: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = "asked for by hand"
+    """Shown in the status until ``resume``."""
+
+
+ReplanOutcome = Literal["unchanged", "accepted", "committed", "superseded", "cancelled", "failed", "timed_out"]
+
+
+class ReplanResult(Model):
+    """What became of a re-plan."""
+
+    outcome: ReplanOutcome
+    """``unchanged``: nothing to move. ``accepted``: the migration runs (no wait was asked for). ``committed``: every
+    rank has applied it. ``timed_out``: still running at the end of the wait; it goes on."""
+    plan: PlanReport | None = None
+    """The plan."""
+    migration: MigrationReport | None = None
+    """Its migration, if anything moves."""
+    placement_version: int = 0
+    """The version that every rank has agreed on."""
+    message: str = ""
+    """One sentence for people."""
+
+
+class PauseState(Model):
+    """Whether planning and pushing are held."""
+
+    paused: bool
+    """Whether they are held now."""
+    reason: str | None = None
+    """What the pause was asked for."""
+    changed: bool = True
+    """False if it was so already."""
