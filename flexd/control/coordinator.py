@@ -16,36 +16,22 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 
+from flexd.control.agreement import AgreedPlacement
 from flexd.control.board import Board
 from flexd.control.channel import CHANNEL_ERRORS, Backoff, first_line, new_token
-from flexd.control.epoch import Epoch, EpochFailedError, FromRank, Phase
+from flexd.control.epoch import Epoch, FromRank, Phase
 from flexd.control.intake import DeltaIntake
 from flexd.control.journal import PlacementJournal, Segment
 from flexd.control.live import ControlOptions, ControlStatus, LiveTopology
 from flexd.control.membership import Membership, Topology
-from flexd.control.messages import (
-    ChunkRefused,
-    DaemonNotice,
-    EpochMessage,
-    Hello,
-    HelloRefused,
-    Listing,
-    Progress,
-    Settled,
-    Signer,
-    TapOffer,
-)
+from flexd.control.messages import ChunkRefused, DaemonNotice, Listing, Progress, Settled, Signer, TapOffer
 from flexd.control.migration import ChunkSource, Migration, MigrationState
 from flexd.control.pusher import ChunkPusher
+from flexd.control.reception import REFUSED_KINDS, Reception
 from flexd.control.report import StepReport
-from flexd.errors import (
-    AuthenticationError,
-    ControlError,
-    SnapshotError,
-    StaleMessageError,
-    TopologyError,
-)
+from flexd.errors import ControlError, SnapshotError
 from flexd.keyspace import KeySpace
 from flexd.placement import Placement
 from flexd.stream.tap import TapSource
@@ -92,11 +78,11 @@ class Coordinator:
         self._members = Membership(
             options.job, keyspace.digest, len(keyspace.groups), silent_seconds=options.timeout_seconds
         )
+        self._reception = Reception(options.job, self._instance, self._signer, self._members, self._event)
         self._pusher = ChunkPusher(journal, options.window_chunks, options.max_chunk_rows)
         self._backoff = Backoff()
         self._counters: Counter[str] = Counter()
         self._stopping = threading.Event()
-        self._lock = threading.Lock()
         self._board: Board | None = None
         self._port = 0
         self._epoch: Epoch | None = None
@@ -108,8 +94,7 @@ class Coordinator:
         self._live: LiveTopology | None = None
         self._reason = "no rank has registered"
         self._applied = 0
-        self._agreed = journal.last_version
-        self._placement = journal.placement_at(self._agreed)
+        self._agreed = AgreedPlacement(journal)
         self._present = ("", 0, 0)
         self._thread = threading.Thread(target=self._run, name="flexd-coordinator", daemon=True)
 
@@ -144,10 +129,7 @@ class Coordinator:
 
     def placement(self) -> Placement:
         """What all ranks have agreed on. Before any rank is live: the newest placement in the journal."""
-        with self._lock:
-            if self._placement.version != self._agreed:
-                self._placement = self._journal.placement_at(self._agreed)
-            return self._placement
+        return self._agreed.placement
 
     def migrate(
         self,
@@ -191,10 +173,10 @@ class Coordinator:
             attempt=attempt,
             ranks=expected,
             ranks_ready=present,
-            agreed_version=self._agreed,
+            agreed_version=self._agreed.version,
             applied_version=self._applied,
             paused=self._pusher.paused,
-            refused_messages={kind: self._refused_count(kind) for kind in ("stale", "forged", "malformed", "identity")},
+            refused_messages={kind: self._refused_count(kind) for kind in REFUSED_KINDS},
             refused_chunks=self._counters["chunks_refused"],
             digest_mismatches=self._counters["digest_mismatches"],
             reason="" if live is not None and live.ready else self._reason,
@@ -236,7 +218,7 @@ class Coordinator:
 
     def _tick(self, now: float) -> None:
         for data in self._hosting.messages(_MESSAGES_PER_TICK):
-            self._take(data, now)
+            self._reception.take(data, now, self._hosting, self._epoch, self._act)
         for hello in self._members.expire(now):
             self._event("rank_lost", attempt=hello.attempt, rank=hello.rank)
         topology = self._members.complete()
@@ -257,49 +239,10 @@ class Coordinator:
         elif epoch.phase is Phase.LIVE:
             self._push(epoch)
             self._taking_in.tick()
-        elif epoch.advance(self._placement_is_known, now):
+        elif epoch.advance(partial(self._agreed.continue_from, segment=self._segment(epoch.topology)), now):
             self._go_live(epoch)
 
-    def _take(self, data: bytes, now: float) -> None:
-        """One message from the queue; a bad one is counted and changes nothing."""
-        try:
-            message = self._signer.open(data)
-            if message.job != self._options.job:
-                raise StaleMessageError(f"a {message.kind} message of job {message.job!r}")
-            if isinstance(message, Hello):
-                self._take_hello(message, now)
-            elif isinstance(message, FromRank):
-                epoch = self._epoch
-                if epoch is None:
-                    raise StaleMessageError(f"a {message.kind} message outside of any epoch")
-                epoch.check(message)
-                self._members.heard(message.attempt, message.rank, now)
-                self._take_in_epoch(epoch, message)
-            else:
-                raise ControlError(f"a {message.kind} message from a rank")
-        except EpochFailedError:
-            raise
-        except AuthenticationError:
-            self._refused_message("forged")
-        except StaleMessageError:
-            self._refused_message("stale")
-        except ControlError:
-            self._refused_message("malformed")
-
-    def _take_hello(self, hello: Hello, now: float) -> None:
-        if hello.instance != self._instance:
-            raise StaleMessageError("a hello to another daemon")
-        try:
-            if self._members.accept(hello, now):
-                self._event("rank_hello", attempt=hello.attempt, rank=hello.rank, version=hello.agreed_version)
-        except TopologyError as error:
-            self._refused_message("identity")
-            self._event("rank_refused", attempt=hello.attempt, rank=hello.rank, reason=str(error))
-            self._hosting.refuse(
-                HelloRefused(self._options.job, self._instance, hello.nonce, error.message[:2000], error.remedy)
-            )
-
-    def _take_in_epoch(self, epoch: Epoch, message: EpochMessage) -> None:
+    def _act(self, epoch: Epoch, message: FromRank) -> None:
         if isinstance(message, Settled):
             epoch.settled(message)
         elif isinstance(message, Listing):
@@ -341,35 +284,12 @@ class Coordinator:
         self._reason = "the ranks are settling"
         self._publish_live(topology, ready=False)
 
-    def _placement_is_known(self, version: int, digest: int) -> bool:
-        """Makes the journal continue from what the ranks agreed on, if it can tell what that is."""
-        try:
-            placement = self._journal.placement_at(version)
-        except SnapshotError:
-            placement = Placement.empty(version)
-        if placement.digest() != digest and version == 0:
-            placement = Placement.empty()
-        if placement.digest() != digest:
-            return False
-        self._adopt(placement)
-        return True
-
-    def _adopt(self, placement: Placement) -> None:
-        segment = self._journal.segment
-        attempt = self._epoch.topology.attempt if self._epoch else ""
-        wanted = Segment(attempt, self._generation, self._topology_identity)
-        try:
-            known = segment == wanted and self._journal.placement_at(placement.version).digest() == placement.digest()
-        except SnapshotError:
-            known = False
-        if not known:
-            self._journal.begin(wanted, placement)
-        with self._lock:
-            self._placement, self._agreed = placement, placement.version
+    def _segment(self, topology: Topology) -> Segment:
+        return Segment(topology.attempt, self._generation, self._topology_identity)
 
     def _go_live(self, epoch: Epoch) -> None:
         if epoch.listed_placement is not None:
-            self._adopt(epoch.listed_placement)
+            self._agreed.adopt(epoch.listed_placement, self._segment(epoch.topology))
             self._event("placement_listed", version=epoch.version, rows=len(epoch.listed_placement))
         self._pusher.begin_epoch(epoch.version, epoch.digest)
         self._reason = ""
@@ -384,13 +304,10 @@ class Coordinator:
         agreed, applied = epoch.agreed_by_all, epoch.applied_by_all
         self._pusher.acknowledge(agreed, applied)
         self._applied = applied
-        if agreed > self._agreed:
-            with self._lock:
-                self._agreed = agreed
-                try:
-                    self._journal.note_agreed(agreed)
-                except SnapshotError as error:
-                    self._event("journal_not_compacted", reason=str(error))
+        try:
+            self._agreed.advance(agreed)
+        except SnapshotError as error:
+            self._event("journal_not_compacted", reason=str(error))
         while not self._stopping.is_set():
             chunk = self._pusher.next_chunk(self._generation)
             if chunk is None:
@@ -446,13 +363,7 @@ class Coordinator:
             logger.exception("control channel: the progress callback failed")
 
     def _refused_count(self, kind: str) -> int:
-        return self._counters[kind] + (0 if self._intake is None else self._intake.refused[kind])
-
-    def _refused_message(self, kind: str) -> None:
-        self._counters[kind] += 1
-        # Anyone who can connect can send rubbish: powers of two keep the log bounded.
-        if self._counters[kind] & (self._counters[kind] - 1) == 0:
-            self._event("message_refused", kind=kind, count=self._counters[kind])
+        return self._reception.refused[kind] + (0 if self._intake is None else self._intake.refused[kind])
 
     def _event(self, name: str, **fields: object) -> None:
         logger.info("control channel: %s %s", name, fields)
