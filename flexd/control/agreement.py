@@ -6,6 +6,7 @@ import threading
 
 from flexd.control.journal import PlacementJournal, Segment
 from flexd.errors import SnapshotError
+from flexd.faults import fault_point
 from flexd.placement import Placement
 
 
@@ -73,4 +74,5 @@ class AgreedPlacement:
             return
         with self._lock:
             self._version = version
+            fault_point("chunk.agreed")
             self._journal.note_agreed(version)

@@ -29,6 +29,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from flexd.errors import ControlError, FlexdError
+from flexd.faults import fault_point
 from flexd.placement import Delta
 
 Int64Array = npt.NDArray[np.int64]
@@ -344,9 +345,9 @@ class EpochGroup:
 
     def broadcast(self, keys: Int64Array, tiers: UInt8Array) -> None:
         """Daemon only: to all ranks."""
-        arrays: tuple[npt.NDArray[Any], ...] = (keys, tiers)
-        for array in arrays:
-            self._broadcast(torch.from_numpy(array.copy()))
+        self._broadcast(torch.from_numpy(keys.copy()))
+        fault_point("chunk.half_sent")
+        self._broadcast(torch.from_numpy(tiers.copy()))
 
     def receive(self, rows: int, tiers: int) -> tuple[Int64Array, UInt8Array]:
         """Ranks only: the counterpart of ``broadcast``, int64[rows] and uint8[tiers]."""

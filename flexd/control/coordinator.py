@@ -32,6 +32,7 @@ from flexd.control.pusher import ChunkPusher
 from flexd.control.reception import REFUSED_KINDS, Reception
 from flexd.control.report import StepReport
 from flexd.errors import ControlError, SnapshotError
+from flexd.faults import fault_point
 from flexd.keyspace import KeySpace
 from flexd.placement import Placement
 from flexd.stream.tap import TapSource
@@ -292,6 +293,7 @@ class Coordinator:
             self._agreed.adopt(epoch.listed_placement, self._segment(epoch.topology))
             self._event("placement_listed", version=epoch.version, rows=len(epoch.listed_placement))
         self._pusher.begin_epoch(epoch.version, epoch.digest)
+        fault_point("epoch.live")
         self._reason = ""
         self._backoff.reset()
         self._publish_live(epoch.topology, ready=True)

@@ -25,6 +25,7 @@ from flexd.control.messages import (
 )
 from flexd.control.pusher import NumberedChunk
 from flexd.errors import ControlError, PlacementError, StaleMessageError
+from flexd.faults import fault_point
 from flexd.placement import Placement
 
 FromRank = Settled | Progress | ChunkRefused | Listing | TapOffer
@@ -86,7 +87,9 @@ class Epoch:
         self._asked: tuple[int, ...] = ()
         self._group: EpochGroup | None = None
         self._commands = 0
+        fault_point("epoch.begin")
         board.announce(EpochAnnouncement(instance=instance, nonces=topology.nonces, **self._fence))
+        fault_point("epoch.announced")
 
     @property
     def fence(self) -> dict[str, Any]:
@@ -166,13 +169,18 @@ class Epoch:
             **self._fence, command=self._next_command(), plan_id=chunk.plan_id, version=chunk.version,
             rows=len(chunk.delta), sha256=rows_sha256(chunk.delta.keys, tiers),
         )  # fmt: skip
+        fault_point("chunk.announce")
         self._board.command(header)
+        fault_point("chunk.announced")
         self._joined.broadcast(chunk.delta.keys, tiers)
+        fault_point("chunk.sent")
 
     def close(self) -> None:
         """Tells the ranks to leave, and drops the group."""
+        fault_point("epoch.end")
         self._group = None
         self._board.end_epoch(self.number)
+        fault_point("epoch.ended")
 
     @property
     def _joined(self) -> EpochGroup:
@@ -194,12 +202,15 @@ class Epoch:
                 remedy="ranks of one attempt must start together: restart the job as a new attempt",
             )
         self.version, self.digest = first.agreed_version, first.agreed_digest
+        fault_point("epoch.settled")
         self._board.go()
+        fault_point("epoch.go")
         peer = self.topology.hellos[0].address
         self._group = EpochGroup(
             self._board.store, self.number, len(self._sequence), len(self._sequence),
             address_towards(peer, _DAEMON_PORT_HINT), self._timeout,
         )  # fmt: skip
+        fault_point("epoch.joined")
 
     def _ask_for_lists(self, now: float) -> None:
         """The ranks of one node together know the whole placement; another node is asked at the next try."""

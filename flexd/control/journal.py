@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.errors import PlacementError, SnapshotError
+from flexd.faults import fault_point
 from flexd.placement import Delta, Placement
 
 Int64Array = npt.NDArray[np.int64]
@@ -97,7 +98,9 @@ class PlacementJournal:
     def begin(self, segment: Segment, placement: Placement) -> None:
         """Starts anew from a whole placement, durably. Raises SnapshotError (the old content stays)."""
         with self._lock:
+            fault_point("journal.begin")
             self._rewrite(segment, placement, [])
+            fault_point("journal.begun")
 
     def append(self, version: int, delta: Delta) -> None:
         """Makes one chunk durable; voids earlier records of this and later versions.
@@ -121,7 +124,9 @@ class PlacementJournal:
                     remedy="make the delta against the live placement",
                 )
             header = {"kind": "chunk", "version": version, "rows": len(delta)}
+            fault_point("journal.append")
             self._write_frame(_payload(header, delta.keys, delta.old_tiers, delta.new_tiers))
+            fault_point("journal.appended")
             kept.append((version, delta))
             self._chunks = kept
 
@@ -182,6 +187,7 @@ class PlacementJournal:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self._path)
+            fault_point("journal.renamed")
             _sync_directory(self._path.parent)
             self.close()
             self._open_for_append()

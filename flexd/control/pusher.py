@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from flexd.control.journal import PlacementJournal
 from flexd.control.migration import Migration, MigrationEvent, MigrationState
 from flexd.errors import FlexdError, PlacementError
+from flexd.faults import fault_point
 from flexd.placement import Delta
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,7 @@ class ChunkPusher:
         while self._outstanding and self._outstanding[0].version <= applied_version:
             chunk = self._outstanding.popleft()
             chunk.migration.count(chunks_applied=1, rows_applied=len(chunk.delta))
+            fault_point("chunk.applied")
 
     def next_chunk(self, generation: int) -> NumberedChunk | None:
         """The chunk to push now, journalled and numbered; None if there is none or the window is full."""
@@ -215,6 +217,7 @@ class ChunkPusher:
             self.fail_active(f"planned for topology generation {migration.generation}, the ranks are at {generation}")
             return
         migration.fire(MigrationEvent.START)
+        fault_point("migration.started")
         try:
             migration.begin(self._journal.placement_at(self.version))
         except Exception as error:
@@ -224,6 +227,7 @@ class ChunkPusher:
 
     def _finish(self, migration: Migration, event: MigrationEvent, reason: str = "") -> None:
         migration.fire(event, reason)
+        fault_point("migration.finished")
         self._finished.append(migration)
 
     def _drop_active(self) -> None:

@@ -10,6 +10,7 @@ from flexd.control.epoch import Epoch, EpochFailedError, FromRank
 from flexd.control.membership import Membership
 from flexd.control.messages import Hello, HelloRefused, Signer
 from flexd.errors import AuthenticationError, ControlError, StaleMessageError, TopologyError
+from flexd.faults import fault_point
 
 REFUSED_KINDS = ("stale", "forged", "malformed", "identity")
 
@@ -71,6 +72,7 @@ class Reception:
             raise StaleMessageError("a hello to another daemon")
         try:
             if self._members.accept(hello, now):
+                fault_point("hello.taken")
                 self._event("rank_hello", attempt=hello.attempt, rank=hello.rank, version=hello.agreed_version)
         except TopologyError as error:
             self._refuse("identity")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from flexd import faults
 from flexd.allocator import keep_freed_memory
 from flexd.config.model import Config
 from flexd.control.coordinator import Coordinator
@@ -327,6 +328,7 @@ def _set_up_logging(config: Config) -> None:
 def run_daemon(config: Config) -> int:
     """Runs until SIGTERM or SIGINT. Returns the exit code: 0, or 1 if a part did not end within the deadline."""
     _set_up_logging(config)
+    faults.arm()
     keep_freed_memory()
     daemon = FollowerDaemon(config) if config.scale_out.role == "follower" else Daemon(config)
     daemon.start()

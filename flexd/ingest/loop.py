@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from flexd.dead_letters import DeadLetterFile
 from flexd.errors import FlexdError, SketchError, SnapshotError
+from flexd.faults import fault_point
 from flexd.ingest import counters
 from flexd.ingest.counters import Counters
 from flexd.ingest.saving import BackgroundJob
@@ -309,6 +310,7 @@ class Ingestor:
         snapshots = self._snapshots
         if snapshots is None:
             return
+        fault_point("snapshot.begin")
         saved = dict(self._save_with())
         # 1.
         began = time.monotonic()
@@ -320,6 +322,7 @@ class Ingestor:
             generation = self._generation
         self._pause_seconds = time.monotonic() - began
         self._saving_positions = positions
+        fault_point("snapshot.copied")
 
         # 2.
         def write() -> None:
@@ -346,6 +349,7 @@ class Ingestor:
         self._saved_at = time.monotonic()
         # 3.
         failure = self._source.commit(self._saving_positions)
+        fault_point("snapshot.committed")
         if failure is not None:
             self._commit_failures += 1
             _log.warning("ingest: commit: %s", failure)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy.typing as npt
 
 from flexd.errors import SnapshotError
+from flexd.faults import fault_point
 from flexd.sketch import frame
 from flexd.sketch.frame import Arrays
 
@@ -94,7 +95,9 @@ class SnapshotStore:
         try:
             temporary.unlink(missing_ok=True)
             _write(temporary, framed)
+            fault_point("snapshot.written")
             temporary.rename(path)
+            fault_point("snapshot.renamed")
             _sync_directory(self.directory)
         except OSError as error:
             with contextlib.suppress(OSError):

@@ -1,0 +1,60 @@
+"""Fault points strike when armed, at the passage they name, and do nothing otherwise."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flexd import faults
+from flexd.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = """
+from flexd import faults
+faults.arm()
+for passage in range(1, 4):
+    print(passage, flush=True)
+    faults.fault_point("chunk.sent")
+    faults.fault_point("chunk.agreed")
+"""
+
+
+def passages(armed: str | None) -> tuple[int, list[str]]:
+    environ = {name: value for name, value in os.environ.items() if name != faults.VARIABLE}
+    if armed is not None:
+        environ[faults.VARIABLE] = armed
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, env=environ, cwd=ROOT, check=False
+    )
+    return done.returncode, done.stdout.split()
+
+
+def test_nothing_happens_unarmed() -> None:
+    assert passages(None) == (0, ["1", "2", "3"])
+
+
+def test_an_armed_process_dies_at_the_passage_that_was_named() -> None:
+    assert passages("chunk.agreed:2:kill") == (-signal.SIGKILL, ["1", "2"])
+    assert passages("chunk.agreed:4:kill,epoch.live:1:kill") == (0, ["1", "2", "3"])
+
+
+@pytest.mark.parametrize("armed", ["nowhere:1:kill", "chunk.sent:0:kill", "chunk.sent:1:jump", "chunk.sent", ":::"])
+def test_what_cannot_be_armed_is_refused(armed: str) -> None:
+    with pytest.raises(ConfigError, match="unset it"):
+        faults.arm({faults.VARIABLE: armed})
+    faults.fault_point("chunk.sent")
+
+
+def test_every_point_is_passed_at_exactly_one_place() -> None:
+    found = [
+        name
+        for path in (ROOT / "flexd").rglob("*.py")
+        for name in re.findall(r"fault_point\(\"([^\"]+)\"\)", path.read_text())
+    ]
+    assert sorted(found) == sorted(faults.POINTS)
