@@ -69,12 +69,24 @@ class ControlError(FlexdError):
     """The control channel failed: unreachable peer, broken epoch, deadline passed."""
 
 
+class LeaseError(FlexdError):
+    """The lease that decides which daemon leads cannot be reached, read or written."""
+
+
 class AuthenticationError(ControlError):
     """A control message is not signed with the shared secret."""
 
 
 class StaleMessageError(ControlError):
     """A control message belongs to another job attempt, topology generation or epoch."""
+
+
+class IllegalTransitionError(ControlError):
+    """A migration was to go where its state table has no way: a fault of flexd."""
+
+
+class ReplayedMessageError(StaleMessageError):
+    """A control message comes a second time, or after a newer one of the same sender."""
 
 
 class ChunkRefusedError(PlacementError):
