@@ -18,6 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
+
 from flexd.control.agreement import AgreedPlacement
 from flexd.control.board import Board
 from flexd.control.channel import CHANNEL_ERRORS, Backoff, first_line, new_token
@@ -31,10 +34,12 @@ from flexd.control.migration import ChunkSource, Migration, MigrationState
 from flexd.control.pusher import ChunkPusher
 from flexd.control.reception import REFUSED_KINDS, Reception
 from flexd.control.report import StepReport
+from flexd.control.throttle import Throttle
 from flexd.errors import ControlError, SnapshotError
 from flexd.faults import fault_point
 from flexd.keyspace import KeySpace
-from flexd.placement import Placement
+from flexd.placement import Delta, Placement
+from flexd.planner.delta import moved_bytes
 from flexd.stream.tap import TapSource
 
 logger = logging.getLogger(__name__)
@@ -56,6 +61,7 @@ class Coordinator:
         on_event: called with (name, fields) for everything worth a log line or a metric.
             Both run in the coordinator's thread and must not block; what they raise is logged.
         tap: takes what the ranks have counted themselves, if the stream comes that way.
+        throttle: how much of a migration may be on its way; without one nothing is held back.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class Coordinator:
         on_report: OnReport | None = None,
         on_event: OnEvent | None = None,
         tap: TapSource | None = None,
+        throttle: Throttle | None = None,
     ) -> None:
         self._tap = tap
         self._intake: DeltaIntake | None = None
@@ -80,7 +87,7 @@ class Coordinator:
             options.job, keyspace.digest, len(keyspace.groups), silent_seconds=options.timeout_seconds
         )
         self._reception = Reception(options.job, self._instance, self._signer, self._members, self._event)
-        self._pusher = ChunkPusher(journal, options.window_chunks, options.max_chunk_rows)
+        self._pusher = ChunkPusher(journal, options.window_chunks, options.max_chunk_rows, throttle, self._row_bytes)
         self._backoff = Backoff()
         self._counters: Counter[str] = Counter()
         self._stopping = threading.Event()
@@ -156,6 +163,17 @@ class Coordinator:
     def current_migration(self) -> Migration | None:
         """The one that is running, or else waiting."""
         return self._pusher.current
+
+    @property
+    def outstanding_chunks(self) -> int:
+        """Pushed, and not yet applied by every rank."""
+        return self._pusher.outstanding_chunks
+
+    def _row_bytes(self, delta: Delta) -> npt.NDArray[np.int64]:
+        live = self._live
+        if live is None:
+            raise ControlError("no rank is registered")
+        return moved_bytes(delta, self._keyspace, live.layout)
 
     def pause(self) -> None:
         """Pushes no further chunk until ``resume``; what is pushed is applied."""

@@ -10,10 +10,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from flexd.control.journal import PlacementJournal
 from flexd.control.migration import Migration, MigrationEvent, MigrationState
+from flexd.control.throttle import Throttle
 from flexd.errors import FlexdError, PlacementError
 from flexd.faults import fault_point
 from flexd.placement import Delta
@@ -23,6 +28,13 @@ logger = logging.getLogger(__name__)
 CHUNK_ROW_BYTES = 10
 """On the control channel: an int64 key and two uint8 tiers."""
 _KEPT_DIGESTS = 256
+
+RowBytes = Callable[[Delta], npt.NDArray[np.int64]]
+"""A delta of n rows -> int64 [n]: values and optimizer state that each row's change copies."""
+
+
+def _no_bytes(delta: Delta) -> npt.NDArray[np.int64]:
+    return np.zeros(len(delta), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,7 @@ class _Outstanding:
     version: int
     delta: Delta
     migration: Migration
+    copied_bytes: int
     agreed: bool = False
 
 
@@ -46,10 +59,21 @@ class ChunkPusher:
     Args:
         window_chunks: chunks pushed but not yet applied by every rank, at most.
         max_chunk_rows: a larger chunk fails its migration.
+        throttle: may hold chunks back, or cut them; none holds nothing.
+        row_bytes: what the throttle counts.
     """
 
-    def __init__(self, journal: PlacementJournal, window_chunks: int, max_chunk_rows: int) -> None:
+    def __init__(
+        self,
+        journal: PlacementJournal,
+        window_chunks: int,
+        max_chunk_rows: int,
+        throttle: Throttle | None = None,
+        row_bytes: RowBytes = _no_bytes,
+    ) -> None:
         self._journal = journal
+        self._throttle = throttle or Throttle()
+        self._row_bytes = row_bytes
         self._window = window_chunks
         self._max_rows = max_chunk_rows
         self._lock = threading.Lock()
@@ -58,6 +82,10 @@ class ChunkPusher:
         self._outstanding: deque[_Outstanding] = deque()
         self._again: deque[Delta] = deque()
         self._digests: dict[int, int] = {}
+        self._applied_version = 0
+        self._epoch_version = 0
+        """Agreed when the epoch began. Until it is applied, ranks may hold chunks that are not outstanding here: those
+        of an earlier daemon."""
         self._finished: deque[Migration] = deque(maxlen=64)
         self.version = 0
         """The newest version pushed."""
@@ -95,12 +123,13 @@ class ChunkPusher:
             )  # fmt: skip
             if active.state is MigrationState.APPLYING:
                 active.fire(MigrationEvent.ROLLED_BACK)
-        self.version = version
+        self.version = self._epoch_version = version
         self._digests = {version: digest}
 
     def new_generation(self, reason: str) -> None:
         """Other ranks, or an empty placement: what was under way means nothing to them."""
         self._outstanding.clear()
+        self._applied_version = 0
         self.fail_active(reason)
 
     def fail_active(self, reason: str) -> None:
@@ -122,6 +151,7 @@ class ChunkPusher:
             if not chunk.agreed and chunk.version <= max(agreed_version, applied_version):
                 chunk.agreed = True
                 chunk.migration.count(chunks_agreed=1)
+        self._applied_version = max(self._applied_version, applied_version)
         while self._outstanding and self._outstanding[0].version <= applied_version:
             chunk = self._outstanding.popleft()
             chunk.migration.count(chunks_applied=1, rows_applied=len(chunk.delta))
@@ -132,6 +162,7 @@ class ChunkPusher:
         self._advance(generation)
         active = self._active
         if active is None or active.state is not MigrationState.PUSHING or self.paused:
+            self._throttle.idle()
             return None
         if len(self._outstanding) >= self._window:
             return None
@@ -146,6 +177,17 @@ class ChunkPusher:
                     f"a chunk of {len(delta)} rows",
                     remedy=f"cut the delta into chunks of at most {self._max_rows} rows",
                 )
+            copied = self._row_bytes(delta)
+            rows = self._throttle.release(
+                copied,
+                sum(chunk.copied_bytes for chunk in self._outstanding),
+                settled=self._applied_version >= self._epoch_version,
+            )
+            if rows < len(delta):
+                self._again.appendleft(delta.take(slice(rows, None)))
+            if rows == 0:
+                return None
+            delta, copied = delta.take(slice(0, rows)), copied[:rows]
             self._journal.append(self.version + 1, delta)
         except Exception as error:
             # The chunk source is the caller's code: whatever it raises fails this migration, not the daemon.
@@ -157,7 +199,7 @@ class ChunkPusher:
         while len(self._digests) > _KEPT_DIGESTS:
             del self._digests[next(iter(self._digests))]
         self.version += 1
-        self._outstanding.append(_Outstanding(self.version, delta, active))
+        self._outstanding.append(_Outstanding(self.version, delta, active, int(copied.sum())))
         active.count(
             chunks_pushed=1, rows_pushed=len(delta), bytes_pushed=len(delta) * CHUNK_ROW_BYTES,
             last_version=self.version,
