@@ -42,7 +42,7 @@ def replication_account(
         "all_to_all_wire_share": all_to_all / link.wire_bytes_per_second,
         "all_reduce_wire_share": all_reduce / link.wire_bytes_per_second,
     }
-    words = _words(figures, cluster)
+    words = _words(figures, cluster, at_home=plan.all_at_home)
     if dedup.exposed_seconds < plan.exposed_seconds:
         words.append(
             f"row-wise sharding with dedup (exchange 'direct') would take {_time(dedup.exposed_seconds)} a step, this "
@@ -52,7 +52,7 @@ def replication_account(
     return figures | {"words": words}
 
 
-def _words(figures: dict[str, float], cluster: Cluster) -> list[str]:
+def _words(figures: dict[str, float], cluster: Cluster, *, at_home: bool) -> list[str]:
     ratio = figures["all_reduce_bytes_per_second"] / figures["all_to_all_bytes_per_second"]
     bandwidth = (
         f"between nodes an all-reduce moves {figures['all_reduce_bytes_per_second'] / 1e9:.1f} GB/s a rank "
@@ -60,6 +60,11 @@ def _words(figures: dict[str, float], cluster: Cluster) -> list[str]:
         f"{figures['all_to_all_bytes_per_second'] / 1e9:.1f} GB/s ({figures['all_to_all_wire_share']:.0%}): "
         f"{ratio:.2f} times as much"
     )
+    if at_home:
+        bandwidth = (
+            "gradients travel narrower than they are added (in float32), so copies are summed at their homes and told "
+            "the sums, by all-to-all; an all-reduce would round at every addition"
+        )
     if figures["replicated_rows"] == 0:
         return [
             "no row is replicated: at these bandwidths, latencies and budgets no copy pays for its synchronisation "

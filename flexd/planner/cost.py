@@ -42,10 +42,11 @@ class CostBreakdown:
         bytes: float64[3, 6, 3], sent, by (tier, phase, link); link SELF holds the row bytes answered without traffic.
         transfer_seconds: float64[3, 6, 3], those bytes at the bandwidth of their collective.
         latency_seconds: float64[6, 3], fixed cost of the collectives, by (phase, link).
-        exposed_share: float64[5], by phase, what compute does not hide.
+        exposed_share: float64[6], by phase, what compute does not hide.
         peak_bytes, peak_transfer_seconds: float64[3, 6, 3], the same of the rank that sends or receives most in each
             phase and on each link (not the same rank everywhere).
         buffer_bytes: float64[buffer, world], memory of each rank during a pass (``memory.Buffer``).
+        all_at_home: gradients of all dim-groups travel narrower than they are added: copies are summed at their homes.
     """
 
     rows: Float64Array
@@ -56,6 +57,7 @@ class CostBreakdown:
     peak_bytes: Float64Array
     peak_transfer_seconds: Float64Array
     buffer_bytes: Float64Array
+    all_at_home: bool = False
 
     @property
     def phase_seconds(self) -> Float64Array:
@@ -283,6 +285,7 @@ def cost_of_ranks(
         exposed_share=exposed_share(cluster),
         peak_bytes=peak,
         peak_transfer_seconds=peak_seconds,
+        all_at_home=all(group.load.narrow_wire for group in sums),
         buffer_bytes=step_buffers(
             ranks, [group.load for group in sums], [group.total() for group in sums], exchange, sums[0].layout
         ),

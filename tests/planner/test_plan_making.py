@@ -14,6 +14,7 @@ from flexd.keyspace import KeySpace, TableSpec
 from flexd.layout import RankLayout, Tier
 from flexd.placement import Placement
 from flexd.planner.plan import Plan, make_plan, placement_cost
+from flexd.planner.shape import TrainingShape
 from flexd.planner.workload import make_loads
 from flexd.sketch.profile import Profile
 from flexd.topology.files import load_preset
@@ -39,6 +40,7 @@ def plan(
         horizon_steps=horizon,
         now_unix_seconds=123.5,
         reason="test",
+        **kwargs,
     )
 
 
@@ -83,6 +85,14 @@ def test_what_replication_wins_is_said_in_words_and_figures() -> None:
     words = " ".join(account["words"])
     for part in ("ids", "all-reduce", "all-to-all", "forward path", "2.00 times"):
         assert part in words
+
+
+def test_a_narrow_wire_is_named_as_what_keeps_copies_from_an_all_reduce() -> None:
+    made = plan(profile(KEYSPACE, ACCESSES, hot=800), shape=TrainingShape(comm_dtype="bfloat16", micro_batches=4))
+    assert len(made.target) > 0
+    words = " ".join(made.summary()["replication"]["words"])
+    assert "narrower" in words
+    assert "2.00 times" not in words
 
 
 def test_no_replicas_is_explained_too() -> None:
