@@ -1,0 +1,183 @@
+"""At no moment do two processes hold the lease, whatever happens to them, their calls and their clocks' offsets."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from flexd.errors import LeaseError
+from flexd.lease.lease import Lease
+from flexd.lease.register import LeaseRecord
+
+DURATION = 10.0
+
+
+@dataclass
+class World:
+    """The true time, and the one record."""
+
+    now: float = 0.0
+    record: LeaseRecord | None = None
+    writes: int = 0
+
+
+@dataclass
+class Process:
+    """A register as one process reaches it; each call may take time, before and after it has its effect, and fail."""
+
+    world: World
+    name: str
+    offset: float
+    rate: float
+    delays: list[float] = field(default_factory=list)
+    failing: str = ""
+
+    def __post_init__(self) -> None:
+        self.starts = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self.starts += 1
+        self.lease = Lease(self, f"{self.name}-{self.starts}", DURATION, clock=self.clock)
+
+    def clock(self) -> float:
+        return self.offset + self.world.now * self.rate
+
+    @property
+    def where(self) -> str:
+        return "here"
+
+    def _pass(self) -> None:
+        self.world.now += self.delays.pop() if self.delays else 0.0
+
+    def read(self) -> LeaseRecord | None:
+        self._pass()
+        record = self.world.record
+        self._pass()
+        if self.failing == "read":
+            raise LeaseError("no answer")
+        return record
+
+    def replace(self, seen: LeaseRecord | None, holder: str, term: int, duration: float) -> LeaseRecord | None:
+        self._pass()
+        if self.failing == "before":
+            raise LeaseError("not sent")
+        if self.world.record != seen:
+            return None
+        self.world.writes += 1
+        written = LeaseRecord(holder, term, duration, str(self.world.writes))
+        self.world.record = written
+        self._pass()
+        if self.failing == "after":
+            raise LeaseError("the answer is lost")
+        return written
+
+    def close(self) -> None:
+        pass
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Three processes; true time goes on by itself only in rules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.processes = [
+            Process(self.world, "a", 5.0, 1.0),
+            Process(self.world, "b", 80_000.0, 1.01),
+            Process(self.world, "c", 0.5, 0.99),
+        ]
+        self.holder_of: dict[int, str] = {}
+        self.highest = 0
+        self.ended: set[int] = set()
+
+    @rule(
+        who=st.integers(0, 2),
+        delays=st.lists(st.sampled_from([0.0, 0.1, 3.0, 9.0, 15.0]), max_size=4),
+        failing=st.sampled_from(["", "", "", "read", "before", "after"]),
+    )
+    def attempt(self, who: int, delays: list[float], failing: str) -> None:
+        process = self.processes[who]
+        process.delays, process.failing = delays, failing
+        before = process.lease.term
+        try:
+            held = process.lease.attempt()
+        except LeaseError:
+            held = process.lease.term > 0
+        term = process.lease.term
+        assert held == (term > 0)
+        if term and term != before:
+            assert term > self.highest, "terms only grow"
+            self.highest = term
+            assert term not in self.holder_of
+        if term:
+            assert self.holder_of.setdefault(term, process.lease.identity) == process.lease.identity
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 5.0, 9.6, 10.2, 30.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.now += seconds
+
+    @rule(who=st.integers(0, 2))
+    def restart(self, who: int) -> None:
+        self.processes[who].restart()
+
+    @rule(who=st.integers(0, 2), failing=st.sampled_from(["", "before", "after"]))
+    def release(self, who: int, failing: str) -> None:
+        process = self.processes[who]
+        process.delays, process.failing = [], failing
+        with contextlib.suppress(LeaseError):
+            process.lease.release()
+        assert process.lease.term == 0
+
+    @invariant()
+    def one_holder(self) -> None:
+        held = {process.lease.term for process in self.processes} - {0}
+        assert len(held) <= 1
+        assert not held & self.ended, "a term that has ended has ended for good"
+        self.ended |= set(self.holder_of) - held
+
+
+LeaseMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+test_machine = LeaseMachine.TestCase
+
+
+def test_a_process_that_was_stopped_while_it_renewed_does_not_believe_in_it() -> None:
+    world = World()
+    process = Process(world, "a", 0.0, 1.0)
+    assert process.lease.attempt()
+    process.delays = [12.0, 0.0]
+    assert not process.lease.attempt()
+    assert process.lease.term == 0
+
+
+def test_a_lost_answer_does_not_cost_the_lease() -> None:
+    world = World()
+    process = Process(world, "a", 0.0, 1.0)
+    assert process.lease.attempt()
+    world.now += 3
+    process.failing = "after"
+    with pytest.raises(LeaseError):
+        process.lease.attempt()
+    assert process.lease.term == 1
+    world.now += 3
+    process.failing = ""
+    assert process.lease.attempt()
+    assert process.lease.term == 1
+
+
+def test_an_old_term_is_not_held_again_by_the_same_process() -> None:
+    world = World()
+    process = Process(world, "a", 0.0, 1.0)
+    assert process.lease.attempt()
+    assert process.lease.holds(1)
+    world.now += 20
+    assert not process.lease.holds(1)
+    assert process.lease.attempt()
+    assert not process.lease.holds(1)
+    assert process.lease.holds(2)
+    assert not process.lease.holds(0)

@@ -1,0 +1,281 @@
+"""Every place to keep a lease in behaves alike; and what only one of them has to get right."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_kubernetes import FakeKubernetes
+
+from flexd.errors import LeaseError
+from flexd.lease.file_register import FileLeaseRegister
+from flexd.lease.kubernetes import KubernetesLeaseRegister
+from flexd.lease.lease import Lease
+from flexd.lease.register import LeaseRecord, LeaseRegister
+
+Make = Callable[[], LeaseRegister]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FakeKubernetes]:
+    server = FakeKubernetes(tmp_path)
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=["file", "kubernetes"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    """Makes one more register over the same record, as another process would."""
+    server = FakeKubernetes(tmp_path) if request.param == "kubernetes" else None
+    made: list[LeaseRegister] = []
+
+    def one() -> LeaseRegister:
+        register: LeaseRegister
+        if server is None:
+            register = FileLeaseRegister(tmp_path / "lease")
+        else:
+            register = KubernetesLeaseRegister("flexd-j", api_url=server.url, account=server.account)
+        made.append(register)
+        return register
+
+    yield one
+    for register in made:
+        register.close()
+    if server is not None:
+        server.close()
+
+
+def _content(record: LeaseRecord | None) -> tuple[str, int, float]:
+    assert record is not None
+    return record.holder, record.term, record.duration_seconds
+
+
+def test_a_record_is_what_was_written_and_seen_by_all(make: Make) -> None:
+    one, two = make(), make()
+    assert one.read() is None
+    first = one.replace(None, "a", 1, 5.0)
+    assert _content(first) == ("a", 1, 5.0)
+    assert two.read() == first == one.read()
+    second = two.replace(first, "b", 2, 7.0)
+    assert _content(second) == ("b", 2, 7.0)
+    assert one.read() == second
+
+
+def test_every_write_is_another_revision(make: Make) -> None:
+    register = make()
+    record = register.replace(None, "a", 1, 5.0)
+    revisions = set()
+    for _ in range(12):
+        assert record is not None
+        revisions.add(record.revision)
+        record = register.replace(record, "a", 1, 5.0)
+    assert len(revisions) == 12
+
+
+def test_only_the_present_record_can_be_replaced(make: Make) -> None:
+    one, two = make(), make()
+    first = one.replace(None, "a", 1, 5.0)
+    assert two.replace(None, "b", 9, 5.0) is None
+    second = one.replace(first, "a", 1, 5.0)
+    assert two.replace(first, "b", 9, 5.0) is None
+    record = second
+    for _ in range(20):
+        record = one.replace(record, "a", 1, 5.0)
+    assert two.replace(first, "b", 9, 5.0) is None, "also when it is long gone"
+    assert one.read() == record
+    assert _content(record) == ("a", 1, 5.0)
+
+
+def test_a_released_record_keeps_its_term(make: Make) -> None:
+    one = make()
+    first = one.replace(None, "a", 3, 5.0)
+    assert _content(one.replace(first, "", 3, 5.0)) == ("", 3, 5.0)
+    assert _content(make().read()) == ("", 3, 5.0)
+
+
+def test_of_many_who_have_seen_the_same_one_wins(make: Make) -> None:
+    registers = [make() for _ in range(6)]
+    seen: LeaseRecord | None = None
+    for turn in range(8):
+        won: list[str] = []
+        start = threading.Barrier(len(registers))
+
+        def try_it(
+            name: str, register: LeaseRegister, seen: LeaseRecord | None = seen, turn: int = turn,
+            start: threading.Barrier = start, won: list[str] = won,
+        ) -> None:  # fmt: skip
+            if register.read() != seen:
+                return
+            start.wait(20)
+            if register.replace(seen, name, turn + 1, 5.0) is not None:
+                won.append(name)
+
+        threads = [threading.Thread(target=try_it, args=(f"p{i}", register)) for i, register in enumerate(registers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len(won) == 1
+        seen = registers[0].read()
+        assert _content(seen)[:2] == (won[0], turn + 1)
+
+
+def test_a_lease_goes_from_one_to_the_other(make: Make) -> None:
+    """The rules of ``Lease`` over each register, with clocks set by hand."""
+    now = {"a": 100.0, "b": 9_000.0}
+    one = Lease(make(), "a", 10.0, clock=lambda: now["a"])
+    two = Lease(make(), "b", 10.0, clock=lambda: now["b"])
+    assert one.attempt()
+    assert not two.attempt()
+    assert (one.term, two.term) == (1, 0)
+    for _ in range(5):
+        now["a"] += 4
+        now["b"] += 4
+        assert one.attempt()
+        assert not two.attempt(), "it is renewed"
+    now["a"] += 9.4
+    assert one.term == 1
+    now["a"] += 0.2
+    assert one.term == 0, "before the other may have it"
+    now["b"] += 9.9
+    assert not two.attempt()
+    now["b"] += 0.2
+    assert two.attempt()
+    assert two.term == 2
+    assert not one.attempt(), "who held it is a stand-by now"
+    two.release()
+    assert one.attempt()
+    assert one.term == 3
+
+
+def test_the_kubernetes_object_is_readable_for_people_and_keeps_what_others_put_there(server: FakeKubernetes) -> None:
+    register = KubernetesLeaseRegister("flexd-j", api_url=server.url, account=server.account)
+    first = register.replace(None, "pod-1", 4, 14.2)
+    stored = server.objects["jobs", "flexd-j"]
+    assert stored["spec"]["holderIdentity"] == "pod-1"
+    assert stored["spec"]["leaseTransitions"] == 4
+    assert stored["spec"]["leaseDurationSeconds"] == 15
+    acquired = stored["spec"]["acquireTime"]
+    stored["metadata"]["labels"] = {"team": "ranking"}
+    register.read()
+    second = register.replace(first, "pod-1", 4, 14.2)
+    stored = server.objects["jobs", "flexd-j"]
+    assert stored["metadata"]["labels"] == {"team": "ranking"}
+    assert stored["spec"]["acquireTime"] == acquired
+    assert stored["spec"]["renewTime"] > acquired
+    register.replace(second, "", 4, 14.2)
+    assert "holderIdentity" not in server.objects["jobs", "flexd-j"]["spec"]
+    register.close()
+
+
+def test_a_new_token_is_used_at_once(server: FakeKubernetes) -> None:
+    register = KubernetesLeaseRegister("flexd-j", api_url=server.url, account=server.account)
+    assert register.read() is None
+    server.rotate("second")
+    assert register.read() is None
+    (server.account / "token").write_text("wrong")
+    with pytest.raises(LeaseError, match="401") as refused:
+        register.read()
+    assert "wrong" not in str(refused.value)
+    register.close()
+
+
+@pytest.mark.parametrize("status", [403, 404, 429, 500, 302])
+def test_what_the_server_refuses_is_an_error_with_a_remedy(server: FakeKubernetes, status: int) -> None:
+    register = KubernetesLeaseRegister("flexd-j", api_url=server.url, account=server.account)
+    server.status = status
+    if status != 404:
+        with pytest.raises(LeaseError, match=str(status)):
+            register.read()
+    with pytest.raises(LeaseError, match=str(status)) as refused:
+        register.replace(None, "a", 1, 5.0)
+    assert refused.value.remedy
+    register.close()
+
+
+def test_a_deleted_object_is_a_conflict_and_then_nothing(server: FakeKubernetes) -> None:
+    register = KubernetesLeaseRegister("flexd-j", api_url=server.url, account=server.account)
+    first = register.replace(None, "a", 6, 5.0)
+    server.objects.clear()
+    assert register.replace(first, "a", 6, 5.0) is None
+    assert register.read() is None
+    lease = Lease(register, "b", 5.0, lowest_term=lambda: 6)
+    assert lease.attempt()
+    assert lease.term == 7, "terms go on where another memory has them"
+    register.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"spec": None},
+        {"metadata": {}},
+        {"spec": {"leaseTransitions": "1"}},
+        {"spec": {"leaseTransitions": -1}},
+        {"spec": {"leaseDurationSeconds": 10**9}},
+        {"spec": {"holderIdentity": "x" * 300}},
+        {"spec": {"holderIdentity": ["x"]}},
+    ],
+)
+def test_an_object_that_is_no_lease_is_refused(server: FakeKubernetes, change: dict[str, Any]) -> None:
+    register = KubernetesLeaseRegister("flexd-j", api_url=server.url, account=server.account)
+    register.replace(None, "a", 1, 5.0)
+    server.objects["jobs", "flexd-j"] |= change
+    with pytest.raises(LeaseError, match="no lease"):
+        register.read()
+    register.close()
+
+
+def test_outside_of_a_pod_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(LeaseError, match="service account"):
+        KubernetesLeaseRegister("x", account=tmp_path)
+    with pytest.raises(LeaseError, match="this is no pod"):
+        KubernetesLeaseRegister("x", namespace="jobs", account=tmp_path)
+
+
+def test_a_server_that_is_not_there(server: FakeKubernetes, tmp_path: Path) -> None:
+    register = KubernetesLeaseRegister("x", api_url="http://127.0.0.1:1", account=server.account)
+    with pytest.raises(LeaseError, match="does not answer"):
+        register.read()
+    register.close()
+
+
+def test_files_of_the_directory_are_private_and_few(tmp_path: Path) -> None:
+    register = FileLeaseRegister(tmp_path / "lease")
+    record = None
+    for _ in range(30):
+        record = register.replace(record, "a", 1, 5.0)
+    files = list((tmp_path / "lease").iterdir())
+    assert len(files) < 8
+    assert all(file.stat().st_mode & 0o077 == 0 for file in files)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"holder": 1}', '{"holder":"a","term":0,"duration_seconds":1}', "x" * 5000]
+)
+def test_a_damaged_file_is_an_error(tmp_path: Path, content: str) -> None:
+    register = FileLeaseRegister(tmp_path)
+    (tmp_path / "lease-7").write_text(content)
+    with pytest.raises(LeaseError, match="lease-7 is no lease"):
+        register.read()
+
+
+def test_half_made_files_of_the_dead_are_removed(tmp_path: Path) -> None:
+    old, young = tmp_path / ".1-a.tmp", tmp_path / ".2-b.tmp"
+    old.touch()
+    young.touch()
+    os.utime(old, (1, 1))
+    FileLeaseRegister(tmp_path)
+    assert not old.exists()
+    assert young.exists()
+
+
+def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LeaseError, match="cannot be made"):
+        FileLeaseRegister(tmp_path / "file" / "lease")
