@@ -63,6 +63,7 @@ from flexd.errors import (
     TopologyError,
 )
 from flexd.placement import Delta
+from flexd.secret import Secret
 
 PlacementLists = Callable[[], tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]]
 
@@ -87,7 +88,7 @@ class Agent:
         inbox: the rank's; the agent owns its ``offer`` and ``settle``.
         identity: who this rank is; fixed for the life of the process.
         address: ``host:port`` of the daemon's control channel.
-        secret: the shared secret; None only on loopback.
+        secret: the shared secret, or the file of it (read again when it changes); None only on loopback.
         timeout_seconds: deadline of every single wait on the network or on the running step's exchange.
         poll_seconds: how often the agent looks for news.
         placement_lists: returns (int64[n] keys, uint8[n] tiers) of the rows that this rank knows to be above HOME;
@@ -104,7 +105,7 @@ class Agent:
         inbox: ChunkInbox,
         identity: RankIdentity,
         address: str,
-        secret: bytes | None = None,
+        secret: Secret = None,
         timeout_seconds: float = 15.0,
         poll_seconds: float = 0.05,
         placement_lists: PlacementLists | None = None,

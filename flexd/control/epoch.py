@@ -24,7 +24,7 @@ from flexd.control.messages import (
     TapOffer,
 )
 from flexd.control.pusher import NumberedChunk
-from flexd.errors import ControlError, PlacementError, StaleMessageError
+from flexd.errors import ControlError, PlacementError, ReplayedMessageError, StaleMessageError
 from flexd.faults import fault_point
 from flexd.placement import Placement
 
@@ -105,13 +105,13 @@ class Epoch:
         return min(self._applied)
 
     def check(self, message: FromRank) -> None:
-        """Raises StaleMessageError: another epoch's, or not newer than what this rank has said."""
+        """Raises StaleMessageError: another epoch's. ReplayedMessageError: not newer than what this rank has said."""
         if any(getattr(message, name) != value for name, value in self._fence.items()):
             raise StaleMessageError(f"a {message.kind} message of another attempt, generation or epoch")
         if not 0 <= message.rank < len(self._sequence):
             raise ControlError(f"a {message.kind} message of rank {message.rank}")
         if message.sequence <= self._sequence[message.rank]:
-            raise StaleMessageError(f"a {message.kind} message of rank {message.rank} comes again")
+            raise ReplayedMessageError(f"a {message.kind} message of rank {message.rank} comes again")
         self._sequence[message.rank] = message.sequence
 
     def settled(self, message: Settled) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flexd.layout import RankLayout
+from flexd.secret import Secret
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class ControlOptions:
 
     Attributes:
         listen_port: 0 takes a free one (see ``Coordinator.port``).
-        secret: the shared secret; None on loopback only.
+        secret: the shared secret, or the file of it (read again when it changes); None on loopback only.
         timeout_seconds: deadline of every wait on the channel, and the silence after which a rank is gone.
         window_chunks: chunks pushed but not yet applied by every rank, at most.
         max_chunk_rows: a larger chunk fails its migration.
@@ -24,7 +25,7 @@ class ControlOptions:
     job: str
     listen_host: str = "127.0.0.1"
     listen_port: int = 29_400
-    secret: bytes | None = None
+    secret: Secret = None
     timeout_seconds: float = 15.0
     window_chunks: int = 4
     max_chunk_rows: int = 2**22
@@ -55,7 +56,7 @@ class ControlStatus:
 
     Attributes:
         ranks, ranks_ready: expected and present, of the newest attempt.
-        refused_messages: by kind: stale, forged, malformed, identity.
+        refused_messages: by kind: see ``reception.REFUSED_KINDS``.
         reason: what the coordinator waits for; empty when all ranks are live.
     """
 

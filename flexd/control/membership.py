@@ -7,13 +7,15 @@ from collections import deque
 from dataclasses import dataclass
 
 from flexd.control.messages import Hello
-from flexd.errors import StaleMessageError, TopologyError
+from flexd.errors import ReplayedMessageError, TopologyError
 from flexd.layout import RankLayout
 
 MAX_RANKS = 65_536
 MAX_ATTEMPTS = 8
 """Attempts whose hellos are kept at a time; the one longest unheard of is forgotten first."""
 _MAX_ENDED_ATTEMPTS = 256
+MAX_SESSIONS = 4 * MAX_RANKS
+"""Rank processes whose newest hello is known, so that none of an older one is taken again after they are gone."""
 
 
 @dataclass(frozen=True)
@@ -73,25 +75,31 @@ class Membership:
         self._attempts: dict[str, dict[int, _Member]] = {}
         """In order of first hello."""
         self._ended: deque[str] = deque(maxlen=_MAX_ENDED_ATTEMPTS)
+        self._newest: dict[str, int] = {}
+        """Session -> sequence of its newest hello, the one longest silent first."""
 
     def accept(self, hello: Hello, now: float) -> bool:
         """Takes a hello in; True if it is a registration not seen before.
 
         Raises:
             TopologyError: it contradicts the daemon or its peers; the text is for the rank.
-            StaleMessageError: its sequence went backwards (a replay).
+            ReplayedMessageError: not newer than what this process has said before, however long ago.
         """
         self._check(hello)
         members = self._attempts.get(hello.attempt, {})
         old = members.get(hello.rank)
-        if old is not None and old.hello.session == hello.session:
-            if hello.sequence <= old.hello.sequence:
-                raise StaleMessageError(f"hello {hello.sequence} of rank {hello.rank} after {old.hello.sequence}")
-        elif old is not None and now - old.heard_at < self._replace:
+        newest = self._newest.get(hello.session, -1)
+        if hello.sequence <= newest:
+            raise ReplayedMessageError(f"hello {hello.sequence} of rank {hello.rank} after {newest}")
+        if old is not None and old.hello.session != hello.session and now - old.heard_at < self._replace:
             raise TopologyError(
                 f"another process is rank {hello.rank} of attempt {hello.attempt!r}",
                 remedy="give every launch of the job its own attempt id",
             )
+        self._newest.pop(hello.session, None)
+        self._newest[hello.session] = hello.sequence
+        if len(self._newest) > MAX_SESSIONS:
+            del self._newest[next(iter(self._newest))]
         self._attempts.setdefault(hello.attempt, {})[hello.rank] = _Member(hello, now)
         while len(self._attempts) > MAX_ATTEMPTS:
             quietest = min(self._attempts, key=lambda name: max(m.heard_at for m in self._attempts[name].values()))

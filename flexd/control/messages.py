@@ -21,6 +21,7 @@ from typing import Any, ClassVar, TypeVar
 
 from flexd.control.report import StepReport
 from flexd.errors import AuthenticationError, ControlError
+from flexd.secret import Secret, accepted_keys, is_one_of, signing_key
 
 MAX_MESSAGE_BYTES = 64 * 1024
 """A longer message is refused unread: the largest honest one is an epoch announcement (17 bytes a rank)."""
@@ -242,18 +243,19 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 class Signer:
     """Seals and opens messages with the shared secret.
 
-    Without a secret (loopback only) the signature is keyed with the empty string: it still detects damage.
+    Without a secret (loopback only) the signature is keyed with the empty string: it still detects damage. A secret
+    file with two keys signs with the first and opens what either has signed.
     """
 
-    def __init__(self, secret: bytes | None) -> None:
-        self._key = secret or b""
+    def __init__(self, secret: Secret) -> None:
+        self._secret = secret
 
     def seal(self, message: Message) -> str:
         """Raises ControlError if the message is longer than ``MAX_MESSAGE_BYTES``."""
         body = json.dumps(
             {"kind": message.kind, **_to_json(message)}, sort_keys=True, separators=(",", ":"), allow_nan=False
         )
-        text = f"{self._mac(body.encode())}\n{body}"
+        text = f"{_mac(signing_key(self._secret), body.encode()).decode()}\n{body}"
         if len(text) > MAX_MESSAGE_BYTES:
             raise ControlError(f"a {message.kind} message of {len(text)} bytes is longer than {MAX_MESSAGE_BYTES}")
         return text
@@ -262,8 +264,8 @@ class Signer:
         """Raises AuthenticationError (bad signature) or ControlError (signed, but no message this version knows)."""
         if len(data) > MAX_MESSAGE_BYTES:
             raise ControlError(f"a message of {len(data)} bytes is longer than {MAX_MESSAGE_BYTES}")
-        mac, body = data[:_MAC_HEX], data[_MAC_HEX + 1 :]
-        if not hmac.compare_digest(mac, self._mac(body).encode()):
+        mac, line_break, body = data[:_MAC_HEX], data[_MAC_HEX : _MAC_HEX + 1], data[_MAC_HEX + 1 :]
+        if line_break != b"\n" or not is_one_of(mac, [_mac(key, body) for key in accepted_keys(self._secret)]):
             raise AuthenticationError(
                 "a control message is not signed with the shared secret",
                 remedy="give daemon and trainers the same secret file",
@@ -277,8 +279,9 @@ class Signer:
             raise ControlError(f"a {message.kind} message where a {kind.kind} message belongs")
         return message
 
-    def _mac(self, body: bytes) -> str:
-        return hmac.new(self._key, body, hashlib.sha256).hexdigest()
+
+def _mac(key: bytes, body: bytes) -> bytes:
+    return hmac.new(key, body, hashlib.sha256).hexdigest().encode()
 
 
 def seal_with_bytes(signer: Signer, header: TapPiece, data: bytes) -> bytes:

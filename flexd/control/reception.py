@@ -9,10 +9,12 @@ from flexd.control.board import Board
 from flexd.control.epoch import Epoch, EpochFailedError, FromRank
 from flexd.control.membership import Membership
 from flexd.control.messages import Hello, HelloRefused, Signer
-from flexd.errors import AuthenticationError, ControlError, StaleMessageError, TopologyError
+from flexd.errors import AuthenticationError, ControlError, ReplayedMessageError, StaleMessageError, TopologyError
 from flexd.faults import fault_point
 
-REFUSED_KINDS = ("stale", "forged", "malformed", "identity")
+REFUSED_KINDS = ("stale", "replayed", "forged", "malformed", "identity")
+"""Of another attempt, generation or epoch; not newer than what its sender has said; signed with no key of ours; no
+message that belongs here; of a rank that contradicts the daemon or its peers."""
 
 
 class Reception:
@@ -62,6 +64,8 @@ class Reception:
             raise
         except AuthenticationError:
             self._refuse("forged")
+        except ReplayedMessageError:
+            self._refuse("replayed")
         except StaleMessageError:
             self._refuse("stale")
         except ControlError:

@@ -84,7 +84,8 @@ class DeltaShipper:
             self._outbox.acknowledge(delta.sequence)
             self._next_piece = None
             return True
-        if state.grant != self._grant and state.delta == delta.sequence:
+        # An older state of this epoch, put back by somebody, asks for nothing.
+        if state.grant > self._grant and state.delta == delta.sequence:
             self._grant, self._next_piece = state.grant, 0
         if self._next_piece is None or self._next_piece >= pieces:
             return False

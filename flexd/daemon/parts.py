@@ -9,7 +9,7 @@ from flexd.config.stream import FileLogSource, KafkaSource, TapSource
 from flexd.control.coordinator import ControlOptions
 from flexd.errors import SnapshotError
 from flexd.scaleout.follower import Follower
-from flexd.secret import read_secret
+from flexd.secret import KeyFile
 from flexd.sketch.table_set import SketchSettings
 from flexd.stream.types import Source
 from flexd.topology.files import load_cluster, load_preset
@@ -109,10 +109,10 @@ def sketch_settings(config: Config) -> SketchSettings:
 
 
 def control_options(config: Config) -> ControlOptions:
-    """Raises ConfigError if the secret file cannot be read or is empty."""
+    """Raises ConfigError if the secret file cannot be read or holds no keys."""
     control = config.control
     secret_file = control.secret_file
-    secret = None if secret_file is None else read_secret(secret_file, "control.secret_file")
+    secret = None if secret_file is None else KeyFile(secret_file, "control.secret_file")
     return ControlOptions(
         job=config.job,
         listen_host=control.listen_host,

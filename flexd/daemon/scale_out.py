@@ -17,17 +17,17 @@ from flexd.scaleout.follower import Follower, FollowerOptions, FollowerStats
 from flexd.scaleout.leader import FollowerReport, Leader
 from flexd.scaleout.ledger import Ledger
 from flexd.scaleout.transport import HttpLink, LocalLink, listener
-from flexd.secret import read_secret
+from flexd.secret import KeyFile
 from flexd.sketch.table_set import SketchSettings
 
 OWN_NAME = "leader"
 """Of the member of the group that runs inside the leader."""
 
 
-def scale_out_secret(config: Config) -> bytes | None:
-    """Raises ConfigError if the file cannot be read or is empty."""
+def scale_out_secret(config: Config) -> KeyFile | None:
+    """Raises ConfigError if the file cannot be read or holds no keys."""
     path = config.scale_out.secret_file
-    return None if path is None else read_secret(path, "scale_out.secret_file")
+    return None if path is None else KeyFile(path, "scale_out.secret_file")
 
 
 def shared_settings(config: Config) -> SketchSettings:

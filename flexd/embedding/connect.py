@@ -15,7 +15,7 @@ from flexd.control.report import RankIdentity, StepReport
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.tap import Tap
 from flexd.errors import ConfigError
-from flexd.secret import read_secret
+from flexd.secret import KeyFile
 
 logger = logging.getLogger(__name__)
 
@@ -89,12 +89,13 @@ def connect(
         job: as in the daemon's configuration.
         attempt: equal on all ranks and new for every launch of the job; default: torchrun's run id and restart count,
             or else a random one agreed with rank 0 (collective).
-        secret_file: as in the daemon's configuration; default from ``FLEXD_SECRET_FILE``.
+        secret_file: as in the daemon's configuration, and read again when it changes; default from
+            ``FLEXD_SECRET_FILE``.
         timeout_seconds: deadline of every wait of the agent's thread.
         tap: counts the collection's look-ups for a daemon whose ``stream.source`` is ``{kind: tap}``; started here.
 
     Raises:
-        ConfigError: no address, a tap of another collection, or the secret file cannot be read or is empty.
+        ConfigError: no address, a tap of another collection, or the secret file cannot be read or holds no keys.
     """
     address = address or os.environ.get(ADDRESS_VARIABLE)
     if not address:
@@ -112,7 +113,7 @@ def connect(
         table_digest=collection.keyspace.digest,
     )
     secret_file = secret_file or os.environ.get(SECRET_VARIABLE)
-    secret = read_secret(secret_file, "secret file") if secret_file else None
+    secret = KeyFile(secret_file, "secret file") if secret_file else None
     agent = Agent(
         collection.engine.inbox,
         identity,

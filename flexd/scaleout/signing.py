@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from flexd.errors import ScaleOutError
+from flexd.secret import Secret, accepted_keys, is_one_of, signing_key
 
 CLOCK_SKEW_SECONDS = 60.0
 MAX_NONCES = 100_000
@@ -22,8 +23,12 @@ _NONCE_HEX = 32
 TIME, NONCE, DIGEST, SIGNATURE = "x-flexd-time", "x-flexd-nonce", "x-flexd-digest", "x-flexd-signature"
 
 
-def _mac(secret: bytes, *parts: str) -> str:
-    return hmac.new(secret, "\n".join(parts).encode(), hashlib.sha256).hexdigest()
+def _mac(key: bytes, *parts: str) -> str:
+    return hmac.new(key, "\n".join(parts).encode(), hashlib.sha256).hexdigest()
+
+
+def _is_signed(signature: str, secret: Secret, *parts: str) -> bool:
+    return is_one_of(signature.encode(), [_mac(key, *parts).encode() for key in accepted_keys(secret)])
 
 
 def digest_of(body: bytes) -> str:
@@ -31,7 +36,7 @@ def digest_of(body: bytes) -> str:
 
 
 def request_headers(
-    secret: bytes | None, method: str, path: str, body: bytes, unix_seconds: float | None = None
+    secret: Secret, method: str, path: str, body: bytes, unix_seconds: float | None = None
 ) -> dict[str, str]:
     """Headers of one request; without a secret the signature is left out."""
     headers = {
@@ -41,16 +46,16 @@ def request_headers(
     }
     if secret is not None:
         headers[SIGNATURE] = _mac(
-            secret, "request", method, path, headers[TIME], headers[NONCE], headers[DIGEST], str(len(body))
+            signing_key(secret), "request", method, path, headers[TIME], headers[NONCE], headers[DIGEST], str(len(body))
         )
     return headers
 
 
-def answer_signature(secret: bytes, nonce: str, status: int, body: bytes) -> str:
-    return _mac(secret, "answer", nonce, str(status), digest_of(body))
+def answer_signature(secret: Secret, nonce: str, status: int, body: bytes) -> str:
+    return _mac(signing_key(secret), "answer", nonce, str(status), digest_of(body))
 
 
-def check_answer(secret: bytes | None, nonce: str, status: int, body: bytes, signature: str | None) -> None:
+def check_answer(secret: Secret, nonce: str, status: int, body: bytes, signature: str | None) -> None:
     """Raises ScaleOutError (``unsigned``, ``bad_signature``) if the answer is not the leader's to this request."""
     if secret is None:
         return
@@ -59,7 +64,7 @@ def check_answer(secret: bytes | None, nonce: str, status: int, body: bytes, sig
             f"the leader's answer (HTTP {status}) is not signed", reason="unsigned",
             remedy="give the leader the same secret file, and check that scale_out.leader is the leader",
         )  # fmt: skip
-    if not hmac.compare_digest(signature.encode(), answer_signature(secret, nonce, status, body).encode()):
+    if not _is_signed(signature, secret, "answer", nonce, str(status), digest_of(body)):
         raise ScaleOutError(
             "the leader's answer has a wrong signature", reason="bad_signature", remedy="use one secret file"
         )
@@ -68,7 +73,7 @@ def check_answer(secret: bytes | None, nonce: str, status: int, body: bytes, sig
 class RequestVerifier:
     """The leader's side: refuses what is not signed, not fresh, or was seen before. Any thread."""
 
-    def __init__(self, secret: bytes | None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, secret: Secret, clock: Callable[[], float] = time.time) -> None:
         self._secret = secret
         self._clock = clock
         self._lock = threading.Lock()
@@ -87,8 +92,7 @@ class RequestVerifier:
         signature, nonce, at = headers.get(SIGNATURE), headers.get(NONCE, ""), headers.get(TIME, "")
         if signature is None:
             raise ScaleOutError("the request is not signed", reason="unsigned", remedy="set scale_out.secret_file")
-        expected = _mac(self._secret, "request", method, path, at, nonce, digest, str(body_bytes))
-        if not hmac.compare_digest(signature.encode(), expected.encode()):
+        if not _is_signed(signature, self._secret, "request", method, path, at, nonce, digest, str(body_bytes)):
             raise ScaleOutError("the request has a wrong signature", reason="bad_signature", remedy="use one secret")
         now = self._clock()
         # Signed, so it is one of our own numbers.

@@ -18,6 +18,7 @@ from flexd.scaleout import answer as answers
 from flexd.scaleout import signing
 from flexd.scaleout.answer import Answer
 from flexd.scaleout.leader import REASONS, Leader
+from flexd.secret import Secret
 from flexd.server.http import HttpListener
 
 _log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class DeltaApp:
         verifier: for tests with another clock.
     """
 
-    def __init__(self, leader: Leader, secret: bytes | None, verifier: signing.RequestVerifier | None = None) -> None:
+    def __init__(self, leader: Leader, secret: Secret, verifier: signing.RequestVerifier | None = None) -> None:
         self._leader = leader
         self._secret = secret
         self._verifier = verifier or signing.RequestVerifier(secret)
@@ -102,7 +103,7 @@ class DeltaApp:
             self._bodies.release()
 
 
-def listener(leader: Leader, secret: bytes | None, host: str, port: int) -> HttpListener:
+def listener(leader: Leader, secret: Secret, host: str, port: int) -> HttpListener:
     """Not started yet."""
     return HttpListener(
         DeltaApp(leader, secret), host=host, port=port, max_connections=MAX_CONNECTIONS, named="scale_out.listen_host"
@@ -112,7 +113,7 @@ def listener(leader: Leader, secret: bytes | None, host: str, port: int) -> Http
 class HttpLink:
     """The way to a leader on another machine. One thread at a time."""
 
-    def __init__(self, host: str, port: int, secret: bytes | None, attempt_seconds: float = ATTEMPT_SECONDS) -> None:
+    def __init__(self, host: str, port: int, secret: Secret, attempt_seconds: float = ATTEMPT_SECONDS) -> None:
         bare = f"[{host}]" if ":" in host else host
         self._url = f"http://{bare}:{port}{PATH}"
         self._secret = secret

@@ -15,6 +15,7 @@ from flexd.control.report import RankIdentity, StepReport
 from flexd.keyspace import KeySpace, TableSpec
 from flexd.layout import RankLayout, Tier
 from flexd.placement import Placement
+from flexd.secret import Secret
 
 TABLES = KeySpace([TableSpec("item", 50_000, 8), TableSpec("shop", 1_000, 16)])
 SECRET = b"a secret for the tests"
@@ -56,7 +57,7 @@ class Ranks:
         port: int,
         layout: RankLayout | None = None,
         attempt: str = "a1",
-        secret: bytes | None = SECRET,
+        secret: Secret = SECRET,
         slots: int = 20_000,
         slots_of_rank: dict[int, int] | None = None,
         placements: list[Placement] | None = None,

@@ -143,7 +143,8 @@ def test_rubbish_forgeries_and_replays_change_nothing(host: Callable[..., Any]) 
         ]:
             store.queue_push(Keys.INBOUND, signer.seal(message))
         until(lambda: store.queue_len(Keys.INBOUND) == 0)
-        until(lambda: refused(hosted, "stale") == 8, what=str(hosted.coordinator.status()))
+        until(lambda: refused(hosted, "stale") == 6, what=str(hosted.coordinator.status()))
+        assert refused(hosted, "replayed") == 2
         assert refused(hosted, "forged") == 3
         assert refused(hosted, "malformed") == 2
         assert (epoch._agreed, epoch._applied) == ([0, 0], [0, 0])

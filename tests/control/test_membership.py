@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from flexd.control import membership
 from flexd.control.membership import MAX_ATTEMPTS, Membership
 from flexd.control.messages import Hello
-from flexd.errors import StaleMessageError, TopologyError
+from flexd.errors import ReplayedMessageError, TopologyError
 from flexd.layout import RankLayout
 
 
@@ -47,7 +48,7 @@ def test_a_repeated_hello_is_no_news_and_a_new_nonce_is() -> None:
     assert who.accept(hello(0), 0.0)
     assert not who.accept(hello(0, sequence=2), 1.0)
     assert who.accept(hello(0, sequence=3, nonce="other"), 1.0)
-    with pytest.raises(StaleMessageError):
+    with pytest.raises(ReplayedMessageError):
         who.accept(hello(0, sequence=3), 1.0)
 
 
@@ -86,6 +87,28 @@ def test_a_new_process_takes_a_silent_ranks_place() -> None:
     assert before is not None
     assert after is not None
     assert before.identity != after.identity
+
+
+def test_a_recorded_hello_is_refused_however_long_its_process_is_gone() -> None:
+    who = members()
+    full(who)
+    recorded = hello(2)
+    assert len(who.expire(100.0)) == 4
+    with pytest.raises(ReplayedMessageError, match="hello 1 of rank 2 after 1"):
+        who.accept(recorded, 100.0)
+    assert who.present() == ("", 0, 0)
+    assert who.accept(hello(2, sequence=2), 100.0)
+    assert who.accept(hello(2, session="its successor", nonce="new"), 110.0)
+    with pytest.raises(ReplayedMessageError):
+        who.accept(hello(2, sequence=2), 120.0)
+
+
+def test_remembered_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "MAX_SESSIONS", 3)
+    who = members()
+    for session in range(10):
+        who.accept(hello(0, session=f"s{session}"), 10.0 * session)
+    assert list(who._newest) == ["s7", "s8", "s9"]
 
 
 def test_silent_ranks_expire_unless_the_daemon_was_deaf() -> None:

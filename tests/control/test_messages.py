@@ -53,8 +53,6 @@ def test_every_kind_is_covered() -> None:
 def test_a_changed_byte_is_refused_unread(at: int, flip: int) -> None:
     data = bytearray(m.Signer(SECRET).seal(EVERY_KIND[1]).encode())
     at %= len(data)
-    if at == 64:
-        return
     data[at] ^= flip
     with pytest.raises(AuthenticationError):
         m.Signer(SECRET).open(bytes(data))

@@ -11,6 +11,7 @@ from flexd.config.load import parse_config
 from flexd.config.model import Config
 from flexd.daemon import Daemon, parts
 from flexd.errors import ConfigError, FlexdError, SnapshotError, TopologyError
+from flexd.secret import KeyFile
 from flexd.stream.file_log import FileLogSource
 from flexd.stream.kafka import KafkaSource
 from flexd.stream.synthetic import SyntheticSource
@@ -68,7 +69,9 @@ def test_a_topology_file_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_the_secret_is_read_without_its_line_break(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b"correct horse battery\n")
-    assert parts.control_options(_config(control={"secret_file": str(path)})).secret == b"correct horse battery"
+    secret = parts.control_options(_config(control={"secret_file": str(path)})).secret
+    assert isinstance(secret, KeyFile)
+    assert secret.keys() == (b"correct horse battery",)
     assert parts.control_options(_config()).secret is None
 
 

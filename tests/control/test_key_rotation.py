@@ -1,0 +1,50 @@
+"""A shared secret is replaced while ranks train and plans are pushed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks_in_threads import Ranks, target, until
+
+from flexd import secret
+from flexd.control.migration import MigrationState
+from flexd.layout import RankLayout
+from flexd.secret import KeyFile
+
+OLD, NEW = b"the key of last year", b"the key of this year"
+
+
+def write(path: Path, *keys: bytes) -> None:
+    fresh = path.with_suffix(".new")
+    fresh.write_bytes(b"\n".join(keys))
+    os.replace(fresh, path)
+
+
+def test_three_steps_replace_the_secret_within_one_epoch(
+    host: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secret, "LOOK_SECONDS", 0.0)
+    daemons, ranks_own = tmp_path / "daemon", tmp_path / "ranks"
+    write(daemons, OLD)
+    write(ranks_own, OLD)
+    hosted = host(secret=KeyFile(daemons, "control.secret_file"))
+    with Ranks(hosted.port, RankLayout(1, 2), secret=KeyFile(ranks_own, "secret file")) as ranks:
+        until(hosted.ready)
+        epoch = hosted.coordinator.status().epoch
+        for step, keys in enumerate([(OLD, NEW), (NEW, OLD), (NEW,)]):
+            write(daemons if step % 2 else ranks_own, *keys)
+            for half in range(2):
+                wanted = target(10 * step + half, 40)
+                migration = hosted.coordinator.migrate("p", lambda p, wanted=wanted: p.delta_to(wanted).chunks(10))
+                assert migration.wait(15) is MigrationState.COMMITTED, migration.progress
+                assert ranks.all_at(wanted)
+                write(ranks_own if step % 2 else daemons, *keys)
+        status = hosted.coordinator.status()
+        assert (status.epoch, status.refused_messages["forged"]) == (epoch, 0)
+        # The old key opens nothing any more.
+        write(ranks_own, OLD)
+        until(lambda: hosted.coordinator.status().refused_messages["forged"] > 0)

@@ -1,0 +1,104 @@
+"""Messages that are duplicated, reordered, replayed or tampered with on the way: counted by kind, and acted on once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, cast
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.control.board import Board
+from flexd.control.epoch import Epoch
+from flexd.control.membership import Membership, Topology
+from flexd.control.messages import Hello, Progress, Signer
+from flexd.control.reception import REFUSED_KINDS, Reception
+
+KEY = b"a secret for the tests"
+HELLOS = tuple(
+    Hello("job", "i", "a", rank, 2, 1, 2, (1,), "d", f"s{rank}", f"n{rank}", 1, 0, 0, "::1", True) for rank in (0, 1)
+)
+FAULTS = ("deliver", "duplicate", "delay", "replay", "tamper", "forge", "old_epoch", "old_token")
+CHANGES: dict[str, dict[str, object]] = {"old_epoch": {"epoch": 6}, "old_token": {"token": "other"}}
+
+
+class _Announced:
+    """What of a board an epoch uses that nobody has settled for."""
+
+    def announce(self, _: object) -> None: ...
+
+
+def opened() -> tuple[Reception, Epoch, Membership]:
+    members = Membership("job", "d", 1, silent_seconds=1e9)
+    board = cast(Board, _Announced())
+    epoch = Epoch(board, Topology(HELLOS), "job", "i", 3, 7, 1.0, 100)
+    return Reception("job", "i", Signer(KEY), members, lambda *_, **__: None), epoch, members
+
+
+@given(st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 1), st.integers(0, 2**16)), max_size=40))
+@settings(max_examples=150, deadline=None)
+def test_whatever_happens_on_the_way_each_message_acts_once_and_in_order(steps: list[tuple[str, int, int]]) -> None:
+    reception, epoch, members = opened()
+    acted: list[Progress] = []
+    heard: list[bytes] = []
+    late: list[tuple[int, bytes]] = []
+    newest, sequence = [0, 0], [0, 0]
+    expected: Counter[str] = Counter()
+
+    def arrive(data: bytes) -> None:
+        reception.take(data, 0.0, cast(Any, None), epoch, lambda _, message: acted.append(cast(Progress, message)))
+
+    def sent(rank: int, **change: object) -> tuple[int, bytes]:
+        sequence[rank] += 1
+        fence = {**epoch.fence, **change}
+        now = {"rank": rank, "sequence": sequence[rank], "agreed_version": 0, "applied_version": 0, "report": None}
+        return sequence[rank], Signer(KEY).seal(Progress(**fence, **now)).encode()
+
+    for fault, rank, salt in steps:
+        number, data = sent(rank, **CHANGES.get(fault, {}))
+        if fault in ("deliver", "duplicate"):
+            arrive(data)
+            heard.append(data)
+            newest[rank] = number
+            if fault == "duplicate":
+                arrive(data)
+                expected["replayed"] += 1
+        elif fault == "delay":
+            late.append((rank, data))
+        elif fault == "replay" and heard:
+            arrive(heard[salt % len(heard)])
+            expected["replayed"] += 1
+        elif fault == "tamper":
+            at = salt % len(data)
+            arrive(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            expected["forged"] += 1
+        elif fault == "forge":
+            arrive(Signer(b"another secret of it").seal(replace(HELLOS[rank], sequence=2**40)).encode())
+            expected["forged"] += 1
+        elif fault.startswith("old"):
+            arrive(data)
+            expected["stale"] += 1
+    for rank, data in late:
+        number = cast(Progress, Signer(KEY).open(data)).sequence
+        arrive(data)
+        expected["replayed"] += number <= newest[rank]
+        newest[rank] = max(newest[rank], number)
+    for rank in (0, 1):
+        numbers = [message.sequence for message in acted if message.rank == rank]
+        assert numbers == sorted(set(numbers))
+    assert Counter({kind: count for kind, count in reception.refused.items() if count}) == +expected
+    assert set(reception.refused) <= set(REFUSED_KINDS)
+    assert members.present() == ("", 0, 0)
+
+
+def test_a_hello_is_taken_once() -> None:
+    reception, _, members = opened()
+    data = Signer(KEY).seal(HELLOS[0]).encode()
+    for _ in range(3):
+        reception.take(data, 0.0, cast(Any, None), None, lambda *_: None)
+    assert dict(reception.refused) == {"replayed": 2}
+    members.expire(2e9)
+    reception.take(data, 2e9, cast(Any, None), None, lambda *_: None)
+    assert dict(reception.refused) == {"replayed": 3}
+    assert members.present() == ("", 0, 0)

@@ -1,0 +1,106 @@
+"""Secret files: what is a key, and how one replaces another while everybody goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from flexd.control.messages import DaemonNotice, Signer
+from flexd.errors import AuthenticationError, ConfigError, ScaleOutError
+from flexd.scaleout import signing
+from flexd.secret import LOOK_SECONDS, KeyFile, accepted_keys, read_keys, signing_key
+
+OLD, NEW = b"the key of last year", b"the key of this year"
+NOTICE = DaemonNotice("job", "instance", "digest")
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def write(path: Path, *keys: bytes) -> None:
+    """As secrets are replaced: another file takes the name at once."""
+    fresh = path.with_suffix(".new")
+    fresh.write_bytes(b"\n".join(keys) + b"\n")
+    os.replace(fresh, path)
+
+
+def test_keys_are_lines(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"\n  " + OLD + b"\r\n\n" + NEW)
+    assert read_keys(path, "control.secret_file") == (OLD, NEW)
+    assert (signing_key(KeyFile(path, "x")), accepted_keys(KeyFile(path, "x"))) == (OLD, (OLD, NEW))
+    assert (signing_key(None), accepted_keys(None)) == (b"", (b"",))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file"),
+        (b" \n\n", "is empty"),
+        (b"short", "fewer than 16 bytes"),
+        (OLD + b"\nshort", "fewer than 16 bytes"),
+        (b"\n".join([OLD, NEW, b"a third key, one too many"]), "more than 2 lines"),
+        (b"x" * 5000, "4096 bytes"),
+    ],
+)
+def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path, text: bytes | None, said: str) -> None:
+    path = tmp_path / "secret"
+    if text is not None:
+        path.write_bytes(text)
+    with pytest.raises(ConfigError, match="control.secret_file: .*" + said) as caught:
+        read_keys(path, "control.secret_file")
+    assert caught.value.remedy
+    assert "of last year" not in str(caught.value)
+
+
+def test_a_change_is_seen_and_a_bad_one_keeps_the_old_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, clock = tmp_path / "secret", Clock()
+    write(path, OLD)
+    keys = KeyFile(path, "control.secret_file", clock)
+    write(path, OLD, NEW)
+    assert keys.keys() == (OLD,)
+    clock.now += LOOK_SECONDS
+    assert keys.keys() == (OLD, NEW)
+    caplog.set_level(logging.INFO)
+    path.unlink()
+    for _ in range(3):
+        clock.now += LOOK_SECONDS
+        assert keys.keys() == (OLD, NEW)
+    assert caplog.text.count("the keys read before stay in use") == 1
+    write(path, NEW)
+    clock.now += LOOK_SECONDS
+    assert keys.keys() == (NEW,)
+    assert "of last year" not in caplog.text
+
+
+def test_each_step_of_a_rotation_is_understood_by_both_neighbours(tmp_path: Path) -> None:
+    """One side may be a step ahead of the other at any time; two steps ahead is too far."""
+    files = []
+    for step, keys in enumerate([(OLD,), (OLD, NEW), (NEW, OLD), (NEW,)]):
+        write(tmp_path / str(step), *keys)
+        files.append(KeyFile(tmp_path / str(step), "secret_file"))
+    for a, mine in enumerate(files):
+        for b, theirs in enumerate(files):
+            sealed = Signer(mine).seal(NOTICE).encode()
+            headers = signing.request_headers(mine, "POST", "/v1/delta", b"body")
+            answer = signing.answer_signature(mine, "nonce", 200, b"body")
+            if abs(a - b) <= 1:
+                assert Signer(theirs).open(sealed) == NOTICE
+                assert signing.RequestVerifier(theirs).check("POST", "/v1/delta", headers, 4) == signing.digest_of(
+                    b"body"
+                )
+                signing.check_answer(theirs, "nonce", 200, b"body", answer)
+    with pytest.raises(AuthenticationError):
+        Signer(files[3]).open(Signer(files[0]).seal(NOTICE).encode())
+    headers = signing.request_headers(files[0], "POST", "/v1/delta", b"body")
+    with pytest.raises(ScaleOutError, match="signature"):
+        signing.RequestVerifier(files[3]).check("POST", "/v1/delta", headers, 4)
+    with pytest.raises(ScaleOutError, match="signature"):
+        signing.check_answer(files[3], "nonce", 200, b"", signing.answer_signature(files[0], "nonce", 200, b""))
