@@ -7,7 +7,27 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from flexd.config.base import Int, Name, Port, Seconds, Section, is_loopback, split_address
+from flexd.config.base import Float, Int, Name, Port, Seconds, Section, is_loopback, split_address
+
+
+class ThrottleConfig(Section):
+    """How fast rows may migrate. ``flexd throttle`` changes it until the next start; a running migration obeys from its
+    next chunk on."""
+
+    bytes_per_step: Annotated[Int, Field(ge=1)] | None = None
+    """Row values and optimizer state that may be copied at one step boundary, on every rank; null leaves it to the
+    ranks (``max_migration_bytes_per_step``). A single larger row is copied by itself."""
+    bytes_per_second: Annotated[Int, Field(ge=1)] | None = None
+    """The same in the long run; a second's worth may go at once."""
+    adaptive: bool = False
+    """Slow down, and pause, when the ranks' steps become slower than they are without a migration."""
+    tolerance: Annotated[Float, Field(ge=0, le=10)] = 0.1
+    """Adaptive: how much slower p50 and p90 of a step may get, as a share."""
+    floor_bytes_per_step: Annotated[Int, Field(ge=1)] = 16 * 2**10
+    """Adaptive: never slower than this, but for pauses."""
+    pause_seconds: Seconds = 5.0
+    """Adaptive: the first pause when steps are too slow at the floor; each is twice as long as the one before, up to 16
+    times."""
 
 
 class ControlConfig(Section):
@@ -24,6 +44,8 @@ class ControlConfig(Section):
     """Largest chunk the daemon announces."""
     chunk_bytes: Annotated[Int, Field(ge=1)] = 2**20
     """Row values (with optimizer state) that one chunk may move; ranks apply at most one chunk's worth a step."""
+    throttle: ThrottleConfig = ThrottleConfig()
+    """How fast rows may migrate."""
     timeout_seconds: Seconds = 15.0
     """Deadline of every wait on the channel."""
 
