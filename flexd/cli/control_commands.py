@@ -15,7 +15,7 @@ from flexd.server.verbs import PauseState, ReplanOutcome
 _EXIT_OF: dict[ReplanOutcome, ExitCode] = {
     "timed_out": ExitCode.TIMED_OUT,
     "failed": ExitCode.REFUSED,
-    "cancelled": ExitCode.REFUSED,
+    "aborted": ExitCode.REFUSED,
     "superseded": ExitCode.REFUSED,
 }
 

@@ -30,7 +30,8 @@ from flexd.control.journal import PlacementJournal, Segment
 from flexd.control.live import ControlOptions, ControlStatus, LiveTopology
 from flexd.control.membership import Membership, Topology
 from flexd.control.messages import ChunkRefused, DaemonNotice, Listing, Progress, Settled, Signer, TapOffer
-from flexd.control.migration import ChunkSource, Migration, MigrationState
+from flexd.control.migration import ChunkSource, Migration, MigrationAbout
+from flexd.control.news import NewsTeller, OnMigration
 from flexd.control.pusher import ChunkPusher
 from flexd.control.reception import REFUSED_KINDS, Reception
 from flexd.control.report import StepReport
@@ -59,7 +60,8 @@ class Coordinator:
         journal: where the placement is durable; the caller closes it after ``stop``.
         on_report: called with (rank, report) for every step report.
         on_event: called with (name, fields) for everything worth a log line or a metric.
-            Both run in the coordinator's thread and must not block; what they raise is logged.
+        on_migration: called with every transition of a migration, and when its figures are final.
+            All run in the coordinator's thread and must not block; what they raise is logged.
         tap: takes what the ranks have counted themselves, if the stream comes that way.
         throttle: how much of a migration may be on its way; without one nothing is held back.
     """
@@ -73,6 +75,7 @@ class Coordinator:
         on_event: OnEvent | None = None,
         tap: TapSource | None = None,
         throttle: Throttle | None = None,
+        on_migration: OnMigration | None = None,
     ) -> None:
         self._tap = tap
         self._intake: DeltaIntake | None = None
@@ -88,6 +91,7 @@ class Coordinator:
         )
         self._reception = Reception(options.job, self._instance, self._signer, self._members, self._event)
         self._pusher = ChunkPusher(journal, options.window_chunks, options.max_chunk_rows, throttle, self._row_bytes)
+        self._news = NewsTeller(self._event, on_migration)
         self._backoff = Backoff()
         self._counters: Counter[str] = Counter()
         self._stopping = threading.Event()
@@ -145,6 +149,7 @@ class Coordinator:
         chunks: ChunkSource,
         on_progress: Callable[[Migration], None] | None = None,
         generation: int | None = None,
+        about: MigrationAbout | None = None,
     ) -> Migration:
         """Starts pushing as soon as the ranks are live; supersedes the migration before it at its next chunk.
 
@@ -153,8 +158,9 @@ class Coordinator:
                 them from the placement at which this migration starts (an older one may still change it until then).
             on_progress: called in the coordinator's thread after every change; must not block.
             generation: fail if the ranks are of another topology generation by then.
+            about: recorded with it; by default its plan's id is its own.
         """
-        migration = Migration(plan_id, chunks, generation, on_progress)
+        migration = Migration(plan_id, chunks, generation, on_progress, about)
         if self._stopping.is_set():
             raise ControlError("the coordinator is stopping", remedy="start the daemon again")
         self._pusher.submit(migration)
@@ -199,6 +205,7 @@ class Coordinator:
             refused_chunks=self._counters["chunks_refused"],
             digest_mismatches=self._counters["digest_mismatches"],
             reason="" if live is not None and live.ready else self._reason,
+            illegal_transitions=self._pusher.illegal_transitions,
         )
 
     def _run(self) -> None:
@@ -364,23 +371,7 @@ class Coordinator:
         )
 
     def _tell_progress(self) -> None:
-        for migration in self._pusher.take_finished():
-            progress = migration.progress
-            self._event(
-                f"migration_{progress.state.value}", plan_id=progress.plan_id, rows=progress.rows_pushed,
-                chunks=progress.chunks_pushed, version=progress.last_version, reason=progress.reason,
-            )  # fmt: skip
-            self._notify(migration)
-        current = self._pusher.current
-        if current is not None and current.state is not MigrationState.PENDING:
-            self._notify(current)
-
-    @staticmethod
-    def _notify(migration: Migration) -> None:
-        try:
-            migration.notify()
-        except Exception:
-            logger.exception("control channel: the progress callback failed")
+        self._news.tell(self._pusher.take_news(), self._pusher.current)
 
     def _refused_count(self, kind: str) -> int:
         return self._reception.refused[kind] + (0 if self._intake is None else self._intake.refused[kind])

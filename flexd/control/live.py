@@ -58,6 +58,7 @@ class ControlStatus:
         ranks, ranks_ready: expected and present, of the newest attempt.
         refused_messages: by kind: see ``reception.REFUSED_KINDS``.
         reason: what the coordinator waits for; empty when all ranks are live.
+        illegal_transitions: of migrations, refused by their state table: a fault of flexd.
     """
 
     epoch: int
@@ -73,3 +74,4 @@ class ControlStatus:
     refused_chunks: int
     digest_mismatches: int
     reason: str
+    illegal_transitions: int = 0

@@ -12,16 +12,21 @@ from datetime import UTC, datetime
 
 from flexd.config.model import Config
 from flexd.control.coordinator import Coordinator, LiveTopology
-from flexd.control.migration import Migration, MigrationState
+from flexd.control.migration import Migration
+from flexd.control.migration_states import MigrationState
 from flexd.daemon.drift import ProfileMaker
+from flexd.daemon.gates import Gate, check, gates
 from flexd.daemon.plan_log import PlanLog
 from flexd.daemon.plan_settings import plan_limits, running_exchange, training_shape
+from flexd.daemon.proposals import Proposal, Proposals, outdated, refuse_if
 from flexd.daemon.training import TrainingMonitor
+from flexd.daemon.triggers import Trigger, TriggerKind
 from flexd.errors import PlanError
 from flexd.keyspace import KeySpace
 from flexd.layout import RankLayout
 from flexd.placement import Delta, Placement
 from flexd.planner.delta import delta_chunks, plan_delta
+from flexd.planner.drift import Drift, PlacementTraffic, placement_traffic
 from flexd.planner.explain import TableExplanation, explain
 from flexd.planner.plan import Plan, make_plan
 from flexd.sketch.profile import Profile
@@ -30,21 +35,26 @@ from flexd.topology.model import Cluster
 
 @dataclass(frozen=True)
 class Execution:
-    """A plan on its way to the ranks."""
+    """A plan on its way to the ranks.
+
+    Attributes:
+        trigger: what led to it, and who.
+        overridden: names of the gates that were closed and overridden.
+    """
 
     plan: Plan
     migration: Migration
     started_unix_seconds: float
+    trigger: Trigger
+    overridden: tuple[str, ...] = ()
 
 
 class Planning:
     """Makes plans, hands them to the coordinator, and keeps account. Thread-safe; one plan at a time.
 
     Args:
-        on_planned: told of every plan that is no dry run: its target, the profile and the ranks it was made for.
-
-    Raises (``make``):
-        PlanError: the ranks are not all there, or the profile is too thin to plan from.
+        on_planned: told of every plan that is carried out, or was found to change nothing: what its target costs under
+            the profile it was made from.
     """
 
     def __init__(
@@ -56,7 +66,7 @@ class Planning:
         coordinator: Coordinator,
         training: TrainingMonitor,
         log: PlanLog,
-        on_planned: Callable[[Placement, Profile, RankLayout], None] = lambda target, profile, layout: None,
+        on_planned: Callable[[PlacementTraffic], None] = lambda reference: None,
     ) -> None:
         self._config = config
         self._keyspace = keyspace
@@ -78,6 +88,9 @@ class Planning:
         self.outcomes: Counter[str] = Counter()
         self.migrations: Counter[str] = Counter()
         self.migrated: Counter[str] = Counter()
+        self.overridden: Counter[str] = Counter()
+        self.proposals = Proposals()
+        self.last_gates: tuple[Gate, ...] = ()
         self.seconds = 0.0
         self._profiled_at = math.nan
         newest = log.newest
@@ -96,15 +109,22 @@ class Planning:
             )
         return live
 
-    def make(self, reason: str, *, dry_run: bool = False) -> tuple[Plan, Placement]:
-        """A plan and the live placement it was made against; recorded as the newest unless it is a dry run.
+    def propose(self, trigger: Trigger, *, dry_run: bool = False, force: bool = False) -> Proposal:
+        """A plan from what is known now, kept for ``apply``; recorded as the newest unless it is a dry run. Nothing is
+        moved.
 
-        Nothing is moved.
+        Args:
+            dry_run: made even if gates are closed.
+            force: the same, for a plan that is meant to be carried out.
+
+        Raises:
+            PlanError: the ranks are not all there, the accesses of a step are not known, or a gate is closed.
         """
         with self._making:
             started = time.monotonic()
             try:
-                plan, profile, live, layout = self._make(reason)
+                plan, profile, live, layout = self._make(trigger.reason, checked=not (dry_run or force))
+                traffic = self._price(profile, plan.target, layout)
             except PlanError:
                 self.outcomes["refused"] += not dry_run
                 raise
@@ -112,10 +132,56 @@ class Planning:
                 if not dry_run:
                     self.seconds += time.monotonic() - started
             self.last_profile = profile
+            proposal = Proposal(plan, live, self.last_gates, trigger, traffic, dry_run)
+            self.proposals.keep(proposal)
             if not dry_run:
                 self.last_plan, self.last_live = plan, live
-                self._on_planned(plan.target, profile, layout)
-            return plan, live
+            return proposal
+
+    def apply(self, plan_id: str, trigger: Trigger, *, force: bool = False) -> tuple[Proposal, Execution | None]:
+        """Carries a kept proposal out, if it still holds.
+
+        Args:
+            force: also if gates were closed when it was made.
+
+        Raises:
+            ApiError: no such proposal is kept (404).
+            PlanError: the ranks, the placement or the accesses have moved on, or a gate was closed.
+        """
+        proposal = self.proposals.get(plan_id)
+        plan_id = proposal.plan.plan_id
+        refuse_if(self.outdated(proposal), plan_id)
+        if not force:
+            check(proposal.gates)
+        with self._making:
+            refuse_if(self._drifted(proposal), plan_id)
+        return proposal, self.carry_out(proposal, trigger)
+
+    def outdated(self, proposal: Proposal) -> str:
+        """Why it cannot be carried out any more, whatever the accesses are; empty if it can."""
+        return outdated(
+            proposal, self._coordinator.live(), self._coordinator.placement(), migrating=self.migrating(),
+            age_seconds=time.time() - proposal.plan.created_unix_seconds,
+            max_age_seconds=self._config.planner.max_proposal_age_seconds,
+        )  # fmt: skip
+
+    def _drifted(self, proposal: Proposal) -> str:
+        """Whether its target costs more by now than the drift threshold allows a live placement."""
+        threshold = self._config.planner.drift_threshold
+        if threshold is None:
+            return ""
+        layout = self.live_topology().layout
+        profile = self._profile(proposal.traffic.accesses_per_step, layout)
+        self._profiled_at = time.monotonic()
+        beyond = Drift(proposal.traffic, self._price(profile, proposal.plan.target, layout)).beyond(threshold)
+        return "" if beyond is None else f"the accesses have moved on since it was made: {beyond}"
+
+    def _price(self, profile: Profile, placement: Placement, layout: RankLayout) -> PlacementTraffic:
+        settings = self._config.planner
+        return placement_traffic(
+            profile, self._keyspace, layout, self.cluster, placement, training_shape(settings),
+            running_exchange(settings),
+        )  # fmt: skip
 
     def explain(self, table: str, row: int | None, hottest: int) -> TableExplanation:
         """Of a plan made now, which is not recorded: one row of a table, or its hottest ones. Nothing is moved.
@@ -124,7 +190,7 @@ class Planning:
             PlanError: no plan can be made, or the table was not looked up yet.
         """
         with self._making:
-            plan, profile, live, layout = self._make("explain")
+            plan, profile, live, layout = self._make("explain", checked=True)
         settings = self._config.planner
         return explain(
             plan, profile, live, self._keyspace, layout, horizon_steps=settings.horizon_steps, table=table,
@@ -141,7 +207,7 @@ class Planning:
         execution = self.last_execution
         return execution is not None and not execution.migration.done
 
-    def _make(self, reason: str) -> tuple[Plan, Profile, Placement, RankLayout]:
+    def _make(self, reason: str, *, checked: bool) -> tuple[Plan, Profile, Placement, RankLayout]:
         topology = self.live_topology()
         settings = self._config.planner
         per_step = self.accesses_per_step(topology.layout.world_size)
@@ -152,7 +218,9 @@ class Planning:
             )
         profile = self._profile(per_step, topology.layout)
         self._profiled_at = time.monotonic()
-        self._check_complete(profile)
+        self.last_gates = gates(profile, settings)
+        if checked:
+            check(self.last_gates)
         live = self._coordinator.placement()
         self._serial += 1
         plan = make_plan(
@@ -174,30 +242,24 @@ class Planning:
         )
         return plan, profile, live, topology.layout
 
-    def _check_complete(self, profile: Profile) -> None:
-        """Too little seen makes a plan worse than none: it would move rows for noise."""
-        settings = self._config.planner
-        if profile.samples < settings.min_samples:
-            raise PlanError(
-                f"the profile is thin: {profile.samples} accesses seen, planner.min_samples is {settings.min_samples}",
-                remedy="wait for more of the stream, or lower planner.min_samples",
-            )
-        seen = [table for table in profile.tables if table.weight > 0]
-        weight = sum(table.weight for table in seen)
-        coverage = sum(table.coverage * table.weight for table in seen) / weight if weight else 0.0
-        if coverage < settings.min_coverage:
-            raise PlanError(
-                f"the profile explains {coverage:.0%} of the accesses, planner.min_coverage is "
-                f"{settings.min_coverage:.0%}",
-                remedy="raise sketch.memory_bytes or sketch.max_hot_rows, or lower planner.min_coverage",
-            )
+    def carry_out(self, proposal: Proposal, trigger: Trigger | None = None) -> Execution | None:
+        """Starts the plan's migration, which supersedes the one in flight; None if the plan changes nothing.
 
-    def execute(self, plan: Plan) -> Execution | None:
-        """Starts the plan's migration, which supersedes the one in flight; None if the plan changes nothing."""
+        Args:
+            trigger: what led to it; by default what led to the plan.
+
+        Raises:
+            PlanError: the ranks are not all there.
+            ControlError: the coordinator is stopping.
+        """
+        plan, trigger = proposal.plan, trigger or proposal.trigger
         if len(plan.delta) == 0:
+            self.proposals.drop(plan.plan_id)
+            self._on_planned(proposal.traffic)
             self.outcomes["unchanged"] += 1
             return None
         layout = self.live_topology().layout
+        overridden = tuple(gate.name for gate in proposal.closed_gates)
         first_version: list[int] = []
 
         def chunks(placement: Placement) -> Iterator[Delta]:
@@ -206,11 +268,14 @@ class Planning:
 
         def on_progress(migration: Migration) -> None:
             if migration.done:
-                self._finished(plan, migration, first_version)
+                self._finished(plan, trigger, overridden, migration, first_version)
 
         migration = self._coordinator.migrate(plan.plan_id, chunks, on_progress, plan.topology_generation)
+        self.proposals.drop(plan.plan_id)
+        self._on_planned(proposal.traffic)
         self.outcomes["changed"] += 1
-        self.last_execution = Execution(plan, migration, time.time())
+        self.overridden.update(overridden)
+        self.last_execution = Execution(plan, migration, time.time(), trigger, overridden)
         return self.last_execution
 
     def _chunks(self, plan: Plan, placement: Placement, layout: RankLayout) -> Iterator[Delta]:
@@ -219,7 +284,14 @@ class Planning:
         delta = plan_delta(placement, plan.target, plan.gains, self._keyspace, layout, plan.budgets)
         return delta_chunks(delta, self._keyspace, layout, control.chunk_rows, control.chunk_bytes)
 
-    def _finished(self, plan: Plan, migration: Migration, first_version: list[int]) -> None:
+    def _finished(
+        self,
+        plan: Plan,
+        trigger: Trigger,
+        overridden: tuple[str, ...],
+        migration: Migration,
+        first_version: list[int],
+    ) -> None:
         progress = migration.progress
         with self._account:
             self.migrations[progress.state.value] += 1
@@ -233,7 +305,10 @@ class Planning:
                 {
                     "plan_id": plan.plan_id,
                     "parent_id": plan.parent_id,
-                    "reason": plan.reason,
+                    "reason": trigger.reason,
+                    "trigger": trigger.kind.value,
+                    "who": trigger.who,
+                    "overridden_gates": list(overridden),
                     "created_unix_seconds": plan.created_unix_seconds,
                     "topology_generation": plan.topology_generation,
                     "profile_generation": plan.profile_generation,

@@ -16,7 +16,7 @@ from flexd.allocator import keep_freed_memory
 from flexd.config.model import Config
 from flexd.control.coordinator import Coordinator
 from flexd.control.journal import PlacementJournal
-from flexd.control.migration import MigrationState
+from flexd.control.migration_states import MigrationState
 from flexd.control.report import StepReport
 from flexd.daemon import parts
 from flexd.daemon.drift import DriftMonitor
@@ -53,7 +53,7 @@ _SHARE_DRIFT = 0.1
 _OUTCOMES: Mapping[MigrationState, ReplanOutcome] = {
     MigrationState.COMMITTED: "committed",
     MigrationState.SUPERSEDED: "superseded",
-    MigrationState.CANCELLED: "cancelled",
+    MigrationState.ABORTED: "aborted",
     MigrationState.FAILED: "failed",
 }
 

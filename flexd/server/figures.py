@@ -113,7 +113,7 @@ class MigrationFigures:
     """Migrations since the daemon started.
 
     Attributes:
-        migrations: ended ones, by final state (``committed``, ``superseded``, ``cancelled``, ``failed``).
+        migrations: ended ones, by final state (``committed``, ``superseded``, ``aborted``, ``failed``).
         rows, bytes, chunks: applied by every rank.
         progress: 0-1 of the one in flight, NaN if none is.
     """

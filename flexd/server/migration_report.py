@@ -8,7 +8,7 @@ from pydantic import Field
 
 from flexd.server.model import Measured, Model
 
-MigrationState = Literal["PENDING", "PUSHING", "APPLYING", "COMMITTED", "SUPERSEDED", "CANCELLED", "FAILED"]
+MigrationState = Literal["PENDING", "PUSHING", "APPLYING", "COMMITTED", "ABORTING", "ABORTED", "SUPERSEDED", "FAILED"]
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -33,7 +33,7 @@ class PauseRequest(BaseModel):
     """Shown in the status until ``resume``."""
 
 
-ReplanOutcome = Literal["unchanged", "accepted", "committed", "superseded", "cancelled", "failed", "timed_out"]
+ReplanOutcome = Literal["unchanged", "accepted", "committed", "superseded", "aborted", "failed", "timed_out"]
 
 
 class ReplanResult(Model):

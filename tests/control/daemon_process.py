@@ -15,7 +15,7 @@ from ranks_in_threads import SECRET, TABLES, target
 
 from flexd.control.coordinator import ControlOptions, Coordinator
 from flexd.control.journal import PlacementJournal
-from flexd.control.migration import MigrationState
+from flexd.control.migration_states import MigrationState
 
 
 def main(port: int, directory: Path, seed: int, rows: int, timeout_seconds: float) -> None:

@@ -16,7 +16,7 @@ from flexd.control.agent import Agent, _Connection
 from flexd.control.channel import MAX_ABANDONED_CLIENTS, Backoff, EpochGroup, Keys, StoreConnector, parse_address
 from flexd.control.inbox import ChunkInbox
 from flexd.control.messages import EpochAnnouncement, Progress, Signer
-from flexd.control.migration import MigrationState
+from flexd.control.migration_states import MigrationState
 from flexd.control.report import fold_reports
 from flexd.errors import ControlError
 from flexd.layout import RankLayout
@@ -211,7 +211,7 @@ def test_reports_flow_while_chunks_do(host: Callable[..., Any]) -> None:
         before = len(hosted.reports)
         until(lambda: len(hosted.reports) > before + 2 or migration.done)
         assert not migration.done
-        migration.cancel()
+        migration.abort()
         assert ranks.steps > 0
 
 

@@ -16,7 +16,7 @@ import pytest
 from ranks_in_threads import Ranks, same_content, target, until
 
 from flexd.control.journal import PlacementJournal
-from flexd.control.migration import MigrationState
+from flexd.control.migration_states import MigrationState
 from flexd.layout import RankLayout
 
 HERE = Path(__file__).parent

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from ranks_in_threads import Ranks, same_content, target, until
 
-from flexd.control.migration import ChunkSource, MigrationState
+from flexd.control.migration import ChunkSource
+from flexd.control.migration_states import MigrationState
 from flexd.errors import ControlError, PlacementError
 from flexd.layout import RankLayout
 from flexd.placement import Delta, Placement
@@ -69,14 +70,14 @@ def test_a_newer_plan_supersedes_at_the_next_chunk(host: Callable[..., Any]) -> 
 def test_a_waiting_plan_is_superseded_without_ranks(host: Callable[..., Any]) -> None:
     hosted = host()
     older = hosted.coordinator.migrate("p1", [])
-    cancelled = hosted.coordinator.migrate("p2", [])
+    aborted = hosted.coordinator.migrate("p2", [])
     assert older.wait(5) is MigrationState.SUPERSEDED
-    cancelled.cancel("not wanted")
-    assert cancelled.wait(5) is MigrationState.CANCELLED
-    assert cancelled.reason == "not wanted"
+    aborted.abort("not wanted")
+    assert aborted.wait(5) is MigrationState.ABORTED
+    assert aborted.reason == "not wanted"
 
 
-def test_pause_resume_and_cancel_leave_a_prefix(host: Callable[..., Any]) -> None:
+def test_pause_resume_and_abort_leave_a_prefix(host: Callable[..., Any]) -> None:
     hosted = host(window_chunks=1)
     with Ranks(hosted.port) as ranks:
         chunks = list(Placement.empty().delta_to(target(3)).chunks(10))
@@ -90,8 +91,9 @@ def test_pause_resume_and_cancel_leave_a_prefix(host: Callable[..., Any]) -> Non
         assert migration.state is MigrationState.PUSHING
         hosted.coordinator.resume()
         until(lambda: migration.progress.chunks_applied > pushed + 2)
-        migration.cancel("enough")
-        assert migration.wait(10) is MigrationState.CANCELLED
+        migration.abort("enough")
+        assert migration.wait(10) is MigrationState.ABORTED
+        assert f"{migration.progress.rows_applied} of 600 rows applied" in migration.reason
         prefix = Placement.empty()
         for chunk in chunks[: migration.progress.chunks_pushed]:
             prefix = prefix.apply(chunk)

@@ -11,7 +11,7 @@ import pytest
 from ranks_in_threads import Ranks, target, until
 
 from flexd import secret
-from flexd.control.migration import MigrationState
+from flexd.control.migration_states import MigrationState
 from flexd.layout import RankLayout
 from flexd.secret import KeyFile
 

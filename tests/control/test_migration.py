@@ -8,7 +8,8 @@ import pytest
 from ranks_in_threads import target
 
 from flexd.control.journal import PlacementJournal, Segment
-from flexd.control.migration import FINAL_STATES, TRANSITIONS, Migration, MigrationEvent, MigrationState
+from flexd.control.migration import Migration
+from flexd.control.migration_states import FINAL_STATES, TRANSITIONS, MigrationEvent, MigrationState
 from flexd.control.pusher import ChunkPusher
 from flexd.errors import ControlError
 from flexd.placement import Placement
@@ -22,7 +23,8 @@ def test_only_the_tables_transitions_are_possible(state: MigrationState, event: 
         MigrationState.APPLYING: [MigrationEvent.START, MigrationEvent.EXHAUSTED],
         MigrationState.COMMITTED: [MigrationEvent.START, MigrationEvent.EXHAUSTED, MigrationEvent.APPLIED],
         MigrationState.SUPERSEDED: [MigrationEvent.SUPERSEDE],
-        MigrationState.CANCELLED: [MigrationEvent.CANCEL],
+        MigrationState.ABORTING: [MigrationEvent.START, MigrationEvent.ABORT],
+        MigrationState.ABORTED: [MigrationEvent.ABORT],
         MigrationState.FAILED: [MigrationEvent.FAIL],
     }
     migration = Migration("p", [])
@@ -46,8 +48,8 @@ def test_nothing_leaves_a_final_state() -> None:
 def test_wait_returns_at_the_end_or_at_the_deadline() -> None:
     migration = Migration("p", [])
     assert migration.wait(0.01) is MigrationState.PENDING
-    threading.Timer(0.05, lambda: migration.fire(MigrationEvent.CANCEL)).start()
-    assert migration.wait(10) is MigrationState.CANCELLED
+    threading.Timer(0.05, lambda: migration.fire(MigrationEvent.ABORT)).start()
+    assert migration.wait(10) is MigrationState.ABORTED
 
 
 class Pushed:
@@ -85,7 +87,14 @@ def test_chunks_are_numbered_journalled_and_bounded(tmp_path: Path) -> None:
     it.push_all()
     assert migration.state is MigrationState.COMMITTED
     assert it.pusher.digest_at(5) == target(1, 50).digest()
-    assert it.pusher.take_finished() == [migration]
+    news = it.pusher.take_news()
+    assert [each.transition.after if each.transition else None for each in news] == [
+        MigrationState.PENDING,
+        MigrationState.PUSHING,
+        MigrationState.APPLYING,
+        MigrationState.COMMITTED,
+        None,
+    ]
 
 
 @pytest.mark.parametrize("agreed", range(4))

@@ -14,7 +14,7 @@ from fake_coordinator import FakeCoordinator
 from flexd.config.load import parse_config
 from flexd.config.model import Config
 from flexd.control.live import LiveTopology
-from flexd.control.migration import MigrationEvent
+from flexd.control.migration_states import MigrationEvent
 from flexd.control.report import StepReport
 from flexd.daemon.explained import explanation
 from flexd.daemon.parts import make_cluster

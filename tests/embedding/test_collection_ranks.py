@@ -14,7 +14,7 @@ from rank_pool import RankPool
 
 from flexd.control.coordinator import ControlOptions, Coordinator
 from flexd.control.journal import PlacementJournal
-from flexd.control.migration import MigrationState
+from flexd.control.migration_states import MigrationState
 from flexd.embedding.collection import EmbeddingTable
 from flexd.embedding.optimizer import SGD, RowWiseAdagrad
 from flexd.keyspace import KeySpace, TableSpec

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from flexd.control.live import LiveTopology
-from flexd.control.migration import Migration, MigrationEvent
+from flexd.control.migration import Migration, MigrationAbout
+from flexd.control.migration_states import MigrationEvent
 from flexd.errors import ControlError
 from flexd.layout import RankLayout
 from flexd.placement import Placement
@@ -41,10 +42,12 @@ class FakeCoordinator:
     def placement(self) -> Placement:
         return self.now
 
-    def migrate(self, plan_id: str, chunks: Any, on_progress: Any, generation: int | None) -> Migration:
+    def migrate(
+        self, plan_id: str, chunks: Any, on_progress: Any, generation: int | None, about: MigrationAbout | None = None
+    ) -> Migration:
         if self.refuses:
             raise ControlError("the coordinator is stopping")
-        migration = Migration(plan_id, chunks, generation, on_progress)
+        migration = Migration(plan_id, chunks, generation, on_progress, about)
         self.migrations.append(migration)
         if self.obedient:
             self.carry_out(migration)
