@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from flexd.config.availability import HighAvailabilityConfig
 from flexd.config.base import Float, Int, Name, Seconds, Section
 from flexd.config.links import ControlConfig, ScaleOutConfig, ServerConfig
 from flexd.config.planner import PlannerConfig, TopologyConfig
@@ -87,6 +88,8 @@ class Config(Section):
     """Admin API and metrics."""
     scale_out: ScaleOutConfig = ScaleOutConfig()
     """Several daemons on one stream."""
+    high_availability: HighAvailabilityConfig = HighAvailabilityConfig()
+    """Stand-by daemons."""
     state: StateConfig = StateConfig()
     """What survives a restart."""
     log: LogConfig = LogConfig()
@@ -108,6 +111,14 @@ class Config(Section):
         stream = info.data.get("stream")
         if value.role != "standalone" and isinstance(stream, StreamConfig) and stream.source.kind == "tap":
             raise ValueError("ranks send what they tap to the one daemon they know: role must be standalone with it")
+        return value
+
+    @field_validator("high_availability")
+    @classmethod
+    def _alone_on_the_stream(cls, value: HighAvailabilityConfig, info: ValidationInfo) -> HighAvailabilityConfig:
+        scale_out = info.data.get("scale_out")
+        if value.enabled and isinstance(scale_out, ScaleOutConfig) and scale_out.role != "standalone":
+            raise ValueError("followers know one leader's address: scale_out.role must be standalone with it")
         return value
 
     def keyspace(self) -> KeySpace:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
-import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from flexd import faults
 from flexd.allocator import keep_freed_memory
@@ -22,6 +19,8 @@ from flexd.daemon import parts
 from flexd.daemon.drift import DriftMonitor
 from flexd.daemon.explained import explanation
 from flexd.daemon.follower_service import FollowerDaemon
+from flexd.daemon.leadership import FencedSnapshots, Leadership, alone
+from flexd.daemon.logs import set_up_logging
 from flexd.daemon.plan_log import PlanLog
 from flexd.daemon.planning import Planning
 from flexd.daemon.scale_out import LeaderUnit, shared_settings
@@ -33,12 +32,12 @@ from flexd.errors import ApiError, FlexdError
 from flexd.ingest import Ingestor
 from flexd.server.answers import ProbeResult
 from flexd.server.explain_report import Explanation
+from flexd.server.figures import DaemonFigures
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 from flexd.server.plan_report import PlanReport
 from flexd.server.status import Status
 from flexd.server.verbs import PauseState, ReplanOutcome, ReplanResult
-from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.tap import TapSource
 
 logger = logging.getLogger("flexd")
@@ -61,16 +60,21 @@ _OUTCOMES: Mapping[MigrationState, ReplanOutcome] = {
 class Daemon:
     """Implements ``DaemonApi`` over the parts. ``start``, then ``run_until_stopped``; ``ask_to_stop`` from anywhere.
 
+    Args:
+        leadership: given to a daemon that leads for a term: somebody else then serves its API and calls ``tick`` and
+            ``stop``.
+
     Raises:
         FlexdError: a part cannot be made from the configuration (see each); nothing is left running.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, leadership: Leadership | None = None) -> None:
         self._config = config
         self._started_unix_seconds = time.time()
         keyspace = config.keyspace()
         parts.make_state_directory(config)
-        state = config.state.dir
+        self._leadership = leadership or alone(config)
+        state, holds = self._leadership.state_dir, self._leadership.holds
         self._state_lock = StateLock(state)
         cluster = parts.make_cluster(config)
         control = parts.control_options(config)
@@ -83,7 +87,7 @@ class Daemon:
             source,
             keyspace.tables,
             parts.sketch_settings(config) if self._leader is None else shared_settings(config),
-            SnapshotStore(state / "snapshots", config.state.keep_snapshots),
+            FencedSnapshots(state / "snapshots", config.state.keep_snapshots, holds),
             dead_letters=DeadLetterFile(
                 letters.path or state / "dead-letters.jsonl", letters.max_bytes, letters.max_message_bytes
             ),
@@ -97,9 +101,10 @@ class Daemon:
             self._leader.attach(self._ingestor)
         tap = source if isinstance(source, TapSource) else None
         self._coordinator = Coordinator(control, keyspace, self._journal, self._take_report, self._take_event, tap)
+        plan_log = PlanLog(state / "plans.jsonl")
         self._planning = Planning(
             config, keyspace, cluster, self._ingestor.profile, self._coordinator, self._training,
-            PlanLog(state / "plans.jsonl"), lambda *made: self._drift.planned(*made),
+            plan_log, lambda *made: self._drift.planned(*made),
         )  # fmt: skip
         self._drift = DriftMonitor(
             config.planner, keyspace, cluster, self._ingestor.profile, self._coordinator, self._planning.migrating,
@@ -109,7 +114,7 @@ class Daemon:
             config, keyspace.total_rows, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
             self._leader,
         )  # fmt: skip
-        self._server = DaemonServer(self, Metrics(lambda: self._view.figures(self._condition())), config.server)
+        self._server = None if leadership else DaemonServer(self, Metrics(self.figures), config.server)
         self._stopping = threading.Event()
         self._ticked_at = time.monotonic()
         self._pause_reason: str | None = None
@@ -131,19 +136,20 @@ class Daemon:
             if self._leader is not None:
                 self._leader.start()
             self._drift.start()
-            self._server.start()
+            if self._server is not None:
+                self._server.start()
         except BaseException:
-            self._stop_parts(self._config.shutdown_seconds)
+            self.stop(self._config.shutdown_seconds)
             raise
         logger.info(
-            "flexd is up: API %s, control channel %s:%d", self._server.address, self._config.control.listen_host,
+            "flexd is up: API %s, control channel %s:%d", self.address, self._config.control.listen_host,
             self._coordinator.port,
         )  # fmt: skip
 
     @property
     def address(self) -> str:
-        """Where the admin API is served."""
-        return self._server.address
+        """Where the admin API is served; empty if somebody else does that."""
+        return "" if self._server is None else self._server.address
 
     @property
     def control_port(self) -> int:
@@ -156,13 +162,17 @@ class Daemon:
     def run_until_stopped(self) -> bool:
         """Plans when due. Returns whether every part ended within the deadline."""
         while not self._stopping.wait(TICK_SECONDS):
-            self._ticked_at = time.monotonic()
-            self._plan_if_due()
-        return self._stop_parts(self._config.shutdown_seconds)
+            self.tick()
+        return self.stop(self._config.shutdown_seconds)
 
-    def _stop_parts(self, seconds: float) -> bool:
+    def tick(self) -> None:
+        """Plans if it is time to."""
+        self._ticked_at = time.monotonic()
+        self._plan_if_due()
+
+    def stop(self, seconds: float) -> bool:
         """The channel first, so that no chunk is begun that the last snapshot does not know; the API last, so that
-        somebody can watch."""
+        somebody can watch. Returns whether every part ended within the deadline."""
         self._stopping.set()
         ended = self._coordinator.stop(seconds * _SHARE_CONTROL)
         if self._leader is not None:
@@ -173,7 +183,8 @@ class Daemon:
         ended &= self._drift.stop(seconds * _SHARE_DRIFT)
         self._journal.close()
         self._state_lock.release()
-        ended &= self._server.stop(seconds * (1 - _SHARE_INGEST - _SHARE_CONTROL - _SHARE_DRIFT))
+        if self._server is not None:
+            ended &= self._server.stop(seconds * (1 - _SHARE_INGEST - _SHARE_CONTROL - _SHARE_DRIFT))
         logger.info("flexd has stopped%s", "" if ended else ", but a part did not end within its deadline")
         return ended
 
@@ -221,6 +232,10 @@ class Daemon:
             self._pause_reason,
             self._pauses,
         )
+
+    def figures(self) -> DaemonFigures:
+        """For the metrics page."""
+        return self._view.figures(self._condition())
 
     def status(self) -> Status:
         return self._view.status(self._condition())
@@ -295,39 +310,9 @@ class Daemon:
         return ProbeResult(ok=not reasons, reasons=tuple(reasons))
 
 
-class _JsonLines(logging.Formatter):
-    """One JSON object a line, for log collectors."""
-
-    def __init__(self, job: str) -> None:
-        super().__init__()
-        self._job = job
-
-    def format(self, record: logging.LogRecord) -> str:
-        entry: dict[str, Any] = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
-            "level": record.levelname.lower(),
-            "job": self._job,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry)
-
-
-def _set_up_logging(config: Config) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter(f"%(asctime)s %(levelname)s [{config.job}] %(name)s: %(message)s")
-    handler.setFormatter(_JsonLines(config.job) if config.log.format == "json" else text)
-    logging.basicConfig(level=config.log.level.upper(), handlers=[handler], force=True)
-    # These log every reconnect attempt of a broker that is down; the source reports that itself, once.
-    logging.getLogger("kafka").setLevel(logging.ERROR)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-
-
 def run_daemon(config: Config) -> int:
     """Runs until SIGTERM or SIGINT. Returns the exit code: 0, or 1 if a part did not end within the deadline."""
-    _set_up_logging(config)
+    set_up_logging(config)
     faults.arm()
     keep_freed_memory()
     daemon = FollowerDaemon(config) if config.scale_out.role == "follower" else Daemon(config)

@@ -1,0 +1,65 @@
+"""Several daemons for one job, of which one leads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from flexd.config.base import Seconds, Section
+
+
+class NoLease(Section):
+    """This daemon is the only one of its job."""
+
+    kind: Literal["none"] = "none"
+    """Selects it."""
+
+
+class FileLease(Section):
+    """In a directory that all daemons share. The volume must give atomic ``link``: local file systems and NFS do."""
+
+    kind: Literal["file"]
+    """Selects it."""
+    path: Path | None = None
+    """The directory; default: ``lease`` in the state directory, which is shared then."""
+
+
+class KubernetesLease(Section):
+    """A ``coordination.k8s.io/v1`` Lease, as the pod's service account: it needs get, create and update on leases."""
+
+    kind: Literal["kubernetes"]
+    """Selects it."""
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
+    """Of the Lease object; is created if missing."""
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")] | None = None
+    """Where it is; default: the pod's namespace."""
+
+
+LeaseConfig = Annotated[NoLease | FileLease | KubernetesLease, Field(discriminator="kind")]
+
+
+class HighAvailabilityConfig(Section):
+    """Stand-by daemons. Each runs on the same file; whoever holds the lease leads, the others wait."""
+
+    lease: LeaseConfig = NoLease()
+    """Where the lease is kept."""
+    identity: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """Of this daemon in the lease, for people; default: the host's name."""
+    duration_seconds: Annotated[Seconds, Field(ge=1, le=3600)] = 15.0
+    """A leader that has not renewed for so long leads no more; a stand-by waits for so long before it takes over."""
+    renew_seconds: Seconds = 3.0
+    """Time between two renewals, and between two looks of a stand-by; at most a third of ``duration_seconds``."""
+
+    @property
+    def enabled(self) -> bool:
+        return not isinstance(self.lease, NoLease)
+
+    @field_validator("renew_seconds")
+    @classmethod
+    def _several_tries(cls, value: float, info: ValidationInfo) -> float:
+        duration = info.data.get("duration_seconds")
+        if duration is not None and value * 3 > duration:
+            raise ValueError(f"at most a third of duration_seconds ({duration:g}): a renewal may fail once or twice")
+        return value
