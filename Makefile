@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCHREC := $(VENV)/.torchrec
 
-.PHONY: fuzz demo demo-kafka test lint types imports docs bench bench-cluster torchrec clean
+.PHONY: fuzz demo demo-kafka test lint types imports docs bench bench-cluster torchrec ops-tools e2e-ops clean
 
 demo: $(STAMP)
 	$(BIN)/flexd demo $(DEMO)
@@ -37,6 +37,14 @@ bench-cluster: $(TORCHREC)
 	$(BIN)/python tools/bench_cluster.py $(BENCH)
 
 torchrec: $(TORCHREC)
+
+# helm, kubectl, prometheus and promtool into .ops-tools/bin, once. Tests that need one skip without it.
+ops-tools: $(STAMP)
+	$(BIN)/python tools/install_ops_tools.py
+
+# A real Prometheus scrapes a real daemon fed by a real broker while ranks train; rules, dashboards, chart and manifests.
+e2e-ops: $(STAMP) ops-tools
+	$(BIN)/python -m pytest -rs tests/e2e/test_ops.py tests/deploy
 
 # atheris is installed here and not by the dev extra: only this target needs it, and it has no wheel for every Python.
 FUZZ_SECONDS ?= 60

@@ -1,0 +1,27 @@
+"""helm, kubectl, prometheus and promtool, as ``make ops-tools`` leaves them or as the machine has them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CACHE = ROOT / ".ops-tools" / "bin"
+
+
+def tool(name: str) -> str:
+    """The program's path; skips the test if it is not here."""
+    cached = CACHE / name
+    found = str(cached) if cached.exists() else shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not here: make ops-tools")
+    return found
+
+
+def run_tool(name: str, *arguments: object, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Its end, in the repository's root, whatever its exit status."""
+    command = [tool(name), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=ROOT, check=False)
