@@ -9,6 +9,7 @@ import time
 from flexd import __version__
 from flexd.config.model import Config
 from flexd.daemon import parts
+from flexd.daemon.follower_inspection import FollowerInspection
 from flexd.daemon.scale_out import remote_follower
 from flexd.daemon.scale_out_view import follower_figures, follower_status
 from flexd.daemon.view import ingest_figures, stream_status
@@ -40,6 +41,7 @@ class FollowerDaemon:
         self._started_unix_seconds = time.time()
         parts.make_state_directory(config)
         self._unit = remote_follower(config)
+        self.inspect = FollowerInspection(config)
         self._server = DaemonServer(self, Metrics(self._figures), config.server)
         self._stopping = threading.Event()
 

@@ -19,6 +19,7 @@ from flexd.daemon import parts
 from flexd.daemon.drift import DriftMonitor
 from flexd.daemon.explained import explanation
 from flexd.daemon.follower_service import FollowerDaemon
+from flexd.daemon.inspection import Inspection
 from flexd.daemon.leadership import FencedSnapshots, Leadership, alone
 from flexd.daemon.logs import set_up_logging
 from flexd.daemon.plan_log import PlanLog
@@ -113,6 +114,10 @@ class Daemon:
         self._view = DaemonView(
             config, keyspace.total_rows, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
             self._leader,
+        )  # fmt: skip
+        self.inspect = Inspection(
+            config, keyspace, self._ingestor, self._planning, self._training, self._drift, self._coordinator.live,
+            self._coordinator.placement, lambda: plan_log.entries,
         )  # fmt: skip
         self._server = None if leadership else DaemonServer(self, Metrics(self.figures), config.server)
         self._stopping = threading.Event()

@@ -7,18 +7,55 @@ import time
 from dataclasses import dataclass
 
 from flexd.control.report import StepReport
+from flexd.daemon.traffic import TrafficTimeline
 from flexd.server.figures import LINKS, TRAFFIC_KINDS, TrainingFigures
 
 _RECENT_STEPS = 50
 """The lookups of a step are averaged over about so many of a rank's newest steps."""
 
 
-@dataclass
-class _Rank:
-    accesses_per_step: float
+@dataclass(frozen=True)
+class RankTraining:
+    """One rank as it reported; averages over about ``_RECENT_STEPS`` of its newest steps.
+
+    Attributes:
+        version: of its placement. step: its newest.
+        accesses_per_step, replica_accesses_per_step: look-ups, and those that rows above HOME answered.
+        step_seconds, intra_bytes, inter_bytes: of a step; bytes sent of all kinds.
+        heard_at: monotonic seconds.
+    """
+
     version: int
-    digest: int
+    step: int
+    accesses_per_step: float
+    replica_accesses_per_step: float
+    step_seconds: float
+    intra_bytes: float
+    inter_bytes: float
     heard_at: float
+
+    @staticmethod
+    def of(report: StepReport, known: RankTraining | None) -> RankTraining:
+        steps = max(1, report.steps)
+        weight = 1.0 if known is None else min(1.0, report.steps / _RECENT_STEPS)
+
+        def average(total: float, before: float) -> float:
+            return before + weight * (total / steps - before)
+
+        intra = report.all_to_all_intra_bytes + report.sync_intra_bytes + report.migration_intra_bytes
+        inter = report.all_to_all_inter_bytes + report.sync_inter_bytes + report.migration_inter_bytes
+        return RankTraining(
+            version=report.placement_version,
+            step=report.step,
+            accesses_per_step=average(sum(report.accesses_by_tier), known.accesses_per_step if known else 0.0),
+            replica_accesses_per_step=average(
+                sum(report.accesses_by_tier[1:]), known.replica_accesses_per_step if known else 0.0
+            ),
+            step_seconds=average(report.step_seconds, known.step_seconds if known else 0.0),
+            intra_bytes=average(intra, known.intra_bytes if known else 0.0),
+            inter_bytes=average(inter, known.inter_bytes if known else 0.0),
+            heard_at=time.monotonic(),
+        )
 
 
 class TrainingMonitor:
@@ -26,18 +63,15 @@ class TrainingMonitor:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, RankTraining] = {}
+        self.timeline = TrafficTimeline()
         self._totals = TrainingFigures(sent_bytes={(kind, link): 0 for kind in TRAFFIC_KINDS for link in LINKS})
 
     def add(self, rank: int, report: StepReport) -> None:
         """Takes one report in. Lookups of a rank are summed over tiers and averaged with exponential weights."""
+        self.timeline.add(report)
         with self._lock:
-            per_step = sum(report.accesses_by_tier) / max(1, report.steps)
-            known = self._ranks.get(rank)
-            if known is not None:
-                weight = min(1.0, report.steps / _RECENT_STEPS)
-                per_step = known.accesses_per_step + weight * (per_step - known.accesses_per_step)
-            self._ranks[rank] = _Rank(per_step, report.placement_version, report.placement_digest, time.monotonic())
+            self._ranks[rank] = RankTraining.of(report, self._ranks.get(rank))
             old = self._totals
             self._totals = TrainingFigures(
                 accesses_by_tier=(
@@ -69,6 +103,11 @@ class TrainingMonitor:
             if not self._ranks:
                 return None
             return world_size * sum(rank.accesses_per_step for rank in self._ranks.values()) / len(self._ranks)
+
+    def ranks(self) -> dict[int, RankTraining]:
+        """Those of the present topology generation that have reported, in order."""
+        with self._lock:
+            return dict(sorted(self._ranks.items()))
 
     def versions(self) -> dict[int, int]:
         """Placement version by rank, as each reported it last."""

@@ -17,7 +17,7 @@ from flexd.ingest.shard import Shard
 from flexd.keyspace import TableSpec
 from flexd.layout import RankLayout
 from flexd.sketch.budget import TableChoice
-from flexd.sketch.profile import Profile
+from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.table_set import SketchSet, SketchSettings
 from flexd.tally import Tally
 
@@ -113,6 +113,21 @@ class Counters:
             return view.profile(accesses_per_step, generation, lag_messages, first.guard, layout)
         merged = self._merged().as_of(as_of)
         return merged.profile(accesses_per_step, generation, lag_messages, None, layout)
+
+    def table_profile(self, table: str, layout: RankLayout | None, idle_seconds: float) -> TableProfile:
+        """As ``SketchSet.table_profile``."""
+        as_of = self.newest_event_seconds + idle_seconds
+        first = self.shards[0]
+        if len(self.shards) == 1:
+            with first.guard:
+                view = first.sketches.as_of(as_of)
+            return view.table_profile(table, first.guard, layout)
+        return self._merged().as_of(as_of).table_profile(table, None, layout)
+
+    def samples_by_table(self) -> tuple[int, ...]:
+        """Accesses counted of each table, undecayed, in the order of the tables."""
+        parts = [shard.sketches.samples_by_table() for shard in self.shards]
+        return tuple(sum(of_table) for of_table in zip(*parts, strict=True))
 
     def query(self, table: str, rows: npt.NDArray[np.int64], idle_seconds: float) -> npt.NDArray[np.float64]:
         """As ``SketchSet.query``."""

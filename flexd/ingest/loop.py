@@ -26,7 +26,7 @@ from flexd.ingest.workers import Workers
 from flexd.keyspace import TableSpec
 from flexd.layout import RankLayout
 from flexd.sketch.budget import TableChoice
-from flexd.sketch.profile import Profile
+from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.snapshot import LoadedSnapshot, SnapshotStore
 from flexd.sketch.table_set import SketchSet, SketchSettings, warm_up
 from flexd.stream.counted import decode as decode_message
@@ -173,6 +173,15 @@ class Ingestor:
             generation = self._generation
         lag = self._stats.lag_messages
         return self._counters.profile(accesses_per_step, generation, lag, layout, self._idle_seconds())
+
+    def table_profile(self, table: str, layout: RankLayout | None = None) -> TableProfile:
+        """One table as a profile would show it now (any thread); counts as no profile. Raises SketchError if it is
+        unknown."""
+        return self._counters.table_profile(table, layout, self._idle_seconds())
+
+    def samples_by_table(self) -> tuple[int, ...]:
+        """Accesses counted of each table, undecayed, in the configured order (any thread)."""
+        return self._counters.samples_by_table()
 
     def absorb(self, sketches: SketchSet, tally: Tally, settle: Callable[[], None]) -> None:
         """Adds what another daemon has counted (any thread).

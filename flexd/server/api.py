@@ -17,6 +17,7 @@ from flexd.errors import (
 )
 from flexd.server.answers import ErrorBody, ErrorDetail, ProbeResult
 from flexd.server.explain_report import Explanation
+from flexd.server.inspect_api import InspectApi
 from flexd.server.plan_report import PlanReport
 from flexd.server.status import Status
 from flexd.server.verbs import PauseState, ReplanResult
@@ -28,6 +29,11 @@ class DaemonApi(Protocol):
     On failure each verb raises a FlexdError and has changed nothing: ``ApiError`` with an HTTP status of its own
     choice (409 while paused, say), ``PlanError`` if no plan can be made from what is known.
     """
+
+    @property
+    def inspect(self) -> InspectApi:
+        """What shows tables, rows, ranks, traffic and configuration in detail."""
+        ...
 
     def status(self) -> Status:
         """Everything on one screen. Takes no lock that ingest or a migration holds for long."""

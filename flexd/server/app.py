@@ -3,63 +3,27 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Annotated, TypeVar
+from collections.abc import Callable
+from typing import Annotated
 
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 import flexd
-from flexd.errors import ApiError, FlexdError
+from flexd.errors import FlexdError
 from flexd.server.answers import ErrorBody, ErrorDetail, ProbeResult
 from flexd.server.api import DaemonApi, error_body, http_status
 from flexd.server.explain_report import MAX_EXPLAINED_ROWS, Explanation
 from flexd.server.guard import RequestGuard
+from flexd.server.inspect_routes import add_inspection
 from flexd.server.metrics import Metrics
 from flexd.server.plan_report import PlanReport
+from flexd.server.routing import ERRORS, MAX_SLOW_CALLS, VERB_ERRORS, SlowCalls, json_answer
 from flexd.server.status import Status
 from flexd.server.verbs import PauseRequest, PauseState, ReplanRequest, ReplanResult
 
-MAX_SLOW_CALLS = 8
-"""Plans and waits for migrations at one time: they hold a thread each, and the probes need threads too."""
-
 _log = logging.getLogger(__name__)
-_Model = TypeVar("_Model", bound=BaseModel)
-
-_ERRORS: dict[int | str, dict[str, object]] = {
-    403: {"model": ErrorBody, "description": "The request comes from a web page or by a foreign host name."},
-    500: {"model": ErrorBody, "description": "A fault of the daemon."},
-    503: {"model": ErrorBody, "description": "The daemon cannot do it at present."},
-}
-_VERB_ERRORS: dict[int | str, dict[str, object]] = {
-    **_ERRORS,
-    409: {"model": ErrorBody, "description": "The state of the daemon, the stream or the ranks does not allow it."},
-    413: {"model": ErrorBody, "description": "The body is too large."},
-    422: {"model": ErrorBody, "description": "The body is not what the verb takes."},
-    429: {"model": ErrorBody, "description": "Too many plans or waits at one time."},
-}
-
-
-class _SlowCalls:
-    """A bound on calls that hold a thread for long; a caller beyond it is refused instead of queued."""
-
-    def __init__(self, limit: int) -> None:
-        self._free = threading.BoundedSemaphore(limit)
-
-    @contextmanager
-    def one(self) -> Iterator[None]:
-        if not self._free.acquire(blocking=False):
-            raise ApiError(
-                f"{MAX_SLOW_CALLS} plans or waits are running already", status=429, remedy="try again in a moment"
-            )
-        try:
-            yield
-        finally:
-            self._free.release()
 
 
 def create_app(api: DaemonApi, metrics: Metrics, *, loopback_only: bool = True) -> FastAPI:
@@ -75,25 +39,26 @@ def create_app(api: DaemonApi, metrics: Metrics, *, loopback_only: bool = True) 
         docs_url=None,
         redoc_url=None,
     )
-    slow = _SlowCalls(MAX_SLOW_CALLS)
+    slow = SlowCalls(MAX_SLOW_CALLS)
     _add_error_handlers(app)
     _add_probes(app, api, metrics)
+    add_inspection(app, lambda: api.inspect, slow)
 
-    @app.get("/v1/status", response_model=Status, responses=_ERRORS)
+    @app.get("/v1/status", response_model=Status, responses=ERRORS)
     def status() -> Response:
         """Health, stream, sketch, live ranks, placement, newest plan and migration."""
-        return _json(api.status())
+        return json_answer(api.status())
 
-    @app.get("/v1/plan", response_model=PlanReport, responses=_VERB_ERRORS)
+    @app.get("/v1/plan", response_model=PlanReport, responses=VERB_ERRORS)
     def plan() -> Response:
         """Dry run: what a re-plan would change now, and why. Moves nothing."""
         with slow.one():
-            return _json(api.plan())
+            return json_answer(api.plan())
 
     @app.get(
         "/v1/explain",
         response_model=Explanation,
-        responses={**_VERB_ERRORS, 404: {"model": ErrorBody, "description": "No such table or row."}},
+        responses={**VERB_ERRORS, 404: {"model": ErrorBody, "description": "No such table or row."}},
     )
     def explain(
         table: str,
@@ -102,28 +67,28 @@ def create_app(api: DaemonApi, metrics: Metrics, *, loopback_only: bool = True) 
     ) -> Response:
         """Why a row, or the hottest rows of a table, are in their tiers. Moves nothing."""
         with slow.one():
-            return _json(api.explain(table, row, hottest))
+            return json_answer(api.explain(table, row, hottest))
 
     @app.post(
         "/v1/replan",
         response_model=ReplanResult,
-        responses={**_VERB_ERRORS, 202: {"model": ReplanResult, "description": "The migration is still running."}},
+        responses={**VERB_ERRORS, 202: {"model": ReplanResult, "description": "The migration is still running."}},
     )
     def replan(request: ReplanRequest) -> Response:
         """Plans now, starts the migration and waits at most ``wait_seconds`` for its end."""
         with slow.one():
             result = api.replan(request.reason, request.wait_seconds)
-        return _json(result, 202 if result.outcome in ("accepted", "timed_out") else 200)
+        return json_answer(result, 202 if result.outcome in ("accepted", "timed_out") else 200)
 
-    @app.post("/v1/pause", response_model=PauseState, responses=_VERB_ERRORS)
+    @app.post("/v1/pause", response_model=PauseState, responses=VERB_ERRORS)
     def pause(request: PauseRequest) -> Response:
         """Holds planning and pushing at the next chunk; ingest goes on."""
-        return _json(api.pause(request.reason))
+        return json_answer(api.pause(request.reason))
 
-    @app.post("/v1/resume", response_model=PauseState, responses=_VERB_ERRORS)
+    @app.post("/v1/resume", response_model=PauseState, responses=VERB_ERRORS)
     def resume() -> Response:
         """Ends a pause."""
-        return _json(api.resume())
+        return json_answer(api.resume())
 
     app.add_middleware(RequestGuard, loopback_only=loopback_only)
     return app
@@ -146,7 +111,7 @@ def _add_probes(app: FastAPI, api: DaemonApi, metrics: Metrics) -> None:
             # A probe that fails to answer is a "no", not a fault of the caller; the kubelet acts on the status alone.
             _log.exception("probe failed")
             result = ProbeResult(ok=False, reasons=(f"{type(error).__name__}: {error}",))
-        return _json(result, 200 if result.ok else 503)
+        return json_answer(result, 200 if result.ok else 503)
 
     responses: dict[int | str, dict[str, object]] = {503: {"model": ProbeResult, "description": "No; with reasons."}}
 
@@ -172,7 +137,7 @@ def _add_probes(app: FastAPI, api: DaemonApi, metrics: Metrics) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(FlexdError)
     async def refused(_: Request, error: FlexdError) -> Response:
-        return _json(error_body(error), http_status(error))
+        return json_answer(error_body(error), http_status(error))
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> Response:
@@ -180,12 +145,12 @@ def _add_error_handlers(app: FastAPI) -> None:
             f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}" for fault in error.errors()[:8]
         )
         detail = ErrorDetail(type="RequestError", message=faults[:2000], remedy="see /openapi.json")
-        return _json(ErrorBody(error=detail), 422)
+        return json_answer(ErrorBody(error=detail), 422)
 
     @app.exception_handler(HTTPException)
     async def no_such_thing(_: Request, error: HTTPException) -> Response:
         detail = ErrorDetail(type="HttpError", message=str(error.detail), remedy="see /openapi.json")
-        response = _json(ErrorBody(error=detail), error.status_code)
+        response = json_answer(ErrorBody(error=detail), error.status_code)
         response.headers.update(error.headers or {})
         return response
 
@@ -195,8 +160,4 @@ def _add_error_handlers(app: FastAPI) -> None:
         detail = ErrorDetail(
             type="InternalError", message=f"the daemon failed: {type(error).__name__}", remedy="see the daemon's log"
         )
-        return _json(ErrorBody(error=detail), 500)
-
-
-def _json(model: BaseModel, status_code: int = 200) -> Response:
-    return Response(model.model_dump_json(), status_code=status_code, media_type="application/json")
+        return json_answer(ErrorBody(error=detail), 500)

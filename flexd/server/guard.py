@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable, Iterable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -15,6 +16,7 @@ from flexd.server.api import error_body
 
 MAX_REQUEST_BYTES = 64 * 1024
 BODY_SECONDS = 10.0
+_REASONS = {403: "stranger", 408: "too_slow", 413: "too_large"}
 
 
 class RequestTooLargeError(ApiError):
@@ -31,16 +33,28 @@ class RequestGuard:
 
     A browser on the same machine can be made to send requests to loopback by any page it shows, directly
     (cross-site request) or by a name that resolves to 127.0.0.1 later on (DNS rebinding). So the ``Host`` must be a
-    loopback name, and an ``Origin``, which browsers add to cross-site and to mutating requests, must be this server.
+    loopback name, and an ``Origin``, which browsers add to cross-site and to mutating requests, must be this server:
+    a browser would add a client certificate to a stranger's request too.
 
     Args:
-        loopback_only: check ``Host`` and ``Origin``; false on listeners that browsers cannot reach (unix sockets) or
-            that only read (metrics).
+        loopback_only: check ``Host``; false on listeners that browsers cannot reach (unix sockets), that have other
+            names (beyond loopback) or that only read (metrics).
+        refuse_pages: check ``Origin``; false on listeners that only read.
+        on_refused: told the reason of each request that is refused here.
     """
 
-    def __init__(self, app: ASGIApp, *, loopback_only: bool) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        loopback_only: bool,
+        refuse_pages: bool = True,
+        on_refused: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._app = app
         self._loopback_only = loopback_only
+        self._refuse_pages = refuse_pages
+        self._on_refused = on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,13 +63,16 @@ class RequestGuard:
         headers = Headers(scope=scope)
         try:
             if self._loopback_only:
-                _refuse_strangers(headers)
+                _refuse_other_hosts(headers)
+            if self._refuse_pages:
+                _refuse_pages(headers, str(scope.get("scheme", "http")))
             if _declared_length(headers) > MAX_REQUEST_BYTES:
                 raise RequestTooLargeError
             # A GET may carry a body too; nobody reads it, and uvicorn closes the connection then.
             body = await _whole_body(receive) if scope["method"] not in ("GET", "HEAD") else None
         except ApiError as error:
-            await _answer(send, error)
+            self._on_refused(_REASONS.get(error.status, "malformed"))
+            await answer_error(send, error)
             return
         await self._app(scope, receive if body is None else _Replay(body, receive), send)
 
@@ -96,7 +113,7 @@ async def _whole_body(receive: Receive) -> bytes:
         ) from None
 
 
-def _refuse_strangers(headers: Headers) -> None:
+def _refuse_other_hosts(headers: Headers) -> None:
     host = headers.get("host", "")
     if not is_loopback(_host_name(host)):
         raise ApiError(
@@ -104,8 +121,11 @@ def _refuse_strangers(headers: Headers) -> None:
             status=403,
             remedy="address the daemon as 127.0.0.1 or localhost",
         )
+
+
+def _refuse_pages(headers: Headers, scheme: str) -> None:
     origin = headers.get("origin")
-    if origin is not None and origin.lower() != f"http://{host}".lower():
+    if origin is not None and origin.lower() != f"{scheme}://{headers.get('host', '')}".lower():
         raise ApiError(
             f"requests from the web page {origin[:200]!r} are refused",
             status=403,
@@ -125,9 +145,11 @@ def _declared_length(headers: Headers) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else MAX_REQUEST_BYTES + 1
 
 
-async def _answer(send: Send, error: ApiError) -> None:
+async def answer_error(send: Send, error: ApiError, more_headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    """The error as an answer, after which the connection ends: what is left of the request is not read."""
     body = json.dumps(error_body(error).model_dump()).encode()
     headers = [
+        *more_headers,
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         (b"connection", b"close"),

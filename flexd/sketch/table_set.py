@@ -152,6 +152,10 @@ class SketchSet:
         """Accesses counted, undecayed."""
         return sum(table.samples for table in self._tables)
 
+    def samples_by_table(self) -> tuple[int, ...]:
+        """Accesses counted of each table, undecayed, in the order of the tables."""
+        return tuple(table.samples for table in self._tables)
+
     @property
     def newest_event_seconds(self) -> float:
         """NaN before the first access."""
@@ -306,6 +310,19 @@ class SketchSet:
             lag_messages=lag_messages,
             samples=samples,
         )
+
+    def table_profile(
+        self, table: str, guard: AbstractContextManager[Any] | None = None, layout: RankLayout | None = None
+    ) -> TableProfile:
+        """One table of ``profile``, without its accesses a step.
+
+        Raises:
+            SketchError: unknown table.
+        """
+        index = self._known(table)
+        with guard or contextlib.nullcontext():
+            decay, frozen = copy.copy(self._decay), self._tables[index].copy()
+        return frozen.profile(decay, self.settings.max_hot_rows, layout)
 
     def emptied(self, seed: int, clock: Mapping[str, Any] | None = None) -> SketchSet:
         """An empty set of the same tables and settings, for what is counted from now on and merged later.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+from fake_inspection import FakeInspection
+
 from flexd.server.answers import ProbeResult
 from flexd.server.explain_report import Explanation, RowReport, ThresholdReport
 from flexd.server.figures import DaemonFigures
@@ -29,6 +31,10 @@ class FakeDaemon:
     calls: list[tuple[object, ...]] = field(default_factory=list)
     hold: threading.Event | None = None
     figures: DaemonFigures = FIGURES
+
+    @property
+    def inspect(self) -> FakeInspection:
+        return FakeInspection(self._enter)
 
     def _enter(self, *call: object) -> None:
         self.calls.append(call)

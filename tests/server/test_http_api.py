@@ -12,9 +12,9 @@ import pytest
 from flexd.errors import ApiError, ControlError, EmbeddingError, PlanError
 from flexd.server import guard
 from flexd.server.answers import ErrorBody, ProbeResult
-from flexd.server.app import MAX_SLOW_CALLS
 from flexd.server.guard import MAX_REQUEST_BYTES
 from flexd.server.plan_report import PlanReport
+from flexd.server.routing import MAX_SLOW_CALLS
 from flexd.server.status import Status
 
 
@@ -180,6 +180,11 @@ def test_openapi_describes_verbs_and_errors(client):
         "/v1/replan",
         "/v1/pause",
         "/v1/resume",
+        "/v1/config",
+        "/v1/tables",
+        "/v1/rows",
+        "/v1/topology",
+        "/v1/timeline",
         "/healthz",
         "/readyz",
         "/metrics",
@@ -200,7 +205,7 @@ def test_metrics_listener_reads_only(server, daemon):
         assert client.get("/healthz").status_code == 200
         # Prometheus addresses a pod by its IP address, under any name.
         assert client.get("/readyz", headers={"host": "10.0.0.7:9465"}).status_code == 200
-        for path in ("/v1/status", "/v1/plan", "/openapi.json"):
+        for path in ("/v1/status", "/v1/plan", "/v1/config", "/v1/tables", "/openapi.json", "/"):
             assert client.get(path).status_code == 404
         for path in ("/v1/pause", "/v1/replan", "/v1/resume"):
             assert client.post(path, json={}).status_code == 404

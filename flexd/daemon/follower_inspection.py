@@ -1,0 +1,40 @@
+"""What a follower can show in detail: its configuration. The rest is its leader's."""
+
+from __future__ import annotations
+
+from flexd import __version__
+from flexd.config.model import Config
+from flexd.errors import ApiError
+from flexd.server.config_report import ConfigReport
+from flexd.server.rank_report import RankPage
+from flexd.server.table_report import HotRowPage, TableOrder, TablePage
+from flexd.server.timeline_report import Timeline
+
+
+class FollowerInspection:
+    """Refuses all but ``config`` with the leader's address."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def config(self) -> ConfigReport:
+        return ConfigReport(version=__version__, config=self._config.document())
+
+    def tables(self, offset: int, limit: int, order: TableOrder) -> TablePage:
+        raise self._refusal()
+
+    def rows(self, table: str, offset: int, limit: int) -> HotRowPage:
+        raise self._refusal()
+
+    def ranks(self, offset: int, limit: int) -> RankPage:
+        raise self._refusal()
+
+    def timeline(self) -> Timeline:
+        raise self._refusal()
+
+    def _refusal(self) -> ApiError:
+        return ApiError(
+            "a follower knows its own partitions only",
+            status=409,
+            remedy=f"ask the leader ({self._config.scale_out.leader})",
+        )

@@ -1,0 +1,179 @@
+"""Who may do what: tokens, client certificates, and how often."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from contextvars import ContextVar
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from flexd.config.server import ApiScope
+from flexd.errors import ApiError
+from flexd.server.guard import answer_error
+from flexd.server.protocol import CLIENT_NAME
+from flexd.server.rate import RateLimiter, client_address
+from flexd.server.tokens import Caller, Tokens
+
+REFUSED_REASONS = (
+    "unauthenticated", "unknown_token", "unknown_certificate", "read_only", "rate", "stranger", "too_large", "too_slow",
+    "malformed",
+)  # fmt: skip
+OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+"""Asked by kubelets, which have no token: they tell whether the daemon is up and ready, and why not."""
+LOCAL = Caller("local", "admin")
+"""Whoever can reach a loopback port or a socket without tokens."""
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+
+_log = logging.getLogger(__name__)
+_caller: ContextVar[Caller] = ContextVar("flexd_caller", default=LOCAL)
+
+
+def current_caller() -> Caller:
+    """Who sent the request that is being served, in its handler and what that calls in its own thread."""
+    return _caller.get()
+
+
+class Refusals:
+    """Requests refused, by reason (``REFUSED_REASONS``). Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def count(self, reason: str) -> None:
+        with self._lock:
+            self._counts[reason] += 1
+
+    def counts(self) -> dict[str, int]:
+        """With zeros for reasons that have not come up."""
+        with self._lock:
+            return {reason: self._counts[reason] for reason in REFUSED_REASONS}
+
+
+class AccessControl:
+    """ASGI middleware, outermost: nothing of a request's body is read before its sender is known and allowed.
+
+    Reading is what GET, HEAD and OPTIONS do; every other method needs the scope "admin", whichever route it is for.
+
+    Args:
+        tokens: who the bearer tokens belong to. clients: scope of each common name of a client certificate.
+            With neither, everybody who can connect is ``LOCAL``.
+        limiter: by caller, or by address for those that are nobody.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        tokens: Tokens,
+        clients: Mapping[str, ApiScope],
+        limiter: RateLimiter,
+        refusals: Refusals,
+    ) -> None:
+        self._app = app
+        self._tokens = tokens
+        self._clients = clients
+        self._limiter = limiter
+        self._refusals = refusals
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        address = client_address(scope.get("client"))
+        reading = scope["method"] in _READING
+        try:
+            caller = self._caller(scope)
+            who = f"address:{address}" if caller is LOCAL else f"caller:{caller.name}"
+        except _Refused as refused:
+            # By address: whoever guesses tokens uses up nobody's requests but those from there.
+            await self._refuse(send, f"address:{address}", refused.reason, refused.error)
+            return
+        wait = self._limiter.wait_seconds(who)
+        if wait > 0:
+            await self._too_many(send, wait)
+            return
+        if not reading and caller.scope != "admin":
+            self._refusals.count("read_only")
+            await answer_error(
+                send,
+                ApiError(f"{caller.name!r} may only read", status=403, remedy="use a token of scope admin"),
+            )
+            return
+        token = _caller.set(caller)
+        try:
+            await self._app(scope, receive, send if reading else _Audited(send, scope, caller, address))
+        finally:
+            _caller.reset(token)
+
+    def _caller(self, scope: Scope) -> Caller:
+        if not self._tokens and not self._clients:
+            return LOCAL
+        given = Headers(scope=scope).getlist("authorization")
+        if given and self._tokens:
+            kind, _, token = given[0].partition(" ")
+            owner = self._tokens.owner(token.strip()) if len(given) == 1 and kind.lower() == "bearer" else None
+            if owner is None:
+                raise _Refused("unknown_token", _unauthorized("the token is not known", "is it the right file?"))
+            return owner
+        name = scope.get(CLIENT_NAME)
+        if name is not None and self._clients:
+            if name not in self._clients:
+                raise _Refused(
+                    "unknown_certificate",
+                    ApiError(
+                        f"the certificate of {str(name)[:200]!r} may do nothing here",
+                        status=403, remedy="name it in server.tls.clients",
+                    ),
+                )  # fmt: skip
+            return Caller(str(name), self._clients[name])
+        raise _Refused(
+            "unauthenticated",
+            _unauthorized("the request says not who it is from", "send a bearer token, or use a client certificate"),
+        )
+
+    async def _refuse(self, send: Send, who: str, reason: str, error: ApiError) -> None:
+        wait = self._limiter.wait_seconds(who)
+        if wait > 0:
+            await self._too_many(send, wait)
+            return
+        self._refusals.count(reason)
+        await answer_error(send, error, [(b"www-authenticate", b'Bearer realm="flexd"')] if error.status == 401 else [])
+
+    async def _too_many(self, send: Send, wait_seconds: float) -> None:
+        self._refusals.count("rate")
+        seconds = max(1, math.ceil(wait_seconds))
+        await answer_error(
+            send,
+            ApiError("too many requests", status=429, remedy=f"try again in {seconds} s"),
+            [(b"retry-after", str(seconds).encode())],
+        )
+
+
+class _Refused(Exception):
+    def __init__(self, reason: str, error: ApiError) -> None:
+        self.reason = reason
+        self.error = error
+        super().__init__(reason)
+
+
+class _Audited:
+    """Logs what became of a request that may change something, and who sent it."""
+
+    def __init__(self, send: Send, scope: Scope, caller: Caller, address: str) -> None:
+        self._send = send
+        self._said = {"caller": caller.name, "address": address, "method": scope["method"], "path": scope["path"][:200]}
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            _log.info("admin request", extra={**self._said, "status": message["status"]})
+        await self._send(message)
+
+
+def _unauthorized(message: str, remedy: str) -> ApiError:
+    return ApiError(message, status=401, remedy=remedy)

@@ -1,0 +1,54 @@
+"""The routes that show tables, rows, ranks, traffic and configuration in detail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+from fastapi import FastAPI, Query, Response
+
+from flexd.server.answers import ErrorBody
+from flexd.server.config_report import ConfigReport
+from flexd.server.inspect_api import InspectApi
+from flexd.server.rank_report import RankPage
+from flexd.server.routing import VERB_ERRORS, SlowCalls, json_answer
+from flexd.server.table_report import MAX_PAGE_ENTRIES, HotRowPage, TableOrder, TablePage
+from flexd.server.timeline_report import Timeline
+
+Offset = Annotated[int, Query(ge=0, le=2**40)]
+Limit = Annotated[int, Query(ge=1, le=MAX_PAGE_ENTRIES)]
+
+
+def add_inspection(app: FastAPI, inspect: Callable[[], InspectApi], slow: SlowCalls) -> None:
+    """Adds the routes. ``inspect`` is asked at every request: who leads may change. ``slow`` bounds calls that copy
+    counters."""
+
+    @app.get("/v1/config", response_model=ConfigReport, responses=VERB_ERRORS)
+    def config() -> Response:
+        """The effective configuration, defaults included, secrets replaced."""
+        return json_answer(inspect().config())
+
+    @app.get("/v1/tables", response_model=TablePage, responses=VERB_ERRORS)
+    def tables(offset: Offset = 0, limit: Limit = 100, order: TableOrder = "accesses") -> Response:
+        """The tables: how they are counted, how much they are accessed, where their rows are."""
+        return json_answer(inspect().tables(offset, limit, order))
+
+    @app.get(
+        "/v1/rows",
+        response_model=HotRowPage,
+        responses={**VERB_ERRORS, 404: {"model": ErrorBody, "description": "No such table."}},
+    )
+    def rows(table: Annotated[str, Query(max_length=256)], offset: Offset = 0, limit: Limit = 100) -> Response:
+        """The hot rows of one table with their tiers, the most accessed first."""
+        with slow.one():
+            return json_answer(inspect().rows(table, offset, limit))
+
+    @app.get("/v1/topology", response_model=RankPage, responses=VERB_ERRORS)
+    def topology(offset: Offset = 0, limit: Limit = 100) -> Response:
+        """The ranks one by one: placement version, step, traffic and balance."""
+        return json_answer(inspect().ranks(offset, limit))
+
+    @app.get("/v1/timeline", response_model=Timeline, responses=VERB_ERRORS)
+    def timeline() -> Response:
+        """Traffic of the last half hour against row-wise sharding, and the plans that moved rows."""
+        return json_answer(inspect().timeline())

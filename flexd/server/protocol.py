@@ -1,0 +1,99 @@
+"""HTTP/1.1 as uvicorn speaks it, with a deadline on what uvicorn waits for without one.
+
+uvicorn bounds the wait between two requests. It does not bound the wait for the first byte of a connection, for the
+rest of a request's head, or for a reader that takes no bytes; nor does it close connections beyond its limit (they get
+status 503, if they ever send a request). Any of these lets a few idle sockets shut everybody out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from flexd.server.tls import common_name
+
+HEAD_SECONDS = 10.0
+"""From the connection, or from a request's first byte, to the end of its head."""
+WRITE_SECONDS = 20.0
+"""Between two looks at whether a client takes its answer."""
+MIN_READ_BYTES_PER_SECOND = 1024
+"""That a client must take of an answer, in the mean between two looks."""
+REFUSED_CONNECTIONS = 4
+"""Times the limit of connections are open at most: those beyond the limit are told so, those beyond this are not."""
+CLIENT_NAME = "flexd.client_name"
+"""Key of the ASGI scope: common name of the client's certificate."""
+
+
+class BoundedProtocol(H11Protocol):
+    """One connection."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_deadline: asyncio.TimerHandle | None = None
+        self._write_deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self.limit_concurrency is not None and len(self.connections) > REFUSED_CONNECTIONS * self.limit_concurrency:
+            transport.abort()
+            return
+        secured = transport.get_extra_info("ssl_object")
+        name = common_name(secured.getpeercert()) if secured is not None else None
+        if name is not None:
+            inner = self.app
+
+            async def named(scope: Any, receive: Any, send: Any) -> None:
+                scope[CLIENT_NAME] = name
+                await inner(scope, receive, send)
+
+            self.app = named
+        self._head_deadline = self.loop.call_later(HEAD_SECONDS, self._give_up)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        # IDLE without bytes is the wait between two requests, which uvicorn bounds.
+        waiting = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+        if not waiting:
+            self._cancel_head_deadline()
+        elif self._head_deadline is None:
+            self._head_deadline = self.loop.call_later(HEAD_SECONDS, self._give_up)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # Also where the transport is closing already: that waits, without limit, until all is taken.
+        self._watch_reader()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_head_deadline()
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
+        super().connection_lost(exc)
+
+    def _watch_reader(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        if unread and self._write_deadline is None:
+            self._write_deadline = self.loop.call_later(WRITE_SECONDS, self._look_at_reader, unread)
+
+    def _look_at_reader(self, unread_before: int) -> None:
+        self._write_deadline = None
+        unread = self.transport.get_write_buffer_size()
+        if unread and unread > unread_before - MIN_READ_BYTES_PER_SECOND * WRITE_SECONDS:
+            self._give_up()
+        else:
+            self._watch_reader()
+
+    def _give_up(self) -> None:
+        self.transport.abort()
+
+    def _cancel_head_deadline(self) -> None:
+        if self._head_deadline is not None:
+            self._head_deadline.cancel()
+            self._head_deadline = None

@@ -1,0 +1,101 @@
+"""TLS of the admin API: a context whose certificate follows its files, and the name in a client's certificate."""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any
+
+from flexd.config.server import TlsConfig
+from flexd.errors import ApiError
+
+LOOK_SECONDS = 5.0
+"""Between two looks at whether the certificate has changed."""
+
+logger = logging.getLogger(__name__)
+
+
+class ServerTls:
+    """A server's TLS context. A new certificate is used for connections after it; a bad one is logged and left out.
+
+    Args:
+        or_tokens: a client may also come without a certificate.
+        clock: monotonic seconds, for tests.
+
+    Raises:
+        ApiError: a file cannot be read, or certificate and key do not belong together.
+    """
+
+    def __init__(self, config: TlsConfig, *, or_tokens: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._looked_at = clock()
+        self._seen = self._identity()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            context.load_cert_chain(config.cert_file, config.key_file, _no_passphrase)
+        except (OSError, ValueError) as error:
+            raise ApiError(
+                f"server.tls: {config.cert_file} with {config.key_file}: {_why(error)}",
+                remedy="give a readable PEM certificate and its own key, without a passphrase",
+            ) from error
+        if config.client_ca_file is not None:
+            try:
+                context.load_verify_locations(config.client_ca_file)
+            except (OSError, ValueError) as error:
+                raise ApiError(
+                    f"server.tls.client_ca_file: {config.client_ca_file}: {_why(error)}", remedy="give readable PEM"
+                ) from error
+            context.verify_mode = ssl.CERT_OPTIONAL if or_tokens else ssl.CERT_REQUIRED
+        # Called at every handshake, with or without a name: the one place to look without a thread.
+        context.sni_callback = self._refresh
+        self.context = context
+
+    def _refresh(self, _connection: ssl.SSLObject, _name: str, context: ssl.SSLContext) -> None:
+        now = self._clock()
+        if now - self._looked_at < LOOK_SECONDS:
+            return
+        self._looked_at = now
+        identity = self._identity()
+        if identity == self._seen:
+            return
+        self._seen = identity
+        try:
+            # Tried on another context first: a key that does not fit would leave this one without any.
+            trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            trial.load_cert_chain(self._config.cert_file, self._config.key_file, _no_passphrase)
+            context.load_cert_chain(self._config.cert_file, self._config.key_file, _no_passphrase)
+        except (OSError, ValueError) as error:
+            logger.error("server.tls: the new certificate is not used: %s", _why(error))
+        else:
+            logger.info("server.tls: %s has changed and is used for new connections", self._config.cert_file)
+
+    def _identity(self) -> tuple[object, ...]:
+        try:
+            files = [os.stat(path) for path in (self._config.cert_file, self._config.key_file)]
+        except OSError:
+            return ()
+        return tuple((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in files)
+
+
+def common_name(certificate: dict[str, Any] | None) -> str | None:
+    """The subject's common name in what ``getpeercert`` returns of a checked certificate; None without exactly one."""
+    if not certificate:
+        return None
+    names = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
+    return str(names[0]) if len(names) == 1 else None
+
+
+def _no_passphrase() -> str:
+    # Without this OpenSSL asks on the terminal.
+    raise ValueError("the key has a passphrase")
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return str(error.reason or "no PEM")
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

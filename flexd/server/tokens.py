@@ -1,0 +1,68 @@
+"""Bearer tokens: who a request comes from and what it may do. Tokens themselves are not kept, only their digests."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexd.config.server import ApiScope, TokenConfig
+from flexd.errors import ConfigError
+from flexd.secret import KeyFile
+
+MAX_TOKEN_BYTES = 1024
+_DIGEST = re.compile(rb"sha256:([0-9a-fA-F]{64})")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks. ``scope`` "admin" may also change."""
+
+    name: str
+    scope: ApiScope
+
+
+class Tokens:
+    """The configured tokens; a changed file counts within ``secret.LOOK_SECONDS``. Any thread.
+
+    Raises:
+        ConfigError: a file cannot be read or holds no token, or two names have the same one.
+    """
+
+    def __init__(self, configured: Sequence[TokenConfig]) -> None:
+        self._files = [
+            (Caller(token.name, token.scope), KeyFile(token.file, f"server.tokens[{at}].file"))
+            for at, token in enumerate(configured)
+        ]
+        seen: dict[bytes, str] = {}
+        for at, (caller, file) in enumerate(self._files):
+            for digest in _digests(file):
+                if digest in seen:
+                    raise ConfigError(
+                        f"server.tokens[{at}].file: {caller.name!r} has the token of {seen[digest]!r}",
+                        remedy="give each name a token of its own",
+                    )
+                seen[digest] = caller.name
+
+    def __bool__(self) -> bool:
+        return bool(self._files)
+
+    def owner(self, token: str) -> Caller | None:
+        """Whose token it is. Takes equally long whichever matches, and whether one does."""
+        given = hashlib.sha256(token.encode("utf-8", "surrogateescape")[:MAX_TOKEN_BYTES]).digest()
+        found = None
+        for caller, file in self._files:
+            for digest in _digests(file):
+                if hmac.compare_digest(given, digest):
+                    found = caller
+        return found
+
+
+def _digests(file: KeyFile) -> list[bytes]:
+    digests = []
+    for key in file.keys():  # noqa: SIM118
+        match = _DIGEST.fullmatch(key)
+        digests.append(bytes.fromhex(match[1].decode()) if match else hashlib.sha256(key).digest())
+    return digests

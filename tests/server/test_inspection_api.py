@@ -1,0 +1,62 @@
+"""Tables, rows, ranks, timeline and configuration through a real uvicorn: pages are bounded, errors keep their form."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from flexd.errors import ApiError
+from flexd.server.answers import ErrorBody
+from flexd.server.table_report import MAX_PAGE_ENTRIES, HotRowPage, TablePage
+
+
+@pytest.fixture
+def client(server):
+    with httpx.Client(base_url=server.address, timeout=10) as client:
+        yield client
+
+
+def test_pages_are_what_was_asked_for(client, daemon):
+    tables = TablePage.model_validate(client.get("/v1/tables", params={"offset": 1, "limit": 5}).json())
+    assert (tables.total, tables.offset, len(tables.tables)) == (2, 1, 1)
+    rows = HotRowPage.model_validate(client.get("/v1/rows", params={"table": "a b/c", "limit": 3}).json())
+    assert (rows.table, [row.place for row in rows.hottest]) == ("a b/c", [1, 2, 3])
+    assert client.get("/v1/topology", params={"offset": 3}).json()["ranks"][0]["step_seconds"] is None
+    assert len(client.get("/v1/timeline").json()["samples"]) == 40
+    assert client.get("/v1/config").json()["config"]["job"] == "job"
+    assert daemon.calls == [
+        ("tables", 1, 5, "accesses"),
+        ("rows", "a b/c", 0, 3),
+        ("ranks", 3, 100),
+        ("timeline",),
+        ("config",),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "query"),
+    [
+        ("/v1/tables", {"limit": MAX_PAGE_ENTRIES + 1}),
+        ("/v1/tables", {"limit": 0}),
+        ("/v1/tables", {"offset": -1}),
+        ("/v1/tables", {"order": "luck"}),
+        ("/v1/rows", {}),
+        ("/v1/rows", {"table": "x" * 257}),
+        ("/v1/rows", {"table": "t", "offset": 2**41}),
+        ("/v1/topology", {"limit": 10**6}),
+    ],
+)
+def test_pages_out_of_bounds_reach_nobody(client, daemon, path, query):
+    answer = client.get(path, params=query)
+    assert answer.status_code == 422
+    assert ErrorBody.model_validate(answer.json()).error.type == "RequestError"
+    assert daemon.calls == []
+
+
+@pytest.mark.parametrize("path", ["/v1/config", "/v1/tables", "/v1/rows?table=t", "/v1/topology", "/v1/timeline"])
+def test_refusals_keep_status_and_remedy(client, daemon, path):
+    daemon.error = ApiError("a follower", status=409, remedy="ask the leader")
+    answer = client.get(path)
+    assert answer.status_code == 409
+    assert answer.json()["error"]["remedy"] == "ask the leader"
+    assert client.get(path, headers={"host": "evil.example"}).status_code == 403
