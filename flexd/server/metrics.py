@@ -69,7 +69,7 @@ class FiguresCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         figures = self._figures()
         yield InfoMetricFamily(
-            "flexd_build", "The running flexd.", value={"version": figures.version, "job": figures.job}
+            "flexd_build", "The running flexd.", value={"version": figures.version, "training_job": figures.job}
         )
         yield _gauge("flexd_start_time_seconds", "Start of the daemon, Unix time.", figures.started_unix_seconds)
         yield _gauge("flexd_healthy", "1 while the daemon's loop ticks.", figures.healthy)

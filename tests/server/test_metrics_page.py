@@ -63,7 +63,7 @@ def samples(figures: DaemonFigures) -> dict[tuple[str, tuple[tuple[str, str], ..
 def test_every_figure_is_on_the_page():
     found = samples(FULL)
     expected = {
-        ("flexd_build_info", (("job", "job"), ("version", "1.2.3"))): 1,
+        ("flexd_build_info", (("training_job", "job"), ("version", "1.2.3"))): 1,
         ("flexd_paused", ()): 1,
         ("flexd_pauses_total", ()): 2,
         ("flexd_ingest_accesses_total", ()): 1000,
@@ -124,8 +124,8 @@ def test_label_sets_stay_bounded():
 
 def test_two_pages_do_not_share_a_registry():
     other = DaemonFigures(job="other", version="1", started_unix_seconds=1.0)
-    assert ("flexd_build_info", (("job", "other"), ("version", "1"))) in samples(other)
-    assert ("flexd_build_info", (("job", "job"), ("version", "1.2.3"))) in samples(FULL)
+    assert ("flexd_build_info", (("training_job", "other"), ("version", "1"))) in samples(other)
+    assert ("flexd_build_info", (("training_job", "job"), ("version", "1.2.3"))) in samples(FULL)
 
 
 @pytest.mark.parametrize("accept", ["", "text/plain;version=0.0.4", "application/openmetrics-text; version=1.0.0"])
