@@ -16,9 +16,13 @@ from pydantic import BaseModel, ValidationError
 from flexd.cli.exit_codes import DaemonRefusedError, DaemonTimeoutError, DaemonUnreachableError
 from flexd.errors import ConfigError
 from flexd.server.answers import ErrorBody
+from flexd.server.config_report import ConfigReport
 from flexd.server.explain_report import Explanation
 from flexd.server.plan_report import PlanReport
+from flexd.server.rank_report import RankPage
 from flexd.server.status import Status
+from flexd.server.table_report import HotRowPage, TableOrder, TablePage
+from flexd.server.timeline_report import Timeline
 from flexd.server.verbs import MAX_REASON_CHARACTERS, PauseState, ReplanResult
 
 DEFAULT_URL = "http://127.0.0.1:9464"
@@ -94,6 +98,24 @@ class DaemonClient:
     def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
         query = {"table": table, "hottest": str(hottest)} | ({} if row is None else {"row": str(row)})
         return self._call("GET", f"/v1/explain?{urlencode(query)}", Explanation, PLAN_SECONDS)
+
+    def config(self) -> ConfigReport:
+        return self._call("GET", "/v1/config", ConfigReport, ANSWER_SECONDS)
+
+    def tables(self, offset: int, limit: int, order: TableOrder) -> TablePage:
+        query = urlencode({"offset": offset, "limit": limit, "order": order})
+        return self._call("GET", f"/v1/tables?{query}", TablePage, ANSWER_SECONDS)
+
+    def rows(self, table: str, offset: int, limit: int) -> HotRowPage:
+        query = urlencode({"table": table, "offset": offset, "limit": limit})
+        return self._call("GET", f"/v1/rows?{query}", HotRowPage, PLAN_SECONDS)
+
+    def ranks(self, offset: int, limit: int) -> RankPage:
+        query = urlencode({"offset": offset, "limit": limit})
+        return self._call("GET", f"/v1/topology?{query}", RankPage, ANSWER_SECONDS)
+
+    def timeline(self) -> Timeline:
+        return self._call("GET", "/v1/timeline", Timeline, ANSWER_SECONDS)
 
     def replan(self, reason: str, wait_seconds: float) -> ReplanResult:
         body = {"reason": _checked(reason), "wait_seconds": wait_seconds}

@@ -6,15 +6,26 @@ from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
 from flexd.cli.plan_view import plan_blocks
 from flexd.cli.status_view import status_blocks
 from flexd.cli.view import OutputFormat, emit
+from flexd.cli.watch import Answer, WatchOption, emit_watched
 
 
-def status(url: UrlOption = None, socket: SocketOption = None, output: OutputOption = OutputFormat.TABLE) -> None:
+def status(
+    watch: WatchOption = None,
+    url: UrlOption = None,
+    socket: SocketOption = None,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
     """Shows the daemon on one screen: health, stream, sketch, ranks, placement, last plan and migration.
 
     Example: flexd status -o json
     """
-    answer = connect(url, socket).status()
-    emit(answer, status_blocks(answer), output)
+    client = connect(url, socket)
+
+    def ask() -> Answer:
+        answer = client.status()
+        return answer, status_blocks(answer)
+
+    emit_watched(ask, output, watch)
 
 
 def plan(url: UrlOption = None, socket: SocketOption = None, output: OutputOption = OutputFormat.TABLE) -> None:

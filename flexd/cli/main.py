@@ -16,6 +16,7 @@ from flexd.cli import (
     probe_command,
     simulate_command,
     sketch_command,
+    table_commands,
 )
 from flexd.cli.exit_codes import ExitCode, exit_code_of
 from flexd.errors import FlexdError
@@ -33,6 +34,7 @@ app = typer.Typer(
 daemon_commands.add_to(app)
 app.command("status")(inspect_commands.status)
 app.command("plan")(inspect_commands.plan)
+table_commands.add_to(app)
 app.command("explain")(explain_command.explain)
 app.command("replan")(control_commands.replan)
 app.command("pause")(control_commands.pause)

@@ -195,6 +195,9 @@ def test_help_of_every_command_has_an_example(flexd_command):
         "probe",
         "simulate",
         "sketch",
+        "tables",
+        "rows",
+        "topology",
     }
     for command in commands:
         # A probe is started by torchrun.

@@ -1,0 +1,65 @@
+"""Shows something again and again: a screen that renews itself on a terminal, one answer after another in a pipe."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+from pydantic import BaseModel
+
+from flexd.cli import units
+from flexd.cli.view import Block, OutputFormat, emit, show
+from flexd.errors import FlexdError
+
+WatchOption = Annotated[
+    float | None,
+    typer.Option("-w", "--watch", metavar="S", min=0.2, max=3600, help="Show it again every S seconds."),
+]
+Answer = tuple[BaseModel, Sequence[Block]]
+_CLEAR = "\x1b[H\x1b[2J\x1b[3J"
+
+
+def emit_watched(ask: Callable[[], Answer], output: OutputFormat, seconds: float | None) -> None:
+    """Prints what ``ask`` answers, once or every ``seconds`` until Control-C.
+
+    On a terminal a daemon that does not answer is waited for; in a pipe that ends the command. JSON is one document a
+    line then.
+    """
+    if seconds is None:
+        emit(*ask(), output)
+        return
+    renewing = output is OutputFormat.TABLE and sys.stdout.isatty()
+    try:
+        while True:
+            if renewing:
+                _renew(ask, seconds)
+            else:
+                _next(ask(), output)
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        pass
+
+
+def _renew(ask: Callable[[], Answer], seconds: float) -> None:
+    problem, blocks = "", ()
+    try:
+        _, blocks = ask()
+    except FlexdError as error:
+        problem = f"error: {error.message}\n"
+    sys.stdout.write(f"{_CLEAR}{units.when(time.time())}, every {seconds:g} s (Control-C ends)\n\n{problem}")
+    show(blocks, sys.stdout)
+    sys.stdout.flush()
+
+
+def _next(answer: Answer, output: OutputFormat) -> None:
+    data, blocks = answer
+    if output is OutputFormat.JSON:
+        sys.stdout.write(json.dumps(data.model_dump(mode="json"), ensure_ascii=False) + "\n")
+    else:
+        emit(data, blocks, output)
+        sys.stdout.write("---\n" if output is OutputFormat.YAML else "\n")
+    sys.stdout.flush()
