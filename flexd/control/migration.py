@@ -44,11 +44,12 @@ class MigrationAbout:
 
     Attributes:
         migration_id: unique. parent_plan_id: the plan that the live placement came from, "" if none.
-        who: what or who asked for it. reason: in their words.
+        trigger: kind of what led to it. who: asked for it. reason: in words.
     """
 
     migration_id: str
     parent_plan_id: str = ""
+    trigger: str = ""
     who: str = ""
     reason: str = ""
 

@@ -1,0 +1,1 @@
+"""What became of migrations: kept in SQLite, over restarts of the daemon."""

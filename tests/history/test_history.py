@@ -1,0 +1,293 @@
+"""The history of migrations: what is kept over restarts, bounds, and files and disks that fail."""
+
+from __future__ import annotations
+
+import sqlite3
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexd.control.migration import Migration, MigrationAbout
+from flexd.control.migration_states import MigrationEvent, MigrationState, Transition
+from flexd.control.news import MigrationNews
+from flexd.errors import SnapshotError
+from flexd.history import history as history_module
+from flexd.history import store as store_module
+from flexd.history.history import MigrationHistory
+from flexd.history.store import ENDED_UNSEEN
+from flexd.placement import Delta
+
+E = MigrationEvent
+FLUSH_SECONDS = 20.0
+
+
+class Kept:
+    """A history that is running, and migrations fed to it as the coordinator does."""
+
+    def __init__(self, path: Path, keep: int = 100, retry_seconds: float = 0.01) -> None:
+        self.events: list[tuple[str, object]] = []
+        self.history = MigrationHistory(
+            path, keep, lambda name, fields: self.events.append((name, fields)), retry_seconds
+        )
+        self.history.start()
+
+    def migration(self, name: str, *events: MigrationEvent, who: str = "ada", settle: bool = True) -> Migration:
+        """One with 30 rows that goes through ``events``; 10 rows are pushed and applied before the second one."""
+        chunks = [Delta(np.arange(30), np.zeros(30, np.uint8), np.ones(30, np.uint8))]
+        migration = Migration(
+            f"plan-{name}", chunks, about=MigrationAbout(name, "parent", "manual", who, f"reason of {name}")
+        )
+        migration.observe(self._told)
+        for number, event in enumerate(events):
+            if number == 1:
+                migration.count(rows_pushed=10, chunks_pushed=1, bytes_pushed=100, last_version=8)
+                migration.count(rows_applied=10, chunks_applied=1, copied_bytes=640)
+            migration.fire(event, f"because of {event.value}")
+        if settle and migration.done:
+            self.history.record(MigrationNews(migration, None))
+        return migration
+
+    def _told(self, migration: Migration, transition: Transition) -> None:
+        self.history.record(MigrationNews(migration, transition))
+
+    def written(self) -> None:
+        assert self.history.flush(FLUSH_SECONDS), self.history.figures
+
+    def stop(self) -> None:
+        assert self.history.stop(FLUSH_SECONDS)
+
+
+@pytest.fixture
+def keep(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
+    made: list[Kept] = []
+
+    def make(*arguments: object, **options: object) -> Kept:
+        made.append(Kept(tmp_path / "migrations.sqlite", *arguments, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for kept in made:
+        kept.history.stop(FLUSH_SECONDS)
+
+
+def test_every_transition_outlives_the_daemon(keep: Callable[..., Kept], tmp_path: Path) -> None:
+    kept = keep()
+    migration = kept.migration("m1", E.START, E.ABORT, E.STOPPED)
+    kept.migration("m2", E.ABORT, who="")
+    kept.stop()
+
+    again = keep()
+    again.written()
+    newest = again.history.newest(10)
+    assert [(record.migration_id, record.state) for record in newest] == [("m2", "ABORTED"), ("m1", "ABORTED")]
+    assert [record.migration_id for record in again.history.newest(1)] == ["m2"]
+    found = again.history.find("m1")
+    assert found is not None
+    record, transitions = found
+    assert (record.plan_id, record.parent_plan_id, record.trigger, record.who, record.reason) == (
+        "plan-m1", "parent", "manual", "ada", "reason of m1",
+    )  # fmt: skip
+    assert (record.rows_pushed, record.rows_applied, record.copied_bytes, record.pushed_bytes, record.last_version) == (
+        10, 10, 640, 100, 8,
+    )  # fmt: skip
+    assert (record.settled, record.problem) == (True, "because of stopped")
+    assert record.seconds == pytest.approx(migration.progress.ended_unix_seconds - record.created_unix_seconds)
+    assert [(each.event, each.before, each.after, each.reason, each.rows_applied) for each in transitions] == [
+        ("", "", "PENDING", "reason of m1", 0),
+        ("start", "PENDING", "PUSHING", "because of start", 0),
+        ("abort", "PUSHING", "ABORTING", "because of abort", 10),
+        ("stopped", "ABORTING", "ABORTED", "because of stopped", 10),
+    ]
+    assert [each.unix_seconds for each in transitions] == sorted(each.unix_seconds for each in transitions)
+    assert again.history.find("m3") is None
+    for path in tmp_path.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+def test_nothing_recorded_is_an_empty_history(tmp_path: Path) -> None:
+    history = MigrationHistory(tmp_path / "migrations.sqlite", 10)
+    assert history.newest(10) == ()
+    assert history.find("m1") is None
+    assert history.stop(1.0)
+
+
+def test_migrations_are_told_apart_by_state(keep: Callable[..., Kept]) -> None:
+    kept = keep()
+    kept.migration("a", E.START, E.EXHAUSTED, E.APPLIED)
+    kept.migration("b", E.START, E.FAIL)
+    kept.migration("c", E.START, E.EXHAUSTED)
+    kept.written()
+
+    def ids(state: MigrationState) -> list[str]:
+        return [record.migration_id for record in kept.history.newest(10, state)]
+
+    assert ids(MigrationState.COMMITTED) == ["a"]
+    assert ids(MigrationState.FAILED) == ["b"]
+    assert ids(MigrationState.APPLYING) == ["c"]
+    assert kept.history.newest(1, MigrationState.APPLYING)[0].seconds is None
+
+
+def test_what_a_crash_left_under_way_has_failed(keep: Callable[..., Kept]) -> None:
+    kept = keep()
+    kept.migration("done", E.START, E.FAIL, settle=False)
+    kept.migration("open", E.START)
+    kept.stop()
+    again = keep()
+    again.written()
+    found = again.history.find("open")
+    assert found is not None
+    assert (found[0].state, found[0].problem, found[0].settled) == ("FAILED", ENDED_UNSEEN, True)
+    assert found[0].seconds is not None
+    assert [(each.number, each.event, each.before, each.after) for each in found[1]][-1] == (
+        2, "fail", "PUSHING", "FAILED",
+    )  # fmt: skip
+    done = again.history.find("done")
+    assert done is not None
+    assert (done[0].problem, done[0].settled, len(done[1])) == ("because of fail", True, 3)
+
+
+def test_the_oldest_migrations_go(keep: Callable[..., Kept], tmp_path: Path) -> None:
+    kept = keep(keep=5)
+    for number in range(23):
+        kept.migration(f"m{number}", E.START, E.FAIL)
+    kept.written()
+    assert [record.migration_id for record in kept.history.newest(100)] == [f"m{n}" for n in range(22, 17, -1)]
+    kept.stop()
+    with sqlite3.connect(tmp_path / "migrations.sqlite") as connection:
+        assert connection.execute("SELECT COUNT(DISTINCT serial) FROM transitions").fetchone() == (5,)
+    connection.close()
+
+
+def test_the_transitions_of_one_migration_are_bounded(
+    keep: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "KEPT_TRANSITIONS", 8)
+    kept = keep()
+    kept.migration("m", E.START, *(each for _ in range(20) for each in (E.EXHAUSTED, E.VOIDED)), E.FAIL)
+    kept.written()
+    found = kept.history.find("m")
+    assert found is not None
+    numbers = [each.number for each in found[1]]
+    assert (numbers[0], numbers[-1], found[1][-1].after) == (0, 42, "FAILED")
+    assert numbers[1:] == list(range(36, 43))
+
+
+def _random_bytes(path: Path) -> None:
+    path.write_bytes(np.random.default_rng(1).bytes(8_192))
+
+
+def _truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:5_000])
+
+
+def _other_format(path: Path) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 7")
+    connection.close()
+
+
+def _other_program(path: Path) -> None:
+    path.unlink()
+    with sqlite3.connect(path) as connection:
+        connection.executescript("CREATE TABLE migrations (id); PRAGMA user_version = 1")
+    connection.close()
+
+
+@pytest.mark.parametrize("harm", [_random_bytes, _truncated, _other_format, _other_program])
+def test_a_file_that_is_not_usable_is_set_aside(
+    keep: Callable[..., Kept], tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "migrations.sqlite"
+    kept = keep()
+    for number in range(20):
+        kept.migration(f"old{number}", E.START, E.FAIL)
+    kept.stop()
+    harm(path)
+    harmed = path.read_bytes()
+    again = keep()
+    again.migration("new", E.START, E.FAIL)
+    again.written()
+    assert [record.migration_id for record in again.history.newest(100)] == ["new"]
+    assert again.history.figures.set_aside == 1
+    assert [name for name, _ in again.events] == ["history_set_aside"]
+    assert (tmp_path / "migrations.sqlite.unusable").read_bytes() == harmed
+    again.stop()
+    harm(path)
+    once_more = keep()
+    once_more.migration("newer", E.START, E.FAIL)
+    once_more.written()
+    assert len(list(tmp_path.glob("*.unusable*"))) == 1, "one is kept, not one a fault"
+
+
+def test_a_file_that_goes_bad_while_it_is_open_is_set_aside(keep: Callable[..., Kept], tmp_path: Path) -> None:
+    kept = keep()
+    kept.migration("old", E.START, E.FAIL)
+    kept.written()
+    path = tmp_path / "migrations.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
+    with open(path, "r+b") as file:
+        file.write(b"\0" * path.stat().st_size)
+    kept.migration("new", E.START, E.FAIL)
+    kept.written()
+    assert kept.history.figures.set_aside == 1
+    assert "new" in [record.migration_id for record in kept.history.newest(10)]
+
+
+def test_entries_wait_while_nothing_can_be_written(keep: Callable[..., Kept], tmp_path: Path) -> None:
+    directory = tmp_path / "migrations.sqlite"
+    directory.mkdir()
+    kept = keep()
+    kept.migration("m", E.START, E.FAIL)
+    while not kept.history.figures.failures:
+        pass
+    assert kept.history.flush(0.0) is False
+    assert "migrations.sqlite" in str(kept.history.figures.problem)
+    with pytest.raises(SnapshotError, match="cannot be read"):
+        kept.history.newest(1)
+    directory.rmdir()
+    done = threading.Event()
+    while not kept.history.flush(1.0):
+        assert not done.wait(0.01)
+    assert [record.state for record in kept.history.newest(1)] == ["FAILED"]
+    assert (kept.history.figures.problem, kept.history.figures.lost) == (None, 0)
+
+
+def test_waiting_entries_are_bounded_and_the_oldest_go(
+    keep: Callable[..., Kept], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "MAX_WAITING", 10)
+    directory = tmp_path / "migrations.sqlite"
+    directory.mkdir()
+    kept = keep()
+    for number in range(30):
+        kept.migration(f"m{number}", E.FAIL, settle=False)
+    directory.rmdir()
+    while not kept.history.flush(1.0):
+        pass
+    assert [record.migration_id for record in kept.history.newest(100)] == [f"m{n}" for n in range(29, 24, -1)]
+    figures = kept.history.figures
+    assert figures.lost == 50
+    assert figures.entries == 10
+
+
+def test_a_writer_that_holds_the_file_delays_and_loses_nothing(keep: Callable[..., Kept], tmp_path: Path) -> None:
+    kept = keep()
+    kept.migration("a", E.START, E.FAIL)
+    kept.written()
+    other = sqlite3.connect(tmp_path / "migrations.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    kept.migration("b", E.START, E.FAIL)
+    assert kept.history.flush(0.05) is False
+    # Readers do not wait for it.
+    assert [record.migration_id for record in kept.history.newest(10)] == ["a"]
+    other.execute("ROLLBACK")
+    other.close()
+    while not kept.history.flush(1.0):
+        pass
+    assert [record.migration_id for record in kept.history.newest(10)] == ["b", "a"]
