@@ -14,7 +14,7 @@ from flexd.scaleout import signing
 from flexd.secret import LOOK_SECONDS, KeyFile, accepted_keys, read_keys, signing_key
 
 OLD, NEW = b"the key of last year", b"the key of this year"
-NOTICE = DaemonNotice("job", "instance", "digest")
+NOTICE = DaemonNotice("job", "instance", "digest", 0)
 
 
 class Clock:

@@ -29,11 +29,9 @@ from flexd.control.channel import (
     EpochGroup,
     Hint,
     Keys,
-    StoreConnector,
     address_towards,
     first_line,
     new_token,
-    parse_address,
     rows_sha256,
 )
 from flexd.control.inbox import ChunkInbox
@@ -53,6 +51,7 @@ from flexd.control.messages import (
     Signer,
 )
 from flexd.control.outbox import DeltaOutbox
+from flexd.control.rendezvous import Rendezvous
 from flexd.control.report import RankIdentity, StepReport, fold_reports
 from flexd.control.shipper import DeltaShipper
 from flexd.errors import (
@@ -87,7 +86,7 @@ class Agent:
     Args:
         inbox: the rank's; the agent owns its ``offer`` and ``settle``.
         identity: who this rank is; fixed for the life of the process.
-        address: ``host:port`` of the daemon's control channel.
+        address: ``host:port`` of the daemon's control channel; several separated by commas, where several may lead.
         secret: the shared secret, or the file of it (read again when it changes); None only on loopback.
         timeout_seconds: deadline of every single wait on the network or on the running step's exchange.
         poll_seconds: how often the agent looks for news.
@@ -114,12 +113,11 @@ class Agent:
         self._inbox = inbox
         self._outbox = outbox
         self._identity = identity
-        self._host, self._port = parse_address(address)
+        self._rendezvous = Rendezvous(address, identity.job, timeout_seconds)
         self._signer = Signer(secret)
         self._timeout = timeout_seconds
         self._poll = poll_seconds
         self._lists = placement_lists
-        self._connector = StoreConnector(self._host, self._port, identity.job, timeout_seconds)
         self._session = new_token()
         self._sequence = 0
         self._stopping = threading.Event()
@@ -172,7 +170,7 @@ class Agent:
                 # This thread must outlive every surprise, a placement_lists that breaks included.
                 logger.exception("rank %d: control agent: unexpected error", self._identity.rank)
                 self._note("connecting", error)
-            self._stopping.wait(max(wait, backoff.seconds()))
+            self._stopping.wait(max(wait, backoff.seconds() if self._rendezvous.tried_all else 0.0))
         self._state = "stopped"
 
     def _note(self, state: str, error: Exception) -> None:
@@ -222,7 +220,7 @@ class _Connection:
     def run(self) -> None:
         agent = self._agent
         agent._state = "connecting"
-        self._store = agent._connector.connect()
+        self._store, self._daemon = agent._rendezvous.connect()
         try:
             self._register()
             while not agent._stopping.is_set():
@@ -234,16 +232,18 @@ class _Connection:
 
     def _register(self) -> None:
         agent = self._agent
-        self._local_address = address_towards(agent._host, agent._port)
+        host, port = self._daemon
+        self._local_address = address_towards(host, port)
         if not self._store.check(Keys.NOTICE):
             raise ControlError(
-                f"the store at {agent._host}:{agent._port} has no flexd daemon of job {self._me.job!r}",
+                f"the store at {host}:{port} has no flexd daemon of job {self._me.job!r}",
                 remedy="give trainer and daemon the same job name",
             )
         notice = self._signer.open_as(DaemonNotice, self._store.get(Keys.NOTICE))
         if notice.job != self._me.job:
             raise StaleMessageError(f"the daemon serves job {notice.job!r}, not {self._me.job!r}")
-        self._instance = notice.instance
+        agent._rendezvous.follow(notice)
+        self._instance, self._term = notice.instance, notice.term
         agent._count("connects")
         self._version, self._digest = self._inbox.settle(agent._timeout)
         self._hello()
@@ -283,7 +283,7 @@ class _Connection:
         nonces = announcement.nonces
         return (
             announcement.job == self._me.job
-            and announcement.instance == self._instance
+            and (announcement.instance, announcement.term) == (self._instance, self._term)
             and announcement.attempt == self._me.attempt
             and announcement.epoch > self._last_epoch
             and len(nonces) == self._me.world_size
@@ -449,4 +449,4 @@ class _Connection:
 
     @staticmethod
     def _fence_of(message: EpochMessage | EpochAnnouncement) -> dict[str, Any]:
-        return {name: getattr(message, name) for name in ("job", "attempt", "generation", "epoch", "token")}
+        return {name: getattr(message, name) for name in ("job", "attempt", "generation", "epoch", "token", "term")}

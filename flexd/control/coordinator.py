@@ -49,6 +49,7 @@ OnReport = Callable[[int, StepReport], None]
 OnEvent = Callable[[str, Mapping[str, object]], None]
 
 _MESSAGES_PER_TICK = 4096
+_DEPOSED = "this daemon leads no more"
 
 __all__ = ["ControlOptions", "ControlStatus", "Coordinator", "LiveTopology"]
 
@@ -64,6 +65,7 @@ class Coordinator:
             All run in the coordinator's thread and must not block; what they raise is logged.
         tap: takes what the ranks have counted themselves, if the stream comes that way.
         throttle: how much of a migration may be on its way; without one nothing is held back.
+        may_act: asked before every tick and every push, any thread: whether this daemon still leads.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class Coordinator:
         tap: TapSource | None = None,
         throttle: Throttle | None = None,
         on_migration: OnMigration | None = None,
+        may_act: Callable[[], bool] = lambda: True,
     ) -> None:
         self._tap = tap
+        self._may_act = may_act
         self._intake: DeltaIntake | None = None
         self._options = options
         self._keyspace = keyspace
@@ -118,7 +122,7 @@ class Coordinator:
         )
         self._port = self._board.port
         self._intake = DeltaIntake(self._board, self._tap, on_urgent=lambda: self._event("tap_urgent"))
-        self._board.publish(DaemonNotice(options.job, self._instance, self._keyspace.digest))
+        self._board.publish(DaemonNotice(options.job, self._instance, self._keyspace.digest, options.term))
         if self._journal.truncated_bytes:
             self._event("journal_truncated", bytes=self._journal.truncated_bytes)
         self._thread.start()
@@ -216,7 +220,10 @@ class Coordinator:
             self._members.forgive(now - last - 1.0 if now - last > 1.0 else 0.0)
             last = now
             try:
-                self._tick(now)
+                if self._may_act():
+                    self._tick(now)
+                else:
+                    self._end_epoch(_DEPOSED, failed=False)
             except CHANNEL_ERRORS as error:
                 self._end_epoch(first_line(error))
             except Exception as error:
@@ -304,7 +311,7 @@ class Coordinator:
         self._epochs += 1
         self._epoch = Epoch(
             self._hosting, topology, self._options.job, self._instance, self._generation, self._epochs,
-            self._options.timeout_seconds, self._keyspace.total_rows,
+            self._options.timeout_seconds, self._keyspace.total_rows, self._options.term,
         )  # fmt: skip
         self._taking_in.begin_epoch(self._epoch.fence, topology)
         self._reason = "the ranks are settling"
@@ -339,6 +346,9 @@ class Coordinator:
             chunk = self._pusher.next_chunk(self._generation)
             if chunk is None:
                 return
+            # Making a chunk takes time, and the process may have been stopped in it.
+            if not self._may_act():
+                raise ControlError(_DEPOSED)
             epoch.push(chunk)
 
     def _end_epoch(self, reason: str, failed: bool = True) -> None:

@@ -64,6 +64,7 @@ class Epoch:
         number: int,
         timeout_seconds: float,
         total_rows: int,
+        term: int = 0,
     ) -> None:
         self._board = board
         self.topology = topology
@@ -77,6 +78,7 @@ class Epoch:
         self._deadline = time.monotonic() + timeout_seconds
         self._fence: dict[str, Any] = {
             "job": job, "attempt": topology.attempt, "generation": generation, "epoch": number, "token": new_token(),
+            "term": term,
         }  # fmt: skip
         world = topology.layout.world_size
         self._sequence = [0] * world

@@ -20,6 +20,7 @@ class ControlOptions:
         window_chunks: chunks pushed but not yet applied by every rank, at most.
         max_chunk_rows: a larger chunk fails its migration.
         tick_seconds: time between looks at the queue.
+        term: of the lease in whose name the coordinator speaks; 0 without one.
     """
 
     job: str
@@ -30,6 +31,7 @@ class ControlOptions:
     window_chunks: int = 4
     max_chunk_rows: int = 2**22
     tick_seconds: float = 0.02
+    term: int = 0
 
 
 @dataclass(frozen=True)

@@ -40,11 +40,13 @@ class Message:
 
 @dataclass(frozen=True)
 class DaemonNotice(Message):
-    """Who hosts this store. ``instance`` is new for every start of the daemon."""
+    """Who hosts this store. ``instance`` is new for every start of the daemon; ``term`` is that of its lease, 0 without
+    one. A rank follows the highest term it was told."""
 
     kind: ClassVar[str] = "daemon"
     instance: str
     table_digest: str
+    term: int
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class EpochAnnouncement(Message):
     generation: int
     epoch: int
     token: str
+    term: int
     nonces: tuple[str, ...]
 
 
@@ -107,6 +110,7 @@ class EpochMessage(Message):
     generation: int
     epoch: int
     token: str
+    term: int
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,14 @@ from flexd.stream.tap import TapSource
 class Hosted:
     """A coordinator in this process, with what it reported."""
 
-    def __init__(self, directory: Path, port: int = 0, tap: TapSource | None = None, **options: object) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        port: int = 0,
+        tap: TapSource | None = None,
+        may_act: Callable[[], bool] = lambda: True,
+        **options: object,
+    ) -> None:
         self.journal = PlacementJournal(directory)
         self.reports: list[tuple[int, object]] = []
         self.events: list[tuple[str, dict[str, object]]] = []
@@ -22,7 +29,7 @@ class Hosted:
         self.coordinator = Coordinator(
             ControlOptions("job", listen_port=port, **settings), TABLES, self.journal,  # type: ignore[arg-type]
             on_report=lambda rank, report: self.reports.append((rank, report)),
-            on_event=lambda name, fields: self.events.append((name, dict(fields))), tap=tap,
+            on_event=lambda name, fields: self.events.append((name, dict(fields))), tap=tap, may_act=may_act,
         )  # fmt: skip
         self.coordinator.start()
         self.port = self.coordinator.port

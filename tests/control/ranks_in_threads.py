@@ -50,11 +50,11 @@ class _Rank:
 
 
 class Ranks:
-    """W ranks that step together until ``stop``. ``placements`` are what each has applied."""
+    """W ranks that step together until ``stop``. ``placements`` are what each has applied. ``port``: or addresses."""
 
     def __init__(
         self,
-        port: int,
+        port: int | str,
         layout: RankLayout | None = None,
         attempt: str = "a1",
         secret: Secret = SECRET,
@@ -77,7 +77,8 @@ class Ranks:
             inbox = ChunkInbox(TABLES, self.layout, rank, who.replica_slots)
             state = _Rank(inbox, None, placements[rank] if placements else Placement.empty())  # type: ignore[arg-type]
             state.agent = Agent(
-                inbox, who, f"127.0.0.1:{port}", secret, timeout_seconds, poll_seconds=0.01,
+                inbox, who, port if isinstance(port, str) else f"127.0.0.1:{port}", secret, timeout_seconds,
+                poll_seconds=0.01,
                 placement_lists=(lambda state=state, rank=rank: self._listed(state, rank)) if can_list else None,
             )  # fmt: skip
             self.ranks.append(state)

@@ -225,11 +225,13 @@ def test_reports_flow_while_chunks_do(host: Callable[..., Any]) -> None:
         ({"instance": "another daemon"}, False),
         ({"attempt": "a0"}, False),
         ({"epoch": 4}, False),
+        ({"term": 1}, False),
+        ({"term": 3}, False),
     ],
 )
 def test_an_epoch_is_joined_only_by_the_registrations_it_names(change: dict[str, Any], mine: bool) -> None:
     """A recorded announcement, correctly signed, must not move a rank."""
     connection = _Connection(lone_agent(1), Backoff())
-    connection._instance, connection._nonce, connection._last_epoch = "instance", "nonce", 4
-    announcement = EpochAnnouncement("job", "instance", "a1", 1, 5, "token", ("nonce", "other"))
+    connection._instance, connection._term, connection._nonce, connection._last_epoch = "instance", 2, "nonce", 4
+    announcement = EpochAnnouncement("job", "instance", "a1", 1, 5, "token", 2, ("nonce", "other"))
     assert connection._is_for_me(replace(announcement, **change)) is mine

@@ -14,12 +14,12 @@ from flexd.control import messages as m
 from flexd.errors import AuthenticationError, ControlError
 from flexd.placement import Placement
 
-FENCE = ("job", "a1", 2, 7, "token")
+FENCE = ("job", "a1", 2, 7, "token", 3)
 EVERY_KIND: list[m.Message] = [
-    m.DaemonNotice("job", "instance", "digest"),
+    m.DaemonNotice("job", "instance", "digest", 3),
     m.Hello("job", "i", "a1", 1, 4, 2, 2, (10, 20), "digest", "s", "n", 5, 3, 2**64 - 1, "127.0.0.1", True),
     m.HelloRefused("job", "i", "n", "reason", "remedy"),
-    m.EpochAnnouncement("job", "i", "a1", 2, 7, "token", ("n0", "n1")),
+    m.EpochAnnouncement("job", "i", "a1", 2, 7, "token", 3, ("n0", "n1")),
     m.Settled(*FENCE, 1, 9, 4, 12345, 3),
     m.Progress(*FENCE, 1, 9, 4, 3, None),
     m.Progress(*FENCE, 1, 9, 4, 3, step_report(8, Placement.empty())),

@@ -158,7 +158,7 @@ def test_pieces_that_nobody_asked_for_are_never_read(daemon):
         def refused_beside_an_honest_one() -> bool:
             # On a machine that is very slow the epoch ends now and then, and with it the keys of its pieces.
             epoch, counted = it.hosted.coordinator.status().epoch, len(it.counted)
-            header = TapPiece("job", "a1", 1, epoch, "token", 0, 0, 1, 0, "00")
+            header = TapPiece("job", "a1", 1, epoch, "token", 0, 0, 0, 1, 0, "00")
             for grant in range(counted, counted + 3):
                 store.set(Keys.tap_piece(epoch, 0, grant, 0), seal_with_bytes(Signer(b"guess"), header, b"poison"))
             until(lambda: ranks.outboxes[0].free, seconds=30)
@@ -197,7 +197,7 @@ def test_somebody_who_waits_is_noticed(daemon):
 def header_for(data: bytes) -> TapPiece:
     import hashlib
 
-    return TapPiece("job", "a", 1, 1, "t", 0, 0, 1, 0, hashlib.sha256(data).hexdigest())
+    return TapPiece("job", "a", 1, 1, "t", 0, 0, 0, 1, 0, hashlib.sha256(data).hexdigest())
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\n", bytes(range(256)) * 40])

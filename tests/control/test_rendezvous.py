@@ -1,0 +1,123 @@
+"""Ranks find the daemon that leads among several, and a deposed one has no say."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks_in_threads import Ranks, same_content, target, until
+
+from flexd.control.messages import DaemonNotice
+from flexd.control.migration_states import MigrationState
+from flexd.control.rendezvous import Rendezvous, parse_addresses
+from flexd.errors import ControlError, StaleMessageError
+from flexd.layout import RankLayout
+
+PAIR = RankLayout(2, 1)
+
+
+@pytest.mark.parametrize("addresses", ["", ",", "a:1,", "a:1,,b:2", ",".join(f"a:{i}" for i in range(1, 19))])
+def test_malformed_addresses_are_refused(addresses: str) -> None:
+    with pytest.raises(ControlError):
+        parse_addresses(addresses)
+
+
+def test_addresses() -> None:
+    assert parse_addresses("a:1") == (("a", 1),)
+    assert parse_addresses("a:1, [::1]:2,a:1") == (("a", 1), ("::1", 2))
+
+
+def _names(monkeypatch: pytest.MonkeyPatch, found: dict[str, list[str]]) -> list[str]:
+    asked: list[str] = []
+
+    def look_up(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        asked.append(host)
+        if host not in found:
+            raise socket.gaierror("no such name")
+        return [(0, 0, 0, "", (address, port)) for address in found[host]]
+
+    monkeypatch.setattr("flexd.control.rendezvous.socket.getaddrinfo", look_up)
+    return asked
+
+
+class _Connector:
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def connect(self) -> None:
+        pass
+
+
+def _tried(rendezvous: Rendezvous, times: int) -> list[tuple[str, int]]:
+    return [rendezvous.connect()[1] for _ in range(times)]
+
+
+def test_every_address_of_a_name_is_tried_and_then_it_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"flexd": ["10.0.0.1", "10.0.0.2"], "other": ["10.0.0.2"]}
+    asked = _names(monkeypatch, found)
+    monkeypatch.setattr("flexd.control.rendezvous.StoreConnector", _Connector)
+    rendezvous = Rendezvous("flexd:5,other:6,missing:7", "job", 1.0)
+    assert _tried(rendezvous, 3) == [("10.0.0.1", 5), ("10.0.0.2", 5), ("10.0.0.2", 6)]
+    assert rendezvous.tried_all
+    assert asked == ["flexd", "other", "missing"]
+    found["flexd"] = ["10.0.0.3"]
+    assert _tried(rendezvous, 2) == [("10.0.0.3", 5), ("10.0.0.2", 6)]
+    assert set(rendezvous._connectors) == {("10.0.0.3", 5), ("10.0.0.2", 6)}, "those that are gone are forgotten"
+    found.clear()
+    with pytest.raises(ControlError, match="no daemon at flexd:5, other:6, missing:7"):
+        rendezvous.connect()
+
+
+def test_the_highest_term_is_followed() -> None:
+    rendezvous = Rendezvous("a:1", "job", 1.0)
+
+    def notice(term: int) -> DaemonNotice:
+        return DaemonNotice("job", "instance", "digest", term)
+
+    for term in (2, 2, 5, 0, 5):
+        rendezvous.follow(notice(term))
+    for term in (1, 4):
+        with pytest.raises(StaleMessageError, match="term 5 has begun"):
+            rendezvous.follow(notice(term))
+
+
+def test_ranks_go_on_with_the_next_leader_and_refuse_a_deposed_one(host: Callable[..., Any], tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        other_port = int(free.getsockname()[1])
+    leads = True
+    first = host(tmp_path / "term-1", term=1, may_act=lambda: leads, window_chunks=1)
+    with Ranks(f"127.0.0.1:{first.port},127.0.0.1:{other_port}", PAIR, timeout_seconds=2.0) as ranks:
+        until(first.ready, what=ranks.state())
+        broken_off = first.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(5))
+        until(lambda: broken_off.progress.chunks_applied > 3)
+        leads = False
+        until(lambda: not first.ready())
+        pushed = broken_off.progress.chunks_pushed
+        assert pushed < 120, "it was in the middle"
+        # The lease is another's, this process goes on: nothing more may come from it.
+        steps = ranks.steps
+        until(lambda: ranks.steps > steps + 20)
+        assert broken_off.progress.chunks_pushed == pushed
+        assert "leads no more" in first.coordinator.status().reason
+
+        second = host(tmp_path / "term-2", port=other_port, term=2)
+        first.close()
+        until(second.ready, what=ranks.state())
+        assert "placement_listed" in second.names(), "its journal knows nothing: the ranks told it"
+        migration = second.coordinator.migrate("p2", lambda p: p.delta_to(target(2)).chunks(100))
+        assert migration.wait(20) is MigrationState.COMMITTED
+        assert ranks.all_at(target(2))
+
+        resumed = host(tmp_path / "term-1", port=first.port, term=1)
+        second.close()
+        until(lambda: all(rank.agent.counters.get("stale", 0) >= 2 for rank in ranks.ranks), what=ranks.state())
+        until(lambda: "a daemon of term 1, term 2 has begun" in ranks.state())
+        assert resumed.coordinator.live() is None
+        third = host(tmp_path / "term-3", port=other_port, term=3)
+        until(third.ready, what=ranks.state())
+        assert ranks.all_at(target(2))
+        assert same_content(ranks.history)
