@@ -122,7 +122,7 @@ def test_minimal_file_and_defaults(tmp_path):
             "(got '0.0.0.0')",
         ),
         ("control.listen_port", 70_000, "control.listen_port: Input should be less than or equal to 65535 (got 70000)"),
-        ("server.host", "0.0.0.0", "server.host: the admin API binds loopback or server.unix_socket only"),
+        ("server.host", "0.0.0.0", "server.host: is reachable from other machines: set server.tls, or listen on 127.0.0.1"),
         (
             "server.metrics_listen",
             "9465",

@@ -13,6 +13,7 @@ from urllib.parse import urlencode
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from flexd.cli.credentials import CA_VARIABLE, Credentials
 from flexd.cli.exit_codes import DaemonRefusedError, DaemonTimeoutError, DaemonUnreachableError
 from flexd.errors import ConfigError
 from flexd.server.answers import ErrorBody
@@ -33,6 +34,7 @@ ANSWER_SECONDS = 10.0
 PLAN_SECONDS = 120.0
 """A plan over 10^9 rows takes seconds; this is for a machine that is busy besides."""
 MAX_ANSWER_BYTES = 64 * 2**20
+NO_CREDENTIALS = Credentials()
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -86,8 +88,9 @@ class DaemonClient:
     DaemonTimeoutError.
     """
 
-    def __init__(self, address: DaemonAddress) -> None:
+    def __init__(self, address: DaemonAddress, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._address = address
+        self._credentials = credentials
 
     def status(self) -> Status:
         return self._call("GET", "/v1/status", Status, ANSWER_SECONDS)
@@ -148,17 +151,26 @@ class DaemonClient:
         deadline = time.monotonic() + seconds
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
         # No proxies: the address is this machine, whatever the environment says of others.
+        secured = self._address.url.startswith("https:")
         transport = None if self._address.socket is None else httpx.HTTPTransport(uds=str(self._address.socket))
+        headers = self._credentials.headers(self._address.url)
+        if body is not None:
+            headers["content-type"] = "application/json"
         try:
             with (
                 httpx.Client(
-                    base_url=self._address.url, transport=transport, timeout=timeout, trust_env=False
+                    base_url=self._address.url,
+                    transport=transport,
+                    timeout=timeout,
+                    trust_env=False,
+                    # In the clear there is nothing to verify, and loading the CAs takes a while.
+                    verify=self._credentials.context() if secured else False,
                 ) as client,
                 client.stream(
                     method,
                     path,
                     content=None if body is None else json.dumps(body),
-                    headers={} if body is None else {"content-type": "application/json"},
+                    headers=headers,
                 ) as answer,
             ):
                 parts: list[bytes] = []
@@ -176,7 +188,9 @@ class DaemonClient:
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise DaemonUnreachableError(
                 f"no flexd daemon at {self._address}: {error}",
-                remedy=f"start it (flexd run -c FILE), or name its address with --url, --socket, {URL_VARIABLE} or "
+                remedy=f"see that the CA of its certificate is in {CA_VARIABLE}"
+                if "CERTIFICATE" in str(error).upper()
+                else f"start it (flexd run -c FILE), or name its address with --url, --socket, {URL_VARIABLE} or "
                 f"{SOCKET_VARIABLE}",
             ) from error
         except httpx.TimeoutException as error:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from flexd.cli.client import DEFAULT_URL, SOCKET_VARIABLE, URL_VARIABLE, DaemonAddress, DaemonClient
+from flexd.cli.credentials import Credentials
 from flexd.cli.view import OutputFormat
 
 UrlOption = Annotated[
@@ -25,5 +26,6 @@ BY_HAND = "asked for by hand"
 
 
 def connect(url: str | None, socket: Path | None) -> DaemonClient:
-    """The client of the daemon that options and environment name. Raises ConfigError if they contradict."""
-    return DaemonClient(DaemonAddress.choose(url, socket, os.environ))
+    """The client of the daemon that options and environment name. Raises ConfigError if they contradict or a file that
+    they name cannot be used."""
+    return DaemonClient(DaemonAddress.choose(url, socket, os.environ), Credentials.choose(os.environ))

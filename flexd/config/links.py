@@ -1,4 +1,4 @@
-"""Who is connected to the daemon: training ranks, the people and scrapers of the admin API, other daemons."""
+"""Who is connected to the daemon: training ranks and other daemons."""
 
 from __future__ import annotations
 
@@ -54,36 +54,6 @@ class ControlConfig(Section):
     def _secret_beyond_loopback(cls, value: str, info: ValidationInfo) -> str:
         if info.data.get("secret_file") is None and not is_loopback(value):
             raise ValueError("is reachable from other machines: set control.secret_file, or listen on 127.0.0.1")
-        return value
-
-
-class ServerConfig(Section):
-    """The admin API and the metrics page."""
-
-    unix_socket: Path | None = None
-    """Serve the API on this socket (mode 0600) instead of TCP."""
-    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """Loopback address of the API."""
-    port: Port = 9464
-    """Port of the API; 0 takes any free one."""
-    metrics_listen: str | None = None
-    """``host:port`` of a second, read-only listener with nothing but ``/metrics``, ``/healthz`` and ``/readyz``, for
-    Prometheus and the kubelet. It may bind any address."""
-
-    @field_validator("host")
-    @classmethod
-    def _loopback_only(cls, value: str, info: ValidationInfo) -> str:
-        if info.data.get("unix_socket") is None and not is_loopback(value):
-            raise ValueError(
-                "the admin API binds loopback or server.unix_socket only; server.metrics_listen may bind any address"
-            )
-        return value
-
-    @field_validator("metrics_listen")
-    @classmethod
-    def _host_and_port(cls, value: str | None) -> str | None:
-        if value is not None:
-            split_address(value)
         return value
 
 

@@ -10,8 +10,9 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from flexd.config.availability import HighAvailabilityConfig
 from flexd.config.base import Float, Int, Name, Seconds, Section
-from flexd.config.links import ControlConfig, ScaleOutConfig, ServerConfig
+from flexd.config.links import ControlConfig, ScaleOutConfig
 from flexd.config.planner import PlannerConfig, TopologyConfig
+from flexd.config.server import ServerConfig
 from flexd.config.stream import SketchConfig, StreamConfig
 from flexd.config.text import redacted
 from flexd.keyspace import DTYPE_BYTES, OPTIMIZERS, KeySpace, TableSpec

@@ -19,23 +19,32 @@ from flexd.server.guard import RequestGuard
 from flexd.server.inspect_routes import add_inspection
 from flexd.server.metrics import Metrics
 from flexd.server.plan_report import PlanReport
+from flexd.server.planning_routes import add_planning
 from flexd.server.routing import ERRORS, MAX_SLOW_CALLS, VERB_ERRORS, SlowCalls, json_answer
 from flexd.server.status import Status
-from flexd.server.verbs import PauseRequest, PauseState, ReplanRequest, ReplanResult
+from flexd.server.verbs import PauseRequest, PauseState, ReplanRequest, ReplanResult, replan_status
 
 _log = logging.getLogger(__name__)
 
 
-def create_app(api: DaemonApi, metrics: Metrics, *, loopback_only: bool = True) -> FastAPI:
+def create_app(
+    api: DaemonApi,
+    metrics: Metrics,
+    *,
+    loopback_only: bool = True,
+    on_refused: Callable[[str], None] = lambda _: None,
+) -> FastAPI:
     """The whole admin API.
 
     Args:
-        loopback_only: refuse requests that a web page could have sent (see ``RequestGuard``); false on a unix socket.
+        loopback_only: refuse other host names than loopback's; false on a unix socket and beyond loopback.
+        on_refused: told why, of each request that ``RequestGuard`` refuses.
     """
     app = FastAPI(
         title="flexd",
         version=flexd.__version__,
-        description="Admin API of the flexd daemon. Binds loopback or a unix socket only.",
+        description="Admin API of the flexd daemon. On loopback or a unix socket; beyond, with TLS and tokens or "
+        "client certificates.",
         docs_url=None,
         redoc_url=None,
     )
@@ -43,6 +52,7 @@ def create_app(api: DaemonApi, metrics: Metrics, *, loopback_only: bool = True) 
     _add_error_handlers(app)
     _add_probes(app, api, metrics)
     add_inspection(app, lambda: api.inspect, slow)
+    add_planning(app, lambda: api.planning, slow)
 
     @app.get("/v1/status", response_model=Status, responses=ERRORS)
     def status() -> Response:
@@ -77,8 +87,8 @@ def create_app(api: DaemonApi, metrics: Metrics, *, loopback_only: bool = True) 
     def replan(request: ReplanRequest) -> Response:
         """Plans now, starts the migration and waits at most ``wait_seconds`` for its end."""
         with slow.one():
-            result = api.replan(request.reason, request.wait_seconds)
-        return json_answer(result, 202 if result.outcome in ("accepted", "timed_out") else 200)
+            result = api.replan(request.reason, request.wait_seconds, force=request.force, who=request.who)
+        return json_answer(result, replan_status(result))
 
     @app.post("/v1/pause", response_model=PauseState, responses=VERB_ERRORS)
     def pause(request: PauseRequest) -> Response:
@@ -90,7 +100,7 @@ def create_app(api: DaemonApi, metrics: Metrics, *, loopback_only: bool = True) 
         """Ends a pause."""
         return json_answer(api.resume())
 
-    app.add_middleware(RequestGuard, loopback_only=loopback_only)
+    app.add_middleware(RequestGuard, loopback_only=loopback_only, on_refused=on_refused)
     return app
 
 
@@ -99,7 +109,7 @@ def create_metrics_app(api: DaemonApi, metrics: Metrics) -> FastAPI:
     app = FastAPI(title="flexd metrics", version=flexd.__version__, docs_url=None, redoc_url=None, openapi_url=None)
     _add_error_handlers(app)
     _add_probes(app, api, metrics)
-    app.add_middleware(RequestGuard, loopback_only=False)
+    app.add_middleware(RequestGuard, loopback_only=False, refuse_pages=False)
     return app
 
 

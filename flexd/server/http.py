@@ -15,12 +15,18 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from flexd.config.base import split_address
-from flexd.config.links import ServerConfig
+from flexd.config.base import is_loopback, split_address
+from flexd.config.server import ServerConfig
 from flexd.errors import ApiError
+from flexd.server.access import AccessControl, Refusals
 from flexd.server.api import DaemonApi
+from flexd.server.api_metrics import RefusalsCollector
 from flexd.server.app import create_app, create_metrics_app
 from flexd.server.metrics import Metrics
+from flexd.server.protocol import BoundedProtocol
+from flexd.server.rate import RateLimiter
+from flexd.server.tls import ServerTls
+from flexd.server.tokens import Tokens
 
 BACKLOG = 64
 MAX_CONNECTIONS = 64
@@ -39,6 +45,7 @@ class HttpListener:
         app: what to serve.
         host, port: TCP address; port 0 lets the system choose (see ``address``).
         unix_socket: serve here instead of TCP; the file gets mode 0600 and goes away at ``stop``.
+        tls: serve https.
         max_connections: at one time; more are told to come again (HTTP 503).
         named: key of the host, for error texts.
     """
@@ -50,6 +57,7 @@ class HttpListener:
         host: str = "127.0.0.1",
         port: int = 0,
         unix_socket: Path | None = None,
+        tls: ServerTls | None = None,
         max_connections: int = MAX_CONNECTIONS,
         named: str = "server.host",
     ) -> None:
@@ -57,6 +65,7 @@ class HttpListener:
         self._host = host
         self._port = port
         self._unix_socket = unix_socket
+        self._tls = tls
         self._max_connections = max_connections
         self._named = named
         self._socket: socket.socket | None = None
@@ -67,11 +76,11 @@ class HttpListener:
 
     @property
     def address(self) -> str:
-        """``http://host:port`` with the port that is really bound, or ``unix:PATH``."""
+        """``http://host:port`` (``https`` with TLS) with the port that is really bound, or ``unix:PATH``."""
         if self._unix_socket is not None:
             return f"unix:{self._unix_socket}"
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self.port}"
+        return f"http{'s' if self._tls else ''}://{host}:{self.port}"
 
     @property
     def port(self) -> int:
@@ -92,7 +101,7 @@ class HttpListener:
         config = uvicorn.Config(
             self._app,
             loop="asyncio",
-            http="h11",
+            http=BoundedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -104,6 +113,9 @@ class HttpListener:
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=2,
         )
+        if self._tls is not None:
+            config.load()
+            config.ssl = self._tls.context
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._serve, args=(self._server, self._socket), name="flexd-http", daemon=True
@@ -232,21 +244,37 @@ class DaemonServer:
     Args:
         api: the daemon.
         metrics: its metrics page.
-        config: where to listen.
+        config: where to listen, and for whom.
+
+    Raises:
+        ConfigError: a token file holds no token. ApiError: a certificate cannot be used.
     """
 
     def __init__(self, api: DaemonApi, metrics: Metrics, config: ServerConfig) -> None:
-        on_socket = config.unix_socket is not None
+        refusals = Refusals()
+        tokens = Tokens(config.tokens)
+        loopback_only = config.unix_socket is None and is_loopback(config.host)
         self._admin = HttpListener(
-            create_app(api, metrics, loopback_only=not on_socket),
+            AccessControl(
+                create_app(api, metrics, loopback_only=loopback_only, on_refused=refusals.count),
+                tokens=tokens,
+                clients={} if config.tls is None else config.tls.clients,
+                limiter=RateLimiter(config.requests_per_second, config.request_burst),
+                refusals=refusals,
+            ),
             host=config.host,
             port=config.port,
             unix_socket=config.unix_socket,
+            tls=None if config.tls is None else ServerTls(config.tls, or_tokens=bool(tokens)),
+            max_connections=config.max_connections,
         )
+        metrics.registry.register(RefusalsCollector(refusals.counts))
         self._metrics: HttpListener | None = None
         if config.metrics_listen is not None:
             host, port = split_address(config.metrics_listen)
-            self._metrics = HttpListener(create_metrics_app(api, metrics), host=host, port=port)
+            self._metrics = HttpListener(
+                create_metrics_app(api, metrics), host=host, port=port, max_connections=config.max_connections
+            )
 
     @property
     def address(self) -> str:

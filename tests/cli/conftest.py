@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "server"))
 from fake_daemon import FakeDaemon
 
 from flexd.cli.main import main
-from flexd.config.links import ServerConfig
+from flexd.config.server import ServerConfig
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 

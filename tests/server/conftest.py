@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from fake_daemon import FakeDaemon
 
-from flexd.config.links import ServerConfig
+from flexd.config.server import ServerConfig
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flexd.config.links import ServerConfig
+from flexd.config.server import ServerConfig
 from flexd.errors import ApiError
 from flexd.server.http import DaemonServer, HttpListener
 from flexd.server.metrics import Metrics

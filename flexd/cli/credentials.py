@@ -1,0 +1,82 @@
+"""What the command line shows the daemon, and how it knows that it is the daemon: files named by the environment."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from flexd.config.base import is_loopback
+from flexd.errors import ConfigError
+
+TOKEN_VARIABLE = "FLEXD_TOKEN_FILE"
+CA_VARIABLE = "FLEXD_CA_FILE"
+CERTIFICATE_VARIABLE = "FLEXD_CLIENT_CERT_FILE"
+KEY_VARIABLE = "FLEXD_CLIENT_KEY_FILE"
+MAX_TOKEN_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Nothing of it is needed where the daemon has no ``server.tokens`` and no ``server.tls``.
+
+    Attributes:
+        token: bearer token. ca_file: the CA of the daemon's certificate; default: those of the system.
+        certificate, key: PEM files of the client's own.
+    """
+
+    token: str | None = field(default=None, repr=False)
+    ca_file: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+    @staticmethod
+    def choose(environ: Mapping[str, str]) -> Credentials:
+        """Raises ConfigError: the token file cannot be read or holds none, or a key is named without a certificate."""
+
+        def path(variable: str) -> Path | None:
+            return Path(environ[variable]) if environ.get(variable) else None
+
+        token_file, certificate, key = path(TOKEN_VARIABLE), path(CERTIFICATE_VARIABLE), path(KEY_VARIABLE)
+        if key is not None and certificate is None:
+            raise ConfigError(f"{KEY_VARIABLE} is set without {CERTIFICATE_VARIABLE}", remedy="set both")
+        return Credentials(
+            None if token_file is None else _read_token(token_file), path(CA_VARIABLE), certificate, key
+        )  # fmt: skip
+
+    def headers(self, url: str) -> dict[str, str]:
+        """Raises ConfigError if the token would travel in the clear to another machine."""
+        if self.token is None:
+            return {}
+        target = httpx.URL(url)
+        if target.scheme != "https" and target.host != "flexd" and not is_loopback(target.host):
+            raise ConfigError(f"the token is not sent to {url} in the clear", remedy="use https, or loopback")
+        return {"authorization": f"Bearer {self.token}"}
+
+    def context(self) -> ssl.SSLContext:
+        """Raises ConfigError if a file cannot be used."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file)
+            if self.certificate is not None:
+                context.load_cert_chain(self.certificate, self.key)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{CA_VARIABLE}, {CERTIFICATE_VARIABLE} or {KEY_VARIABLE}: {error}", remedy="give readable PEM files"
+            ) from error
+        return context
+
+
+def _read_token(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            lines = file.read(MAX_TOKEN_BYTES + 1).split()
+    except OSError as error:
+        raise ConfigError(f"{TOKEN_VARIABLE}: {path}: {error.strerror}", remedy="is it yours to read?") from error
+    if not lines or len(lines[0]) > MAX_TOKEN_BYTES or not lines[0].isascii() or lines[0].startswith(b"sha256:"):
+        raise ConfigError(
+            f"{TOKEN_VARIABLE}: {path} holds no token", remedy="the token itself, not its digest, on the first line"
+        )
+    return lines[0].decode("ascii")

@@ -1,0 +1,183 @@
+"""Tokens and their scopes, rates, and what is counted of all that is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_daemon import FakeDaemon
+
+from flexd import secret
+from flexd.config.server import ServerConfig, TokenConfig
+from flexd.errors import ConfigError
+from flexd.server.access import REFUSED_REASONS, current_caller
+from flexd.server.http import DaemonServer
+from flexd.server.metrics import Metrics
+from flexd.server.tokens import Tokens
+
+READ, ADMIN = "the token of the dashboard", "the token of the operator"
+
+
+class Asked(FakeDaemon):
+    """Notes who asked."""
+
+    def _enter(self, *call: object) -> None:
+        super()._enter(*call, current_caller().name)
+
+
+def serve(daemon: FakeDaemon, **config: object) -> DaemonServer:
+    server = DaemonServer(daemon, Metrics(lambda: daemon.figures), ServerConfig(port=0, **config))  # type: ignore[arg-type]
+    server.start()
+    return server
+
+
+def token_configs(directory: Path) -> list[TokenConfig]:
+    (directory / "read").write_text(READ + "\n")
+    (directory / "admin").write_text("sha256:" + hashlib.sha256(ADMIN.encode()).hexdigest())
+    return [
+        TokenConfig(name="dashboard", scope="read", file=directory / "read"),
+        TokenConfig(name="operator", scope="admin", file=directory / "admin"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tokens")
+
+
+@pytest.fixture(scope="module")
+def asked() -> Asked:
+    return Asked()
+
+
+@pytest.fixture(scope="module")
+def guarded(asked: Asked, directory: Path) -> Iterator[str]:
+    server = serve(asked, tokens=token_configs(directory))
+    yield server.address
+    assert server.stop(10)
+
+
+def get(url: str, token: str | None = None, path: str = "/v1/status", method: str = "GET") -> httpx.Response:
+    headers = {} if token is None else {"authorization": f"Bearer {token}"}
+    return httpx.request(method, url + path, headers=headers, timeout=10, json={} if method == "POST" else None)
+
+
+def refused(url: str) -> dict[str, float]:
+    page = get(url, ADMIN, "/metrics").text
+    found = [line.split() for line in page.splitlines() if line.startswith("flexd_api_refused_requests_total{")]
+    return {name.split('"')[1]: float(value) for name, value in found}
+
+
+def test_only_tokens_open_and_each_says_who(guarded: str, asked: Asked) -> None:
+    before = refused(guarded)
+    assert set(before) == set(REFUSED_REASONS)
+    asked.__init__()
+    for token, path in [(None, "/v1/status"), ("guess", "/v1/status"), ("guess again", "/metrics"), (None, "/openapi.json")]:
+        answer = get(guarded, token, path)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (401, "ApiError")
+        assert answer.headers["www-authenticate"] == 'Bearer realm="flexd"'
+    assert httpx.get(guarded + "/v1/status", headers={"authorization": f"Basic {READ}"}).status_code == 401
+    twice = [("authorization", f"Bearer {READ}"), ("authorization", f"Bearer {ADMIN}")]
+    assert httpx.get(guarded + "/v1/status", headers=twice).status_code == 401
+    assert asked.calls == []
+    assert get(guarded, READ).status_code == 200
+    assert get(guarded, ADMIN, "/v1/pause", "POST").json()["changed"] is True
+    assert [call[-1] for call in asked.calls] == ["dashboard", "operator"]
+    after = refused(guarded)
+    assert after["unauthenticated"] - before["unauthenticated"] == 2
+    assert after["unknown_token"] - before["unknown_token"] == 4
+
+
+def test_probes_need_no_token(guarded: str) -> None:
+    assert get(guarded, None, "/healthz").status_code == 200
+    assert get(guarded, None, "/readyz").status_code == 200
+
+
+def test_no_method_but_reading_ones_goes_without_the_admin_scope(guarded: str, asked: Asked) -> None:
+    asked.__init__()
+    routes = get(guarded, READ, "/openapi.json").json()["paths"]
+    tried = 0
+    for path, methods in routes.items():
+        for method in set(methods) - {"get"}:
+            answer = get(guarded, READ, path, method.upper())
+            assert answer.status_code == 403, (method, path)
+            assert "'dashboard' may only read" in answer.json()["error"]["message"]
+            tried += 1
+    assert tried >= 3
+    for method in ("POST", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND"):
+        assert get(guarded, READ, "/v1/status", method).status_code == 403
+    assert asked.calls == []
+    assert asked.paused is False
+
+
+def test_a_body_is_not_read_before_its_sender_is_known(guarded: str, asked: Asked) -> None:
+    asked.__init__()
+    url = httpx.URL(guarded)
+    with socket.create_connection((url.host, url.port or 0), timeout=5) as raw:
+        raw.sendall(b"POST /v1/pause HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000\r\n\r\n{")
+        assert raw.recv(4096).startswith(b"HTTP/1.1 401 ")
+    assert asked.calls == []
+
+
+def test_admin_requests_are_logged_with_who_and_what_became_of_them(
+    guarded: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "flexd.server.access")
+    get(guarded, ADMIN, "/v1/resume", "POST")
+    get(guarded, READ)
+    said = [(r.caller, r.method, r.path, r.status) for r in caplog.records if r.message == "admin request"]  # type: ignore[attr-defined]
+    assert said == [("operator", "POST", "/v1/resume", 200)]
+    assert ADMIN not in caplog.text + str([vars(record) for record in caplog.records])
+
+
+def test_a_token_is_replaced_without_a_restart(guarded: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secret, "LOOK_SECONDS", 0.0)
+    try:
+        (directory / "read").write_text(f"another token of it\n{READ}\n")
+        assert [get(guarded, token).status_code for token in (READ, "another token of it")] == [200, 200]
+        (directory / "read").write_text("another token of it\n")
+        assert [get(guarded, token).status_code for token in (READ, "another token of it")] == [401, 200]
+    finally:
+        (directory / "read").write_text(READ)
+
+
+def test_one_token_has_one_name(tmp_path: Path) -> None:
+    first, second = token_configs(tmp_path)
+    (tmp_path / "admin").write_text(READ)
+    with pytest.raises(ConfigError, match=r"server\.tokens\[1\]\.file: 'operator' has the token of 'dashboard'"):
+        Tokens([first, second])
+    (tmp_path / "admin").write_text("short")
+    with pytest.raises(ConfigError, match=r"server\.tokens\[1\]\.file: .*fewer than 16 bytes"):
+        Tokens([first, second])
+
+
+def test_too_many_requests_are_told_when_to_come_again(tmp_path: Path) -> None:
+    daemon = FakeDaemon()
+    server = serve(daemon, tokens=token_configs(tmp_path), requests_per_second=0.001, request_burst=3)
+    try:
+        for _ in range(3):
+            assert get(server.address, "a guessed token").status_code == 401
+        answer = get(server.address, "a guessed token")
+        assert (answer.status_code, int(answer.headers["retry-after"])) == (429, 1000)
+        assert "try again in" in answer.json()["error"]["remedy"]
+        # Whoever guesses uses up nobody else's requests.
+        assert [get(server.address, READ).status_code for _ in range(4)] == [200, 200, 200, 429]
+        assert get(server.address, ADMIN).status_code == 200
+        assert get(server.address, None, "/healthz").status_code == 200
+        assert len(daemon.calls) == 4
+        assert refused(server.address)["rate"] == 2
+    finally:
+        assert server.stop(10)
+
+
+def test_without_tokens_a_local_client_has_a_rate_too() -> None:
+    server = serve(FakeDaemon(), requests_per_second=0.001, request_burst=2)
+    try:
+        assert [get(server.address).status_code for _ in range(3)] == [200, 200, 429]
+    finally:
+        assert server.stop(10)
