@@ -223,7 +223,8 @@ def words(rows: int) -> int:
 
 def sync_bytes(layout: RankLayout, placement: Placement, ids: list[set[int]], exchange: str) -> np.ndarray:
     """As ``chain_bytes``, for replicas: per hop, with the requests a bit for each listed row that a peer is asked for
-    and with the answers one for each that I am asked for; then the gradients of the touched ones up, and sums down."""
+    and with the answers one for each that I am asked for; then the gradients of the touched ones up, and sums down.
+    Over a rail of the chain these are all-reduced."""
     sent = np.zeros((layout.world_size, 2), dtype=np.int64)
     nodes, local_ranks, world = layout.nodes, layout.local_ranks, layout.world_size
     tier_of = dict(zip(placement.keys.tolist(), placement.tiers.tolist(), strict=True))
@@ -232,10 +233,12 @@ def sync_bytes(layout: RankLayout, placement: Placement, ids: list[set[int]], ex
     anywhere = set().union(*ids)
     for rank in range(world):
         local, here = layout.local_rank_of(rank), layout.node_of(rank)
-        in_node = set().union(*(ids[peer] for peer in layout.node_ranks(here)))
 
-        def talk(peer: int, mine: set[int], its: set[int], up: set[int], rank: int = rank, here: int = here) -> None:
-            """Rows that the peer is asked for, that it asks me for, and those touched at my station."""
+        def talk(
+            peer: int, mine: set[int], its: set[int], up: set[int], *, anywhere: set[int] = anywhere,
+            rank: int = rank, here: int = here,
+        ) -> None:  # fmt: skip
+            """Rows that the peer is asked for, that it asks me for, and those touched at my station, and at any."""
             if peer == rank:
                 return
             link = int(layout.node_of(peer) != here)
@@ -253,7 +256,9 @@ def sync_bytes(layout: RankLayout, placement: Placement, ids: list[set[int]], ex
             talk(peer, mine, its, ids[rank])
         for peer in layout.rail_ranks(local):
             mine, its = ({key for key in device | node if key % world == r} for r in (peer, rank))
-            talk(peer, mine, its, in_node)
+            talk(peer, mine, its, set(), anywhere=set())
+        union = {key for key in (device | node) & anywhere if key % local_ranks == local}
+        sent[rank, 1] += 2 * ROW * len(union) * (nodes - 1) // nodes
     return sent
 
 
