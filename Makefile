@@ -13,8 +13,10 @@ demo: $(STAMP)
 demo-kafka: $(STAMP)
 	$(BIN)/python tools/demo_kafka.py $(DEMO)
 
+# Most tests wait for other processes: three at a time take two cores well. JOBS=0 runs them one after another.
+JOBS ?= 3
 test: $(STAMP)
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
