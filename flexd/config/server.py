@@ -28,14 +28,28 @@ class TokenConfig(Section):
 class TlsConfig(Section):
     """TLS of the admin API. The files are read again when they change."""
 
-    cert_file: Path
-    """Certificate chain, PEM."""
-    key_file: Path
+    cert_file: Path | None = None
+    """Certificate chain, PEM. Without it the API is served in the clear, which only loopback allows."""
+    key_file: Annotated[Path | None, Field(validate_default=True)] = None
     """Its private key, PEM, without a passphrase."""
     client_ca_file: Path | None = None
     """Clients show a certificate that one of these CAs signed; with ``server.tokens`` they may show a token instead."""
     clients: Annotated[dict[str, ApiScope], Field(max_length=1024)] = {}
     """What a client may do, by the common name of its certificate. A name that is not listed may do nothing."""
+
+    @field_validator("key_file")
+    @classmethod
+    def _both(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if (value is None) != (info.data.get("cert_file") is None):
+            raise ValueError("server.tls.cert_file and server.tls.key_file go together: set both or none")
+        return value
+
+    @field_validator("client_ca_file")
+    @classmethod
+    def _secured(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None and info.data.get("cert_file") is None:
+            raise ValueError("certificates of clients need TLS: set server.tls.cert_file and key_file")
+        return value
 
     @field_validator("clients")
     @classmethod
@@ -52,7 +66,7 @@ class ServerConfig(Section):
     """Serve the API on this socket (mode 0600) instead of TCP."""
     tokens: Annotated[list[TokenConfig], Field(max_length=256)] = []
     """Bearer tokens. With any, ``/v1`` and ``/metrics`` of the API need one, on loopback and the socket too."""
-    tls: TlsConfig | None = None
+    tls: TlsConfig = TlsConfig()
     """TLS, and certificates of clients."""
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address of the API. Beyond loopback only with ``server.tls``, and ``server.tokens`` or ``server.tls.clients``."""
@@ -78,8 +92,8 @@ class ServerConfig(Section):
 
     @field_validator("tls")
     @classmethod
-    def _tls_is_for_tcp(cls, value: TlsConfig | None, info: ValidationInfo) -> TlsConfig | None:
-        if value is not None and info.data.get("unix_socket") is not None:
+    def _tls_is_for_tcp(cls, value: TlsConfig, info: ValidationInfo) -> TlsConfig:
+        if value.cert_file is not None and info.data.get("unix_socket") is not None:
             raise ValueError("is not used on server.unix_socket: leave one of them out")
         return value
 
@@ -89,7 +103,7 @@ class ServerConfig(Section):
         if info.data.get("unix_socket") is not None or is_loopback(value):
             return value
         tls = info.data.get("tls")
-        if tls is None:
+        if tls is None or tls.cert_file is None:
             raise ValueError("is reachable from other machines: set server.tls, or listen on 127.0.0.1")
         if not info.data.get("tokens") and not tls.clients:
             raise ValueError("is reachable from other machines: set server.tokens or server.tls.clients")

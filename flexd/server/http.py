@@ -258,14 +258,14 @@ class DaemonServer:
             AccessControl(
                 create_app(api, metrics, loopback_only=loopback_only, on_refused=refusals.count),
                 tokens=tokens,
-                clients={} if config.tls is None else config.tls.clients,
+                clients=config.tls.clients,
                 limiter=RateLimiter(config.requests_per_second, config.request_burst),
                 refusals=refusals,
             ),
             host=config.host,
             port=config.port,
             unix_socket=config.unix_socket,
-            tls=None if config.tls is None else ServerTls(config.tls, or_tokens=bool(tokens)),
+            tls=ServerTls(config.tls, or_tokens=bool(tokens)) if config.tls.cert_file else None,
             max_connections=config.max_connections,
         )
         metrics.registry.register(RefusalsCollector(refusals.counts))

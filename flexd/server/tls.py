@@ -30,14 +30,16 @@ class ServerTls:
     """
 
     def __init__(self, config: TlsConfig, *, or_tokens: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._config = config
+        if config.cert_file is None or config.key_file is None:
+            raise ApiError("server.tls has no certificate", remedy="set server.tls.cert_file and key_file")
+        self._files = (config.cert_file, config.key_file)
         self._clock = clock
         self._looked_at = clock()
         self._seen = self._identity()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            context.load_cert_chain(config.cert_file, config.key_file, _no_passphrase)
+            context.load_cert_chain(*self._files, _no_passphrase)
         except (OSError, ValueError) as error:
             raise ApiError(
                 f"server.tls: {config.cert_file} with {config.key_file}: {_why(error)}",
@@ -67,16 +69,16 @@ class ServerTls:
         try:
             # Tried on another context first: a key that does not fit would leave this one without any.
             trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            trial.load_cert_chain(self._config.cert_file, self._config.key_file, _no_passphrase)
-            context.load_cert_chain(self._config.cert_file, self._config.key_file, _no_passphrase)
+            trial.load_cert_chain(*self._files, _no_passphrase)
+            context.load_cert_chain(*self._files, _no_passphrase)
         except (OSError, ValueError) as error:
             logger.error("server.tls: the new certificate is not used: %s", _why(error))
         else:
-            logger.info("server.tls: %s has changed and is used for new connections", self._config.cert_file)
+            logger.info("server.tls: %s has changed and is used for new connections", self._files[0])
 
     def _identity(self) -> tuple[object, ...]:
         try:
-            files = [os.stat(path) for path in (self._config.cert_file, self._config.key_file)]
+            files = [os.stat(path) for path in self._files]
         except OSError:
             return ()
         return tuple((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in files)
