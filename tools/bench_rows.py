@@ -1,0 +1,166 @@
+"""One rank without a network: look-up and update against ``torch.nn.Embedding``, and the parts a look-up is made of.
+
+    python tools/bench_rows.py [--quick] [--json] [--device cuda]
+
+A step is look-up, backward of a sum, update; ``nn.Embedding`` has sparse gradients and torch's own optimizer, so both
+touch the looked-up rows alone. Figures are medians. The memory limit of an update is what it must move, gradients in,
+rows and state in and out, at the rate of a copy of 256 MiB on the same device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from bench_report import last_line
+
+import flexd
+from flexd.embedding import optimizer as optimizers
+from flexd.embedding.dedup import MAX_TABLE_ROWS, Dedup
+from flexd.layout import RankLayout
+
+DIM, SKEW = 64, 1.05
+PEERS: dict[str, tuple[Any, Callable[[Any], torch.optim.Optimizer]]] = {
+    "sgd": (flexd.SGD(lr=0.01), lambda p: torch.optim.SGD(p, lr=0.01)),
+    "adagrad": (flexd.Adagrad(lr=0.01), lambda p: torch.optim.Adagrad(p, lr=0.01)),
+    "adam": (flexd.Adam(lr=0.01), lambda p: torch.optim.SparseAdam(p, lr=0.01)),
+}
+NO_PEER = {"rowwise_adagrad": flexd.RowWiseAdagrad(lr=0.01), "rowwise_adam": flexd.RowWiseAdam(lr=0.01)}
+STATE_NUMBERS = {"sgd": 0, "adagrad": DIM, "adam": 2 * DIM, "rowwise_adagrad": 1, "rowwise_adam": DIM + 1}
+
+
+def median_seconds(run: Callable[[], object], device: torch.device, repeat: int) -> float:
+    seconds = []
+    for _ in range(repeat + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return float(np.median(seconds[2:]))
+
+
+def zipf_ids(rows: int, count: int, device: torch.device) -> torch.Tensor:
+    share = np.arange(1, rows + 1) ** -SKEW
+    rng = np.random.default_rng(1)
+    at = np.searchsorted(np.cumsum(share / share.sum()), rng.random(count)).clip(max=rows - 1)
+    return torch.from_numpy(rng.permutation(rows)[at]).to(device)
+
+
+def steps(rows: int, ids: torch.Tensor, device: torch.device, repeat: int) -> dict[str, dict[str, float]]:
+    """Million looked-up ids a second, by optimizer."""
+    found = {}
+    for name, (ours, theirs) in PEERS.items():
+        table = flexd.EmbeddingTable("item", rows, DIM)
+        collection = flexd.EmbeddingCollection([table], optimizer=ours, layout=RankLayout(1, 1), device=device)
+        batch = {"item": flexd.Jagged(ids, torch.tensor([len(ids)], device=device))}
+        plain = torch.nn.Embedding(rows, DIM, sparse=True, device=device)
+        peer = theirs(plain.parameters())
+
+        def flexd_step(collection: flexd.EmbeddingCollection = collection, batch: Any = batch) -> None:
+            collection(batch)["item"].values.sum().backward()
+            collection.optimizer.step()
+
+        def plain_step(plain: torch.nn.Embedding = plain, peer: torch.optim.Optimizer = peer) -> None:
+            plain(ids).sum().backward()
+            peer.step()
+            peer.zero_grad()
+
+        # In turns, so that both see the same moments of the machine.
+        a, b = median_seconds(flexd_step, device, repeat), median_seconds(plain_step, device, repeat)
+        found[name] = {"flexd": len(ids) / a / 1e6, "nn.Embedding": len(ids) / b / 1e6, "times": b / a}
+    return found
+
+
+def updates(rows: int, distinct: int, device: torch.device, repeat: int) -> dict[str, dict[str, float]]:
+    """Million rows a second of the update alone, in blocks and in one piece, and its share of the memory's rate."""
+    source = torch.empty(2**26, device=device)
+    target = torch.empty_like(source)
+    rate = 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device, repeat)
+    index = torch.randperm(rows, device=device)[:distinct]
+    grads = torch.randn(distinct, DIM, device=device)
+    found = {"copy": {"gigabytes_per_second": rate / 1e9}}
+    block = optimizers._BLOCK_NUMBERS
+    for name, ours in {**{name: pair[0] for name, pair in PEERS.items()}, **NO_PEER}.items():
+        values = torch.zeros(rows, DIM, device=device)
+        state = torch.zeros(rows, STATE_NUMBERS[name], device=device)
+
+        def run(ours: Any = ours, values: torch.Tensor = values, state: torch.Tensor = state) -> None:
+            ours.update(values, state, index, grads, 1)
+
+        seconds = median_seconds(run, device, repeat)
+        try:
+            optimizers._BLOCK_NUMBERS = 1 << 62
+            whole = median_seconds(run, device, repeat)
+        finally:
+            optimizers._BLOCK_NUMBERS = block
+        moved = 4 * distinct * (DIM + 2 * (DIM + STATE_NUMBERS[name]))
+        found[name] = {
+            "blocks": distinct / seconds / 1e6, "one piece": distinct / whole / 1e6,
+            "share of the memory limit": moved / seconds / rate,
+        }  # fmt: skip
+    return found
+
+
+def distinct_ids(rows: int, ids: torch.Tensor, device: torch.device, repeat: int) -> dict[str, float]:
+    finder = Dedup(0, rows, device)
+    ours = median_seconds(lambda: finder.find(ids), device, repeat)
+    theirs = median_seconds(lambda: torch.unique(ids, return_inverse=True), device, repeat)
+    return {"flexd": len(ids) / ours / 1e6, "torch.unique": len(ids) / theirs / 1e6, "times": theirs / ours}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="under a minute")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    repeat = 7 if arguments.quick else 31
+    rows = 200_000 if arguments.quick else 1_000_000
+    sizes = [25_600] if arguments.quick else [25_600, 204_800]
+    figures: dict[str, Any] = {"rows": rows, "dim": DIM, "zipf": SKEW}
+    for count in sizes:
+        ids = zipf_ids(rows, count, device)
+        unique = len(torch.unique(ids))
+        print(f"\n{count:,} ids of {rows:,} rows x {DIM} float32 on {device}, Zipf {SKEW}: {unique:,} distinct")
+        of_size = figures[f"{count} ids"] = {
+            "step": steps(rows, ids, device, repeat),
+            "update": updates(rows, unique, device, repeat),
+            "distinct": distinct_ids(rows, ids, device, repeat),
+        }
+        for name, step in of_size["step"].items():
+            print(
+                f"  step, {name:<16} M ids/s  flexd {step['flexd']:7.2f}   nn.Embedding {step['nn.Embedding']:7.2f}"
+                f"   {step['times']:.2f} times"
+            )
+        copied = of_size["update"]["copy"]["gigabytes_per_second"]
+        print(f"  a copy moves {copied:.1f} GB/s")
+        for name, update in of_size["update"].items():
+            if name != "copy":
+                print(
+                    f"  update, {name:<14} M rows/s  in blocks {update['blocks']:7.2f}   in one piece "
+                    f"{update['one piece']:7.2f}   {update['share of the memory limit']:.0%} of the memory limit"
+                )
+        found = of_size["distinct"]
+        print(
+            f"  distinct ids           M ids/s  flexd {found['flexd']:7.1f}   torch.unique {found['torch.unique']:7.1f}"
+            f"   {found['times']:.2f} times"
+        )
+    ids = torch.randint(0, MAX_TABLE_ROWS + 1, (sizes[-1],), device=device)
+    figures["distinct beyond the table"] = distinct_ids(MAX_TABLE_ROWS + 1, ids, device, repeat)
+    if arguments.json:
+        print(last_line(figures, []))
+
+
+if __name__ == "__main__":
+    main()
