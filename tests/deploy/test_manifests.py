@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
 from flexd.config.base import split_address
 from flexd.config.load import parse_config
@@ -108,24 +107,6 @@ def test_dockerfile():
         if line.startswith("COPY") and "--from" not in line:
             for source in line.split()[1:-1]:
                 assert f"!{source.removeprefix('./')}" in ignored, f"{source} is not in the build context"
-
-
-def test_rules_name_metrics_and_labels_that_exist():
-    page, _ = Metrics(lambda: FIGURES).render()
-    text = page.decode()
-    known = set(re.findall(r"^# TYPE (flexd_\w+) ", text, re.MULTILINE))
-    known |= {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
-    known |= {f"{name}{suffix}" for name in known for suffix in ("_sum", "_count")}
-    rules = yaml.safe_load((REPOSITORY / "deploy" / "prometheus" / "flexd.rules.yaml").read_text())
-    named = set()
-    for group in rules["groups"]:
-        for rule in group["rules"]:
-            named |= set(re.findall(r"\bflexd_\w+", rule["expr"]))
-            if "alert" in rule:
-                assert rule["labels"]["severity"] in ("info", "warning", "critical")
-                assert set(rule["annotations"]) == {"summary", "description"}
-    assert len(named) > 10
-    assert named <= known
 
 
 def test_chart_and_package_have_one_version():

@@ -1,0 +1,109 @@
+"""Alerts: their rules, their unit tests, their sections in the runbook, and the metrics they name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import yaml
+from ops_tools import ROOT, run_tool
+from prometheus_client.parser import text_string_to_metric_families
+
+from flexd.server.figures import DaemonFigures, ScaleOutFigures
+from flexd.server.metrics import Metrics
+
+RULES = ROOT / "deploy" / "prometheus" / "flexd.rules.yaml"
+TESTS = ROOT / "deploy" / "prometheus" / "flexd.tests.yaml"
+RUNBOOK = ROOT / "docs" / "runbook.md"
+FIGURES = DaemonFigures(job="j", version="1", started_unix_seconds=0.0, scale_out=ScaleOutFigures())
+
+
+def rules() -> list[dict]:
+    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+
+
+def alerts() -> dict[str, dict]:
+    return {rule["alert"]: rule for rule in rules() if "alert" in rule}
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def known_metrics() -> set[str]:
+    text = Metrics(lambda: FIGURES).render()[0].decode()
+    known = set(re.findall(r"^# TYPE (flexd_\w+) ", text, re.MULTILINE))
+    known |= {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    return known | {f"{name}{suffix}" for name in known for suffix in ("_sum", "_count")}
+
+
+def test_every_alert_says_what_to_do():
+    found = alerts()
+    assert len(found) >= 20
+    for name, alert in found.items():
+        assert alert["labels"]["severity"] in ("info", "warning", "critical"), name
+        assert set(alert["annotations"]) == {"summary", "description", "runbook_url"}, name
+
+
+def test_every_runbook_url_leads_to_a_section_and_every_section_is_of_an_alert():
+    links = {name: alert["annotations"]["runbook_url"] for name, alert in alerts().items()}
+    known = anchors(RUNBOOK)
+    for name, link in links.items():
+        page, _, anchor = link.partition("#")
+        assert ROOT / page == RUNBOOK, name
+        assert anchor == name.lower()
+        assert anchor in known, f"docs/runbook.md has no section {name}"
+    sections = re.findall(r"^## (.*)$", RUNBOOK.read_text(), re.MULTILINE)
+    assert sections == list(links)
+
+
+def test_links_within_the_runbook_have_a_section():
+    for anchor in re.findall(r"\]\(#([\w-]+)\)", RUNBOOK.read_text()):
+        assert anchor in anchors(RUNBOOK)
+
+
+def test_rules_name_metrics_that_exist():
+    named = {name for rule in rules() for name in re.findall(r"\bflexd_\w+", rule["expr"])}
+    assert len(named) > 20
+    assert named <= known_metrics()
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    used = {name for rule in rules() for name in re.findall(r"\bflexd:\w+:\w+", rule["expr"])}
+    assert used <= recorded
+
+
+def test_every_alert_is_tested_to_fire_and_to_be_quiet():
+    names = [test["name"] for test in yaml.safe_load(TESTS.read_text())["tests"]]
+    for alert in alerts():
+        assert f"{alert} fires" in names
+        assert any(name.startswith(f"{alert} is quiet: ") for name in names)
+    for test in yaml.safe_load(TESTS.read_text())["tests"]:
+        alert, _, _ = test["name"].partition(" ")
+        values = [sample["value"] for check in test["promql_expr_test"] for sample in check["exp_samples"]]
+        assert all(f'alertname="{alert}"' in check["expr"] for check in test["promql_expr_test"])
+        assert values[-1] == (1 if test["name"].endswith(" fires") else 0), test["name"]
+
+
+def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return run_tool("promtool", *arguments, seconds=200)
+
+
+def test_promtool_takes_the_rules():
+    done = promtool("check", "rules", RULES)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_alerts_fire_and_are_quiet():
+    done = promtool("test", "rules", TESTS)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_settings_that_the_runbook_names_exist():
+    documented = (ROOT / "docs" / "configuration.md").read_text()
+    sections = set(re.findall(r"^## `([a-z_]+)`", documented, re.MULTILINE))
+    named = re.findall(r"`([a-z_]+)\.([a-z_]+)`", RUNBOOK.read_text())
+    for section, key in [(section, key) for section, key in named if section in sections]:
+        body = documented.split(f"## `{section}`", 1)[1].split("\n## ", 1)[0]
+        assert f"| `{key}` |" in body, f"{section}.{key}"
