@@ -153,7 +153,7 @@ class DaemonClient:
         # No proxies: the address is this machine, whatever the environment says of others.
         secured = self._address.url.startswith("https:")
         transport = None if self._address.socket is None else httpx.HTTPTransport(uds=str(self._address.socket))
-        headers = self._credentials.headers(self._address.url)
+        headers = self._credentials.headers(self._address.url, over_socket=self._address.socket is not None)
         if body is not None:
             headers["content-type"] = "application/json"
         try:

@@ -47,12 +47,12 @@ class Credentials:
             None if token_file is None else _read_token(token_file), path(CA_VARIABLE), certificate, key
         )  # fmt: skip
 
-    def headers(self, url: str) -> dict[str, str]:
+    def headers(self, url: str, *, over_socket: bool) -> dict[str, str]:
         """Raises ConfigError if the token would travel in the clear to another machine."""
         if self.token is None:
             return {}
         target = httpx.URL(url)
-        if target.scheme != "https" and target.host != "flexd" and not is_loopback(target.host):
+        if not over_socket and target.scheme != "https" and not is_loopback(target.host):
             raise ConfigError(f"the token is not sent to {url} in the clear", remedy="use https, or loopback")
         return {"authorization": f"Bearer {self.token}"}
 
@@ -72,7 +72,7 @@ class Credentials:
 def _read_token(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            lines = file.read(MAX_TOKEN_BYTES + 1).split()
+            lines = [line.strip() for line in file.read(MAX_TOKEN_BYTES + 1).splitlines() if line.strip()]
     except OSError as error:
         raise ConfigError(f"{TOKEN_VARIABLE}: {path}: {error.strerror}", remedy="is it yours to read?") from error
     if not lines or len(lines[0]) > MAX_TOKEN_BYTES or not lines[0].isascii() or lines[0].startswith(b"sha256:"):

@@ -1,0 +1,118 @@
+"""Sockets that say nothing, say it slowly, or take no answer: none of them keeps others out for long."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from fake_daemon import FakeDaemon
+
+from flexd.config.server import ServerConfig
+from flexd.server import protocol
+from flexd.server.http import DaemonServer
+from flexd.server.metrics import Metrics
+
+LIMIT = 4
+
+
+@pytest.fixture
+def daemon() -> FakeDaemon:
+    return FakeDaemon()
+
+
+@pytest.fixture
+def served(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[DaemonServer]:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(protocol, "WRITE_SECONDS", 0.3)
+    server = DaemonServer(daemon, Metrics(lambda: daemon.figures), ServerConfig(port=0, max_connections=LIMIT))
+    server.start()
+    yield server
+    assert server.stop(10)
+
+
+def opened(server: DaemonServer, say: bytes = b"") -> socket.socket:
+    raw = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+    raw.sendall(say)
+    return raw
+
+
+def closed_by_server(raw: socket.socket, seconds: float = 10.0) -> bool:
+    raw.settimeout(seconds)
+    try:
+        while raw.recv(65536):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def answers(server: DaemonServer) -> bool:
+    try:
+        return httpx.get(f"{server.address}/healthz", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def soon(condition) -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /heal", b"POST /v1/pause HTTP/1.1\r\nHost: localhost\r\nX-Filler: "])
+def test_a_head_that_does_not_come_ends_the_connection(served: DaemonServer, daemon: FakeDaemon, said: bytes) -> None:
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(opened(served, said)) for _ in range(LIMIT)]
+        assert all(closed_by_server(raw) for raw in idle)
+        assert answers(served)
+    assert daemon.calls == []
+
+
+def test_a_head_that_trickles_in_has_the_same_deadline(served: DaemonServer) -> None:
+    with opened(served) as raw, contextlib.suppress(ConnectionError):
+        for byte in b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 1000:
+            raw.send(bytes([byte]))
+            time.sleep(0.01)
+        pytest.fail("it could go on for ever")
+
+
+def test_the_deadline_holds_for_the_second_request_of_a_connection_too(served: DaemonServer) -> None:
+    with opened(served, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n") as raw:
+        assert raw.recv(65536).startswith(b"HTTP/1.1 200 ")
+        raw.sendall(b"GET /healthz HT")
+        assert closed_by_server(raw)
+
+
+def test_connections_are_bounded_also_those_that_are_turned_away(served: DaemonServer) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(LIMIT):
+            stack.enter_context(opened(served))
+        assert soon(lambda: httpx.get(f"{served.address}/healthz", timeout=5).status_code == 503)
+        many = [stack.enter_context(opened(served)) for _ in range(protocol.REFUSED_CONNECTIONS * LIMIT)]
+        assert closed_by_server(many[-1], 0.4)
+    assert soon(lambda: answers(served))
+
+
+def test_who_takes_no_answer_is_cut_off(served: DaemonServer, daemon: FakeDaemon) -> None:
+    daemon.figures = daemon.figures.__class__(job="j" * 12_000_000, version="1", started_unix_seconds=1.0)
+    with contextlib.ExitStack() as stack:
+        for _ in range(LIMIT - 1):
+            raw = stack.enter_context(socket.socket())
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.settimeout(5)
+            raw.connect(("127.0.0.1", served.port))
+            raw.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        server = served._admin._server
+        assert server is not None
+        assert soon(lambda: server.server_state.total_requests >= LIMIT - 1)
+        assert soon(lambda: not server.server_state.connections)
+        assert answers(served)

@@ -1,0 +1,201 @@
+"""The API over TLS: certificates of clients as who they are, and a new certificate of the server without a restart."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trustme
+from fake_daemon import FakeDaemon
+
+from flexd.cli.client import DaemonAddress, DaemonClient
+from flexd.cli.credentials import Credentials
+from flexd.cli.exit_codes import DaemonRefusedError, DaemonUnreachableError
+from flexd.config.server import ServerConfig, TlsConfig, TokenConfig
+from flexd.errors import ApiError, ConfigError
+from flexd.server import tls
+from flexd.server.access import current_caller
+from flexd.server.http import DaemonServer
+from flexd.server.metrics import Metrics
+
+TOKEN = "the token of the operator"
+
+
+class Asked(FakeDaemon):
+    def _enter(self, *call: object) -> None:
+        super()._enter(*call, current_caller().name)
+
+
+class Certificates:
+    """A CA and what it has signed, as files."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.ca = trustme.CA()
+        self.ca_file = directory / "ca.pem"
+        self.ca.cert_pem.write_to_path(str(self.ca_file))
+        self.server = self.issue("server", "127.0.0.1")
+
+    def issue(self, name: str, *addresses: str, ca: trustme.CA | None = None) -> tuple[Path, Path]:
+        issued = (ca or self.ca).issue_cert(*addresses or (f"{name}.test",), common_name=name)
+        certificate, key = self.directory / f"{name}.pem", self.directory / f"{name}.key"
+        issued.cert_chain_pems[0].write_to_path(str(certificate))
+        issued.private_key_pem.write_to_path(str(key))
+        return certificate, key
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+def serve(certificates: Certificates) -> Iterator[Callable[..., tuple[Asked, str]]]:
+    started: list[DaemonServer] = []
+
+    def start(*, with_tokens: bool = False, **config: Any) -> tuple[Asked, str]:
+        certificate, key = certificates.server
+        tokens = []
+        if with_tokens:
+            (certificates.directory / "token").write_text(TOKEN)
+            tokens = [TokenConfig(name="tool", scope="admin", file=certificates.directory / "token")]
+        settings = TlsConfig(
+            cert_file=certificate, key_file=key, client_ca_file=certificates.ca_file,
+            clients={"dashboard": "read", "operator": "admin"},
+        )  # fmt: skip
+        daemon = Asked()
+        server = DaemonServer(
+            daemon, Metrics(lambda: daemon.figures), ServerConfig(port=0, tls=settings, tokens=tokens, **config)
+        )
+        server.start()
+        started.append(server)
+        return daemon, server.address
+
+    yield start
+    for server in started:
+        assert server.stop(10)
+
+
+def client(certificates: Certificates, url: str, name: str | None = None, token: str | None = None) -> DaemonClient:
+    certificate, key = certificates.issue(name) if name else (None, None)
+    return DaemonClient(DaemonAddress(url), Credentials(token, certificates.ca_file, certificate, key))
+
+
+def test_a_certificate_says_who_and_what_they_may(certificates: Certificates, serve: Any) -> None:
+    daemon, url = serve()
+    assert url.startswith("https://127.0.0.1:")
+    assert client(certificates, url, "dashboard").status().job == "job"
+    assert client(certificates, url, "operator").pause("x").paused
+    assert daemon.calls == [("status", "dashboard"), ("pause", "x", "operator")]
+    with pytest.raises(DaemonRefusedError, match="'dashboard' may only read"):
+        client(certificates, url, "dashboard").resume()
+    with pytest.raises(DaemonRefusedError, match="'stranger' may do nothing here"):
+        client(certificates, url, "stranger").status()
+    assert len(daemon.calls) == 2
+
+
+def test_nobody_else_gets_in(certificates: Certificates, serve: Any, tmp_path: Path) -> None:
+    daemon, url = serve()
+    with pytest.raises(DaemonUnreachableError):
+        client(certificates, url).status()
+    other = Certificates(tmp_path)
+    impostor = Credentials(None, certificates.ca_file, *other.issue("operator"))
+    with pytest.raises(DaemonUnreachableError):
+        DaemonClient(DaemonAddress(url), impostor).pause("x")
+    with pytest.raises(DaemonUnreachableError, match="FLEXD_CA_FILE"):
+        DaemonClient(DaemonAddress(url), Credentials(None, other.ca_file)).status()
+    with pytest.raises(httpx.TransportError):
+        httpx.get(url.replace("https", "http") + "/v1/status", timeout=5)
+    assert daemon.calls == []
+
+
+def test_with_tokens_either_will_do(certificates: Certificates, serve: Any) -> None:
+    daemon, url = serve(with_tokens=True)
+    client(certificates, url, token=TOKEN).pause("x")
+    client(certificates, url, "dashboard").status()
+    # A token that is shown counts, whatever certificate comes with it.
+    client(certificates, url, "dashboard", TOKEN).resume()
+    assert [call[-1] for call in daemon.calls] == ["tool", "dashboard", "tool"]
+    for name, token in [(None, None), ("operator", "a guessed token")]:
+        with pytest.raises(DaemonRefusedError) as caught:
+            client(certificates, url, name, token).status()
+        assert caught.value.status == 401
+    assert len(daemon.calls) == 3
+
+
+def test_a_page_of_another_site_cannot_use_a_browsers_certificate(certificates: Certificates, serve: Any) -> None:
+    daemon, url = serve()
+    context = ssl.create_default_context(cafile=certificates.ca_file)
+    context.load_cert_chain(*certificates.issue("operator"))
+    with httpx.Client(verify=context, timeout=10) as browser:
+        assert browser.post(f"{url}/v1/pause", json={}, headers={"origin": "https://evil.example"}).status_code == 403
+        assert daemon.calls == []
+        assert browser.post(f"{url}/v1/pause", json={}, headers={"origin": url}).status_code == 200
+
+
+def test_old_versions_of_tls_are_refused(certificates: Certificates) -> None:
+    certificate, key = certificates.server
+    context = tls.ServerTls(TlsConfig(cert_file=certificate, key_file=key), or_tokens=False).context
+    assert context.minimum_version is ssl.TLSVersion.TLSv1_2
+
+
+def test_a_new_certificate_is_served_and_a_bad_one_is_not(
+    certificates: Certificates, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "LOOK_SECONDS", 0.0)
+    _, url = serve()
+    port = httpx.URL(url).port
+
+    def served() -> str:
+        return ssl.get_server_certificate(("127.0.0.1", port), timeout=5)
+
+    # The tests' own server asks for a client's certificate after it has shown its own.
+    before = served()
+    certificates.server[1].write_text("no key")
+    assert served() == before
+    certificates.issue("server", "127.0.0.1")
+    assert {served() for _ in range(3)} != {before}
+    assert served() == certificates.server[0].read_text().strip() + "\n"
+
+
+@pytest.mark.parametrize(("file", "said"), [("cert_file", "server.tls: "), ("client_ca_file", "client_ca_file: ")])
+def test_files_that_are_no_certificates_are_named(
+    certificates: Certificates, tmp_path: Path, file: str, said: str
+) -> None:
+    certificate, key = certificates.server
+    bad = tmp_path / "bad.pem"
+    for content in (None, "no PEM"):
+        if content is not None:
+            bad.write_text(content)
+        files = {"cert_file": certificate, "key_file": key, "client_ca_file": certificates.ca_file, file: bad}
+        with pytest.raises(ApiError, match=f"{said}.*bad.pem"):
+            tls.ServerTls(TlsConfig(**files), or_tokens=False)
+
+
+def test_the_command_line_sends_no_token_in_the_clear(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    credentials = Credentials.choose({"FLEXD_TOKEN_FILE": str(tmp_path / "token")})
+    assert TOKEN not in repr(credentials)
+    shown = {"authorization": f"Bearer {TOKEN}"}
+    assert credentials.headers("https://pod.example:9464", over_socket=False) == shown
+    assert credentials.headers("http://[::1]:9464", over_socket=False) == shown
+    assert credentials.headers("http://flexd", over_socket=True) == shown
+    for url in ("http://pod.example:9464", "http://flexd"):
+        with pytest.raises(ConfigError, match=f"not sent to {url} in the clear"):
+            credentials.headers(url, over_socket=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "No such file"), ("\n", "holds no token"), ("sha256:" + "0" * 64, "holds no token")]
+)
+def test_token_files_of_the_command_line(tmp_path: Path, content: str | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / "token").write_text(content)
+    with pytest.raises(ConfigError, match=f"FLEXD_TOKEN_FILE: .*{said}"):
+        Credentials.choose({"FLEXD_TOKEN_FILE": str(tmp_path / "token")})
+    with pytest.raises(ConfigError, match="FLEXD_CLIENT_KEY_FILE is set without"):
+        Credentials.choose({"FLEXD_CLIENT_KEY_FILE": "k"})
