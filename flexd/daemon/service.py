@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from flexd import faults
 from flexd.allocator import keep_freed_memory
@@ -78,7 +79,7 @@ class Daemon:
         state, holds = self._leadership.state_dir, self._leadership.holds
         self._state_lock = StateLock(state)
         cluster = parts.make_cluster(config)
-        control = parts.control_options(config)
+        control = replace(parts.control_options(config), term=self._leadership.term)
         letters = config.stream.dead_letters
         self._training = TrainingMonitor()
         self._journal = PlacementJournal(state / "placement")
@@ -101,7 +102,9 @@ class Daemon:
         if self._leader is not None:
             self._leader.attach(self._ingestor)
         tap = source if isinstance(source, TapSource) else None
-        self._coordinator = Coordinator(control, keyspace, self._journal, self._take_report, self._take_event, tap)
+        self._coordinator = Coordinator(
+            control, keyspace, self._journal, self._take_report, self._take_event, tap, may_act=holds
+        )
         plan_log = PlanLog(state / "plans.jsonl")
         self._planning = Planning(
             config, keyspace, cluster, self._ingestor.profile, self._coordinator, self._training,
