@@ -114,8 +114,7 @@ def test_ranks_go_on_with_the_next_leader_and_refuse_a_deposed_one(host: Callabl
 
         resumed = host(tmp_path / "term-1", port=first.port, term=1)
         second.close()
-        until(lambda: all(rank.agent.counters.get("stale", 0) >= 2 for rank in ranks.ranks), what=ranks.state())
-        until(lambda: "a daemon of term 1, term 2 has begun" in ranks.state())
+        until(lambda: all(rank.agent.counters.get("stale", 0) >= 2 for rank in ranks.ranks))
         assert resumed.coordinator.live() is None
         third = host(tmp_path / "term-3", port=other_port, term=3)
         until(third.ready, what=ranks.state())
