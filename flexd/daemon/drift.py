@@ -43,8 +43,8 @@ class DriftMonitor:
     The reference is what the placement cost under the profile it was planned from. Only its prices are kept (three
     numbers a table), not that profile. It is replaced
 
-    - by every plan that is made, also by one that moves nothing: the planner has seen the present profile and left
-      things as they are, so drift counts from there. This is why drift cannot ask for the same plan twice;
+    - by every plan that is carried out, also by one that moves nothing: the planner has seen the present profile and
+      left things as they are, so drift counts from there. This is why drift cannot ask for the same plan twice;
     - by the present profile when two evaluations in a row find none for the live placement and ranks: after a migration
       that was cut short, a topology change without a plan, a restart whose snapshot has another placement.
 
@@ -109,9 +109,9 @@ class DriftMonitor:
         """Since the newest evaluation, NaN before the first."""
         return time.monotonic() - self._evaluated_at
 
-    def planned(self, target: Placement, profile: Profile, layout: RankLayout) -> None:
-        """A plan was made from this profile: what its target costs under it is the reference from now on."""
-        reference = self._price(profile, layout, target)
+    def planned(self, reference: PlacementTraffic) -> None:
+        """A plan is carried out, or was found to change nothing: what its target costs under the profile it was made
+        from is the reference from now on."""
         with self._guard:
             self._reference, self._strange, self._reason, self.newest = reference, None, None, None
 

@@ -20,6 +20,7 @@ from flexd.server.figures import DaemonFigures, SketchFigures
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 from flexd.server.plan_report import PlanReport
+from flexd.server.planning_api import PlanningApi
 from flexd.server.sketch_status import SketchStatus, TableSketchStatus
 from flexd.server.status import Status
 from flexd.server.verbs import PauseState, ReplanResult
@@ -94,7 +95,11 @@ class FollowerDaemon:
     def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
         raise self._refusal()
 
-    def replan(self, reason: str, wait_seconds: float) -> ReplanResult:
+    @property
+    def planning(self) -> PlanningApi:
+        raise self._refusal()
+
+    def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
         raise self._refusal()
 
     def pause(self, reason: str) -> PauseState:

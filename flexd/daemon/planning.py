@@ -20,7 +20,7 @@ from flexd.daemon.plan_log import PlanLog
 from flexd.daemon.plan_settings import plan_limits, running_exchange, training_shape
 from flexd.daemon.proposals import Proposal, Proposals, outdated, refuse_if
 from flexd.daemon.training import TrainingMonitor
-from flexd.daemon.triggers import Trigger, TriggerKind
+from flexd.daemon.triggers import Trigger
 from flexd.errors import PlanError
 from flexd.keyspace import KeySpace
 from flexd.layout import RankLayout

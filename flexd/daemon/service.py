@@ -14,23 +14,26 @@ from flexd.allocator import keep_freed_memory
 from flexd.config.model import Config
 from flexd.control.coordinator import Coordinator
 from flexd.control.journal import PlacementJournal
-from flexd.control.migration_states import MigrationState
 from flexd.control.report import StepReport
+from flexd.control.throttle import Throttle, ThrottleLimits
 from flexd.daemon import parts
+from flexd.daemon.autoplan import AutoPlanner
 from flexd.daemon.drift import DriftMonitor
 from flexd.daemon.explained import explanation
 from flexd.daemon.follower_service import FollowerDaemon
 from flexd.daemon.inspection import Inspection
 from flexd.daemon.leadership import FencedSnapshots, Leadership, alone
 from flexd.daemon.logs import set_up_logging
+from flexd.daemon.pacing import MigrationPacing
 from flexd.daemon.plan_log import PlanLog
+from flexd.daemon.plan_verbs import PlanVerbs
 from flexd.daemon.planning import Planning
 from flexd.daemon.scale_out import LeaderUnit, shared_settings
 from flexd.daemon.state_lock import StateLock
 from flexd.daemon.training import TrainingMonitor
 from flexd.daemon.view import Condition, DaemonView
 from flexd.dead_letters import DeadLetterFile
-from flexd.errors import ApiError, FlexdError
+from flexd.errors import ApiError
 from flexd.ingest import Ingestor
 from flexd.server.answers import ProbeResult
 from flexd.server.explain_report import Explanation
@@ -39,7 +42,7 @@ from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 from flexd.server.plan_report import PlanReport
 from flexd.server.status import Status
-from flexd.server.verbs import PauseState, ReplanOutcome, ReplanResult
+from flexd.server.verbs import PauseState, ReplanResult
 from flexd.stream.tap import TapSource
 
 logger = logging.getLogger("flexd")
@@ -50,13 +53,6 @@ HEALTHY_TICK_SECONDS = 30.0
 _SHARE_INGEST = 0.5
 _SHARE_CONTROL = 0.3
 _SHARE_DRIFT = 0.1
-
-_OUTCOMES: Mapping[MigrationState, ReplanOutcome] = {
-    MigrationState.COMMITTED: "committed",
-    MigrationState.SUPERSEDED: "superseded",
-    MigrationState.ABORTED: "aborted",
-    MigrationState.FAILED: "failed",
-}
 
 
 class Daemon:
@@ -102,21 +98,28 @@ class Daemon:
         if self._leader is not None:
             self._leader.attach(self._ingestor)
         tap = source if isinstance(source, TapSource) else None
+        throttle = Throttle(
+            ThrottleLimits(config.control.throttle.bytes_per_step, config.control.throttle.bytes_per_second)
+        )
         self._coordinator = Coordinator(
-            control, keyspace, self._journal, self._take_report, self._take_event, tap, may_act=holds
+            control, keyspace, self._journal, self._take_report, self._take_event, tap, throttle, may_act=holds
+        )
+        self._pacing = MigrationPacing(
+            config.control, throttle, lambda: self._coordinator.outstanding_chunks, self._world_size
         )
         plan_log = PlanLog(state / "plans.jsonl")
         self._planning = Planning(
             config, keyspace, cluster, self._ingestor.profile, self._coordinator, self._training,
-            plan_log, lambda *made: self._drift.planned(*made),
+            plan_log, lambda reference: self._drift.planned(reference),
         )  # fmt: skip
         self._drift = DriftMonitor(
             config.planner, keyspace, cluster, self._ingestor.profile, self._coordinator, self._planning.migrating,
             self._planning.accesses_per_step, self._ingestor.restored.get("drift_reference"),
         )  # fmt: skip
+        self._auto = AutoPlanner(config.planner, self._planning, self._drift, self._coordinator.live)
         self._view = DaemonView(
             config, keyspace.total_rows, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
-            self._leader,
+            self._auto, self._pacing, self._leader,
         )  # fmt: skip
         self.inspect = Inspection(
             config, keyspace, self._ingestor, self._planning, self._training, self._drift, self._coordinator.live,
@@ -127,10 +130,10 @@ class Daemon:
         self._ticked_at = time.monotonic()
         self._pause_reason: str | None = None
         self._pauses = 0
-        self._planned_generation = 0
-        self._next_plan_at = time.monotonic() + config.planner.interval_seconds
-        self._next_try_at = 0.0
-        self._refusal = ""
+        self.planning = PlanVerbs(
+            self._planning, self._auto, self._pacing, self._coordinator, self._view, self._stopping,
+            lambda: self._pause_reason,
+        )  # fmt: skip
 
     def start(self) -> None:
         """Starts every part; if one fails, those before it are stopped again.
@@ -176,7 +179,8 @@ class Daemon:
     def tick(self) -> None:
         """Plans if it is time to."""
         self._ticked_at = time.monotonic()
-        self._plan_if_due()
+        if self._pause_reason is None:
+            self._auto.tick()
 
     def stop(self, seconds: float) -> bool:
         """The channel first, so that no chunk is begun that the last snapshot does not know; the API last, so that
@@ -196,39 +200,20 @@ class Daemon:
         logger.info("flexd has stopped%s", "" if ended else ", but a part did not end within its deadline")
         return ended
 
-    def _plan_if_due(self) -> None:
-        live = self._coordinator.live()
-        if live is None or not live.ready or self._pause_reason is not None:
-            return
-        now = time.monotonic()
-        settings = self._config.planner
-        new_ranks = live.generation != self._planned_generation
-        early = now >= self._next_try_at
-        drift = self._drift.take_reason() if early else None
-        if now < self._next_plan_at and not (early and (new_ranks or drift)):
-            return
-        self._next_plan_at = now + settings.interval_seconds
-        self._next_try_at = now + max(settings.min_spacing_seconds, TICK_SECONDS)
-        try:
-            plan, _ = self._planning.make("topology changed" if new_ranks else drift or "interval")
-            self._planning.execute(plan)
-        except FlexdError as error:
-            # The remedy names the cause, whatever the figures in the message are now.
-            if error.remedy != self._refusal:
-                logger.info("no plan: %s", error)
-            self._refusal = error.remedy
-            return
-        self._refusal = ""
-        self._planned_generation = live.generation
-
     def _take_report(self, rank: int, report: StepReport) -> None:
         self._training.add(rank, report)
+        self._pacing.add(report)
 
     def _take_event(self, name: str, fields: Mapping[str, object]) -> None:
         if name == "epoch_live":
             self._training.new_generation()
+            self._pacing.new_generation()
         elif name in ("migration_committed", "tap_urgent"):
             self._ingestor.save_soon()
+
+    def _world_size(self) -> int:
+        live = self._coordinator.live()
+        return 1 if live is None else live.layout.world_size
 
     def _condition(self) -> Condition:
         healthy, ready = self.health(), self.ready()
@@ -249,7 +234,7 @@ class Daemon:
         return self._view.status(self._condition())
 
     def plan(self) -> PlanReport:
-        return self._view.plan(*self._planning.make("dry run", dry_run=True))
+        return self.planning.plan()
 
     def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
         known = {each.name: each.rows for each in self._config.tables}
@@ -259,28 +244,8 @@ class Daemon:
             raise ApiError(f"no row {row} in table {table!r}", status=404, remedy=f"0 to {known[table] - 1}")
         return explanation(self._planning.explain(table, row, hottest))
 
-    def replan(self, reason: str, wait_seconds: float) -> ReplanResult:
-        if self._stopping.is_set():
-            raise ApiError("the daemon is shutting down", status=503)
-        if self._pause_reason is not None:
-            raise ApiError(f"paused: {self._pause_reason}", status=409, remedy="flexd resume")
-        plan, live = self._planning.make(reason)
-        report = self._view.plan(plan, live)
-        execution = self._planning.execute(plan)
-        self._next_plan_at = time.monotonic() + self._config.planner.interval_seconds
-        if execution is None:
-            return self._result("unchanged", report, "the live placement is as good as the plan: nothing to move")
-        deadline = time.monotonic() + wait_seconds
-        while time.monotonic() < deadline and not execution.migration.done and not self._stopping.is_set():
-            execution.migration.wait(min(0.5, deadline - time.monotonic()))
-        state = execution.migration.state
-        outcome = _OUTCOMES.get(state, "timed_out" if wait_seconds > 0 else "accepted")
-        result = self._result(outcome, report, f"{len(plan.delta)} rows: migration {state.value}")
-        return result.model_copy(update={"migration": self._view.migration(execution)})
-
-    def _result(self, outcome: ReplanOutcome, plan: PlanReport, message: str) -> ReplanResult:
-        version = self._coordinator.placement().version
-        return ReplanResult(outcome=outcome, plan=plan, placement_version=version, message=message)
+    def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
+        return self.planning.replan(reason, wait_seconds, force=force, who=who)
 
     def pause(self, reason: str) -> PauseState:
         changed = self._pause_reason is None

@@ -11,8 +11,18 @@ from typing import cast
 from flexd import __version__
 from flexd.config.model import Config
 from flexd.control.coordinator import Coordinator
+from flexd.daemon.autoplan import AutoPlanner
 from flexd.daemon.drift import DriftMonitor
+from flexd.daemon.pacing import MigrationPacing
 from flexd.daemon.planning import Execution, Planning
+from flexd.daemon.planning_view import (
+    gate_report,
+    planning_figures,
+    planning_status,
+    throttle_figures,
+    throttle_status,
+)
+from flexd.daemon.proposals import Proposal
 from flexd.daemon.scale_out import LeaderUnit
 from flexd.daemon.scale_out_view import leader_figures, leader_status
 from flexd.daemon.training import TrainingMonitor
@@ -100,6 +110,8 @@ class DaemonView:
         planning: Planning,
         training: TrainingMonitor,
         drift: DriftMonitor,
+        auto: AutoPlanner,
+        pacing: MigrationPacing,
         leader: LeaderUnit | None = None,
     ) -> None:
         self._config = config
@@ -109,11 +121,19 @@ class DaemonView:
         self._planning = planning
         self._training = training
         self._drift = drift
+        self._auto = auto
+        self._pacing = pacing
         self._leader = leader
 
     def plan(self, plan: Plan, live: Placement) -> PlanReport:
         before = {str(tier): count for tier, count in rows_above_home(live).items()}
         return PlanReport.from_summary(plan.summary(), before)
+
+    def proposal(self, proposal: Proposal) -> PlanReport:
+        """With what led to it, and the gates of its profile."""
+        report = self.plan(proposal.plan, proposal.live)
+        trigger, gates = proposal.trigger, tuple(gate_report(gate) for gate in proposal.gates)
+        return report.model_copy(update={"trigger": trigger.kind.value, "who": trigger.who, "gates": gates})
 
     def migration(self, execution: Execution) -> MigrationReport:
         plan, progress = execution.plan, execution.migration.progress
@@ -152,6 +172,8 @@ class DaemonView:
             placement=self._placement(),
             last_plan=None if last is None else self.plan(last, planning.last_live),
             migration=None if execution is None else self.migration(execution),
+            planning=planning_status(self._planning, self._auto),
+            throttle=throttle_status(self._pacing.figures()),
             snapshot=self._snapshot(),
             scale_out=None if self._leader is None else leader_status(self._leader),
         )
@@ -257,6 +279,8 @@ class DaemonView:
             sketch=self._sketch_figures(),
             drift=self._drift_figures(),
             plan=self._plan_figures(),
+            planning=planning_figures(self._planning, self._auto),
+            throttle=throttle_figures(self._pacing.figures()),
             migration=self._migration_figures(),
             placement=self._placement_figures(),
             training=self._training.figures(),

@@ -19,6 +19,7 @@ from flexd.server.answers import ErrorBody, ErrorDetail, ProbeResult
 from flexd.server.explain_report import Explanation
 from flexd.server.inspect_api import InspectApi
 from flexd.server.plan_report import PlanReport
+from flexd.server.planning_api import PlanningApi
 from flexd.server.status import Status
 from flexd.server.verbs import PauseState, ReplanResult
 
@@ -33,6 +34,11 @@ class DaemonApi(Protocol):
     @property
     def inspect(self) -> InspectApi:
         """What shows tables, rows, ranks, traffic and configuration in detail."""
+        ...
+
+    @property
+    def planning(self) -> PlanningApi:
+        """What shows and applies proposals, and throttles migrations."""
         ...
 
     def status(self) -> Status:
@@ -56,8 +62,11 @@ class DaemonApi(Protocol):
         """
         ...
 
-    def replan(self, reason: str, wait_seconds: float) -> ReplanResult:
+    def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
         """Plans now and starts the migration; waits at most ``wait_seconds`` for its end.
+
+        Args:
+            force: also from a profile that is too thin. who: asks for it. Both are recorded.
 
         Returns early when the daemon shuts down. A deadline that passes is no error: the outcome is ``timed_out``
         and the migration goes on.

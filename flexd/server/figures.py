@@ -109,6 +109,50 @@ class PlanFigures:
 
 
 @dataclass(frozen=True)
+class PlanningFigures:
+    """What makes the daemon plan, and what holds it back.
+
+    Attributes:
+        auto, window_open: whether plans are carried out, as far as mode and maintenance windows go.
+        triggers: plans asked for since the daemon started, by what asked.
+        gates: by name: (open, measured, required), of the newest profile.
+        overridden: plans carried out with a closed gate, by gate.
+        proposals: kept plans.
+    """
+
+    auto: bool = True
+    window_open: bool = True
+    triggers: Mapping[str, int] = field(default_factory=dict)
+    gates: Mapping[str, tuple[bool, float, float]] = field(default_factory=dict)
+    overridden: Mapping[str, int] = field(default_factory=dict)
+    proposals: int = 0
+
+
+@dataclass(frozen=True)
+class ThrottleFigures:
+    """What holds migrations back. Bytes are of row values and optimizer state copied.
+
+    Attributes:
+        bytes_per_step, bytes_per_second: in effect; NaN without a limit.
+        adaptive, paused: whether step times slow migrations down, and hold a chunk back now.
+        released_bytes, released_chunks: let go since the daemon started.
+        waiting_seconds: in which a chunk was held, by what it waited for.
+        decisions: of the adaptive controller, by kind (``slowed``, ``sped``, ``paused``).
+        step_seconds: (``without_migration`` or ``migrating``, ``p50`` or ``p90``) -> seconds; NaN if not known.
+    """
+
+    bytes_per_step: float = float("nan")
+    bytes_per_second: float = float("nan")
+    adaptive: bool = False
+    paused: bool = False
+    released_bytes: int = 0
+    released_chunks: int = 0
+    waiting_seconds: Mapping[str, float] = field(default_factory=dict)
+    decisions: Mapping[str, int] = field(default_factory=dict)
+    step_seconds: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class MigrationFigures:
     """Migrations since the daemon started.
 
@@ -261,6 +305,8 @@ class DaemonFigures:
     sketch: SketchFigures = SketchFigures()
     drift: DriftFigures = DriftFigures()
     plan: PlanFigures = PlanFigures()
+    planning: PlanningFigures = PlanningFigures()
+    throttle: ThrottleFigures = ThrottleFigures()
     migration: MigrationFigures = MigrationFigures()
     placement: PlacementFigures = PlacementFigures()
     training: TrainingFigures = TrainingFigures()

@@ -35,6 +35,7 @@ from flexd.server.figures import (
     SnapshotFigures,
     TrainingFigures,
 )
+from flexd.server.planning_metrics import planning_metrics, throttle_metrics
 from flexd.server.scale_out_metrics import scale_out_metrics
 
 
@@ -80,7 +81,9 @@ class FiguresCollector(Collector):
         yield from _sketch(figures.sketch)
         yield from _drift(figures.drift)
         yield from _plan(figures.plan)
+        yield from planning_metrics(figures.planning)
         yield from _migration(figures.migration)
+        yield from throttle_metrics(figures.throttle)
         yield from _placement(figures.placement)
         yield from _training(figures.training)
         yield from _control(figures.control)

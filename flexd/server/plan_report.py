@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from flexd.server.model import Measured, Model
+from flexd.server.planning_report import GateReport, TriggerName
 
 TierName = Literal["HOME", "NODE", "DEVICE"]
 LinkName = Literal["intra_node", "inter_node"]
@@ -148,6 +149,12 @@ class PlanReport(Model):
     """The plan that the live placement came from."""
     reason: str = ""
     """What asked for it."""
+    trigger: TriggerName | None = None
+    """The kind of that; null where only the plan is known."""
+    who: str = ""
+    """Asked for it; ``flexd`` for the daemon itself."""
+    gates: tuple[GateReport, ...] = ()
+    """Whether enough was known to plan; empty where only the plan is known."""
     created_unix_seconds: Measured = None
     """When it was made."""
     topology_generation: int = 0

@@ -8,8 +8,10 @@ from flexd.server.drift_status import DriftStatus
 from flexd.server.migration_report import MigrationReport
 from flexd.server.model import Measured, Model
 from flexd.server.plan_report import PlanReport, RowsByTier
+from flexd.server.planning_report import PlanningStatus
 from flexd.server.scale_out_status import ScaleOutStatus
 from flexd.server.sketch_status import SketchStatus
+from flexd.server.throttle_report import ThrottleStatus
 
 
 class StreamStatus(Model):
@@ -122,6 +124,10 @@ class Status(Model):
     """The newest plan that was made."""
     migration: MigrationReport | None = None
     """The migration in flight, or the newest one."""
+    planning: PlanningStatus = PlanningStatus()
+    """When the daemon plans by itself, and what holds it back."""
+    throttle: ThrottleStatus = ThrottleStatus()
+    """How fast rows may migrate."""
     snapshot: SnapshotStatus = SnapshotStatus()
     """Durable state."""
     scale_out: ScaleOutStatus | None = None

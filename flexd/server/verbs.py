@@ -11,6 +11,7 @@ from flexd.server.model import Model
 from flexd.server.plan_report import PlanReport
 
 MAX_REASON_CHARACTERS = 500
+MAX_WHO_CHARACTERS = 200
 
 
 class ReplanRequest(BaseModel):
@@ -22,6 +23,25 @@ class ReplanRequest(BaseModel):
     """Recorded with the plan."""
     wait_seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 0.0
     """How long to wait for the migration to end; 0 returns as soon as the plan is made."""
+    force: bool = False
+    """Also from a profile that is too thin (a closed gate); recorded."""
+    who: Annotated[str, Field(max_length=MAX_WHO_CHARACTERS)] = ""
+    """Asks for it; recorded."""
+
+
+class ApplyRequest(BaseModel):
+    """Body of ``POST /v1/proposals/{plan_id}/apply``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    reason: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = "applied by hand"
+    """Recorded with the migration."""
+    wait_seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 0.0
+    """How long to wait for the migration to end; 0 returns as soon as it is started."""
+    force: bool = False
+    """Also if it was made from a profile that was too thin; recorded."""
+    who: Annotated[str, Field(max_length=MAX_WHO_CHARACTERS)] = ""
+    """Asks for it; recorded."""
 
 
 class PauseRequest(BaseModel):
@@ -50,6 +70,11 @@ class ReplanResult(Model):
     """The version that every rank has agreed on."""
     message: str = ""
     """One sentence for people."""
+
+
+def replan_status(result: ReplanResult) -> int:
+    """The HTTP status it is answered with: 202 while the migration goes on."""
+    return 202 if result.outcome in ("accepted", "timed_out") else 200
 
 
 class PauseState(Model):

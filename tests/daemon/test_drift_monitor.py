@@ -20,6 +20,7 @@ from flexd.daemon import Daemon
 from flexd.daemon.drift import DriftMonitor
 from flexd.layout import RankLayout
 from flexd.placement import Placement
+from flexd.planner.drift import placement_traffic
 from flexd.planner.plan import make_plan
 from flexd.sketch.profile import Profile
 from flexd.sketch.table_set import SketchSet
@@ -94,7 +95,7 @@ class Setting:
             profile, self.keyspace, live.layout, CLUSTER, live.replica_slots, self.coordinator.now, plan_id="p",
             parent_id="", topology_generation=1, horizon_steps=1e9, now_unix_seconds=0.0, reason="test",
         )  # fmt: skip
-        self.monitor.planned(plan.target, profile, live.layout)
+        self.monitor.planned(placement_traffic(profile, self.keyspace, live.layout, CLUSTER, plan.target))
         return plan.target
 
     def carry_out(self) -> Placement:
@@ -247,7 +248,7 @@ def test_the_job_is_priced_as_it_trains(tmp_path: Path) -> None:
     for planner in ({}, {"micro_batches": 4}, {"exchange": "direct"}, {"frozen_tables": ["item"]}):
         setting = Setting(tmp_path, **planner)
         setting.see()
-        setting.plan()
+        setting.monitor.evaluate()
         prices.append(setting.monitor.saved()["total"][-1])
     assert len(set(prices)) == len(prices)
 

@@ -19,10 +19,13 @@ from flexd.control.report import StepReport
 from flexd.daemon.explained import explanation
 from flexd.daemon.parts import make_cluster
 from flexd.daemon.plan_log import PlanLog
-from flexd.daemon.planning import Planning
+from flexd.daemon.planning import Execution, Planning
+from flexd.daemon.proposals import Proposal
 from flexd.daemon.training import TrainingMonitor
+from flexd.daemon.triggers import Trigger, TriggerKind
 from flexd.errors import ControlError, PlanError
 from flexd.layout import RankLayout
+from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
 from flexd.sketch.table_set import SketchSet
 from flexd.topology.scale import scale_model
@@ -64,6 +67,14 @@ class Setting:
         rows = rng.choice(ROWS, accesses, p=weights / weights.sum())
         self.sketches.ingest("item", (rows + 137 * seed) % ROWS, 0, 1.0 + seed)
 
+    def propose(self, reason: str, **options: Any) -> Proposal:
+        return self.planning.propose(Trigger(TriggerKind.MANUAL, reason), **options)
+
+    def carry_out(self, reason: str) -> tuple[Plan, Execution | None]:
+        """Plans and starts the migration."""
+        proposal = self.propose(reason)
+        return proposal.plan, self.planning.carry_out(proposal)
+
     def report(self, per_rank: int = 200_000) -> None:
         report = StepReport(1, 1, 0, 0, 0.1, 0.0, (per_rank, 0, 0), 0, 0, 0, 0, 0, 0)
         for rank in range(4):
@@ -81,10 +92,10 @@ def setting(tmp_path: Path) -> Setting:
 def test_no_plan_without_ranks(setting: Setting) -> None:
     setting.coordinator.topology = None
     with pytest.raises(PlanError, match="no plan without ranks: no rank is registered"):
-        setting.planning.make("test")
+        setting.propose("test")
     setting.coordinator.topology = LiveTopology(1, "a", RankLayout(2, 2), (200,), False, "settling")
     with pytest.raises(PlanError, match="no plan without ranks"):
-        setting.planning.make("test")
+        setting.propose("test")
     assert setting.planning.outcomes == {"refused": 2}
     assert setting.profiles == [], "a profile is expensive: it is not made for nothing"
 
@@ -93,17 +104,17 @@ def test_no_plan_before_the_accesses_of_a_step_are_known(tmp_path: Path) -> None
     setting = Setting(tmp_path)
     setting.see(50_000)
     with pytest.raises(PlanError, match="accesses of a training step are not known") as error:
-        setting.planning.make("test")
+        setting.propose("test")
     assert "batch_accesses_per_step" in error.value.remedy
 
 
 def test_configured_accesses_of_a_step_are_used_until_the_ranks_report(tmp_path: Path) -> None:
     setting = Setting(tmp_path, batch_accesses_per_step=1234.0)
     setting.see(50_000)
-    setting.planning.make("test")
+    setting.propose("test")
     assert setting.profiles[-1].tables[0].accesses_per_step == pytest.approx(1234)
     setting.report(per_rank=100)
-    setting.planning.make("test")
+    setting.propose("test")
     assert setting.profiles[-1].tables[0].accesses_per_step == pytest.approx(400)
 
 
@@ -112,9 +123,9 @@ def test_no_plan_from_a_thin_profile(tmp_path: Path) -> None:
     setting.report()
     setting.see(999)
     with pytest.raises(PlanError, match=r"999 accesses seen, planner.min_samples is 1000"):
-        setting.planning.make("test")
+        setting.propose("test")
     setting.see(1)
-    setting.planning.make("test")
+    setting.propose("test")
 
 
 def test_no_plan_from_a_profile_that_explains_too_little(setting: Setting) -> None:
@@ -126,19 +137,20 @@ def test_no_plan_from_a_profile_that_explains_too_little(setting: Setting) -> No
 
     setting.profile = poor
     with pytest.raises(PlanError, match=r"explains 40% of the accesses, planner.min_coverage is 50%"):
-        setting.planning.make("test")
+        setting.propose("test")
 
 
 def test_a_refused_plan_leaves_the_newest_one_as_it_was(setting: Setting) -> None:
-    plan, _ = setting.planning.make("first")
+    plan = setting.propose("first").plan
     setting.coordinator.topology = None
     with pytest.raises(PlanError):
-        setting.planning.make("second")
+        setting.propose("second")
     assert setting.planning.last_plan is plan
 
 
 def test_a_dry_run_leaves_no_trace(setting: Setting) -> None:
-    plan, live = setting.planning.make("look", dry_run=True)
+    seen = setting.propose("look", dry_run=True)
+    plan, live = seen.plan, seen.live
     assert len(plan.delta) > 0
     assert live == setting.coordinator.now
     assert setting.planning.last_plan is None
@@ -149,17 +161,18 @@ def test_a_dry_run_leaves_no_trace(setting: Setting) -> None:
     assert setting.coordinator.migrations == []
     setting.coordinator.topology = None
     with pytest.raises(PlanError):
-        setting.planning.make("look", dry_run=True)
+        setting.propose("look", dry_run=True)
     assert sum(setting.planning.outcomes.values()) == 0
 
 
 def test_a_plan_is_recorded_carried_out_and_logged(setting: Setting) -> None:
     planning = setting.planning
-    plan, _ = planning.make("because")
+    proposal = setting.propose("because")
+    plan = proposal.plan
     assert planning.last_plan is plan
     assert planning.seconds > 0
     assert planning.outcomes == {}
-    execution = planning.execute(plan)
+    execution = planning.carry_out(proposal)
     assert execution is not None
     assert planning.outcomes == {"changed": 1}
     assert PlanLog(setting.log_path).entries == []
@@ -177,33 +190,31 @@ def test_a_plan_is_recorded_carried_out_and_logged(setting: Setting) -> None:
 
 
 def test_the_next_plan_has_the_live_one_as_its_parent_over_a_restart(setting: Setting, tmp_path: Path) -> None:
-    plan, _ = setting.planning.make("first")
-    execution = setting.planning.execute(plan)
+    plan, execution = setting.carry_out("first")
     assert execution is not None
     setting.coordinator.carry_out(execution.migration)
-    assert setting.planning.make("second")[0].parent_id == plan.plan_id
+    assert setting.propose("second").plan.parent_id == plan.plan_id
     again = Setting(tmp_path)
     again.see(50_000)
     again.report()
-    assert again.planning.make("after the restart")[0].parent_id == plan.plan_id
+    assert again.propose("after the restart").plan.parent_id == plan.plan_id
 
 
 def test_a_plan_that_changes_nothing_pushes_nothing(setting: Setting) -> None:
-    plan, _ = setting.planning.make("first")
-    execution = setting.planning.execute(plan)
+    plan, execution = setting.carry_out("first")
     assert execution is not None
     setting.coordinator.carry_out(execution.migration)
-    second, live = setting.planning.make("second")
+    proposal = setting.propose("second")
+    second, live = proposal.plan, proposal.live
     assert len(second.delta) == 0
     assert live.digest() == plan.target.digest()
-    assert setting.planning.execute(second) is None
+    assert setting.planning.carry_out(proposal) is None
     assert setting.planning.outcomes == {"changed": 1, "unchanged": 1}
     assert len(setting.coordinator.migrations) == 1
 
 
 def test_a_migration_that_ends_early_is_logged_with_what_was_applied(setting: Setting) -> None:
-    plan, _ = setting.planning.make("first")
-    execution = setting.planning.execute(plan)
+    plan, execution = setting.carry_out("first")
     assert execution is not None
     setting.coordinator.carry_out(execution.migration, chunks=2, end=MigrationEvent.SUPERSEDE)
     (entry,) = PlanLog(setting.log_path).entries
@@ -214,8 +225,7 @@ def test_a_migration_that_ends_early_is_logged_with_what_was_applied(setting: Se
 
 
 def test_a_migration_that_never_began_is_no_plan_that_moved_rows(setting: Setting) -> None:
-    plan, _ = setting.planning.make("first")
-    execution = setting.planning.execute(plan)
+    _, execution = setting.carry_out("first")
     assert execution is not None
     execution.migration.fire(MigrationEvent.SUPERSEDE, "by another")
     execution.migration.notify()
@@ -226,12 +236,12 @@ def test_a_migration_that_never_began_is_no_plan_that_moved_rows(setting: Settin
 
 def test_chunks_go_from_where_the_ranks_are_now(setting: Setting) -> None:
     """An older migration may have gone on between plan and start: the second one's chunks start from its end."""
-    first, _ = setting.planning.make("first")
-    older = setting.planning.execute(first)
+    first, older = setting.carry_out("first")
     setting.see(200_000, seed=1)
-    second, live = setting.planning.make("second")
+    proposal = setting.propose("second")
+    second, live = proposal.plan, proposal.live
     assert len(live) == 0
-    newer = setting.planning.execute(second)
+    newer = setting.planning.carry_out(proposal)
     assert older is not None
     assert newer is not None
     setting.coordinator.carry_out(older.migration)
@@ -241,10 +251,10 @@ def test_chunks_go_from_where_the_ranks_are_now(setting: Setting) -> None:
 
 
 def test_a_coordinator_that_refuses_leaves_no_execution(setting: Setting) -> None:
-    plan, _ = setting.planning.make("first")
+    proposal = setting.propose("first")
     setting.coordinator.refuses = True
     with pytest.raises(ControlError):
-        setting.planning.execute(plan)
+        setting.planning.carry_out(proposal)
     assert setting.planning.last_execution is None
     assert setting.planning.outcomes == {}
 
@@ -267,7 +277,7 @@ def test_plans_are_made_one_at_a_time_with_ids_of_their_own(setting: Setting) ->
 
     setting.profile = slow
     ids: list[str] = []
-    threads = [threading.Thread(target=lambda: ids.append(setting.planning.make("x")[0].plan_id)) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: ids.append(setting.propose("x").plan.plan_id)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -277,7 +287,7 @@ def test_plans_are_made_one_at_a_time_with_ids_of_their_own(setting: Setting) ->
 
 
 def test_an_explanation_is_of_a_plan_that_leaves_no_trace(setting: Setting) -> None:
-    plan, _ = setting.planning.make("first")
+    plan = setting.propose("first").plan
     answer = explanation(setting.planning.explain("item", None, 5))
     assert setting.planning.last_plan is plan
     assert setting.planning.live_plan_id == ""

@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass, field
 
 from fake_inspection import FakeInspection
+from fake_planning import FakePlanning
 
 from flexd.server.answers import ProbeResult
 from flexd.server.explain_report import Explanation, RowReport, ThresholdReport
@@ -31,6 +32,7 @@ class FakeDaemon:
     calls: list[tuple[object, ...]] = field(default_factory=list)
     hold: threading.Event | None = None
     figures: DaemonFigures = FIGURES
+    kept: FakePlanning | None = None
 
     @property
     def inspect(self) -> FakeInspection:
@@ -40,6 +42,12 @@ class FakeDaemon:
         self.calls.append(call)
         if self.error is not None:
             raise self.error
+
+    @property
+    def planning(self) -> FakePlanning:
+        if self.kept is None:
+            self.kept = FakePlanning(self._enter, lambda: self.outcome)
+        return self.kept
 
     def status(self) -> Status:
         self._enter("status")
@@ -56,8 +64,8 @@ class FakeDaemon:
         node = ThresholdReport(tier="NODE", slots=1, slot_seconds=1e-10, promote_accesses=2.0, demote_accesses=1.5)
         return Explanation(table=table, rows=100, thresholds=(node,), explained=rows if hottest or row else ())
 
-    def replan(self, reason: str, wait_seconds: float) -> ReplanResult:
-        self._enter("replan", reason, wait_seconds)
+    def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
+        self._enter("replan", reason, wait_seconds, *((who,) if force else ()))
         if self.hold is not None:
             self.hold.wait(20)
         migration = MigrationReport(migration_id="m1", plan_id="p2", state="COMMITTED", progress=1.0)

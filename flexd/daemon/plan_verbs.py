@@ -1,0 +1,127 @@
+"""The verbs of the admin API that plan: dry runs, proposals, and carrying plans out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from flexd.control.coordinator import Coordinator
+from flexd.control.migration_states import MigrationState
+from flexd.daemon.autoplan import AutoPlanner
+from flexd.daemon.pacing import MigrationPacing, changed
+from flexd.daemon.planning import Execution, Planning
+from flexd.daemon.planning_view import proposal_reports, throttle_status
+from flexd.daemon.proposals import Proposal
+from flexd.daemon.triggers import Trigger, TriggerKind
+from flexd.daemon.view import DaemonView
+from flexd.errors import ApiError
+from flexd.server.plan_report import PlanReport
+from flexd.server.planning_report import ProposalList
+from flexd.server.throttle_report import ThrottleStatus
+from flexd.server.verbs import ReplanOutcome, ReplanResult
+
+logger = logging.getLogger(__name__)
+
+_OUTCOMES: Mapping[MigrationState, ReplanOutcome] = {
+    MigrationState.COMMITTED: "committed",
+    MigrationState.SUPERSEDED: "superseded",
+    MigrationState.ABORTED: "aborted",
+    MigrationState.FAILED: "failed",
+}
+
+
+class PlanVerbs:
+    """Thread-safe.
+
+    Args:
+        stopping: set when the daemon ends: no wait outlives it.
+        pause_reason: why planning is held, None if it is not.
+    """
+
+    def __init__(
+        self,
+        planning: Planning,
+        auto: AutoPlanner,
+        pacing: MigrationPacing,
+        coordinator: Coordinator,
+        view: DaemonView,
+        stopping: threading.Event,
+        pause_reason: Callable[[], str | None],
+    ) -> None:
+        self._planning = planning
+        self._auto = auto
+        self._pacing = pacing
+        self._coordinator = coordinator
+        self._view = view
+        self._stopping = stopping
+        self._pause_reason = pause_reason
+
+    def plan(self) -> PlanReport:
+        """A dry run; kept for ``apply``."""
+        return self._view.proposal(self._planning.propose(Trigger(TriggerKind.MANUAL, "dry run"), dry_run=True))
+
+    def proposals(self) -> ProposalList:
+        """What can be applied."""
+        return ProposalList(proposals=proposal_reports(self._planning))
+
+    def proposal(self, plan_id: str) -> PlanReport:
+        """A kept one. Raises ApiError if there is none of that id (404)."""
+        return self._view.proposal(self._planning.proposals.get(plan_id))
+
+    def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
+        """As ``DaemonApi.replan``."""
+        self._check_running()
+        proposal = self._planning.propose(_by_hand(reason, who), force=force)
+        execution = self._planning.carry_out(proposal)
+        return self._answer(proposal, execution, wait_seconds)
+
+    def apply(
+        self, plan_id: str, reason: str, wait_seconds: float, *, force: bool = False, who: str = ""
+    ) -> ReplanResult:
+        """As ``PlanningApi.apply``."""
+        self._check_running()
+        proposal, execution = self._planning.apply(plan_id, _by_hand(reason, who), force=force)
+        return self._answer(proposal, execution, wait_seconds)
+
+    def throttle(self) -> ThrottleStatus:
+        """What holds migrations back."""
+        return throttle_status(self._pacing.figures())
+
+    def set_throttle(
+        self, bytes_per_step: int | None, bytes_per_second: int | None, adaptive: bool | None
+    ) -> ThrottleStatus:
+        """As ``PlanningApi.set_throttle``."""
+        limits = changed(self._pacing.limits, bytes_per_step, bytes_per_second)
+        self._pacing.change(limits, self._pacing.adaptive if adaptive is None else adaptive)
+        logger.info("throttle: %s, adaptive %s", limits, self._pacing.adaptive)
+        return self.throttle()
+
+    def _check_running(self) -> None:
+        if self._stopping.is_set():
+            raise ApiError("the daemon is shutting down", status=503)
+        paused = self._pause_reason()
+        if paused is not None:
+            raise ApiError(f"paused: {paused}", status=409, remedy="flexd resume")
+
+    def _answer(self, proposal: Proposal, execution: Execution | None, wait_seconds: float) -> ReplanResult:
+        self._auto.by_hand(executed=True)
+        report = self._view.proposal(proposal)
+        if execution is None:
+            return self._result("unchanged", report, "the live placement is as good as the plan: nothing to move")
+        deadline = time.monotonic() + wait_seconds
+        while time.monotonic() < deadline and not execution.migration.done and not self._stopping.is_set():
+            execution.migration.wait(min(0.5, deadline - time.monotonic()))
+        state = execution.migration.state
+        outcome = _OUTCOMES.get(state, "timed_out" if wait_seconds > 0 else "accepted")
+        result = self._result(outcome, report, f"{len(proposal.plan.delta)} rows: migration {state.value}")
+        return result.model_copy(update={"migration": self._view.migration(execution)})
+
+    def _result(self, outcome: ReplanOutcome, plan: PlanReport, message: str) -> ReplanResult:
+        version = self._coordinator.placement().version
+        return ReplanResult(outcome=outcome, plan=plan, placement_version=version, message=message)
+
+
+def _by_hand(reason: str, who: str) -> Trigger:
+    return Trigger(TriggerKind.MANUAL, reason, who or "somebody")

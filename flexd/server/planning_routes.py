@@ -1,0 +1,59 @@
+"""The routes of proposals and of the throttle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+from fastapi import FastAPI, Path, Response
+
+from flexd.server.answers import ErrorBody
+from flexd.server.plan_report import PlanReport
+from flexd.server.planning_api import PlanningApi
+from flexd.server.planning_report import ProposalList
+from flexd.server.routing import VERB_ERRORS, SlowCalls, json_answer
+from flexd.server.throttle_report import ThrottleRequest, ThrottleStatus
+from flexd.server.verbs import ApplyRequest, ReplanResult, replan_status
+
+_NO_SUCH: dict[int | str, dict[str, object]] = {
+    **VERB_ERRORS,
+    404: {"model": ErrorBody, "description": "No such proposal is kept."},
+}
+PlanId = Annotated[str, Path(max_length=100)]
+
+
+def add_planning(app: FastAPI, planning: Callable[[], PlanningApi], slow: SlowCalls) -> None:
+    """Adds the routes. ``planning`` is asked at every request: who leads may change."""
+
+    @app.get("/v1/proposals", response_model=ProposalList, responses=VERB_ERRORS)
+    def proposals() -> Response:
+        """The plans that are kept and can be applied."""
+        return json_answer(planning().proposals())
+
+    @app.get("/v1/proposals/{plan_id}", response_model=PlanReport, responses=_NO_SUCH)
+    def proposal(plan_id: PlanId) -> Response:
+        """One of them; ``latest`` is the newest."""
+        return json_answer(planning().proposal(plan_id))
+
+    @app.post(
+        "/v1/proposals/{plan_id}/apply",
+        response_model=ReplanResult,
+        responses={**_NO_SUCH, 202: {"model": ReplanResult, "description": "The migration is still running."}},
+    )
+    def apply(plan_id: PlanId, request: ApplyRequest) -> Response:
+        """Carries a kept plan out, if ranks, placement and accesses are still those it was made for."""
+        with slow.one():
+            result = planning().apply(
+                plan_id, request.reason, request.wait_seconds, force=request.force, who=request.who
+            )
+        return json_answer(result, replan_status(result))
+
+    @app.get("/v1/throttle", response_model=ThrottleStatus, responses=VERB_ERRORS)
+    def throttle() -> Response:
+        """What holds migrations back."""
+        return json_answer(planning().throttle())
+
+    @app.post("/v1/throttle", response_model=ThrottleStatus, responses=VERB_ERRORS)
+    def set_throttle(request: ThrottleRequest) -> Response:
+        """Changes it from the next chunk on, whether a migration runs or not; until the daemon's next start."""
+        return json_answer(planning().set_throttle(request.bytes_per_step, request.bytes_per_second, request.adaptive))

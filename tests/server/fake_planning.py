@@ -1,0 +1,57 @@
+"""Proposals and a throttle of a daemon that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flexd.errors import ApiError
+from flexd.server.plan_report import PlanReport
+from flexd.server.planning_report import GateReport, ProposalList, ProposalReport
+from flexd.server.throttle_report import ThrottleStatus
+from flexd.server.verbs import ReplanResult
+
+KEPT = ProposalReport(
+    plan_id="p7", created_unix_seconds=1_700_000_000.0, trigger="drift", reason="drift 1.20 > 1.05 (table items)",
+    promotions=3, demotions=1, migration_bytes=4096, saved_seconds=0.001,
+)  # fmt: skip
+SEEN = ProposalReport(
+    plan_id="p6", trigger="manual", reason="dry run", dry_run=True, promotions=2, closed_gates=("samples",),
+    outdated="the ranks have changed",
+)  # fmt: skip
+
+
+class FakePlanning:
+    """Calls ``entered`` with its name and arguments first, which may raise."""
+
+    def __init__(self, entered: Callable[..., None], outcome: Callable[[], str]) -> None:
+        self._entered = entered
+        self._outcome = outcome
+        self._throttle = ThrottleStatus(bytes_per_step=1 << 20)
+
+    def proposals(self) -> ProposalList:
+        self._entered("proposals")
+        return ProposalList(proposals=(KEPT, SEEN))
+
+    def proposal(self, plan_id: str) -> PlanReport:
+        self._entered("proposal", plan_id)
+        if plan_id not in ("latest", "p7"):
+            raise ApiError(f"no proposal {plan_id!r}", status=404, remedy="kept are p6, p7")
+        gate = GateReport(gate="samples", key="planner.min_samples", measured=10, required=20, open=False, words="thin")
+        return PlanReport(plan_id="p7", trigger="drift", who="flexd", gates=(gate,))
+
+    def apply(self, plan_id: str, reason: str, wait_seconds: float, *, force: bool, who: str) -> ReplanResult:
+        self._entered("apply", plan_id, reason, wait_seconds, force, who)
+        return ReplanResult(outcome=self._outcome(), plan=self.proposal(plan_id))
+
+    def throttle(self) -> ThrottleStatus:
+        self._entered("throttle")
+        return self._throttle
+
+    def set_throttle(
+        self, bytes_per_step: int | None, bytes_per_second: int | None, adaptive: bool | None
+    ) -> ThrottleStatus:
+        self._entered("set_throttle", bytes_per_step, bytes_per_second, adaptive)
+        asked = {"bytes_per_step": bytes_per_step, "bytes_per_second": bytes_per_second, "adaptive": adaptive}
+        changes = {name: value or None for name, value in asked.items() if value is not None}
+        self._throttle = self._throttle.model_copy(update=changes)
+        return self._throttle
