@@ -6,10 +6,16 @@ from typing import Annotated
 
 import typer
 
+from flexd.cli import units
+from flexd.cli.confirm import DryRunOption, YesOption, confirm, must_ask
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.options import BY_HAND, OutputOption, ReasonOption, SocketOption, UrlOption, connect
+from flexd.cli.plan_view import plan_blocks
+from flexd.cli.progress import migration_progress
 from flexd.cli.status_view import replan_blocks
 from flexd.cli.view import OutputFormat, Sentences, emit
+from flexd.server.plan_report import PlanReport
+from flexd.server.status import Status
 from flexd.server.verbs import PauseState, ReplanOutcome
 
 _EXIT_OF: dict[ReplanOutcome, ExitCode] = {
@@ -26,6 +32,8 @@ def replan(
         float, typer.Option("--timeout", metavar="S", min=0, max=3600, help="How long to wait, in seconds.")
     ] = 300.0,
     reason: ReasonOption = BY_HAND,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
     url: UrlOption = None,
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
@@ -34,33 +42,75 @@ def replan(
 
     With --wait the exit status is 0 once every rank has it, 4 if the migration ended otherwise, 5 at the timeout.
 
-    Example: flexd replan --wait --reason "campaign starts"
+    Example: flexd replan --wait --yes --reason "campaign starts"
     """
-    result = connect(url, socket).replan(reason, timeout if wait else 0.0)
+    client = connect(url, socket)
+    if dry_run:
+        planned = client.plan()
+        emit(planned, plan_blocks(planned), output)
+        return
+    if must_ask(yes):
+        confirm(f"{_would_move(client.plan())} Replan?", yes)
+    with migration_progress(client, wait):
+        result = client.replan(reason, timeout if wait else 0.0)
     emit(result, replan_blocks(result), output)
     raise typer.Exit(_EXIT_OF.get(result.outcome, ExitCode.OK))
 
 
 def pause(
     reason: ReasonOption = BY_HAND,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
     url: UrlOption = None,
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Holds planning and pushing at the next chunk; the stream is still read, the training is not touched.
 
-    Example: flexd pause --reason maintenance
+    Example: flexd pause --yes --reason maintenance
     """
-    state = connect(url, socket).pause(reason)
-    emit(state, [_sentence(state)], output)
+    client = connect(url, socket)
+    if dry_run:
+        _emit_state(_as_it_would_be(client.status(), paused=True, reason=reason), output)
+        return
+    confirm("No plan is made and no chunk pushed until flexd resume. Pause?", yes)
+    _emit_state(client.pause(reason), output)
 
 
-def resume(url: UrlOption = None, socket: SocketOption = None, output: OutputOption = OutputFormat.TABLE) -> None:
+def resume(
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
+    url: UrlOption = None,
+    socket: SocketOption = None,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
     """Ends a pause.
 
-    Example: flexd resume
+    Example: flexd resume --yes
     """
-    state = connect(url, socket).resume()
+    client = connect(url, socket)
+    if dry_run:
+        _emit_state(_as_it_would_be(client.status(), paused=False, reason=None), output)
+        return
+    confirm("Plans are made and chunks pushed again. Resume?", yes)
+    _emit_state(client.resume(), output)
+
+
+def _would_move(plan: PlanReport) -> str:
+    if plan.changed_rows == 0:
+        return "As of now nothing would move."
+    change = units.change(plan.before.exposed_seconds, plan.after.exposed_seconds)
+    return (
+        f"As of now {units.count(plan.promotions)} rows would be promoted and {units.count(plan.demotions)} demoted, "
+        f"{units.size(plan.migration_bytes)} copied; predicted {change} exposed communication."
+    )
+
+
+def _as_it_would_be(status: Status, *, paused: bool, reason: str | None) -> PauseState:
+    return PauseState(paused=paused, reason=reason, changed=status.paused != paused)
+
+
+def _emit_state(state: PauseState, output: OutputFormat) -> None:
     emit(state, [_sentence(state)], output)
 
 

@@ -13,6 +13,7 @@ import typer
 
 import flexd
 from flexd.cli import units
+from flexd.cli.config_commands import effective
 from flexd.cli.options import OutputOption
 from flexd.cli.view import Facts, OutputFormat, emit, show
 from flexd.config.load import load_config
@@ -67,7 +68,7 @@ def check_config(
     if output is None:
         show([_summary(file, config)], typer.get_text_stream("stdout"))
     else:
-        emit(config.document(), [_effective(config)], output)
+        emit(config.document(), [effective(config.document())], output)
 
 
 def version_command(output: OutputOption = OutputFormat.TABLE) -> None:
@@ -102,21 +103,3 @@ def _summary(file: Path, config: Config) -> Facts:
 def _api(config: Config) -> str:
     server = config.server
     return f"unix socket {server.unix_socket}" if server.unix_socket else f"{server.host}:{server.port}"
-
-
-def _effective(config: Config) -> Facts:
-    """Every value by its key path."""
-    pairs: list[tuple[str, str]] = []
-
-    def walk(path: str, value: object) -> None:
-        if isinstance(value, dict) and value:
-            for key, item in value.items():
-                walk(f"{path}.{key}" if path else str(key), item)
-        elif isinstance(value, list) and value:
-            for i, item in enumerate(value):
-                walk(f"{path}[{i}]", item)
-        else:
-            pairs.append((path, "null" if value is None else str(value)))
-
-    walk("", config.document())
-    return Facts("", tuple(pairs))

@@ -21,6 +21,8 @@ class ExitCode(IntEnum):
     """The daemon did not answer, or the migration did not end, within the deadline."""
     STATE_LOCKED = 6
     """Another daemon uses the state directory."""
+    FOUND = 7
+    """``config diff`` found differences, ``doctor`` faults."""
     INTERRUPTED = 130
     """Control-C."""
 

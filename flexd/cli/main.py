@@ -8,6 +8,7 @@ import traceback
 import typer
 
 from flexd.cli import (
+    config_commands,
     control_commands,
     daemon_commands,
     demo_command,
@@ -17,6 +18,7 @@ from flexd.cli import (
     simulate_command,
     sketch_command,
     table_commands,
+    top_command,
 )
 from flexd.cli.exit_codes import ExitCode, exit_code_of
 from flexd.errors import FlexdError
@@ -25,7 +27,8 @@ app = typer.Typer(
     name="flexd",
     help="Keeps the embedding rows of a running recommender training in the right places.\n\n"
     "Exit status: 0 ok, 1 unexpected error, 2 wrong usage or configuration, 3 no daemon answers, 4 the daemon refuses "
-    "or the migration failed, 5 a deadline passed.",
+    "or the migration failed, 5 a deadline passed, 6 the state directory is in use, "
+    "7 differences or faults were found, 130 Control-C.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -33,6 +36,7 @@ app = typer.Typer(
 )
 daemon_commands.add_to(app)
 app.command("status")(inspect_commands.status)
+app.command("top")(top_command.top)
 app.command("plan")(inspect_commands.plan)
 table_commands.add_to(app)
 app.command("explain")(explain_command.explain)
@@ -42,6 +46,7 @@ app.command("resume")(control_commands.resume)
 app.command("demo")(demo_command.demo)
 app.command("simulate")(simulate_command.simulate)
 app.command("probe")(probe_command.probe)
+app.add_typer(config_commands.app, name="config")
 app.add_typer(sketch_command.app, name="sketch")
 
 

@@ -12,7 +12,8 @@ from flexd.config.load import load_config
 from flexd.errors import SnapshotError
 
 app = typer.Typer(
-    help="The sketches of the newest snapshot.\n\nExample: flexd sketch export items items.cms -c configs/laptop.yaml",
+    help="The sketches of the newest snapshot.\n\n"
+    "Example: flexd sketch export items lengths.kll --kind lengths -c configs/laptop.yaml",
     no_args_is_help=True,
 )
 
@@ -32,7 +33,7 @@ def export(
 ) -> None:
     """Writes one sketch in the form of Apache DataSketches. Needs no running daemon, and does not disturb one.
 
-    Example: flexd sketch export items items.cms -c configs/laptop.yaml
+    Example: flexd sketch export items lengths.kll --kind lengths -c configs/laptop.yaml
     """
     from flexd.daemon.parts import sketch_settings
     from flexd.ingest.counters import restored_set

@@ -8,6 +8,7 @@ from flexd.cli import units
 from flexd.cli.plan_view import plan_facts
 from flexd.cli.scale_out_view import scale_out_block
 from flexd.cli.view import Block, Facts, Sentences, Table
+from flexd.server.availability_status import AvailabilityStatus
 from flexd.server.migration_report import MigrationReport
 from flexd.server.sketch_status import TableSketchStatus
 from flexd.server.status import Status
@@ -73,9 +74,17 @@ def _daemon(status: Status) -> Facts:
         ("health", health),
         *(("", reason) for reason in status.reasons),
     ]
+    if status.high_availability is not None:
+        facts.append(("availability", _availability(status.high_availability)))
     if status.paused:
         facts.append(("paused", status.pause_reason or "yes"))
     return Facts("", tuple(facts))
+
+
+def _availability(shown: AvailabilityStatus) -> str:
+    leader = shown.holder or "nobody"
+    words = f"{shown.role} ({shown.identity})" + ("" if shown.role == "leader" else f"; {leader} leads")
+    return f"{words}, term {shown.term}" + (f"; {shown.problem}" if shown.problem else "")
 
 
 def _stream(status: Status) -> Facts:

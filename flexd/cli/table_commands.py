@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -11,7 +11,7 @@ from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
 from flexd.cli.table_view import rank_blocks, row_blocks, table_blocks
 from flexd.cli.view import OutputFormat
 from flexd.cli.watch import Answer, WatchOption, emit_watched
-from flexd.server.table_report import MAX_PAGE_ENTRIES, TableOrder
+from flexd.server.table_report import MAX_PAGE_ENTRIES
 
 
 class Order(StrEnum):
@@ -56,7 +56,7 @@ def tables(
     client = connect(url, socket)
 
     def ask() -> Answer:
-        page = client.tables(offset, limit, cast(TableOrder, order.value))
+        page = client.tables(offset, limit, order.value)
         return page, table_blocks(page)
 
     emit_watched(ask, output, watch)
@@ -94,7 +94,7 @@ def topology(
 ) -> None:
     """Lists the ranks: node, placement version, step time, traffic and balance.
 
-    Example: flexd topology --watch 2
+    Example: flexd topology -n 8
     """
     client = connect(url, socket)
 

@@ -7,16 +7,27 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import yaml
 from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 
 class OutputFormat(StrEnum):
     TABLE = "table"
     JSON = "json"
     YAML = "yaml"
+
+
+_CONTROL = dict.fromkeys((*range(32), *range(127, 160)), "�")
+
+
+def printable(text: str) -> str:
+    """Names and reasons come from elsewhere: none of them may steer the terminal or break a line."""
+    return text.translate(_CONTROL)
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,9 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     right: frozenset[str] = frozenset()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", tuple(tuple(printable(cell) for cell in row) for row in self.rows))
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -36,6 +50,9 @@ class Facts:
     title: str
     pairs: tuple[tuple[str, str], ...]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pairs", tuple((printable(name), printable(value)) for name, value in self.pairs))
+
 
 @dataclass(frozen=True)
 class Sentences:
@@ -43,6 +60,9 @@ class Sentences:
 
     title: str
     lines: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lines", tuple(printable(line) for line in self.lines))
 
 
 Block = Table | Facts | Sentences
@@ -91,19 +111,25 @@ def _plain(block: Block) -> str:
 
 def _show_rich(blocks: Sequence[Block], stream: TextIO) -> None:
     from rich.console import Console
+
+    Console(file=stream, highlight=False).print(renderable(blocks))
+
+
+def renderable(blocks: Sequence[Block]) -> Group:
+    """The blocks for a rich console, an empty line between two."""
+    from rich.console import Group, RenderableType
     from rich.padding import Padding
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    console = Console(file=stream, highlight=False)
+    parts: list[RenderableType] = []
     for i, block in enumerate(blocks):
         if i:
-            console.print()
+            parts.append(Text(""))
         if block.title:
-            console.print(Text(block.title, style="bold"))
+            parts.append(Text(block.title, style="bold"))
         if isinstance(block, Sentences):
-            for line in block.lines:
-                console.print(Padding(Text(line), (0, 0, 0, 2)))
+            parts += [Padding(Text(line), (0, 0, 0, 2)) for line in block.lines]
             continue
         grid = RichTable(box=None, show_header=isinstance(block, Table), header_style="dim", padding=(0, 2, 0, 0))
         if isinstance(block, Facts):
@@ -113,7 +139,10 @@ def _show_rich(blocks: Sequence[Block], stream: TextIO) -> None:
                 grid.add_row(Text(name), Text(value))
         else:
             for column in block.columns:
-                grid.add_column(Text(column), justify="right" if column in block.right else "left", overflow="fold")
+                # A figure broken over two lines reads as two figures.
+                figures = column in block.right
+                grid.add_column(Text(column), justify="right" if figures else "left", overflow="fold", no_wrap=figures)
             for row in block.rows:
                 grid.add_row(*(Text(cell) for cell in row))
-        console.print(Padding(grid, (0, 0, 0, 2)))
+        parts.append(Padding(grid, (0, 0, 0, 2)))
+    return Group(*parts)

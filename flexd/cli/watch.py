@@ -45,7 +45,8 @@ def emit_watched(ask: Callable[[], Answer], output: OutputFormat, seconds: float
 
 
 def _renew(ask: Callable[[], Answer], seconds: float) -> None:
-    problem, blocks = "", ()
+    problem = ""
+    blocks: Sequence[Block] = ()
     try:
         _, blocks = ask()
     except FlexdError as error:

@@ -179,31 +179,6 @@ def test_a_closed_pipe_ends_quietly(url):
     assert "Traceback" not in done.stderr
 
 
-def test_help_of_every_command_has_an_example(flexd_command):
-    commands = re.findall(r"^  ([a-z-]+)  ", flexd_command("--help").stdout.split("Commands:")[1], re.MULTILINE)
-    assert set(commands) == {
-        "run",
-        "check-config",
-        "version",
-        "status",
-        "plan",
-        "replan",
-        "pause",
-        "resume",
-        "demo",
-        "explain",
-        "probe",
-        "simulate",
-        "sketch",
-        "tables",
-        "rows",
-        "topology",
-    }
-    for command in commands:
-        # A probe is started by torchrun.
-        assert re.search(rf"Example: .*flexd {command}", flexd_command(command, "--help").stdout)
-
-
 def test_version(flexd_command):
     found = json.loads(flexd_command("version", "-o", "json").stdout)
     assert found["flexd"]

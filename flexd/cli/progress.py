@@ -1,0 +1,58 @@
+"""How far a migration is while a command waits for its end: a line that rewrites itself, on a terminal only."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from flexd.cli import units
+from flexd.cli.client import DaemonClient
+from flexd.errors import FlexdError
+from flexd.server.migration_report import MigrationReport
+
+_EVERY_SECONDS = 0.5
+_CELLS = 30
+_ERASE_LINE = "\r\x1b[K"
+
+
+@contextmanager
+def migration_progress(client: DaemonClient, waiting: bool, stream: TextIO | None = None) -> Iterator[None]:
+    """Shows the migration in flight on ``stream`` (stderr) until the block ends, if somebody waits for it there."""
+    shown = stream or sys.stderr
+    if not waiting or not shown.isatty():
+        yield
+        return
+    ended = threading.Event()
+    thread = threading.Thread(target=_show, args=(client, ended, shown), name="flexd-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        # Whoever waits has his answer: a status call that hangs is left behind.
+        thread.join(2 * _EVERY_SECONDS)
+        shown.write(_ERASE_LINE)
+        shown.flush()
+
+
+def progress_line(migration: MigrationReport) -> str:
+    done = round(_CELLS * migration.progress)
+    return (
+        f"[{'#' * done}{'.' * (_CELLS - done)}] {units.share(migration.progress)}  "
+        f"{units.count(migration.rows_applied)} of {units.count(migration.rows)} rows, {migration.state.lower()}"
+    )
+
+
+def _show(client: DaemonClient, ended: threading.Event, stream: TextIO) -> None:
+    while not ended.wait(_EVERY_SECONDS):
+        try:
+            migration = client.status().migration
+        except FlexdError:
+            # The call that waits tells what is wrong.
+            continue
+        if migration is not None and not ended.is_set():
+            stream.write(_ERASE_LINE + progress_line(migration))
+            stream.flush()

@@ -1,0 +1,124 @@
+"""The commands at a terminal, as somebody sits in front of it: questions, colours, screens that renew themselves."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from flexd.cli.exit_codes import ExitCode
+from flexd.server.verbs import PauseState
+
+REPOSITORY = Path(__file__).parents[2]
+SECONDS = 30
+ALTERNATE_SCREEN = "\x1b[?1049h"
+STYLE = re.compile(r"\x1b\[[0-9;]*m")
+Terminal = Callable[..., pexpect.spawn]
+
+
+@pytest.fixture
+def terminal(url) -> Iterator[Terminal]:
+    """Starts ``flexd ARGUMENTS`` on a terminal of its own, 100 columns wide."""
+    made: list[pexpect.spawn] = []
+
+    def start(*arguments: str) -> pexpect.spawn:
+        clean = {
+            name: value for name, value in os.environ.items() if not name.startswith("FLEXD") and name != "NO_COLOR"
+        }
+        process = pexpect.spawn(
+            sys.executable, ["-m", "flexd", *arguments, "--url", url], cwd=os.fspath(REPOSITORY),
+            env={**clean, "TERM": "xterm", "COLUMNS": "100"}, timeout=SECONDS, dimensions=(40, 100), encoding="utf-8",
+        )  # fmt: skip
+        made.append(process)
+        return process
+
+    yield start
+    for process in made:
+        process.close(force=True)
+
+
+def ended(process: pexpect.spawn) -> tuple[str, int]:
+    """(what it still printed, exit status)"""
+    process.expect(pexpect.EOF)
+    process.close()
+    return process.before.replace("\r\n", "\n"), process.exitstatus
+
+
+def test_what_changes_something_asks_first_and_no_is_no(terminal, daemon):
+    process = terminal("pause", "--reason", "night")
+    process.expect(r"Pause\? \[y/N\]")
+    process.sendline("")
+    text, status = ended(process)
+    assert "nothing was changed" in text
+    assert status == ExitCode.FAILED
+    assert daemon.calls == []
+
+
+def test_yes_is_yes_whether_typed_or_given(terminal, daemon):
+    process = terminal("replan")
+    process.expect(r"As of now nothing would move\. Replan\? \[y/N\]")
+    process.sendline("y")
+    text, status = ended(process)
+    assert (status, "committed" in text) == (0, True)
+    assert [call[0] for call in daemon.calls] == ["plan", "replan"]
+    text, status = ended(terminal("resume", "--yes"))
+    assert (status, text.strip()) == (0, "already running")
+    assert "?" not in text
+
+
+@pytest.mark.parametrize("command", ["replan", "pause", "resume"])
+def test_a_dry_run_changes_nothing_and_asks_nothing(flexd_command, url, daemon, command):
+    done = flexd_command(command, "--dry-run", "-o", "json", "--url", url)
+    assert done.returncode == 0, done.stderr
+    assert {call[0] for call in daemon.calls} <= {"plan", "status"}
+    if command == "pause":
+        assert PauseState.model_validate_json(done.stdout) == PauseState(
+            paused=True, reason="asked for by hand", changed=True
+        )
+
+
+def test_top_draws_on_a_screen_of_its_own_and_leaves_it(terminal):
+    process = terminal("top", "--delay", "0.2")
+    process.expect_exact(ALTERNATE_SCREEN)
+    process.expect("traffic of a rank and step")
+    process.expect("row-wise")
+    process.expect("ranks")
+    # Names of tables are shown as they are, not obeyed.
+    process.expect_exact("<img src=x")
+    process.sendintr()
+    text, status = ended(process)
+    assert status == 0
+    assert "Traceback" not in text
+
+
+def test_watching_goes_on_when_the_daemon_fails_for_a_while(terminal, daemon):
+    process = terminal("tables", "--watch", "0.2")
+    process.expect("every 0.2 s")
+    process.expect("items")
+    daemon.error = RuntimeError("away")
+    process.expect("error: .*the daemon failed")
+    daemon.error = None
+    process.expect("items")
+    process.sendintr()
+    assert ended(process)[1] == 0
+
+
+@pytest.mark.parametrize("name", ["tables", "topology"])
+def test_golden_on_a_terminal(terminal, name):
+    text, status = ended(terminal(name))
+    assert status == 0
+    assert STYLE.search(text)
+    plain = "".join(f"{line.rstrip()}\n" for line in STYLE.sub("", text).splitlines())
+    assert plain == (Path(__file__).parent / "golden" / f"{name}.terminal.txt").read_text(encoding="utf-8")
+
+
+def test_top_in_a_pipe_looks_once_and_is_plain(flexd_command, url):
+    done = flexd_command("top", "--url", url)
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
+    assert done.stdout == (Path(__file__).parent / "golden" / "top.txt").read_text(encoding="utf-8")
