@@ -89,16 +89,16 @@ class Migrator:
             keys = store.directory.keys.cpu().numpy()
             for tier in (Tier.NODE, Tier.DEVICE):
                 # One tier at a time: all ranks of a collective list the same rows of it, so their blocks are the same.
-                at = keys[store.directory.positions[tier].cpu().numpy()]
+                at = keys[store.directory.at_tier(tier).cpu().numpy()]
                 self._copy(Delta(at, np.zeros(len(at), np.uint8), np.full(len(at), tier, np.uint8)))
 
     def placement(self) -> tuple[Int64Array, UInt8Array]:
-        """This rank's part of the placement: (int64 keys, uint8 tiers) of its rail's NODE rows and all DEVICE rows."""
+        """This rank's part of the placement: (int64 keys, ascending, and uint8 tiers) of its rail's NODE rows and all
+        DEVICE rows."""
         directories = [store.directory for store in self._stores]
-        return (
-            np.concatenate([d.keys.cpu().numpy() for d in directories]),
-            np.concatenate([d.tiers.cpu().numpy() for d in directories]),
-        )
+        keys = np.concatenate([d.keys.cpu().numpy() for d in directories])
+        order = np.argsort(keys)
+        return keys[order], np.concatenate([d.tiers.cpu().numpy() for d in directories])[order]
 
     @staticmethod
     def _of(store: GroupStore, keys: Int64Array) -> BoolArray:

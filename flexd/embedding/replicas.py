@@ -15,116 +15,15 @@ places then, whatever its tier.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
+import numpy as np
 import torch
 
 from flexd.embedding.exchange import Column, Hop, Note
-from flexd.embedding.groups import Peers
-from flexd.embedding.store import GroupStore
+from flexd.embedding.listing import Lane, Listing, positions_of
 from flexd.embedding.traffic import Kind
-from flexd.layout import RankLayout, Tier
-
-_WORD_BITS = 64
-
-
-@dataclass(frozen=True)
-class Lane:
-    """Listed rows that this rank and its peers of one hop talk about in one direction.
-
-    Attributes:
-        entries: int32 [n] of the directories one after another; peer after peer, each peer's dim-group after dim-group
-            and filled up to whole words with an entry that does not exist.
-        words: 64-bit words of each peer.
-        bounds: int64 [peers x groups + 1], where each part of ``entries`` begins.
-    """
-
-    entries: torch.Tensor
-    words: list[int]
-    bounds: torch.Tensor
-
-    def counts(self, bits: torch.Tensor) -> torch.Tensor:
-        """uint8 [n] -> int64 [peers x groups] ones of each part."""
-        total = torch.nn.functional.pad(bits.cumsum(0, dtype=torch.int64), (1, 0))
-        return total.index_select(0, self.bounds).diff()
-
-
-@dataclass(frozen=True)
-class Listing:
-    """The replicated rows of this rank, by the peers they are exchanged with. About 12 bytes a row.
-
-    Attributes:
-        out: per hop the rows whose home is reached over a peer: their gradients go there, their sums come from there.
-        into: per hop the rows of which peers hold copies and this rank is the one to ask.
-        shared: per hop the rows that all its peers hold, if it all-reduces: in the same order on each of them.
-        firsts: where each dim-group begins in the directories one after another, and their end.
-        exchanged: per hop, may any of its ranks list rows that are exchanged over it? Equal on all of them.
-    """
-
-    out: list[Lane]
-    into: list[Lane]
-    shared: list[Lane]
-    firsts: list[int]
-    exchanged: list[bool]
-
-    @property
-    def rows(self) -> int:
-        return self.firsts[-1]
-
-    @staticmethod
-    def of(stores: Sequence[GroupStore], hops: Sequence[Hop], layout: RankLayout) -> Listing:
-        """Of the directories as they are now."""
-        firsts = [0, *accumulate(len(store.directory) for store in stores)]
-        keys = [store.directory.keys for store in stores]
-        everywhere = [store.directory.tiers == Tier.DEVICE for store in stores]
-        out, into, common, exchanged = [], [], [], []
-        for hop in hops:
-            local = layout.local_rank_of(hop.peers.rank)
-            on_my_rail = [layout.local_rank_of(peer) == local for peer in hop.peers.ranks]
-            reached = []
-            for key in keys:
-                peer = hop.destination(key)
-                # Over a rail no other rows than its own are exchanged.
-                reached.append(torch.where(key % layout.local_ranks == local, peer, -1) if all(on_my_rail) else peer)
-            away = [key % layout.world_size != hop.peers.rank for key in keys]
-            mine = [peer == hop.peers.index for peer in reached]
-            shared = [a & b for a, b in zip(mine, everywhere, strict=True)]
-            goes = [[(peer == p) & far for peer, far in zip(reached, away, strict=True)] for p in range(hop.peers.size)]
-            comes = [mine if same else shared for same in on_my_rail]
-            out.append(_lane(hop.peers, firsts, goes))
-            into.append(_lane(hop.peers, firsts, comes))
-            common.append(_common(firsts, [(key % layout.local_ranks == local) & hop.all_reduces for key in keys]))
-            # On a rail, and inside a node, ranks have rows in common or none; what other rails list a rank cannot see.
-            alike = all(on_my_rail) or not any(hop.peers.far)
-            exchanged.append(not alike or any(out[-1].words) or any(into[-1].words))
-        return Listing(out, into, common, firsts, exchanged)
-
-
-def _lane(peers: Peers, firsts: Sequence[int], chosen: Sequence[Sequence[torch.Tensor]]) -> Lane:
-    """``chosen[peer][group]``: bool [rows of the directory]. Nothing is told to oneself."""
-    parts: list[torch.Tensor] = []
-    words: list[int] = []
-    for peer, masks in enumerate(chosen):
-        of_peer = [
-            (mask if peer != peers.index else mask[:0]).nonzero().view(-1).to(torch.int32) + first
-            for mask, first in zip(masks, firsts, strict=False)
-        ]
-        rows = sum(len(part) for part in of_peer)
-        words.append(-(-rows // _WORD_BITS))
-        of_peer[-1] = torch.nn.functional.pad(of_peer[-1], (0, words[-1] * _WORD_BITS - rows), value=firsts[-1])
-        parts += of_peer
-    entries = torch.cat(parts)
-    bounds = torch.tensor([0, *accumulate(len(part) for part in parts)], dtype=torch.int64, device=entries.device)
-    return Lane(entries, words, bounds)
-
-
-def _common(firsts: Sequence[int], chosen: Sequence[torch.Tensor]) -> Lane:
-    """``chosen[group]``: bool [rows of the directory]. Rows of which nothing is told, as all know."""
-    parts = [mask.nonzero().view(-1).to(torch.int32) + first for mask, first in zip(chosen, firsts, strict=False)]
-    entries = torch.cat(parts)
-    bounds = torch.tensor([0, *accumulate(len(part) for part in parts)], dtype=torch.int64, device=entries.device)
-    return Lane(entries, [0], bounds)
+from flexd.layout import Tier
 
 
 class Touched:
@@ -152,28 +51,25 @@ class Touched:
 
     def up(self, hop: int) -> Note:
         out, into = self.listing.out[hop], self.listing.into[hop]
-        bits = self.entries.index_select(0, out.entries)
+        bits = out.gather(self.entries)
         self.up_out.append(bits)
         return Note(_packed(bits), out.words, into.words)
 
     def told_up(self, hop: int, words: torch.Tensor) -> None:
         bits = _unpacked(words)
         self.up_in.append(bits)
-        self._read(self.listing.into[hop], bits)
+        self.listing.into[hop].mark(bits, self.entries)
 
     def down(self, hop: int) -> Note:
         out, into = self.listing.out[hop], self.listing.into[hop]
-        bits = self.entries.index_select(0, into.entries)
+        bits = into.gather(self.entries)
         self.down_in[hop] = bits
         return Note(_packed(bits), into.words, out.words)
 
     def told_down(self, hop: int, words: torch.Tensor) -> None:
         bits = _unpacked(words)
         self.down_out[hop] = bits
-        self._read(self.listing.out[hop], bits)
-
-    def _read(self, lane: Lane, bits: torch.Tensor) -> None:
-        self.entries.scatter_reduce_(0, lane.entries.to(torch.int64), bits, "amax")
+        self.listing.out[hop].mark(bits, self.entries)
 
     @property
     def known_everywhere(self) -> bool:
@@ -197,7 +93,11 @@ class Touched:
     def positions(self, group: int) -> torch.Tensor:
         """int64: the touched rows of a dim-group's directory."""
         first, end = self.listing.firsts[group : group + 2]
-        return self.entries[first:end].nonzero().view(-1)
+        return positions_of(self.entries[first:end])
+
+    def all_positions(self) -> torch.Tensor:
+        """int64: the touched rows of all directories one after another."""
+        return positions_of(self.entries[: self.listing.rows])
 
     def divide(self, other: Touched) -> tuple[Touched, Touched]:
         """Both known everywhere, of one placement -> the rows that are in both, and those in this one alone."""
@@ -207,7 +107,7 @@ class Touched:
         part = Touched(self.listing, entries.device)
         part.entries = self.entries & entries
         for hop, (out, into) in enumerate(zip(self.listing.out, self.listing.into, strict=True)):
-            of_out, of_into = entries.index_select(0, out.entries), entries.index_select(0, into.entries)
+            of_out, of_into = out.gather(entries), into.gather(entries)
             part.up_out.append(self.up_out[hop] & of_out)
             part.up_in.append(self.up_in[hop] & of_into)
             down_out, down_in = self.down_out[hop], self.down_in[hop]
@@ -226,10 +126,14 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 def _packed(bits: torch.Tensor) -> torch.Tensor:
     """uint8 [64 n] zeros and ones -> int64 [n]."""
+    if bits.device.type == "cpu":  # a twentieth of the time
+        return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little").view(np.int64))
     return (bits.view(-1, 8) * _weights(bits.device)).sum(dim=1, dtype=torch.uint8).view(torch.int64)
 
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:
+    if words.device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(words.numpy().view(np.uint8), bitorder="little"))
     return (words.view(torch.uint8).unsqueeze(1) & _weights(words.device)).ne(0).view(-1).to(torch.uint8)
 
 
@@ -257,26 +161,26 @@ class ReplicaSums:
         self._all_reduced = list(all_reduced)
         self._firsts = touched.listing.firsts
         lanes = _lanes(touched)
-        total = touched.entries.cumsum(0, dtype=torch.int64)
-        firsts = torch.tensor(self._firsts, device=total.device)
-        before = (total - touched.entries).index_select(0, firsts)
-        numbers = torch.cat([before, *(lane.counts(bits) for lane, bits in lanes)]).tolist()
-        starts, counts = numbers[: self._groups + 1], numbers[self._groups + 1 :]
-        self._place = total - 1
-        for (first, end), start in zip(pairwise(self._firsts), starts, strict=False):
-            self._place[first:end] -= start
+        self._rows = touched.all_positions()
+        firsts = torch.tensor(self._firsts, device=self._rows.device)
+        bounds = torch.searchsorted(self._rows, firsts)
+        numbers = torch.cat([bounds, *(lane.counts(bits).to(bounds.device) for lane, bits in lanes)]).tolist()
+        self._starts, counts = numbers[: self._groups + 1], numbers[self._groups + 1 :]
         self.sums = [
-            torch.zeros((end - start, dim), dtype=dtype, device=total.device)
-            for (start, end), dim, dtype in zip(pairwise(starts), dims, wide, strict=True)
+            torch.zeros((end - start, dim), dtype=dtype, device=bounds.device)
+            for (start, end), dim, dtype in zip(pairwise(self._starts), dims, wide, strict=True)
         ]
         self._parts: list[list[tuple[torch.Tensor, list[int]]]] = []
         """Per hop the five lanes; of each, per dim-group the rows of ``sums`` and how many of each peer."""
         for lane, bits in lanes:
-            size = len(lane.words) * self._groups
+            size = len(lane.spans) * self._groups
             of_lane, counts = counts[:size], counts[size:]
-            pieces = torch.split(self._place.index_select(0, lane.entries[bits.bool()]), of_lane)
+            pieces = torch.split(self._places(lane.entries_of(bits, of_lane)), of_lane)
             self._parts.append(
-                [(torch.cat(pieces[g :: self._groups]), of_lane[g :: self._groups]) for g in range(self._groups)]
+                [
+                    (torch.cat(pieces[g :: self._groups]) - self._starts[g], of_lane[g :: self._groups])
+                    for g in range(self._groups)
+                ]
             )
         for hop, reduces in enumerate(self._all_reduced):
             for parts in self._parts[_LANES * hop : _LANES * hop + _SHARED] if reduces else []:
@@ -284,10 +188,14 @@ class ReplicaSums:
                     if self._reducible[group]:
                         parts[group] = rows[:0], [0] * len(of_peers)
 
+    def _places(self, entries: torch.Tensor) -> torch.Tensor:
+        """int64 [n] touched entries -> int64 [n] places among all that are touched."""
+        return torch.searchsorted(self._rows, entries)
+
     def land(self, group: int, entries: torch.Tensor, grads: torch.Tensor) -> None:
         """Adds [n, dim] gradients that this rank holds, of int64 [n] directory positions (-1: no replica, left out)."""
         at = (entries >= 0).nonzero().view(-1)
-        rows = self._place.index_select(0, entries.index_select(0, at) + self._firsts[group])
+        rows = self._places(entries.index_select(0, at) + self._firsts[group]) - self._starts[group]
         self.sums[group].index_add_(0, rows, grads.index_select(0, at))
 
     def up(self, hop: int) -> list[Column]:
@@ -330,11 +238,11 @@ class ReplicaSums:
             for g, part in zip(groups, torch.split(flat, [len(part) for part in parts]), strict=True):
                 self.sums[g].index_copy_(0, rows[g], part.view(-1, self.sums[g].shape[1]))
 
-    def at(self, group: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 [n] directory positions -> (int64 [m] the touched ones among them, [m, dim] their sums)."""
-        entries = positions.to(torch.int64) + self._firsts[group]
-        chosen = entries[self._touched.entries.index_select(0, entries).bool()]
-        return chosen - self._firsts[group], self.sums[group].index_select(0, self._place.index_select(0, chosen))
+    def at(self, group: int, tiers: torch.Tensor, tier: Tier) -> tuple[torch.Tensor, torch.Tensor]:
+        """uint8 tiers of the touched rows of a dim-group -> (int64 [m] places of those at ``tier`` among them, [m, dim]
+        their sums)."""
+        chosen = (tiers == tier).nonzero().view(-1)
+        return chosen, self.sums[group].index_select(0, chosen)
 
     def _columns(self, hop: int, sent: int, received: int) -> list[Column]:
         return [
@@ -365,6 +273,6 @@ def _lanes(touched: Touched) -> list[tuple[Lane, torch.Tensor]]:
             (listing.into[hop], touched.up_in[hop]),
             (listing.out[hop], down_out),
             (listing.into[hop], down_in),
-            (shared, touched.entries.index_select(0, shared.entries)),
+            (shared, shared.gather(touched.entries)),
         ]
     return lanes

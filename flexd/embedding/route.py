@@ -19,7 +19,8 @@ import torch
 
 from flexd.embedding.dedup import Dedup
 from flexd.embedding.exchange import Agreement, Column, Counts, Hop, Note
-from flexd.embedding.replicas import Listing, ReplicaSums, Touched
+from flexd.embedding.listing import Listing
+from flexd.embedding.replicas import ReplicaSums, Touched
 from flexd.embedding.store import TORCH_DTYPES, GroupStore
 from flexd.embedding.traffic import Kind, Traffic
 from flexd.errors import EmbeddingError

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexd.embedding.directory import Directory
+from flexd.embedding.directory import Directory, HomeOrder
 from flexd.keyspace import DimGroup, state_columns
 from flexd.layout import RankLayout
 
@@ -39,7 +39,9 @@ class GroupStore:
         self.rows = torch.zeros((slots, group.dim), dtype=self.dtype, device=device)
         floats = sum(state_columns(group.optimizer, group.dim).values())
         self.state = torch.zeros((slots, floats), dtype=state_dtype, device=device)
-        self.directory = Directory.empty(group.first_key, group.rows, device)
+        self.directory = Directory.empty(
+            HomeOrder(group.first_key, group.rows, layout, layout.local_rank_of(rank)), device
+        )
         self._free = np.arange(slots - 1, self.home_rows - 1, -1, dtype=np.int32)
         self._free_count = replica_slots
 

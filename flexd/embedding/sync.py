@@ -56,12 +56,14 @@ class ReplicaSync:
         replicas = None if touched is None else self._router.sums(touched)
         landed = self._router.push(*self._router.merged(passes), replicas)
         summed = [Summed(group, *self._at_home(group, parts)) for group, parts in enumerate(landed)]
-        if replicas is not None:
+        if replicas is not None and touched is not None:
             self._router.spread(replicas)
-            for tier in (Tier.NODE, Tier.DEVICE):
-                for group, store in enumerate(self._stores):
-                    positions, grads = replicas.at(group, store.directory.positions[tier])
-                    summed.append(Summed(group, store.directory.slots_at(positions), grads))
+            for group, store in enumerate(self._stores):
+                positions = touched.positions(group)
+                tiers, slots = store.directory.tiers_at(positions), store.directory.slots_at(positions)
+                for tier in (Tier.NODE, Tier.DEVICE):
+                    at, grads = replicas.at(group, tiers, tier)
+                    summed.append(Summed(group, slots.index_select(0, at), grads))
         return summed
 
     def apply(self, summed: Sequence[Summed], optimizer: RowOptimizer, step: int) -> None:

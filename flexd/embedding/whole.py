@@ -29,7 +29,7 @@ def replicas_bit_equal(groups: ChainGroups, stores: Sequence[GroupStore]) -> boo
     equal = True
     for store in stores:
         for tier, holders in ((Tier.NODE, groups.rail), (Tier.DEVICE, groups.world)):
-            slots = store.directory.slots_at(store.directory.positions[tier])
+            slots = store.directory.slots_at(store.directory.at_tier(tier))
             equal &= _equal_everywhere(store.pack(slots), holders)
     verdict = torch.tensor([int(equal)], device=stores[0].rows.device)
     groups.world.all_reduce(verdict, dist.ReduceOp.MIN)

@@ -14,7 +14,7 @@ from rank_pool import RankPool
 
 from flexd.control.coordinator import ControlOptions, Coordinator
 from flexd.control.journal import PlacementJournal
-from flexd.control.migration_states import MigrationState
+from flexd.control.migration import MigrationState
 from flexd.embedding.collection import EmbeddingTable
 from flexd.embedding.optimizer import SGD, RowWiseAdagrad
 from flexd.keyspace import KeySpace, TableSpec
@@ -223,8 +223,7 @@ def words(rows: int) -> int:
 
 def sync_bytes(layout: RankLayout, placement: Placement, ids: list[set[int]], exchange: str) -> np.ndarray:
     """As ``chain_bytes``, for replicas: per hop, with the requests a bit for each listed row that a peer is asked for
-    and with the answers one for each that I am asked for; then the gradients of the touched ones up, and sums down.
-    Over a rail of the chain these are all-reduced."""
+    and with the answers one for each that I am asked for; then the gradients of the touched ones up, and sums down."""
     sent = np.zeros((layout.world_size, 2), dtype=np.int64)
     nodes, local_ranks, world = layout.nodes, layout.local_ranks, layout.world_size
     tier_of = dict(zip(placement.keys.tolist(), placement.tiers.tolist(), strict=True))
@@ -234,11 +233,8 @@ def sync_bytes(layout: RankLayout, placement: Placement, ids: list[set[int]], ex
     for rank in range(world):
         local, here = layout.local_rank_of(rank), layout.node_of(rank)
 
-        def talk(
-            peer: int, mine: set[int], its: set[int], up: set[int], *, anywhere: set[int] = anywhere,
-            rank: int = rank, here: int = here,
-        ) -> None:  # fmt: skip
-            """Rows that the peer is asked for, that it asks me for, and those touched at my station, and at any."""
+        def talk(peer: int, mine: set[int], its: set[int], up: set[int], rank: int = rank, here: int = here) -> None:
+            """Rows that the peer is asked for, that it asks me for, and those touched at my station."""
             if peer == rank:
                 return
             link = int(layout.node_of(peer) != here)
@@ -255,10 +251,12 @@ def sync_bytes(layout: RankLayout, placement: Placement, ids: list[set[int]], ex
             mine, its = ({key for key in device if key % local_ranks == layout.local_rank_of(r)} for r in (peer, rank))
             talk(peer, mine, its, ids[rank])
         for peer in layout.rail_ranks(local):
-            mine, its = ({key for key in device | node if key % world == r} for r in (peer, rank))
-            talk(peer, mine, its, set(), anywhere=set())
-        union = {key for key in (device | node) & anywhere if key % local_ranks == local}
-        sent[rank, 1] += 2 * ROW * len(union) * (nodes - 1) // nodes
+            if peer != rank:
+                bits = (sum(key % world == r for key in device | node) for r in (peer, rank))
+                sent[rank, 1] += sum(map(words, bits))
+        # All of the rail hold the rows of its homes, so the sums are all-reduced.
+        reduced = ROW * sum(key % local_ranks == local for key in (device | node) & anywhere)
+        sent[rank, 1] += 2 * reduced * (nodes - 1) // nodes
     return sent
 
 

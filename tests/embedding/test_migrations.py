@@ -92,7 +92,8 @@ def test_any_chunks_end_where_a_dict_ends(ranks: Ranks, shape: tuple[int, int], 
         assert said["memory"].home_bytes == stated.home[rank]
         assert said["memory"].replica_bytes == stated.replicas[rank]
         if layout.nodes > 1:
-            assert said["memory"].directory_bytes == stated.directory[rank] == 12 * len(listed)
+            assert stated.directory[rank] == 12 * len(listed)
+            assert 8 * len(listed) <= said["memory"].directory_bytes <= stated.directory[rank]
 
 
 GOOD = [chunk({0: 2, 1: 2, 3: 1, 70: 2}), chunk({1: 1, 4: 2}, {1: 2}), chunk({4: 0, 6: 1}, {4: 2})]
