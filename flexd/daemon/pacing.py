@@ -81,6 +81,7 @@ class MigrationPacing:
         self._baseline = StepWindow(BASELINE_REPORTS)
         self._recent = StepWindow(BASELINE_REPORTS)
         self._recent_applied = False
+        self._generation = 0
         self._judged: StepTimes | None = None
         self._controller = PaceController(self._pace_settings())
         self._set_pace()
@@ -135,9 +136,12 @@ class MigrationPacing:
         running = self._controller.state is PaceState.RUNNING
         self._throttle.set_pace(Pace(self._controller.bytes_per_step, paused=not running))
 
-    def new_generation(self) -> None:
-        """Other ranks: their steps take another time."""
+    def ranks_are(self, generation: int) -> None:
+        """Which topology generation is live. Steps of other ranks take another time."""
         with self._lock:
+            if generation == self._generation:
+                return
+            self._generation = generation
             self._baseline.clear()
             self._recent.clear()
             self._recent_applied = False

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from flexd import faults
-from flexd.allocator import keep_freed_memory
 from flexd.config.model import Config
 from flexd.control.coordinator import Coordinator
 from flexd.control.journal import PlacementJournal
@@ -20,10 +17,8 @@ from flexd.daemon import parts
 from flexd.daemon.autoplan import AutoPlanner
 from flexd.daemon.drift import DriftMonitor
 from flexd.daemon.explained import explanation
-from flexd.daemon.follower_service import FollowerDaemon
 from flexd.daemon.inspection import Inspection
 from flexd.daemon.leadership import FencedSnapshots, Leadership, alone
-from flexd.daemon.logs import set_up_logging
 from flexd.daemon.pacing import MigrationPacing
 from flexd.daemon.plan_log import PlanLog
 from flexd.daemon.plan_verbs import PlanVerbs
@@ -207,7 +202,8 @@ class Daemon:
     def _take_event(self, name: str, fields: Mapping[str, object]) -> None:
         if name == "epoch_live":
             self._training.new_generation()
-            self._pacing.new_generation()
+            live = self._coordinator.live()
+            self._pacing.ranks_are(0 if live is None else live.generation)
         elif name in ("migration_committed", "tap_urgent"):
             self._ingestor.save_soon()
 
@@ -281,15 +277,3 @@ class Daemon:
         if self._stopping.is_set():
             reasons.append("shutting down")
         return ProbeResult(ok=not reasons, reasons=tuple(reasons))
-
-
-def run_daemon(config: Config) -> int:
-    """Runs until SIGTERM or SIGINT. Returns the exit code: 0, or 1 if a part did not end within the deadline."""
-    set_up_logging(config)
-    faults.arm()
-    keep_freed_memory()
-    daemon = FollowerDaemon(config) if config.scale_out.role == "follower" else Daemon(config)
-    daemon.start()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: daemon.ask_to_stop())
-    return 0 if daemon.run_until_stopped() else 1
