@@ -9,6 +9,7 @@ from flexd.errors import (
     ConfigError,
     ControlError,
     FlexdError,
+    LeaseError,
     PlacementError,
     PlanError,
     SnapshotError,
@@ -102,6 +103,7 @@ _STATUS_OF: tuple[tuple[type[FlexdError], int], ...] = (
     (ControlError, 503),
     (StreamError, 503),
     (SnapshotError, 503),
+    (LeaseError, 503),
 )
 
 

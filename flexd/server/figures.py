@@ -284,6 +284,23 @@ class ScaleOutFigures:
 
 
 @dataclass(frozen=True)
+class AvailabilityFigures:
+    """A daemon that shares a lease with others.
+
+    Attributes:
+        term: of the lease it holds; 0 if it holds none.
+        takeovers, depositions: times it began to lead, and lost the lease while it led.
+        lease_failures: attempts that could not reach the lease.
+    """
+
+    leading: bool
+    term: int
+    takeovers: int
+    depositions: int
+    lease_failures: int
+
+
+@dataclass(frozen=True)
 class DaemonFigures:
     """All of it at one moment.
 
@@ -313,3 +330,4 @@ class DaemonFigures:
     control: ControlFigures = ControlFigures()
     snapshot: SnapshotFigures = SnapshotFigures()
     scale_out: ScaleOutFigures | None = None
+    availability: AvailabilityFigures | None = None

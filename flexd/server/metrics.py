@@ -15,6 +15,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from flexd.server.availability_metrics import availability_metrics
 from flexd.server.families import MAX_LABEL_VALUES as MAX_LABEL_VALUES
 from flexd.server.families import counter as _counter
 from flexd.server.families import counters as _counters
@@ -90,6 +91,8 @@ class FiguresCollector(Collector):
         yield from _snapshot(figures.snapshot)
         if figures.scale_out is not None:
             yield from scale_out_metrics(figures.scale_out)
+        if figures.availability is not None:
+            yield from availability_metrics(figures.availability)
 
 
 def _ingest(ingest: IngestFigures) -> Iterator[Metric]:

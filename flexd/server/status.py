@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from flexd.server.availability_status import AvailabilityStatus
 from flexd.server.drift_status import DriftStatus
 from flexd.server.migration_report import MigrationReport
 from flexd.server.model import Measured, Model
@@ -132,3 +133,5 @@ class Status(Model):
     """Durable state."""
     scale_out: ScaleOutStatus | None = None
     """Leader and followers; null for a daemon that is alone."""
+    high_availability: AvailabilityStatus | None = None
+    """Who leads; null for a daemon without a lease."""

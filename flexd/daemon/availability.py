@@ -1,0 +1,206 @@
+"""One of several daemons of a job: it leads while it holds the lease, and stands by otherwise.
+
+::
+
+    STANDBY --the lease is held--> LEADING --it is held no more, or the process stops--> STANDBY or the end
+       ^------ its state cannot be opened, or a part does not start: the lease is left to others for a while
+
+Every turn of leading is a ``Daemon`` of its own with the term's directory; nothing of a turn that ended is used again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from flexd.config.availability import FileLease, KubernetesLease
+from flexd.config.model import Config
+from flexd.daemon import parts
+from flexd.daemon.in_charge import whoever_is_in_charge
+from flexd.daemon.leadership import Leadership
+from flexd.daemon.service import HEALTHY_TICK_SECONDS, TICK_SECONDS, Daemon
+from flexd.daemon.standby import Standby
+from flexd.daemon.terms import highest_term, open_term
+from flexd.errors import ConfigError, FlexdError
+from flexd.faults import fault_point
+from flexd.lease.file_register import FileLeaseRegister
+from flexd.lease.keeper import LeaseKeeper
+from flexd.lease.kubernetes import KubernetesLeaseRegister
+from flexd.lease.lease import Lease
+from flexd.lease.register import LeaseRegister
+from flexd.server.answers import ProbeResult
+from flexd.server.api import DaemonApi
+from flexd.server.availability_status import AvailabilityStatus
+from flexd.server.figures import AvailabilityFigures, DaemonFigures
+from flexd.server.http import DaemonServer
+from flexd.server.metrics import Metrics
+from flexd.server.status import Status
+
+logger = logging.getLogger("flexd")
+
+MAX_TAKEOVER_SECONDS = 300.0
+"""Reading a large snapshot takes minutes, in which the loop does not tick."""
+_SHARE_LEASE = 0.05
+_SHARE_SERVER = 0.05
+
+
+class AvailableDaemon:
+    """``start``, then ``run_until_stopped``; ``ask_to_stop`` from anywhere. Its API answers in both roles.
+
+    Raises:
+        FlexdError: the lease's place or the state directory cannot be used at all.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._started_unix_seconds = time.time()
+        parts.make_state_directory(config)
+        self._state_dir = config.state.dir
+        settings = config.high_availability
+        self._register = make_register(config)
+        # New for every start: a process that comes again is another holder, with a term of its own.
+        identity = f"{settings.identity or socket.gethostname()}/{os.getpid()}-{os.urandom(4).hex()}"
+        lease = Lease(self._register, identity, settings.duration_seconds, lambda: highest_term(self._state_dir))
+        self._keeper = LeaseKeeper(lease, settings.renew_seconds)
+        self._standby = Standby(config, self._keeper, self._started_unix_seconds)
+        self._leading: Daemon | None = None
+        self._term = self._failed_term = 0
+        self._takeovers = self._depositions = 0
+        self._taking_over = False
+        self._stopping = threading.Event()
+        self._ticked_at = time.monotonic()
+        self._front = _Front(self, whoever_is_in_charge(self._in_charge))
+        self._server = DaemonServer(self._front.api, Metrics(self.figures), config.server)
+
+    @property
+    def address(self) -> str:
+        """Where the admin API is served."""
+        return self._server.address
+
+    @property
+    def leads(self) -> bool:
+        return self._leading is not None
+
+    def start(self) -> None:
+        """Serves the API and asks for the lease. Raises ApiError if an address is taken."""
+        self._server.start()
+        self._keeper.start()
+        logger.info("flexd stands by as %s: API %s", self._keeper.lease.identity, self._server.address)
+
+    def ask_to_stop(self) -> None:
+        """Returns at once; ``run_until_stopped`` then ends within ``shutdown_seconds``."""
+        self._stopping.set()
+
+    def run_until_stopped(self) -> bool:
+        """Leads and stands by in turns. Returns whether every part ended within the deadline."""
+        lease = self._keeper.lease
+        while not self._stopping.wait(TICK_SECONDS):
+            self._ticked_at = time.monotonic()
+            if self._leading is None:
+                term = lease.term
+                if term not in (0, self._failed_term):
+                    self._taking_over = True
+                    self._lead(term)
+                    self._taking_over = False
+            elif lease.holds(self._term):
+                self._leading.tick()
+            else:
+                self._depositions += 1
+                logger.warning("term %d is over: %s", self._term, self._standby.reason)
+                self._stand_down(self._config.shutdown_seconds)
+        seconds = self._config.shutdown_seconds
+        ended = self._stand_down(seconds * (1 - _SHARE_LEASE - _SHARE_SERVER))
+        # Only now: whoever takes over finds the last snapshot, and nobody who still writes.
+        ended &= self._keeper.stop(seconds * _SHARE_LEASE)
+        if ended:
+            self._register.close()
+        return self._server.stop(seconds * _SHARE_SERVER) and ended
+
+    def _lead(self, term: int) -> None:
+        lease = self._keeper.lease
+        try:
+            fault_point("lease.acquired")
+            leadership = Leadership(open_term(self._state_dir, term), term, lambda: lease.holds(term))
+            daemon = Daemon(self._config, leadership)
+            daemon.start()
+        except FlexdError as error:
+            logger.error("cannot lead in term %d: %s", term, error)
+            self._standby.problem, self._failed_term = str(error), term
+            self._keeper.give_up(2 * lease.duration_seconds)
+            return
+        self._standby.problem = ""
+        self._takeovers += 1
+        self._term, self._leading = term, daemon
+        logger.info("term %d: %s leads", term, lease.identity)
+
+    def _stand_down(self, seconds: float) -> bool:
+        daemon, self._leading = self._leading, None
+        return daemon is None or daemon.stop(seconds)
+
+    def _in_charge(self) -> DaemonApi:
+        return self._leading or self._standby
+
+    def status(self) -> Status:
+        lease, seen = self._keeper.lease, self._keeper.lease.seen
+        shown = AvailabilityStatus(
+            role="leader" if self._leading is not None else "standby",
+            identity=lease.identity,
+            lease=lease.where,
+            term=0 if seen is None else seen.term,
+            holder=None if seen is None or not seen.holder else seen.holder,
+            takeovers=self._takeovers,
+            depositions=self._depositions,
+            problem=self._keeper.problem or self._standby.problem or None,
+        )
+        return self._in_charge().status().model_copy(update={"high_availability": shown})
+
+    def figures(self) -> DaemonFigures:
+        """For the metrics page."""
+        daemon, keeper = self._leading, self._keeper
+        figures = (daemon or self._standby).figures()
+        availability = AvailabilityFigures(
+            leading=daemon is not None,
+            term=keeper.lease.term,
+            takeovers=self._takeovers,
+            depositions=self._depositions,
+            lease_failures=keeper.failures,
+        )
+        return replace(figures, availability=availability)
+
+    def health(self) -> ProbeResult:
+        silent = time.monotonic() - self._ticked_at
+        if silent > (MAX_TAKEOVER_SECONDS if self._taking_over else HEALTHY_TICK_SECONDS):
+            return ProbeResult(ok=False, reasons=(f"the loop has not ticked for {silent:.0f} s",))
+        return self._in_charge().health()
+
+
+class _Front:
+    """The API of whoever is in charge, with what this process adds to it in both roles."""
+
+    def __init__(self, daemon: AvailableDaemon, rest: DaemonApi) -> None:
+        self.status = daemon.status
+        self.health = daemon.health
+        self._rest = rest
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._rest, name)
+
+    @property
+    def api(self) -> DaemonApi:
+        return self  # type: ignore[return-value]
+
+
+def make_register(config: Config) -> LeaseRegister:
+    """Where ``high_availability.lease`` says. Raises LeaseError if it cannot be used, ConfigError if there is none."""
+    settings = config.high_availability
+    lease = settings.lease
+    if isinstance(lease, FileLease):
+        return FileLeaseRegister(lease.path or Path(config.state.dir) / "lease")
+    if isinstance(lease, KubernetesLease):
+        return KubernetesLeaseRegister(lease.name, lease.namespace, timeout_seconds=settings.renew_seconds)
+    raise ConfigError("high_availability.lease.kind: none", remedy="set it to file or kubernetes")

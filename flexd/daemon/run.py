@@ -1,0 +1,31 @@
+"""The process of the daemon: its role, its signals, its exit code."""
+
+from __future__ import annotations
+
+import signal
+
+from flexd import faults
+from flexd.allocator import keep_freed_memory
+from flexd.config.model import Config
+from flexd.daemon.availability import AvailableDaemon
+from flexd.daemon.follower_service import FollowerDaemon
+from flexd.daemon.logs import set_up_logging
+from flexd.daemon.service import Daemon
+
+
+def run_daemon(config: Config) -> int:
+    """Runs until SIGTERM or SIGINT. Returns the exit code: 0, or 1 if a part did not end within the deadline."""
+    set_up_logging(config)
+    faults.arm()
+    keep_freed_memory()
+    daemon = _daemon_of(config)
+    daemon.start()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: daemon.ask_to_stop())
+    return 0 if daemon.run_until_stopped() else 1
+
+
+def _daemon_of(config: Config) -> Daemon | AvailableDaemon | FollowerDaemon:
+    if config.scale_out.role == "follower":
+        return FollowerDaemon(config)
+    return AvailableDaemon(config) if config.high_availability.enabled else Daemon(config)

@@ -1,0 +1,68 @@
+"""What a daemon answers while another one leads."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from flexd import __version__
+from flexd.config.model import Config
+from flexd.daemon.in_charge import refusing
+from flexd.errors import ApiError
+from flexd.lease.keeper import LeaseKeeper
+from flexd.server.answers import ProbeResult
+from flexd.server.figures import DaemonFigures
+from flexd.server.status import Status, StreamStatus
+
+
+class Standby:
+    """Implements ``DaemonApi``: the status and the probes; every other verb is refused with the leader's name."""
+
+    def __init__(self, config: Config, keeper: LeaseKeeper, started_unix_seconds: float) -> None:
+        self._config = config
+        self._keeper = keeper
+        self._started_unix_seconds = started_unix_seconds
+        self.problem = ""
+        """Why this daemon could not lead when it might have; empty if nothing is known."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(refusing(self._refusal), name)
+
+    @property
+    def reason(self) -> str:
+        record = self._keeper.lease.seen
+        if record is None or not record.holder:
+            return "standby: nobody leads at present"
+        return f"standby: {record.holder} leads (term {record.term})"
+
+    def status(self) -> Status:
+        healthy, ready = self.health(), self.ready()
+        return Status(
+            job=self._config.job,
+            version=__version__,
+            uptime_seconds=time.time() - self._started_unix_seconds,
+            healthy=healthy.ok,
+            ready=ready.ok,
+            reasons=(*healthy.reasons, *ready.reasons),
+            stream=StreamStatus(source=self._config.stream.source.kind),
+        )
+
+    def figures(self) -> DaemonFigures:
+        """For the metrics page."""
+        return DaemonFigures(
+            job=self._config.job, version=__version__, started_unix_seconds=self._started_unix_seconds, ready=False
+        )
+
+    def health(self) -> ProbeResult:
+        return ProbeResult(ok=True)
+
+    def ready(self) -> ProbeResult:
+        problems = [f"lease: {self._keeper.problem}"] if self._keeper.problem else []
+        if self.problem:
+            problems.append(f"could not lead: {self.problem}")
+        return ProbeResult(ok=False, reasons=(self.reason, *problems))
+
+    def _refusal(self) -> ApiError:
+        return ApiError(self.reason, status=503, remedy="ask the daemon that leads")
