@@ -21,8 +21,8 @@ Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 
 DIRECTORY_BYTES = 12
-"""A row in a rank's directory, at most: its place among all rows of the dim-group 4 (8 beyond 2^31 rows), slot and tier 4,
-and 4 for a DEVICE row of the rank's own rail where NODE rows stand between them."""
+"""A row in a rank's directory, at most: its place in its dim-group 4 (8 beyond 2^31 rows), slot and tier 4, and 4 for a
+DEVICE row of the rank's own rail where NODE rows stand between them."""
 
 
 class Buffer(IntEnum):
