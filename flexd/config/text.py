@@ -15,7 +15,10 @@ from flexd.errors import ConfigError
 
 ENV_PREFIX = "FLEXD__"
 MAX_CONFIG_BYTES = 16 * 2**20
-_SECRET = re.compile(r"password|secret|token|credential", re.IGNORECASE)
+_SECRET = re.compile(
+    r"password|passphrase|secret|token|credential|jaas|oauthbearer[._]config|api[._]?key|[._]pem$", re.IGNORECASE
+)
+"""Also what librdkafka takes as text: a private key (``ssl.key.pem``), settings that hold a secret among others."""
 _REDACTED = "(not shown)"
 
 

@@ -77,7 +77,12 @@ def test_only_tokens_open_and_each_says_who(guarded: str, asked: Asked) -> None:
     before = refused(guarded)
     assert set(before) == set(REFUSED_REASONS)
     asked.__init__()
-    for token, path in [(None, "/v1/status"), ("guess", "/v1/status"), ("guess again", "/metrics"), (None, "/openapi.json")]:
+    for token, path in [
+        (None, "/v1/status"),
+        ("guess", "/v1/status"),
+        ("guess again", "/metrics"),
+        (None, "/openapi.json"),
+    ]:
         answer = get(guarded, token, path)
         assert (answer.status_code, answer.json()["error"]["type"]) == (401, "ApiError")
         assert answer.headers["www-authenticate"] == 'Bearer realm="flexd"'

@@ -1,0 +1,184 @@
+"""A daemon with a marked secret in every setting that takes one: no output of any kind has a mark in it, and nobody
+else may read what it keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx
+import pytest
+import yaml
+from flexd_processes import ROOT, free_ports, until
+
+from flexd.cli.main import main
+
+MARK = "MARKED"
+SASL = {
+    "kafka-python": {
+        "client_options": {
+            "security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": "PLAIN", "sasl_plain_username": "flexd",
+            "ssl_password": f"{MARK}-ssl-password",
+        },
+        "client_option_files": {"sasl_plain_password": "password"},
+    },
+    "confluent": {
+        "client_options": {
+            "security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "PLAIN", "sasl.username": "flexd",
+            "ssl.key.password": f"{MARK}-ssl-password", "sasl.oauthbearer.config": f"principal={MARK}-principal",
+        },
+        "client_option_files": {"sasl.password": "password"},
+    },
+}  # fmt: skip
+
+
+class Daemon:
+    """``flexd run`` with marked secrets and a umask of 0, whose output is kept."""
+
+    def __init__(self, directory: Path, source: str) -> None:
+        self.directory = directory
+        self.port, control = free_ports(2)
+        for name in ("control", "password", "read", "admin"):
+            (directory / name).write_text(f"{MARK}-{name}-0123456789\n")
+        settings: dict[str, Any] = {
+            "job": "test",
+            "tables": [{"name": "items", "rows": 1000, "dim": 4}],
+            "stream": {"source": {"kind": "synthetic", "accesses_per_second": 1000}},
+            "control": {"secret_file": str(directory / "control"), "listen_port": control},
+            "server": {
+                "port": self.port,
+                "tokens": [
+                    {"name": "dashboard", "file": str(directory / "read")},
+                    {"name": "operator", "scope": "admin", "file": str(directory / "admin")},
+                ],
+            },
+            "state": {"dir": str(directory / "state"), "snapshot_interval_seconds": 0.3},
+            "log": {"level": "debug", "format": "json"},
+        }
+        if source != "synthetic":
+            (broker,) = free_ports(1)
+            options = SASL[source]
+            files = {name: str(directory / file) for name, file in options["client_option_files"].items()}
+            settings["stream"]["source"] = {
+                "kind": "kafka", "client": source, "bootstrap_servers": f"127.0.0.1:{broker}",
+                "connect_timeout_seconds": 1.0, **options, "client_option_files": files,
+            }  # fmt: skip
+        self.config = directory / "flexd.yaml"
+        self.config.write_text(yaml.safe_dump(settings))
+        self.said: list[str] = []
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Daemon:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("FLEXD")}
+        self._log = (self.directory / "log").open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "flexd", "run", "-c", str(self.config)],
+            stdout=self._log, stderr=subprocess.STDOUT, env=environ, cwd=ROOT, umask=0,
+        )  # fmt: skip
+        until(lambda: self._answers(), 90, lambda: (self.directory / "log").read_text()[-2000:])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait(10)
+        self._log.close()
+
+    def _answers(self) -> bool:
+        assert self._process.poll() is None, (self.directory / "log").read_text()[-2000:]
+        try:
+            return httpx.get(self.url + "/healthz", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def ask(self, method: str, path: str, token: str | None, **more: Any) -> httpx.Response:
+        headers = {} if token is None else {"authorization": f"Bearer {MARK}-{token}-0123456789"}
+        answer = httpx.request(method, self.url + path, headers=headers, timeout=20, **more)
+        self.said.append(f"{path}: {answer.headers} {answer.text}")
+        return answer
+
+    def end(self) -> int:
+        self._process.send_signal(signal.SIGTERM)
+        code = self._process.wait(30)
+        self.said.append((self.directory / "log").read_text())
+        return code
+
+
+def checked(file: Path, *arguments: str) -> tuple[object, str]:
+    """(exit status, output) of ``flexd check-config``, in this process."""
+    printed = io.StringIO()
+    with (
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+        mock.patch.object(sys, "argv", ["flexd", "check-config", str(file), *arguments]),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main()
+    return ended.value.code, printed.getvalue()
+
+
+@pytest.mark.parametrize("source", ["synthetic", "kafka-python", "confluent"])
+def test_no_secret_is_said_anywhere_and_nobody_else_may_read_the_state(tmp_path: Path, source: str) -> None:
+    if source == "confluent":
+        pytest.importorskip("confluent_kafka")
+    with Daemon(tmp_path, source) as daemon:
+        paths = daemon.ask("GET", "/openapi.json", "read").json()["paths"]
+        for path, methods in paths.items():
+            for method in methods:
+                for token in (None, "guessed", "read", "admin"):
+                    if method == "get" or token == "admin":
+                        daemon.ask(method.upper(), path, token, json=None if method == "get" else {"unknown": 1})
+        assert daemon.ask("POST", "/v1/pause", "admin", json={"reason": "x"}).status_code == 200
+        if source == "synthetic":
+            until(lambda: daemon.ask("GET", "/v1/status", "read").json()["snapshot"]["written"] >= 1, 30)
+        else:
+            until(lambda: daemon.ask("GET", "/v1/status", "read").json()["stream"]["problem"], 30)
+        assert daemon.end() == 0
+        for output in ("json", "yaml", "table"):
+            code, printed = checked(daemon.config, "-o", output)
+            assert code == 0, printed
+            daemon.said.append(printed)
+        state = [tmp_path / "state", *(tmp_path / "state").rglob("*")]
+        for kept in state:
+            mode = stat.S_IMODE(kept.stat().st_mode)
+            assert mode == (0o700 if kept.is_dir() else 0o600), (kept, oct(mode))
+            if kept.is_file():
+                daemon.said.append(kept.read_bytes().decode("latin-1"))
+        assert len([kept for kept in state if kept.is_file()]) >= 2
+        everything = "\n".join(daemon.said)
+        assert "listen_port" in everything
+        assert '"operator"' in everything
+        at = everything.find(MARK)
+        assert at < 0, everything[max(0, at - 300) : at + 100]
+
+
+def test_errors_of_the_configuration_show_no_secret(tmp_path: Path) -> None:
+    password = f"{MARK}-password"
+    good = {"bootstrap_servers": "b:9092", "kind": "kafka"}
+    said = []
+    for source in (
+        {**good, "client_options": {"sasl_plain_password": [password]}},
+        {**good, "sasl_plain_password": password},
+        {
+            **good,
+            "client_options": {"sasl_plain_password": password},
+            "client_option_files": {"sasl_plain_password": "f"},
+        },
+        {**good, "kind": "kafak", "client_options": {"sasl_plain_password": password}},
+    ):
+        file = tmp_path / "flexd.yaml"
+        tables = [{"name": "items", "rows": 1000, "dim": 4}]
+        file.write_text(yaml.safe_dump({"job": "j", "tables": tables, "stream": {"source": source}}))
+        code, printed = checked(file)
+        assert code == 2
+        said.append(printed)
+    assert "stream.source" in said[0]
+    assert MARK not in json.dumps(said)
