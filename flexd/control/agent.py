@@ -76,8 +76,6 @@ BUSY_SECONDS, BUSY_POLL_SECONDS = 0.5, 0.005
 """For so long after a chunk a rank looks for the next one this often."""
 REFUSED_RETRY_SECONDS = 2.0
 """A rank that the daemon refused, or whose secret differs, asks again this slowly."""
-MAX_QUEUED = 4096
-"""With more messages than this waiting at the daemon, a rank keeps its reports (folded into one) to itself."""
 
 
 class Agent:
@@ -216,6 +214,7 @@ class _Connection:
         self._last_report_at = 0.0
         self._last_command_at = 0.0
         self._last_told = (-1, -1)
+        self._last_turn = b""
 
     def run(self) -> None:
         agent = self._agent
@@ -407,10 +406,8 @@ class _Connection:
         told = (self._inbox.agreed_version, self._inbox.applied_version)
         since = time.monotonic() - self._last_sent_at
         due = time.monotonic() - self._last_report_at >= REPORT_SECONDS
-        pending = self._agent._pending is not None and (due or final)
+        pending = self._agent._pending is not None and (final or (due and self._is_read()))
         if not (pending or told != self._last_told or since >= HEARTBEAT_SECONDS):
-            return
-        if pending and self._store.queue_len(Keys.INBOUND) > MAX_QUEUED:
             return
         report = self._agent._take_pending() if pending else None
         try:
@@ -428,6 +425,13 @@ class _Connection:
         if report is not None:
             self._last_report_at = self._last_sent_at
         self._agent._count("reports", 1 if report is not None else 0)
+
+    def _is_read(self) -> bool:
+        """Has the daemon looked at its queue since this rank's last report? If not, the report waits, folded with
+        those that follow: the queue stays bounded whatever holds the daemon up."""
+        turn, last = self._store.get(Keys.TURN), self._last_turn
+        self._last_turn = turn
+        return turn != last
 
     def _push(self, message: Message) -> None:
         try:

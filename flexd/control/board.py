@@ -34,6 +34,7 @@ class Board:
         self._prefix = Keys.prefix(job)
         self.store = job_store(self._server, job)
         self._refusals: deque[str] = deque()
+        self._turn = 0
         self.hint = Hint()
         self._write_hint(self.hint)
 
@@ -43,6 +44,8 @@ class Board:
 
     def messages(self, limit: int) -> Iterator[bytes]:
         """At most ``limit`` messages that wait in the queue."""
+        self._turn += 1
+        self.store.set(Keys.TURN, str(self._turn))
         for _ in range(min(limit, self.store.queue_len(Keys.INBOUND))):
             try:
                 yield self.store.queue_pop(Keys.INBOUND, False)

@@ -160,9 +160,6 @@ class StoreClient:
     def queue_push(self, key: str, text: str) -> None:
         self.call(lambda store: store.queue_push(key, text))
 
-    def queue_len(self, key: str) -> int:
-        return self.call(lambda store: int(store.queue_len(key)))
-
     def delete_key(self, key: str) -> None:
         self.call(lambda store: store.delete_key(key))
 
@@ -279,6 +276,9 @@ class Keys:
     EPOCH = "epoch"
     INBOUND = "inbound"
     """The queue that all ranks push to."""
+    TURN = "turn"
+    """How often the daemon has looked at that queue. Ranks ask for this and not for the queue's length: torch 2.13
+    holds the GIL in ``queue_len``, so that a stopped daemon would stop the training of who asks."""
 
     @staticmethod
     def prefix(job: str) -> str:

@@ -142,7 +142,7 @@ def test_rubbish_forgeries_and_replays_change_nothing(host: Callable[..., Any]) 
             replace(progress, rank=7, **newer),
         ]:
             store.queue_push(Keys.INBOUND, signer.seal(message))
-        until(lambda: store.queue_len(Keys.INBOUND) == 0)
+        until(lambda: store.call(lambda raw: raw.queue_len(Keys.INBOUND)) == 0)
         until(lambda: refused(hosted, "stale") == 6, what=str(hosted.coordinator.status()))
         assert refused(hosted, "replayed") == 2
         assert refused(hosted, "forged") == 3
