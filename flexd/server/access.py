@@ -23,8 +23,9 @@ REFUSED_REASONS = (
     "unauthenticated", "unknown_token", "unknown_certificate", "read_only", "rate", "stranger", "too_large", "too_slow",
     "malformed",
 )  # fmt: skip
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})
-"""Asked by kubelets, which have no token: they tell whether the daemon is up and ready, and why not."""
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/"})
+"""Asked by kubelets, which have no token: they tell whether the daemon is up and ready, and why not. The status page
+at ``/`` has no data in it: it asks its reader for a token."""
 LOCAL = Caller("local", "admin")
 """Whoever can reach a loopback port or a socket without tokens."""
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -36,6 +37,14 @@ _caller: ContextVar[Caller] = ContextVar("flexd_caller", default=LOCAL)
 def current_caller() -> Caller:
     """Who sent the request that is being served, in its handler and what that calls in its own thread."""
     return _caller.get()
+
+
+def asked_by(said: str) -> str:
+    """Whom to record for what the request asks: who its sender is, and then who they say it is for."""
+    caller = current_caller()
+    if caller is LOCAL:
+        return said
+    return f"{caller.name} ({said})" if said and said != caller.name else caller.name
 
 
 class Refusals:

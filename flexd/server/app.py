@@ -12,12 +12,14 @@ from starlette.exceptions import HTTPException
 
 import flexd
 from flexd.errors import FlexdError
+from flexd.server.access import asked_by
 from flexd.server.answers import ErrorBody, ErrorDetail, ProbeResult
 from flexd.server.api import DaemonApi, error_body, http_status
 from flexd.server.explain_report import MAX_EXPLAINED_ROWS, Explanation
 from flexd.server.guard import RequestGuard
 from flexd.server.inspect_routes import add_inspection
 from flexd.server.metrics import Metrics
+from flexd.server.page import add_page
 from flexd.server.plan_report import PlanReport
 from flexd.server.planning_routes import add_planning
 from flexd.server.routing import ERRORS, MAX_SLOW_CALLS, VERB_ERRORS, SlowCalls, json_answer
@@ -51,6 +53,7 @@ def create_app(
     slow = SlowCalls(MAX_SLOW_CALLS)
     _add_error_handlers(app)
     _add_probes(app, api, metrics)
+    add_page(app)
     add_inspection(app, lambda: api.inspect, slow)
     add_planning(app, lambda: api.planning, slow)
 
@@ -87,7 +90,7 @@ def create_app(
     def replan(request: ReplanRequest) -> Response:
         """Plans now, starts the migration and waits at most ``wait_seconds`` for its end."""
         with slow.one():
-            result = api.replan(request.reason, request.wait_seconds, force=request.force, who=request.who)
+            result = api.replan(request.reason, request.wait_seconds, force=request.force, who=asked_by(request.who))
         return json_answer(result, replan_status(result))
 
     @app.post("/v1/pause", response_model=PauseState, responses=VERB_ERRORS)
@@ -136,7 +139,7 @@ def _add_probes(app: FastAPI, api: DaemonApi, metrics: Metrics) -> None:
         """Is the daemon useful now?"""
         return probe(api.ready)
 
-    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    @app.get("/metrics", response_class=Response, responses={**ERRORS, 200: {"content": {"text/plain": {}}}})
     def metrics_page(request: Request) -> Response:
         """Prometheus text or OpenMetrics, as the ``Accept`` header asks."""
         page, content_type = metrics.render(request.headers.get("accept", ""))

@@ -1,0 +1,251 @@
+"""The status page: what the server says of it, and what a real browser makes of it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_daemon import FakeDaemon
+from fake_inspection import STRANGE
+
+from flexd.config.server import ServerConfig
+from flexd.server.http import DaemonServer
+from flexd.server.metrics import Metrics
+from flexd.server.migration_report import MigrationReport
+from flexd.server.plan_report import PlanReport
+from flexd.server.status import PlacementStatus, Status, StreamStatus, TopologyStatus
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium (Debian: apt-get install chromium)")
+DEADLINE_MS = 20_000
+
+
+class BusyDaemon(FakeDaemon):
+    """Ranks train, a plan is on its way, and everything that has a name has a bad one."""
+
+    def status(self) -> Status:
+        super().status()
+        return Status(
+            job=f"shop {STRANGE}", version="1.2.3", uptime_seconds=7300, ready=True, paused=self.paused,
+            reasons=(f"note {STRANGE}",),
+            stream=StreamStatus(source="kafka", accesses_per_second=1.25e6, lag_messages=3),
+            topology=TopologyStatus(generation=2, nodes=2, local_ranks=2, ready=True),
+            placement=PlacementStatus(version=7, rows={"HOME": 900, "NODE": 80, "DEVICE": 20}),
+            last_plan=PlanReport(plan_id="p2", reason=f"drift {STRANGE}"),
+            migration=MigrationReport(
+                migration_id="m1", plan_id="p2", state="PUSHING", progress=0.25, rows=123, rows_applied=30, bytes=10_000
+            ),
+        )  # fmt: skip
+
+
+def served(daemon: FakeDaemon, **settings: Any) -> DaemonServer:
+    server = DaemonServer(daemon, Metrics(lambda: daemon.figures), ServerConfig(port=0, **settings))
+    server.start()
+    return server
+
+
+def test_the_page_may_run_only_what_it_came_with(server):
+    answer = httpx.get(f"{server.address}/", timeout=10)
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    assert policy["frame-ancestors"] == "'none'"
+    for kind in ("script", "style"):
+        (body,) = re.findall(rf"<{kind}>(.*?)</{kind}>", answer.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
+        assert policy[f"{kind}-src"] == f"'sha256-{digest}'"
+    assert "unsafe" not in answer.headers["content-security-policy"]
+    html = re.sub(r"<(script|style)>.*?</\1>", "", answer.text, flags=re.DOTALL)
+    assert not re.search(r"\son\w+=|\sstyle=|\ssrc=|\shref=|javascript:", html)
+    assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(", answer.text)
+    assert "cache-control" in answer.headers
+    assert httpx.post(f"{server.address}/", timeout=10).status_code == 405
+    assert httpx.get(f"{server.address}/", headers={"host": "evil.example"}, timeout=10).status_code == 403
+
+
+def test_the_page_needs_no_token_and_holds_no_data(tmp_path):
+    (tmp_path / "token").write_text("r" * 32)
+    daemon = BusyDaemon()
+    server = served(daemon, tokens=[{"name": "ops", "file": str(tmp_path / "token")}])
+    try:
+        assert httpx.get(f"{server.address}/", timeout=10).status_code == 200
+        assert httpx.get(f"{server.address}/v1/status", timeout=10).status_code == 401
+        assert daemon.calls == []
+    finally:
+        assert server.stop(10)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # Containers have no user namespaces for its sandbox; nothing but our own page is shown.
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=60_000)
+        yield launched
+        launched.close()
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Open]:
+    """Opens a page of a server; ``.complaints`` are its console errors, ``.asked`` the addresses it asked."""
+    contexts: list[Any] = []
+
+    def open_it(server: DaemonServer, **settings: Any) -> Any:
+        context = browser.new_context(viewport={"width": 1280, "height": 1100}, **settings)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(DEADLINE_MS)
+        page.complaints, page.asked = [], []
+        page.on("console", lambda message: page.complaints.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: page.complaints.append(str(error)))
+        page.on("request", lambda request: page.asked.append(request.url))
+        page.goto(server.address)
+        return page
+
+    yield open_it
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture
+def busy() -> Iterator[tuple[BusyDaemon, DaemonServer]]:
+    daemon = BusyDaemon()
+    server = served(daemon)
+    yield daemon, server
+    assert server.stop(10)
+
+
+@needs_browser
+def test_what_the_page_shows(open_page, busy):
+    _, server = busy
+    page = open_page(server)
+    page.wait_for_selector("body[data-polls]")
+    assert page.text_content("#job") == f"shop {STRANGE}"
+    assert page.text_content("#health") == "ready"
+    tiles = page.text_content("#tiles")
+    assert "1.25 M/s" in tiles
+    assert "88.5 % less than row-wise" in tiles
+    assert "version 7" in tiles
+    for chart in ("#traffic", "#tiers"):
+        assert page.locator(f"{chart} path").count() >= 2
+    assert page.locator("#traffic .mark title").text_content() == f"p1: drift {STRANGE}"
+    assert page.locator("#migration progress").get_attribute("value") == "0.25"
+    assert "30 of 123 rows" in page.text_content("#migration")
+    assert page.locator("#ranks tbody tr").count() == 4
+    assert "1.50 of the mean" in page.text_content("#ranks")
+    assert STRANGE in page.text_content("#tables")
+    assert "committed" in page.text_content("#plans")
+    page.hover("#traffic svg")
+    assert "measured" in page.text_content("#traffic p")
+    # Names are text wherever they stand: no element came of them, and nothing of them ran.
+    assert page.locator("img").count() == 0
+    assert page.complaints == []
+    assert {httpx.URL(url).host for url in page.asked} == {"127.0.0.1"}
+
+
+@needs_browser
+def test_the_policy_holds_in_the_browser(open_page, busy):
+    page = open_page(busy[1])
+    page.wait_for_selector("body[data-polls]")
+    ran = page.evaluate(
+        """() => { const made = document.createElement("script"); made.textContent = "window.ran = true";
+                   document.body.append(made); return window.ran === true; }"""
+    )
+    assert ran is False
+    assert page.evaluate("fetch('http://127.0.0.1:1/').then(() => 'reached', error => 'refused')") == "refused"
+    assert any("Content Security Policy" in complaint for complaint in page.complaints)
+
+
+@needs_browser
+def test_light_and_dark_and_narrow(open_page, busy):
+    colours = set()
+    for scheme in ("light", "dark"):
+        page = open_page(busy[1], color_scheme=scheme)
+        page.wait_for_selector("body[data-polls]")
+        colours.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len(colours) == 2
+    page.set_viewport_size({"width": 360, "height": 700})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+@needs_browser
+def test_replanning_shows_the_plan_first_and_can_be_left(open_page, busy):
+    daemon, server = busy
+    page = open_page(server)
+    page.wait_for_selector("body[data-polls]")
+    page.click("#replan")
+    page.wait_for_selector("dialog[open]")
+    assert page.text_content("#ask-text") == "As of now nothing would move."
+    page.click("#ask-no")
+    assert not [call for call in daemon.calls if call[0] == "replan"]
+    page.click("#replan")
+    page.wait_for_selector("dialog[open]")
+    page.fill("#ask-reason", 'sale "today"')
+    page.click("#ask-yes")
+    page.wait_for_selector("dialog:not([open])", state="attached")
+    assert [call for call in daemon.calls if call[0] == "replan"] == [("replan", 'sale "today"', 0.0)]
+    assert page.complaints == []
+
+
+@needs_browser
+def test_tokens_are_asked_for_and_reading_is_not_replanning(open_page, tmp_path):
+    (tmp_path / "read").write_text("r" * 32)
+    (tmp_path / "admin").write_text("a" * 32)
+    daemon = BusyDaemon()
+    tokens = [{"name": name, "scope": name, "file": str(tmp_path / name)} for name in ("read", "admin")]
+    server = served(daemon, tokens=tokens)
+    try:
+        page = open_page(server)
+        page.wait_for_selector("dialog[open]")
+        page.fill("#ask-token", "x" * 32)
+        page.click("#ask-yes")
+        page.wait_for_selector("#ask-problem:not(:empty)")
+        assert "not known" in page.text_content("#ask-problem")
+        assert daemon.calls == []
+        page.fill("#ask-token", "r" * 32)
+        page.press("#ask-token", "Enter")
+        page.wait_for_selector("body[data-polls]")
+        page.click("#replan")
+        page.wait_for_selector("dialog[open]")
+        page.click("#ask-yes")
+        page.wait_for_selector("#ask-problem:not(:empty)")
+        assert "may only read" in page.text_content("#ask-problem")
+        page.fill("#ask-token", "a" * 32)
+        page.click("#ask-yes")
+        page.wait_for_selector("dialog:not([open])", state="attached")
+        assert [call[0] for call in daemon.calls].count("replan") == 1
+        # Nothing of a token stays behind in the browser.
+        assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
+    finally:
+        assert server.stop(10)
+
+
+@needs_browser
+def test_a_daemon_that_fails_is_shown_and_found_again(open_page, busy):
+    daemon, server = busy
+    page = open_page(server)
+    page.wait_for_selector("body[data-polls]")
+    daemon.error = RuntimeError("away")
+    page.wait_for_selector("#health:text('no answer')")
+    assert page.is_disabled("#replan")
+    daemon.error = None
+    page.wait_for_selector("#health:text('ready')")
+
+
+def test_the_page_is_in_the_package():
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert '"server/status_page.html"' in project
