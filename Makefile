@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCHREC := $(VENV)/.torchrec
 
-.PHONY: fuzz demo demo-kafka test lint types imports docs bench bench-cluster torchrec ops-tools e2e-ops clean
+.PHONY: fuzz demo demo-kafka test lint types imports docs bench bench-cluster torchrec manifests ops-tools e2e-ops clean
 
 demo: $(STAMP)
 	$(BIN)/flexd demo $(DEMO)
@@ -43,6 +43,11 @@ torchrec: $(TORCHREC)
 # helm, kubectl, prometheus and promtool into .ops-tools/bin, once. Tests that need one skip without it.
 ops-tools: $(STAMP)
 	$(BIN)/python tools/install_ops_tools.py
+
+# The chart's README, and the plain Kubernetes manifests that are written from the chart.
+manifests: $(STAMP) ops-tools
+	$(BIN)/python tools/gen_chart_readme.py
+	$(BIN)/python tools/gen_manifests.py
 
 # A real Prometheus scrapes a real daemon fed by a real broker while ranks train; rules, dashboards, chart and manifests.
 e2e-ops: $(STAMP) ops-tools

@@ -7,16 +7,12 @@ import subprocess
 from pathlib import Path
 
 import yaml
+from deployed import known_metrics
 from ops_tools import ROOT, run_tool
-from prometheus_client.parser import text_string_to_metric_families
-
-from flexd.server.figures import DaemonFigures, ScaleOutFigures
-from flexd.server.metrics import Metrics
 
 RULES = ROOT / "deploy" / "prometheus" / "flexd.rules.yaml"
 TESTS = ROOT / "deploy" / "prometheus" / "flexd.tests.yaml"
 RUNBOOK = ROOT / "docs" / "runbook.md"
-FIGURES = DaemonFigures(job="j", version="1", started_unix_seconds=0.0, scale_out=ScaleOutFigures())
 
 
 def rules() -> list[dict]:
@@ -31,13 +27,6 @@ def anchors(page: Path) -> set[str]:
     """As GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def known_metrics() -> set[str]:
-    text = Metrics(lambda: FIGURES).render()[0].decode()
-    known = set(re.findall(r"^# TYPE (flexd_\w+) ", text, re.MULTILINE))
-    known |= {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
-    return known | {f"{name}{suffix}" for name in known for suffix in ("_sum", "_count")}
 
 
 def test_every_alert_says_what_to_do():

@@ -24,14 +24,44 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- end -}}
 
-{{/* The daemon's YAML: the user's values, with what the chart's ports, mounts and probes rely on laid over them. */}}
-{{- define "flexd.config" -}}
-{{- $config := deepCopy .Values.config -}}
-{{- $control := merge (dict "listen_host" "0.0.0.0" "listen_port" (int64 .Values.control.port) "secret_file" "/etc/flexd/control/secret") (default dict $config.control) -}}
-{{- $_ := set $config "control" $control -}}
-{{- $server := merge (dict "metrics_listen" (printf "0.0.0.0:%d" (int64 .Values.metrics.port))) (default dict $config.server) -}}
-{{- $_ := set $config "server" $server -}}
-{{- $_ := set $config "state" (merge (dict "dir" "/var/lib/flexd") (default dict $config.state)) -}}
-{{- $_ := set $config "log" (merge (default dict $config.log) (dict "format" "json")) -}}
-{{- toYaml $config -}}
+{{/* The pod that leads, or may lead: what the ranks and the followers find by the Service. */}}
+{{- define "flexd.leaderLabels" -}}
+{{ include "flexd.selectorLabels" . }}
+app.kubernetes.io/component: leader
+{{- end -}}
+
+{{- define "flexd.image" -}}
+{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- end -}}
+
+{{- define "flexd.graceSeconds" -}}
+{{ add (ceil (default 20 .Values.config.shutdown_seconds)) .Values.terminationSlackSeconds }}
+{{- end -}}
+
+{{- define "flexd.withFollowers" -}}
+{{- if and (eq .Values.shape "sidecar") (gt (int .Values.sidecar.nodes) 1) -}}true{{- end -}}
+{{- end -}}
+
+{{- define "flexd.highlyAvailable" -}}
+{{- if and (eq .Values.shape "standalone") .Values.highAvailability.enabled -}}true{{- end -}}
+{{- end -}}
+
+{{/* What the schema cannot say. */}}
+{{- define "flexd.validate" -}}
+{{- $ha := .Values.highAvailability -}}
+{{- if and $ha.enabled (eq .Values.shape "sidecar") -}}
+{{- fail "highAvailability.enabled: stand-bys are for shape standalone; in the sidecar shape the job restarts its leader" -}}
+{{- end -}}
+{{- if and $ha.enabled (not .Values.state.persistent) -}}
+{{- fail "state.persistent: a stand-by goes on from the leader's state, so highAvailability needs a shared volume" -}}
+{{- end -}}
+{{- if and $ha.enabled (eq .Values.state.accessMode "ReadWriteOnce") -}}
+{{- fail "state.accessMode: ReadWriteOnce cannot be mounted by leader and stand-by; highAvailability needs ReadWriteMany" -}}
+{{- end -}}
+{{- if and $ha.enabled (gt (mulf 3.0 $ha.renewSeconds) (float64 $ha.durationSeconds)) -}}
+{{- fail "highAvailability.renewSeconds: at most a third of durationSeconds" -}}
+{{- end -}}
+{{- if and (eq .Values.shape "sidecar") (ne .Values.config.stream.source.kind "kafka") (gt (int .Values.sidecar.nodes) 1) -}}
+{{- fail "config.stream.source.kind: daemons on several nodes share a stream, so it must be kafka" -}}
+{{- end -}}
 {{- end -}}

@@ -1,0 +1,66 @@
+{{/*
+The spec of one trainer pod with its daemon. Takes (dict "root" $ "leader" BOOL "kind" KIND); the kind is jobset or pytorchjob.
+*/}}
+{{- define "flexd.trainerTemplate" -}}
+{{- $values := .root.Values -}}
+{{- $trainer := $values.sidecar.trainer -}}
+{{- $name := ternary "pytorch" (default "trainer" $trainer.name) (eq .kind "pytorchjob") -}}
+{{- $file := ternary "flexd.yaml" "follower.yaml" .leader -}}
+metadata:
+  labels:
+    {{- include "flexd.labels" .root | nindent 4 }}
+    app.kubernetes.io/component: {{ ternary "leader" "follower" .leader }}
+    {{- with $values.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with $values.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  {{- if eq .kind "jobset" }}
+  restartPolicy: Never
+  {{- end }}
+  automountServiceAccountToken: false
+  {{- include "flexd.podCommon" .root | nindent 2 }}
+  {{- with $values.affinity }}
+  affinity:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  initContainers:
+    - {{ include "flexd.container" (dict "root" .root "file" $file "leader" .leader) | nindent 6 | trim }}
+  containers:
+    - name: {{ $name }}
+      {{- toYaml (omit $trainer "name" "env" "volumeMounts") | nindent 6 }}
+      env:
+        - name: FLEXD_CONTROL
+          value: "{{ include "flexd.fullname" .root }}:{{ $values.control.port }}"
+        - name: FLEXD_SECRET_FILE
+          value: /etc/flexd/control/secret
+        {{- if eq .kind "jobset" }}
+        # torchrun reads its options from these.
+        - name: PET_NNODES
+          value: {{ $values.sidecar.nodes | quote }}
+        - name: PET_RDZV_BACKEND
+          value: c10d
+        - name: PET_RDZV_ENDPOINT
+          value: "{{ include "flexd.fullname" .root }}:{{ $values.sidecar.rendezvousPort }}"
+        - name: PET_RDZV_ID
+          value: {{ include "flexd.fullname" .root }}
+        {{- end }}
+        {{- with $trainer.env }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      volumeMounts:
+        - name: flexd-control
+          mountPath: /etc/flexd/control
+          readOnly: true
+        {{- with $trainer.volumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+  volumes:
+    {{- include "flexd.volumes" (dict "root" .root "leader" .leader) | nindent 4 }}
+    {{- with $values.sidecar.trainerVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}

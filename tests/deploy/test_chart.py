@@ -1,0 +1,143 @@
+"""The Helm chart: what it renders, what it refuses, what it says of itself."""
+
+from __future__ import annotations
+
+import json
+
+import gen_chart_readme
+import pytest
+import yaml
+from deployed import (
+    CHART,
+    check_daemon,
+    check_references,
+    check_schema,
+    configs_of,
+    daemon_of,
+    is_follower,
+    pod_templates,
+    rendered,
+)
+from ops_tools import ROOT, run_tool
+
+from flexd.config.load import parse_config
+
+VALUES = sorted((CHART / "ci").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("values", [None, *VALUES], ids=lambda file: file.name if file else "default")
+def test_chart_renders_what_kubernetes_and_the_daemon_take(values):
+    chosen = ["-f", values] if values else []
+    linted = run_tool("helm", "lint", "--strict", "--quiet", CHART, *chosen)
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+    documents = rendered(*chosen)
+    for document in documents:
+        check_schema(document)
+    check_references(documents)
+    configs = configs_of(documents)
+    settings = yaml.safe_load(values.read_text()) if values else {}
+    workloads = [d for d in documents if d["kind"] in ("Deployment", "JobSet", "PyTorchJob")]
+    assert len(workloads) == (settings.get("sidecar", {}).get("workload") != "none")
+    service = next(d for d in documents if d["kind"] == "Service")["spec"]
+    assert service["publishNotReadyAddresses"] is True
+    for pod in [pod for workload in workloads for pod in pod_templates(workload)]:
+        mounts = {mount["mountPath"]: mount for mount in daemon_of(pod)["volumeMounts"]}
+        config = configs[mounts["/etc/flexd/flexd.yaml"]["subPath"]]
+        check_daemon(pod, config)
+        labels = pod["metadata"]["labels"]
+        assert (service["selector"].items() <= labels.items()) is not is_follower(config)
+        if not is_follower(config):
+            ports = {port["name"]: port["containerPort"] for port in daemon_of(pod)["ports"]}
+            assert {port["targetPort"]: port["port"] for port in service["ports"]} == ports
+        for policy in [d for d in documents if d["kind"] in ("NetworkPolicy", "PodDisruptionBudget")]:
+            selector = policy["spec"].get("podSelector") or policy["spec"]["selector"]
+            assert selector["matchLabels"].items() <= labels.items()
+    test_pods = [d for d in documents if d["kind"] == "Pod"]
+    assert [d["metadata"]["annotations"]["helm.sh/hook"] for d in test_pods] == ["test"]
+
+
+def kinds(documents: list[dict]) -> set[str]:
+    return {document["kind"] for document in documents}
+
+
+def test_monitoring_is_that_of_deploy():
+    documents = rendered("-f", CHART / "ci" / "sidecar-jobset-values.yaml")
+    by_kind = {document["kind"]: document for document in documents if document["kind"] != "ConfigMap"}
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "flexd.rules.yaml").read_text())["groups"]
+    for group in rules:
+        group["rules"] = [rule for rule in group["rules"] if rule.get("alert") != "FlexdPlanStale"]
+        for rule in group["rules"]:
+            if "alert" in rule:
+                url = rule["annotations"]["runbook_url"]
+                rule["annotations"]["runbook_url"] = url.replace(
+                    "docs/runbook.md", "https://docs.example.com/flexd/runbook"
+                )
+    assert by_kind["PrometheusRule"]["spec"]["groups"] == rules
+    assert "PodMonitor" in by_kind
+    assert "ServiceMonitor" not in by_kind
+    (dashboards,) = [d for d in documents if d["kind"] == "ConfigMap" and d["metadata"]["name"].endswith("-dashboards")]
+    files = {file.name: file.read_text() for file in (ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")}
+    assert files
+    assert {name: json.loads(text) for name, text in dashboards["data"].items()} == {
+        name: json.loads(text) for name, text in files.items()
+    }
+    assert "ServiceMonitor" in kinds(rendered("-f", CHART / "ci" / "full-values.yaml"))
+    assert not kinds(rendered()) & {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
+
+
+def test_values_of_the_user_win_where_the_chart_does_not_decide():
+    documents = rendered("-f", CHART / "ci" / "full-values.yaml")
+    config = configs_of(documents)["flexd.yaml"]
+    assert config.job == "ads"
+    assert config.log.level == "debug"
+    assert config.control.listen_port == 30000
+    (deployment,) = [d for d in documents if d["kind"] == "Deployment"]
+    pod = deployment["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 51
+    assert pod["containers"][0]["env"][0]["valueFrom"]["secretKeyRef"] == {"name": "kafka", "key": "password"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("shape=daemonset", "shape"),
+        ("state.size=lots", "state"),
+        ("control.port=0", "port"),
+        ("control.existingSecret=", "existingSecret"),
+        ("config.job=a b", "job"),
+        ("config.stream.source.kind=rabbit", "kind"),
+        ("config.shutdown_seconds=0", "shutdown_seconds"),
+        ("config.scale_out.role=leader", "scale_out"),
+        ("config.high_availability.duration_seconds=3", "high_availability"),
+        ("image.pullPolicy=Sometimes", "pullPolicy"),
+        ("highAvailability.replicas=1", "replicas"),
+        ("prometheusRule.disabled={Other}", "disabled"),
+        ("sidecar.nodes=0", "nodes"),
+        ("typo=1", "typo"),
+        ("metrics.typo=1", "typo"),
+        ("highAvailability.enabled=true,shape=sidecar", "stand-bys are for shape standalone"),
+        ("highAvailability.enabled=true,state.persistent=false", "shared volume"),
+        ("highAvailability.enabled=true,state.accessMode=ReadWriteOnce", "ReadWriteMany"),
+        ("highAvailability.enabled=true,highAvailability.renewSeconds=6", "third"),
+        ("shape=sidecar,config.stream.source.kind=file_log", "must be kafka"),
+    ],
+)
+def test_chart_refuses_bad_values(setting, words):
+    done = run_tool("helm", "template", "release", CHART, "--set", setting)
+    assert done.returncode != 0
+    assert words in done.stderr
+
+
+def test_default_values_are_a_valid_configuration_and_in_the_schema():
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    parse_config(values["config"])
+    assert set(values) | {"global"} == set(schema["properties"])
+
+
+def test_readme_is_current_and_says_something_of_every_value():
+    assert gen_chart_readme.TARGET.read_text(encoding="utf-8") == gen_chart_readme.render(), (
+        f"run {gen_chart_readme.COMMAND}"
+    )
+    silent = [key for key, _, meaning in gen_chart_readme.rows((CHART / "values.yaml").read_text()) if not meaning]
+    assert silent == []

@@ -1,0 +1,86 @@
+"""Grafana dashboards: whole, consistent, of metrics that exist. That queries find data is shown by tests/e2e/test_ops.py."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+import yaml
+from dashboards import DASHBOARDS, load, panels, queries
+from deployed import known_metrics
+from ops_tools import ROOT, run_tool
+
+BOARDS = [load(path) for path in DASHBOARDS]
+UNITS = {"short", "s", "bytes", "Bps", "ops", "percentunit"}
+PROCESS = {"process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"}
+
+each_board = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board["uid"])
+
+
+def test_names_are_unique_and_those_of_the_files():
+    assert [board["uid"] for board in BOARDS] == [path.stem for path in DASHBOARDS]
+    assert len({board["title"] for board in BOARDS}) == len(BOARDS) == 3
+
+
+@each_board
+def test_board_is_whole(board):
+    assert {variable["name"] for variable in board["templating"]["list"]} == {"datasource", "training_job", "instance"}
+    assert Counter(panel["id"] for panel in board["panels"]).most_common(1)[0][1] == 1
+    for panel in panels(board):
+        assert panel["title"], "a panel without a title"
+        assert panel["description"], panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"] in UNITS, panel["title"]
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        assert panel["targets"], panel["title"]
+        names = [target["refId"] for target in panel["targets"]]
+        assert len(set(names)) == len(names)
+
+
+@each_board
+def test_panels_do_not_overlap(board):
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        box = panel["gridPos"]
+        cells = {(x, y) for x in range(box["x"], box["x"] + box["w"]) for y in range(box["y"], box["y"] + box["h"])}
+        assert max(x for x, _ in cells) < 24, panel["title"]
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+@each_board
+def test_queries_name_metrics_that_exist_and_select_the_chosen_daemons(board):
+    known = known_metrics() | PROCESS
+    texts = [query.expression for query in queries(board)]
+    texts += [variable["query"]["query"] for variable in board["templating"]["list"][1:]]
+    texts += [annotation["expr"] for annotation in board["annotations"]["list"]]
+    for text in texts:
+        named = set(re.findall(r"\b(?:flexd|process)_\w+", text))
+        assert named
+        assert named <= known, text
+    for query in queries(board):
+        selectors = re.findall(r"\b(?:flexd|process)_\w+(\{[^}]*\})?", query.expression)
+        assert all('instance=~"$instance"' in selector for selector in selectors), query
+
+
+@each_board
+def test_queries_are_promql(board, tmp_path):
+    """promtool has no parser of single queries in this version: they are checked as recording rules."""
+    rules = [
+        {"record": f"check:query{number}", "expr": query.filled("job", "a", "5m")}
+        for number, query in enumerate(queries(board))
+    ]
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
+    done = run_tool("promtool", "check", "rules", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_family_of_the_page_that_alerts_use_is_on_a_board():
+    shown = {
+        name for board in BOARDS for query in queries(board) for name in re.findall(r"flexd_\w+", query.expression)
+    }
+    rules = (ROOT / "deploy" / "prometheus" / "flexd.rules.yaml").read_text()
+    alarmed = set(re.findall(r"\b(flexd_\w+)\b", "\n".join(re.findall(r"expr: (.*)", rules))))
+    unseen = {name for name in alarmed - shown if name not in ("flexd_healthy", "flexd_start_time_seconds")}
+    assert unseen <= {"flexd_scale_out_last_answer_seconds"}

@@ -1,0 +1,165 @@
+"""What every deployed daemon must be, whoever wrote its manifest; and reading manifests."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import yaml
+from ops_tools import ROOT, run_tool
+from prometheus_client.parser import text_string_to_metric_families
+
+from flexd.config.base import split_address
+from flexd.config.load import parse_config
+from flexd.config.model import Config
+from flexd.server.app import create_metrics_app
+from flexd.server.figures import DaemonFigures, ScaleOutFigures
+from flexd.server.metrics import Metrics
+
+CHART = ROOT / "helm" / "flexd"
+KUBERNETES = ("1.29", "1.35")
+"""Versions whose schemas are checked: the oldest with sidecars, and a new one."""
+Document = dict[str, Any]
+
+CUSTOM = {
+    "JobSet": "jobset.x-k8s.io/v1alpha2",
+    "PyTorchJob": "kubeflow.org/v1",
+    "ServiceMonitor": "monitoring.coreos.com/v1",
+    "PodMonitor": "monitoring.coreos.com/v1",
+    "PrometheusRule": "monitoring.coreos.com/v1",
+}
+"""Kinds that the Kubernetes schemas do not know; the pods inside them are checked."""
+
+
+def documents(text: str) -> list[Document]:
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def rendered(*arguments: object) -> list[Document]:
+    """The chart as ``helm template`` gives it."""
+    done = run_tool("helm", "template", "release", CHART, *arguments)
+    assert done.returncode == 0, done.stderr
+    return documents(done.stdout)
+
+
+def configs_of(found: list[Document]) -> dict[str, Config]:
+    """The daemon's configurations by file name, as the daemon reads them."""
+    (data,) = [d["data"] for d in found if d["kind"] == "ConfigMap" and "flexd.yaml" in d["data"]]
+    return {name: parse_config(yaml.safe_load(text)) for name, text in data.items()}
+
+
+def pod_templates(document: Document) -> list[Document]:
+    """The pods that an object makes."""
+    spec = document.get("spec", {})
+    if document["kind"] in ("Deployment", "Job"):
+        return [spec["template"]]
+    if document["kind"] == "Pod":
+        return [{"metadata": document["metadata"], "spec": spec}]
+    if document["kind"] == "JobSet":
+        return [job["template"]["spec"]["template"] for job in spec["replicatedJobs"]]
+    if document["kind"] == "PyTorchJob":
+        return [replica["template"] for replica in spec["pytorchReplicaSpecs"].values()]
+    return []
+
+
+def check_schema(document: Document) -> None:
+    """Against the OpenAPI schemas of Kubernetes, unknown keys refused. Raises ``ValidationError`` of the validator."""
+    kind = document["kind"]
+    if kind in CUSTOM:
+        assert document["apiVersion"] == CUSTOM[kind]
+        pods = [
+            {"apiVersion": "v1", "kind": "Pod", "metadata": {**pod["metadata"], "name": "pod"}, "spec": pod["spec"]}
+            for pod in pod_templates(document)
+        ]
+    else:
+        pods = [document]
+    for version in KUBERNETES:
+        for pod in pods:
+            kubernetes_validate.validate(pod, version, strict=True)
+
+
+def known_metrics() -> set[str]:
+    """Names of the metrics page, with all its parts; ``_sum`` and ``_count`` of each."""
+    figures = DaemonFigures(job="j", version="1", started_unix_seconds=0.0, scale_out=ScaleOutFigures())
+    text = Metrics(lambda: figures).render()[0].decode()
+    known = set(re.findall(r"^# TYPE (flexd_\w+) ", text, re.MULTILINE))
+    known |= {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    return known | {f"{name}{suffix}" for name in known for suffix in ("_sum", "_count")}
+
+
+def probe_paths() -> set[str]:
+    figures = DaemonFigures(job="j", version="1", started_unix_seconds=0.0)
+    app = create_metrics_app(None, Metrics(lambda: figures))
+    return {app.url_path_for(name) for name in ("metrics_page", "healthz", "readyz")}
+
+
+def daemon_of(pod: Document) -> Document:
+    """The container of a pod that is the daemon."""
+    spec = pod["spec"]
+    (found,) = [c for c in [*spec.get("initContainers", []), *spec["containers"]] if c["name"] == "flexd"]
+    return dict(found)
+
+
+def check_daemon(pod: Document, config: Config) -> None:
+    """The container can run this configuration as it is locked down."""
+    container, spec = daemon_of(pod), pod["spec"]
+    assert container["args"] == ["run", "-c", "/etc/flexd/flexd.yaml"]
+    security = container["securityContext"]
+    assert security["runAsNonRoot"] is True
+    assert security["runAsUser"] == security["runAsGroup"] == spec["securityContext"]["fsGroup"] == 10001
+    assert security["readOnlyRootFilesystem"] is True
+    assert security["allowPrivilegeEscalation"] is False
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    assert container["resources"]["limits"]["memory"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert split_address(config.server.metrics_listen) == ("0.0.0.0", ports["metrics"])
+    for name, path in (("startupProbe", "/healthz"), ("livenessProbe", "/healthz")):
+        assert container[name]["httpGet"] == {"path": path, "port": "metrics"}
+    paths = {probe["httpGet"]["path"] for name, probe in container.items() if name.endswith("Probe")}
+    assert paths <= probe_paths()
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    assert "/tmp" in mounts
+    assert mounts["/etc/flexd/flexd.yaml"]["subPath"] in ("flexd.yaml", "follower.yaml")
+    assert not mounts[str(config.state.dir)].get("readOnly")
+    secrets = [config.scale_out.secret_file, *([] if is_follower(config) else [config.control.secret_file])]
+    for file in filter(None, secrets):
+        assert mounts[str(file.parent)]["readOnly"] is True
+    volumes = {volume["name"] for volume in spec["volumes"]}
+    for any_container in [*spec.get("initContainers", []), *spec["containers"]]:
+        assert {mount["name"] for mount in any_container.get("volumeMounts", [])} <= volumes
+    assert spec["terminationGracePeriodSeconds"] > config.shutdown_seconds
+    if not is_follower(config) and split_address(f"{config.control.listen_host}:1")[0] == "0.0.0.0":
+        assert ports["control"] == config.control.listen_port
+    if config.scale_out.role == "leader":
+        assert ports["scale-out"] == config.scale_out.listen_port
+
+
+def is_follower(config: Config) -> bool:
+    return config.scale_out.role == "follower"
+
+
+def check_references(found: list[Document]) -> None:
+    """Claims, maps, accounts and roles that are named are in the manifest; Secrets are the user's."""
+    names: dict[str, set[str]] = {}
+    for document in found:
+        names.setdefault(document["kind"], set()).add(document["metadata"]["name"])
+    assert "Secret" not in names
+    for document in found:
+        for pod in pod_templates(document):
+            spec = pod["spec"]
+            for volume in spec.get("volumes", []):
+                if "persistentVolumeClaim" in volume:
+                    assert volume["persistentVolumeClaim"]["claimName"] in names["PersistentVolumeClaim"]
+                if "configMap" in volume:
+                    assert volume["configMap"]["name"] in names["ConfigMap"]
+            if "serviceAccountName" in spec:
+                assert spec["serviceAccountName"] in names["ServiceAccount"]
+        if document["kind"] == "RoleBinding":
+            assert document["roleRef"]["name"] in names["Role"]
+            assert {subject["name"] for subject in document["subjects"]} <= names["ServiceAccount"]
+
+
+def read(path: Path) -> list[Document]:
+    return documents(path.read_text(encoding="utf-8"))

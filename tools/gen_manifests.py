@@ -1,0 +1,87 @@
+"""Writes the plain Kubernetes manifests of deploy/kubernetes/ from the chart; ``--check`` only compares.
+
+Needs helm (``make ops-tools``). deploy/kubernetes/sidecar.yaml, for training on one node, is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TARGET = ROOT / "deploy" / "kubernetes"
+COMMAND = "make manifests"
+RELEASE = "ranking"
+
+MANIFESTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "standalone.yaml": (
+        "One Deployment for a training job: a leader, and a stand-by that waits for its lease.",
+        ("highAvailability.enabled=true",),
+    ),
+    "sidecar-jobset.yaml": (
+        "A daemon beside each pod of a JobSet: the first pod's leads, the others count for it (docs/scale-out.md).",
+        ("shape=sidecar", "sidecar.workload=jobset"),
+    ),
+    "sidecar-pytorchjob.yaml": (
+        "A daemon beside each pod of a PyTorchJob: the master's leads, the others count for it (docs/scale-out.md).",
+        ("shape=sidecar", "sidecar.workload=pytorchjob"),
+    ),
+}
+
+HEAD = """# {text}
+# Written by `{command}` from helm/flexd: change the chart, or this copy for a cluster of yours.
+#
+#   kubectl create secret generic flexd-control --from-literal=secret="$(openssl rand -hex 32)"
+#   kubectl apply -f deploy/kubernetes/{name}
+"""
+
+_HELM_LINES = re.compile(
+    r"^ *(helm\.sh/chart|app\.kubernetes\.io/managed-by|checksum/config): .*\n|^# Source: .*\n", re.MULTILINE
+)
+_EMPTY_ANNOTATIONS = re.compile(r"^( *)annotations:\n(?! *\1 )", re.MULTILINE)
+
+
+def helm() -> str:
+    """The program: that of ``make ops-tools``, or the machine's."""
+    cached = ROOT / ".ops-tools" / "bin" / "helm"
+    found = str(cached) if cached.exists() else shutil.which("helm")
+    if found is None:
+        sys.exit("helm is not here: make ops-tools")
+    return found
+
+
+def render(name: str, program: str) -> str:
+    """One manifest. Raises CalledProcessError if the chart does not render."""
+    text, settings = MANIFESTS[name]
+    chosen = [word for setting in settings for word in ("--set", setting)]
+    done = subprocess.run(
+        [program, "template", RELEASE, ROOT / "helm" / "flexd", "--skip-tests", "--namespace", "default", *chosen],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    body = _HELM_LINES.sub("", done.stdout)
+    body = _EMPTY_ANNOTATIONS.sub("", body)
+    return HEAD.format(text=text, command=COMMAND, name=name) + body
+
+
+def main() -> int:
+    """Returns the exit status: 1 if ``--check`` finds one that is not current."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    program, status = helm(), 0
+    for name in MANIFESTS:
+        path, text = TARGET / name, render(name, program)
+        if check and (not path.exists() or path.read_text(encoding="utf-8") != text):
+            print(f"{path} is not current: {COMMAND}", file=sys.stderr)
+            status = 1
+        elif not check:
+            path.write_text(text, encoding="utf-8")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
