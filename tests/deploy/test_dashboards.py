@@ -1,4 +1,4 @@
-"""Grafana dashboards: whole, consistent, of metrics that exist. That queries find data is shown by tests/e2e/test_ops.py."""
+"""Grafana dashboards: whole, consistent, of metrics that exist. tests/e2e/test_ops.py runs their queries."""
 
 from __future__ import annotations
 
