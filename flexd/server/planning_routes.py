@@ -7,6 +7,7 @@ from typing import Annotated
 
 from fastapi import FastAPI, Path, Response
 
+from flexd.server.access import asked_by
 from flexd.server.answers import ErrorBody
 from flexd.server.plan_report import PlanReport
 from flexd.server.planning_api import PlanningApi
@@ -44,7 +45,7 @@ def add_planning(app: FastAPI, planning: Callable[[], PlanningApi], slow: SlowCa
         """Carries a kept plan out, if ranks, placement and accesses are still those it was made for."""
         with slow.one():
             result = planning().apply(
-                plan_id, request.reason, request.wait_seconds, force=request.force, who=request.who
+                plan_id, request.reason, request.wait_seconds, force=request.force, who=asked_by(request.who)
             )
         return json_answer(result, replan_status(result))
 

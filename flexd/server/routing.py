@@ -16,16 +16,23 @@ MAX_SLOW_CALLS = 8
 """Plans and waits for migrations at one time: they hold a thread each, and the probes need threads too."""
 
 ERRORS: dict[int | str, dict[str, object]] = {
-    403: {"model": ErrorBody, "description": "The request comes from a web page or by a foreign host name."},
+    401: {"model": ErrorBody, "description": "No bearer token where one is needed, or one that is not known."},
+    403: {
+        "model": ErrorBody,
+        "description": "The sender may only read or do nothing, or the request comes from a web page or by a foreign "
+        "host name.",
+    },
+    429: {"model": ErrorBody, "description": "Too many requests, or too many plans and waits, at one time."},
     500: {"model": ErrorBody, "description": "A fault of the daemon."},
     503: {"model": ErrorBody, "description": "The daemon cannot do it at present."},
 }
 VERB_ERRORS: dict[int | str, dict[str, object]] = {
     **ERRORS,
+    400: {"model": ErrorBody, "description": "The request was cut off, or its body is no JSON."},
+    408: {"model": ErrorBody, "description": "The body did not arrive in time."},
     409: {"model": ErrorBody, "description": "The state of the daemon, the stream or the ranks does not allow it."},
     413: {"model": ErrorBody, "description": "The body is too large."},
     422: {"model": ErrorBody, "description": "The body is not what the verb takes."},
-    429: {"model": ErrorBody, "description": "Too many plans or waits at one time."},
 }
 
 

@@ -52,6 +52,8 @@ class FakePlanning:
     ) -> ThrottleStatus:
         self._entered("set_throttle", bytes_per_step, bytes_per_second, adaptive)
         asked = {"bytes_per_step": bytes_per_step, "bytes_per_second": bytes_per_second, "adaptive": adaptive}
-        changes = {name: value or None for name, value in asked.items() if value is not None}
+        changes = {
+            name: value if name == "adaptive" else value or None for name, value in asked.items() if value is not None
+        }
         self._throttle = self._throttle.model_copy(update=changes)
         return self._throttle

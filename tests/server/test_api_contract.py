@@ -1,0 +1,181 @@
+"""The OpenAPI document against what is served: requests of all kinds, made from the document by schemathesis."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from fake_daemon import FakeDaemon
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode, checks
+
+from flexd.config.server import ServerConfig, TokenConfig
+from flexd.errors import (
+    ApiError,
+    ConfigError,
+    ControlError,
+    PlacementError,
+    PlanError,
+    SnapshotError,
+    StreamError,
+    TopologyError,
+)
+from flexd.server.api import http_status
+from flexd.server.app import create_app
+from flexd.server.http import DaemonServer
+from flexd.server.metrics import Metrics
+
+READ, ADMIN = "the token of the dashboard", "the token of the operator"
+ERRORS: list[Exception | None] = [
+    None, ApiError("x", status=409), ApiError("x", status=503), ConfigError("x"), ControlError("x"),
+    PlacementError("x"), PlanError("x"), SnapshotError("x"), StreamError("x"), TopologyError("x"),
+]  # fmt: skip
+EXAMPLES = settings(
+    max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate], derandomize=True, database=None,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def fake() -> FakeDaemon:
+    return FakeDaemon()
+
+
+@pytest.fixture(scope="module")
+def url(fake: FakeDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory = tmp_path_factory.mktemp("tokens")
+    (directory / "read").write_text(READ)
+    (directory / "admin").write_text(ADMIN)
+    config = ServerConfig(
+        port=0,
+        requests_per_second=10_000,
+        request_burst=10_000,
+        tokens=[
+            TokenConfig(name="dashboard", file=directory / "read"),
+            TokenConfig(name="operator", scope="admin", file=directory / "admin"),
+        ],
+    )
+    server = DaemonServer(fake, Metrics(lambda: fake.figures), config)
+    server.start()
+    yield server.address
+    assert server.stop(10)
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
+
+
+def operations() -> list[Any]:
+    fake = FakeDaemon()
+    schema = schemathesis.openapi.from_dict(create_app(fake, Metrics(lambda: fake.figures)).openapi())
+    return [found.ok() for found in schema.get_all_operations()]
+
+
+OPERATIONS = operations()
+
+
+def asks_for_something(operation: Any) -> bool:
+    return bool(operation.query or operation.path_parameters or operation.body)
+
+
+def for_every_request(operation: Any, check: Callable[[Any], None]) -> None:
+    """Requests as the document has them, and others, as far as there is anything to get wrong."""
+    for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+        if mode is GenerationMode.POSITIVE or asks_for_something(operation):
+            EXAMPLES(given(operation.as_strategy(generation_mode=mode))(lambda case: check(case)))()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
+def test_no_fault_and_no_undocumented_answer(operation: Any, url: str, fake: FakeDaemon) -> None:
+    documented = operation.definition.raw["responses"]
+    possible = [error for error in ERRORS if error is None or str(http_status(error)) in documented]
+    statuses: set[int] = set()
+    turns = itertools.count()
+
+    def check(case: Any) -> None:
+        turn = next(turns)
+        fake.error = possible[turn // 2 % len(possible)] if turn % 2 and case.path.startswith("/v1") else None
+        fake.outcome = ("committed", "timed_out", "unchanged", "failed")[turn // 2 % 4]
+        response = case.call(base_url=url, headers=bearer(ADMIN), timeout=20)
+        statuses.add(response.status_code)
+        case.validate_response(
+            response,
+            checks=[
+                checks.status_code_conformance,
+                checks.content_type_conformance,
+                checks.response_schema_conformance,
+                checks.response_headers_conformance,
+            ],
+        )
+        assert response.status_code < 500 or (response.status_code == 503 and fake.error is not None)
+
+    fake.__init__()
+    for_every_request(operation, check)
+    if not asks_for_something(operation):
+        for _ in range(2 * len(possible)):
+            check(operation.Case())
+    expected = {http_status(error) for error in possible if error is not None}
+    assert statuses & {200, 202, 404}
+    assert statuses >= expected or not operation.path.startswith("/v1")
+    assert 401 not in statuses
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
+def test_a_token_that_may_read_changes_nothing(operation: Any, url: str, fake: FakeDaemon) -> None:
+    fake.__init__()
+    before = (fake.paused, fake.outcome)
+
+    def check(case: Any) -> None:
+        response = case.call(base_url=url, headers=bearer(READ), timeout=20)
+        if case.method != "GET":
+            assert response.status_code == 403
+            assert fake.calls == []
+        case.validate_response(response, checks=[checks.status_code_conformance])
+        assert (fake.paused, fake.outcome) == before
+
+    for_every_request(operation, check)
+
+
+def test_the_document_has_routes_that_change_something() -> None:
+    assert len([operation for operation in OPERATIONS if operation.method == "post"]) >= 3
+
+
+def test_every_route_that_changes_something_documents_what_it_may_answer(url: str) -> None:
+    paths = httpx.get(f"{url}/openapi.json", headers=bearer(READ)).json()["paths"]
+    for path, methods in paths.items():
+        for method, operation in methods.items():
+            if path in ("/healthz", "/readyz"):
+                assert set(operation["responses"]) == {"200", "503"}
+            elif path.startswith("/v1"):
+                assert {"200", "401", "403", "429", "500", "503"} <= set(operation["responses"]), path
+            if method != "get":
+                assert {"400", "401", "403", "408", "409", "413", "422", "429"} <= set(operation["responses"]), path
+
+
+def test_other_methods_and_paths_are_errors_of_the_same_form(url: str, fake: FakeDaemon) -> None:
+    fake.__init__()
+    for method, path, status in [
+        ("DELETE", "/v1/status", 405), ("POST", "/v1/plan", 405), ("GET", "/v1/pause", 405), ("GET", "/v2", 404),
+        ("PUT", "/", 405), ("OPTIONS", "/v1/status", 405),
+    ]:  # fmt: skip
+        answer = httpx.request(method, url + path, headers=bearer(ADMIN), timeout=10)
+        assert answer.status_code == status, (method, path)
+        assert answer.json()["error"]["remedy"]
+    assert fake.calls == []
+
+
+def test_a_directory_of_tokens_is_not_needed_to_read_the_document(tmp_path: Path) -> None:
+    fake = FakeDaemon()
+    server = DaemonServer(fake, Metrics(lambda: fake.figures), ServerConfig(unix_socket=tmp_path / "s"))
+    server.start()
+    try:
+        transport = httpx.HTTPTransport(uds=str(tmp_path / "s"))
+        with httpx.Client(transport=transport, base_url="http://flexd") as client:
+            assert client.get("/openapi.json").json()["openapi"].startswith("3.")
+    finally:
+        assert server.stop(10)
