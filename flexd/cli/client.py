@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -17,12 +17,14 @@ from flexd.cli.credentials import CA_VARIABLE, Credentials
 from flexd.cli.exit_codes import DaemonRefusedError, DaemonTimeoutError, DaemonUnreachableError
 from flexd.errors import ConfigError
 from flexd.server.answers import ErrorBody
-from flexd.server.config_report import ConfigReport
+from flexd.server.config_report import ConfigReport, ReloadReport
 from flexd.server.explain_report import Explanation
 from flexd.server.plan_report import PlanReport
+from flexd.server.planning_report import ProposalList
 from flexd.server.rank_report import RankPage
 from flexd.server.status import Status
 from flexd.server.table_report import HotRowPage, TableOrder, TablePage
+from flexd.server.throttle_report import ThrottleStatus
 from flexd.server.timeline_report import Timeline
 from flexd.server.verbs import MAX_REASON_CHARACTERS, PauseState, ReplanResult
 
@@ -120,8 +122,28 @@ class DaemonClient:
     def timeline(self) -> Timeline:
         return self._call("GET", "/v1/timeline", Timeline, ANSWER_SECONDS)
 
-    def replan(self, reason: str, wait_seconds: float) -> ReplanResult:
-        body = {"reason": _checked(reason), "wait_seconds": wait_seconds}
+    def proposals(self) -> ProposalList:
+        return self._call("GET", "/v1/proposals", ProposalList, ANSWER_SECONDS)
+
+    def proposal(self, plan_id: str) -> PlanReport:
+        return self._call("GET", f"/v1/proposals/{quote(plan_id, safe='')}", PlanReport, ANSWER_SECONDS)
+
+    def apply(self, plan_id: str, reason: str, wait_seconds: float, *, force: bool, who: str) -> ReplanResult:
+        body = {"reason": _checked(reason), "wait_seconds": wait_seconds, "force": force, "who": who}
+        path = f"/v1/proposals/{quote(plan_id, safe='')}/apply"
+        return self._call("POST", path, ReplanResult, PLAN_SECONDS + wait_seconds, body)
+
+    def throttle(self) -> ThrottleStatus:
+        return self._call("GET", "/v1/throttle", ThrottleStatus, ANSWER_SECONDS)
+
+    def set_throttle(
+        self, bytes_per_step: int | None, bytes_per_second: int | None, adaptive: bool | None
+    ) -> ThrottleStatus:
+        body = {"bytes_per_step": bytes_per_step, "bytes_per_second": bytes_per_second, "adaptive": adaptive}
+        return self._call("POST", "/v1/throttle", ThrottleStatus, ANSWER_SECONDS, body)
+
+    def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
+        body = {"reason": _checked(reason), "wait_seconds": wait_seconds, "force": force, "who": who}
         return self._call("POST", "/v1/replan", ReplanResult, PLAN_SECONDS + wait_seconds, body)
 
     def pause(self, reason: str) -> PauseState:
@@ -129,6 +151,9 @@ class DaemonClient:
 
     def resume(self) -> PauseState:
         return self._call("POST", "/v1/resume", PauseState, ANSWER_SECONDS)
+
+    def reload(self) -> ReloadReport:
+        return self._call("POST", "/v1/config/reload", ReloadReport, ANSWER_SECONDS)
 
     def _call(
         self, method: str, path: str, model: type[_Model], seconds: float, body: dict[str, Any] | None = None

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from flexd.cli import units
 from flexd.cli.confirm import DryRunOption, YesOption, confirm, must_ask
-from flexd.cli.exit_codes import ExitCode
-from flexd.cli.options import BY_HAND, OutputOption, ReasonOption, SocketOption, UrlOption, connect
+from flexd.cli.exit_codes import exit_code_of_outcome
+from flexd.cli.options import BY_HAND, OutputOption, ReasonOption, SocketOption, UrlOption, connect, who
 from flexd.cli.plan_view import plan_blocks
+from flexd.cli.planning_commands import ForceOption, TimeoutOption, WaitOption
 from flexd.cli.progress import migration_progress
 from flexd.cli.status_view import replan_blocks
 from flexd.cli.view import OutputFormat, Sentences, emit
 from flexd.server.plan_report import PlanReport
 from flexd.server.status import Status
-from flexd.server.verbs import PauseState, ReplanOutcome
-
-_EXIT_OF: dict[ReplanOutcome, ExitCode] = {
-    "timed_out": ExitCode.TIMED_OUT,
-    "failed": ExitCode.REFUSED,
-    "aborted": ExitCode.REFUSED,
-    "superseded": ExitCode.REFUSED,
-}
+from flexd.server.verbs import PauseState
 
 
 def replan(
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until every rank has applied the migration.")] = False,
-    timeout: Annotated[
-        float, typer.Option("--timeout", metavar="S", min=0, max=3600, help="How long to wait, in seconds.")
-    ] = 300.0,
+    wait: WaitOption = False,
+    timeout: TimeoutOption = 300.0,
     reason: ReasonOption = BY_HAND,
+    force: ForceOption = False,
     yes: YesOption = False,
     dry_run: DryRunOption = False,
     url: UrlOption = None,
@@ -52,9 +43,9 @@ def replan(
     if must_ask(yes):
         confirm(f"{_would_move(client.plan())} Replan?", yes)
     with migration_progress(client, wait):
-        result = client.replan(reason, timeout if wait else 0.0)
+        result = client.replan(reason, timeout if wait else 0.0, force=force, who=who())
     emit(result, replan_blocks(result), output)
-    raise typer.Exit(_EXIT_OF.get(result.outcome, ExitCode.OK))
+    raise typer.Exit(exit_code_of_outcome(result.outcome))
 
 
 def pause(

@@ -50,3 +50,16 @@ _CODES: tuple[tuple[type[FlexdError], ExitCode], ...] = (
 
 def exit_code_of(error: FlexdError) -> ExitCode:
     return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)
+
+
+_OUTCOMES: dict[str, ExitCode] = {
+    "timed_out": ExitCode.TIMED_OUT,
+    "failed": ExitCode.REFUSED,
+    "aborted": ExitCode.REFUSED,
+    "superseded": ExitCode.REFUSED,
+}
+
+
+def exit_code_of_outcome(outcome: str) -> ExitCode:
+    """Of a ``ReplanResult``."""
+    return _OUTCOMES.get(outcome, ExitCode.OK)

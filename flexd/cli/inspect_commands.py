@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
 from flexd.cli.plan_view import plan_blocks
 from flexd.cli.status_view import status_blocks
@@ -28,10 +32,21 @@ def status(
     emit_watched(ask, output, watch)
 
 
-def plan(url: UrlOption = None, socket: SocketOption = None, output: OutputOption = OutputFormat.TABLE) -> None:
+def plan(
+    plan_id: Annotated[
+        str | None, typer.Argument(metavar="PLAN_ID", help="Show a kept plan (or: latest) instead of making one.")
+    ] = None,
+    url: UrlOption = None,
+    socket: SocketOption = None,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
     """Dry run: what a re-plan would change now, its cost before and after by phase and link, and why.
 
+    The plan is kept: flexd apply carries it out while ranks, placement and accesses stay as they are.
+
     Example: flexd plan
+    Example: flexd plan latest
     """
-    answer = connect(url, socket).plan()
+    client = connect(url, socket)
+    answer = client.plan() if plan_id is None else client.proposal(plan_id)
     emit(answer, plan_blocks(answer), output)

@@ -14,7 +14,10 @@ from flexd.cli import (
     demo_command,
     explain_command,
     inspect_commands,
+    planning_commands,
     probe_command,
+    produce_command,
+    reload_command,
     simulate_command,
     sketch_command,
     table_commands,
@@ -41,11 +44,14 @@ app.command("plan")(inspect_commands.plan)
 table_commands.add_to(app)
 app.command("explain")(explain_command.explain)
 app.command("replan")(control_commands.replan)
+planning_commands.add_to(app)
 app.command("pause")(control_commands.pause)
 app.command("resume")(control_commands.resume)
+app.command("reload")(reload_command.reload)
 app.command("demo")(demo_command.demo)
 app.command("simulate")(simulate_command.simulate)
 app.command("probe")(probe_command.probe)
+app.command("produce")(produce_command.produce)
 app.add_typer(config_commands.app, name="config")
 app.add_typer(sketch_command.app, name="sketch")
 

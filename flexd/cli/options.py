@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import socket as sockets
 from pathlib import Path
 from typing import Annotated
 
@@ -29,3 +31,12 @@ def connect(url: str | None, socket: Path | None) -> DaemonClient:
     """The client of the daemon that options and environment name. Raises ConfigError if they contradict or a file that
     they name cannot be used."""
     return DaemonClient(DaemonAddress.choose(url, socket, os.environ), Credentials.choose(os.environ))
+
+
+def who() -> str:
+    """``user@host`` of who runs the command, for the daemon's record."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):
+        user = str(os.getuid())  # a container without an entry for its user
+    return f"{user}@{sockets.gethostname()}"[:200]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flexd.cli import units
+from flexd.cli.planning_view import gate_sentences
 from flexd.cli.view import Block, Facts, Sentences, Table
 from flexd.server.plan_report import CostReport, LinkName, MemoryReport, PhaseCost, PlanReport, TierName
 
@@ -42,7 +43,7 @@ def _head(plan: PlanReport) -> Facts:
         "",
         (
             ("plan", plan.plan_id + (f" after {plan.parent_id}" if plan.parent_id else "")),
-            ("reason", plan.reason or units.UNKNOWN),
+            ("reason", (plan.reason or units.UNKNOWN) + (f", asked for by {plan.who}" if plan.who else "")),
             ("made", units.when(plan.created_unix_seconds)),
             ("made for", f"topology generation {plan.topology_generation}, profile {plan.profile_generation}"),
             ("priced as", plan.cluster or units.UNKNOWN),
@@ -153,4 +154,12 @@ def _strategy(name: str, cost: CostReport, plan: CostReport) -> tuple[str, ...]:
 
 
 def _why(plan: PlanReport) -> list[Block]:
+    thin = gate_sentences(plan.gates)
+    blocks: list[Block] = (
+        [Sentences("too little is known: flexd apply takes it with --force only", thin)] if thin else []
+    )
+    return blocks + _words(plan)
+
+
+def _words(plan: PlanReport) -> list[Block]:
     return [Sentences("why", plan.replication.words)] if plan.replication.words else []

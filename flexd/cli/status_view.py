@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from flexd.cli import units
 from flexd.cli.plan_view import plan_facts
+from flexd.cli.planning_view import planning_block, throttle_blocks
 from flexd.cli.scale_out_view import scale_out_block
 from flexd.cli.view import Block, Facts, Sentences, Table
 from flexd.server.availability_status import AvailabilityStatus
@@ -26,8 +27,11 @@ def status_blocks(status: Status) -> list[Block]:
         blocks.append(_drift(status))
     if status.last_plan is not None:
         blocks.append(Facts("last plan", plan_facts(status.last_plan)))
+    blocks.append(planning_block(status.planning))
     if status.migration is not None:
         blocks.append(Facts("migration", migration_facts(status.migration)))
+    if status.throttle.adaptive or status.throttle.bytes_per_step or status.throttle.bytes_per_second:
+        blocks += throttle_blocks(status.throttle)
     if status.scale_out is not None:
         blocks.append(scale_out_block(status.scale_out))
     if status.sketch.tables:

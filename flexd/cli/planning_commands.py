@@ -1,0 +1,95 @@
+"""``proposals``, ``apply`` and ``throttle``: which plans are carried out, and how fast."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from flexd.cli.confirm import DryRunOption, YesOption, confirm
+from flexd.cli.exit_codes import exit_code_of_outcome
+from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect, who
+from flexd.cli.plan_view import plan_blocks
+from flexd.cli.planning_view import proposal_blocks, throttle_blocks
+from flexd.cli.progress import migration_progress
+from flexd.cli.status_view import replan_blocks
+from flexd.cli.view import OutputFormat, emit
+
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Also from a profile that is too thin; recorded with your name.")
+]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Wait until every rank has applied the migration.")]
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout", metavar="S", min=0, max=3600, help="How long to wait, in seconds.")
+]
+BytesOption = Annotated[int | None, typer.Option(min=0, max=2**50, metavar="N", help="0 lifts the limit.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("proposals")(proposals)
+    app.command("apply")(apply)
+    app.command("throttle")(throttle)
+
+
+def proposals(url: UrlOption = None, socket: SocketOption = None, output: OutputOption = OutputFormat.TABLE) -> None:
+    """Lists the plans that are kept: the daemon's own proposals and what flexd plan has shown, newest first.
+
+    Example: flexd proposals
+    """
+    answer = connect(url, socket).proposals()
+    emit(answer, proposal_blocks(answer), output)
+
+
+def apply(
+    plan_id: Annotated[str, typer.Argument(metavar="PLAN_ID", help="Of flexd plan or flexd proposals, or: latest.")],
+    wait: WaitOption = False,
+    timeout: TimeoutOption = 300.0,
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Recorded.")] = "applied by hand",
+    force: ForceOption = False,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
+    url: UrlOption = None,
+    socket: SocketOption = None,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Carries out a plan that was made before.
+
+    Refused (exit status 4) if ranks, placement or accesses have moved on since. With --wait the exit status is 0 once
+    every rank has it, 4 if the migration ended otherwise, 5 at the timeout.
+
+    Example: flexd apply latest --wait --yes
+    """
+    client = connect(url, socket)
+    if dry_run:
+        kept = client.proposal(plan_id)
+        emit(kept, plan_blocks(kept), output)
+        return
+    confirm(f"Rows migrate as plan {plan_id} says. Apply?", yes)
+    with migration_progress(client, wait):
+        result = client.apply(plan_id, reason, timeout if wait else 0.0, force=force, who=who())
+    emit(result, replan_blocks(result), output)
+    raise typer.Exit(exit_code_of_outcome(result.outcome))
+
+
+def throttle(
+    bytes_per_step: BytesOption = None,
+    bytes_per_second: BytesOption = None,
+    adaptive: Annotated[
+        Literal["on", "off"] | None, typer.Option(help="Slow down when the ranks' steps become slower.")
+    ] = None,
+    url: UrlOption = None,
+    socket: SocketOption = None,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Shows how fast rows may migrate, or changes it: from the next chunk on, until the daemon's next start.
+
+    Bytes are of row values and optimizer state, at each step boundary of every rank and in the long run.
+
+    Example: flexd throttle --bytes-per-step 262144 --adaptive on
+    """
+    client = connect(url, socket)
+    if bytes_per_step is None and bytes_per_second is None and adaptive is None:
+        answer = client.throttle()
+    else:
+        answer = client.set_throttle(bytes_per_step, bytes_per_second, None if adaptive is None else adaptive == "on")
+    emit(answer, throttle_blocks(answer), output)

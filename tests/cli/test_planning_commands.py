@@ -1,0 +1,128 @@
+"""Proposals, applying them, and the throttle, as people and scripts see them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flexd.cli.exit_codes import ExitCode
+from flexd.cli.plan_view import plan_blocks
+from flexd.cli.planning_view import planning_block, proposal_blocks, throttle_blocks
+from flexd.cli.view import Sentences
+from flexd.errors import PlanError
+from flexd.server.plan_report import PlanReport
+from flexd.server.planning_report import GateReport, PlanningStatus, ProposalList, ProposalReport
+from flexd.server.throttle_report import StepTimeReport, ThrottleStatus
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize("name", ["proposals", "throttle"])
+@pytest.mark.parametrize("output", ["table", "json"])
+def test_golden(flexd_command, url, name, output):
+    """The files under ``golden`` are what was once looked at and found right; write them anew with care."""
+    done = flexd_command(name, "-o", output, "--url", url, TZ="UTC")
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = GOLDEN / f"{name}.{'txt' if output == 'table' else 'json'}"
+    assert done.stdout == expected.read_text(encoding="utf-8")
+
+
+def test_options_reach_the_daemon(flexd_command, url, daemon, monkeypatch):
+    monkeypatch.setattr("flexd.cli.planning_commands.who", lambda: "ann@host")
+    monkeypatch.setattr("flexd.cli.control_commands.who", lambda: "ann@host")
+    assert flexd_command("plan", "latest", "--url", url).returncode == 0
+    done = flexd_command("apply", "p7", "--wait", "--timeout", 7, "--reason", "go", "--force", "--url", url)
+    assert done.returncode == 0, done.stderr
+    assert flexd_command("replan", "--force", "--url", url).returncode == 0
+    assert daemon.calls == [
+        ("proposal", "latest"), ("apply", "p7", "go", 7.0, True, "ann@host"), ("proposal", "p7"),
+        ("replan", "asked for by hand", 0.0, "ann@host"),
+    ]  # fmt: skip
+
+
+def test_a_dry_run_applies_nothing(flexd_command, url, daemon):
+    done = flexd_command("apply", "latest", "--dry-run", "-o", "json", "--url", url)
+    assert json.loads(done.stdout)["plan_id"] == "p7"
+    assert daemon.calls == [("proposal", "latest")]
+
+
+def test_a_throttle_is_shown_or_changed(flexd_command, url, daemon):
+    flexd_command("throttle", "--url", url)
+    flexd_command("throttle", "--bytes-per-second", 5000, "--url", url)
+    changed = flexd_command("throttle", "--bytes-per-step", 0, "--adaptive", "on", "-o", "json", "--url", url)
+    assert daemon.calls == [("throttle",), ("set_throttle", None, 5000, None), ("set_throttle", 0, None, True)]
+    assert json.loads(changed.stdout)["bytes_per_step"] is None
+    assert flexd_command("throttle", "--bytes-per-step", -1, "--url", url).returncode == ExitCode.USAGE
+    assert flexd_command("throttle", "--adaptive", "maybe", "--url", url).returncode == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [("committed", ExitCode.OK), ("superseded", ExitCode.REFUSED), ("timed_out", ExitCode.TIMED_OUT)],
+)
+def test_the_exit_code_of_apply_tells_the_outcome(flexd_command, url, daemon, outcome, code):
+    daemon.outcome = outcome
+    assert flexd_command("apply", "p7", "--wait", "--url", url).returncode == code
+
+
+def test_a_refused_plan_is_exit_code_four_with_the_reason(flexd_command, url, daemon):
+    assert flexd_command("apply", "p1", "--url", url).returncode == ExitCode.REFUSED
+    daemon.error = PlanError("plan p7 is not carried out: the ranks have changed", remedy="flexd plan makes a new one")
+    done = flexd_command("apply", "p7", "--url", url)
+    assert done.returncode == ExitCode.REFUSED
+    assert "the ranks have changed" in done.stderr
+    assert "remedy: flexd plan makes a new one" in done.stderr
+
+
+def test_a_plan_from_too_little_says_so():
+    gate = GateReport(gate="samples", key="planner.min_samples", open=False, words="the profile is thin: 3 accesses")
+    blocks = plan_blocks(PlanReport(plan_id="p", who="ann@host", reason="why", gates=(gate,)))
+    assert Sentences("too little is known: flexd apply takes it with --force only", (gate.words,)) in blocks
+    assert ("reason", "why, asked for by ann@host") in blocks[0].pairs
+    assert "--force" not in str(plan_blocks(PlanReport(plan_id="p", gates=(GateReport(gate="lag", key="k"),))))
+
+
+def test_nothing_kept_is_said():
+    assert proposal_blocks(ProposalList()) == [Sentences("", ("no plan is kept: flexd plan makes one",))]
+
+
+def test_the_status_says_what_holds_the_daemon_back():
+    gate = GateReport(gate="lag", key="planner.max_lag_messages", open=False, words="9 messages are not read yet")
+    shown = dict(
+        planning_block(
+            PlanningStatus(
+                auto=False, held="planner.auto is false", window_open=False, window_changes_unix_seconds=1.7e9,
+                waits_for_window="interval", refused="the profile is thin", gates=(gate,),
+                proposals=(
+                    ProposalReport(plan_id="seen", dry_run=True),
+                    ProposalReport(plan_id="own", reason="interval", closed_gates=("lag",)),
+                ),
+            )
+        ).pairs
+    )  # fmt: skip
+    assert shown["mode"] == "proposes only"
+    assert shown["window"].startswith("opens at ")
+    assert (shown["held"], shown["waits"], shown["no plan"]) == (
+        "planner.auto is false", "interval", "the profile is thin",
+    )  # fmt: skip
+    assert shown["too thin"] == gate.words
+    assert shown["proposal"] == "own (interval): with --force: lag too thin"
+    assert planning_block(PlanningStatus()).pairs == (("mode", "automatic"),)
+
+
+def test_the_throttle_says_why_a_migration_waits():
+    status = ThrottleStatus(
+        adaptive=True, effective_bytes_per_step=16384, state="paused", why="paused for 5 s, at the floor already: p90",
+        waits_for="adaptive_pause", waiting_seconds={"adaptive_pause": 12.0, "bytes_per_step": 0.0},
+        baseline=StepTimeReport(p50_seconds=0.01, p90_seconds=0.012), decisions={"slowed": 3, "sped": 0, "paused": 1},
+    )  # fmt: skip
+    (block,) = throttle_blocks(status)
+    shown = dict(block.pairs)
+    assert shown["why"] == status.why
+    assert shown["now"].startswith("paused, 16.38 kB")
+    assert shown["chunk waits for"] == "adaptive pause"
+    assert shown["waited"].startswith("adaptive pause ")
+    assert "bytes per step" not in shown["waited"]
+    assert shown["decisions"] == "slowed 3, sped 0, paused 1"

@@ -1,0 +1,63 @@
+"""Proposals and throttle over HTTP."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from flexd.errors import PlanError
+from flexd.server.plan_report import PlanReport
+from flexd.server.planning_report import ProposalList
+from flexd.server.throttle_report import ThrottleStatus
+
+
+@pytest.fixture
+def client(server):
+    with httpx.Client(base_url=server.address, timeout=10) as client:
+        yield client
+
+
+def test_proposals_are_listed_and_shown(client, daemon):
+    listed = ProposalList.model_validate(client.get("/v1/proposals").json())
+    assert [each.plan_id for each in listed.proposals] == ["p7", "p6"]
+    shown = PlanReport.model_validate(client.get("/v1/proposals/latest").json())
+    assert (shown.trigger, shown.gates[0].open) == ("drift", False)
+    missing = client.get("/v1/proposals/p1")
+    assert (missing.status_code, missing.json()["error"]["message"]) == (404, "no proposal 'p1'")
+    assert client.get("/v1/proposals/" + "x" * 101).status_code == 422
+
+
+@pytest.mark.parametrize(("outcome", "status"), [("committed", 200), ("accepted", 202), ("timed_out", 202)])
+def test_a_proposal_is_applied(client, daemon, outcome, status):
+    daemon.outcome = outcome
+    body = {"reason": "go", "wait_seconds": 1.5, "force": True, "who": "ann@host"}
+    answer = client.post("/v1/proposals/p7/apply", json=body)
+    assert (answer.status_code, answer.json()["outcome"]) == (status, outcome)
+    assert daemon.calls[0] == ("apply", "p7", "go", 1.5, True, "ann@host")
+
+
+def test_what_is_out_of_date_is_a_conflict(client, daemon):
+    daemon.error = PlanError("plan p7 is not carried out: the placement has moved on", remedy="flexd plan")
+    answer = client.post("/v1/proposals/p7/apply", json={})
+    assert answer.status_code == 409
+    assert "the placement has moved on" in answer.json()["error"]["message"]
+
+
+def test_who_forces_a_replan_is_told(client, daemon):
+    assert client.post("/v1/replan", json={"force": True, "who": "ann@host"}).status_code == 200
+    assert daemon.calls == [("replan", "asked for by hand", 0.0, "ann@host")]
+
+
+def test_the_throttle_is_shown_and_changed(client, daemon):
+    assert ThrottleStatus.model_validate(client.get("/v1/throttle").json()).bytes_per_step == 1 << 20
+    changed = client.post("/v1/throttle", json={"bytes_per_second": 4096, "adaptive": True}).json()
+    assert (changed["bytes_per_step"], changed["bytes_per_second"], changed["adaptive"]) == (1 << 20, 4096, True)
+    assert daemon.calls[-1] == ("set_throttle", None, 4096, True)
+
+
+@pytest.mark.parametrize(
+    "body", [{"bytes_per_step": -1}, {"bytes_per_step": "many"}, {"bytes_per_hour": 1}, {"bytes_per_second": 2**51}]
+)
+def test_a_throttle_that_is_none_is_refused(client, daemon, body):
+    assert client.post("/v1/throttle", json=body).status_code == 422
+    assert daemon.calls == []
