@@ -19,6 +19,8 @@ from flexd.control.messages import (
 )
 
 _KEPT_REFUSALS = 1024
+_REPEAT_TURNS = 50
+"""Looks at the queue after which everything is announced anew; a second of the default tick."""
 
 
 class Board:
@@ -35,17 +37,22 @@ class Board:
         self.store = job_store(self._server, job)
         self._refusals: deque[str] = deque()
         self._turn = 0
+        self._notice: DaemonNotice | None = None
+        self._announcement: EpochAnnouncement | None = None
         self.hint = Hint()
         self._write_hint(self.hint)
 
     def publish(self, notice: DaemonNotice) -> None:
         """Ranks register from now on."""
+        self._notice = notice
         self.store.set(Keys.NOTICE, self.signer.seal(notice))
 
     def messages(self, limit: int) -> Iterator[bytes]:
         """At most ``limit`` messages that wait in the queue."""
         self._turn += 1
         self.store.set(Keys.TURN, str(self._turn))
+        if self._turn % _REPEAT_TURNS == 0:
+            self._repeat()
         for _ in range(min(limit, self.store.queue_len(Keys.INBOUND))):
             try:
                 yield self.store.queue_pop(Keys.INBOUND, False)
@@ -60,6 +67,7 @@ class Board:
             self.store.delete_key(self._refusals.popleft())
 
     def announce(self, announcement: EpochAnnouncement) -> None:
+        self._announcement = announcement
         self.store.set(Keys.EPOCH, self.signer.seal(announcement))
         self._write_hint(Hint(announcement.epoch))
 
@@ -95,6 +103,15 @@ class Board:
         for key in self._server.list_keys():
             if key.startswith(parts):
                 self._server.delete_key(key)
+
+    def _repeat(self) -> None:
+        """Anyone who reaches the store can overwrite what ranks read. They believe nothing that is not signed, but
+        would wait for ever for what is."""
+        if self._notice is not None:
+            self.store.set(Keys.NOTICE, self.signer.seal(self._notice))
+        if self._announcement is not None and self._announcement.epoch == self.hint.epoch:
+            self.store.set(Keys.EPOCH, self.signer.seal(self._announcement))
+        self._write_hint(self.hint)
 
     def _write_hint(self, hint: Hint) -> None:
         self.store.set(Keys.HINT, hint.text())

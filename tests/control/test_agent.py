@@ -172,6 +172,20 @@ def test_false_hints_and_forged_commands_are_not_believed(host: Callable[..., An
         assert same_content(ranks.history)
 
 
+def test_an_overwritten_notice_locks_no_rank_out(host: Callable[..., Any]) -> None:
+    hosted = host()
+    with Ranks(hosted.port, PAIR) as ranks:
+        until(hosted.ready)
+        store = StoreConnector("127.0.0.1", hosted.port, "job", 5.0).connect()
+        store.call(lambda it: it.set(Keys.NOTICE, "0" * 64 + '\n{"kind":"notice"}'))
+        store.call(lambda it: it.set(Keys.EPOCH, "rubbish"))
+        store.call(lambda it: it.set(Keys.HINT, "rubbish"))
+        until(lambda: hosted.coordinator.status().epochs > 1 and hosted.ready(), what=ranks.state())
+        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
+        assert migration.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
+        store.close()
+
+
 def test_a_tampered_chunk_is_refused_and_pushed_again(host: Callable[..., Any], monkeypatch: Any) -> None:
     hosted = host()
     with Ranks(hosted.port, PAIR) as ranks:

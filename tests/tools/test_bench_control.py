@@ -1,0 +1,27 @@
+"""The benchmark of the control plane, small: plans one after another, and many simulated ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[2] / "tools" / "bench_control.py"
+
+
+@pytest.mark.slow
+def test_replans_leave_nothing_behind_and_many_ranks_agree() -> None:
+    done = subprocess.run(
+        [sys.executable, str(TOOL), "--quick", "--json"], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode in (0, 1), done.stderr[-3000:]
+    last = json.loads(done.stdout.splitlines()[-1])
+    # A figure of time says nothing on a shared machine; the others are exact or have room.
+    failed = [entry for entry in last["checks"] if not entry["ok"] and "median" not in entry["name"]]
+    assert failed == []
+    assert last["figures"]["replans/replans"] == 60
+    assert last["figures"]["replans/rows_moved"] > 60
+    assert last["figures"]["ranks/bytes_to_a_rank"] == 10 * last["figures"]["ranks/rows"]
