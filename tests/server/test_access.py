@@ -168,7 +168,8 @@ def test_too_many_requests_are_told_when_to_come_again(tmp_path: Path) -> None:
         for _ in range(3):
             assert get(server.address, "a guessed token").status_code == 401
         answer = get(server.address, "a guessed token")
-        assert (answer.status_code, int(answer.headers["retry-after"])) == (429, 1000)
+        assert answer.status_code == 429
+        assert 900 < int(answer.headers["retry-after"]) <= 1000
         assert "try again in" in answer.json()["error"]["remedy"]
         # Whoever guesses uses up nobody else's requests.
         assert [get(server.address, READ).status_code for _ in range(4)] == [200, 200, 200, 429]
