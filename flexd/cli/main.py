@@ -12,6 +12,7 @@ from flexd.cli import (
     control_commands,
     daemon_commands,
     demo_command,
+    doctor_command,
     explain_command,
     inspect_commands,
     planning_commands,
@@ -51,6 +52,7 @@ app.command("reload")(reload_command.reload)
 app.command("demo")(demo_command.demo)
 app.command("simulate")(simulate_command.simulate)
 app.command("probe")(probe_command.probe)
+app.command("doctor")(doctor_command.doctor)
 app.command("produce")(produce_command.produce)
 app.add_typer(config_commands.app, name="config")
 app.add_typer(sketch_command.app, name="sketch")

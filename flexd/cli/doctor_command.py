@@ -1,0 +1,93 @@
+"""``doctor``: looks at everything that a daemon needs, and says what to do about what is wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexd.cli.client import DaemonClient
+from flexd.cli.exit_codes import DaemonRefusedError, ExitCode
+from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
+from flexd.cli.view import Block, OutputFormat, Sentences, Table, emit
+from flexd.config.load import load_config
+from flexd.config.model import Config
+from flexd.doctor import finding, host, stream
+from flexd.doctor.daemon import daemon as daemon_findings
+from flexd.doctor.finding import Finding, Level
+from flexd.errors import ApiError, ConfigError
+from flexd.server.status import Status
+
+
+def doctor(
+    config: Annotated[Path, typer.Option("-c", "--config", metavar="FILE", help="The daemon's YAML.")],
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="S", min=1, max=300, help="For the broker, in seconds.")
+    ] = 10.0,
+    url: UrlOption = None,
+    socket: SocketOption = None,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Checks configuration, versions, disk, clock, secrets, ports, stream and the daemon, if one runs.
+
+    Changes nothing, and does not disturb a daemon that runs. Exit status 7 if there is a fault; warnings are 0.
+
+    Example: flexd doctor -c configs/laptop.yaml
+    """
+    findings = examine(config, connect(url, socket), timeout)
+    counts = Counter(found.level for found in findings)
+    document = {
+        "findings": [{**vars(found), "level": found.level.value} for found in findings],
+        "counts": {level.value: counts[level] for level in Level},
+    }
+    emit(document, _blocks(findings), output)
+    raise typer.Exit(ExitCode.FOUND if counts[Level.FAULT] else ExitCode.OK)
+
+
+def examine(file: Path, client: DaemonClient, timeout_seconds: float) -> list[Finding]:
+    """All findings, in the order in which things must be right."""
+    try:
+        config = load_config(file)
+    except ConfigError as error:
+        return [
+            finding.fault("configuration", line, error.remedy or "docs/configuration.md lists every key")
+            for line in error.message.splitlines()
+        ]
+    status, answers = _status(client)
+    checks = {
+        "versions": lambda: host.versions(config),
+        "secrets": lambda: host.secrets(config),
+        "disk": lambda: host.disk(config),
+        "clock": lambda: host.clock(config),
+        "ports": lambda: host.ports(config, running=status is not None),
+        "stream": lambda: stream.stream(config, timeout_seconds),
+    }
+    findings = [finding.ok("configuration", f"{file}: job {config.job}, {len(config.tables)} tables")]
+    for name, look in checks.items():
+        findings += finding.run(name, look)
+    return findings + answers + (finding.run("daemon", lambda: _running(client, status, config)) if status else [])
+
+
+def _status(client: DaemonClient) -> tuple[Status | None, list[Finding]]:
+    try:
+        return client.status(), []
+    except DaemonRefusedError as error:
+        return None, [finding.fault("daemon", error.message, error.remedy or "see its log")]
+    except ApiError as error:
+        return None, [finding.warning("daemon", error.message, error.remedy)]
+
+
+def _running(client: DaemonClient, status: Status, config: Config) -> Iterator[Finding]:
+    from flexd.cli.config_commands import differences
+
+    yield from daemon_findings(status, len(differences(client.config().config, config.document())))
+
+
+def _blocks(findings: list[Finding]) -> list[Block]:
+    rows = tuple((found.level.value, found.check, found.text) for found in findings)
+    remedies = tuple(f"{found.check}: {found.remedy}" for found in findings if found.remedy)
+    shown: list[Block] = [Table("", ("", "check", "found"), rows)]
+    return [*shown, Sentences("remedies", remedies)] if remedies else shown

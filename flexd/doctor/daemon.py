@@ -1,0 +1,46 @@
+"""The running daemon: does it answer, is it well, and does it run what the file says?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import flexd
+from flexd.doctor.finding import Finding, fault, ok, warning
+from flexd.server.status import Status
+
+
+def daemon(status: Status, differing_keys: int) -> Iterator[Finding]:
+    """What the daemon says of itself.
+
+    Args:
+        differing_keys: configuration keys whose value differs between it and the file.
+    """
+    if status.version != flexd.__version__:
+        yield warning(
+            "daemon",
+            f"the daemon is flexd {status.version}, this command is {flexd.__version__}",
+            "use the same version for both",
+        )
+    if not status.healthy:
+        yield fault("daemon", "not healthy: " + "; ".join(status.reasons), "see its log; restart it")
+    elif status.paused:
+        yield warning("daemon", f"paused: {status.pause_reason or 'no reason given'}", "flexd resume")
+    elif not status.ready:
+        yield warning("daemon", "not ready: " + "; ".join(status.reasons), "what it waits for is named here")
+    else:
+        yield ok("daemon", f"flexd {status.version} is ready, job {status.job}")
+    for what, problem in (
+        ("stream", status.stream.problem),
+        ("ranks", status.topology.problem),
+        ("snapshot", status.snapshot.problem),
+    ):
+        if problem and problem not in "; ".join(status.reasons):
+            yield fault(what, problem, "see the daemon's log")
+    if differing_keys:
+        yield warning(
+            "running configuration",
+            f"{differing_keys} keys differ from the file",
+            "flexd config diff shows them; reload or restart the daemon",
+        )
+    else:
+        yield ok("running configuration", "is that of the file")

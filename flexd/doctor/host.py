@@ -1,0 +1,154 @@
+"""The machine: versions, disk, clock, secrets, ports."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import shutil
+import socket
+import stat
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import flexd
+from flexd.config.model import Config
+from flexd.config.stream import KafkaSource
+from flexd.doctor.finding import Finding, fault, ok, skipped, warning
+from flexd.secret import read_keys
+
+NEEDED = ("numpy", "torch", "pydantic", "pyyaml", "numba", "pyarrow", "datasketches", "fastapi", "uvicorn", "scipy")
+_CONNECT_SECONDS = 2.0
+_TIMEX_BYTES = 512
+"""Larger than ``struct timex`` on any Linux; with modes = 0 the kernel only fills it in."""
+_CLOCK_UNSYNCHRONISED = 5
+
+
+def versions(config: Config) -> Iterator[Finding]:
+    """Are the libraries installed that this configuration needs?"""
+    needed = [*NEEDED]
+    source = config.stream.source
+    if isinstance(source, KafkaSource):
+        needed.append("kafka-python" if source.client == "kafka-python" else "confluent-kafka")
+    missing, found = [], []
+    for name in needed:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        extra = "daemon,confluent" if "confluent-kafka" in missing else "daemon"
+        yield fault("versions", f"not installed: {', '.join(missing)}", f"pip install 'flexd[{extra}]'")
+    yield ok("versions", f"flexd {flexd.__version__}, Python {platform.python_version()}, {', '.join(found)}")
+
+
+def disk(config: Config) -> Iterator[Finding]:
+    """Is there room for the snapshots, in a directory that can be written?"""
+    directory = config.state.dir
+    there = _nearest(directory)
+    if not os.access(there, os.W_OK | os.X_OK):
+        yield fault("disk", f"state.dir: {there} cannot be written by this user", "give a writable directory")
+        return
+    # One more than is kept: the new one is written before the oldest goes.
+    wanted = (config.state.keep_snapshots + 1) * config.sketch.memory_bytes
+    kept = sum(file.stat().st_size for file in directory.glob("snapshots/*") if file.is_file())
+    free = shutil.disk_usage(there).free
+    text = f"state.dir {directory}: {_size(free)} free, snapshots take {_size(kept)} of at most {_size(wanted)}"
+    if free + kept < wanted:
+        yield warning("disk", text, "make room, lower state.keep_snapshots or sketch.memory_bytes")
+    else:
+        yield ok("disk", text)
+
+
+def clock(_: Config) -> Iterator[Finding]:
+    """Does the kernel say that its clock is synchronised? Event times of other machines are compared with it."""
+    try:
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
+    except (AttributeError, OSError):
+        state = -1
+    if state < 0:
+        yield skipped("clock", "the kernel does not tell whether the clock is synchronised")
+    elif state == _CLOCK_UNSYNCHRONISED:
+        yield warning("clock", "the clock is not synchronised", "run chrony or another NTP client on this machine")
+    else:
+        yield ok("clock", "synchronised")
+
+
+def secrets(config: Config) -> Iterator[Finding]:
+    """Can the secret files be read, by nobody else?"""
+    files = {
+        "control.secret_file": config.control.secret_file,
+        "scale_out.secret_file": config.scale_out.secret_file,
+    }
+    given = {key: path for key, path in files.items() if path is not None}
+    if not given:
+        yield ok("secrets", "none configured: daemon and ranks are on this machine only")
+    for key, path in given.items():
+        keys = read_keys(path, key)
+        if path.stat().st_mode & (stat.S_IRWXO | stat.S_IWGRP):
+            yield warning("secrets", f"{key}: {path} can be read or changed by others", f"chmod 0640 {path}")
+        else:
+            yield ok("secrets", f"{key}: {len(keys)} {'key' if len(keys) == 1 else 'keys'}")
+
+
+def ports(config: Config, *, running: bool) -> Iterator[Finding]:
+    """Does the running daemon answer on its control port; else, could one listen there?"""
+    control, server = config.control, config.server
+    yield from _port("control port", control.listen_host, control.listen_port, "control.listen_port", running)
+    if server.unix_socket is None:
+        yield from _port("api port", server.host, server.port, "server.port", running)
+
+
+def _port(check: str, host: str, port: int, key: str, running: bool) -> Iterator[Finding]:
+    where = f"{host}:{port}"
+    if port == 0:
+        yield skipped(check, f"{key} is 0: any free port is taken at the start")
+    elif running:
+        try:
+            socket.create_connection((_reachable(host), port), _CONNECT_SECONDS).close()
+        except OSError as error:
+            yield fault(check, f"the daemon runs, and nothing answers on {where}: {error}", f"is {key} the daemon's?")
+        else:
+            yield ok(check, f"{where} answers")
+    else:
+        problem = _unusable(host, port)
+        if problem is None:
+            yield ok(check, f"{where} is free")
+        elif problem == errno.EADDRINUSE:
+            yield fault(check, f"{where} is taken by another process", f"stop it, or change {key}")
+        else:
+            yield fault(check, f"{where} cannot be listened on: {os.strerror(problem)}", f"change {key} or its host")
+
+
+def _unusable(host: str, port: int) -> int | None:
+    """The errno that listening there ends with; None if it would do."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        return error.errno or errno.EADDRNOTAVAIL
+    return None
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _nearest(directory: Path) -> Path:
+    """The directory, or what of its path is there already."""
+    absolute = directory.absolute()
+    return next((path for path in (absolute, *absolute.parents) if path.exists()), Path("/"))
+
+
+def _size(size: int) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size} B"

@@ -1,0 +1,151 @@
+"""The stream: is it there, and do its newest messages say what the daemon understands?"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexd.config.model import Config
+from flexd.config.stream import FileLogSource, KafkaSource
+from flexd.doctor.finding import Finding, fault, ok, skipped, warning
+from flexd.errors import CodecError
+
+MAX_MESSAGES = 200
+SKEW_SECONDS = 60.0
+"""An event this far ahead of this machine's clock was dated by a clock that is wrong."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A few messages of the stream, and where they are.
+
+    Attributes:
+        name: for people. partitions: there are; exists: the log or topic is there. payloads: of the newest messages.
+    """
+
+    name: str
+    exists: bool
+    partitions: int
+    payloads: tuple[bytes, ...]
+
+
+def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
+    """Broker, topic and messages; joins no consumer group and moves no position.
+
+    Raises:
+        StreamError: the broker cannot be reached or refuses, or the log cannot be read.
+        ConfigError: a client option file cannot be read.
+    """
+    source = config.stream.source
+    if isinstance(source, FileLogSource):
+        sample = _file_log(source)
+        if not sample.exists:
+            yield warning(
+                "stream", f"{sample.name} is not there yet", "is stream.source.path the publishers' directory?"
+            )
+            return
+        yield ok("stream", f"{sample.name}: {_partitions(sample.partitions)}")
+    elif isinstance(source, KafkaSource):
+        from flexd.stream.kafka_look import look
+
+        found = look(source.bootstrap_servers, source.topic, source.client, source.resolved_client_options(),
+                     messages=MAX_MESSAGES, timeout_seconds=timeout_seconds)  # fmt: skip
+        yield ok("broker", f"{source.bootstrap_servers} answers")
+        if found.partitions == 0:
+            yield fault(
+                "topic", f"{source.topic!r} is not there", "make it, or correct stream.source.topic (names are exact)"
+            )
+            return
+        yield ok("topic", f"{source.topic!r}: {_partitions(found.partitions)}, {found.messages} messages kept")
+        sample = Sample(f"topic {source.topic!r}", True, found.partitions, found.payloads)
+    else:
+        yield skipped("stream", f"a source of kind {source.kind} has nothing to look at")
+        return
+    yield from messages(config, sample)
+
+
+def messages(config: Config, sample: Sample) -> Iterator[Finding]:
+    """Do tables, rows and times of the sampled messages fit the configuration?"""
+    if not sample.payloads:
+        yield warning("messages", f"{sample.name} has no messages", "start a publisher, or flexd produce")
+        return
+    from flexd.stream.codec import decode
+
+    refused: Counter[str] = Counter()
+    unknown: Counter[str] = Counter()
+    outside: Counter[str] = Counter()
+    known = {table.name: table.rows for table in config.tables}
+    accesses, newest = 0, -np.inf
+    for payload in sample.payloads:
+        try:
+            batches = decode(payload, config.stream.max_message_bytes)
+        except CodecError as error:
+            refused[error.reason] += 1
+            continue
+        for batch in batches:
+            accesses += len(batch.rows)
+            newest = max(newest, batch.event_time_seconds)
+            if batch.table not in known:
+                unknown[batch.table] += len(batch.rows)
+            elif len(batch.rows):
+                wrong = int(((batch.rows < 0) | (batch.rows >= known[batch.table])).sum())
+                outside[batch.table] += wrong
+    looked = f"of {len(sample.payloads)} messages"
+    if refused:
+        yield fault(
+            "messages",
+            f"{refused.total()} {looked} cannot be read: {_listed(refused)}",
+            "docs/stream.md has the schema",
+        )
+    if unknown:
+        yield fault("messages", f"{looked}: tables that are not configured: {_listed(unknown)}", "list them in tables")
+    outside = +outside
+    if outside:
+        yield fault("messages", f"{looked}: rows beyond tables[].rows: {_listed(outside)}", "raise the tables' rows")
+    if not (refused or unknown or outside):
+        yield ok("messages", f"{accesses} accesses {looked} fit the configuration")
+    if np.isfinite(newest):
+        yield from _age(newest)
+
+
+def _age(newest: float) -> Iterator[Finding]:
+    ahead = newest - time.time()
+    if ahead > SKEW_SECONDS:
+        yield warning(
+            "event time",
+            f"the newest event is dated {ahead:.0f} s in the future",
+            "synchronise the clocks, or send event_time in seconds (not milliseconds)",
+        )
+    else:
+        yield ok("event time", f"the newest event is {max(0.0, -ahead):.0f} s old")
+
+
+def _file_log(source: FileLogSource) -> Sample:
+    name = f"file log {source.path}"
+    if not source.path.is_dir():
+        return Sample(name, False, 0, ())
+    from flexd.stream.file_log import FileLogSource as FileLog
+
+    log = FileLog(source.path)
+    try:
+        found = log.poll(0.2)[:MAX_MESSAGES]
+        partitions = sum(1 for path in source.path.iterdir() if path.is_dir())
+        return Sample(name, True, partitions, tuple(bytes(message.payload) for message in found))
+    finally:
+        log.close()
+
+
+def _partitions(count: int) -> str:
+    return f"{count} partition{'' if count == 1 else 's'}"
+
+
+def _listed(counts: Counter[str]) -> str:
+    """The most frequent, of what may be many."""
+    shown: Sequence[tuple[str, int]] = counts.most_common(5)
+    more = len(counts) - len(shown)
+    text = ", ".join(f"{name[:80]!r} {count}" for name, count in shown)
+    return text + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,60 @@
+"""``flexd doctor`` as a command: exit status, JSON, a daemon that runs and one that does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flexd.cli.exit_codes import ExitCode
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "flexd.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "job": "job",
+                "tables": [{"name": "items", "rows": 100, "dim": 4}],
+                "stream": {"source": {"kind": "file_log", "path": str(tmp_path / "log")}},
+                "control": {"listen_port": 0},
+                "server": {"port": 0},
+                "state": {"dir": str(tmp_path / "state")},
+            }
+        )
+    )
+    return path
+
+
+def found(text: str) -> dict[str, str]:
+    return {each["check"]: each["level"] for each in json.loads(text)["findings"]}
+
+
+def test_warnings_are_no_failure_and_everything_is_looked_at(flexd_command, file, tmp_path):
+    done = flexd_command("doctor", "-c", file, "-o", "json", "--url", "http://127.0.0.1:1")
+    assert done.returncode == ExitCode.OK, done.stderr
+    report = found(done.stdout)
+    assert report["configuration"] == report["disk"] == report["versions"] == "ok"
+    assert report["stream"] == report["daemon"] == "warning"
+    assert {"clock", "secrets", "control port", "api port"} <= set(report)
+    assert not (tmp_path / "state").exists()
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_wrong_configuration_is_a_fault_a_line(flexd_command, file):
+    file.write_text(file.read_text() + "sketch: {memory_bytes: 1}\ntypo: 1\n")
+    done = flexd_command("doctor", "-c", file, "--url", "http://127.0.0.1:1")
+    assert done.returncode == ExitCode.FOUND
+    assert done.stdout.count("fault") == 2
+    assert "sketch.memory_bytes" in done.stdout
+    assert "remedies:" in done.stdout
+
+
+def test_the_running_daemon_is_compared_with_the_file(flexd_command, file, url):
+    done = flexd_command("doctor", "-c", file, "-o", "json", "--url", url)
+    report = found(done.stdout)
+    assert report["running configuration"] == "warning"
+    assert report["daemon"] == "warning"

@@ -1,0 +1,198 @@
+"""Each check finds what it is for, names it, and says what to do."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from flexd.config.load import parse_config
+from flexd.config.model import Config
+from flexd.doctor import finding, host, stream
+from flexd.doctor.daemon import daemon
+from flexd.doctor.finding import Finding, Level
+from flexd.errors import StreamError
+from flexd.server.status import Status, StreamStatus
+from flexd.stream.codec import encode_arrow
+from flexd.stream.file_log import FileLogSink
+from flexd.stream.types import AccessBatch
+
+
+def config(directory: Path, **sections: object) -> Config:
+    return parse_config(
+        {
+            "job": "j",
+            "tables": [{"name": "items", "rows": 100, "dim": 4}],
+            "stream": {"source": {"kind": "file_log", "path": str(directory / "log")}},
+            "state": {"dir": str(directory / "state")},
+            "sketch": {"memory_bytes": 2**20},
+            **sections,
+        }
+    )
+
+
+def levels(findings) -> Counter[str]:
+    return Counter(f"{found.check} {found.level.value}" for found in findings)
+
+
+def message(table: str = "items", rows: tuple[int, ...] = (1, 2), at: float | None = None) -> bytes:
+    return encode_arrow([AccessBatch(table, np.array(rows), 0, time.time() if at is None else at)])
+
+
+def sample(*payloads: bytes) -> stream.Sample:
+    return stream.Sample("the log", True, 1, payloads)
+
+
+@pytest.mark.parametrize(
+    ("payloads", "level", "says"),
+    [
+        ((), Level.WARNING, "no messages"),
+        ((message(),), Level.OK, "2 accesses of 1 messages fit"),
+        ((message(), b"garbage"), Level.FAULT, "1 of 2 messages cannot be read"),
+        ((message("users"),), Level.FAULT, "not configured: 'users' 2"),
+        ((message(rows=(5, 100, -1)),), Level.FAULT, "beyond tables[].rows: 'items' 2"),
+    ],
+)
+def test_messages_that_the_daemon_would_reject(tmp_path, payloads, level, says):
+    found = next(stream.messages(config(tmp_path), sample(*payloads)))
+    assert (found.check, found.level) == ("messages", level)
+    assert says in found.text
+    assert bool(found.remedy) == (level is not Level.OK)
+
+
+def test_many_strange_tables_are_a_short_line(tmp_path):
+    payloads = [message("x" * 200 + str(i)) for i in range(50)]
+    found = next(stream.messages(config(tmp_path), sample(*payloads)))
+    assert "and 45 more" in found.text
+    assert len(found.text) < 700
+
+
+@pytest.mark.parametrize(("ahead", "level"), [(-30.0, Level.OK), (3600.0, Level.WARNING)])
+def test_events_from_the_future_are_a_wrong_clock(tmp_path, ahead, level):
+    found = list(stream.messages(config(tmp_path), sample(message(at=time.time() + ahead))))[-1]
+    assert (found.check, found.level) == ("event time", level)
+
+
+def test_a_file_log_is_read_without_touching_it(tmp_path):
+    wanted = config(tmp_path)
+    assert levels(stream.stream(wanted, 1.0)) == {"stream warning": 1}
+    sink = FileLogSink(tmp_path / "log", "p0")
+    sink.send(message())
+    sink.flush()
+    before = sorted((path, path.stat().st_size) for path in (tmp_path / "log").rglob("*"))
+    assert levels(stream.stream(wanted, 1.0)) == {"stream ok": 1, "messages ok": 1, "event time ok": 1}
+    assert sorted((path, path.stat().st_size) for path in (tmp_path / "log").rglob("*")) == before
+    sink.close()
+    synthetic = config(tmp_path, stream={"source": {"kind": "synthetic"}})
+    assert levels(stream.stream(synthetic, 1.0)) == {"stream skipped": 1}
+
+
+def test_broker_and_topic(tmp_path, monkeypatch):
+    wanted = config(tmp_path, stream={"source": {"kind": "kafka", "bootstrap_servers": "b:1", "topic": "t"}})
+    seen = SimpleNamespace(partitions=0, messages=0, payloads=())
+    monkeypatch.setattr("flexd.stream.kafka_look.look", lambda *_, **__: seen)
+    assert levels(stream.stream(wanted, 1.0)) == {"broker ok": 1, "topic fault": 1}
+    seen.partitions, seen.payloads = 3, (message(),)
+    assert levels(stream.stream(wanted, 1.0)) == {"broker ok": 1, "topic ok": 1, "messages ok": 1, "event time ok": 1}
+
+    def fail(*_: object, **__: object) -> None:
+        raise StreamError("b:1: NoBrokersAvailable", remedy="check the network")
+
+    monkeypatch.setattr("flexd.stream.kafka_look.look", fail)
+    assert finding.run("stream", lambda: stream.stream(wanted, 1.0)) == [
+        Finding("stream", Level.FAULT, "b:1: NoBrokersAvailable", "check the network")
+    ]
+
+
+def test_disk(tmp_path, monkeypatch):
+    wanted = config(tmp_path)
+    assert levels(host.disk(wanted)) == {"disk ok": 1}
+    assert not (tmp_path / "state").exists()
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * 2**20))
+    (found,) = host.disk(wanted)
+    assert (found.level, "keep_snapshots" in found.remedy) == (Level.WARNING, True)
+    # What the snapshots take already need not be free.
+    (tmp_path / "state" / "snapshots").mkdir(parents=True)
+    (tmp_path / "state" / "snapshots" / "snapshot-1.flexd").write_bytes(bytes(2**20))
+    assert levels(host.disk(wanted)) == {"disk ok": 1}
+    monkeypatch.setattr(host.os, "access", lambda *_: False)
+    assert levels(host.disk(wanted)) == {"disk fault": 1}
+
+
+@pytest.mark.parametrize(("state", "level"), [(0, Level.OK), (5, Level.WARNING), (-1, Level.SKIPPED)])
+def test_clock(tmp_path, monkeypatch, state, level):
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(adjtimex=lambda _: state))
+    (found,) = host.clock(config(tmp_path))
+    assert found.level is level
+
+
+def test_secrets(tmp_path):
+    assert levels(host.secrets(config(tmp_path))) == {"secrets ok": 1}
+    secret = tmp_path / "secret"
+    secret.write_text("k" * 32)
+    secret.chmod(0o640)
+    wanted = config(tmp_path, control={"secret_file": str(secret)})
+    assert levels(host.secrets(wanted)) == {"secrets ok": 1}
+    secret.chmod(0o644)
+    (found,) = host.secrets(wanted)
+    assert (found.level, found.remedy) == (Level.WARNING, f"chmod 0640 {secret}")
+    secret.write_text("short")
+    (found,) = finding.run("secrets", lambda: host.secrets(wanted))
+    assert found.level is Level.FAULT
+    assert "short" not in found.text + found.remedy
+
+
+def test_ports(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        wanted = config(tmp_path, control={"listen_port": port}, server={"port": 0})
+        assert levels(host.ports(wanted, running=False)) == {"control port fault": 1, "api port skipped": 1}
+        assert levels(host.ports(wanted, running=True)) == {"control port ok": 1, "api port skipped": 1}
+    assert levels(host.ports(wanted, running=False)) == {"control port ok": 1, "api port skipped": 1}
+    assert levels(host.ports(wanted, running=True)) == {"control port fault": 1, "api port skipped": 1}
+    on_socket = config(tmp_path, control={"listen_port": 0}, server={"unix_socket": str(tmp_path / "s")})
+    assert levels(host.ports(on_socket, running=False)) == {"control port skipped": 1}
+
+
+def test_versions(tmp_path, monkeypatch):
+    assert levels(host.versions(config(tmp_path))) == {"versions ok": 1}
+    monkeypatch.setattr(host, "NEEDED", ("numpy", "no-such-library"))
+    (missing, _) = host.versions(config(tmp_path))
+    assert (missing.level, "no-such-library" in missing.text) == (Level.FAULT, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"ready": True}, {"daemon ok": 1, "running configuration ok": 1}),
+        ({"ready": False, "reasons": ("ranks: none",)}, {"daemon warning": 1, "running configuration ok": 1}),
+        ({"healthy": False, "reasons": ("stuck",)}, {"daemon fault": 1, "running configuration ok": 1}),
+        ({"ready": True, "paused": True}, {"daemon warning": 1, "running configuration ok": 1}),
+    ],
+)
+def test_what_the_daemon_says(fields, expected):
+    import flexd
+
+    status = Status(job="j", version=flexd.__version__, stream=StreamStatus(source="tap"), **fields)
+    assert levels(daemon(status, 0)) == expected
+    other = status.model_copy(update={"version": "0.0.1"})
+    assert levels(daemon(other, 3))["running configuration warning"] == 1
+    assert sum(levels(daemon(other, 3)).values()) == 3
+
+
+def test_an_operating_system_error_is_a_finding():
+    def look():
+        yield finding.ok("a", "first")
+        raise PermissionError(13, "Permission denied", os.devnull)
+
+    found = finding.run("a", look)
+    assert [each.level for each in found] == [Level.OK, Level.FAULT]
