@@ -33,7 +33,7 @@ def add_to(app: typer.Typer) -> None:
 def run(
     config: Annotated[Path, typer.Option("-c", "--config", metavar="FILE", help="The daemon's YAML.")],
 ) -> None:
-    """Runs the daemon until SIGTERM or SIGINT.
+    """Runs the daemon until SIGTERM or SIGINT. SIGHUP reads the file again, as `flexd reload` does.
 
     Example: flexd run -c configs/laptop.yaml
     """
@@ -42,7 +42,7 @@ def run(
     checked = load_config(config)
     from flexd.daemon import run_daemon
 
-    raise typer.Exit(run_daemon(checked))
+    raise typer.Exit(run_daemon(checked, config))
 
 
 def _end_quietly(*_: object) -> None:

@@ -10,6 +10,7 @@ Every turn of leading is a ``Daemon`` of its own with the term's directory; noth
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -21,12 +22,13 @@ from pathlib import Path
 from flexd.config.availability import FileLease, KubernetesLease
 from flexd.config.model import Config
 from flexd.daemon import parts
+from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.in_charge import whoever_is_in_charge
 from flexd.daemon.leadership import Leadership
 from flexd.daemon.service import HEALTHY_TICK_SECONDS, TICK_SECONDS, Daemon
 from flexd.daemon.standby import Standby
 from flexd.daemon.terms import highest_term, open_term
-from flexd.errors import ConfigError, FlexdError
+from flexd.errors import ApiError, ConfigError, FlexdError
 from flexd.faults import fault_point
 from flexd.lease.file_register import FileLeaseRegister
 from flexd.lease.keeper import LeaseKeeper
@@ -36,6 +38,7 @@ from flexd.lease.register import LeaseRegister
 from flexd.server.answers import ProbeResult
 from flexd.server.api import DaemonApi
 from flexd.server.availability_status import AvailabilityStatus
+from flexd.server.config_report import ReloadReport
 from flexd.server.figures import AvailabilityFigures, DaemonFigures
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
@@ -45,6 +48,7 @@ logger = logging.getLogger("flexd")
 
 MAX_TAKEOVER_SECONDS = 300.0
 """Reading a large snapshot takes minutes, in which the loop does not tick."""
+_RELOAD_SECONDS = 5.0
 _SHARE_LEASE = 0.05
 _SHARE_SERVER = 0.05
 
@@ -56,8 +60,9 @@ class AvailableDaemon:
         FlexdError: the lease's place or the state directory cannot be used at all.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, file: ConfigFile | None = None) -> None:
         self._config = config
+        self._file = file or ConfigFile(config)
         self._started_unix_seconds = time.time()
         parts.make_state_directory(config)
         self._state_dir = config.state.dir
@@ -69,10 +74,13 @@ class AvailableDaemon:
         self._keeper = LeaseKeeper(lease, settings.renew_seconds)
         self._standby = Standby(config, self._keeper, self._started_unix_seconds)
         self._leading: Daemon | None = None
+        self._turn = threading.Lock()
+        """No settings are adopted while a turn of leading begins."""
         self._term = self._failed_term = 0
         self._takeovers = self._depositions = 0
         self._taking_over = False
         self._stopping = threading.Event()
+        self._reload_asked = threading.Event()
         self._ticked_at = time.monotonic()
         self._front = _Front(self, whoever_is_in_charge(self._in_charge))
         self._server = DaemonServer(self._front.api, Metrics(self.figures), config.server)
@@ -96,11 +104,19 @@ class AvailableDaemon:
         """Returns at once; ``run_until_stopped`` then ends within ``shutdown_seconds``."""
         self._stopping.set()
 
+    def ask_to_reload(self) -> None:
+        """Returns at once; the loop then reads the configuration file again."""
+        self._reload_asked.set()
+
     def run_until_stopped(self) -> bool:
         """Leads and stands by in turns. Returns whether every part ended within the deadline."""
         lease = self._keeper.lease
         while not self._stopping.wait(TICK_SECONDS):
             self._ticked_at = time.monotonic()
+            if self._reload_asked.is_set():
+                self._reload_asked.clear()
+                with contextlib.suppress(FlexdError):  # It is logged and counted.
+                    self.reload()
             if self._leading is None:
                 term = lease.term
                 if term not in (0, self._failed_term):
@@ -126,8 +142,10 @@ class AvailableDaemon:
         try:
             fault_point("lease.acquired")
             leadership = Leadership(open_term(self._state_dir, term), term, lambda: lease.holds(term))
-            daemon = Daemon(self._config, leadership)
-            daemon.start()
+            with self._turn:
+                daemon = Daemon(self._config, leadership)
+                daemon.start()
+                self._term, self._leading = term, daemon
         except FlexdError as error:
             logger.error("cannot lead in term %d: %s", term, error)
             self._standby.problem, self._failed_term = str(error), term
@@ -135,7 +153,6 @@ class AvailableDaemon:
             return
         self._standby.problem = ""
         self._takeovers += 1
-        self._term, self._leading = term, daemon
         logger.info("term %d: %s leads", term, lease.identity)
 
     def _stand_down(self, seconds: float) -> bool:
@@ -144,6 +161,20 @@ class AvailableDaemon:
 
     def _in_charge(self) -> DaemonApi:
         return self._leading or self._standby
+
+    def reload(self) -> ReloadReport:
+        """As ``DaemonApi.reload``, in both roles."""
+        return self._file.reload(self._adopt)
+
+    def _adopt(self, config: Config) -> None:
+        if not self._turn.acquire(timeout=_RELOAD_SECONDS):
+            raise ApiError("this daemon is taking over", status=503, remedy="reload when it leads")
+        try:
+            if self._leading is not None:
+                self._leading.adopt(config)
+            self._config = config
+        finally:
+            self._turn.release()
 
     def status(self) -> Status:
         lease, seen = self._keeper.lease, self._keeper.lease.seen
@@ -157,7 +188,7 @@ class AvailableDaemon:
             depositions=self._depositions,
             problem=self._keeper.problem or self._standby.problem or None,
         )
-        return self._in_charge().status().model_copy(update={"high_availability": shown})
+        return self._in_charge().status().model_copy(update={"high_availability": shown, "config": self._file.status()})
 
     def figures(self) -> DaemonFigures:
         """For the metrics page."""
@@ -170,7 +201,7 @@ class AvailableDaemon:
             depositions=self._depositions,
             lease_failures=keeper.failures,
         )
-        return replace(figures, availability=availability)
+        return replace(figures, availability=availability, config=self._file.figures())
 
     def health(self) -> ProbeResult:
         silent = time.monotonic() - self._ticked_at
@@ -185,6 +216,7 @@ class _Front:
     def __init__(self, daemon: AvailableDaemon, rest: DaemonApi) -> None:
         self.status = daemon.status
         self.health = daemon.health
+        self.reload = daemon.reload
         self._rest = rest
 
     def __getattr__(self, name: str) -> object:

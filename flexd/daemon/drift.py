@@ -97,6 +97,10 @@ class DriftMonitor:
         self._thread = threading.Thread(target=self._run, name="flexd-drift", daemon=True)
         self._thread.start()
 
+    def adopt(self, settings: PlannerConfig) -> None:
+        """Other settings, from the next look on."""
+        self._settings = settings
+
     def stop(self, timeout_seconds: float) -> bool:
         """True if the thread ended within the deadline."""
         self._stop.set()

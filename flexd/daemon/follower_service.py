@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -9,12 +10,14 @@ import time
 from flexd import __version__
 from flexd.config.model import Config
 from flexd.daemon import parts
+from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.follower_inspection import FollowerInspection
 from flexd.daemon.scale_out import remote_follower
 from flexd.daemon.scale_out_view import follower_figures, follower_status
 from flexd.daemon.view import ingest_figures, stream_status
-from flexd.errors import ApiError
+from flexd.errors import ApiError, FlexdError
 from flexd.server.answers import ProbeResult
+from flexd.server.config_report import ReloadReport
 from flexd.server.explain_report import Explanation
 from flexd.server.figures import DaemonFigures, SketchFigures
 from flexd.server.http import DaemonServer
@@ -28,6 +31,7 @@ from flexd.server.verbs import PauseState, ReplanResult
 logger = logging.getLogger("flexd")
 
 _SHARE_INGEST = 0.7
+TICK_SECONDS = 0.1
 
 
 class FollowerDaemon:
@@ -37,14 +41,16 @@ class FollowerDaemon:
         FlexdError: a part cannot be made from the configuration.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, file: ConfigFile | None = None) -> None:
         self._config = config
+        self._file = file or ConfigFile(config)
         self._started_unix_seconds = time.time()
         parts.make_state_directory(config)
         self._unit = remote_follower(config)
         self.inspect = FollowerInspection(config)
         self._server = DaemonServer(self, Metrics(self._figures), config.server)
         self._stopping = threading.Event()
+        self._reload_asked = threading.Event()
 
     @property
     def address(self) -> str:
@@ -61,9 +67,25 @@ class FollowerDaemon:
         """Returns at once; ``run_until_stopped`` then ends within ``shutdown_seconds``."""
         self._stopping.set()
 
+    def ask_to_reload(self) -> None:
+        """Returns at once; the loop then reads the configuration file again."""
+        self._reload_asked.set()
+
+    def reload(self) -> ReloadReport:
+        """Of the hot keys a follower has use for few: log lines, snapshots and its own end."""
+        return self._file.reload(self._adopt)
+
+    def _adopt(self, config: Config) -> None:
+        self._config = config
+        self._unit.ingestor.save_every(config.state.snapshot_interval_seconds)
+
     def run_until_stopped(self) -> bool:
         """Returns whether every part ended within the deadline."""
-        self._stopping.wait()
+        while not self._stopping.wait(TICK_SECONDS):
+            if self._reload_asked.is_set():
+                self._reload_asked.clear()
+                with contextlib.suppress(FlexdError):  # It is logged and counted.
+                    self.reload()
         seconds = self._config.shutdown_seconds
         ended = self._unit.stop(seconds * _SHARE_INGEST)
         return self._server.stop(seconds * (1 - _SHARE_INGEST)) and ended
@@ -86,6 +108,7 @@ class FollowerDaemon:
                     for c in choices
                 ),
             ),
+            config=self._file.status(),
             scale_out=follower_status(self._config.scale_out.leader or "", self._unit.stats()),
         )
 
@@ -140,5 +163,6 @@ class FollowerDaemon:
                 bytes_by_table={choice.table: choice.bytes for choice in choices},
                 error_bound_by_table={choice.table: choice.error_share for choice in choices},
             ),
+            config=self._file.figures(),
             scale_out=follower_figures(self._unit.stats()),
         )

@@ -66,6 +66,9 @@ class Inspection:
         self._placement = placement
         self._plans = plans
 
+    def adopt(self, config: Config) -> None:
+        self._config = config
+
     def config(self) -> ConfigReport:
         return ConfigReport(version=__version__, config=self._config.document())
 

@@ -76,8 +76,7 @@ class Planning:
         self._training = training
         self._log = log
         self._on_planned = on_planned
-        plan_limits(config.planner).check(keyspace)
-        training_shape(config.planner).check_names(keyspace)
+        self.check(config)
         self._making = threading.Lock()
         self._account = threading.Lock()
         self._serial = 0
@@ -95,6 +94,15 @@ class Planning:
         self._profiled_at = math.nan
         newest = log.newest
         self.live_plan_id = str(newest["plan_id"]) if newest else ""
+
+    def check(self, config: Config) -> None:
+        """Raises ConfigError or PlanError if plans could not be made with it."""
+        plan_limits(config.planner).check(self._keyspace)
+        training_shape(config.planner).check_names(self._keyspace)
+
+    def adopt(self, config: Config) -> None:
+        """Other settings, from the next plan on."""
+        self._config = config
 
     def profile_age_seconds(self) -> float:
         """Since the newest profile was made; NaN before the first."""

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 from flexd import faults
 from flexd.allocator import keep_freed_memory
 from flexd.config.model import Config
 from flexd.daemon.availability import AvailableDaemon
+from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.follower_service import FollowerDaemon
 from flexd.daemon.logs import set_up_logging
 from flexd.daemon.service import Daemon
 
 
-def run_daemon(config: Config) -> int:
-    """Runs until SIGTERM or SIGINT. Returns the exit code: 0, or 1 if a part did not end within the deadline."""
+def run_daemon(config: Config, path: Path | None = None) -> int:
+    """Runs until SIGTERM or SIGINT; SIGHUP reads the file at ``path`` again. Returns the exit code: 0, or 1 if a part
+    did not end within the deadline."""
     set_up_logging(config)
     faults.arm()
     keep_freed_memory()
-    daemon = _daemon_of(config)
+    daemon = _daemon_of(config, ConfigFile(config, path))
+    signal.signal(signal.SIGHUP, lambda *_: daemon.ask_to_reload())
     daemon.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: daemon.ask_to_stop())
     return 0 if daemon.run_until_stopped() else 1
 
 
-def _daemon_of(config: Config) -> Daemon | AvailableDaemon | FollowerDaemon:
+def _daemon_of(config: Config, file: ConfigFile) -> Daemon | AvailableDaemon | FollowerDaemon:
     if config.scale_out.role == "follower":
-        return FollowerDaemon(config)
-    return AvailableDaemon(config) if config.high_availability.enabled else Daemon(config)
+        return FollowerDaemon(config, file)
+    return AvailableDaemon(config, file) if config.high_availability.enabled else Daemon(config, file=file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -15,6 +16,7 @@ from flexd.control.report import StepReport
 from flexd.control.throttle import Throttle, ThrottleLimits
 from flexd.daemon import parts
 from flexd.daemon.autoplan import AutoPlanner
+from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.drift import DriftMonitor
 from flexd.daemon.explained import explanation
 from flexd.daemon.inspection import Inspection
@@ -28,9 +30,10 @@ from flexd.daemon.state_lock import StateLock
 from flexd.daemon.training import TrainingMonitor
 from flexd.daemon.view import Condition, DaemonView
 from flexd.dead_letters import DeadLetterFile
-from flexd.errors import ApiError
+from flexd.errors import ApiError, FlexdError
 from flexd.ingest import Ingestor
 from flexd.server.answers import ProbeResult
+from flexd.server.config_report import ReloadReport
 from flexd.server.explain_report import Explanation
 from flexd.server.figures import DaemonFigures
 from flexd.server.http import DaemonServer
@@ -56,13 +59,17 @@ class Daemon:
     Args:
         leadership: given to a daemon that leads for a term: somebody else then serves its API and calls ``tick`` and
             ``stop``.
+        file: that the configuration was read from, to read it again.
 
     Raises:
         FlexdError: a part cannot be made from the configuration (see each); nothing is left running.
     """
 
-    def __init__(self, config: Config, leadership: Leadership | None = None) -> None:
+    def __init__(
+        self, config: Config, leadership: Leadership | None = None, file: ConfigFile | None = None
+    ) -> None:
         self._config = config
+        self._file = file or ConfigFile(config)
         self._started_unix_seconds = time.time()
         keyspace = config.keyspace()
         parts.make_state_directory(config)
@@ -76,11 +83,12 @@ class Daemon:
         self._journal = PlacementJournal(state / "placement")
         self._leader = LeaderUnit(config) if config.scale_out.role == "leader" else None
         source = parts.make_source(config) if self._leader is None else self._leader.ledger
+        self._snapshots = FencedSnapshots(state / "snapshots", config.state.keep_snapshots, holds)
         self._ingestor = Ingestor(
             source,
             keyspace.tables,
             parts.sketch_settings(config) if self._leader is None else shared_settings(config),
-            FencedSnapshots(state / "snapshots", config.state.keep_snapshots, holds),
+            self._snapshots,
             dead_letters=DeadLetterFile(
                 letters.path or state / "dead-letters.jsonl", letters.max_bytes, letters.max_message_bytes
             ),
@@ -122,6 +130,7 @@ class Daemon:
         )  # fmt: skip
         self._server = None if leadership else DaemonServer(self, Metrics(self.figures), config.server)
         self._stopping = threading.Event()
+        self._reload_asked = threading.Event()
         self._ticked_at = time.monotonic()
         self._pause_reason: str | None = None
         self._pauses = 0
@@ -165,9 +174,17 @@ class Daemon:
         """Returns at once; ``run_until_stopped`` then ends within ``shutdown_seconds``."""
         self._stopping.set()
 
+    def ask_to_reload(self) -> None:
+        """Returns at once; the loop then reads the configuration file again."""
+        self._reload_asked.set()
+
     def run_until_stopped(self) -> bool:
         """Plans when due. Returns whether every part ended within the deadline."""
         while not self._stopping.wait(TICK_SECONDS):
+            if self._reload_asked.is_set():
+                self._reload_asked.clear()
+                with contextlib.suppress(FlexdError):  # It is logged and counted.
+                    self.reload()
             self.tick()
         return self.stop(self._config.shutdown_seconds)
 
@@ -222,12 +239,32 @@ class Daemon:
             self._pauses,
         )
 
+    def adopt(self, config: Config) -> None:
+        """Gives the parts other settings, of which only ``flexd.config.reload.HOT_KEYS`` differ from the present ones.
+
+        Raises:
+            FlexdError: they name a table that there is not, or the like; nothing has changed.
+        """
+        self._planning.check(config)
+        self._config = config
+        self._planning.adopt(config)
+        self._drift.adopt(config.planner)
+        self._auto.adopt(config.planner)
+        self._pacing.adopt(config.control)
+        self._view.adopt(config)
+        self.inspect.adopt(config)
+        self._ingestor.save_every(config.state.snapshot_interval_seconds)
+        self._snapshots.keep = config.state.keep_snapshots
+
+    def reload(self) -> ReloadReport:
+        return self._file.reload(self.adopt)
+
     def figures(self) -> DaemonFigures:
         """For the metrics page."""
-        return self._view.figures(self._condition())
+        return replace(self._view.figures(self._condition()), config=self._file.figures())
 
     def status(self) -> Status:
-        return self._view.status(self._condition())
+        return self._view.status(self._condition()).model_copy(update={"config": self._file.status()})
 
     def plan(self) -> PlanReport:
         return self.planning.plan()

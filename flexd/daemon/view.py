@@ -125,6 +125,9 @@ class DaemonView:
         self._pacing = pacing
         self._leader = leader
 
+    def adopt(self, config: Config) -> None:
+        self._config = config
+
     def plan(self, plan: Plan, live: Placement) -> PlanReport:
         before = {str(tier): count for tier, count in rows_above_home(live).items()}
         return PlanReport.from_summary(plan.summary(), before)

@@ -118,6 +118,11 @@ class DaemonProcess:
         """None before the first start."""
         return self._process.pid if self._process is not None else None
 
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: ended by this signal."""
+        return None if self._process is None else self._process.poll()
+
     def start(self, timeout_seconds: float = 60.0, *, wait: bool = True) -> None:
         """Raises FlexdError if the daemon is not healthy within the deadline."""
         with self._log.open("ab") as log:

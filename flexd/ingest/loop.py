@@ -156,6 +156,10 @@ class Ingestor:
             return not self._thread.is_alive()
         return True
 
+    def save_every(self, seconds: float) -> None:
+        """Another time between two snapshots, from the next one on."""
+        self._snapshot_interval_seconds = seconds
+
     def save_soon(self) -> None:
         """Asks the thread for a snapshot at the next opportunity."""
         self._save_now.set()

@@ -17,6 +17,7 @@ from flexd.errors import (
     TopologyError,
 )
 from flexd.server.answers import ErrorBody, ErrorDetail, ProbeResult
+from flexd.server.config_report import ReloadReport
 from flexd.server.explain_report import Explanation
 from flexd.server.inspect_api import InspectApi
 from flexd.server.plan_report import PlanReport
@@ -84,6 +85,14 @@ class DaemonApi(Protocol):
 
     def resume(self) -> PauseState:
         """Ends a pause."""
+        ...
+
+    def reload(self) -> ReloadReport:
+        """Reads the configuration file again and takes from it what needs no restart.
+
+        Raises:
+            ConfigError: the file is wrong; what runs is as it was.
+        """
         ...
 
     def health(self) -> ProbeResult:

@@ -15,6 +15,7 @@ from flexd.errors import FlexdError
 from flexd.server.access import asked_by
 from flexd.server.answers import ErrorBody, ErrorDetail, ProbeResult
 from flexd.server.api import DaemonApi, error_body, http_status
+from flexd.server.config_report import ReloadReport
 from flexd.server.explain_report import MAX_EXPLAINED_ROWS, Explanation
 from flexd.server.guard import RequestGuard
 from flexd.server.inspect_routes import add_inspection
@@ -102,6 +103,11 @@ def create_app(
     def resume() -> Response:
         """Ends a pause."""
         return json_answer(api.resume())
+
+    @app.post("/v1/config/reload", response_model=ReloadReport, responses=VERB_ERRORS)
+    def reload() -> Response:
+        """Reads the configuration file again. A file that is wrong changes nothing."""
+        return json_answer(api.reload())
 
     app.add_middleware(RequestGuard, loopback_only=loopback_only, on_refused=on_refused)
     return app

@@ -4,7 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexd.server.model import Model
+from flexd.server.model import Measured, Model
+
+
+class ReloadReport(Model):
+    """What became of a changed file."""
+
+    file: str
+    """That was read again."""
+    applied: tuple[str, ...] = ()
+    """Key paths that differ from what ran, and are in effect now."""
+    pending: tuple[str, ...] = ()
+    """Key paths that differ from what runs, and need a restart."""
+
+
+class ConfigStatus(Model):
+    """The file that the daemon runs on."""
+
+    file: str | None = None
+    """Null for a daemon that was made without one."""
+    read_unix_seconds: Measured = None
+    """When it was last read and taken."""
+    pending: tuple[str, ...] = ()
+    """Key paths in which it differs from what runs, until a restart."""
+    rejected: int = 0
+    """Reloads that were refused since the daemon started."""
+    problem: str | None = None
+    """Why the newest reload was refused, if it was."""
 
 
 class ConfigReport(Model):

@@ -284,6 +284,14 @@ class ScaleOutFigures:
 
 
 @dataclass(frozen=True)
+class ConfigFigures:
+    """Reloads since the start, by outcome (applied, unchanged, rejected), and keys that wait for a restart."""
+
+    reloads: Mapping[str, int] = field(default_factory=dict)
+    pending_keys: int = 0
+
+
+@dataclass(frozen=True)
 class AvailabilityFigures:
     """A daemon that shares a lease with others.
 
@@ -331,3 +339,4 @@ class DaemonFigures:
     snapshot: SnapshotFigures = SnapshotFigures()
     scale_out: ScaleOutFigures | None = None
     availability: AvailabilityFigures | None = None
+    config: ConfigFigures = ConfigFigures()

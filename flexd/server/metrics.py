@@ -91,6 +91,8 @@ class FiguresCollector(Collector):
         yield from _snapshot(figures.snapshot)
         if figures.scale_out is not None:
             yield from scale_out_metrics(figures.scale_out)
+        yield _counters("flexd_config_reloads", "Reloads by outcome.", "outcome", figures.config.reloads)
+        yield _gauge("flexd_config_pending_keys", "Changed keys that need a restart.", figures.config.pending_keys)
         if figures.availability is not None:
             yield from availability_metrics(figures.availability)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from flexd.server.availability_status import AvailabilityStatus
+from flexd.server.config_report import ConfigStatus
 from flexd.server.drift_status import DriftStatus
 from flexd.server.migration_report import MigrationReport
 from flexd.server.model import Measured, Model
@@ -133,5 +134,7 @@ class Status(Model):
     """Durable state."""
     scale_out: ScaleOutStatus | None = None
     """Leader and followers; null for a daemon that is alone."""
+    config: ConfigStatus = ConfigStatus()
+    """The file it runs on."""
     high_availability: AvailabilityStatus | None = None
     """Who leads; null for a daemon without a lease."""

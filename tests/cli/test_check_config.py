@@ -92,7 +92,7 @@ def test_sigterm_before_the_daemon_is_up_ends_it(tmp_path):
     """As process 1 of a container a process has no default action for SIGTERM: what is not handled is lost."""
     code = (
         "import sys, time, types, signal\n"
-        "def run_daemon(config):\n"
+        "def run_daemon(config, path):\n"
         "    print('loading', flush=True)\n"
         "    time.sleep(30)\n"
         "sys.modules['flexd.daemon'] = types.SimpleNamespace(run_daemon=run_daemon)\n"

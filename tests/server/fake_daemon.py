@@ -9,6 +9,7 @@ from fake_inspection import FakeInspection
 from fake_planning import FakePlanning
 
 from flexd.server.answers import ProbeResult
+from flexd.server.config_report import ReloadReport
 from flexd.server.explain_report import Explanation, RowReport, ThresholdReport
 from flexd.server.figures import DaemonFigures
 from flexd.server.migration_report import MigrationReport
@@ -80,6 +81,10 @@ class FakeDaemon:
         self._enter("resume")
         changed, self.paused = self.paused, False
         return PauseState(paused=False, changed=changed)
+
+    def reload(self) -> ReloadReport:
+        self._enter("reload")
+        return ReloadReport(file="flexd.yaml", applied=("log.level",), pending=("server.port",))
 
     def health(self) -> ProbeResult:
         if self.error is not None:

@@ -1,0 +1,86 @@
+"""Which keys a running daemon takes from a changed file, and which wait for a restart. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flexd.config.base import Section
+from flexd.config.model import Config
+
+HOT_KEYS: tuple[str, ...] = (
+    "planner.auto",
+    "planner.maintenance",
+    "planner.interval_seconds",
+    "planner.min_spacing_seconds",
+    "planner.horizon_steps",
+    "planner.min_samples",
+    "planner.min_coverage",
+    "planner.min_window_seconds",
+    "planner.max_lag_messages",
+    "planner.max_sketch_error",
+    "planner.max_proposal_age_seconds",
+    "planner.batch_accesses_per_step",
+    "planner.drift_interval_seconds",
+    "planner.drift_threshold",
+    "planner.frozen_tables",
+    "planner.exclude_tables",
+    "planner.pins",
+    "planner.table_budgets",
+    "control.chunk_bytes",
+    "control.throttle",
+    "state.snapshot_interval_seconds",
+    "state.keep_snapshots",
+    "log.level",
+    "log.format",
+    "shutdown_seconds",
+)
+"""Key paths, of single keys or of whole sections. Everything else is read once, when a part is made: addresses and
+files are open, counters have their size, and what describes the running training (``planner.exchange``,
+``comm_dtype``, ``micro_batches``) cannot change under it."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Attributes:
+    effective: the running configuration with the hot keys of the wanted one.
+    applied: key paths that differ from what ran and are hot.
+    pending: key paths that differ and need a restart.
+    """
+
+    effective: Config
+    applied: tuple[str, ...]
+    pending: tuple[str, ...]
+
+
+def is_hot(path: str) -> bool:
+    return any(path == key or path.startswith(f"{key}.") for key in HOT_KEYS)
+
+
+def merge(running: Config, wanted: Config) -> Merged:
+    """What becomes of ``running`` when its file says ``wanted``.
+
+    Raises:
+        pydantic.ValidationError: the hot keys contradict what runs on.
+    """
+    changed: list[str] = []
+    mixed = _mixed(running, wanted, "", changed)
+    effective = Config.model_validate(mixed.model_dump())
+    hot = tuple(path for path in changed if is_hot(path))
+    return Merged(effective, hot, tuple(path for path in changed if not is_hot(path)))
+
+
+def _mixed(running: Any, wanted: Any, path: str, changed: list[str]) -> Any:
+    """``running`` with the hot values of ``wanted``; the paths that differ go into ``changed``."""
+    if type(running) is not type(wanted) or not isinstance(running, Section):
+        if running == wanted:
+            return running
+        changed.append(path)
+        return wanted if is_hot(path) else running
+    fields = type(running).model_fields
+    return running.model_copy(
+        update={
+            name: _mixed(getattr(running, name), getattr(wanted, name), f"{path}.{name}" if path else name, changed)
+            for name in fields
+        }
+    )

@@ -1,0 +1,101 @@
+"""The file that a daemon runs on, read again when somebody asks for it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from flexd.config.load import load_config
+from flexd.config.model import Config
+from flexd.config.reload import merge
+from flexd.config.text import describe_faults
+from flexd.daemon.logs import set_up_logging
+from flexd.errors import ConfigError, FlexdError
+from flexd.server.config_report import ConfigStatus, ReloadReport
+from flexd.server.figures import ConfigFigures
+
+logger = logging.getLogger("flexd")
+
+
+class ConfigFile:
+    """Thread-safe; one reload at a time.
+
+    Args:
+        path: None: the daemon was made without a file, and nothing can be read again.
+        environ: laid over the file, as at the start.
+
+    Attributes:
+        config: what is in effect now.
+    """
+
+    def __init__(self, config: Config, path: Path | None = None, environ: Mapping[str, str] = os.environ) -> None:
+        self.config = config
+        self._path = path
+        self._environ = environ
+        self._lock = threading.Lock()
+        self._pending: tuple[str, ...] = ()
+        self._problem = ""
+        self._outcomes: Counter[str] = Counter()
+        self._read_unix_seconds = time.time()
+
+    def reload(self, adopt: Callable[[Config], None]) -> ReloadReport:
+        """Reads the file again and has its hot keys adopted. On any error what runs is as it was.
+
+        Args:
+            adopt: gives the parts their new settings; checks first, raises FlexdError and changes nothing, or does it.
+
+        Raises:
+            ConfigError: there is no file, it cannot be read, or a value is not allowed (with its key path).
+        """
+        with self._lock:
+            try:
+                report = self._reload(adopt)
+            except FlexdError as error:
+                self._outcomes["rejected"] += 1
+                self._problem = str(error)
+                logger.error("config reload: rejected, the old one stays: %s", error)
+                raise
+            self._outcomes["applied" if report.applied else "unchanged"] += 1
+            self._problem = ""
+            logger.info(
+                "config reload: applied %s; pending a restart: %s", ", ".join(report.applied) or "nothing",
+                ", ".join(report.pending) or "nothing",
+            )  # fmt: skip
+            return report
+
+    def _reload(self, adopt: Callable[[Config], None]) -> ReloadReport:
+        if self._path is None:
+            raise ConfigError("this daemon was not started from a file", remedy="start it with flexd run -c FILE")
+        wanted = load_config(self._path, self._environ)
+        try:
+            merged = merge(self.config, wanted)
+        except ValidationError as error:
+            faults = "\n".join(f"{self._path}: {line}" for line in describe_faults(error, Config, {}))
+            raise ConfigError(faults, remedy="these keys contradict others that need a restart") from None
+        if merged.applied:
+            adopt(merged.effective)
+            if any(path.startswith("log.") for path in merged.applied):
+                set_up_logging(merged.effective)
+        self.config, self._pending = merged.effective, merged.pending
+        self._read_unix_seconds = time.time()
+        return ReloadReport(file=str(self._path), applied=merged.applied, pending=merged.pending)
+
+    def status(self) -> ConfigStatus:
+        return ConfigStatus(
+            file=None if self._path is None else str(self._path),
+            read_unix_seconds=self._read_unix_seconds,
+            pending=self._pending,
+            rejected=self._outcomes["rejected"],
+            problem=self._problem or None,
+        )
+
+    def figures(self) -> ConfigFigures:
+        outcomes = {name: self._outcomes[name] for name in ("applied", "unchanged", "rejected")}
+        return ConfigFigures(reloads=outcomes, pending_keys=len(self._pending))

@@ -1,0 +1,195 @@
+"""A changed file and a running daemon: taken, refused, or kept for the next start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from flexd_processes import RunningDaemon, flexd, until
+
+from flexd.config.load import load_config
+from flexd.daemon import Daemon
+from flexd.daemon.config_file import ConfigFile
+from flexd.errors import ConfigError, FlexdError
+
+SETTINGS: dict[str, Any] = {
+    "job": "j",
+    "tables": [{"name": "item", "rows": 3_000, "dim": 4}],
+    "stream": {"source": {"kind": "synthetic", "accesses_per_second": 20_000}, "poll_seconds": 0.05},
+    "sketch": {"memory_bytes": 2**22},
+    "control": {"listen_port": 0},
+    "server": {"port": 0},
+}
+
+
+class OnFile:
+    """A daemon in this process, on a file that the test changes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "flexd.yaml"
+        self.settings = {**SETTINGS, "state": {"dir": str(directory / "state"), "snapshot_interval_seconds": 3600.0}}
+        self.write()
+        config = load_config(self.path, {})
+        self.daemon = Daemon(config, file=ConfigFile(config, self.path, {}))
+        self.daemon.start()
+        self._thread = threading.Thread(target=self.daemon.run_until_stopped, daemon=True)
+        self._thread.start()
+
+    def write(self, **sections: Any) -> None:
+        self.path.write_text(yaml.safe_dump({**self.settings, **sections}))
+
+    def stop(self) -> None:
+        self.daemon.ask_to_stop()
+        self._thread.join(30)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[OnFile]:
+    job = OnFile(tmp_path)
+    yield job
+    job.stop()
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def test_what_needs_no_restart_is_in_effect_at_once(job: OnFile) -> None:
+    job.write(
+        planner={"interval_seconds": 7.0, "min_samples": 5, "drift_threshold": 1.5, "exchange": "direct"},
+        control={"listen_port": 0, "throttle": {"bytes_per_second": 5_000}, "chunk_rows": 7},
+        log={"level": "error"},
+        state={**job.settings["state"], "snapshot_interval_seconds": 0.2, "keep_snapshots": 9},
+    )
+    written = job.daemon.status().snapshot.written
+    report = job.daemon.reload()
+    assert set(report.applied) == {
+        "planner.interval_seconds", "planner.min_samples", "planner.drift_threshold",
+        "control.throttle.bytes_per_second", "log.level", "state.snapshot_interval_seconds", "state.keep_snapshots",
+    }  # fmt: skip
+    assert set(report.pending) == {"planner.exchange", "control.chunk_rows"}
+    status = job.daemon.status()
+    assert set(status.config.pending) == set(report.pending)
+    assert (status.config.rejected, status.config.problem) == (0, None)
+    assert status.drift.threshold == 1.5
+    assert status.throttle.bytes_per_second == 5_000
+    assert logging.getLogger().level == logging.ERROR
+    shown = job.daemon.inspect.config().config
+    assert (shown["planner"]["min_samples"], shown["planner"]["exchange"]) == (5, "chain")
+    page = httpx.get(f"{job.daemon.address}/metrics").text
+    assert 'flexd_config_reloads_total{outcome="applied"} 1.0' in page
+    assert "flexd_config_pending_keys 2.0" in page
+    # The wait that had begun when the interval changed ends first.
+    job.daemon._ingestor.save_soon()
+    until(lambda: job.daemon.status().snapshot.written >= written + 4, 30)
+
+    job.write()
+    back = job.daemon.reload()
+    assert set(back.applied) == set(report.applied)
+    assert back.pending == ()
+    assert job.daemon.status().config.pending == ()
+    assert job.daemon.reload().applied == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"planner": {"interval_seconds": -1}}, "planner.interval_seconds"),
+        ({"plannr": {}}, "plannr"),
+        ({"planner": {"pins": [{"table": "nothing", "tier": "NODE"}]}, "log": {"level": "error"}}, "nothing"),
+    ],
+)
+def test_a_bad_file_is_rejected_and_the_old_one_kept(job: OnFile, change: dict[str, Any], expected: str) -> None:
+    before = job.daemon.inspect.config().config
+    level = logging.getLogger().level
+    job.write(**change)
+    with pytest.raises(FlexdError, match=expected):
+        job.daemon.reload()
+    assert job.daemon.inspect.config().config == before
+    assert logging.getLogger().level == level
+    status = job.daemon.status().config
+    assert status.rejected == 1
+    assert expected in (status.problem or "")
+    answer = httpx.post(f"{job.daemon.address}/v1/config/reload")
+    assert answer.status_code in (409, 422)
+    assert expected in answer.json()["error"]["message"]
+    job.path.unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        job.daemon.reload()
+    job.write()
+    job.daemon.reload()
+    assert job.daemon.status().config.problem is None
+    assert job.daemon.status().config.rejected == 3
+
+
+def test_a_daemon_without_a_file_says_so(tmp_path: Path) -> None:
+    file = ConfigFile(load_config(_written(tmp_path), {}))
+    with pytest.raises(ConfigError, match="not started from a file"):
+        file.reload(lambda _: None)
+
+
+def _written(directory: Path) -> Path:
+    path = directory / "flexd.yaml"
+    path.write_text(yaml.safe_dump(SETTINGS))
+    return path
+
+
+def test_contradictions_with_what_runs_on_are_found(tmp_path: Path) -> None:
+    """Hot keys may be right with the rest of their file, and wrong with what is still running."""
+    adopted: list[object] = []
+    path = _written(tmp_path)
+    file = ConfigFile(load_config(path, {}), path, {})
+
+    def refuse(config: object) -> None:
+        adopted.append(config)
+        raise ConfigError("no")
+
+    path.write_text(yaml.safe_dump({**SETTINGS, "shutdown_seconds": 3.0}))
+    before = file.config
+    with pytest.raises(ConfigError, match="no"):
+        file.reload(refuse)
+    assert len(adopted) == 1
+    assert file.config is before
+    file.reload(lambda _: None)
+    assert file.config.shutdown_seconds == 3.0
+
+
+@pytest.mark.slow
+def test_a_process_reloads_on_sighup_and_by_command(tmp_path: Path) -> None:
+    settings = {key: value for key, value in SETTINGS.items() if key not in ("server", "control")}
+    with RunningDaemon(tmp_path, settings) as running:
+        written: dict[str, Any] = yaml.safe_load(running.config_file.read_text())
+
+        def write(**sections: Any) -> None:
+            running.config_file.write_text(yaml.safe_dump({**written, **sections}))
+
+        write(planner={"drift_threshold": 1.7}, job="other")
+        pid = running.process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGHUP)
+        until(lambda: running.status()["config"]["pending"] == ["job"])
+        assert running.status()["drift"]["threshold"] == 1.7
+        write(planner={"drift_threshold": 0.5})
+        os.kill(pid, signal.SIGHUP)
+        until(lambda: running.status()["config"]["rejected"] == 1)
+        refused = flexd("reload", "--url", running.url)
+        assert refused.returncode == 4
+        assert "planner.drift_threshold" in refused.stderr
+        write()
+        done = flexd("reload", "--url", running.url)
+        assert done.returncode == 0, done.stderr
+        assert "planner.drift_threshold" in done.stdout
+        assert running.status()["drift"]["threshold"] == 1.05
+        assert running.process.alive
