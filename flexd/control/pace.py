@@ -148,11 +148,11 @@ class PaceController:
         self._until_seconds = now_seconds + self._pause_seconds
         self._pause_seconds = min(2 * self._pause_seconds, self.settings.longest_pause_seconds)
 
-    def look(self, now_seconds: float, baseline: StepTimes | None) -> None:
-        """Leaves ``MEASURING`` when there is a baseline, and ``PAUSED`` when the pause is over."""
-        if self.state is PaceState.MEASURING and baseline is not None:
+    def look(self, now_seconds: float, *, measured: bool) -> None:
+        """Leaves ``MEASURING`` when there is a baseline, and ``PAUSED`` when the pause is over and has given one."""
+        if self.state is PaceState.MEASURING and measured:
             self.state, self.why = PaceState.RUNNING, "begins"
-        elif self.state is PaceState.PAUSED and now_seconds >= self._until_seconds and baseline is not None:
+        elif self.state is PaceState.PAUSED and now_seconds >= self._until_seconds and measured:
             self.state, self.why = PaceState.RUNNING, "tries again at the floor"
 
 

@@ -122,9 +122,7 @@ class MigrationPacing:
             self._judged = recent
             self._recent.clear()
             self._recent_applied = False
-        known = self._baseline.times() if len(self._baseline) >= enough else None
-        if self._controller.state is not PaceState.RUNNING:
-            self._controller.look(self._clock(), known)
+        self._controller.look(self._clock(), measured=len(self._baseline) >= enough)
         self._set_pace()
         if self._controller.why != before:
             logger.info("throttle: %s, %d bytes a step", self._controller.why, self._controller.bytes_per_step)

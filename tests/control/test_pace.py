@@ -17,7 +17,7 @@ SLOW = StepTimes(0.0105, 0.014, 20)
 
 def running() -> PaceController:
     controller = PaceController(SETTINGS)
-    controller.look(0.0, BASE)
+    controller.look(0.0, measured=True)
     assert controller.state is PaceState.RUNNING
     return controller
 
@@ -25,9 +25,9 @@ def running() -> PaceController:
 def test_nothing_moves_before_there_is_a_baseline() -> None:
     controller = PaceController(SETTINGS)
     controller.judge(SLOW, BASE, 1.0)
-    controller.look(100.0, None)
+    controller.look(100.0, measured=False)
     assert controller.state is PaceState.MEASURING
-    controller.look(100.0, BASE)
+    controller.look(100.0, measured=True)
     assert controller.state is PaceState.RUNNING
 
 
@@ -60,12 +60,12 @@ def test_at_the_floor_it_pauses_ever_longer_and_says_why() -> None:
         before = now
         while controller.state is PaceState.PAUSED:
             now += 0.25
-            controller.look(now, BASE)
+            controller.look(now, measured=True)
         pauses.append(now - before)
         controller.judge(SLOW, BASE, now)
     assert pauses == [5, 10, 20, 40, 80, 80, 80, 80], "bounded: the migration still ends"
     now += 80
-    controller.look(now, BASE)
+    controller.look(now, measured=True)
     controller.judge(FINE, BASE, now)
     while controller.state is PaceState.RUNNING:
         controller.judge(SLOW, BASE, now)
@@ -76,7 +76,7 @@ def test_a_pause_without_a_baseline_goes_on() -> None:
     controller = running()
     while controller.state is PaceState.RUNNING:
         controller.judge(SLOW, BASE, 0.0)
-    controller.look(1_000.0, None)
+    controller.look(1_000.0, measured=False)
     assert controller.state is PaceState.PAUSED
 
 
@@ -99,7 +99,7 @@ def test_the_pace_stays_between_floor_and_ceiling(events: list[tuple[str, float,
             controller.judge(StepTimes(min(a, b), max(a, b), 9), BASE, now)
         elif name == "look":
             now += a
-            controller.look(now, BASE if b else None)
+            controller.look(now, measured=bool(b))
         elif name == "adopt":
             controller.adopt(PaceSettings(0.1, int(a), int(b), 100))
         else:
@@ -116,7 +116,7 @@ def test_it_converges_to_what_training_bears(bearable: int) -> None:
     controller, paces = running(), []
     for turn in range(200):
         if controller.state is PaceState.PAUSED:
-            controller.look(turn * 100.0, BASE)
+            controller.look(turn * 100.0, measured=True)
         controller.judge(SLOW if controller.bytes_per_step > bearable else FINE, BASE, turn * 100.0)
         paces.append(controller.bytes_per_step)
     late = paces[100:]
@@ -132,7 +132,7 @@ def test_it_recovers_after_a_noisy_time(noise: list[bool]) -> None:
         controller.judge(SLOW if slow else FINE, BASE, now)
         now += 1
     now += SETTINGS.longest_pause_seconds
-    controller.look(now, BASE)
+    controller.look(now, measured=True)
     for _ in range(SETTINGS.ceiling_bytes // SETTINGS.increase_bytes + 1):
         controller.judge(FINE, BASE, now)
     assert controller.bytes_per_step == SETTINGS.ceiling_bytes

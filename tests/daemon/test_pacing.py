@@ -1,0 +1,187 @@
+"""Step times in, pace out: a loop that is closed by simulated ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from flexd.config.links import ControlConfig, ThrottleConfig
+from flexd.control.pace import PaceState
+from flexd.control.report import StepReport
+from flexd.control.throttle import Throttle, ThrottleLimits
+from flexd.daemon.pacing import MigrationPacing, changed
+
+WORLD = 4
+STEP_SECONDS = 0.010
+ROW_BYTES = 64
+
+
+def report(seconds: float, apply_seconds: float = 0.0, steps: int = 1) -> StepReport:
+    return StepReport(1, steps, 0, 0, seconds * steps, apply_seconds, (1, 0, 0), 0, 0, 0, 0, 0, 0)
+
+
+@dataclass
+class Job:
+    """Ranks whose steps take longer by what is copied in them; a migration without end, as the pusher feeds it.
+
+    Args:
+        seconds_per_byte: that a step takes longer for each byte copied in it.
+    """
+
+    seconds_per_byte: float
+    settings: ThrottleConfig = field(default_factory=lambda: ThrottleConfig(adaptive=True))
+    now: float = 0.0
+    slower: float = 1.0
+    migrating: bool = True
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(7)
+        limits = ThrottleLimits(self.settings.bytes_per_step, self.settings.bytes_per_second)
+        self.throttle = Throttle(limits, lambda: self.now)
+        self.outstanding = 0
+        self.copied: list[int] = []
+        self.steps: list[float] = []
+        self.pacing = MigrationPacing(
+            ControlConfig(throttle=self.settings), self.throttle, lambda: int(self.outstanding > 0), lambda: WORLD,
+            lambda: self.now,
+        )  # fmt: skip
+        self.pacing.ranks_are(1)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            copied, self.outstanding = self.outstanding, 0
+            applying = copied * self.seconds_per_byte
+            seconds = self.slower * STEP_SECONDS * (1 + abs(self.rng.normal(0, 0.01))) + applying
+            self.now += seconds
+            self.copied.append(copied)
+            self.steps.append(seconds)
+            if self.migrating:
+                rows = np.full(1 << 14, ROW_BYTES, dtype=np.int64)
+                self.outstanding = ROW_BYTES * self.throttle.release(rows, 0)
+            for _ in range(WORLD):
+                self.pacing.add(report(seconds, applying))
+
+
+def slowdown(job: Job, last: int) -> float:
+    return float(np.median(job.steps[-last:])) / STEP_SECONDS
+
+
+def test_a_migration_settles_where_steps_bear_it() -> None:
+    """1 ms in 10 is borne: 100,000 bytes a step where a byte takes 10 ns."""
+    job = Job(seconds_per_byte=1e-8)
+    job.run(1_000)
+    late = np.array(job.copied[500:])
+    assert slowdown(job, 500) < 1.2
+    assert 40_000 < late.mean() < 160_000, "neither starved nor let loose"
+    figures = job.pacing.figures()
+    assert figures.state is PaceState.RUNNING
+    assert figures.slowed > 0
+    assert figures.baseline is not None
+    assert figures.baseline.p50_seconds == pytest.approx(STEP_SECONDS, rel=0.05)
+
+
+def test_a_migration_that_does_not_hurt_goes_at_the_ceiling() -> None:
+    job = Job(seconds_per_byte=1e-12)
+    job.run(200)
+    assert job.pacing.figures().bytes_per_step == ControlConfig().chunk_bytes
+    assert job.pacing.figures().slowed == 0
+
+
+def test_it_recovers_when_whatever_else_slowed_the_job_is_over() -> None:
+    job = Job(seconds_per_byte=1e-11)
+    job.run(200)
+    fast = job.pacing.figures().bytes_per_step
+    job.slower = 1.5
+    job.run(60)
+    assert job.pacing.figures().slowed > 0
+    job.slower = 1.0
+    job.run(1_500)
+    assert job.pacing.figures().bytes_per_step == fast == ControlConfig().chunk_bytes
+
+
+def test_a_job_that_is_slower_for_good_is_not_blamed_on_the_migration() -> None:
+    """A pause shows it: steps without a migration are as slow, and are the baseline from then on."""
+    job = Job(seconds_per_byte=1e-11)
+    job.run(200)
+    job.slower = 2.0
+    job.run(1_500)
+    figures = job.pacing.figures()
+    assert figures.pauses >= 1
+    assert figures.bytes_per_step == ControlConfig().chunk_bytes
+    assert figures.baseline is not None
+    assert figures.baseline.p50_seconds == pytest.approx(2 * STEP_SECONDS, rel=0.05)
+
+
+def test_a_migration_that_always_hurts_hurts_seldom_and_goes_on() -> None:
+    job = Job(seconds_per_byte=1e-6, settings=ThrottleConfig(adaptive=True, pause_seconds=1.0))
+    job.run(2_500)
+    figures = job.pacing.figures()
+    assert figures.pauses >= 2
+    assert "at the floor already" in figures.why or figures.state is PaceState.RUNNING
+    slow = np.mean(np.array(job.steps[500:]) > 1.1 * STEP_SECONDS)
+    assert 0 < slow < 0.2
+    assert sum(job.copied[1_250:]) > 0
+
+
+def test_nothing_is_let_go_before_the_steps_are_known() -> None:
+    job = Job(seconds_per_byte=1e-8)
+    job.run(1)
+    assert job.pacing.figures().state is PaceState.MEASURING
+    assert sum(job.copied) == 0
+    job.run(10)
+    assert job.pacing.figures().state is PaceState.RUNNING
+    assert sum(job.copied) > 0
+
+
+def test_other_ranks_are_measured_anew_and_the_same_are_not() -> None:
+    job = Job(seconds_per_byte=0.0)
+    job.run(100)
+    job.pacing.ranks_are(1)
+    assert job.pacing.figures().state is PaceState.RUNNING
+    job.pacing.ranks_are(2)
+    assert job.pacing.figures().state is PaceState.MEASURING
+    assert job.pacing.figures().baseline is None
+
+
+def test_slowness_while_nothing_is_applied_is_not_judged() -> None:
+    job = Job(seconds_per_byte=0.0)
+    job.run(20)
+    job.outstanding = 1
+    for _ in range(500):
+        job.pacing.add(report(10.0))
+    assert job.pacing.figures().slowed == 0
+
+
+def test_without_adaptive_the_limits_alone_count() -> None:
+    job = Job(seconds_per_byte=1e-6, settings=ThrottleConfig(bytes_per_step=6_400))
+    job.run(50)
+    assert set(job.copied[1:]) == {6_400}
+    assert job.pacing.figures().state is None
+
+
+def test_changed_in_the_middle() -> None:
+    job = Job(seconds_per_byte=1e-6, settings=ThrottleConfig())
+    job.run(5)
+    assert job.copied[-1] == ROW_BYTES << 14
+    job.pacing.change(changed(job.pacing.limits, 1_280, None), adaptive=False)
+    job.run(5)
+    assert set(job.copied[-4:]) == {1_280}
+    job.pacing.change(changed(job.pacing.limits, 0, None), adaptive=True)
+    assert job.throttle.pace.paused, "measured first"
+    job.pacing.adopt(ControlConfig(throttle=ThrottleConfig(bytes_per_step=640)))
+    job.run(3)
+    assert job.copied[-1] == 640
+
+
+def test_a_floor_above_the_limit_is_the_limit() -> None:
+    job = Job(seconds_per_byte=1e-4, settings=ThrottleConfig(adaptive=True, bytes_per_step=640))
+    job.run(500)
+    assert max(job.copied) <= 640
+
+
+def test_what_is_left_out_stays_and_zero_lifts() -> None:
+    limits = ThrottleLimits(10, 20)
+    assert changed(limits, None, None) == limits
+    assert changed(limits, 0, 5) == ThrottleLimits(None, 5)
