@@ -17,7 +17,6 @@ from flexd.cli import (
     inspect_commands,
     planning_commands,
     probe_command,
-    reload_command,
     produce_command,
     reload_command,
     simulate_command,
@@ -49,7 +48,6 @@ app.command("replan")(control_commands.replan)
 planning_commands.add_to(app)
 app.command("pause")(control_commands.pause)
 app.command("resume")(control_commands.resume)
-app.command("reload")(reload_command.reload)
 app.command("reload")(reload_command.reload)
 app.command("demo")(demo_command.demo)
 app.command("simulate")(simulate_command.simulate)
