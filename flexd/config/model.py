@@ -57,6 +57,8 @@ class StateConfig(Section):
     """Time between snapshots: what a crash reads again."""
     keep_snapshots: Annotated[Int, Field(ge=1, le=1000)] = 3
     """Older ones are deleted."""
+    keep_migrations: Annotated[Int, Field(ge=1, le=1_000_000)] = 1000
+    """Migrations in the history (``migrations.sqlite``, some 2 kB each); older ones are deleted."""
 
 
 class LogConfig(Section):

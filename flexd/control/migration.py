@@ -26,11 +26,12 @@ class ChunkedDelta:
 
     Attributes:
         chunks: deltas, in order, each from the placement that the one before leaves.
-        rows: of all chunks.
+        rows: of all chunks. bytes_to_copy: row values and optimizer state of all that are promoted, each once.
     """
 
     chunks: Iterable[Delta]
     rows: int
+    bytes_to_copy: int = 0
 
 
 Chunks = ChunkedDelta | Iterable[Delta]
@@ -68,7 +69,7 @@ class MigrationProgress:
 
     Attributes:
         reason: why it ended early; empty otherwise.
-        rows: of its whole delta; 0 if that is not known (yet).
+        rows, bytes_to_copy: of its whole delta; 0 if that is not known (yet).
         chunks_pushed, chunks_agreed, chunks_applied: sent to the ranks; held by all of them for certain; applied by
             all of them. Chunks taken back because an epoch ended are not counted.
         rows_pushed, rows_agreed, rows_applied: of these chunks.
@@ -83,6 +84,7 @@ class MigrationProgress:
     state: MigrationState
     reason: str = ""
     rows: int = 0
+    bytes_to_copy: int = 0
     chunks_pushed: int = 0
     chunks_agreed: int = 0
     chunks_applied: int = 0
@@ -238,14 +240,14 @@ class Migration:
         if source is None:
             raise ControlError(f"migration {self.migration_id} has ended")
         chunks = source(placement) if callable(source) else source
-        rows = 0
+        rows = bytes_to_copy = 0
         if isinstance(chunks, ChunkedDelta):
-            rows, chunks = chunks.rows, chunks.chunks
+            rows, bytes_to_copy, chunks = chunks.rows, chunks.bytes_to_copy, chunks.chunks
         elif isinstance(chunks, Sequence):
             rows = sum(len(delta) for delta in chunks)
         with self._changed:
             self._chunks, self._base = iter(chunks), placement
-            self._now = replace(self._now, rows=rows, base_version=placement.version)
+            self._now = replace(self._now, rows=rows, bytes_to_copy=bytes_to_copy, base_version=placement.version)
 
     def next_chunk(self) -> Delta | None:
         """Coordinator only: the next chunk that is not empty. What the chunk source raises is passed on."""

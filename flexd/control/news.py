@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from flexd.control.migration import Migration
-from flexd.control.migration_states import FINAL_STATES, MigrationState, Transition
+from flexd.control.migration_states import MigrationState, Transition
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,8 @@ class MigrationNews:
     migration: Migration
     transition: Transition | None
 
+
+_RUNNING = frozenset({MigrationState.PUSHING, MigrationState.APPLYING, MigrationState.ABORTING})
 
 OnMigration = Callable[[MigrationNews], None]
 
@@ -40,7 +42,7 @@ class NewsTeller:
         self._on_migration = on_migration
 
     def tell(self, news: Iterable[MigrationNews], current: Migration | None) -> None:
-        """Passes on ``news``, and has ended migrations and the ``current`` one call their ``on_progress``."""
+        """Passes on ``news``; migrations whose figures are final, and the ``current`` one, call ``on_progress``."""
         for each in news:
             if each.transition is not None:
                 self._log(each.migration, each.transition)
@@ -49,9 +51,10 @@ class NewsTeller:
                     self._on_migration(each)
                 except Exception:
                     logger.exception("migration %s: the account of it failed", each.migration.migration_id)
-            if each.transition is None or each.transition.after in FINAL_STATES:
+            if each.transition is None:
                 _notify(each.migration)
-        if current is not None and current.state is not MigrationState.PENDING:
+        # Only this thread moves a migration on from these, so it is told of its end once.
+        if current is not None and current.state in _RUNNING:
             _notify(current)
 
     def _log(self, migration: Migration, transition: Transition) -> None:

@@ -22,6 +22,7 @@ from flexd.server.explain_report import Explanation
 from flexd.server.figures import DaemonFigures, SketchFigures
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
+from flexd.server.migrations_api import MigrationsApi
 from flexd.server.plan_report import PlanReport
 from flexd.server.planning_api import PlanningApi
 from flexd.server.sketch_status import SketchStatus, TableSketchStatus
@@ -120,6 +121,10 @@ class FollowerDaemon:
 
     @property
     def planning(self) -> PlanningApi:
+        raise self._refusal()
+
+    @property
+    def migrations(self) -> MigrationsApi:
         raise self._refusal()
 
     def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:

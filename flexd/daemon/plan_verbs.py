@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from flexd.control.coordinator import Coordinator
 from flexd.control.migration_states import MigrationState
 from flexd.daemon.autoplan import AutoPlanner
+from flexd.daemon.executions import Execution
 from flexd.daemon.pacing import MigrationPacing, changed
-from flexd.daemon.planning import Execution, Planning
+from flexd.daemon.planning import Planning
 from flexd.daemon.planning_view import proposal_reports, throttle_status
 from flexd.daemon.proposals import Proposal
 from flexd.daemon.triggers import Trigger, TriggerKind

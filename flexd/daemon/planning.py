@@ -6,15 +6,13 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 from flexd.config.model import Config
 from flexd.control.coordinator import Coordinator, LiveTopology
-from flexd.control.migration import Migration
-from flexd.control.migration_states import MigrationState
 from flexd.daemon.drift import ProfileMaker
+from flexd.daemon.executions import Execution, Executions
 from flexd.daemon.gates import Gate, check, gates
 from flexd.daemon.plan_log import PlanLog
 from flexd.daemon.plan_settings import plan_limits, running_exchange, training_shape
@@ -24,29 +22,12 @@ from flexd.daemon.triggers import Trigger
 from flexd.errors import PlanError
 from flexd.keyspace import KeySpace
 from flexd.layout import RankLayout
-from flexd.placement import Delta, Placement
-from flexd.planner.delta import delta_chunks, plan_delta
+from flexd.placement import Placement
 from flexd.planner.drift import Drift, PlacementTraffic, placement_traffic
 from flexd.planner.explain import TableExplanation, explain
 from flexd.planner.plan import Plan, make_plan
 from flexd.sketch.profile import Profile
 from flexd.topology.model import Cluster
-
-
-@dataclass(frozen=True)
-class Execution:
-    """A plan on its way to the ranks.
-
-    Attributes:
-        trigger: what led to it, and who.
-        overridden: names of the gates that were closed and overridden.
-    """
-
-    plan: Plan
-    migration: Migration
-    started_unix_seconds: float
-    trigger: Trigger
-    overridden: tuple[str, ...] = ()
 
 
 class Planning:
@@ -74,26 +55,20 @@ class Planning:
         self._profile = profile
         self._coordinator = coordinator
         self._training = training
-        self._log = log
         self._on_planned = on_planned
         self.check(config)
         self._making = threading.Lock()
-        self._account = threading.Lock()
         self._serial = 0
         self.last_plan: Plan | None = None
         self.last_live: Placement = Placement.empty()
         self.last_profile: Profile | None = None
-        self.last_execution: Execution | None = None
         self.outcomes: Counter[str] = Counter()
-        self.migrations: Counter[str] = Counter()
-        self.migrated: Counter[str] = Counter()
         self.overridden: Counter[str] = Counter()
         self.proposals = Proposals()
         self.last_gates: tuple[Gate, ...] = ()
         self.seconds = 0.0
         self._profiled_at = math.nan
-        newest = log.newest
-        self.live_plan_id = str(newest["plan_id"]) if newest else ""
+        self.executions = Executions(config.control, keyspace, coordinator, log)
 
     def check(self, config: Config) -> None:
         """Raises ConfigError or PlanError if plans could not be made with it."""
@@ -103,6 +78,7 @@ class Planning:
     def adopt(self, config: Config) -> None:
         """Other settings, from the next plan on."""
         self._config = config
+        self.executions.adopt(config.control)
 
     def profile_age_seconds(self) -> float:
         """Since the newest profile was made; NaN before the first."""
@@ -212,8 +188,7 @@ class Planning:
 
     def migrating(self) -> bool:
         """Whether the ranks are on their way to another placement."""
-        execution = self.last_execution
-        return execution is not None and not execution.migration.done
+        return self.executions.migrating
 
     def _make(self, reason: str, *, checked: bool) -> tuple[Plan, Profile, Placement, RankLayout]:
         topology = self.live_topology()
@@ -239,7 +214,7 @@ class Planning:
             topology.replica_slots,
             live,
             plan_id=f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self._serial}",
-            parent_id=self.live_plan_id,
+            parent_id=self.executions.live_plan_id,
             topology_generation=topology.generation,
             horizon_steps=settings.horizon_steps,
             now_unix_seconds=time.time(),
@@ -266,68 +241,10 @@ class Planning:
             self._on_planned(proposal.traffic)
             self.outcomes["unchanged"] += 1
             return None
-        layout = self.live_topology().layout
         overridden = tuple(gate.name for gate in proposal.closed_gates)
-        first_version: list[int] = []
-
-        def chunks(placement: Placement) -> Iterator[Delta]:
-            first_version.append(placement.version + 1)
-            return self._chunks(plan, placement, layout)
-
-        def on_progress(migration: Migration) -> None:
-            if migration.done:
-                self._finished(plan, trigger, overridden, migration, first_version)
-
-        migration = self._coordinator.migrate(plan.plan_id, chunks, on_progress, plan.topology_generation)
+        execution = self.executions.start(plan, trigger, overridden, self.live_topology())
         self.proposals.drop(plan.plan_id)
         self._on_planned(proposal.traffic)
         self.outcomes["changed"] += 1
         self.overridden.update(overridden)
-        self.last_execution = Execution(plan, migration, time.time(), trigger, overridden)
-        return self.last_execution
-
-    def _chunks(self, plan: Plan, placement: Placement, layout: RankLayout) -> Iterator[Delta]:
-        """The way from where the ranks are now: an older migration may have gone on since the plan was made."""
-        control = self._config.control
-        delta = plan_delta(placement, plan.target, plan.gains, self._keyspace, layout, plan.budgets)
-        return delta_chunks(delta, self._keyspace, layout, control.chunk_rows, control.chunk_bytes)
-
-    def _finished(
-        self,
-        plan: Plan,
-        trigger: Trigger,
-        overridden: tuple[str, ...],
-        migration: Migration,
-        first_version: list[int],
-    ) -> None:
-        progress = migration.progress
-        with self._account:
-            self.migrations[progress.state.value] += 1
-            self.migrated["rows"] += progress.rows_applied
-            self.migrated["chunks"] += progress.chunks_applied
-            self.migrated["bytes"] += plan.migration_bytes if progress.state is MigrationState.COMMITTED else 0
-            if progress.chunks_pushed == 0:
-                return
-            self.live_plan_id = plan.plan_id
-            self._log.append(
-                {
-                    "plan_id": plan.plan_id,
-                    "parent_id": plan.parent_id,
-                    "reason": trigger.reason,
-                    "trigger": trigger.kind.value,
-                    "who": trigger.who,
-                    "overridden_gates": list(overridden),
-                    "created_unix_seconds": plan.created_unix_seconds,
-                    "topology_generation": plan.topology_generation,
-                    "profile_generation": plan.profile_generation,
-                    "state": progress.state.value,
-                    "problem": progress.reason,
-                    "promotions": plan.promotions,
-                    "demotions": plan.demotions,
-                    "rows_applied": progress.rows_applied,
-                    "chunks": progress.chunks_pushed,
-                    "first_version": first_version[0] if first_version else 0,
-                    "last_version": progress.last_version,
-                    "why": plan.summary()["replication"]["words"],
-                }
-            )
+        return execution

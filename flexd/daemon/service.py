@@ -21,6 +21,7 @@ from flexd.daemon.drift import DriftMonitor
 from flexd.daemon.explained import explanation
 from flexd.daemon.inspection import Inspection
 from flexd.daemon.leadership import FencedSnapshots, Leadership, alone
+from flexd.daemon.migration_verbs import MigrationVerbs
 from flexd.daemon.pacing import MigrationPacing
 from flexd.daemon.plan_log import PlanLog
 from flexd.daemon.plan_verbs import PlanVerbs
@@ -31,6 +32,7 @@ from flexd.daemon.training import TrainingMonitor
 from flexd.daemon.view import Condition, DaemonView
 from flexd.dead_letters import DeadLetterFile
 from flexd.errors import ApiError, FlexdError
+from flexd.history.history import MigrationHistory
 from flexd.ingest import Ingestor
 from flexd.server.answers import ProbeResult
 from flexd.server.config_report import ReloadReport
@@ -65,9 +67,7 @@ class Daemon:
         FlexdError: a part cannot be made from the configuration (see each); nothing is left running.
     """
 
-    def __init__(
-        self, config: Config, leadership: Leadership | None = None, file: ConfigFile | None = None
-    ) -> None:
+    def __init__(self, config: Config, leadership: Leadership | None = None, file: ConfigFile | None = None) -> None:
         self._config = config
         self._file = file or ConfigFile(config)
         self._started_unix_seconds = time.time()
@@ -96,7 +96,10 @@ class Daemon:
             poll_seconds=config.stream.poll_seconds,
             max_message_bytes=config.stream.max_message_bytes,
             threads=config.sketch.ingest_threads if self._leader is None else 1,
-            save_with=lambda: {"live_plan_id": self._planning.live_plan_id, "drift_reference": self._drift.saved()},
+            save_with=lambda: {
+                "live_plan_id": self._planning.executions.live_plan_id,
+                "drift_reference": self._drift.saved(),
+            },
         )
         if self._leader is not None:
             self._leader.attach(self._ingestor)
@@ -104,9 +107,11 @@ class Daemon:
         throttle = Throttle(
             ThrottleLimits(config.control.throttle.bytes_per_step, config.control.throttle.bytes_per_second)
         )
+        self._history = MigrationHistory(state / "migrations.sqlite", config.state.keep_migrations, self._take_event)
         self._coordinator = Coordinator(
-            control, keyspace, self._journal, self._take_report, self._take_event, tap, throttle, may_act=holds
-        )
+            control, keyspace, self._journal, self._take_report, self._take_event, tap, throttle,
+            on_migration=self._history.record, may_act=holds,
+        )  # fmt: skip
         self._pacing = MigrationPacing(
             config.control, throttle, lambda: self._coordinator.outstanding_chunks, self._world_size
         )
@@ -122,7 +127,7 @@ class Daemon:
         self._auto = AutoPlanner(config.planner, self._planning, self._drift, self._coordinator.live)
         self._view = DaemonView(
             config, keyspace.total_rows, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
-            self._auto, self._pacing, self._leader,
+            self._auto, self._pacing, self._history, self._leader,
         )  # fmt: skip
         self.inspect = Inspection(
             config, keyspace, self._ingestor, self._planning, self._training, self._drift, self._coordinator.live,
@@ -138,6 +143,9 @@ class Daemon:
             self._planning, self._auto, self._pacing, self._coordinator, self._view, self._stopping,
             lambda: self._pause_reason,
         )  # fmt: skip
+        self.migrations = MigrationVerbs(
+            self._planning.executions, self._history, self._coordinator, self._auto, self._stopping
+        )
 
     def start(self) -> None:
         """Starts every part; if one fails, those before it are stopped again.
@@ -146,6 +154,7 @@ class Daemon:
             FlexdError: an address is taken, or a part cannot start.
         """
         try:
+            self._history.start()
             self._coordinator.start()
             self._ingestor.start()
             if self._leader is not None:
@@ -204,7 +213,8 @@ class Daemon:
             ended &= self._ingestor.stop(seconds * _SHARE_INGEST / 2)
         else:
             ended &= self._ingestor.stop(seconds * _SHARE_INGEST)
-        ended &= self._drift.stop(seconds * _SHARE_DRIFT)
+        ended &= self._drift.stop(seconds * _SHARE_DRIFT / 2)
+        ended &= self._history.stop(seconds * _SHARE_DRIFT / 2)
         self._journal.close()
         self._state_lock.release()
         if self._server is not None:

@@ -6,15 +6,16 @@ import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 from flexd import __version__
 from flexd.config.model import Config
 from flexd.control.coordinator import Coordinator
 from flexd.daemon.autoplan import AutoPlanner
 from flexd.daemon.drift import DriftMonitor
+from flexd.daemon.executions import Execution
+from flexd.daemon.migration_view import history_figures, migration_report
 from flexd.daemon.pacing import MigrationPacing
-from flexd.daemon.planning import Execution, Planning
+from flexd.daemon.planning import Planning
 from flexd.daemon.planning_view import (
     gate_report,
     planning_figures,
@@ -26,13 +27,14 @@ from flexd.daemon.proposals import Proposal
 from flexd.daemon.scale_out import LeaderUnit
 from flexd.daemon.scale_out_view import leader_figures, leader_status
 from flexd.daemon.training import TrainingMonitor
+from flexd.history.history import MigrationHistory
 from flexd.ingest import Ingestor, IngestStats
 from flexd.layout import Tier
 from flexd.placement import Placement
 from flexd.planner.plan import Plan
 from flexd.server import figures as f
 from flexd.server.drift_status import DriftStatus, TableDriftStatus
-from flexd.server.migration_report import MigrationReport, MigrationState
+from flexd.server.migration_report import MigrationReport
 from flexd.server.plan_report import PlanReport, TierName
 from flexd.server.sketch_status import ProfileStatus, SketchStatus, TableSketchStatus
 from flexd.server.status import PlacementStatus, SnapshotStatus, Status, StreamStatus, TopologyStatus
@@ -95,6 +97,11 @@ def ingest_figures(stats: IngestStats) -> f.IngestFigures:
         dead_letters=stats.dead_letters,
         connected=stats.problem is None,
         newest_event_unix_seconds=stats.newest_event_seconds,
+        threads=stats.threads,
+        messages_lost=stats.messages_lost,
+        dead_letter_failures=stats.dead_letter_failures,
+        source_failures=stats.source_failures,
+        commit_failures=stats.commit_failures,
     )
 
 
@@ -112,6 +119,7 @@ class DaemonView:
         drift: DriftMonitor,
         auto: AutoPlanner,
         pacing: MigrationPacing,
+        history: MigrationHistory,
         leader: LeaderUnit | None = None,
     ) -> None:
         self._config = config
@@ -123,6 +131,7 @@ class DaemonView:
         self._drift = drift
         self._auto = auto
         self._pacing = pacing
+        self._history = history
         self._leader = leader
 
     def adopt(self, config: Config) -> None:
@@ -139,26 +148,11 @@ class DaemonView:
         return report.model_copy(update={"trigger": trigger.kind.value, "who": trigger.who, "gates": gates})
 
     def migration(self, execution: Execution) -> MigrationReport:
-        plan, progress = execution.plan, execution.migration.progress
-        rows = max(len(plan.delta), progress.rows_pushed)
-        return MigrationReport(
-            migration_id=plan.plan_id,
-            plan_id=plan.plan_id,
-            state=cast(MigrationState, progress.state.name),
-            progress=1.0 if progress.state.name == "COMMITTED" else progress.rows_applied / max(1, rows),
-            rows=rows,
-            rows_applied=progress.rows_applied,
-            chunks=progress.chunks_pushed,
-            chunks_pushed=progress.chunks_pushed,
-            chunks_applied=progress.chunks_applied,
-            bytes=plan.migration_bytes,
-            started_unix_seconds=execution.started_unix_seconds,
-            problem=progress.reason or None,
-        )
+        return migration_report(execution)
 
     def status(self, condition: Condition) -> Status:
         planning = self._planning
-        last, execution = planning.last_plan, planning.last_execution
+        last, execution = planning.last_plan, planning.executions.last
         return Status(
             job=self._config.job,
             version=__version__,
@@ -339,14 +333,18 @@ class DaemonView:
         )
 
     def _migration_figures(self) -> f.MigrationFigures:
-        planning, execution = self._planning, self._planning.last_execution
+        planning, execution = self._planning, self._planning.executions.last
         running = execution is not None and not execution.migration.done
+        eta = None if execution is None else execution.migration.progress.eta_seconds
         return f.MigrationFigures(
-            migrations=dict(planning.migrations),
-            rows=planning.migrated["rows"],
-            bytes=planning.migrated["bytes"],
-            chunks=planning.migrated["chunks"],
+            migrations=dict(planning.executions.migrations),
+            rows=planning.executions.migrated["rows"],
+            bytes=planning.executions.migrated["bytes"],
+            chunks=planning.executions.migrated["chunks"],
             progress=self.migration(execution).progress if execution is not None and running else math.nan,
+            eta_seconds=math.nan if eta is None else eta,
+            illegal_transitions=self._coordinator.status().illegal_transitions,
+            history=history_figures(self._history.figures),
         )
 
     def _placement_figures(self) -> f.PlacementFigures:
@@ -377,6 +375,7 @@ class DaemonView:
             written=stats.snapshots,
             failures=stats.snapshot_failures,
             bytes=_newest_bytes(self._config.state.dir / "snapshots"),
+            pause_seconds=stats.snapshot_pause_seconds,
         )
 
 

@@ -20,6 +20,7 @@ from flexd.server.answers import ErrorBody, ErrorDetail, ProbeResult
 from flexd.server.config_report import ReloadReport
 from flexd.server.explain_report import Explanation
 from flexd.server.inspect_api import InspectApi
+from flexd.server.migrations_api import MigrationsApi
 from flexd.server.plan_report import PlanReport
 from flexd.server.planning_api import PlanningApi
 from flexd.server.status import Status
@@ -41,6 +42,11 @@ class DaemonApi(Protocol):
     @property
     def planning(self) -> PlanningApi:
         """What shows and applies proposals, and throttles migrations."""
+        ...
+
+    @property
+    def migrations(self) -> MigrationsApi:
+        """What shows migrations, those of the past included, and stops them."""
         ...
 
     def status(self) -> Status:

@@ -20,6 +20,7 @@ from flexd.server.explain_report import MAX_EXPLAINED_ROWS, Explanation
 from flexd.server.guard import RequestGuard
 from flexd.server.inspect_routes import add_inspection
 from flexd.server.metrics import Metrics
+from flexd.server.migration_routes import add_migrations
 from flexd.server.page import add_page
 from flexd.server.plan_report import PlanReport
 from flexd.server.planning_routes import add_planning
@@ -57,6 +58,7 @@ def create_app(
     add_page(app)
     add_inspection(app, lambda: api.inspect, slow)
     add_planning(app, lambda: api.planning, slow)
+    add_migrations(app, lambda: api.migrations, slow)
 
     @app.get("/v1/status", response_model=Status, responses=ERRORS)
     def status() -> Response:

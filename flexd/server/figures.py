@@ -22,6 +22,8 @@ class IngestFigures:
         dead_letters: samples of rejected messages written.
         connected: False while the source reports a problem.
         newest_event_unix_seconds: newest event time, NaN before the first.
+        threads: that decode and count. messages_lost: that the source could not deliver.
+        dead_letter_failures, source_failures, commit_failures: failed attempts of each.
     """
 
     messages: int = 0
@@ -34,6 +36,11 @@ class IngestFigures:
     dead_letters: int = 0
     connected: bool = True
     newest_event_unix_seconds: float = float("nan")
+    threads: int = 1
+    messages_lost: int = 0
+    dead_letter_failures: int = 0
+    source_failures: int = 0
+    commit_failures: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,13 +160,28 @@ class ThrottleFigures:
 
 
 @dataclass(frozen=True)
+class HistoryFigures:
+    """The history of migrations since the daemon started.
+
+    Attributes:
+        entries: written. lost: dropped unwritten. failures: failed writes, tried again. set_aside: unusable files.
+    """
+
+    entries: int = 0
+    lost: int = 0
+    failures: int = 0
+    set_aside: int = 0
+
+
+@dataclass(frozen=True)
 class MigrationFigures:
     """Migrations since the daemon started.
 
     Attributes:
         migrations: ended ones, by final state (``committed``, ``superseded``, ``aborted``, ``failed``).
         rows, bytes, chunks: applied by every rank.
-        progress: 0-1 of the one in flight, NaN if none is.
+        progress: 0-1 of the one in flight, NaN if none is. eta_seconds: of the same, NaN if not known.
+        illegal_transitions: refused by the state table: a fault of flexd.
     """
 
     migrations: Mapping[str, int] = field(default_factory=dict)
@@ -167,6 +189,9 @@ class MigrationFigures:
     bytes: int = 0
     chunks: int = 0
     progress: float = float("nan")
+    eta_seconds: float = float("nan")
+    illegal_transitions: int = 0
+    history: HistoryFigures = HistoryFigures()
 
 
 @dataclass(frozen=True)
@@ -187,6 +212,20 @@ class PlacementFigures:
 
 
 @dataclass(frozen=True)
+class RankFigures:
+    """One rank; averages over its newest steps.
+
+    Attributes:
+        step_seconds, inter_bytes: of a step; bytes that it sent to other nodes.
+        replica_share: of its look-ups that rows above HOME answered, NaN without look-ups.
+    """
+
+    step_seconds: float
+    inter_bytes: float
+    replica_share: float
+
+
+@dataclass(frozen=True)
 class TrainingFigures:
     """What the ranks measured, summed over ranks since the daemon started.
 
@@ -197,6 +236,7 @@ class TrainingFigures:
         step_seconds: their wall time.
         apply_seconds: of which spent in applying chunks.
         newest_step: the newest step that any rank reported.
+        by_rank: of the present ranks that have reported.
     """
 
     accesses_by_tier: tuple[int, int, int] = (0, 0, 0)
@@ -205,6 +245,7 @@ class TrainingFigures:
     step_seconds: float = 0.0
     apply_seconds: float = 0.0
     newest_step: int = 0
+    by_rank: Mapping[int, RankFigures] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -234,13 +275,14 @@ class SnapshotFigures:
     Attributes:
         age_seconds: since the newest snapshot, NaN before the first.
         written, failures: since the daemon started.
-        bytes: size of the newest.
+        bytes: size of the newest. pause_seconds: how long counting stood still for it.
     """
 
     age_seconds: float = float("nan")
     written: int = 0
     failures: int = 0
     bytes: int = 0
+    pause_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -119,6 +120,15 @@ def _ingest(ingest: IngestFigures) -> Iterator[Metric]:
     yield _gauge("flexd_ingest_lag_messages", "Messages in the stream not read yet.", ingest.lag_messages)
     yield _gauge("flexd_ingest_connected", "0 while the source reports a problem.", ingest.connected)
     yield _counter("flexd_ingest_dead_letters", "Samples of rejected messages kept.", ingest.dead_letters)
+    yield _counter(
+        "flexd_ingest_dead_letter_failures", "Samples that could not be written.", ingest.dead_letter_failures
+    )
+    yield _gauge("flexd_ingest_threads", "Threads that decode and count.", ingest.threads)
+    yield _counter(
+        "flexd_ingest_lost_messages", "Messages that existed and the source could not deliver.", ingest.messages_lost
+    )
+    yield _counter("flexd_ingest_source_failures", "Failed reads of the source.", ingest.source_failures)
+    yield _counter("flexd_ingest_commit_failures", "Positions that could not be committed.", ingest.commit_failures)
     yield _gauge(
         "flexd_ingest_newest_event_time_seconds",
         "Newest event time seen, Unix time; NaN before the first.",
@@ -223,6 +233,13 @@ def _plan(plan: PlanFigures) -> Iterator[Metric]:
     predicted.add_metric(["before"], plan.predicted_before_seconds)
     predicted.add_metric(["after"], plan.predicted_after_seconds)
     yield predicted
+    yield _gauge(
+        "flexd_plan_predicted_saving_ratio",
+        "Of a step's communication, by the newest plan, 0-1; NaN before the first.",
+        1 - plan.predicted_after_seconds / plan.predicted_before_seconds
+        if plan.predicted_before_seconds > 0
+        else math.nan,
+    )
     yield _gauge("flexd_plan_age_seconds", "Since the newest plan.", plan.age_seconds)
 
 
@@ -233,6 +250,25 @@ def _migration(migration: MigrationFigures) -> Iterator[Metric]:
     yield _counter("flexd_migration_chunks", "Chunks applied by every rank.", migration.chunks)
     yield _gauge(
         "flexd_migration_progress_ratio", "Of the migration in flight, 0-1; NaN if none is.", migration.progress
+    )
+    yield _gauge(
+        "flexd_migration_eta_seconds",
+        "Until the migration in flight is applied; NaN if unknown.",
+        migration.eta_seconds,
+    )
+    yield _counter(
+        "flexd_migration_illegal_transitions",
+        "Transitions that the state table refused: a fault of flexd.",
+        migration.illegal_transitions,
+    )
+    history = migration.history
+    yield _counter("flexd_history_entries", "Entries written to the history of migrations.", history.entries)
+    yield _counter("flexd_history_lost_entries", "Entries of the history that were dropped unwritten.", history.lost)
+    yield _counter(
+        "flexd_history_failures", "Writes of the history that failed, and are tried again.", history.failures
+    )
+    yield _counter(
+        "flexd_history_set_aside", "History files that were not usable and were set aside.", history.set_aside
     )
 
 
@@ -280,6 +316,14 @@ def _training(training: TrainingFigures) -> Iterator[Metric]:
         "flexd_training_apply_seconds", "Step time spent in applying chunks, over all ranks.", training.apply_seconds
     )
     yield _gauge("flexd_training_step", "The newest step that any rank reported.", training.newest_step)
+    ranks = training.by_rank.items()
+    for name, text, values in (
+        ("step_seconds", "Wall time of a step.", {str(rank): known.step_seconds for rank, known in ranks}),
+        ("inter_node_bytes", "Sent to other nodes in a step.", {str(rank): known.inter_bytes for rank, known in ranks}),
+        ("replica_hit_ratio", "Look-ups that rows above HOME answered, 0-1.",
+         {str(rank): known.replica_share for rank, known in ranks}),
+    ):  # fmt: skip
+        yield _gauges(f"flexd_rank_{name}", f"Of each rank, over its newest steps. {text}", "rank", values)
 
 
 def _control(control: ControlFigures) -> Iterator[Metric]:
@@ -296,6 +340,9 @@ def _control(control: ControlFigures) -> Iterator[Metric]:
 def _snapshot(snapshot: SnapshotFigures) -> Iterator[Metric]:
     yield _gauge("flexd_snapshot_age_seconds", "Since the newest durable snapshot.", snapshot.age_seconds)
     yield _gauge("flexd_snapshot_bytes", "Size of the newest snapshot.", snapshot.bytes)
+    yield _gauge(
+        "flexd_snapshot_pause_seconds", "How long counting stood still for the newest snapshot.", snapshot.pause_seconds
+    )
     yield _counter("flexd_snapshots", "Snapshots written.", snapshot.written)
     yield _counter("flexd_snapshot_failures", "Snapshots that could not be written.", snapshot.failures)
 

@@ -16,10 +16,11 @@ from flexd.config.model import Config
 from flexd.control.live import LiveTopology
 from flexd.control.migration_states import MigrationEvent
 from flexd.control.report import StepReport
+from flexd.daemon.executions import Execution
 from flexd.daemon.explained import explanation
 from flexd.daemon.parts import make_cluster
 from flexd.daemon.plan_log import PlanLog
-from flexd.daemon.planning import Execution, Planning
+from flexd.daemon.planning import Planning
 from flexd.daemon.proposals import Proposal
 from flexd.daemon.training import TrainingMonitor
 from flexd.daemon.triggers import Trigger, TriggerKind
@@ -154,7 +155,7 @@ def test_a_dry_run_leaves_no_trace(setting: Setting) -> None:
     assert len(plan.delta) > 0
     assert live == setting.coordinator.now
     assert setting.planning.last_plan is None
-    assert setting.planning.last_execution is None
+    assert setting.planning.executions.last is None
     assert sum(setting.planning.outcomes.values()) == 0
     assert setting.planning.seconds == 0.0, "the mean duration is of the plans that are counted"
     assert not setting.log_path.exists()
@@ -179,13 +180,17 @@ def test_a_plan_is_recorded_carried_out_and_logged(setting: Setting) -> None:
     setting.coordinator.carry_out(execution.migration)
     (entry,) = PlanLog(setting.log_path).entries
     chunks = -(-len(plan.delta) // 16)
-    assert entry["plan_id"] == plan.plan_id == planning.live_plan_id
+    assert entry["plan_id"] == plan.plan_id == planning.executions.live_plan_id
     assert (entry["reason"], entry["state"], entry["parent_id"]) == ("because", "committed", "")
     assert entry["rows_applied"] == len(plan.delta) == entry["promotions"] + entry["demotions"]
     assert (entry["first_version"], entry["last_version"]) == (1, setting.coordinator.now.version)
     assert entry["chunks"] == entry["last_version"] >= chunks
-    assert planning.migrations == {"committed": 1}
-    assert planning.migrated == {"rows": len(plan.delta), "chunks": entry["chunks"], "bytes": plan.migration_bytes}
+    assert planning.executions.migrations == {"committed": 1}
+    assert planning.executions.migrated == {
+        "rows": len(plan.delta),
+        "chunks": entry["chunks"],
+        "bytes": plan.migration_bytes,
+    }
     assert setting.coordinator.now.digest() == plan.target.digest()
 
 
@@ -221,7 +226,7 @@ def test_a_migration_that_ends_early_is_logged_with_what_was_applied(setting: Se
     assert entry["state"] == "superseded"
     assert 0 < entry["rows_applied"] < len(plan.delta)
     assert entry["last_version"] == 2
-    assert setting.planning.migrated["bytes"] == 0
+    assert setting.planning.executions.migrated["bytes"] == 0
 
 
 def test_a_migration_that_never_began_is_no_plan_that_moved_rows(setting: Setting) -> None:
@@ -230,8 +235,8 @@ def test_a_migration_that_never_began_is_no_plan_that_moved_rows(setting: Settin
     execution.migration.fire(MigrationEvent.SUPERSEDE, "by another")
     execution.migration.notify()
     assert PlanLog(setting.log_path).entries == []
-    assert setting.planning.live_plan_id == ""
-    assert setting.planning.migrations == {"superseded": 1}
+    assert setting.planning.executions.live_plan_id == ""
+    assert setting.planning.executions.migrations == {"superseded": 1}
 
 
 def test_chunks_go_from_where_the_ranks_are_now(setting: Setting) -> None:
@@ -255,7 +260,7 @@ def test_a_coordinator_that_refuses_leaves_no_execution(setting: Setting) -> Non
     setting.coordinator.refuses = True
     with pytest.raises(ControlError):
         setting.planning.carry_out(proposal)
-    assert setting.planning.last_execution is None
+    assert setting.planning.executions.last is None
     assert setting.planning.outcomes == {}
 
 
@@ -290,7 +295,7 @@ def test_an_explanation_is_of_a_plan_that_leaves_no_trace(setting: Setting) -> N
     plan = setting.propose("first").plan
     answer = explanation(setting.planning.explain("item", None, 5))
     assert setting.planning.last_plan is plan
-    assert setting.planning.live_plan_id == ""
+    assert setting.planning.executions.live_plan_id == ""
     assert sum(setting.planning.outcomes.values()) == 0
     assert (answer.table, len(answer.explained)) == ("item", 5)
     assert answer.planned_rows["NODE"] == plan.summary()["rows"]["NODE"] > 0

@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass, field
 
 from fake_inspection import FakeInspection
+from fake_migrations import FakeMigrations
 from fake_planning import FakePlanning
 
 from flexd.server.answers import ProbeResult
@@ -49,6 +50,10 @@ class FakeDaemon:
         if self.kept is None:
             self.kept = FakePlanning(self._enter, lambda: self.outcome)
         return self.kept
+
+    @property
+    def migrations(self) -> FakeMigrations:
+        return FakeMigrations(self._enter, lambda: self.outcome)
 
     def status(self) -> Status:
         self._enter("status")

@@ -68,6 +68,7 @@ class FakeCoordinator:
             )  # fmt: skip
             migration.notify()
         if end is None:
+            migration.count(copied_bytes=migration.progress.bytes_to_copy)
             migration.fire(MigrationEvent.EXHAUSTED)
             end = MigrationEvent.APPLIED
         migration.fire(end, "" if end is MigrationEvent.APPLIED else "told to")

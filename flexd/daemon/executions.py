@@ -1,0 +1,215 @@
+"""Plans on their way to the ranks: started, aborted, rolled back, and accounted for."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flexd.config.links import ControlConfig
+from flexd.control.coordinator import Coordinator
+from flexd.control.live import LiveTopology
+from flexd.control.migration import ChunkedDelta, Migration, MigrationAbout
+from flexd.daemon.plan_log import PlanLog
+from flexd.daemon.triggers import Trigger, TriggerKind
+from flexd.errors import ApiError
+from flexd.keyspace import KeySpace
+from flexd.layout import RankLayout
+from flexd.placement import Delta, Placement
+from flexd.planner.delta import delta_chunks, moved_bytes, plan_delta
+from flexd.planner.limits import SlotBudgets
+from flexd.planner.plan import Plan
+
+ROLLBACK = ".rollback"
+"""What the id of a rollback has behind the id of the migration that it takes back."""
+_KEPT_OPEN = 64
+
+
+@dataclass(frozen=True)
+class Execution:
+    """A migration and what it is for.
+
+    Attributes:
+        plan: None for a rollback.
+        trigger: what led to it, and who.
+        overridden: names of the gates that were closed and overridden.
+        takes_back: the migration that it rolls back, if it does.
+    """
+
+    plan: Plan | None
+    migration: Migration
+    trigger: Trigger
+    overridden: tuple[str, ...] = ()
+    takes_back: Migration | None = None
+
+
+@dataclass(frozen=True)
+class Abort:
+    """What an abort has set going.
+
+    Attributes:
+        stopped: the migration that was running, or else the newest that waited.
+        rollback: the way back, if that was asked for.
+    """
+
+    stopped: Execution
+    rollback: Execution | None
+
+
+class Executions:
+    """Thread-safe. Ended migrations are counted, and logged if they moved rows, in the coordinator's thread.
+
+    Attributes:
+        last: the newest. live_plan_id: of the plan that the placement came from, "" if none.
+        migrations: ended ones by final state. migrated: rows, chunks and bytes (values and optimizer state of promoted
+            rows, each once) that every rank has applied.
+    """
+
+    def __init__(self, control: ControlConfig, keyspace: KeySpace, coordinator: Coordinator, log: PlanLog) -> None:
+        self._control = control
+        self._keyspace = keyspace
+        self._coordinator = coordinator
+        self._log = log
+        self._lock = threading.Lock()
+        self._open: list[Execution] = []
+        self.last: Execution | None = None
+        self.migrations: Counter[str] = Counter()
+        self.migrated: Counter[str] = Counter()
+        newest = log.newest
+        self.live_plan_id = str(newest["plan_id"]) if newest else ""
+
+    @property
+    def migrating(self) -> bool:
+        """Whether the ranks are on their way to another placement."""
+        return self.last is not None and not self.last.migration.done
+
+    def adopt(self, control: ControlConfig) -> None:
+        """Other sizes of chunks, from the next migration on."""
+        self._control = control
+
+    def start(self, plan: Plan, trigger: Trigger, overridden: tuple[str, ...], live: LiveTopology) -> Execution:
+        """Starts the plan's migration, which supersedes the one in flight at its next chunk.
+
+        Raises:
+            ControlError: the coordinator is stopping.
+        """
+
+        def chunks(placement: Placement) -> ChunkedDelta:
+            # Not the plan's own delta: an older migration may have gone on since the plan was made.
+            delta = plan_delta(placement, plan.target, plan.gains, self._keyspace, live.layout, plan.budgets)
+            return self._chunked(delta, live.layout)
+
+        return self._submit(
+            plan.plan_id, chunks, plan.topology_generation,
+            MigrationAbout(plan.plan_id, plan.parent_id, trigger.kind.value, trigger.who, trigger.reason),
+            lambda migration: Execution(plan, migration, trigger, overridden),
+        )  # fmt: skip
+
+    def abort(self, reason: str, who: str, rollback: bool, live: LiveTopology | None) -> Abort:
+        """Stops what is under way at its next chunk; whatever waits behind it is not started.
+
+        With ``rollback`` a migration goes back to the placement that it started from, which the parent plan had left:
+        a migration like any other, that may be aborted itself.
+
+        Raises:
+            ApiError: nothing is under way (409), or there are no ranks to roll back to (409).
+            ControlError: the coordinator is stopping.
+        """
+        with self._lock:
+            under_way = [execution for execution in self._open if not execution.migration.done]
+        if not under_way:
+            raise ApiError("no migration is under way", status=409, remedy="flexd history shows those that have ended")
+        if rollback and live is None:
+            raise ApiError(
+                "no rank is registered", status=409, remedy="abort without --rollback, or wait for the ranks"
+            )
+        words = f"aborted by {who}" + (f": {reason}" if reason else "")
+        for execution in under_way:
+            execution.migration.abort(words)
+        started = [execution for execution in under_way if execution.migration.base is not None]
+        stopped = (started or under_way)[-1]
+        return Abort(stopped, self._roll_back(stopped, reason, who, live) if rollback and live is not None else None)
+
+    def _roll_back(self, stopped: Execution, reason: str, who: str, live: LiveTopology) -> Execution:
+        migration = stopped.migration
+
+        def chunks(placement: Placement) -> ChunkedDelta:
+            # Asked when it starts: what waited for its turn may have started after all, before it was aborted.
+            base = migration.base
+            target = placement if base is None else replace(base, version=placement.version)
+            slots = SlotBudgets(self._keyspace, live.layout, live.replica_slots)
+            # What a row gains is not known of rows that the plan let go; equal gains take cheap rows first.
+            delta = plan_delta(placement, target, np.ones(len(target)), self._keyspace, live.layout, slots)
+            return self._chunked(delta, live.layout)
+
+        trigger = Trigger(TriggerKind.MANUAL, f"rollback of {migration.migration_id}: {reason}".rstrip(": "), who)
+        name = f"{migration.migration_id}{ROLLBACK}"
+        return self._submit(
+            name, chunks, migration.generation,
+            MigrationAbout(name, migration.plan_id, trigger.kind.value, trigger.who, trigger.reason),
+            lambda started: Execution(None, started, trigger, takes_back=migration),
+        )  # fmt: skip
+
+    def _chunked(self, delta: Delta, layout: RankLayout) -> ChunkedDelta:
+        control = self._control
+        return ChunkedDelta(
+            delta_chunks(delta, self._keyspace, layout, control.chunk_rows, control.chunk_bytes),
+            rows=len(delta),
+            bytes_to_copy=int(moved_bytes(delta, self._keyspace, layout).sum()),
+        )
+
+    def _submit(
+        self,
+        plan_id: str,
+        chunks: Callable[[Placement], ChunkedDelta],
+        generation: int | None,
+        about: MigrationAbout,
+        made: Callable[[Migration], Execution],
+    ) -> Execution:
+        def on_progress(migration: Migration) -> None:
+            if migration.done:
+                self._ended(made(migration))
+
+        with self._lock:
+            execution = made(self._coordinator.migrate(plan_id, chunks, on_progress, generation, about))
+            self.last = execution
+            self._open = [*(each for each in self._open if not each.migration.done), execution][-_KEPT_OPEN:]
+            return execution
+
+    def _ended(self, execution: Execution) -> None:
+        migration, plan, trigger = execution.migration, execution.plan, execution.trigger
+        progress = migration.progress
+        self.migrations[progress.state.value] += 1
+        self.migrated["rows"] += progress.rows_applied
+        self.migrated["chunks"] += progress.chunks_applied
+        self.migrated["bytes"] += progress.copied_bytes
+        if progress.chunks_pushed == 0:
+            return
+        self.live_plan_id = migration.plan_id
+        entry: dict[str, object] = {
+            "plan_id": migration.plan_id,
+            "parent_id": migration.about.parent_plan_id,
+            "reason": trigger.reason,
+            "trigger": trigger.kind.value,
+            "who": trigger.who,
+            "overridden_gates": list(execution.overridden),
+            "created_unix_seconds": progress.created_unix_seconds if plan is None else plan.created_unix_seconds,
+            "topology_generation": migration.generation,
+            "state": progress.state.value,
+            "problem": progress.reason,
+            "rows_applied": progress.rows_applied,
+            "chunks": progress.chunks_pushed,
+            "first_version": progress.base_version + 1,
+            "last_version": progress.last_version,
+        }
+        if plan is not None:
+            entry |= {
+                "profile_generation": plan.profile_generation,
+                "promotions": plan.promotions,
+                "demotions": plan.demotions,
+                "why": plan.summary()["replication"]["words"],
+            }
+        self._log.append(entry)

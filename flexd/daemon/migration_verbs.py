@@ -1,0 +1,111 @@
+"""The verbs of the admin API on migrations: their history, and abort."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from flexd.control.coordinator import Coordinator
+from flexd.control.migration import Migration
+from flexd.control.migration_states import MigrationState
+from flexd.daemon.autoplan import AutoPlanner
+from flexd.daemon.executions import Abort, Executions
+from flexd.daemon.migration_view import migration_detail, migration_entry, migration_report
+from flexd.errors import ApiError
+from flexd.history.history import MigrationHistory
+from flexd.server.migration_history import AbortOutcome, AbortResult, MigrationDetail, MigrationList
+from flexd.server.migration_report import MigrationStateName
+
+LATEST = "latest"
+_LOOK_SECONDS = 0.5
+
+
+class MigrationVerbs:
+    """Implements ``MigrationsApi``. Thread-safe.
+
+    Args:
+        stopping: set when the daemon ends: no wait outlives it.
+    """
+
+    def __init__(
+        self,
+        executions: Executions,
+        history: MigrationHistory,
+        coordinator: Coordinator,
+        auto: AutoPlanner,
+        stopping: threading.Event,
+    ) -> None:
+        self._executions = executions
+        self._history = history
+        self._coordinator = coordinator
+        self._auto = auto
+        self._stopping = stopping
+
+    def migrations(self, limit: int, state: MigrationStateName | None) -> MigrationList:
+        """As ``MigrationsApi``."""
+        records = self._history.newest(limit, None if state is None else MigrationState[state])
+        return MigrationList(
+            migrations=tuple(migration_entry(record) for record in records), problem=self._history.figures.problem
+        )
+
+    def migration(self, migration_id: str) -> MigrationDetail:
+        """As ``MigrationsApi``."""
+        if migration_id == LATEST:
+            newest = self._history.newest(1)
+            migration_id = newest[0].migration_id if newest else migration_id
+        found = self._history.find(migration_id)
+        if found is None:
+            raise ApiError(
+                f"no migration {migration_id!r} is kept", status=404, remedy="flexd history shows those that are"
+            )
+        return migration_detail(*found)
+
+    def abort(self, *, rollback: bool, reason: str, wait_seconds: float, who: str) -> AbortResult:
+        """As ``MigrationsApi``."""
+        if self._stopping.is_set():
+            raise ApiError("the daemon is shutting down", status=503)
+        done = self._executions.abort(reason, who or "somebody", rollback, self._coordinator.live())
+        # Else the next interval could start it again before anybody has looked.
+        self._auto.by_hand(executed=True)
+        deadline = time.monotonic() + wait_seconds
+        self._wait(done.stopped.migration, deadline)
+        if done.rollback is not None:
+            self._wait(done.rollback.migration, deadline)
+        return AbortResult(
+            outcome=_outcome(done, wait_seconds > 0),
+            migration=migration_report(done.stopped),
+            rollback=None if done.rollback is None else migration_report(done.rollback),
+            placement_version=self._coordinator.placement().version,
+            message=_message(done),
+        )
+
+    def _wait(self, migration: Migration, deadline: float) -> None:
+        while not migration.done and time.monotonic() < deadline and not self._stopping.is_set():
+            migration.wait(min(_LOOK_SECONDS, deadline - time.monotonic()))
+
+
+def _outcome(done: Abort, waited: bool) -> AbortOutcome:
+    stopped = done.stopped.migration
+    if not stopped.done:
+        return "timed_out" if waited else "accepted"
+    if done.rollback is None:
+        return "stopped" if stopped.state is MigrationState.ABORTED else "ended"
+    back = done.rollback.migration
+    if not back.done:
+        return "timed_out" if waited else "accepted"
+    return "rolled_back" if back.state is MigrationState.COMMITTED else "rollback_failed"
+
+
+def _message(done: Abort) -> str:
+    progress = done.stopped.migration.progress
+    where = (
+        f"{progress.rows_applied} of {progress.rows} rows applied, placement version "
+        f"{progress.last_version or progress.base_version}"
+        if progress.base_version or progress.rows
+        else "nothing of it was pushed"
+    )
+    text = f"migration {done.stopped.migration.migration_id} is {progress.state.value}: {where}"
+    if done.rollback is not None:
+        back = done.rollback.migration.progress
+        text += f"; its rollback is {back.state.value}, {back.rows_applied} of {back.rows} rows applied"
+    return text

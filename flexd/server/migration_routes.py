@@ -1,0 +1,56 @@
+"""The routes of migrations: their history, and abort."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+from fastapi import FastAPI, Path, Query, Response
+
+from flexd.server.access import asked_by
+from flexd.server.answers import ErrorBody
+from flexd.server.migration_history import (
+    MAX_LISTED,
+    AbortRequest,
+    AbortResult,
+    MigrationDetail,
+    MigrationList,
+    abort_status,
+)
+from flexd.server.migration_report import MigrationStateName
+from flexd.server.migrations_api import MigrationsApi
+from flexd.server.routing import VERB_ERRORS, SlowCalls, json_answer
+
+
+def add_migrations(app: FastAPI, migrations: Callable[[], MigrationsApi], slow: SlowCalls) -> None:
+    """Adds the routes. ``migrations`` is asked at every request: who leads may change."""
+
+    @app.get("/v1/migrations", response_model=MigrationList, responses=VERB_ERRORS)
+    def history(
+        limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100, state: MigrationStateName | None = None
+    ) -> Response:
+        """The migrations of this daemon and of those before it, the newest first."""
+        return json_answer(migrations().migrations(limit, state))
+
+    @app.get(
+        "/v1/migrations/{migration_id}",
+        response_model=MigrationDetail,
+        responses={**VERB_ERRORS, 404: {"model": ErrorBody, "description": "No such migration is kept."}},
+    )
+    def migration(migration_id: Annotated[str, Path(max_length=200)]) -> Response:
+        """One of them with every change of its state; ``latest`` is the newest."""
+        return json_answer(migrations().migration(migration_id))
+
+    @app.post(
+        "/v1/abort",
+        response_model=AbortResult,
+        responses={**VERB_ERRORS, 202: {"model": AbortResult, "description": "It is still stopping or rolling back."}},
+    )
+    def abort(request: AbortRequest) -> Response:
+        """Stops what is under way at its next chunk; with ``rollback`` goes back to where it started."""
+        with slow.one():
+            result = migrations().abort(
+                rollback=request.rollback, reason=request.reason, wait_seconds=request.wait_seconds,
+                who=asked_by(request.who),
+            )  # fmt: skip
+        return json_answer(result, abort_status(result))

@@ -1,0 +1,62 @@
+"""Migrations of a daemon that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flexd.errors import ApiError
+from flexd.server.migration_history import AbortResult, MigrationDetail, MigrationEntry, MigrationList, TransitionReport
+from flexd.server.migration_report import MigrationReport, MigrationStateName, StepReport
+
+ENDED = MigrationEntry(
+    migration_id="p7", plan_id="p7", parent_plan_id="p6", trigger="drift", who="flexd", reason="drift 1.20 > 1.05",
+    state="COMMITTED", rows=4000, rows_pushed=4000, rows_applied=4000, chunks_pushed=4, chunks_applied=4,
+    bytes=2_048_000, pushed_bytes=40_000, base_version=12, last_version=16, created_unix_seconds=1_700_000_000.0,
+    started_unix_seconds=1_700_000_000.5, ended_unix_seconds=1_700_000_012.0, seconds=12.0, settled=True,
+)  # fmt: skip
+STOPPED = MigrationEntry(
+    migration_id="p8", plan_id="p8", parent_plan_id="p7", trigger="manual", who="ada@host", reason="campaign",
+    state="ABORTED", problem="aborted by ada@host: too slow: stopped at version 18, 2,000 of 9,000 rows applied",
+    rows=9000, rows_pushed=2000, rows_applied=2000, chunks_pushed=2, chunks_applied=2, bytes=1_024_000,
+    pushed_bytes=20_000, base_version=16, last_version=18, created_unix_seconds=1_700_000_100.0,
+    started_unix_seconds=1_700_000_100.0, ended_unix_seconds=1_700_000_103.5, seconds=3.5, settled=True,
+)  # fmt: skip
+
+
+class FakeMigrations:
+    """Calls ``entered`` with its name and arguments first, which may raise."""
+
+    def __init__(self, entered: Callable[..., None], outcome: Callable[[], str]) -> None:
+        self._entered = entered
+        self._outcome = outcome
+
+    def migrations(self, limit: int, state: MigrationStateName | None) -> MigrationList:
+        self._entered("migrations", limit, state)
+        kept = [entry for entry in (STOPPED, ENDED) if state in (None, entry.state)]
+        return MigrationList(migrations=tuple(kept[:limit]))
+
+    def migration(self, migration_id: str) -> MigrationDetail:
+        self._entered("migration", migration_id)
+        if migration_id not in ("latest", "p8"):
+            raise ApiError(f"no migration {migration_id!r} is kept", status=404, remedy="flexd history shows those")
+        submitted = TransitionReport(number=0, unix_seconds=1_700_000_100.0, after="PENDING", reason="campaign")
+        stopped = TransitionReport(
+            number=3, unix_seconds=1_700_000_103.5, event="stopped", before="ABORTING", after="ABORTED",
+            rows_pushed=2000, rows_applied=2000, version=18,
+        )  # fmt: skip
+        return MigrationDetail(**STOPPED.model_dump(), transitions=(submitted, stopped))
+
+    def abort(self, *, rollback: bool, reason: str, wait_seconds: float, who: str) -> AbortResult:
+        self._entered("abort", rollback, reason, wait_seconds, who)
+        outcome = self._outcome()
+        if outcome == "committed":
+            outcome = "rolled_back" if rollback else "stopped"
+        stopped = MigrationReport(
+            migration_id="p8", plan_id="p8", state="ABORTED", progress=2 / 9, rows=9000, rows_applied=2000,
+            steps=(StepReport(name="stop", completion=1.0),), base_version=16, last_version=18,
+        )  # fmt: skip
+        back = MigrationReport(migration_id="p8.rollback", plan_id="p8.rollback", state="COMMITTED", progress=1.0)
+        return AbortResult(
+            outcome=outcome, migration=stopped, rollback=back if rollback else None, placement_version=18,
+            message="migration p8 is aborted: 2,000 of 9,000 rows applied, placement version 18",
+        )  # fmt: skip
