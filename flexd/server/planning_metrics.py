@@ -39,8 +39,8 @@ def throttle_metrics(throttle: ThrottleFigures) -> Iterator[Metric]:
     steps = GaugeMetricFamily(
         "flexd_throttle_step_seconds",
         "Seconds of a training step without a migration and at the newest judgement of one; NaN if not known.",
-        labels=["steps", "quantile"],
+        labels=["steps", "point"],
     )
-    for (kind, quantile), seconds in throttle.step_seconds.items():
-        steps.add_metric([kind, quantile], seconds)
+    for (kind, point), seconds in throttle.step_seconds.items():
+        steps.add_metric([kind, point], seconds)
     yield steps
