@@ -30,6 +30,7 @@ imports: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python tools/gen_config_docs.py
+	$(BIN)/python tools/gen_metrics_docs.py
 
 bench: $(STAMP)
 	$(BIN)/python tools/bench_sketch.py --quick

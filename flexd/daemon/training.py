@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexd.control.report import StepReport
 from flexd.daemon.traffic import TrafficTimeline
-from flexd.server.figures import LINKS, TRAFFIC_KINDS, TrainingFigures
+from flexd.server.figures import LINKS, TRAFFIC_KINDS, RankFigures, TrainingFigures
 
 _RECENT_STEPS = 50
 """The lookups of a step are averaged over about so many of a rank's newest steps."""
@@ -56,6 +57,11 @@ class RankTraining:
             inter_bytes=average(inter, known.inter_bytes if known else 0.0),
             heard_at=time.monotonic(),
         )
+
+    def figures(self) -> RankFigures:
+        accesses = self.accesses_per_step
+        share = self.replica_accesses_per_step / accesses if accesses > 0 else math.nan
+        return RankFigures(self.step_seconds, self.inter_bytes, share)
 
 
 class TrainingMonitor:
@@ -116,4 +122,4 @@ class TrainingMonitor:
 
     def figures(self) -> TrainingFigures:
         with self._lock:
-            return self._totals
+            return replace(self._totals, by_rank={rank: known.figures() for rank, known in sorted(self._ranks.items())})

@@ -17,6 +17,7 @@ from flexd.server.figures import (
     MigrationFigures,
     PlacementFigures,
     PlanFigures,
+    RankFigures,
     SketchFigures,
     SnapshotFigures,
     TrainingFigures,
@@ -40,14 +41,24 @@ FULL = DaemonFigures(
         lag_messages=5,
         dead_letters=4,
         newest_event_unix_seconds=1700000001.5,
+        threads=3,
+        messages_lost=11,
     ),
     sketch=SketchFigures({"items": 4096}, {"items": 0.0}, 1.5, 0.99, 1000, 8),
     plan=PlanFigures({"changed": 2, "refused": 1}, 0.75, 0.004, 0.002, 60.0),
     migration=MigrationFigures({"committed": 2}, 300, 4096, 6, 0.5),
     placement=PlacementFigures(6, {1: 6, 0: 5}, (90, 7, 3), 0),
-    training=TrainingFigures((60, 30, 10), {("all_to_all", "inter"): 123, ("sync", "intra"): 45}, 40, 8.5, 0.1, 21),
+    training=TrainingFigures(
+        (60, 30, 10),
+        {("all_to_all", "inter"): 123, ("sync", "intra"): 45},
+        40,
+        8.5,
+        0.1,
+        21,
+        {3: RankFigures(0.5, 1000.0, 0.75)},
+    ),
     control=ControlFigures(3, 2, 4, 3, {"stale": 1}, 0),
-    snapshot=SnapshotFigures(12.0, 9, 1, 5000),
+    snapshot=SnapshotFigures(12.0, 9, 1, 5000, 0.25),
 )
 
 
@@ -89,6 +100,13 @@ def test_every_figure_is_on_the_page():
         ("flexd_training_step_duration_seconds_count", ()): 40,
         ("flexd_control_refused_messages_total", (("kind", "stale"),)): 1,
         ("flexd_snapshot_failures_total", ()): 1,
+        ("flexd_snapshot_pause_seconds", ()): 0.25,
+        ("flexd_ingest_threads", ()): 3,
+        ("flexd_ingest_lost_messages_total", ()): 11,
+        ("flexd_plan_predicted_saving_ratio", ()): 0.5,
+        ("flexd_rank_step_seconds", (("rank", "3"),)): 0.5,
+        ("flexd_rank_inter_node_bytes", (("rank", "3"),)): 1000,
+        ("flexd_rank_replica_hit_ratio", (("rank", "3"),)): 0.75,
     }
     assert {key: found.get(key) for key in expected} == expected
 

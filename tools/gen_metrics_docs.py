@@ -1,0 +1,117 @@
+"""Writes docs/metrics.md from the collectors; ``--check`` only says whether it is up to date."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import types
+import typing
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.core import Metric
+
+from flexd.server import figures
+from flexd.server.api_metrics import RefusalsCollector
+from flexd.server.figures import LINKS, TIER_NAMES, TRAFFIC_KINDS, DaemonFigures
+from flexd.server.metrics import MAX_LABEL_VALUES, FiguresCollector
+
+TARGET = Path(__file__).parents[1] / "docs" / "metrics.md"
+COMMAND = "python tools/gen_metrics_docs.py"
+
+HEAD = f"""# Metrics
+
+<!-- Written by `{COMMAND}` from the collectors in flexd/server/: change those, not this file. -->
+
+`/metrics` of the admin API and of `server.metrics_listen` answers in Prometheus' text format, or in OpenMetrics if the
+scraper asks for it. Units are base units (seconds, bytes, ratios from 0 to 1); what is not known yet is NaN. Counters
+run since the daemon started. Labels are bounded: a family has at most {MAX_LABEL_VALUES:,} series; beyond, counters are
+summed under `other` and gauges left out. Beside these families the page has `process_*` of the daemon's process.
+
+Alerts on them are in `deploy/prometheus/flexd.rules.yaml`, what to do about each in [the runbook](runbook.md).
+"""
+
+KNOWN_VALUES = {
+    ("flexd_placement_rows", "tier"): TIER_NAMES,
+    ("flexd_training_accesses", "tier"): TIER_NAMES,
+    ("flexd_training_sent_bytes", "kind"): TRAFFIC_KINDS,
+    ("flexd_training_sent_bytes", "link"): LINKS,
+}
+
+
+def families() -> list[Metric]:
+    """Every family that a page can have, those of optional parts too."""
+    complete = _complete(DaemonFigures)
+    return [*FiguresCollector(lambda: complete).collect(), *RefusalsCollector(dict).collect()]
+
+
+def render() -> str:
+    """The whole page: a section for each word after ``flexd_``."""
+    sections: dict[str, list[Metric]] = {}
+    for family in families():
+        sections.setdefault(family.name.split("_")[1], []).append(family)
+    # What stands alone would make a section of one line each.
+    alone = [found for word in list(sections) if len(sections[word]) == 1 for found in sections.pop(word)]
+    lines = [HEAD, *_section("The daemon", alone)]
+    for word, found in sections.items():
+        lines += _section(f"`flexd_{word}_*`", found)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _section(title: str, found: list[Metric]) -> list[str]:
+    rows = [f"| `{_name(family)}` | {family.type} | {_labels(family)} | {_text(family)} |" for family in found]
+    return [f"## {title}", "", "| name | type | labels | meaning |", "|---|---|---|---|", *rows, ""]
+
+
+def _name(family: Metric) -> str:
+    suffix = {"counter": "_total", "info": "_info", "summary": "_sum`, `" + family.name + "_count"}
+    return family.name + suffix.get(family.type, "")
+
+
+def _labels(family: Metric) -> str:
+    names = list(getattr(family, "_labelnames", ())) or sorted({name for s in family.samples for name in s.labels})
+    shown = []
+    for name in names:
+        values = KNOWN_VALUES.get((family.name, name), ())
+        shown.append(f"`{name}`" + (f" ({', '.join(values)})" if values else ""))
+    return ", ".join(shown)
+
+
+def _text(family: Metric) -> str:
+    return " ".join(family.documentation.split()).replace("|", "\\|")
+
+
+def _complete(kind: type[Any]) -> Any:
+    """An instance with every optional part there and every number zero."""
+    hints = typing.get_type_hints(kind, vars(figures))
+    return kind(**{field.name: _zero(hints[field.name]) for field in fields(kind)})
+
+
+def _zero(hint: Any) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _zero(next(argument for argument in arguments if argument is not type(None)))
+    if origin is tuple:
+        return tuple(_zero(argument) for argument in arguments)
+    if origin is not None:
+        return {}
+    return _complete(hint) if is_dataclass(hint) else hint()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="exit status 1 if the file is out of date")
+    check = parser.parse_args().check
+    page = render()
+    if not check:
+        TARGET.write_text(page, encoding="utf-8")
+        return 0
+    if TARGET.exists() and TARGET.read_text(encoding="utf-8") == page:
+        return 0
+    print(f"{TARGET.name} is out of date: run {COMMAND}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
