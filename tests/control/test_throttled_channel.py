@@ -1,0 +1,123 @@
+"""The throttle with real stores, gloo groups and agents: what each rank applies at each of its steps."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from ranks_in_threads import SECRET, TABLES, Ranks, step_report, target, until
+
+from flexd.config.links import ControlConfig, ThrottleConfig
+from flexd.control.coordinator import ControlOptions, Coordinator
+from flexd.control.journal import PlacementJournal
+from flexd.control.migration_states import MigrationState
+from flexd.control.report import StepReport
+from flexd.control.throttle import Throttle, ThrottleLimits
+from flexd.daemon.pacing import MigrationPacing
+from flexd.placement import Placement
+from flexd.planner.delta import moved_bytes
+
+LARGEST_ROW = 64
+
+
+class MeasuredRanks(Ranks):
+    """Applies all that is agreed at every step, and says of each step what was copied, and how long that took."""
+
+    def __init__(self, port: int, seconds_per_byte: float = 0.0) -> None:
+        self.copied: list[list[int]] = []
+        """By step, of each rank."""
+        self._seconds_per_byte = seconds_per_byte
+        super().__init__(port)
+
+    def _train(self) -> None:
+        while not self._stop.is_set():
+            told = [rank.inbox.begin_exchange() for rank in self.ranks]
+            for rank in self.ranks:
+                rank.inbox.end_exchange(min(told))
+            copied = []
+            for rank in self.ranks:
+                taken = rank.inbox.take(1 << 40, lambda delta: 8 * len(delta))
+                for version, delta in taken:
+                    rank.placement = rank.placement.apply(delta)
+                    rank.inbox.applied(version)
+                copied.append(sum(int(moved_bytes(delta, TABLES, self.layout).sum()) for _, delta in taken))
+            self.copied.append(copied)
+            self.steps += 1
+            for rank, size in zip(self.ranks, copied, strict=True):
+                rank.agent.report(self._report(rank.placement, size))
+            time.sleep(0.002)
+
+    def _report(self, placement: Placement, copied: int) -> StepReport:
+        applying = copied * self._seconds_per_byte
+        base = step_report(self.steps, placement)
+        return StepReport(**{**vars(base), "step_seconds": 0.002 + applying, "apply_seconds": applying})
+
+
+class Throttled:
+    """A coordinator with a throttle, and what listens to the ranks' steps."""
+
+    def __init__(self, directory: Path, settings: ThrottleConfig) -> None:
+        self.throttle = Throttle(ThrottleLimits(settings.bytes_per_step, settings.bytes_per_second))
+        self.journal = PlacementJournal(directory)
+        self.coordinator = Coordinator(
+            ControlOptions("job", listen_port=0, timeout_seconds=4.0, tick_seconds=0.005, secret=SECRET),
+            TABLES, self.journal, on_report=lambda rank, report: self.pacing.add(report), throttle=self.throttle,
+        )  # fmt: skip
+        self.pacing = MigrationPacing(
+            ControlConfig(throttle=settings, chunk_bytes=4_096), self.throttle,
+            lambda: self.coordinator.outstanding_chunks, lambda: 4,
+        )  # fmt: skip
+
+    def __enter__(self) -> Throttled:
+        self.coordinator.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.coordinator.stop(15)
+        self.journal.close()
+
+    def migrate(self, wanted: Placement) -> Any:
+        return self.coordinator.migrate("p", lambda p: p.delta_to(wanted).chunks(500))
+
+
+def test_no_rank_copies_more_at_a_step_than_it_may_and_all_copy_the_same(tmp_path: Path) -> None:
+    wanted = target(1, 900)
+    with Throttled(tmp_path, ThrottleConfig(bytes_per_step=1_500)) as it, MeasuredRanks(it.coordinator.port) as ranks:
+        migration = it.migrate(wanted)
+        until(lambda: migration.progress.chunks_applied >= 4, what=ranks.state())
+        it.throttle.change(ThrottleLimits(bytes_per_step=400))
+        # What was let go under the first limit is applied before the second holds.
+        pushed = migration.progress.chunks_pushed
+        until(lambda: migration.progress.chunks_applied >= pushed)
+        changed_at = len(ranks.copied)
+        until(lambda: migration.progress.chunks_applied >= pushed + 4)
+        until_there = len(ranks.copied)
+        it.throttle.change(ThrottleLimits())
+        assert migration.wait(20) is MigrationState.COMMITTED, (migration.progress, ranks.state())
+        until(lambda: ranks.all_at(wanted))
+    assert all(len(set(step)) == 1 for step in ranks.copied), "at every step the same on every rank"
+    assert 400 < max(step[0] for step in ranks.copied[:changed_at]) <= 1_500
+    assert LARGEST_ROW < max(step[0] for step in ranks.copied[changed_at:until_there]) <= 400
+
+
+def test_steps_that_become_slower_slow_the_migration_down(tmp_path: Path) -> None:
+    """A kilobyte makes a step twice as long: the controller halves, and halves again."""
+    settings = ThrottleConfig(adaptive=True, floor_bytes_per_step=64, tolerance=0.05)
+    wanted = target(2, 20_000)
+    with Throttled(tmp_path, settings) as it, MeasuredRanks(it.coordinator.port, 2e-6) as ranks:
+        migration = it.migrate(wanted)
+        until(lambda: it.pacing.figures().slowed >= 2, what=ranks.state())
+        figures = it.pacing.figures()
+        assert migration.state is MigrationState.PUSHING
+        until(lambda: migration.progress.chunks_applied > 0)
+        early = max(step[0] for step in ranks.copied)
+        halved = len(ranks.copied)
+        until(lambda: sum(step[0] > 0 for step in ranks.copied[halved + 50 :]) >= 3, what=str(figures))
+        late = max(step[0] for step in ranks.copied[halved + 50 :])
+        assert late < early, (late, early, it.pacing.figures())
+        assert "times the" in figures.why
+        it.pacing.change(ThrottleLimits(), adaptive=False)
+        assert migration.wait(30) is MigrationState.COMMITTED, (migration.progress, ranks.state())
+        until(lambda: ranks.all_at(wanted))
+    assert all(len(set(step)) == 1 for step in ranks.copied)
