@@ -1,0 +1,246 @@
+"""Plans that wait: kept, applied, refused when what they were made for has moved on; gates and who overrides them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_planning_gates import Setting
+
+from flexd.config.planner import PlannerConfig
+from flexd.control.live import LiveTopology
+from flexd.daemon.autoplan import AutoPlanner
+from flexd.daemon.gates import check, gates, sketch_error
+from flexd.daemon.plan_log import PlanLog
+from flexd.daemon.proposals import MAX_OF_A_KIND
+from flexd.daemon.triggers import Trigger, TriggerKind
+from flexd.errors import ApiError, PlanError
+from flexd.layout import RankLayout
+from flexd.placement import Placement
+from flexd.sketch.profile import Profile, TableProfile
+
+ANN = Trigger(TriggerKind.MANUAL, "applied by hand", "ann@host")
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    return made(tmp_path)
+
+
+def made(directory: Path, **planner: Any) -> Setting:
+    it = Setting(directory, **planner)
+    it.see(50_000)
+    it.report()
+    return it
+
+
+def test_a_kept_plan_is_applied_and_recorded_with_who(setting: Setting) -> None:
+    plan = setting.propose("look", dry_run=True).plan
+    proposal, execution = setting.planning.apply(plan.plan_id, ANN)
+    assert execution is not None
+    setting.coordinator.carry_out(execution.migration)
+    assert setting.coordinator.now.digest() == plan.target.digest()
+    (entry,) = PlanLog(setting.log_path).entries
+    assert (entry["plan_id"], entry["trigger"], entry["who"]) == (plan.plan_id, "manual", "ann@host")
+    assert entry["overridden_gates"] == []
+    assert proposal.plan is plan
+    with pytest.raises(ApiError, match="no proposal"):
+        setting.planning.apply(plan.plan_id, ANN)
+
+
+def test_latest_is_the_newest(setting: Setting) -> None:
+    setting.propose("one", dry_run=True)
+    newest = setting.propose("two")
+    assert setting.planning.proposals.get("latest") is newest
+    with pytest.raises(ApiError) as missing:
+        setting.planning.proposals.get("never")
+    assert missing.value.status == 404
+    assert newest.plan.plan_id in missing.value.remedy
+
+
+def test_proposals_are_bounded_and_looking_pushes_out_none_of_the_daemons(setting: Setting) -> None:
+    own = [setting.propose("interval").plan.plan_id for _ in range(MAX_OF_A_KIND + 1)]
+    for _ in range(MAX_OF_A_KIND + 2):
+        setting.propose("look", dry_run=True)
+    kept = setting.planning.proposals.all()
+    assert [each.plan.plan_id for each in kept if not each.dry_run] == own[1:]
+    assert sum(each.dry_run for each in kept) == MAX_OF_A_KIND
+
+
+def _other_ranks(it: Setting) -> None:
+    it.coordinator.topology = LiveTopology(2, "b", RankLayout(2, 2), (200,), True, "")
+
+
+def _no_ranks(it: Setting) -> None:
+    it.coordinator.topology = None
+
+
+def _other_placement(it: Setting) -> None:
+    it.coordinator.now = Placement.of(np.array([5]), np.array([1], np.uint8), version=1)
+
+
+def _migrating(it: Setting) -> None:
+    it.carry_out("meanwhile")
+
+
+def _other_accesses(it: Setting) -> None:
+    it.see(500_000, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "said"),
+    [
+        (_other_ranks, "topology generation 1, they are at 2"), (_no_ranks, "the ranks are not all there"),
+        (_other_placement, "starts from version 0, the ranks are at 1"), (_migrating, "a migration is running"),
+        (_other_accesses, r"the accesses have moved on since it was made: drift \d"),
+    ],
+)  # fmt: skip
+def test_what_has_moved_on_is_refused_with_the_reason(setting: Setting, meanwhile: Any, said: str) -> None:
+    plan = setting.propose("look", dry_run=True).plan
+    meanwhile(setting)
+    before = len(setting.coordinator.migrations)
+    for force in (False, True):
+        with pytest.raises(PlanError, match=said):
+            setting.planning.apply(plan.plan_id, ANN, force=force)
+    assert len(setting.coordinator.migrations) == before
+
+
+def test_an_old_proposal_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = made(tmp_path, max_proposal_age_seconds=60.0)
+    plan = it.propose("look", dry_run=True).plan
+    assert it.planning.outdated(it.planning.proposals.get("latest")) == ""
+    monkeypatch.setattr(time, "time", lambda: plan.created_unix_seconds + 61)
+    with pytest.raises(PlanError, match="max_proposal_age_seconds is 60"):
+        it.planning.apply(plan.plan_id, ANN)
+
+
+def test_without_a_drift_threshold_accesses_do_not_make_it_old(tmp_path: Path) -> None:
+    it = made(tmp_path, drift_threshold=None)
+    plan = it.propose("look", dry_run=True).plan
+    it.see(500_000, seed=3)
+    assert it.planning.apply(plan.plan_id, ANN)[1] is not None
+
+
+def test_a_thin_plan_can_be_looked_at_and_only_forced(tmp_path: Path) -> None:
+    it = Setting(tmp_path, min_window_seconds=100.0)
+    it.report()
+    it.see(500)
+    with pytest.raises(PlanError, match=r"500 accesses seen.*; the accesses seen span 0 s"):
+        it.propose("by hand")
+    seen = it.propose("look", dry_run=True)
+    assert [gate.name for gate in seen.closed_gates] == ["samples", "window"]
+    with pytest.raises(PlanError, match="the profile is thin"):
+        it.planning.apply(seen.plan.plan_id, ANN)
+    _, execution = it.planning.apply(seen.plan.plan_id, ANN, force=True)
+    assert execution is not None
+    assert execution.overridden == ("samples", "window")
+    assert it.planning.overridden == {"samples": 1, "window": 1}
+    it.coordinator.carry_out(execution.migration)
+    (entry,) = PlanLog(it.log_path).entries
+    assert (entry["who"], entry["overridden_gates"]) == ("ann@host", ["samples", "window"])
+
+
+def test_a_forced_plan_needs_ranks_all_the_same(setting: Setting) -> None:
+    setting.coordinator.topology = None
+    with pytest.raises(PlanError, match="no plan without ranks"):
+        setting.propose("now", force=True)
+
+
+def profile(**changes: Any) -> Profile:
+    share = np.array([0.6, 0.4])
+    table = TableProfile(
+        "item", 10, 100.0, 10.0, np.array([1, 2]), share, share - 0.1, share + 0.1, np.empty(0), np.empty(0), 2.0, 0.9
+    )
+    return replace(Profile((table,), window_seconds=50.0, lag_messages=5, samples=1000), **changes)
+
+
+OPEN = {
+    "min_samples": 1000, "min_coverage": 0.9, "min_window_seconds": 50.0, "max_lag_messages": 5,
+    "max_sketch_error": 0.401,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("closed", "bound", "said"),
+    [
+        ("samples", {"min_samples": 1001}, "1000 accesses seen"), ("coverage", {"min_coverage": 0.91}, "explains 90%"),
+        ("window", {"min_window_seconds": 50.1}, "span 50 s"), ("lag", {"max_lag_messages": 4}, "5 messages"),
+        ("sketch_error", {"max_sketch_error": 0.39}, "wrong by 40%"),
+    ],
+)  # fmt: skip
+def test_each_gate_closes_by_its_own_key(closed: str, bound: dict[str, float], said: str) -> None:
+    check(gates(profile(), PlannerConfig(**OPEN)))
+    checked = gates(profile(), PlannerConfig(**{**OPEN, **bound}))
+    assert [gate.name for gate in checked if not gate.open] == [closed]
+    with pytest.raises(PlanError, match=said) as error:
+        check(checked)
+    key = next(gate.key for gate in checked if not gate.open)
+    assert key == f"planner.{next(iter(bound))}"
+    assert key in error.value.message
+    assert key in error.value.remedy
+
+
+def test_the_sketch_error_is_a_share() -> None:
+    """Widths of 0.2 each, of rows of 0.6 and 0.4; a row counts no more than itself."""
+    assert sketch_error(profile()) == pytest.approx(0.4)
+    (table,) = profile().tables
+    wild = replace(table, hot_upper=table.hot_upper + 5)
+    assert sketch_error(profile(tables=(wild,))) == 1.0
+    assert sketch_error(profile(tables=(wild, replace(table, weight=0.0)))) == 1.0
+    assert sketch_error(profile(tables=())) == 0.0
+
+
+class QuietDrift:
+    """No drift, or what the test says."""
+
+    reason: str | None = None
+
+    def take_reason(self) -> str | None:
+        reason, self.reason = self.reason, None
+        return reason
+
+
+def auto(it: Setting) -> tuple[AutoPlanner, QuietDrift]:
+    drift = QuietDrift()
+    return AutoPlanner(it.config.planner, it.planning, drift, it.coordinator.live), drift  # type: ignore[arg-type]
+
+
+def test_a_daemon_that_proposes_only_moves_nothing_until_it_is_told(tmp_path: Path) -> None:
+    it = made(tmp_path, auto=False)
+    planner, _ = auto(it)
+    planner.tick()
+    assert it.coordinator.migrations == []
+    (proposal,) = it.planning.proposals.all()
+    assert (proposal.trigger.kind, proposal.dry_run) == (TriggerKind.TOPOLOGY, False)
+    assert it.planning.last_plan is proposal.plan
+    _, execution = it.planning.apply("latest", ANN)
+    assert execution is not None
+    assert execution.trigger is ANN
+
+
+def test_a_daemon_that_may_act_does(setting: Setting) -> None:
+    planner, _ = auto(setting)
+    planner.tick()
+    assert len(setting.coordinator.migrations) == 1
+    assert setting.planning.proposals.all() == ()
+    planner.tick()
+    assert len(setting.coordinator.migrations) == 1
+
+
+def test_why_there_is_no_plan_is_told(tmp_path: Path) -> None:
+    it = Setting(tmp_path, min_spacing_seconds=0.0)
+    it.report()
+    it.see(10)
+    planner, _ = auto(it)
+    planner.tick()
+    assert planner.refusal.startswith("the profile is thin: 10 accesses")
+    assert [gate.name for gate in it.planning.last_gates if not gate.open] == ["samples"]
+    it.see(50_000)
+    time.sleep(0.11)  # the shortest spacing
+    planner.tick()
+    assert planner.refusal == ""
+    assert len(it.coordinator.migrations) == 1
