@@ -1,0 +1,223 @@
+"""Two daemons, one lease: the leader is killed, stopped, resumed and ended while the ranks train on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from flexd_processes import DAEMON_START_SECONDS, free_ports, until
+
+from flexd.demo.options import DemoOptions
+from flexd.demo.processes import DaemonProcess, Ranks
+from flexd.demo.runner import Demo
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+STEPS = 6_000
+"""More than are trained: the ranks are ended with the last test."""
+LEASE_SECONDS = 4.0
+
+
+class Member:
+    """One of the daemons, with a directory and ports of its own; state and lease are shared."""
+
+    def __init__(self, name: str, directory: Path, config: dict[str, Any]) -> None:
+        self.name = name
+        self.control_port, http_port = free_ports(2)
+        config = {
+            **config,
+            "control": {**config["control"], "listen_port": self.control_port},
+            "server": {"port": http_port},
+            "high_availability": {
+                "lease": {"kind": "file"}, "identity": name, "duration_seconds": LEASE_SECONDS, "renew_seconds": 0.5,
+            },
+        }  # fmt: skip
+        own = directory / name
+        own.mkdir()
+        self.config_file = own / "flexd.yaml"
+        self._config = config
+        self.pin([])
+        self.url = f"http://127.0.0.1:{http_port}"
+        self.process = DaemonProcess(self.config_file, self.url, own)
+
+    def pin(self, pins: list[dict[str, Any]]) -> None:
+        """Into the file, for the next reload or start."""
+        config = {**self._config, "planner": {**self._config["planner"], "pins": pins}}
+        self.config_file.write_text(yaml.safe_dump(config))
+
+    def status(self) -> dict[str, Any]:
+        return self.process.status() or {}
+
+    def role(self) -> str:
+        shown = self.status().get("high_availability") or {}
+        return str(shown.get("role", ""))
+
+    def term(self) -> int:
+        return int((self.status().get("high_availability") or {}).get("term", 0))
+
+    def signal(self, number: int) -> None:
+        pid = self.process.pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def kill(self) -> None:
+        if self.process.alive:
+            self.signal(signal.SIGCONT)
+        self.process.kill()
+
+
+class Pair:
+    """Two daemons and two ranks; migrations are so slow that each is met in the middle."""
+
+    def __init__(self, directory: Path) -> None:
+        demo = Demo(DemoOptions(steps=STEPS, batch_size=24, nodes=2, local_ranks=1, out_dir=directory), directory)
+        config = yaml.safe_load((directory / "flexd.yaml").read_text())
+        # Only what is pinned moves, and that slowly: thirty chunks, five a second.
+        config["planner"] |= {"interval_seconds": 3600.0, "min_samples": 20_000, "drift_threshold": None}
+        config["control"] |= {"timeout_seconds": 4.0, "chunk_rows": 16, "throttle": {"bytes_per_second": 10_000}}
+        config["state"]["snapshot_interval_seconds"] = 1.0
+        self._config = config
+        self._pinned = 0
+        self.members = [Member(name, directory, config) for name in ("one", "two")]
+        addresses = ",".join(f"127.0.0.1:{member.control_port}" for member in self.members)
+        replace(demo.setup, control=addresses).save(demo.setup_file)
+        self.members[0].process.start(DAEMON_START_SECONDS)
+        self.ranks = Ranks(demo.setup_file, 2, directory)
+        until(lambda: self.members[0].role() == "leader", 60)
+        self.members[1].process.start(DAEMON_START_SECONDS)
+
+    def close(self) -> None:
+        self.ranks.stop()
+        for member in self.members:
+            member.kill()
+
+    def leader(self) -> Member:
+        return next(member for member in self.members if member.role() == "leader")
+
+    def other(self, member: Member) -> Member:
+        return next(each for each in self.members if each is not member)
+
+    def version(self) -> int:
+        return min(records[-1]["version"] for records in self.ranks.records)
+
+    def steps_on(self, steps: int = 10) -> None:
+        now = self.ranks.step()
+        until(lambda: self.ranks.running() and self.ranks.step() >= now + steps, 60, "training does not go on")
+
+    def same_versions(self) -> bool:
+        """Have all ranks had the same placement version at every step?"""
+        steps = self.ranks.step()
+        versions = [[record["version"] for record in records[:steps]] for records in self.ranks.records]
+        return versions[0] == versions[1]
+
+    def in_the_middle_of_a_migration(self, leader: Member) -> dict[str, Any]:
+        """Makes the leader migrate, and returns when some chunks are applied and others are not."""
+        self._pinned += 1
+        rows = list(range(500 * self._pinned, 500 * self._pinned + 480))
+        pins = [{"table": self._config["tables"][0]["name"], "tier": "NODE", "rows": rows}]
+        for member in self.members:
+            member.pin(pins)
+        assert httpx.post(f"{leader.url}/v1/config/reload", timeout=30).json()["applied"] == ["planner.pins"]
+        until(lambda: httpx.post(f"{leader.url}/v1/replan", json={}, timeout=30).is_success, 60, leader.status)
+
+        def halfway() -> dict[str, Any] | None:
+            migration = leader.status().get("migration") or {}
+            return migration if 2 <= migration.get("chunks_applied", 0) <= 20 else None
+
+        return dict(until(halfway, 60, leader.status))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    pair = Pair(tmp_path_factory.mktemp("pair"))
+    try:
+        until(lambda: pair.ranks.running() and pair.members[0].status().get("ready"), 90, pair.members[0].status)
+        yield pair
+    finally:
+        pair.close()
+
+
+def test_a_standby_says_so_and_refuses_verbs_with_the_leaders_name(pair: Pair) -> None:
+    standby = pair.members[1]
+    assert standby.role() == "standby"
+    shown = standby.status()["high_availability"]
+    assert shown["holder"].startswith("one/")
+    assert httpx.get(f"{standby.url}/healthz").status_code == 200
+    ready = httpx.get(f"{standby.url}/readyz")
+    assert ready.status_code == 503
+    assert "one/" in ready.json()["reasons"][0]
+    for method, path, body in (("POST", "/v1/replan", {}), ("POST", "/v1/pause", {}), ("GET", "/v1/plan", None)):
+        refused = httpx.request(method, standby.url + path, json=body)
+        assert refused.status_code == 503, path
+        assert "one/" in refused.json()["error"]["message"]
+    assert "flexd_leading 0.0" in httpx.get(f"{standby.url}/metrics").text
+    assert "flexd_leading 1.0" in httpx.get(f"{pair.members[0].url}/metrics").text
+
+
+def test_the_standby_takes_over_when_the_leader_is_killed_in_mid_migration(pair: Pair) -> None:
+    leader = pair.leader()
+    heir = pair.other(leader)
+    migration = pair.in_the_middle_of_a_migration(leader)
+    assert migration["state"] == "PUSHING"
+    before = pair.version()
+    generation = leader.status()["topology"]["generation"]
+    leader.process.kill()
+    killed = time.monotonic()
+    until(lambda: heir.role() == "leader", 60, heir.status)
+    leading = time.monotonic()
+    until(lambda: heir.status().get("ready"), 60, heir.status)
+    print(f"killed: leads after {leading - killed:.1f} s, ranks ready after {time.monotonic() - killed:.1f} s")
+    status = heir.status()
+    assert status["topology"]["generation"] == generation, "the journal knows these ranks"
+    assert status["placement"]["version"] >= before
+    assert status["stream"]["problem"] is None
+    until(lambda: pair.version() > before, 60, "the placement goes on from where it was")
+    assert pair.same_versions()
+    leader.process.start(DAEMON_START_SECONDS)
+    until(lambda: leader.role() == "standby", 60, leader.status)
+
+
+def test_a_stopped_leader_is_replaced_and_does_no_harm_when_it_is_resumed(pair: Pair) -> None:
+    leader = pair.leader()
+    heir = pair.other(leader)
+    pair.in_the_middle_of_a_migration(leader)
+    old_term, before = leader.term(), pair.version()
+    leader.signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    until(lambda: heir.role() == "leader" and heir.status().get("ready"), 90, heir.status)
+    print(f"stopped: the ranks follow the next leader after {time.monotonic() - stopped:.1f} s")
+    assert heir.term() > old_term
+    until(lambda: pair.version() > before, 60)
+    resumed_at = pair.ranks.step()
+    leader.signal(signal.SIGCONT)
+    until(lambda: leader.role() == "standby", 60, leader.status)
+    shown = leader.status()["high_availability"]
+    assert shown["holder"].startswith(f"{heir.name}/")
+    until(lambda: pair.ranks.step() > resumed_at + 20, 60)
+    assert heir.role() == "leader"
+    assert heir.status()["ready"]
+    assert pair.same_versions()
+    refused = httpx.post(f"{leader.url}/v1/replan", json={})
+    assert refused.status_code == 503
+
+
+def test_a_leader_that_is_ended_hands_over_without_waiting_for_the_lease(pair: Pair) -> None:
+    leader = pair.leader()
+    heir = pair.other(leader)
+    pair.in_the_middle_of_a_migration(leader)
+    before = pair.version()
+    leader.signal(signal.SIGTERM)
+    until(lambda: not leader.process.alive, 30, leader.status)
+    assert leader.process.exit_code == 0
+    until(lambda: heir.role() == "leader" and heir.status().get("ready"), 60, heir.status)
+    assert heir.status()["placement"]["version"] >= before
+    pair.steps_on()
+    assert pair.same_versions()
