@@ -1,0 +1,222 @@
+"""A real Prometheus scrapes a real daemon, fed by a real broker, while ranks train: rules and dashboards find data."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from dashboards import DASHBOARDS, load, queries
+from flexd_processes import DAEMON_START_SECONDS, free_ports, until
+from ops_tools import ROOT, tool
+
+from flexd.demo.options import DemoOptions
+from flexd.demo.processes import Ranks
+from flexd.demo.runner import Demo
+from flexd.stream.kafka import KafkaSink
+from flexd.stream.kafka_topic import ensure_topic
+
+sys.path.insert(0, str(ROOT / "tools"))
+from tansu_broker import TansuBroker
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+JOB = "flexd-demo"
+INTERVAL = "20s"
+"""Of rates, in place of Grafana's."""
+
+MAY_BE_EMPTY = {
+    ("flexd-stream", "Accesses adjusted"): "no access was late or from the future",
+    ("flexd-stream", "Accesses rejected"): "no good message has a bad access",
+    ("flexd-stream", "Followers"): "a daemon that is alone",
+    ("flexd-stream", "Accesses of followers"): "a daemon that is alone",
+    ("flexd-stream", "Deltas refused"): "a daemon that is alone",
+    ("flexd-control", "Refused"): "nothing was refused; chunks are counted from the start",
+}
+
+
+class Monitored:
+    """Broker, daemon, two ranks and Prometheus; the configuration of the latter is that of deploy/prometheus."""
+
+    def __init__(self, directory: Path) -> None:
+        self._prometheus: subprocess.Popen[bytes] | None = None
+        self.broker = TansuBroker()
+        self.broker.start()
+        try:
+            self._start(directory)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, directory: Path) -> None:
+        options = DemoOptions(
+            nodes=2, local_ranks=1, steps=4_000, batch_size=24, kafka=self.broker.bootstrap_servers, out_dir=directory
+        )
+        self._demo = Demo(options, directory)
+        metrics_port, prometheus_port = free_ports(2)
+        self.target = f"127.0.0.1:{metrics_port}"
+        config_file = directory / "flexd.yaml"
+        config = yaml.safe_load(config_file.read_text())
+        config["planner"] |= {"min_samples": 20_000, "drift_interval_seconds": 1.0}
+        config["server"]["metrics_listen"] = self.target
+        config_file.write_text(yaml.safe_dump(config))
+        setup = self._demo.setup
+        ensure_topic(setup.kafka, setup.topic, partitions=setup.world_size, timeout_seconds=20.0)
+        self.daemon = self._demo.daemon
+        self.daemon.start(DAEMON_START_SECONDS)
+        self.ranks = Ranks(self._demo.setup_file, setup.world_size, directory)
+        self._prometheus = start_prometheus(directory, self.target, prometheus_port)
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{prometheus_port}", timeout=20)
+        # One message that is none, so that rejections have a reason to show.
+        sink = KafkaSink(setup.kafka, setup.topic)
+        sink.send(b"no message of flexd")
+        sink.flush(10.0)
+        sink.close()
+
+    def close(self) -> None:
+        if self._prometheus is not None:
+            self._prometheus.terminate()
+            try:
+                self._prometheus.wait(10)
+            except subprocess.TimeoutExpired:
+                self._prometheus.kill()
+        if hasattr(self, "ranks"):
+            self.ranks.stop()
+        if hasattr(self, "daemon"):
+            self.daemon.kill()
+        self.broker.stop()
+
+    def get(self, path: str, **parameters: str) -> Any:
+        """The ``data`` of an answer of Prometheus."""
+        answer = self._client.get(path, params=parameters)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["data"]
+
+    def answers(self) -> bool:
+        try:
+            return self._client.get("/-/ready").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.get("/api/v1/query", query=expression)["result"]
+        return found
+
+    def value(self, expression: str) -> float:
+        """Of the only series; 0 without any."""
+        found = self.query(expression)
+        return float(found[0]["value"][1]) if found else 0.0
+
+    def page(self) -> str:
+        return httpx.get(f"http://{self.target}/metrics", timeout=20).text
+
+
+def start_prometheus(directory: Path, target: str, port: int) -> subprocess.Popen[bytes]:
+    config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(often_evaluated(file, directory)) for file in config["rule_files"]]
+    (scrape,) = config["scrape_configs"]
+    scrape["static_configs"] = [{"targets": [target]}]
+    file = directory / "prometheus.yml"
+    file.write_text(yaml.safe_dump(config))
+    with (directory / "prometheus.log").open("wb") as log:
+        return subprocess.Popen(
+            [
+                tool("prometheus"), f"--config.file={file}", f"--storage.tsdb.path={directory / 'tsdb'}",
+                f"--web.listen-address=127.0.0.1:{port}",
+            ],
+            stdout=log, stderr=log, env={**os.environ, "GOMAXPROCS": "1"},
+        )  # fmt: skip
+
+
+def often_evaluated(file: str, directory: Path) -> Path:
+    """A copy of a file of rules whose groups have no interval of their own."""
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / file).read_text())
+    for group in rules["groups"]:
+        group.pop("interval", None)
+    (directory / file).write_text(yaml.safe_dump(rules))
+    return directory / file
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
+    tool("prometheus")
+    job = Monitored(tmp_path_factory.mktemp("ops"))
+    try:
+        until(job.answers, 60, "prometheus does not answer")
+        moved = "sum(flexd_migrations_total) > 0 and sum(flexd_plans_total) > 1 and sum(flexd_snapshots_total) > 1"
+        until(lambda: job.ranks.running() and job.query(moved), 120, job.page)
+        # Rates need two samples of a series, and the newest family has just come.
+        scraped = time.time()
+        until(lambda: job.value("min(timestamp(flexd_migrations_total))") > scraped + 2, 60)
+        yield job
+    finally:
+        job.close()
+
+
+def test_every_panel_finds_data(job: Monitored) -> None:
+    empty = {}
+    for query in [query for path in DASHBOARDS for query in queries(load(path))]:
+        if not job.query(query.filled(JOB, ".*", INTERVAL)):
+            empty[query.board, query.panel] = query.expression
+    assert {panel: text for panel, text in empty.items() if panel not in MAY_BE_EMPTY} == {}
+
+
+def test_variables_of_the_dashboards_have_values(job: Monitored) -> None:
+    assert job.get("/api/v1/label/training_job/values") == [JOB]
+    (series,) = job.query(f'flexd_build_info{{training_job="{JOB}"}}')
+    assert series["metric"]["instance"] == job.target
+
+
+def test_what_is_shown_is_what_happens(job: Monitored) -> None:
+    """A query may find data and still mean nothing: the figures that people look at first are compared."""
+    status = job.daemon.status()
+    assert status is not None
+    assert job.value("flexd_ready") == float(status["ready"]) == 1.0
+    assert job.value("flexd_control_ranks_ready") == 2
+    assert job.value("flexd_ingest_accesses_total") > 10_000
+    assert job.value(f'sum(increase(flexd_training_sent_bytes_total{{link="inter"}}[{INTERVAL}]))') > 0
+    assert job.value('flexd_placement_rows{tier="device"} + ignoring(tier) flexd_placement_rows{tier="node"}') > 0
+    rejected = job.query("sum by (reason) (flexd_ingest_rejected_messages_total)")
+    assert [float(series["value"][1]) for series in rejected] == [1.0]
+
+
+def test_rules_are_evaluated_and_a_healthy_job_alarms_nobody(job: Monitored) -> None:
+    until(
+        lambda: all(
+            rule["health"] == "ok" for group in job.get("/api/v1/rules")["groups"] for rule in group["rules"]
+        ),
+        30,
+        lambda: json.dumps(job.get("/api/v1/rules"))[:3000],
+    )  # fmt: skip
+    rules = [rule for group in job.get("/api/v1/rules")["groups"] for rule in group["rules"]]
+    assert len(rules) > 25
+    assert [alert for alert in job.get("/api/v1/alerts")["alerts"] if alert["state"] == "firing"] == []
+    for name in {rule["name"] for rule in rules if rule["type"] == "recording"} - {
+        "flexd:ingest_rejected_accesses:ratio_rate10m"
+    }:
+        until(lambda name=name: job.query(name), 60, name)
+
+
+def test_promtool_takes_the_page(job: Monitored) -> None:
+    done = subprocess.run(
+        [tool("promtool"), "check", "metrics"], input=job.page(), capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_daemon_that_is_gone_is_noticed(job: Monitored) -> None:
+    """Last: nothing runs after it."""
+    job.daemon.kill()
+    until(lambda: job.value('up{job="flexd"}') == 0, 30)
+    pending = 'ALERTS{alertname="FlexdDown", alertstate="pending"}'
+    until(lambda: job.query(pending), 30, lambda: job.get("/api/v1/alerts"))
