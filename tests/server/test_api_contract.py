@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import schemathesis
+from api_contract import RESPONSE_CHECKS, asks_for_something, for_every_request, operations_of
 from fake_daemon import FakeDaemon
-from hypothesis import HealthCheck, Phase, given, settings
-from schemathesis import GenerationMode, checks
+from schemathesis import checks
 
 from flexd.config.server import ServerConfig, TokenConfig
 from flexd.errors import (
@@ -35,10 +34,6 @@ ERRORS: list[Exception | None] = [
     None, ApiError("x", status=409), ApiError("x", status=503), ConfigError("x"), ControlError("x"),
     PlacementError("x"), PlanError("x"), SnapshotError("x"), StreamError("x"), TopologyError("x"),
 ]  # fmt: skip
-EXAMPLES = settings(
-    max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate], derandomize=True, database=None,
-    suppress_health_check=list(HealthCheck),
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -70,24 +65,12 @@ def bearer(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
 
 
-def operations() -> list[Any]:
+def document() -> dict[str, Any]:
     fake = FakeDaemon()
-    schema = schemathesis.openapi.from_dict(create_app(fake, Metrics(lambda: fake.figures)).openapi())
-    return [found.ok() for found in schema.get_all_operations()]
+    return create_app(fake, Metrics(lambda: fake.figures)).openapi()
 
 
-OPERATIONS = operations()
-
-
-def asks_for_something(operation: Any) -> bool:
-    return bool(operation.query or operation.path_parameters or operation.body)
-
-
-def for_every_request(operation: Any, check: Callable[[Any], None]) -> None:
-    """Requests as the document has them, and others, as far as there is anything to get wrong."""
-    for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-        if mode is GenerationMode.POSITIVE or asks_for_something(operation):
-            EXAMPLES(given(operation.as_strategy(generation_mode=mode))(lambda case: check(case)))()
+OPERATIONS = operations_of(document())
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
@@ -105,12 +88,7 @@ def test_no_fault_and_no_undocumented_answer(operation: Any, url: str, fake: Fak
         statuses.add(response.status_code)
         case.validate_response(
             response,
-            checks=[
-                checks.status_code_conformance,
-                checks.content_type_conformance,
-                checks.response_schema_conformance,
-                checks.response_headers_conformance,
-            ],
+            checks=RESPONSE_CHECKS,
         )
         assert response.status_code < 500 or (response.status_code == 503 and fake.error is not None)
 
