@@ -1,0 +1,167 @@
+"""Daemons in this process that share a lease in a directory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from flexd_processes import until
+
+from flexd.config.load import parse_config
+from flexd.config.model import Config
+from flexd.daemon.availability import AvailableDaemon, make_register
+from flexd.daemon.terms import open_term
+from flexd.errors import ConfigError, LeaseError
+from flexd.lease.file_register import FileLeaseRegister
+from flexd.lease.lease import Lease
+
+SECONDS = 1.5
+
+
+def _config(directory: Path, **sections: Any) -> Config:
+    return parse_config(
+        {
+            "job": "j",
+            "tables": [{"name": "item", "rows": 3_000, "dim": 4}],
+            "stream": {"source": {"kind": "synthetic", "accesses_per_second": 20_000}, "poll_seconds": 0.05},
+            "sketch": {"memory_bytes": 2**22},
+            "control": {"listen_port": 0},
+            "server": {"port": 0},
+            "state": {"dir": str(directory), "snapshot_interval_seconds": 3600.0},
+            "high_availability": {
+                "lease": {"kind": "file"}, "identity": "me", "duration_seconds": SECONDS, "renew_seconds": 0.1,
+            },
+            **sections,
+        }
+    )  # fmt: skip
+
+
+class Running:
+    def __init__(self, config: Config) -> None:
+        self.daemon = AvailableDaemon(config)
+        self.daemon.start()
+        self.ended: bool | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.ended = self.daemon.run_until_stopped()
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.daemon.address + path, timeout=20)
+
+    def status(self) -> Any:
+        return self.get("/v1/status").json()
+
+    def stop(self) -> None:
+        self.daemon.ask_to_stop()
+        self._thread.join(40)
+        assert self.ended is True
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[Config], Running]]:
+    made: list[Running] = []
+
+    def make(config: Config) -> Running:
+        made.append(Running(config))
+        return made[-1]
+
+    yield make
+    for running in made:
+        running.stop()
+
+
+def test_the_lease_decides_who_leads_and_is_given_back(start: Callable[[Config], Running], tmp_path: Path) -> None:
+    one = start(_config(tmp_path))
+    until(lambda: one.daemon.leads)
+    two = start(_config(tmp_path))
+    assert one.status()["high_availability"]["role"] == "leader"
+    shown = two.status()
+    assert shown["high_availability"]["role"] == "standby"
+    until(lambda: (two.status()["high_availability"]["holder"] or "").startswith("me/"))
+    assert shown["ready"] is False
+    for path in ("/v1/plan", "/v1/explain?table=item", "/v1/tables", "/v1/proposals", "/v1/throttle"):
+        refused = two.get(path)
+        assert refused.status_code == 503, path
+        assert "standby" in refused.json()["error"]["message"]
+    assert (two.get("/healthz").status_code, two.get("/readyz").status_code) == (200, 503)
+    until(lambda: one.status()["stream"]["accesses"] > 1_000)
+    one.stop()
+    until(lambda: two.daemon.leads)
+    assert two.status()["high_availability"]["term"] == 2
+    assert sorted(path.name for path in tmp_path.glob("term-*")) == ["term-0000000001", "term-0000000002"]
+    assert list((tmp_path / "term-0000000002" / "snapshots").glob("*.flexd")), "it goes on from the last snapshot"
+    page = two.get("/metrics").text
+    assert "flexd_leading 1.0" in page
+    assert "flexd_lease_term 2.0" in page
+
+
+def test_a_leader_whose_lease_is_taken_stands_by(start: Callable[[Config], Running], tmp_path: Path) -> None:
+    running = start(_config(tmp_path))
+    until(lambda: running.daemon.leads)
+    thief = FileLeaseRegister(tmp_path / "lease")
+
+    def steal() -> bool:
+        seen = thief.read()
+        return thief.replace(seen, "thief", 7, SECONDS) is not None
+
+    until(steal)
+    until(lambda: not running.daemon.leads)
+    shown = running.status()["high_availability"]
+    assert (shown["role"], shown["depositions"]) == ("standby", 1)
+    until(lambda: running.daemon.leads)
+    assert running.status()["high_availability"]["term"] == 8, "once the thief has been silent for long enough"
+
+
+def test_a_lease_that_cannot_be_renewed_ends_by_the_clock(
+    start: Callable[[Config], Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = start(_config(tmp_path))
+    until(lambda: running.daemon.leads)
+
+    def broken(*_: object) -> None:
+        raise LeaseError("the volume is gone")
+
+    monkeypatch.setattr(FileLeaseRegister, "replace", broken)
+    until(lambda: not running.daemon.leads)
+    assert running.status()["high_availability"]["problem"] == "the volume is gone"
+    assert any("the volume is gone" in reason for reason in running.get("/readyz").json()["reasons"])
+    monkeypatch.undo()
+    until(lambda: running.daemon.leads)
+    assert running.status()["high_availability"]["term"] == 2
+
+
+def test_a_daemon_that_cannot_lead_leaves_the_lease_to_others(
+    start: Callable[[Config], Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "plans.jsonl").write_text("{}\n")
+    with monkeypatch.context() as patched:
+        patched.setattr("flexd.daemon.terms.shutil.copyfileobj", full)
+        running = start(_config(tmp_path))
+        until(lambda: "No space left" in (running.status()["high_availability"]["problem"] or ""))
+        assert not running.daemon.leads
+        other = Lease(FileLeaseRegister(tmp_path / "lease"), "other", SECONDS)
+        until(other.attempt)
+    assert running.get("/healthz").status_code == 200
+
+
+def test_terms_go_on_where_the_state_directory_has_seen_higher_ones(
+    start: Callable[[Config], Running], tmp_path: Path
+) -> None:
+    open_term(tmp_path, 41)
+    running = start(_config(tmp_path))
+    until(lambda: running.daemon.leads)
+    assert running.status()["high_availability"]["term"] == 42
+
+
+def test_without_a_lease_there_is_no_register(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kind: none"):
+        make_register(_config(tmp_path, high_availability={}))
