@@ -19,6 +19,7 @@ from flexd.errors import ConfigError
 from flexd.server.answers import ErrorBody
 from flexd.server.config_report import ConfigReport, ReloadReport
 from flexd.server.explain_report import Explanation
+from flexd.server.migration_history import AbortResult, MigrationDetail, MigrationList
 from flexd.server.plan_report import PlanReport
 from flexd.server.planning_report import ProposalList
 from flexd.server.rank_report import RankPage
@@ -65,6 +66,8 @@ class DaemonAddress:
             raise ConfigError("a URL and a socket of the daemon are given", remedy="give one of them")
         if socket is not None:
             return DaemonAddress("http://flexd", socket)
+        # Imported where it is used: it brings a command line of its own, and `flexd run` needs neither.
+
         url = url or DEFAULT_URL
         try:
             parsed = httpx.URL(url)
@@ -142,6 +145,17 @@ class DaemonClient:
         body = {"bytes_per_step": bytes_per_step, "bytes_per_second": bytes_per_second, "adaptive": adaptive}
         return self._call("POST", "/v1/throttle", ThrottleStatus, ANSWER_SECONDS, body)
 
+    def migrations(self, limit: int, state: str | None) -> MigrationList:
+        query = {"limit": str(limit)} | ({} if state is None else {"state": state})
+        return self._call("GET", f"/v1/migrations?{urlencode(query)}", MigrationList, ANSWER_SECONDS)
+
+    def migration(self, migration_id: str) -> MigrationDetail:
+        return self._call("GET", f"/v1/migrations/{quote(migration_id, safe='')}", MigrationDetail, ANSWER_SECONDS)
+
+    def abort(self, *, rollback: bool, reason: str, wait_seconds: float, who: str) -> AbortResult:
+        body = {"rollback": rollback, "reason": _checked(reason), "wait_seconds": wait_seconds, "who": who}
+        return self._call("POST", "/v1/abort", AbortResult, ANSWER_SECONDS + wait_seconds, body)
+
     def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
         body = {"reason": _checked(reason), "wait_seconds": wait_seconds, "force": force, "who": who}
         return self._call("POST", "/v1/replan", ReplanResult, PLAN_SECONDS + wait_seconds, body)
@@ -173,6 +187,7 @@ class DaemonClient:
 
     def _exchange(self, method: str, path: str, seconds: float, body: dict[str, Any] | None) -> tuple[int, bytes]:
         """(HTTP status, body) within ``seconds``."""
+
         deadline = time.monotonic() + seconds
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
         # No proxies: the address is this machine, whatever the environment says of others.

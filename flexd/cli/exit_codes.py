@@ -57,9 +57,11 @@ _OUTCOMES: dict[str, ExitCode] = {
     "failed": ExitCode.REFUSED,
     "aborted": ExitCode.REFUSED,
     "superseded": ExitCode.REFUSED,
+    "ended": ExitCode.REFUSED,
+    "rollback_failed": ExitCode.REFUSED,
 }
 
 
 def exit_code_of_outcome(outcome: str) -> ExitCode:
-    """Of a ``ReplanResult``."""
+    """Of a ``ReplanResult`` or an ``AbortResult``."""
     return _OUTCOMES.get(outcome, ExitCode.OK)

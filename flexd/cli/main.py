@@ -15,6 +15,7 @@ from flexd.cli import (
     doctor_command,
     explain_command,
     inspect_commands,
+    migration_commands,
     planning_commands,
     probe_command,
     produce_command,
@@ -46,6 +47,7 @@ table_commands.add_to(app)
 app.command("explain")(explain_command.explain)
 app.command("replan")(control_commands.replan)
 planning_commands.add_to(app)
+migration_commands.add_to(app)
 app.command("pause")(control_commands.pause)
 app.command("resume")(control_commands.resume)
 app.command("reload")(reload_command.reload)

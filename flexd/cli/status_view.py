@@ -62,6 +62,15 @@ def migration_facts(migration: MigrationReport) -> tuple[tuple[str, str], ...]:
         ),
         ("bytes", units.size(migration.bytes)),
     ]
+    if migration.who:
+        facts.insert(1, ("why", f"{migration.reason or migration.trigger or units.UNKNOWN} ({migration.who})"))
+    if migration.last_version or migration.base_version:
+        facts.append(("versions", f"{migration.base_version} -> {migration.last_version or migration.base_version}"))
+    if migration.steps:
+        steps = ", ".join(f"{step.name} {units.share(step.completion)}" for step in migration.steps)
+        facts.append(("steps", steps))
+    if migration.eta_seconds is not None:
+        facts.append(("left", f"{units.age(migration.eta_seconds)} at the present rate"))
     if migration.problem:
         facts.append(("problem", migration.problem))
     return tuple(facts)

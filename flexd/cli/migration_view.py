@@ -1,0 +1,89 @@
+"""The history of migrations as people read it."""
+
+from __future__ import annotations
+
+from flexd.cli import units
+from flexd.cli.status_view import migration_facts
+from flexd.cli.view import Block, Facts, Sentences, Table
+from flexd.server.migration_history import AbortResult, MigrationDetail, MigrationEntry, MigrationList, TransitionReport
+
+_NUMBERS = frozenset(("rows", "bytes", "took"))
+_TRANSITION_NUMBERS = frozenset(("pushed", "applied", "version"))
+
+
+def history_blocks(history: MigrationList) -> list[Block]:
+    blocks: list[Block] = []
+    if history.migrations:
+        columns = ("when", "migration", "who", "state", "rows", "bytes", "took", "reason")
+        blocks.append(Table("", columns, tuple(_row(entry) for entry in history.migrations), _NUMBERS))
+    else:
+        blocks.append(Sentences("", ("no migration is kept",)))
+    if history.problem:
+        blocks.append(Facts("", (("problem", history.problem),)))
+    return blocks
+
+
+def detail_blocks(migration: MigrationDetail) -> list[Block]:
+    columns = ("when", "event", "state", "pushed", "applied", "version", "reason")
+    rows = tuple(_transition(each) for each in migration.transitions)
+    return [_head(migration), Table("transitions", columns, rows, _TRANSITION_NUMBERS)]
+
+
+def abort_blocks(result: AbortResult) -> list[Block]:
+    blocks: list[Block] = [Sentences("", (f"{result.outcome.replace('_', ' ')}: {result.message}",))]
+    blocks.append(Facts("migration", migration_facts(result.migration)))
+    if result.rollback is not None:
+        blocks.append(Facts("rollback", migration_facts(result.rollback)))
+    return blocks
+
+
+def _row(entry: MigrationEntry) -> tuple[str, ...]:
+    return (
+        units.when(entry.created_unix_seconds),
+        entry.migration_id,
+        entry.who or units.UNKNOWN,
+        entry.state,
+        _of(entry.rows_applied, entry.rows),
+        units.size(entry.bytes),
+        units.age(entry.seconds),
+        _words(entry),
+    )
+
+
+def _words(entry: MigrationEntry) -> str:
+    words = f"{entry.trigger}: {entry.reason}" if entry.trigger and entry.reason != entry.trigger else entry.reason
+    return f"{words} ({entry.problem})" if entry.problem else words
+
+
+def _of(applied: int, rows: int) -> str:
+    return units.count(applied) if applied == rows else f"{units.count(applied)} of {units.count(rows)}"
+
+
+def _head(migration: MigrationDetail) -> Facts:
+    facts = [
+        ("migration", migration.migration_id),
+        ("plan", migration.plan_id + (f" after {migration.parent_plan_id}" if migration.parent_plan_id else "")),
+        ("who", migration.who or units.UNKNOWN),
+        ("reason", _words(migration.model_copy(update={"problem": None})) or units.UNKNOWN),
+        ("state", migration.state + ("" if migration.settled else ", chunks are on their way")),
+        ("rows", f"{_of(migration.rows_applied, migration.rows)} applied, {units.count(migration.rows_pushed)} pushed"),
+        ("chunks", f"{units.count(migration.chunks_applied)} applied, {units.count(migration.chunks_pushed)} pushed"),
+        ("bytes", f"{units.size(migration.bytes)} copied, {units.size(migration.pushed_bytes)} pushed to each rank"),
+        ("versions", f"{migration.base_version} -> {migration.last_version or migration.base_version}"),
+        ("took", units.age(migration.seconds)),
+    ]
+    if migration.problem:
+        facts.append(("problem", migration.problem))
+    return Facts("", tuple(facts))
+
+
+def _transition(each: TransitionReport) -> tuple[str, ...]:
+    return (
+        units.when(each.unix_seconds),
+        each.event or "submitted",
+        f"{each.before} -> {each.after}" if each.before else each.after,
+        units.count(each.rows_pushed),
+        units.count(each.rows_applied),
+        units.count(each.version),
+        each.reason,
+    )
