@@ -85,7 +85,8 @@ def connect(
     """Starts the agent of this rank; returns at once, whether the daemon is there or not.
 
     Args:
-        address: "host:port" of the daemon's control channel; default from ``FLEXD_CONTROL``.
+        address: "host:port" of the daemon's control channel, several separated by commas where several may lead (each
+            name is looked up again at every reconnect); default from ``FLEXD_CONTROL``.
         job: as in the daemon's configuration.
         attempt: equal on all ranks and new for every launch of the job; default: torchrun's run id and restart count,
             or else a random one agreed with rank 0 (collective).
