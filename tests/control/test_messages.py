@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ranks_in_threads import SECRET, step_report
 
@@ -49,6 +49,7 @@ def test_every_kind_is_covered() -> None:
 
 
 @given(at=st.integers(0, 10_000), flip=st.integers(1, 255))
+@example(at=64, flip=1)
 @settings(max_examples=100, deadline=None)
 def test_a_changed_byte_is_refused_unread(at: int, flip: int) -> None:
     data = bytearray(m.Signer(SECRET).seal(EVERY_KIND[1]).encode())
