@@ -39,6 +39,8 @@ def run(
     """
     # Until the daemon has its own handlers: process 1 of a container has no default action, and would lose the signal.
     signal.signal(signal.SIGTERM, _end_quietly)
+    # Whoever has changed the file already finds it read; the default action is to end.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     checked = load_config(config)
     from flexd.daemon import run_daemon
 

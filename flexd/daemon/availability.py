@@ -29,7 +29,6 @@ from flexd.daemon.service import HEALTHY_TICK_SECONDS, TICK_SECONDS, Daemon
 from flexd.daemon.standby import Standby
 from flexd.daemon.terms import highest_term, open_term
 from flexd.errors import ApiError, ConfigError, FlexdError
-from flexd.faults import fault_point
 from flexd.lease.file_register import FileLeaseRegister
 from flexd.lease.keeper import LeaseKeeper
 from flexd.lease.kubernetes import KubernetesLeaseRegister
@@ -128,7 +127,8 @@ class AvailableDaemon:
             else:
                 self._depositions += 1
                 logger.warning("term %d is over: %s", self._term, self._standby.reason)
-                self._stand_down(self._config.shutdown_seconds)
+                # The loop does not tick meanwhile, and that must not look like a fault.
+                self._stand_down(min(self._config.shutdown_seconds, HEALTHY_TICK_SECONDS / 2))
         seconds = self._config.shutdown_seconds
         ended = self._stand_down(seconds * (1 - _SHARE_LEASE - _SHARE_SERVER))
         # Only now: whoever takes over finds the last snapshot, and nobody who still writes.
@@ -140,7 +140,6 @@ class AvailableDaemon:
     def _lead(self, term: int) -> None:
         lease = self._keeper.lease
         try:
-            fault_point("lease.acquired")
             leadership = Leadership(open_term(self._state_dir, term), term, lambda: lease.holds(term))
             with self._turn:
                 daemon = Daemon(self._config, leadership)
