@@ -8,10 +8,10 @@ import pytest
 from ranks_in_threads import target
 
 from flexd.control.journal import PlacementJournal, Segment
-from flexd.control.migration import Migration
+from flexd.control.migration import ChunkedDelta, Migration, MigrationStep
 from flexd.control.migration_states import FINAL_STATES, TRANSITIONS, MigrationEvent, MigrationState
 from flexd.control.pusher import ChunkPusher
-from flexd.errors import ControlError
+from flexd.errors import ControlError, IllegalTransitionError
 from flexd.placement import Placement
 
 
@@ -152,3 +152,118 @@ def test_the_next_migration_starts_from_what_is_sure_to_be_applied(tmp_path: Pat
     it.pusher.begin_epoch(1, it.journal.placement_at(1).digest())
     assert it.push_all() == [2]
     assert it.journal.placement_at(2).digest() == target(2, 30).digest()
+
+
+def _applied(migration: Migration, rows: int) -> None:
+    migration.count(chunks_pushed=1, rows_pushed=rows, rows_agreed=rows, rows_applied=rows)
+
+
+def test_progress_has_steps_and_the_time_left_at_the_measured_rate() -> None:
+    now = [100.0]
+    chunks = ChunkedDelta(target(1, 50).delta_to(Placement.empty()).chunks(10), rows=50, bytes_to_copy=3200)
+    migration = Migration("p", lambda _: chunks, clock=lambda: now[0])
+    assert migration.progress.eta_seconds is None
+    assert [step.completion for step in migration.progress.steps] == [0.0, 0.0, 0.0, 0.0]
+    migration.fire(MigrationEvent.START)
+    migration.begin(Placement.empty(7))
+    progress = migration.progress
+    assert (progress.rows, progress.bytes_to_copy, progress.base_version) == (50, 3200, 7)
+    assert (progress.share, progress.eta_seconds) == (0.0, None)
+    now[0] += 2.0
+    _applied(migration, 10)
+    assert migration.progress.eta_seconds == pytest.approx(8.0), "10 rows in 2 s, 40 are left"
+    now[0] += 2.0
+    assert migration.progress.eta_seconds == pytest.approx(16.0), "silence is slow, too"
+    migration.count(chunks_pushed=1, rows_pushed=20)
+    assert {step.name: step.completion for step in migration.progress.steps} == {
+        "wait": 1.0,
+        "push": 0.6,
+        "agree": 0.2,
+        "apply": 0.2,
+    }
+    for _ in range(100):
+        now[0] += 1.0
+        migration.count(rows_applied=0)
+    now[0] += 1.0
+    _applied(migration, 20)
+    # The rate is of the last RATE_SECONDS, not of the whole life: 20 rows in about 30 s.
+    assert migration.progress.eta_seconds == pytest.approx(20 * 31 / 20, rel=0.1)
+    migration.fire(MigrationEvent.ABORT)
+    assert migration.progress.eta_seconds is None
+    assert migration.progress.steps[-1] == MigrationStep("stop", pytest.approx(30 / 50))
+
+
+def test_an_illegal_transition_is_counted_and_the_next_migration_runs(tmp_path: Path) -> None:
+    it = Pushed(tmp_path)
+    broken = Migration("p", lambda p: p.delta_to(target(1, 30)).chunks(10))
+    it.pusher.submit(broken)
+    it.pusher.next_chunk(1)
+    # Somebody else has moved it on.
+    broken.fire(MigrationEvent.FAIL, "behind the pusher's back")
+    with pytest.raises(IllegalTransitionError, match="no fail in state failed"):
+        it.pusher.fail_active("refused")
+    assert it.pusher.illegal_transitions == 1
+    it.pusher.acknowledge(1, 1)
+    newer = Migration("q", lambda p: p.delta_to(target(2, 30)).chunks(100))
+    it.pusher.submit(newer)
+    assert it.push_all() == [2]
+    it.pusher.acknowledge(2, 2)
+    it.push_all()
+    assert newer.state is MigrationState.COMMITTED
+
+
+def test_an_abort_waits_for_the_chunks_on_their_way_and_pushes_none(tmp_path: Path) -> None:
+    it = Pushed(tmp_path, window=2)
+    migration = Migration("p", lambda p: p.delta_to(target(1, 50)).chunks(10))
+    newer = Migration("q", lambda p: p.delta_to(target(2, 30)).chunks(100))
+    it.pusher.submit(migration)
+    assert it.push_all() == [1, 2]
+    migration.abort("enough")
+    it.pusher.submit(newer)
+    assert it.push_all() == []
+    assert (migration.state, newer.state) == (MigrationState.ABORTING, MigrationState.PENDING)
+    it.pusher.acknowledge(2, 1)
+    assert it.push_all() == []
+    assert migration.state is MigrationState.ABORTING
+    it.pusher.acknowledge(2, 2)
+    assert it.push_all() == [3]
+    assert migration.state is MigrationState.ABORTED
+    assert "stopped at version 2, 20 rows applied" in migration.reason
+    assert it.journal.placement_at(3).digest() == target(2, 30).digest()
+
+
+@pytest.mark.parametrize("agreed", range(3))
+def test_chunks_of_an_aborted_migration_that_are_void_are_not_pushed_again(tmp_path: Path, agreed: int) -> None:
+    it = Pushed(tmp_path, window=2)
+    migration = Migration("p", list(Placement.empty().delta_to(target(1, 50)).chunks(10)))
+    it.pusher.submit(migration)
+    assert it.push_all() == [1, 2]
+    migration.abort("enough")
+    it.pusher.end_early()
+    assert migration.state is MigrationState.ABORTING
+    it.pusher.begin_epoch(agreed, it.journal.placement_at(agreed).digest())
+    it.pusher.acknowledge(agreed, agreed)
+    assert it.push_all() == []
+    assert migration.state is MigrationState.ABORTED
+    progress = migration.progress
+    assert (progress.rows_pushed, progress.rows_applied, progress.last_version) == (10 * agreed, 10 * agreed, agreed)
+    assert f"stopped at version {agreed}, {10 * agreed} of 50 rows applied" in migration.reason
+    assert it.pusher.take_news()[-1].transition is None
+
+
+def test_figures_are_final_when_the_last_chunk_is(tmp_path: Path) -> None:
+    it = Pushed(tmp_path, window=3)
+    older = Migration("p", lambda p: p.delta_to(target(1, 50)).chunks(10))
+    it.pusher.submit(older)
+    assert it.push_all() == [1, 2, 3]
+    it.pusher.submit(Migration("q", []))
+    it.push_all()
+    assert older.state is MigrationState.SUPERSEDED
+    assert not [news for news in it.pusher.take_news() if news.transition is None]
+    it.pusher.acknowledge(3, 2)
+    assert it.pusher.take_news() == []
+    it.pusher.acknowledge(3, 3)
+    (settled,) = it.pusher.take_news()
+    assert (settled.migration, settled.transition, older.progress.rows_applied) == (older, None, 30)
+    it.pusher.stop("the end")
+    assert not [news for news in it.pusher.take_news() if news.migration is older]

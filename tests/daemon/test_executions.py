@@ -1,0 +1,178 @@
+"""Abort and rollback over real inboxes and a real channel, and what is written of them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "control"))
+
+from ranks_in_threads import SECRET, TABLES, Ranks, same_content, target, until
+
+from flexd.config.links import ControlConfig
+from flexd.control.coordinator import ControlOptions, Coordinator
+from flexd.control.journal import PlacementJournal
+from flexd.control.migration_states import MigrationState
+from flexd.daemon.executions import Execution, Executions
+from flexd.daemon.migration_verbs import MigrationVerbs
+from flexd.daemon.plan_log import PlanLog
+from flexd.daemon.triggers import Trigger, TriggerKind
+from flexd.errors import ApiError
+from flexd.history.history import MigrationHistory
+from flexd.layout import RankLayout
+from flexd.placement import Placement
+from flexd.planner.limits import SlotBudgets
+
+LAYOUT = RankLayout(2, 1)
+SECONDS = 30.0
+
+
+class Setting:
+    """Executions over a coordinator, with ranks in threads; plans are made of placements alone."""
+
+    def __init__(self, directory: Path) -> None:
+        self.history = MigrationHistory(directory / "migrations.sqlite", 100)
+        self.history.start()
+        self.journal = PlacementJournal(directory / "placement")
+        options = ControlOptions(
+            "job", listen_port=0, secret=SECRET, timeout_seconds=4.0, tick_seconds=0.005, window_chunks=1
+        )
+        self.coordinator = Coordinator(options, TABLES, self.journal, on_migration=self.history.record)
+        self.coordinator.start()
+        self.log = PlanLog(directory / "plans.jsonl")
+        self.executions = Executions(
+            ControlConfig(chunk_rows=10, chunk_bytes=2**30), TABLES, self.coordinator, self.log
+        )
+        self.by_hand: list[bool] = []
+        auto: Any = SimpleNamespace(by_hand=lambda executed: self.by_hand.append(executed))
+        self.stopping = threading.Event()
+        self.verbs = MigrationVerbs(self.executions, self.history, self.coordinator, auto, self.stopping)
+
+    def ready(self) -> bool:
+        live = self.coordinator.live()
+        return live is not None and live.ready
+
+    def start(self, name: str, wanted: Placement, who: str = "ada") -> Execution:
+        live = self.coordinator.live()
+        assert live is not None
+        plan: Any = SimpleNamespace(
+            plan_id=name, parent_id="before", target=wanted, gains=np.ones(len(wanted)), topology_generation=1,
+            budgets=SlotBudgets(TABLES, LAYOUT, live.replica_slots), delta=range(len(wanted)), migration_bytes=0,
+            created_unix_seconds=1.0, profile_generation=1, promotions=len(wanted), demotions=0,
+            summary=lambda: {"replication": {"words": []}},
+        )  # fmt: skip
+        return self.executions.start(plan, Trigger(TriggerKind.MANUAL, f"reason of {name}", who), (), live)
+
+    def some_applied(self, execution: Execution) -> None:
+        until(lambda: execution.migration.progress.chunks_applied > 3, SECONDS)
+
+    def states(self, migration_id: str) -> list[str]:
+        return [each.after for each in self.verbs.migration(migration_id).transitions]
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Iterator[Setting]:
+    made = Setting(tmp_path)
+    yield made
+    made.coordinator.stop(15)
+    made.journal.close()
+    assert made.history.stop(15)
+
+
+def test_an_abort_stops_at_a_chunk_and_says_where(setting: Setting) -> None:
+    with Ranks(setting.coordinator.port, LAYOUT) as ranks:
+        until(setting.ready, SECONDS, ranks.state())
+        execution = setting.start("p1", target(1))
+        setting.some_applied(execution)
+        result = setting.verbs.abort(rollback=False, reason="too slow", wait_seconds=SECONDS, who="ann")
+        progress = execution.migration.progress
+        assert (result.outcome, progress.state) == ("stopped", MigrationState.ABORTED)
+        assert 30 < progress.rows_applied == progress.rows_pushed < 600
+        assert result.placement_version == progress.last_version == progress.chunks_applied
+        where = f"{progress.rows_applied} of 600 rows applied"
+        assert where in result.message
+        assert where in execution.migration.reason
+        assert f"version {progress.last_version}" in execution.migration.reason
+        until(lambda: all(len(each) == progress.rows_applied for each in ranks.placements), SECONDS)
+        # A prefix of the plan: every row that moved is where the plan wants it.
+        assert all(np.array_equal(p.tiers, target(1).tiers_of(p.keys)) for p in ranks.placements)
+        assert same_content(ranks.history)
+        assert setting.by_hand == [True], "the interval begins anew"
+        shown = setting.verbs.migration("p1")
+        assert (shown.who, shown.parent_plan_id, shown.trigger) == ("ada", "before", "manual")
+        until(lambda: setting.verbs.migration("p1").settled, SECONDS)
+        assert setting.verbs.migration("latest").rows_applied == progress.rows_applied
+        assert setting.states("p1") == ["PENDING", "PUSHING", "ABORTING", "ABORTED"]
+        with pytest.raises(ApiError, match="no migration is under way") as refused:
+            setting.verbs.abort(rollback=True, reason="", wait_seconds=0, who="")
+        assert refused.value.status == 409
+
+
+def test_a_rollback_returns_to_where_the_migration_started(setting: Setting) -> None:
+    with Ranks(setting.coordinator.port, LAYOUT) as ranks:
+        until(setting.ready, SECONDS, ranks.state())
+        first = target(1, 60)
+        assert setting.start("p1", first).migration.wait(SECONDS) is MigrationState.COMMITTED
+        second = setting.start("p2", target(2))
+        setting.some_applied(second)
+        result = setting.verbs.abort(rollback=True, reason="worse", wait_seconds=SECONDS, who="ann")
+        assert result.outcome == "rolled_back", result
+        assert ranks.all_at(first)
+        assert same_content(ranks.history)
+        assert result.rollback is not None
+        assert (result.rollback.migration_id, result.rollback.parent_plan_id) == ("p2.rollback", "p2")
+        assert result.rollback.rows_applied >= result.migration.rows_applied > 0
+        until(lambda: setting.executions.live_plan_id == "p2.rollback", SECONDS)
+        assert setting.executions.migrations == {"committed": 2, "aborted": 1}
+        assert [entry["plan_id"] for entry in setting.log.entries] == ["p1", "p2", "p2.rollback"]
+        assert [entry.migration_id for entry in setting.verbs.migrations(10, None).migrations] == [
+            "p2.rollback",
+            "p2",
+            "p1",
+        ]
+        assert [entry.migration_id for entry in setting.verbs.migrations(10, "ABORTED").migrations] == ["p2"]
+        back = setting.verbs.migration("p2.rollback")
+        assert (back.who, back.reason) == ("ann", "rollback of p2: worse")
+
+
+def test_what_waits_behind_an_aborted_migration_is_not_started(setting: Setting) -> None:
+    with Ranks(setting.coordinator.port, LAYOUT) as ranks:
+        until(setting.ready, SECONDS, ranks.state())
+        ranks.moving.clear()
+        running = setting.start("p1", target(1))
+        until(lambda: running.migration.progress.chunks_pushed > 0, SECONDS)
+        waiting = setting.start("p2", target(2))
+        result = setting.verbs.abort(rollback=False, reason="", wait_seconds=0.0, who="")
+        assert result.outcome == "accepted"
+        ranks.moving.set()
+        assert waiting.migration.wait(SECONDS) is MigrationState.ABORTED
+        assert running.migration.wait(SECONDS) in (MigrationState.ABORTED, MigrationState.SUPERSEDED)
+        assert waiting.migration.progress.chunks_pushed == 0
+
+
+def test_an_abort_without_ranks_ends_what_waits(setting: Setting) -> None:
+    with Ranks(setting.coordinator.port, LAYOUT) as ranks:
+        until(setting.ready, SECONDS, ranks.state())
+        setting.coordinator.pause()
+    until(lambda: not setting.ready(), SECONDS)
+    execution = setting.start("p1", target(1))
+    result = setting.verbs.abort(rollback=False, reason="", wait_seconds=SECONDS, who="")
+    assert (result.outcome, execution.migration.state) == ("stopped", MigrationState.ABORTED)
+    assert "nothing of it was pushed" in result.message
+    setting.stopping.set()
+    with pytest.raises(ApiError, match="shutting down"):
+        setting.verbs.abort(rollback=False, reason="", wait_seconds=0, who="")
+
+
+def test_an_unknown_migration_is_not_found(setting: Setting) -> None:
+    for name in ("p9", "latest"):
+        with pytest.raises(ApiError, match="is kept") as missing:
+            setting.verbs.migration(name)
+        assert missing.value.status == 404
