@@ -28,13 +28,14 @@ ports:
   {{- end }}
   - name: metrics
     containerPort: {{ $values.metrics.port }}
-# /readyz waits for the ranks, which start after the daemon: start-up and liveness ask /healthz.
+# /readyz waits for the ranks, which start after the daemon: start-up and liveness ask /healthz. Five minutes, since the
+# first start in a pod compiles the counters' kernels: seconds on a free core, more on a busy one.
 startupProbe:
   httpGet:
     path: /healthz
     port: metrics
   periodSeconds: 2
-  failureThreshold: 60
+  failureThreshold: 150
 livenessProbe:
   httpGet:
     path: /healthz
