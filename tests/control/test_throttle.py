@@ -221,3 +221,16 @@ def test_a_held_migration_is_superseded_all_the_same(tmp_path: Path) -> None:
     it.push()
     assert second.state is MigrationState.COMMITTED
     assert it.journal.placement_at(it.pusher.version).digest() == target(2, 30).digest(), "nothing of the first is left"
+
+
+def test_a_restarted_daemon_waits_until_the_ranks_have_applied_what_they_had_agreed_on(tmp_path: Path) -> None:
+    it = Pushed(tmp_path, Throttle(ThrottleLimits(bytes_per_step=1 << 30)))
+    for version, delta in enumerate(Placement.empty().delta_to(target(1, 30)).chunks(10), start=1):
+        it.journal.append(version, delta)
+    it.pusher.begin_epoch(3, target(1, 30).digest())
+    it.pusher.submit(Migration("p", lambda p: p.delta_to(target(2, 30)).chunks(60)))
+    it.pusher.acknowledge(3, 2)
+    assert it.pusher.next_chunk(1) is None, "the third chunk may be applied at the next step: nothing beside it"
+    assert it.throttle.figures().waits_for is Wait.STEP
+    it.pusher.acknowledge(3, 3)
+    assert it.pusher.next_chunk(1) is not None
