@@ -36,14 +36,12 @@ class Execution:
         plan: None for a rollback.
         trigger: what led to it, and who.
         overridden: names of the gates that were closed and overridden.
-        takes_back: the migration that it rolls back, if it does.
     """
 
     plan: Plan | None
     migration: Migration
     trigger: Trigger
     overridden: tuple[str, ...] = ()
-    takes_back: Migration | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ class Executions:
         return self._submit(
             name, chunks, migration.generation,
             MigrationAbout(name, migration.plan_id, trigger.kind.value, trigger.who, trigger.reason),
-            lambda started: Execution(None, started, trigger, takes_back=migration),
+            lambda started: Execution(None, started, trigger),
         )  # fmt: skip
 
     def _chunked(self, delta: Delta, layout: RankLayout) -> ChunkedDelta:
