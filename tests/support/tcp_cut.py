@@ -15,6 +15,8 @@ class TcpCut:
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
         self._open = True
+        self._flowing = threading.Event()
+        self._flowing.set()
         self._server = socket.create_server(("127.0.0.1", listen_port))
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -26,12 +28,18 @@ class TcpCut:
                 _close(end)
             self._sockets.clear()
 
+    def stall(self) -> None:
+        """Connections stay and new ones are taken, but no byte comes through until ``mend``."""
+        self._flowing.clear()
+
     def mend(self) -> None:
         self._open = True
+        self._flowing.set()
 
     def close(self) -> None:
         _close(self._server)
         self.cut()
+        self._flowing.set()
 
     def _accept(self) -> None:
         while True:
@@ -56,6 +64,7 @@ class TcpCut:
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(2**16):
+                self._flowing.wait()
                 sink.sendall(data)
         _close(source)
         _close(sink)

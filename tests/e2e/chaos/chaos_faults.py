@@ -1,0 +1,272 @@
+"""The faults of a chaos run: each is injected and healed by one function that sees training go on meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from chaos_messages import Vandal
+from chaos_training import JOB
+from chaos_world import CONTROL_SECONDS, ChaosWorld
+from flexd_processes import until
+
+from flexd.faults import POINTS
+
+STEPS_DURING = 8
+"""Training goes on by so many steps in every fault that is not its own."""
+_REACHED_SECONDS = 60.0
+
+Injection = Callable[[ChaosWorld, random.Random], str]
+"""Injects a fault and heals it; returns what was done exactly. Recovery counts from its return."""
+
+
+def kill_at(point: str, count: int = 1) -> Injection:
+    """The daemon kills itself at a point of its protocols."""
+
+    def inject(world: ChaosWorld, chance: random.Random) -> str:
+        reached = _live_until(world, chance, point, count, "kill")
+        world.steps_on(STEPS_DURING)
+        world.start_daemon()
+        return f"{point}:{count}{reached}"
+
+    return inject
+
+
+def stop_at(point: str, count: int = 1) -> Injection:
+    """The daemon stops at a point of its protocols, for less than the channel's deadlines or for more."""
+
+    def inject(world: ChaosWorld, chance: random.Random) -> str:
+        reached = _live_until(world, chance, point, count, "stop")
+        child = world.daemon
+        assert child is not None
+        child.signal(signal.SIGSTOP)
+        seconds = chance.choice([0.2, 1.2 * CONTROL_SECONDS])
+        _train_for(world, seconds)
+        child.signal(signal.SIGCONT)
+        return f"{point}:{count}{reached} for {seconds:.1f} s"
+
+    return inject
+
+
+def kill_daemon(world: ChaosWorld, chance: random.Random) -> str:
+    assert world.daemon is not None
+    time.sleep(chance.uniform(0.0, 1.0))
+    world.daemon.kill()
+    world.steps_on(STEPS_DURING)
+    world.start_daemon()
+    return "at a random moment"
+
+
+def kill_rank(world: ChaosWorld, chance: random.Random) -> str:
+    """The job is launched again from its newest checkpoint, as torchrun does."""
+    job, victim = world.job, chance.randrange(len(world.job.children))
+    job.children[victim].kill()
+    for child in job.children:
+        child.kill()
+    launched = world.launch()
+    until(lambda: launched.done >= 3, 60.0, lambda: launched.children[0].tail())
+    return f"rank {victim}, on from step {launched.first_step}"
+
+
+def _link(how: str) -> Injection:
+    def inject(world: ChaosWorld, chance: random.Random) -> str:
+        seconds = chance.choice([0.5, 1.5 * CONTROL_SECONDS])
+        world.link.cut() if how == "cut" else world.link.stall()
+        _train_for(world, seconds)
+        world.link.mend()
+        return f"for {seconds:.1f} s"
+
+    return inject
+
+
+def stop_broker(world: ChaosWorld, chance: random.Random) -> str:
+    broker = world.broker
+    os.kill(broker.pid, signal.SIGSTOP)
+    seconds = chance.uniform(0.5, 3.0)
+    try:
+        _train_for(world, seconds)
+    finally:
+        os.kill(broker.pid, signal.SIGCONT)
+    return f"for {seconds:.1f} s"
+
+
+def kill_broker(world: ChaosWorld, chance: random.Random) -> str:
+    """Its log goes with it (it keeps it in memory), so nothing can be said about counts after this."""
+    world.broker.kill()
+    world.steps_on(STEPS_DURING)
+    world.broker.start()
+    return "with its log"
+
+
+def kill_follower(world: ChaosWorld, chance: random.Random) -> str:
+    assert world.follower is not None
+    world.follower.kill()
+    world.steps_on(STEPS_DURING)
+    world.start_follower()
+    return ""
+
+
+def stop_follower(world: ChaosWorld, chance: random.Random) -> str:
+    assert world.follower is not None
+    seconds = chance.uniform(0.5, 4.0)
+    world.follower.signal(signal.SIGSTOP)
+    _train_for(world, seconds)
+    world.follower.signal(signal.SIGCONT)
+    return f"for {seconds:.1f} s"
+
+
+def jump_clock(world: ChaosWorld, chance: random.Random) -> str:
+    seconds = chance.choice([-1.0, 1.0]) * 10 ** chance.uniform(1, 6)
+    world.clock.jump(seconds)
+    world.steps_on(3 * STEPS_DURING)
+    if chance.random() < 0.5:
+        world.clock.jump(0.0)
+    return f"by {seconds:+.0f} s"
+
+
+def fill_disk(world: ChaosWorld, chance: random.Random) -> str:
+    """Other files take the state directory's last byte; half the time the daemon is killed and started meanwhile."""
+    ballast = world.state / "ballast"
+    restart = chance.random() < 0.5
+    with ballast.open("wb", buffering=0) as file:
+        full_until = time.monotonic() + 2.0
+        while time.monotonic() < full_until:
+            try:
+                file.write(bytes(4096))
+            except OSError:
+                time.sleep(0.005)
+    if restart:
+        assert world.daemon is not None
+        world.daemon.kill()
+        world.start_daemon()
+    world.steps_on(3 * STEPS_DURING)
+    ballast.unlink()
+    if world.daemon is None or not world.daemon.alive:
+        world.start_daemon()
+    return "with a restart" if restart else ""
+
+
+def truncate(what: str) -> Injection:
+    """The newest file is cut off anywhere while the daemon is dead."""
+
+    def inject(world: ChaosWorld, chance: random.Random) -> str:
+        assert world.daemon is not None
+        world.daemon.kill()
+        path = _newest(world, what)
+        length = 0
+        if path is not None:
+            length = chance.randrange(path.stat().st_size)
+            with path.open("r+b") as file:
+                file.truncate(length)
+        world.steps_on(STEPS_DURING)
+        world.start_daemon()
+        return "there was none" if path is None else f"{path.name} at {length} bytes"
+
+    return inject
+
+
+def two_daemons(world: ChaosWorld, chance: random.Random) -> str:
+    """A second one on the same state directory, or on the same ports, does not come up; the first does not notice."""
+    first = world.daemon
+    assert first is not None
+    same_state = chance.random() < 0.5
+    other = {} if same_state else {"FLEXD__STATE__DIR": str(world.directory / "other-state")}
+    second = world.start_daemon("", **other)
+    world.daemon = first
+    try:
+        second.wait(60.0)
+    finally:
+        second.kill()
+    assert second.exit_code not in (0, None), second.tail()
+    assert first.alive
+    return "same state directory" if same_state else "same ports"
+
+
+def _messages(how: str) -> Injection:
+    def inject(world: ChaosWorld, chance: random.Random) -> str:
+        # The store answers only while the daemon lives, and the daemon empties the queue all the time.
+        vandal = Vandal(world.control_port, JOB, chance)
+        deadline = time.monotonic() + 10.0
+        while vandal.heard < 6 and time.monotonic() < deadline:
+            vandal.listen()
+            time.sleep(0.002)
+        world.steps_on(2)
+        getattr(vandal, how)()
+        world.steps_on(STEPS_DURING)
+        return f"{vandal.heard} messages"
+
+    return inject
+
+
+def kinds(*, scale_out: bool, disk: bool) -> dict[str, list[Injection]]:
+    """Every fault there is in such a world, by kind; ``kill_broker`` apart, after which counts mean nothing."""
+    points = [point for point in POINTS if not (scale_out and point == "snapshot.committed")]
+    found: dict[str, list[Injection]] = {
+        "daemon killed at a point": [kill_at(point, count) for point in points for count in (1, 2)],
+        "daemon stopped at a point": [stop_at(point, count) for point in points for count in (1, 2)],
+        "daemon killed": [kill_daemon],
+        "rank killed": [kill_rank],
+        "control link cut": [_link("cut")],
+        "control link stalled": [_link("stall")],
+        "broker stopped": [stop_broker],
+        "clock jump": [jump_clock],
+        "snapshot truncated": [truncate("snapshot")],
+        "journal truncated": [truncate("journal")],
+        "two daemons": [two_daemons],
+        "messages duplicated": [_messages("duplicate")],
+        "messages reordered": [_messages("reorder")],
+        "messages replayed": [_messages("replay")],
+        "messages forged": [_messages("forge"), _messages("forge_announcements")],
+    }
+    if disk:
+        found["disk full"] = [fill_disk]
+    if scale_out:
+        found |= {"follower killed": [kill_follower], "follower stopped": [stop_follower]}
+    return found
+
+
+def _live_until(world: ChaosWorld, chance: random.Random, point: str, count: int, action: str) -> str:
+    """A life of the daemon that ends (or stops) at the point; what to add if it never got there."""
+    assert world.daemon is not None
+    world.daemon.kill()
+    if point.startswith("journal.be") or point == "journal.renamed":
+        # A whole placement is written for ranks that the journal does not know.
+        journal = _newest(world, "journal")
+        if journal is not None:
+            journal.unlink()
+    child = world.start_daemon(f"{point}:{count}:{action}")
+    if point.startswith("epoch.end"):
+        with contextlib.suppress(AssertionError):
+            until(lambda: world.ready() or not child.alive, _REACHED_SECONDS)
+        for _ in range(count):
+            world.link.cut()
+            time.sleep(CONTROL_SECONDS / 2)
+            world.link.mend()
+            time.sleep(CONTROL_SECONDS / 2)
+    deadline = time.monotonic() + _REACHED_SECONDS
+    while time.monotonic() < deadline:
+        assert child.exit_code is None, f"the daemon has ended:\n{child.tail()}"
+        if not child.alive if action == "kill" else child.stopped:
+            return ""
+        time.sleep(0.01)
+    child.kill() if action == "kill" else None
+    return " (not reached)"
+
+
+def _train_for(world: ChaosWorld, seconds: float) -> None:
+    """Shows that steps are made all the time."""
+    until_ = time.monotonic() + seconds
+    world.steps_on(STEPS_DURING)
+    while time.monotonic() < until_:
+        world.steps_on(2)
+
+
+def _newest(world: ChaosWorld, what: str) -> Path | None:
+    pattern = "snapshots/snapshot-*.flexd" if what == "snapshot" else "placement/placement.journal"
+    found = sorted(path for path in world.state.glob(pattern) if path.stat().st_size > 0)
+    return found[-1] if found else None

@@ -1,0 +1,190 @@
+"""What must hold after every fault (DESIGN section 9, invariants 1 to 5), and what a fault has cost."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+from chaos_training import TABLES, WORLD, Reference
+from chaos_world import PARTITIONS, TOPIC, Attempt, ChaosWorld
+from flexd_processes import until
+from kafka import KafkaConsumer, TopicPartition
+
+from flexd.control.journal import PlacementJournal
+from flexd.daemon import parts
+from flexd.errors import SnapshotError
+from flexd.ingest.counters import restored_set
+from flexd.sketch.snapshot import SnapshotStore
+from flexd.sketch.table_set import SketchSet
+from flexd.stream.codec import decode
+
+LOSS_TOLERANCE = 1e-9
+_WEIGHT_TOLERANCE = 1e-3
+"""Relative. Counters are whole units: their rounding depends on which message came first after a restart."""
+
+
+class Checker:
+    """Follows a run and says what is violated; each method returns one line a violation."""
+
+    def __init__(self, world: ChaosWorld, reference: Reference | None = None) -> None:
+        self._world = world
+        self.reference = reference or Reference(world.seed)
+        self._checked: dict[str, int] = {}
+        """By attempt: steps checked."""
+        self._digests: dict[tuple[str, int], int] = {}
+        """By attempt and version: of the placement that the ranks had."""
+        self.steps_checked = 0
+        self.versions_checked = 0
+        self.largest_loss_difference = 0.0
+
+    def training(self) -> list[str]:
+        """Losses as without faults; replicas bit-equal; one placement version on all ranks, never going back."""
+        wrong: list[str] = []
+        for attempt in self._world.attempts:
+            done = attempt.done
+            for at in range(self._checked.get(attempt.name, 0), done):
+                wrong += self._step(attempt, at)
+            self._checked[attempt.name] = done
+        return wrong
+
+    def placement(self) -> list[str]:
+        """What the ranks have applied is a prefix of what the journal says was pushed, version by version."""
+        world, wrong = self._world, []
+        copy = world.directory / "journal-copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        copy.mkdir()
+        original = world.state / "placement" / "placement.journal"
+        if not original.exists():
+            return []
+        shutil.copy(original, copy / original.name)
+        try:
+            journal = PlacementJournal(copy)
+        except SnapshotError as error:
+            return [f"the journal cannot be read: {error}"]
+        segment = journal.segment
+        for (attempt, version), digest in self._digests.items():
+            if segment is None or attempt != segment.attempt:
+                continue
+            try:
+                expected = journal.placement_at(version).digest()
+            except SnapshotError:
+                continue  # folded into the segment since
+            self.versions_checked += 1
+            if expected != digest:
+                wrong.append(f"{attempt}: version {version} of the ranks is not the journal's")
+        journal.close()
+        return wrong
+
+    def counted(self) -> list[str]:
+        """The counters of a snapshot and its positions are what the log holds, each message once.
+
+        Publishing must be held. Waits until everything published is counted and saved.
+        """
+        world = self._world
+        logged, messages = self._count_log()
+        positions: dict[str, int] = {}
+
+        def saved() -> bool:
+            nonlocal found, positions
+            # Files come and go beside this reader.
+            try:
+                loaded = SnapshotStore.load_newest(_ReadOnly(world.state / "snapshots"))
+            except SnapshotError:
+                return False
+            if loaded is None:
+                return False
+            positions = loaded.meta["positions"]
+            tables, settings = world.config.keyspace().tables, parts.sketch_settings(world.config)
+            found = restored_set(tables, settings, loaded.meta["sketches"], loaded.arrays)
+            return found.samples >= logged.samples
+
+        found: SketchSet = logged
+        until(saved, 40.0, lambda: f"{found.samples} of {logged.samples} accesses are counted\n{world.where()}")
+        wrong = []
+        if found.samples != logged.samples:
+            wrong.append(f"{found.samples} accesses counted, {logged.samples} published")
+        if not world.scale_out and sum(positions.values()) != messages:
+            wrong.append(f"positions of {sum(positions.values())} messages, there are {messages}")
+        for name, (rows, _, _) in TABLES.items():
+            every = np.arange(rows)
+            got, expected = _shares(found, name, every), _shares(logged, name, every)
+            if not np.allclose(got, expected, rtol=_WEIGHT_TOLERANCE, atol=1e-6):
+                wrong.append(f"table {name}: counters differ by {np.abs(got - expected).max():.3g} of the largest")
+        return wrong
+
+    def _step(self, attempt: Attempt, at: int) -> list[str]:
+        ranks = [steps[at] for steps in attempt.steps]
+        step, name, wrong = ranks[0].step, attempt.name, []
+        for rank, record in enumerate(ranks):
+            difference = abs(record.loss - self.reference.loss(step, rank))
+            self.largest_loss_difference = max(self.largest_loss_difference, difference)
+            # Written so that NaN is a difference.
+            if not difference <= LOSS_TOLERANCE:
+                wrong.append(f"{name}: loss of step {step}, rank {rank} differs by {difference:.3g}")
+            if not record.bit_equal:
+                wrong.append(f"{name}: a replica on rank {rank} differs from its home after step {step}")
+        if len({(record.version, record.digest) for record in ranks}) > 1:
+            wrong.append(f"{name}: versions {[record.version for record in ranks]} in step {step}")
+        if at and any(steps[at].version < steps[at - 1].version for steps in attempt.steps):
+            wrong.append(f"{name}: the placement version fell in step {step}")
+        self._digests[name, ranks[0].version] = ranks[0].digest
+        self.steps_checked += WORLD
+        return wrong
+
+    def tables(self) -> list[str]:
+        """After the end of training: the tables as without faults."""
+        attempt = self._world.job
+        last = attempt.first_step + attempt.done - 1
+        self.reference.loss(last, 0)
+        if len(self.reference.losses) != last + 1:
+            return [f"the reference has done {len(self.reference.losses)} steps, the ranks {last + 1}"]
+        found = np.load(self._world.directory / f"{attempt.name}-tables.npz")
+        return [
+            f"table {name} differs by {np.abs(found[name] - table.detach().numpy()).max():.3g}"
+            for name, table in self.reference.tables.items()
+            if not np.allclose(found[name], table.detach().numpy(), rtol=0.0, atol=LOSS_TOLERANCE)
+        ]
+
+    def _count_log(self) -> tuple[SketchSet, int]:
+        """(counters fed with every message of the topic once, messages)."""
+        config = self._world.config
+        sketches = SketchSet.of(config.keyspace().tables, parts.sketch_settings(config))
+        consumer = KafkaConsumer(bootstrap_servers=self._world.broker.bootstrap_servers, group_id=None)
+        try:
+            partitions = [TopicPartition(TOPIC, number) for number in range(PARTITIONS)]
+            consumer.assign(partitions)
+            consumer.seek_to_beginning()
+            ends = consumer.end_offsets(partitions)
+            while any(consumer.position(partition) < ends[partition] for partition in partitions):
+                for records in consumer.poll(timeout_ms=500).values():
+                    for record in records:
+                        for batch in decode(record.value, config.stream.max_message_bytes):
+                            sketches.ingest(batch.table, batch.rows, batch.source_rank, batch.event_time_seconds)
+        finally:
+            consumer.close()
+        return sketches, sum(ends.values())
+
+
+class _ReadOnly(SnapshotStore):
+    """Of a directory that another process writes to: unfinished files are left there."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.keep = 1
+        self._damaged = set()
+
+
+def _shares(sketches: SketchSet, table: str, rows: np.ndarray) -> np.ndarray:
+    """float64[n]: weights as a share of the largest."""
+    weights = sketches.query(table, rows)
+    return weights / max(weights.max(), 1e-300)
+
+
+def longest_step(attempt: Attempt, since: float, until_: float) -> tuple[float, float]:
+    """(longest step of any rank that ended in a span of CLOCK_MONOTONIC, median of all steps before it), seconds."""
+    attempt.follow()
+    steps = [step for rank in attempt.steps for step in rank]
+    inside = [step.seconds for step in steps if since <= step.at <= until_]
+    before = [step.seconds for step in steps if step.at < since] or inside
+    return max(inside, default=0.0), float(np.median(before)) if before else 0.0

@@ -1,0 +1,325 @@
+"""What a chaos run is made of: broker, daemon, training ranks, and the link between the last two."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from chaos_processes import Child, Clock, ProcessServer
+from chaos_training import JOB, TABLES, WORLD
+from flexd_processes import free_ports, until
+from tcp_cut import TcpCut
+
+from flexd.config.load import load_config
+from flexd.config.model import Config
+from flexd.faults import VARIABLE
+from flexd.topology.files import load_preset, write_cluster
+from flexd.topology.scale import scale_model
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
+from tansu_broker import TansuBroker
+
+TOPIC = "accesses"
+PARTITIONS = 2
+CONTROL_SECONDS = 3.0
+"""Deadline of every wait on the control channel."""
+STATE_BYTES = "4m"
+_CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank did in one step; ``at`` is CLOCK_MONOTONIC, which all processes of a machine share."""
+
+    step: int
+    loss: float
+    version: int
+    digest: int
+    bit_equal: bool
+    seconds: float
+    at: float
+    agent: str
+
+
+class Attempt:
+    """One launch of the training ranks."""
+
+    def __init__(self, name: str, first_step: int, children: list[Child], directory: Path) -> None:
+        self.name = name
+        self.first_step = first_step
+        self.children = children
+        self.steps: list[list[Step]] = [[] for _ in children]
+        """By rank."""
+        self._files = [directory / f"{name}-{rank}.jsonl" for rank in range(len(children))]
+        self._read = [0] * len(children)
+
+    def follow(self) -> None:
+        """Reads on what the ranks have written; half a line is left for the next time."""
+        for rank, path in enumerate(self._files):
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(self._read[rank])
+                whole = file.read().rpartition(b"\n")[0]
+            if whole:
+                self._read[rank] += len(whole) + 1
+                self.steps[rank] += [Step(**json.loads(line)) for line in whole.splitlines()]
+
+    @property
+    def done(self) -> int:
+        """Steps that every rank has done."""
+        self.follow()
+        return min(len(steps) for steps in self.steps)
+
+    @property
+    def version(self) -> int:
+        """Placement version after the newest step that every rank has done."""
+        return min((steps[self.done - 1].version for steps in self.steps), default=0) if self.done else 0
+
+
+class ChaosWorld:
+    """A context manager. Ranks reach the daemon's store through ``link``; the groups of epochs connect directly.
+
+    Args:
+        scale_out: the daemon is a leader that reads nothing, and a follower reads the stream.
+        step_seconds: a training step takes at least so long.
+    """
+
+    def __init__(
+        self, directory: Path, seed: int, server: ProcessServer, *, scale_out: bool = False, step_seconds: float = 0.02
+    ) -> None:
+        self.directory = directory
+        self.seed = seed
+        self.server = server
+        self.scale_out = scale_out
+        self.attempts: list[Attempt] = []
+        self.lives = 0
+        self.daemon: Child | None = None
+        self.follower: Child | None = None
+        self._step_seconds = step_seconds
+        self._ports = free_ports(5)
+        self.control_port, self.link_port, self.http_port, self._scale_port, self._follower_http = self._ports
+        self.url = f"http://127.0.0.1:{self.http_port}"
+        self.state = directory / "state"
+        self.clock = Clock(directory / "clock")
+        self.broker = TansuBroker(topics={TOPIC: PARTITIONS})
+        self.link = TcpCut(self.link_port, self.control_port)
+        self._mounted = False
+        self._write_files()
+
+    def __enter__(self) -> ChaosWorld:
+        try:
+            self._mount()
+            self.broker.start()
+            self.start_daemon()
+            if self.scale_out:
+                self.start_follower()
+            self.launch()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in (self.daemon, self.follower, *(child for attempt in self.attempts for child in attempt.children)):
+            if child is not None and child.alive:
+                child.kill()
+        self.link.close()
+        self.broker.__exit__(None, None, None)
+        if self._mounted:
+            subprocess.run(["umount", "-l", str(self.state)], check=False, capture_output=True)
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether the state directory is a small disk of its own (root only)."""
+        return self._mounted
+
+    @property
+    def config(self) -> Config:
+        return load_config(self._config_file, {})
+
+    @property
+    def job(self) -> Attempt:
+        return self.attempts[-1]
+
+    def status(self) -> dict[str, Any]:
+        """Empty while the daemon does not answer."""
+        try:
+            answer = httpx.get(f"{self.url}/v1/status", timeout=1.0)
+            status: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
+        except (httpx.HTTPError, ValueError):
+            return {}
+        return status
+
+    def ready(self) -> bool:
+        return bool(self.status().get("ready"))
+
+    def start_daemon(self, fault_points: str = "", **overrides: str) -> Child:
+        """A new life of it; it may die at once if it was told to."""
+        self.lives += 1
+        # The broker would make the next life wait for the dead member of the last one; positions are the snapshot's.
+        environ = {VARIABLE: fault_points, "FLEXD__STREAM__SOURCE__GROUP_ID": f"daemon-{self.lives}", **overrides}
+        self.daemon = self.server.start(
+            "chaos_processes:daemon", self.directory / "daemon.log", environ, config_file=str(self._config_file),
+            clock_file=str(self.clock.path),
+        )  # fmt: skip
+        return self.daemon
+
+    def start_follower(self) -> None:
+        self.lives += 1
+        environ = {"FLEXD__STREAM__SOURCE__GROUP_ID": f"follower-{self.lives}"}
+        self.follower = self.server.start(
+            "chaos_processes:daemon", self.directory / "follower.log", environ,
+            config_file=str(self.directory / "follower.yaml"), clock_file=str(self.clock.path),
+        )  # fmt: skip
+
+    def launch(self) -> Attempt:
+        """Starts the ranks, from the newest checkpoint if there is one."""
+        found = [int(match[1]) for path in self.directory.iterdir() if (match := _CHECKPOINT.match(path.name))]
+        first = max(found, default=0)
+        name = f"a{len(self.attempts) + 1}"
+        (store_port,) = free_ports(1)
+        children = [
+            self.server.start(
+                "chaos_training:rank", self.directory / f"{name}-{rank}.log", directory=str(self.directory),
+                rank=rank, attempt=name, store_port=store_port, control=f"127.0.0.1:{self.link_port}",
+                secret_file=str(self.directory / "secret"), bootstrap=self.broker.bootstrap_servers, topic=TOPIC,
+                checkpoint=str(self.directory / f"checkpoint-{first}") if first else None, seed=self.seed,
+                step_seconds=self._step_seconds,
+            )
+            for rank in range(WORLD)
+        ]  # fmt: skip
+        self.attempts.append(Attempt(name, first, children, self.directory))
+        return self.job
+
+    def check_ranks(self) -> None:
+        """AssertionError with its log if a rank has ended."""
+        for child in self.job.children:
+            assert child.alive, f"a training rank has ended ({child.exit_code}):\n{child.tail()}"
+
+    def steps_on(self, steps: int, seconds: float = 45.0) -> None:
+        """Waits until every rank has gone on by so many steps."""
+        wanted = self.job.done + steps
+
+        def moved() -> bool:
+            self.check_ranks()
+            return self.job.done >= wanted
+
+        until(moved, seconds, lambda: f"training does not go on:\n{self._stacks()}")
+
+    def moved_on(self, seconds: float = 60.0) -> None:
+        """Waits until the daemon is ready and every rank has applied a chunk that it has not yet."""
+        job, version = self.job, self.job.version
+
+        def again() -> bool:
+            self.check_ranks()
+            return job.version > version and self.ready()
+
+        until(again, seconds, self.where)
+
+    def where(self) -> str:
+        """For the message of a failure."""
+        job = self.job
+        job.follow()
+        agents = [steps[-1].agent if steps else "-" for steps in job.steps]
+        log = self.daemon.tail(25) if self.daemon else ""
+        return f"attempt {job.name}, step {job.done}, version {job.version}\nagents {agents}\n{self.status()}\n{log}"
+
+    def _stacks(self) -> str:
+        """Where the ranks are."""
+        for child in self.job.children:
+            child.signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        return "\n".join(f"rank {rank}:\n{child.tail(60)}" for rank, child in enumerate(self.job.children))
+
+    @contextmanager
+    def publishing_held(self) -> Iterator[None]:
+        """Ranks train on but publish nothing; entered when what they had published is in the broker."""
+        hold = self.directory / "hold"
+        hold.touch()
+        try:
+            self.steps_on(25)
+            yield
+        finally:
+            hold.unlink()
+
+    def stop_training(self) -> list[dict[str, Any]]:
+        """Lets the ranks finish; what each says at the end."""
+        (self.directory / "stop").touch()
+        for child in self.job.children:
+            child.wait(60.0)
+            assert child.exit_code == 0, child.tail()
+        self.job.follow()
+        name = self.job.name
+        return [json.loads((self.directory / f"{name}-{rank}.done").read_text()) for rank in range(WORLD)]
+
+    def stop_daemon(self) -> None:
+        """SIGTERM; AssertionError if it takes longer than it promises."""
+        assert self.daemon is not None
+        self.daemon.signal(signal.SIGTERM)
+        self.daemon.wait(25.0)
+        assert self.daemon.exit_code == 0, self.daemon.tail()
+
+    def _mount(self) -> None:
+        self.state.mkdir(mode=0o700)
+        if os.geteuid() == 0:
+            options = ["-t", "tmpfs", "-o", f"size={STATE_BYTES},mode=0700", "tmpfs", str(self.state)]
+            self._mounted = subprocess.run(["mount", *options], check=False, capture_output=True).returncode == 0
+
+    def _write_files(self) -> None:
+        (self.directory / "secret").write_text("a secret of the chaos run")
+        topology = self.directory / "topology.yaml"
+        # Steps are tiny: with real latencies no replica would pay, and nothing would ever be migrated.
+        write_cluster(scale_model(load_preset("azure-a100-200g"), 1e9), topology)
+        self._config_file = self.directory / "flexd.yaml"
+        config: dict[str, Any] = {
+            "job": JOB,
+            "tables": [
+                {"name": name, "rows": rows, "dim": dim, "dtype": "float64", "optimizer": "rowwise_adagrad"}
+                for name, (rows, dim, _) in TABLES.items()
+            ],
+            "stream": {
+                "source": {
+                    "kind": "kafka", "bootstrap_servers": self.broker.bootstrap_servers, "topic": TOPIC,
+                    "session_timeout_seconds": 3.0, "connect_timeout_seconds": 3.0,
+                },
+                "poll_seconds": 0.05,
+            },
+            "sketch": {"memory_bytes": 2**22, "half_life_seconds": 3.0, "max_future_seconds": 1e6},
+            "topology": {"file": str(topology)},
+            "planner": {
+                "interval_seconds": 0.4, "min_spacing_seconds": 0.1, "horizon_steps": 1e9, "min_samples": 1_000,
+                "min_coverage": 0.0, "drift_threshold": None,
+            },
+            "control": {
+                "listen_port": self.control_port, "timeout_seconds": CONTROL_SECONDS, "chunk_rows": 24,
+                "secret_file": str(self.directory / "secret"),
+            },
+            "server": {"port": self.http_port},
+            "state": {"dir": str(self.state), "snapshot_interval_seconds": 0.3},
+            "shutdown_seconds": 10.0,
+        }  # fmt: skip
+        if self.scale_out:
+            shared = {"secret_file": str(self.directory / "secret")}
+            leader = {**shared, "role": "leader", "listen_port": self._scale_port, "consume": False}
+            follower = {
+                **shared, "role": "follower", "leader": f"127.0.0.1:{self._scale_port}", "name": "one",
+                "push_interval_seconds": 0.2,
+            }  # fmt: skip
+            state = {**config["state"], "dir": str(self.directory / "follower")}
+            other = {**config, "scale_out": follower, "state": state, "server": {"port": self._follower_http}}
+            (self.directory / "follower.yaml").write_text(yaml.safe_dump(other, sort_keys=False))
+            config["scale_out"] = leader
+        self._config_file.write_text(yaml.safe_dump(config, sort_keys=False))
