@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
-import httpx
 from pydantic import BaseModel, ValidationError
 
 from flexd.cli.credentials import CA_VARIABLE, Credentials
@@ -67,6 +66,7 @@ class DaemonAddress:
         if socket is not None:
             return DaemonAddress("http://flexd", socket)
         # Imported where it is used: it brings a command line of its own, and `flexd run` needs neither.
+        import httpx
 
         url = url or DEFAULT_URL
         try:
@@ -187,6 +187,7 @@ class DaemonClient:
 
     def _exchange(self, method: str, path: str, seconds: float, body: dict[str, Any] | None) -> tuple[int, bytes]:
         """(HTTP status, body) within ``seconds``."""
+        import httpx
 
         deadline = time.monotonic() + seconds
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)

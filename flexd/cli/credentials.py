@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-
 from flexd.config.base import is_loopback
 from flexd.errors import ConfigError
 
@@ -51,6 +49,8 @@ class Credentials:
         """Raises ConfigError if the token would travel in the clear to another machine."""
         if self.token is None:
             return {}
+        import httpx
+
         target = httpx.URL(url)
         if not over_socket and target.scheme != "https" and not is_loopback(target.host):
             raise ConfigError(f"the token is not sent to {url} in the clear", remedy="use https, or loopback")

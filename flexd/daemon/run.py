@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flexd import faults
 from flexd.allocator import keep_freed_memory
 from flexd.config.model import Config
-from flexd.daemon.availability import AvailableDaemon
 from flexd.daemon.config_file import ConfigFile
-from flexd.daemon.follower_service import FollowerDaemon
 from flexd.daemon.logs import set_up_logging
 from flexd.daemon.service import Daemon
+
+if TYPE_CHECKING:
+    from flexd.daemon.availability import AvailableDaemon
+    from flexd.daemon.follower_service import FollowerDaemon
 
 
 def run_daemon(config: Config, path: Path | None = None) -> int:
@@ -30,6 +33,13 @@ def run_daemon(config: Config, path: Path | None = None) -> int:
 
 
 def _daemon_of(config: Config, file: ConfigFile) -> Daemon | AvailableDaemon | FollowerDaemon:
+    # Each role imports only what it needs: a start should take less than two seconds.
     if config.scale_out.role == "follower":
+        from flexd.daemon.follower_service import FollowerDaemon
+
         return FollowerDaemon(config, file)
-    return AvailableDaemon(config, file) if config.high_availability.enabled else Daemon(config, file=file)
+    if config.high_availability.enabled:
+        from flexd.daemon.availability import AvailableDaemon
+
+        return AvailableDaemon(config, file)
+    return Daemon(config, file=file)

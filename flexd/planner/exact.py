@@ -8,13 +8,15 @@ the core is chosen anew in the slots that this leaves. With all rows in the core
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_matrix
 
 from flexd.layout import RankLayout, Tier
+
+if TYPE_CHECKING:
+    from scipy.sparse import coo_matrix
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
@@ -65,6 +67,10 @@ class Core:
         tier, row = np.nonzero(self.decision > 0)
         if not len(row):
             return np.zeros(len(self.keys), np.uint8), 0.0
+        # Imported with the first plan: it would take an eighth of the daemon's start.
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import coo_matrix
+
         gain = self.decision[tier, row]
         scale = _SCALE / float(gain.max())
         limits, most = self._limits(tier, row)
@@ -89,6 +95,8 @@ class Core:
 
     def _limits(self, tier: Int64Array, row: Int64Array) -> tuple[coo_matrix, Float64Array]:
         """(which (tier, row) takes a slot of which limit, slots of each limit): ranks, then ranks by table."""
+        from scipy.sparse import coo_matrix
+
         world, local = self.layout.world_size, self.layout.local_ranks
         home, ranks = self.layout.home_rank(self.keys[row]), np.arange(world)[:, None]
         on_rail = (ranks % local == home % local) & (ranks // local != home // local)

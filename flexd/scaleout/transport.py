@@ -6,9 +6,8 @@ import asyncio
 import json
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -20,6 +19,9 @@ from flexd.scaleout.answer import Answer
 from flexd.scaleout.leader import REASONS, Leader
 from flexd.secret import Secret
 from flexd.server.http import HttpListener
+
+if TYPE_CHECKING:
+    import httpx
 
 _log = logging.getLogger(__name__)
 
@@ -114,6 +116,9 @@ class HttpLink:
     """The way to a leader on another machine. One thread at a time."""
 
     def __init__(self, host: str, port: int, secret: Secret, attempt_seconds: float = ATTEMPT_SECONDS) -> None:
+        # Only a follower needs it, and it brings a command line of its own with it.
+        import httpx
+
         bare = f"[{host}]" if ":" in host else host
         self._url = f"http://{bare}:{port}{PATH}"
         self._secret = secret
@@ -124,6 +129,8 @@ class HttpLink:
         )  # fmt: skip
 
     def offer(self, data: bytes) -> Answer:
+        import httpx
+
         headers = signing.request_headers(self._secret, "POST", PATH, data)
         deadline = time.monotonic() + self._attempt_seconds
         try:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_matrix
 
 from flexd.planner.baselines.case import Case, Outcome
 from flexd.planner.baselines.whole_tables import cost_of_pieces, pieces_of
 from flexd.planner.workload import ACCESSES
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -102,6 +104,10 @@ class RecShard:
         self, seconds: Float64Array, fast: Float64Array, slow: Float64Array, world: int, fast_bytes: float
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], float] | None:
         """(rank of each table, its split, relative gap). Variables: x[table, rank, split] binary, and the makespan."""
+        # Imported when it is asked for: the daemon imports this module and never solves it.
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_matrix
+
         tables, steps = seconds.shape
         variables = tables * world * steps
         scale = 1.0 / max(float(seconds.sum()), 1e-300)

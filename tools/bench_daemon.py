@@ -1,0 +1,181 @@
+"""Start-up, idle load and memory of the daemon, as processes that are really started.
+
+Ready to ingest is when ``/healthz`` says yes: the ingest thread reads, the API answers. Wall time on a busy machine is
+mostly other processes' time, so the daemon's own CPU time is shown beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import yaml
+from bench_report import check, flat
+
+MANY_TABLES = 1_935
+"""As many as TorchRec's published planner example has (arXiv 2301.02959 starts from jobs of this size)."""
+START_SECONDS = 120.0
+START_TARGET_SECONDS = 2.0
+IDLE_TARGET_SHARE = 0.02
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Started:
+    """One start of the daemon.
+
+    Attributes:
+        ready_seconds, ready_cpu_seconds: until it was ready to ingest, wall time and CPU time of its process.
+        idle_cpu_share: of one core, while nothing arrives and nobody asks.
+        rss_bytes: resident memory at the end of that. peak_rss_bytes: the most it ever was.
+        scrape_seconds, page_bytes: of one metrics page.
+    """
+
+    tables: int
+    ready_seconds: float
+    ready_cpu_seconds: float
+    idle_cpu_share: float
+    rss_bytes: int
+    peak_rss_bytes: int
+    scrape_seconds: float
+    page_bytes: int
+
+
+def tables_of(count: int) -> list[dict[str, Any]]:
+    """One table of a million rows, or many whose rows spread over five orders of magnitude as a job's do."""
+    if count == 1:
+        return [{"name": "items", "rows": 1_000_000, "dim": 64}]
+    rows = np.clip(np.random.default_rng(0).lognormal(8.5, 2.5, count), 4, 20_000_000).astype(int)
+    dims = (16, 32, 64, 128)
+    return [
+        {"name": f"table_{i}", "rows": int(rows[i]), "dim": dims[i % len(dims)], "dtype": "float16"}
+        for i in range(count)
+    ]
+
+
+def start(directory: Path, tables: int, idle_seconds: float) -> Started:
+    """Starts a daemon with an empty file log, lets it idle, looks, and stops it."""
+    port = _free_port()
+    config = directory / "flexd.yaml"
+    document = {
+        "job": "bench",
+        "tables": tables_of(tables),
+        "stream": {"source": {"kind": "file_log", "path": str(directory / "log")}},
+        "control": {"listen_port": 0},
+        "server": {"port": port},
+        "state": {"dir": str(directory / f"state-{tables}-{port}")},
+    }
+    config.write_text(yaml.safe_dump(document))
+    url = f"http://127.0.0.1:{port}"
+    begun = time.monotonic()
+    with (directory / "daemon.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flexd", "run", "-c", str(config)], stdout=log, stderr=subprocess.STDOUT
+        )
+    try:
+        _until_ready(process, url, begun + START_SECONDS, directory / "daemon.log")
+        ready, ready_cpu = time.monotonic() - begun, _cpu_seconds(process.pid)
+        # Until what the start has left to do is done.
+        time.sleep(1.0)
+        cpu, clock = _cpu_seconds(process.pid), time.monotonic()
+        time.sleep(idle_seconds)
+        idle = (_cpu_seconds(process.pid) - cpu) / (time.monotonic() - clock)
+        asked = time.monotonic()
+        page = httpx.get(f"{url}/metrics", timeout=30, trust_env=False)
+        scrape = time.monotonic() - asked
+        page.raise_for_status()
+        memory = _memory(process.pid)
+        return Started(
+            tables, ready, ready_cpu, idle, memory["VmRSS"], memory["VmHWM"], scrape, len(page.content)
+        )  # fmt: skip
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+
+
+def _until_ready(process: subprocess.Popen[bytes], url: str, deadline: float, log: Path) -> None:
+    with httpx.Client(trust_env=False, timeout=5) as client:
+        while True:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"the daemon did not start:\n{log.read_text(errors='replace')[-2000:]}")
+            try:
+                if client.get(f"{url}/healthz").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.01)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """User and system time of all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def _memory(pid: int) -> dict[str, int]:
+    """Bytes by the names of /proc/PID/status."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in lines if len(parts) == 3 and parts[2] == "kB"}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two starts and a short idle time")
+    parser.add_argument("--json", action="store_true", help="one line of JSON at the end")
+    arguments = parser.parse_args()
+    repeats, idle_seconds = (2, 3.0) if arguments.quick else (5, 20.0)
+    with tempfile.TemporaryDirectory(prefix="flexd-bench-") as temporary:
+        directory = Path(temporary)
+        # The first start of an installation compiles the counting kernels into numba's cache.
+        start(directory, 1, 0.1)
+        small = [start(directory, 1, idle_seconds if i == 0 else 0.1) for i in range(repeats)]
+        many = start(directory, MANY_TABLES, idle_seconds)
+    for found in (*small, many):
+        print(
+            f"{found.tables:5d} tables: ready in {found.ready_seconds:.2f} s ({found.ready_cpu_seconds:.2f} s of CPU), "
+            f"idle {found.idle_cpu_share:.2%} of a core, {found.rss_bytes / 1e6:.0f} MB (peak "
+            f"{found.peak_rss_bytes / 1e6:.0f}), metrics page {found.page_bytes / 1e3:.0f} kB in "
+            f"{found.scrape_seconds * 1e3:.0f} ms"
+        )
+    ready = statistics.median(found.ready_seconds for found in small)
+    ready_cpu = statistics.median(found.ready_cpu_seconds for found in small)
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    print(f"median: ready in {ready:.2f} s, {ready_cpu:.2f} s of CPU; {load:.1f} runnable processes a core")
+    if arguments.json:
+        figures = {"small": asdict(small[0]), "many": asdict(many), "ready_seconds": ready, "load_per_core": load}
+        checks = [
+            check("ready_cpu_seconds", ready_cpu, f"< {START_TARGET_SECONDS:g} s", ready_cpu < START_TARGET_SECONDS),
+            check(
+                "idle_cpu_share", small[0].idle_cpu_share, f"< {IDLE_TARGET_SHARE:g} of a core",
+                small[0].idle_cpu_share < IDLE_TARGET_SHARE,
+            ),
+        ]  # fmt: skip
+        print(json.dumps({"figures": flat(figures), "checks": checks}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
