@@ -40,6 +40,9 @@ MAY_BE_EMPTY = {
     ("flexd-stream", "Accesses of followers"): "a daemon that is alone",
     ("flexd-stream", "Deltas refused"): "a daemon that is alone",
     ("flexd-control", "Refused"): "nothing was refused; chunks are counted from the start",
+    ("flexd-control", "Held"): "no chunk waits without a limit",
+    ("flexd-control", "Adaptive controller"): "it is off, so it decides nothing",
+    ("flexd-control", "Step time as the throttle sees it"): "only the adaptive controller judges steps",
 }
 
 
