@@ -89,13 +89,18 @@ class Pair:
         self.members = [Member(name, directory, config) for name in ("one", "two")]
         addresses = ",".join(f"127.0.0.1:{member.control_port}" for member in self.members)
         replace(demo.setup, control=addresses).save(demo.setup_file)
+        self._setup_file, self._directory = demo.setup_file, directory
+        self.ranks: Ranks
+
+    def start(self) -> None:
         self.members[0].process.start(DAEMON_START_SECONDS)
-        self.ranks = Ranks(demo.setup_file, 2, directory)
+        self.ranks = Ranks(self._setup_file, 2, self._directory)
         until(lambda: self.members[0].role() == "leader", 60)
         self.members[1].process.start(DAEMON_START_SECONDS)
 
     def close(self) -> None:
-        self.ranks.stop()
+        if hasattr(self, "ranks"):
+            self.ranks.stop()
         for member in self.members:
             member.kill()
 
@@ -139,6 +144,7 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     pair = Pair(tmp_path_factory.mktemp("pair"))
     try:
+        pair.start()
         until(lambda: pair.ranks.running() and pair.members[0].status().get("ready"), 90, pair.members[0].status)
         yield pair
     finally:
