@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCHREC := $(VENV)/.torchrec
 
-.PHONY: fuzz demo demo-kafka test lint types imports docs bench bench-cluster bench-control chaos torchrec manifests ops-tools e2e-ops clean
+.PHONY: fuzz demo demo-kafka test lint types imports docs bench bench-pause bench-cluster bench-control chaos torchrec manifests ops-tools e2e-ops clean
 
 demo: $(STAMP)
 	$(BIN)/flexd demo $(DEMO)
@@ -43,6 +43,9 @@ SEED ?= 1
 MINUTES ?= 5
 chaos: $(STAMP)
 	$(BIN)/python tests/e2e/chaos/soak.py --seed $(SEED) --minutes $(MINUTES) $(CHAOS)
+
+bench-pause: $(STAMP)
+	$(BIN)/python tools/bench_pause.py $(BENCH)
 
 # Root, ip, tc and setpriv needed; says so and ends well without. BENCH: its arguments, such as --quick.
 bench-cluster: $(TORCHREC)

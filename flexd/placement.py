@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,31 +43,6 @@ class Delta:
     @staticmethod
     def empty() -> Delta:
         return Delta(np.empty(0, np.int64), np.empty(0, np.uint8), np.empty(0, np.uint8))
-
-    @staticmethod
-    def joined(deltas: Sequence[Delta]) -> Delta:
-        """One delta with the effect of several applied in order: each row once, ascending by key, from its tier before
-        the first to its tier after the last.
-
-        Raises:
-            PlacementError: a delta does not start from where the ones before it leave a row.
-        """
-        keys = np.concatenate([delta.keys for delta in deltas])
-        old = np.concatenate([delta.old_tiers for delta in deltas])
-        new = np.concatenate([delta.new_tiers for delta in deltas])
-        order = np.argsort(keys, kind="stable")
-        keys, old, new = keys[order], old[order], new[order]
-        again = keys[1:] == keys[:-1]
-        broken = again & (old[1:] != new[:-1])
-        if bool(broken.any()):
-            raise PlacementError(
-                f"{int(broken.sum())} rows of {len(deltas)} deltas are not where the delta before left them, key "
-                f"{int(keys[1:][broken][0])} for one",
-                remedy="make each delta from the placement that the one before it leaves",
-            )
-        first = np.concatenate([np.ones(min(1, len(keys)), np.bool_), ~again])
-        last = np.concatenate([~again, np.ones(min(1, len(keys)), np.bool_)])
-        return Delta(keys[first], old[first], new[last])
 
     def take(self, index: npt.NDArray[np.int64] | slice) -> Delta:
         return Delta(self.keys[index], self.old_tiers[index], self.new_tiers[index])

@@ -64,8 +64,12 @@ def _offer(collection: EmbeddingCollection, first_version: int, chunks: list[Del
     def run() -> None:
         for version, chunk in enumerate(chunks, first_version):
             while version - collection.placement_version > WINDOW_CHUNKS:
-                time.sleep(0.005)
+                if not collection.engine.inbox.prepare_next():
+                    time.sleep(0.005)
             collection.engine.inbox.offer(version, chunk)
+        while collection.placement_version < first_version + len(chunks) - 1:
+            if not collection.engine.inbox.prepare_next():
+                time.sleep(0.005)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

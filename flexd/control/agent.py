@@ -327,6 +327,7 @@ class _Connection:
                 self._last_command_at = time.monotonic()
             self._send_progress()
             busy = time.monotonic() - self._last_command_at < BUSY_SECONDS
+            busy |= self._inbox.prepare_next()
             if shipper is not None:
                 busy |= shipper.turn()
             if agent._stopping.wait(min(agent._poll, BUSY_POLL_SECONDS) if busy else agent._poll):

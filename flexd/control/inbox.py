@@ -7,9 +7,12 @@ them before its next step.
 
 ::
 
-    received ---- end_exchange(min >= version) ----> agreed ---- take() ----> applied
-        |
-        `---- settle() (epoch ended) ----> dropped
+    received ---> prepared ---- end_exchange(min >= version) ----> agreed ---- take() ----> applied
+        |            |
+        `------------`---- settle() (epoch ended) ----> dropped
+
+What applying a chunk needs is prepared in the agent's thread, so that the training thread only copies rows and swaps
+pointers. A rank tells the version up to which it has prepared.
 
 What was told to the peers may have been agreed by them, so nothing told is dropped before the outcome is known:
 ``settle`` waits for it. When every rank has settled and none has been offered a newer chunk, all ranks hold the same
@@ -22,6 +25,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,12 +40,40 @@ Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
 
 
+PREPARED_CHUNKS = 2
+"""Are prepared ahead at least: one that the ranks agree on while the next is made."""
+PREPARED_BYTES = 8 * 2**20
+"""Further ones are prepared while all of them fit in."""
+
+
+class Prepared(Protocol):
+    """What applying a chunk needs, made beforehand from the placement that the chunk before leaves."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+Prepare = Callable[[Delta, Prepared | None], Prepared]
+"""(chunk, what was prepared for the chunk before; None: from what is applied) -> what applying it needs."""
+
+
+@dataclass
+class _Chunk:
+    version: int
+    delta: Delta
+    slot_change: Int64Array
+    digest_change: int
+    prepared: Prepared | None = None
+
+
 class ChunkInbox:
-    """Thread-safe. ``offer`` and ``settle`` belong to the agent's thread, the rest to the training thread.
+    """Thread-safe. ``offer``, ``prepare_next`` and ``settle`` belong to the agent's thread, the rest to the training
+    thread.
 
     Args:
         rank: this rank in ``layout``.
         replica_slots: replica slots of this rank for each dim-group.
+        prepare: called from the agent's thread. Without it every received chunk counts as prepared.
         starts_here: (int64 [n] keys, uint8 [n] tiers) -> bool [n], can these rows be at these tiers in the placement
             that is applied? Called from the agent's thread. Without it a chunk is believed.
     """
@@ -52,17 +85,20 @@ class ChunkInbox:
         rank: int,
         replica_slots: tuple[int, ...],
         starts_here: Callable[[Int64Array, UInt8Array], npt.NDArray[np.bool_]] | None = None,
+        prepare: Prepare | None = None,
     ) -> None:
         self._keyspace = keyspace
         self._layout = layout
         self._rank = rank
         self._slots = np.array(replica_slots, dtype=np.int64)
         self._starts_here = starts_here
+        self._prepare = prepare
         self._changed = threading.Condition()
-        self._chunks: deque[tuple[int, Delta, Int64Array]] = deque()
+        self._chunks: deque[_Chunk] = deque()
         """Received and not applied yet, in order."""
         self._taken_version = 0
         self._received_version = 0
+        self._prepared_version = 0
         self._agreed_version = 0
         self._applied_version = 0
         self._agreed_digest = 0
@@ -82,9 +118,14 @@ class ChunkInbox:
     def waiting_bytes(self) -> int:
         """Of the chunks that are not applied yet."""
         with self._changed:
-            return sum(
-                delta.keys.nbytes + delta.old_tiers.nbytes + delta.new_tiers.nbytes for _, delta, _ in self._chunks
-            )
+            deltas = [chunk.delta for chunk in self._chunks]
+        return sum(delta.keys.nbytes + delta.old_tiers.nbytes + delta.new_tiers.nbytes for delta in deltas)
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Of what is prepared and not applied yet."""
+        with self._changed:
+            return sum(chunk.prepared.nbytes for chunk in self._chunks if chunk.prepared is not None)
 
     def offer(self, version: int, delta: Delta) -> None:
         """Takes one chunk in. A repeated version is ignored.
@@ -98,7 +139,7 @@ class ChunkInbox:
         with self._changed:
             if version <= self._received_version:
                 return
-            received, waiting = self._received_version, [chunk for _, chunk, _ in self._chunks]
+            received, waiting = self._received_version, [chunk.delta for chunk in self._chunks]
         if version != received + 1:
             raise ChunkRefusedError(
                 f"rank {self._rank}: chunk {version} after {received}", remedy="push chunks in order"
@@ -115,8 +156,39 @@ class ChunkInbox:
         self._check_start(version, delta, waiting)
         with self._changed:
             self._slots_used = after
-            self._chunks.append((version, delta, change))
+            self._chunks.append(_Chunk(version, delta, change, delta.digest_change()))
             self._received_version = version
+            if self._prepare is None:
+                self._prepared_version = version
+        while self.prepare_next():
+            pass
+
+    def prepare_next(self) -> bool:
+        """Prepares the next chunk, if one waits for it and there is room; was there one?"""
+        if self._prepare is None:
+            return False
+        with self._changed:
+            waiting = list(self._chunks)
+        ready = [chunk.prepared for chunk in waiting if chunk.prepared is not None]
+        if len(ready) == len(waiting):
+            return False
+        if len(ready) >= PREPARED_CHUNKS and sum(made.nbytes for made in ready) + ready[-1].nbytes > PREPARED_BYTES:
+            return False
+        chunk = waiting[len(ready)]
+        # A chunk that is applied meanwhile leaves what was prepared for it, so either is right to go on from.
+        prepared = self._prepare(chunk.delta, ready[-1] if ready else None)
+        with self._changed:
+            chunk.prepared = prepared
+            self._prepared_version = chunk.version
+        return True
+
+    def prepared(self, version: int) -> Prepared:
+        """Of a chunk that was taken and not yet applied."""
+        with self._changed:
+            for chunk in self._chunks:
+                if chunk.version == version and chunk.prepared is not None:
+                    return chunk.prepared
+        raise KeyError(version)
 
     def settle(self, timeout_seconds: float) -> tuple[int, int]:
         """Drops what is received but not agreed; returns (agreed version, digest of the placement at it).
@@ -132,24 +204,23 @@ class ChunkInbox:
                         f"rank {self._rank}: the running step has not finished its exchange in {timeout_seconds:g} s",
                         remedy="the channel is joined again once training moves on",
                     )
-            while self._chunks and self._chunks[-1][0] > self._agreed_version:
-                _, _, change = self._chunks.pop()
-                self._slots_used = self._slots_used - change
-            self._received_version = self._agreed_version
+            while self._chunks and self._chunks[-1].version > self._agreed_version:
+                self._slots_used = self._slots_used - self._chunks.pop().slot_change
+            self._received_version = self._prepared_version = self._agreed_version
             return self._agreed_version, self._agreed_digest
 
     def begin_exchange(self) -> int:
         """The version to tell the peers. Every call is followed by ``end_exchange``."""
         with self._changed:
             self._in_exchange = True
-            return self._received_version
+            return self._prepared_version
 
     def end_exchange(self, lowest_version: int) -> None:
         """``lowest_version``: the minimum over all ranks of what ``begin_exchange`` returned there."""
         with self._changed:
-            for version, delta, _ in self._chunks:
-                if self._agreed_version < version <= lowest_version:
-                    self._agreed_digest = (self._agreed_digest + delta.digest_change()) % 2**64
+            for chunk in self._chunks:
+                if self._agreed_version < chunk.version <= lowest_version:
+                    self._agreed_digest = (self._agreed_digest + chunk.digest_change) % 2**64
             self._agreed_version = max(self._agreed_version, lowest_version)
             self._in_exchange = False
             self._changed.notify_all()
@@ -162,17 +233,17 @@ class ChunkInbox:
         taken: list[tuple[int, Delta]] = []
         spent = 0
         with self._changed:
-            for version, delta, _ in self._chunks:
-                if version <= self._taken_version:
+            for chunk in self._chunks:
+                if chunk.version <= self._taken_version:
                     continue
-                if version > self._agreed_version:
+                if chunk.version > self._agreed_version:
                     break
-                cost = bytes_of(delta)
+                cost = bytes_of(chunk.delta)
                 if taken and spent + cost > max_bytes:
                     break
                 spent += cost
-                taken.append((version, delta))
-                self._taken_version = version
+                taken.append((chunk.version, chunk.delta))
+                self._taken_version = chunk.version
         return taken
 
     def applied(self, version: int) -> None:
@@ -180,7 +251,7 @@ class ChunkInbox:
         with self._changed:
             self._applied_version = version
             # Kept until now: ``offer`` reads the applied placement with these on top, whether applied or not.
-            while self._chunks and self._chunks[0][0] <= version:
+            while self._chunks and self._chunks[0].version <= version:
                 self._chunks.popleft()
 
     def _check_start(self, version: int, delta: Delta, waiting: list[Delta]) -> None:

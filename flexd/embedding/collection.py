@@ -241,6 +241,12 @@ class EmbeddingCollection(nn.Module):
 
     @staticmethod
     def _check_agreed(route: Route, error: Exception | None) -> None:
+        agreement = route.agreement
+        if agreement.parted:
+            raise EmbeddingError(
+                f"ranks make different calls: {agreement.first}; {agreement.last}",
+                remedy="train() or eval(), backward passes and steps at the same points on every rank",
+            )
         if route.agreement.fault:
             raise error or EmbeddingError(
                 f"rank {route.agreement.fault - 1} was given input that cannot be looked up",

@@ -9,8 +9,8 @@ from datetime import timedelta
 import numpy as np
 import torch
 
-from flexd.control.inbox import ChunkInbox
-from flexd.embedding.exchange import Agreement, Hop
+from flexd.control.inbox import ChunkInbox, Prepared
+from flexd.embedding.exchange import Agreement, Call, Hop
 from flexd.embedding.gradients import StepGradients
 from flexd.embedding.groups import ChainGroups
 from flexd.embedding.initial import initial_rows
@@ -24,6 +24,7 @@ from flexd.embedding.sync import ReplicaSync, Summed
 from flexd.embedding.traffic import Traffic
 from flexd.errors import EmbeddingError
 from flexd.keyspace import KeySpace
+from flexd.placement import Delta
 
 MAX_PENDING_PASSES = 64
 
@@ -83,7 +84,9 @@ class RowEngine:
         self.router = self._new_router(groups, traffic)
         self.sync = ReplicaSync(self.stores, self.router)
         self.migrator = Migrator(groups, self.stores, traffic, max_migration_bytes_per_step)
-        self.inbox = ChunkInbox(keyspace, groups.layout, groups.rank, tuple(replica_slots), self.migrator.starts_here)
+        self.inbox = ChunkInbox(
+            keyspace, groups.layout, groups.rank, tuple(replica_slots), self.migrator.starts_here, self._prepare_chunk
+        )
         self.passes: list[Pass] = []
         """Not pushed yet, oldest first; equally many on every rank."""
         self.steps = 0
@@ -124,9 +127,10 @@ class RowEngine:
         Args:
             trains: a pass will be opened for it; equal on all ranks.
             fault: 1 + this rank if its input cannot be looked up (``keys`` is empty then). The highest of all ranks
-                is in the route's agreement: every rank must give the pass up if it is not 0.
+                is in the route's agreement: every rank must give the pass up if it is not 0, or if ranks have parted.
         """
-        route = self.router.find(keys, Agreement(self.inbox.begin_exchange(), fault), trains)
+        call = Call.of(self.groups.rank, trains=trains, passes=len(self.passes), steps=self.steps)
+        route = self.router.find(keys, Agreement(self.inbox.begin_exchange(), fault, call, call), trains)
         self.inbox.end_exchange(route.agreement.version)
         return route
 
@@ -218,9 +222,12 @@ class RowEngine:
     def memory(self) -> RankMemory:
         """Bytes of this rank, by part: as they are and as they can come to at most. Not collective."""
         pending = (self.passes, None if self._ahead is None else self._ahead.held)
+        working = self.router.working_bytes + self.sync.working_bytes
+        if self._ahead is not None:
+            working += self._ahead.working_bytes
         return rank_memory(
             self.stores, self.groups.layout, self._max_migration_bytes, self.migrator.most_rows, pending,
-            self.inbox.waiting_bytes,
+            self.inbox.waiting_bytes, working, self.inbox.prepared_bytes,
         )  # fmt: skip
 
     def rows_loaded(self) -> None:
@@ -290,13 +297,17 @@ class RowEngine:
     def _open_routes(self) -> list[Route]:
         return [opened.route for opened in self.passes]
 
+    @torch.no_grad()
+    def _prepare_chunk(self, chunk: Delta, after: Prepared | None) -> Prepared:
+        return self.migrator.prepare(chunk, after)
+
     def _apply_chunks(self) -> None:
         started = time.perf_counter()
         chunks = self.inbox.take(self._max_migration_bytes, self.migrator.copied_bytes)
         if not chunks:
             return
         with torch.no_grad():
-            self.migrator.apply([delta for _, delta in chunks])
+            self.migrator.apply([self.inbox.prepared(version) for version, _ in chunks])
         self.inbox.applied(chunks[-1][0])
         self.apply_seconds += time.perf_counter() - started
 

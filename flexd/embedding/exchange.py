@@ -15,6 +15,40 @@ Counts = list[list[int]]
 """[peers][groups] numbers of rows."""
 
 
+_RANK_BITS, _CALL_BITS = 20, 11
+_MAX_RANK = 2**_RANK_BITS - 1
+_PASSES = 128
+
+
+@dataclass(frozen=True, order=True)
+class Call:
+    """What a rank is about to do; compared by ``code``, which all ranks must have alike.
+
+    Attributes:
+        code: passes that wait for a step, steps so far (modulo 8), and whether it trains.
+    """
+
+    code: int
+    rank: int
+
+    @staticmethod
+    def of(rank: int, *, trains: bool, passes: int, steps: int) -> Call:
+        return Call((steps % 8 * _PASSES + min(passes, _PASSES - 1)) * 2 + trains, rank)
+
+    def __str__(self) -> str:
+        passes, steps = self.code // 2 % _PASSES, self.code // 2 // _PASSES
+        doing = "looks rows up for training" if self.code % 2 else "only looks rows up"
+        return f"rank {self.rank} {doing}, with {passes} passes since its last step ({steps} modulo 8)"
+
+    def pack(self) -> int:
+        return self.code << _RANK_BITS | self.rank
+
+    @staticmethod
+    def unpack(word: int) -> Call:
+        word &= 2 ** (_RANK_BITS + _CALL_BITS) - 1
+        return Call(word >> _RANK_BITS, word & _MAX_RANK)
+
+
 @dataclass(frozen=True)
 class Agreement:
     """What every rank tells every other in the sizes exchange, and its combination over all of them.
@@ -22,10 +56,34 @@ class Agreement:
     Attributes:
         version: the highest chunk received; combined by minimum.
         fault: 0, or 1 + the rank whose input cannot be served; combined by maximum.
+        first, last: the calls of the ranks: combined by minimum and maximum.
     """
 
     version: int
     fault: int
+    first: Call
+    last: Call
+
+    @property
+    def parted(self) -> bool:
+        """Do ranks do different things? Nothing more must be exchanged for this call, or they wait for each other."""
+        return self.first.code != self.last.code
+
+    def pack(self) -> list[int]:
+        """Two 64-bit numbers."""
+        bits = _RANK_BITS + _CALL_BITS
+        return [self.version << bits | self.first.pack(), self.fault << bits | self.last.pack()]
+
+    @staticmethod
+    def combined(words: Sequence[Sequence[int]]) -> Agreement:
+        """Of what ``pack`` gave on several ranks."""
+        bits = _RANK_BITS + _CALL_BITS
+        return Agreement(
+            min(version >> bits for version, _ in words),
+            max(fault >> bits for _, fault in words),
+            min(Call.unpack(version) for version, _ in words),
+            max(Call.unpack(fault) for _, fault in words),
+        )
 
 
 @dataclass(frozen=True)
@@ -93,12 +151,12 @@ class Hop:
     def exchange_sizes(self, counts: torch.Tensor, agreement: Agreement) -> tuple[Counts, Counts, Agreement]:
         """int64 [peers, groups] rows asked of each peer -> (asked by me, asked of me, agreement of the peers)."""
         size, groups = counts.shape
-        extra = torch.tensor([agreement.version, agreement.fault], dtype=torch.int64, device=counts.device)
+        extra = torch.tensor(agreement.pack(), dtype=torch.int64, device=counts.device)
         sent = torch.cat([counts, extra.expand(size, 2)], dim=1)
         width = [groups + 2] * size
         received = self.peers.all_to_all(sent.reshape(-1), width, width).view(size, groups + 2)
         both = torch.stack([sent, received]).tolist()
-        combined = Agreement(min(row[groups] for row in both[1]), max(row[groups + 1] for row in both[1]))
+        combined = Agreement.combined([row[groups:] for row in both[1]])
         return [row[:groups] for row in both[0]], [row[:groups] for row in both[1]], combined
 
     def exchange_ids(

@@ -123,6 +123,12 @@ class Listing:
     def rows(self) -> int:
         return self.firsts[-1]
 
+    @property
+    def nbytes(self) -> int:
+        """Nothing, unless direct exchange or mixed tiers of a rail need a list: 4 bytes for each of its rows then."""
+        lists = [lane.chosen for lanes in (self.out, self.into, self.shared) for lane in lanes]
+        return sum(chosen.nbytes for chosen in lists if chosen is not None)
+
     @staticmethod
     def of(stores: Sequence[GroupStore], hops: Sequence[Hop], layout: RankLayout) -> Listing:
         """Of the directories as they are now."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 
+from flexd.control.inbox import PREPARED_BYTES, PREPARED_CHUNKS
 from flexd.embedding.store import GroupStore
 from flexd.keyspace import DimGroup
 from flexd.layout import RankLayout
@@ -14,10 +15,14 @@ from flexd.layout import RankLayout
 DIRECTORY_BYTES_PER_ROW = 12
 DIRECTORY_BYTES_PER_ROW_OF_LARGE_GROUP = 16
 """Of a dim-group of more than 2^31 rows, whose keys need 8 bytes."""
+_LISTING_BYTES_PER_ROW = 8
+"""Of a row whose tier is not that of its neighbours, in the trainer's exchange and in the one ahead."""
 _MERGE_BYTES_PER_ROW = 2
 """Two masks over the rows of a directory while a chunk is merged into it, beside the next directory."""
 _SECTION_BYTES = 32
 """Rounding of the two sections of a dim-group in a block."""
+_SLOT_BYTES_PER_ROW = 32
+"""Where the rows of a prepared chunk are copied from and to: 8 bytes on each hop, and as much for its own columns."""
 _CHUNK_BYTES_PER_ROW = 256
 """Keys, tiers, orders, slots and masks of the rows of a chunk while it is applied."""
 
@@ -31,7 +36,11 @@ class RankMemory:
         replica_bytes: replica slots with theirs, taken or not; allocated once.
         free_list_bytes: of the replica slots, in host memory; allocated once.
         directory_bytes: of the listed rows, now.
-        directory_bytes_at_most: with every replica slot of the job taken.
+        directory_bytes_at_most: with every replica slot of the job taken, and lists for mixed tiers.
+        working_bytes: tables by which distinct rows are found without sorting and the marks of ``flexd.prefetch``,
+            which are allocated once; and lists of DEVICE rows where NODE rows stand between them, now.
+        prepared_bytes: next directories and slots of the chunks that are prepared and not applied, now.
+        prepared_bytes_at_most: of as many as are prepared ahead, with every replica slot taken.
         pending_bytes: routes and gradients of the passes that wait for ``optimizer.step``, and what ``flexd.prefetch``
             holds, now.
         waiting_bytes: of chunks received and not applied, in host memory, now; the daemon sends
@@ -45,6 +54,9 @@ class RankMemory:
     free_list_bytes: int
     directory_bytes: int
     directory_bytes_at_most: int
+    working_bytes: int
+    prepared_bytes: int
+    prepared_bytes_at_most: int
     pending_bytes: int
     waiting_bytes: int
     migration_bytes_at_most: int
@@ -52,7 +64,10 @@ class RankMemory:
     @property
     def stored_bytes(self) -> int:
         """What stays between steps, now."""
-        return self.home_bytes + self.replica_bytes + self.free_list_bytes + self.directory_bytes
+        return (
+            self.home_bytes + self.replica_bytes + self.free_list_bytes + self.directory_bytes + self.working_bytes
+            + self.prepared_bytes
+        )  # fmt: skip
 
     @property
     def stated_bytes(self) -> int:
@@ -62,6 +77,8 @@ class RankMemory:
             + self.replica_bytes
             + self.free_list_bytes
             + self.directory_bytes_at_most
+            + self.working_bytes
+            + self.prepared_bytes_at_most
             + self.migration_bytes_at_most
         )
 
@@ -102,21 +119,26 @@ def rank_memory(
     chunk_rows: int,
     pending: object,
     waiting_bytes: int,
+    working_bytes: int,
+    prepared_bytes: int,
 ) -> RankMemory:
     """The memory of the rank whose dim-groups these are.
 
     Args:
         buffer_bytes: of one block of copied rows.
         chunk_rows: of the largest step's chunks so far.
+        working_bytes, prepared_bytes: as in ``RankMemory``.
         pending: what the passes that wait hold; a storage that occurs twice is counted once.
     """
-    directory = at_most = merge = 0
+    directory = at_most = lists = merge = given = 0
     for store in stores:
         listed = most_listed_rows(store.group, layout, store.replica_slots)
         wide = store.group.rows > 2**31
         row = DIRECTORY_BYTES_PER_ROW_OF_LARGE_GROUP if wide else DIRECTORY_BYTES_PER_ROW
         directory += store.directory.nbytes
         at_most += listed * row
+        lists += listed * _LISTING_BYTES_PER_ROW
+        given += 4 * store.replica_slots
         # One dim-group after another makes its next directory, with one column of the old one beside it.
         merge = max(merge, listed * (row + (8 if wide else 4) + _MERGE_BYTES_PER_ROW))
     widest = max(store.row_bytes for store in stores)
@@ -131,7 +153,11 @@ def rank_memory(
         replica_bytes=sum(store.replica_slots * store.row_bytes for store in stores),
         free_list_bytes=sum(4 * store.replica_slots for store in stores),
         directory_bytes=directory,
-        directory_bytes_at_most=at_most,
+        directory_bytes_at_most=at_most + lists,
+        working_bytes=working_bytes,
+        prepared_bytes=prepared_bytes,
+        prepared_bytes_at_most=max(PREPARED_CHUNKS * (at_most + given), PREPARED_BYTES)
+        + (PREPARED_CHUNKS + 1) * chunk_rows * _SLOT_BYTES_PER_ROW,
         pending_bytes=sum(storages.values()),
         waiting_bytes=waiting_bytes,
         migration_bytes_at_most=merge

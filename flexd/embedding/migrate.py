@@ -1,8 +1,12 @@
-"""Applies chunks: copies promoted rows from their homes, recycles the slots of demoted ones, flips the directory."""
+"""Applies chunks: copies promoted rows from their homes, recycles the slots of demoted ones, flips the directory.
+
+Everything but the copying is prepared beforehand, in the agent's thread: the next directories, the slots, and what goes
+where. The training thread swaps pointers and copies rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from flexd.control.inbox import Prepared
+from flexd.embedding.directory import Directory
 from flexd.embedding.groups import ChainGroups, Peers
-from flexd.embedding.store import GroupStore
+from flexd.embedding.store import FreeSlots, GroupStore
 from flexd.embedding.traffic import Kind, Traffic
 from flexd.errors import PlacementError
 from flexd.layout import Tier
@@ -32,6 +38,51 @@ class _Moves:
     new: UInt8Array
 
 
+_Rows = list[tuple[torch.Tensor, ...]]
+"""Of each dim-group, per peer of a hop: int64 slots of the rows that it has and the others are given."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Rows that are copied together: home to the node owners over the rail, then inside the node."""
+
+    over_rail: _Rows
+    in_node: _Rows
+
+
+@dataclass(frozen=True)
+class NextPlacement:
+    """What one rank needs to apply a chunk. Nothing of it changes what is applied.
+
+    Attributes:
+        delta: the chunk.
+        base: directories that it goes on from.
+        directories: those of the placement that the chunk leads to.
+        free: replica slots that no row has in it.
+    """
+
+    delta: Delta
+    base: tuple[Directory, ...]
+    directories: tuple[Directory, ...]
+    free: tuple[FreeSlots, ...]
+    blocks: tuple[_Block, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Beside the directories that it goes on from."""
+        fresh = [new for new, old in zip(self.directories, self.base, strict=True) if new is not old]
+        slots = sum(
+            column.nbytes for block in self.blocks for hop in (block.over_rail, block.in_node) for of in hop
+            for column in of
+        )  # fmt: skip
+        return slots + sum(directory.nbytes for directory in fresh) + sum(free.given.nbytes for free in self.free)
+
+
+def _ours(prepared: Prepared) -> NextPlacement:
+    assert isinstance(prepared, NextPlacement)  # noqa: S101
+    return prepared
+
+
 class Migrator:
     """Collective: every rank applies the same chunks at the same step (``ChunkInbox`` sees to that).
 
@@ -46,6 +97,7 @@ class Migrator:
         self._stores = list(stores)
         self._traffic = traffic
         self._buffer_bytes = buffer_bytes
+        self._device = self._stores[0].rows.device
         self._local = groups.layout.local_rank_of(groups.rank)
         self.digest = 0
         """``Placement.digest`` of what is applied."""
@@ -62,26 +114,60 @@ class Migrator:
         right = np.ones(len(keys), dtype=np.bool_)
         for store in self._stores:
             mine = self._of(store, keys)
-            right[mine] = self._listing(store, keys[mine], old[mine])[0]
+            right[mine] = self._listing(store.directory, keys[mine], old[mine])[0]
         return right
 
-    def apply(self, chunks: Sequence[Delta]) -> None:
-        """Makes the placement that follows the chunks, as if they were one: a row is copied at most once, and one
+    def prepare(self, chunk: Delta, after: Prepared | None) -> NextPlacement:
+        """Any thread, while no other prepares. What ``apply`` needs for a chunk.
+
+        Args:
+            after: what was prepared for the chunk before; None: the chunk goes on from what is applied.
+
+        Raises:
+            PlacementError: the chunk does not start from there. Applying it would hand the slots of other rows out
+                twice.
+        """
+        base = tuple(store.directory for store in self._stores) if after is None else _ours(after).directories
+        free = tuple(store.free for store in self._stores) if after is None else _ours(after).free
+        delta = _together([chunk])
+        self.most_rows = max(self.most_rows, len(delta))
+        moved = [
+            self._moved(part, directory, slots)
+            for part, directory, slots in zip(self._by_group(delta), base, free, strict=True)
+        ]
+        directories = tuple(directory for directory, _ in moved)
+        made = NextPlacement(
+            chunk, base, directories, tuple(slots for _, slots in moved), tuple(self._blocks(delta, directories))
+        )
+        if self._device.type == "cuda":  # another stream may use it
+            torch.cuda.current_stream(self._device).synchronize()
+        return made
+
+    def apply(self, chunks: Sequence[Prepared]) -> None:
+        """Makes the placement that follows some chunks, as if they were one: a row is copied at most once, and one
         all-gather a hop of the chain serves all chunks and dim-groups. Demotions free their slots before promotions
         take them.
 
         Raises:
-            PlacementError: a chunk does not start from what this rank has. Applying it would hand the slots of other
-                rows out twice; nothing has been changed.
+            PlacementError: they were not prepared for what is applied; nothing has been changed.
         """
-        delta = Delta.joined(chunks)
-        self.most_rows = max(self.most_rows, len(delta))
-        moves = self._by_group(delta)
-        listed = [self._listed_positions(part) for part in moves]
-        for part, removed in zip(moves, listed, strict=True):
-            self._flip(part, removed)
-        self._copy(delta)
-        self.digest = (self.digest + delta.digest_change()) % 2**64
+        prepared = [_ours(one) for one in chunks]
+        last = prepared[-1]
+        applied = [tuple(store.directory for store in self._stores), *(one.directories for one in prepared)]
+        if any(a is not b for one, before in zip(prepared, applied, strict=False)
+               for a, b in zip(one.base, before, strict=True)):  # fmt: skip
+            raise PlacementError(
+                f"rank {self._groups.rank}: chunks were prepared for another placement than the one that is applied",
+                remedy="a fault of flexd: please report it",
+            )
+        for store, directory, free in zip(self._stores, last.directories, last.free, strict=True):
+            store.directory = directory
+            store.free = free.settled()
+        deltas = [one.delta for one in prepared]
+        for block in last.blocks if len(prepared) == 1 else self._blocks(_together(deltas), last.directories):
+            self._copy(block)
+        for delta in deltas:
+            self.digest = (self.digest + delta.digest_change()) % 2**64
 
     def refresh(self) -> None:
         """Collective: copies every replica anew from its home, after the home rows were loaded."""
@@ -90,7 +176,9 @@ class Migrator:
             for tier in (Tier.NODE, Tier.DEVICE):
                 # One tier at a time: all ranks of a collective list the same rows of it, so their blocks are the same.
                 at = keys[store.directory.at_tier(tier).cpu().numpy()]
-                self._copy(Delta(at, np.zeros(len(at), np.uint8), np.full(len(at), tier, np.uint8)))
+                delta = Delta(at, np.zeros(len(at), np.uint8), np.full(len(at), tier, np.uint8))
+                for block in self._blocks(delta, [store.directory for store in self._stores]):
+                    self._copy(block)
 
     def placement(self) -> tuple[Int64Array, UInt8Array]:
         """This rank's part of the placement: (int64 keys, ascending, and uint8 tiers) of its rail's NODE rows and all
@@ -126,101 +214,121 @@ class Migrator:
         listed: BoolArray = on_rail | ((tiers == Tier.DEVICE) & (self._layout.world_size > 1))
         return listed
 
-    def _listing(self, store: GroupStore, keys: Int64Array, old: UInt8Array) -> tuple[BoolArray, torch.Tensor]:
+    def _listing(self, directory: Directory, keys: Int64Array, old: UInt8Array) -> tuple[BoolArray, torch.Tensor]:
         """(bool [n]: is the row where ``old`` says? int64 positions of the rows that ``old`` says are listed here)."""
-        directory = store.directory
         was = self._listed(keys, old)
-        at, found = directory.find(torch.from_numpy(keys).to(store.rows.device))
+        at, found = directory.find(torch.from_numpy(keys).to(self._device))
         right = found.cpu().numpy() == was
         listed = at[torch.from_numpy(was).to(at.device)]
         if len(directory):
             right[was] &= directory.tiers_at(listed).cpu().numpy() == old[was]
         return right, listed
 
-    def _listed_positions(self, moves: _Moves) -> torch.Tensor:
-        """int64 directory positions of the rows listed here before."""
-        right, listed = self._listing(moves.store, moves.keys, moves.old)
-        if not bool(right.all()):
-            raise PlacementError(
-                f"rank {moves.store.rank}: {int((~right).sum())} rows of a chunk of {len(right)} are not at the tier "
-                f"it says, key {int(moves.keys[~right][0])} for one",
-                remedy="a fault of the daemon: please report it with the daemon's journal",
-            )
-        return listed
-
-    def _flip(self, moves: _Moves, removed: torch.Tensor) -> None:
-        """Slots change hands and the directory lists what is to be; the new replicas hold nothing yet."""
+    def _moved(self, moves: _Moves, directory: Directory, free: FreeSlots) -> tuple[Directory, FreeSlots]:
+        """Slots change hands and the next directory lists what is to be; the new replicas hold nothing yet."""
         store, keys, old, new = moves.store, moves.keys, moves.old, moves.new
         if len(keys) == 0:
-            return
-        device, rank = store.rows.device, self._groups.rank
+            return directory, free
+        right, removed = self._listing(directory, keys, old)
+        if not bool(right.all()):
+            raise PlacementError(
+                f"rank {store.rank}: {int((~right).sum())} rows of a chunk of {len(right)} are not at the tier "
+                f"it says, key {int(keys[~right][0])} for one",
+                remedy="a fault of the daemon: please report it with the daemon's journal",
+            )
+        rank = self._groups.rank
         was, stays = self._listed(keys, old), self._listed(keys, new)
         had_replica = self._layout.holds_replica(rank, keys, old)
         has_replica = self._layout.holds_replica(rank, keys, new)
         slots = np.full(len(keys), -1, dtype=np.int32)
-        slots[was] = store.directory.slots_at(removed).cpu().numpy()
-        store.give_slots(slots[had_replica & ~has_replica])
+        slots[was] = directory.slots_at(removed).cpu().numpy()
+        free = free.give(slots[had_replica & ~has_replica])
         fresh = has_replica & ~had_replica
-        slots[fresh] = store.take_slots(int(fresh.sum()))
+        slots[fresh], free = free.take(int(fresh.sum()))
         at_home = self._layout.home_rank(keys) == rank
         slots[at_home] = (keys[at_home] - store.first_home_key) // store.world_size
-        store.directory = store.directory.replace(
+        following = directory.replace(
             removed,
-            torch.from_numpy(keys[stays]).to(device),
-            torch.from_numpy(slots[stays]).to(device),
-            torch.from_numpy(new[stays]).to(device),
+            torch.from_numpy(keys[stays]).to(self._device),
+            torch.from_numpy(slots[stays]).to(self._device),
+            torch.from_numpy(new[stays]).to(self._device),
         )
+        return following, free
 
-    def _copy(self, delta: Delta) -> None:
-        """Copies the promoted rows of a delta (ascending by key), in as many blocks as the buffer asks for."""
+    def _blocks(self, delta: Delta, directories: Sequence[Directory]) -> Iterator[_Block]:
+        """The promoted rows of a delta, in as many blocks as the buffer asks for; ``directories`` list them already."""
         travels = self._bytes_by_row(delta)
         before = np.cumsum(travels) - travels
         widest = max((store.row_bytes for store in self._stores), default=1)
         room = max(widest, self._buffer_bytes - widest + 1)
         bounds = np.searchsorted(before, np.arange(0, int(travels.sum()), room), side="left")
         for start, end in pairwise([*np.unique(bounds).tolist(), len(delta)]):
-            self._copy_block(delta.take(slice(start, end)))
+            if end > start:
+                yield self._block(delta.take(slice(start, end)), directories)
 
-    def _copy_block(self, block: Delta) -> None:
-        """Promoted rows travel the chain downwards: home to the node owners over the rail, then inside the node."""
-        layout = self._layout
+    def _block(self, block: Delta, directories: Sequence[Directory]) -> _Block:
+        layout, peers = self._layout, self._groups
         over_rail, in_node = [], []
-        for part in self._by_group(block):
+        for part, directory in zip(self._by_group(block), directories, strict=True):
             keys = part.keys
             promoted = (part.old == Tier.HOME) & (part.new != Tier.HOME)
             rail_keys = keys[promoted & (keys % layout.local_ranks == self._local)]
-            over_rail.append((part.store, rail_keys, layout.home_node(rail_keys)))
+            over_rail.append(
+                self._slots(part.store, directory, rail_keys, layout.home_node(rail_keys), peers.rail.size)
+            )
             node_keys = keys[(part.old != Tier.DEVICE) & (part.new == Tier.DEVICE)]
-            in_node.append((part.store, node_keys, node_keys % layout.local_ranks))
+            in_node.append(
+                self._slots(part.store, directory, node_keys, node_keys % layout.local_ranks, peers.node.size)
+            )
+        return _Block(over_rail, in_node)
+
+    def _slots(
+        self, store: GroupStore, directory: Directory, keys: Int64Array, owner: Int64Array, peers: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Slots here of int64 [n] keys, by the peer that has each."""
+        ordered = torch.from_numpy(keys[np.argsort(owner, kind="stable")]).to(self._device)
+        return torch.split(store.locate(ordered, directory)[1], np.bincount(owner, minlength=peers).tolist())
+
+    def _copy(self, block: _Block) -> None:
         with self._traffic.kind(Kind.MIGRATION):
-            _spread(self._groups.rail, over_rail)
-            _spread(self._groups.node, in_node)
+            _spread(self._groups.rail, self._stores, block.over_rail)
+            _spread(self._groups.node, self._stores, block.in_node)
 
 
-def _spread(peers: Peers, parts: Sequence[tuple[GroupStore, Int64Array, Int64Array]]) -> None:
+def _together(deltas: Sequence[Delta]) -> Delta:
+    """What is copied for several deltas applied in order: each row once, ascending by key, at its tier after the last.
+
+    Its tier before is the lowest that it passes: a row that is demoted and promoted again has another slot than before.
+    """
+    keys = np.concatenate([delta.keys for delta in deltas])
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    first = np.flatnonzero(np.concatenate([np.ones(min(1, len(keys)), np.bool_), keys[1:] != keys[:-1]]))
+    if len(first) == 0:
+        return Delta.empty()
+    last = np.concatenate([first[1:], [len(keys)]]) - 1
+    old = np.concatenate([delta.old_tiers for delta in deltas])[order]
+    new = np.concatenate([delta.new_tiers for delta in deltas])[order]
+    return Delta(keys[first], np.minimum.reduceat(old, first), new[last])
+
+
+def _spread(peers: Peers, stores: Sequence[GroupStore], slots: _Rows) -> None:
     """Collective over ``peers``: every member gets the rows that others have, in one all-gather for all dim-groups.
 
     A member's part of the buffer has a section for the values and one for the state of each dim-group, as long as the
     member with most rows needs it. All know who sends what, so nothing but rows travels, and rows are copied straight
     between the stores and the buffer.
-
-    Args:
-        parts: per dim-group (store, int64 [n] keys, int64 [n] index of the peer that has each).
     """
-    counts = [np.bincount(owner, minlength=peers.size) for _, _, owner in parts]
-    if peers.size == 1 or not any(len(keys) for _, keys, _ in parts):
+    most = [max(len(of_peer) for of_peer in of_peers) for of_peers in slots]
+    if peers.size == 1 or not any(most):
         return
     sections: list[_Section] = []
     end = 0
-    for (store, _, _), count in zip(parts, counts, strict=True):
+    for store, count in zip(stores, most, strict=True):
         for column in (store.rows, store.state):
             sections.append(_Section(column, end))
-            end += -(-int(count.max()) * column.shape[1] * column.element_size() // _ALIGNMENT) * _ALIGNMENT
-    mine = torch.zeros(end, dtype=torch.uint8, device=parts[0][0].rows.device)
-    slots: list[tuple[torch.Tensor, ...]] = []
-    for (store, keys, owner), count in zip(parts, counts, strict=True):
-        ordered = torch.from_numpy(keys[np.argsort(owner, kind="stable")]).to(mine.device)
-        slots.append(torch.split(store.locate(ordered)[1], count.tolist()))
+            end += -(-count * column.shape[1] * column.element_size() // _ALIGNMENT) * _ALIGNMENT
+    mine = torch.zeros(end, dtype=torch.uint8, device=stores[0].rows.device)
     for section, of_peers in zip(sections, _twice(slots), strict=True):
         held = of_peers[peers.index]
         if section.column.shape[1] and len(held):

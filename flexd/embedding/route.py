@@ -112,11 +112,17 @@ class Router:
         self._listing: Listing | None = None
         self._listed: list[object] = []
 
+    @property
+    def working_bytes(self) -> int:
+        """Of the tables that find distinct keys, and of what is listed for replicas."""
+        listed = 0 if self._listing is None else self._listing.nbytes
+        return listed + sum(distinct.nbytes for distinct in self._distinct)
+
     def find(self, keys: torch.Tensor, agreement: Agreement, trains: bool = False) -> Route:
         """Collective. int64 [n] keys wanted by this rank, in any order, repeats allowed.
 
         Nothing is fetched here when a rank reports a fault, but the sizes still go round, so that every rank learns
-        of it.
+        of it. The same where ranks make different calls: the route is then of no use.
 
         Args:
             trains: gradients will be pushed: replicated rows that are read are noted. Equal on all ranks.
@@ -144,7 +150,12 @@ class Router:
                 break
             stops, sizes = self._by_peer(hop, stops, [keys_of for keys_of, _ in missing])
             route.stops[-1] = stops
+            if agreement.parted:
+                sizes = torch.zeros_like(sizes)
             sent, received, agreement = hop.exchange_sizes(sizes, agreement)
+            if agreement.parted:  # the ranks of the next hop are to hear of it too
+                ids, weights, touched = [of_group[:0] for of_group in ids], [None] * len(ids), None
+                continue
             packed = [
                 keys_of.index_select(0, stop.asked) | (counts.index_select(0, stop.asked) << _COUNT_SHIFT)
                 for stop, (keys_of, counts) in zip(stops, missing, strict=True)

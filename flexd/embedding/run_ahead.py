@@ -37,7 +37,7 @@ import torch
 
 from flexd.control.inbox import ChunkInbox
 from flexd.embedding.background import Background
-from flexd.embedding.exchange import Agreement, Hop
+from flexd.embedding.exchange import Agreement, Call, Hop
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.replicas import Touched
 from flexd.embedding.route import Route, Router
@@ -228,7 +228,13 @@ class RunAhead:
     @property
     def held(self) -> object:
         """Whose tensors stay until the next job."""
-        return self._ahead, self._left, self._slot_marks
+        return self._ahead, self._left
+
+    @property
+    def working_bytes(self) -> int:
+        """Allocated once."""
+        marks = sum(marks.nbytes for marks in self._slot_marks)
+        return marks + self._router.working_bytes + self._sync.working_bytes
 
     @property
     def holds_route(self) -> bool:
@@ -382,10 +388,11 @@ class RunAhead:
         version = self._inbox.begin_exchange()
         # A rank without a batch says a version below all others' and a fault below none: so every rank learns
         # whether any has ended, which one, and whether all have.
+        call = Call.of(self._rank, trains=True, passes=0, steps=0)
         mine = (
-            Agreement(-1 - self._rank, -1)
+            Agreement(-1 - self._rank, -1, call, call)
             if upcoming.given is None
-            else Agreement(version, 0 if error is None else 1 + self._rank)
+            else Agreement(version, 0 if error is None else 1 + self._rank, call, call)
         )
         route = self._router.find(keys, mine, True)
         agreement = route.agreement

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -16,6 +18,40 @@ TORCH_DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+
+
+@dataclass(frozen=True)
+class FreeSlots:
+    """Replica slots that no row has. Immutable, so that chunks can be prepared one after another before any is applied;
+    ``settled`` makes one that refers to nothing but ``slots`` again, in place.
+
+    Attributes:
+        slots: int32; the first ``count`` are free, what stands behind means nothing.
+        given: int32, free too.
+    """
+
+    slots: npt.NDArray[np.int32]
+    count: int
+    given: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return self.count + len(self.given)
+
+    def give(self, slots: npt.NDArray[np.int32]) -> FreeSlots:
+        return FreeSlots(self.slots, self.count, np.concatenate([self.given, slots]))
+
+    def take(self, number: int) -> tuple[npt.NDArray[np.int32], FreeSlots]:
+        """The caller has checked that there are enough."""
+        of_given = min(number, len(self.given))
+        count = self.count - (number - of_given)
+        taken = np.concatenate([self.given[len(self.given) - of_given :], self.slots[count : self.count]])
+        return taken, FreeSlots(self.slots, count, self.given[: len(self.given) - of_given])
+
+    def settled(self) -> FreeSlots:
+        """All of them in ``slots``. Those that were made from this one stay right: they have at most as large a
+        ``count``, and nothing is written before it."""
+        self.slots[self.count : len(self)] = self.given
+        return FreeSlots(self.slots, len(self), self.given[:0])
 
 
 class GroupStore:
@@ -42,12 +78,12 @@ class GroupStore:
         self.directory = Directory.empty(
             HomeOrder(group.first_key, group.rows, layout, layout.local_rank_of(rank)), device
         )
-        self._free = np.arange(slots - 1, self.home_rows - 1, -1, dtype=np.int32)
-        self._free_count = replica_slots
+        none = np.empty(0, dtype=np.int32)
+        self.free = FreeSlots(np.arange(slots - 1, self.home_rows - 1, -1, dtype=np.int32), replica_slots, none)
 
     @property
     def free_slots(self) -> int:
-        return self._free_count
+        return len(self.free)
 
     @property
     def row_bytes(self) -> int:
@@ -62,27 +98,24 @@ class GroupStore:
         """int64 keys homed here -> int64 slots."""
         return (keys - self.first_home_key) // self.world_size
 
-    def locate(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def locate(
+        self, keys: torch.Tensor, directory: Directory | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """int64 [n] keys of the group -> (bool [n] held here, int64 [n] slot, int64 [n] directory position or -1).
 
         Slot and position are meaningless where the row is not held.
+
+        Args:
+            directory: of another placement than the one that is applied.
         """
+        directory = self.directory if directory is None else directory
         home = keys % self.world_size == self.rank
         slots = self.home_slots(keys)
-        at, found = self.directory.find(keys)
-        if len(self.directory) == 0:
+        at, found = directory.find(keys)
+        if len(directory) == 0:
             return home, slots, at - 1
-        slots = torch.where(found, self.directory.slots_at(at), slots)
+        slots = torch.where(found, directory.slots_at(at), slots)
         return home | found, slots, torch.where(found, at, -1)
-
-    def take_slots(self, count: int) -> npt.NDArray[np.int32]:
-        """int32 [count] free replica slots; the caller has checked that there are enough."""
-        self._free_count -= count
-        return self._free[self._free_count : self._free_count + count].copy()
-
-    def give_slots(self, slots: npt.NDArray[np.int32]) -> None:
-        self._free[self._free_count : self._free_count + len(slots)] = slots
-        self._free_count += len(slots)
 
     def pack(self, slots: torch.Tensor) -> torch.Tensor:
         """uint8 [n, row_bytes]: rows and state, for copying to another rank."""

@@ -42,6 +42,11 @@ class ReplicaSync:
         self._router = router
         self._distinct = [Dedup(0, store.home_rows, store.rows.device) for store in self._stores]
 
+    @property
+    def working_bytes(self) -> int:
+        """Of the tables that find distinct slots."""
+        return sum(distinct.nbytes for distinct in self._distinct)
+
     def push(self, passes: Sequence[tuple[Route, list[torch.Tensor]]], touched: Touched | None) -> list[Summed]:
         """Collective. Carries the gradients of a step's passes to their rows, each row's once.
 

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from rank_pool import RankPool
 
 import flexd
+from flexd.embedding.exchange import Agreement, Call
 from flexd.embedding.groups import layout_from_environment
 from flexd.errors import CollectiveError, EmbeddingError, TopologyError
 from flexd.layout import RankLayout
@@ -40,6 +43,37 @@ def test_a_broken_rank_is_an_error_on_every_other(how: str) -> None:
         assert said.startswith(f"CollectiveError: rank {rank}: all_to_all with ranks "), said
         assert "(all_to_all)" in said
         assert "restart the job" in said
+
+
+@pytest.mark.parametrize("how", ["evaluates", "forgets a step"])
+@pytest.mark.parametrize(
+    ("nodes", "local_ranks", "odd", "exchange"),
+    [(2, 2, 3, "chain"), (2, 2, 0, "direct"), (2, 1, 1, "chain"), (1, 2, 0, "chain")],
+)
+def test_ranks_that_make_different_calls_hear_of_each_other(
+    ranks: Ranks, nodes: int, local_ranks: int, odd: int, exchange: str, how: str
+) -> None:
+    """At once, on every rank, also where the odd one is on another node and rail; and they can go on."""
+    layout = RankLayout(nodes, local_ranks)
+    for said, goes_on in ranks(layout.world_size).run("broken_jobs:part", layout, odd, how, exchange, timeout=50):
+        assert said.startswith("EmbeddingError: ranks make different calls: rank ")
+        assert f"rank {odd} {'only looks' if how == 'evaluates' else 'looks'} rows up" in said
+        assert ("(4 modulo 8)" in said) == (how == "forgets a step")
+        assert goes_on
+
+
+@given(
+    version=st.integers(-(2**20), 2**32 - 1), fault=st.integers(-1, 2**20), passes=st.integers(0, 64),
+    ranks_of=st.lists(st.integers(0, 2**20 - 1), min_size=1, max_size=4), steps=st.integers(0, 2**40),
+)  # fmt: skip
+def test_agreements_come_back_whole(version: int, fault: int, passes: int, ranks_of: list[int], steps: int) -> None:
+    calls = [Call.of(rank, trains=rank % 2 == 0, passes=passes, steps=steps) for rank in ranks_of]
+    told = [Agreement(version + n, fault - n, call, call).pack() for n, call in enumerate(calls)]
+    assert all(-(2**63) <= word < 2**63 for words in told for word in words)
+    both = Agreement.combined(told)
+    assert (both.version, both.fault) == (version, fault)
+    assert (both.first, both.last) == (min(calls), max(calls))
+    assert both.parted == (len({rank % 2 for rank in ranks_of}) > 1)
 
 
 def test_two_collections_in_one_process(ranks: Ranks) -> None:

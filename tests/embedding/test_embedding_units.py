@@ -14,7 +14,7 @@ from flexd.embedding.groups import layout_from_environment
 from flexd.embedding.initial import initial_rows
 from flexd.embedding.jagged import Jagged, as_jagged
 from flexd.embedding.optimizer import SGD, RowWiseAdagrad
-from flexd.embedding.store import TORCH_DTYPES, GroupStore
+from flexd.embedding.store import TORCH_DTYPES, FreeSlots, GroupStore
 from flexd.embedding.traffic import Kind, Traffic
 from flexd.errors import EmbeddingError, TopologyError
 from flexd.keyspace import DimGroup, KeySpace, TableSpec
@@ -45,21 +45,31 @@ def test_every_key_has_one_home_slot(nodes: int, local_ranks: int, first_key: in
     assert (held_by == 1).all()
 
 
-@settings(max_examples=50, deadline=None)
-@given(actions=st.lists(st.tuples(st.booleans(), st.integers(0, 4)), max_size=30))
-def test_replica_slots_are_never_handed_out_twice(actions: list[tuple[bool, int]]) -> None:
+@settings(max_examples=100, deadline=None)
+@given(actions=st.lists(st.tuples(st.sampled_from(["take", "give", "settle", "try"]), st.integers(0, 4)), max_size=40))
+def test_replica_slots_are_never_handed_out_twice(actions: list[tuple[str, int]]) -> None:
+    """Whatever is prepared and dropped again, and whenever what was prepared first is settled."""
     store = GroupStore(DimGroup(2, "float32", "sgd", 0, 7, (0,)), RankLayout(1, 2), 1, 9, CPU)
+    everything = set(range(store.home_rows, store.home_rows + 9))
+    free = store.free
     taken: list[int] = []
-    for take, count in actions:
-        if take and count <= store.free_slots:
-            got = store.take_slots(count).tolist()
-            assert all(store.home_rows <= slot < store.home_rows + 9 for slot in got)
-            taken += got
-        elif not take:
+    waiting: list[FreeSlots] = []
+    for what, count in actions:
+        if what == "take" and count <= len(free):
+            got, free = free.take(count)
+            taken += got.tolist()
+        elif what == "give":
             back, taken = taken[:count], taken[count:]
-            store.give_slots(np.array(back, dtype=np.int32))
+            free = free.give(np.array(back, dtype=np.int32))
+        elif what == "try":  # prepared, and dropped
+            free.give(np.array(taken, dtype=np.int32)).take(len(everything))
+        elif what == "settle" and waiting:
+            waiting[count % len(waiting)].settled()
+            waiting = waiting[count % len(waiting) + 1 :]
+        waiting.append(free)
         assert len(set(taken)) == len(taken)
-        assert store.free_slots == 9 - len(taken)
+        assert len(free) == 9 - len(taken)
+        assert set(free.take(len(free))[0].tolist()) == everything - set(taken)
 
 
 @settings(max_examples=60, deadline=None)

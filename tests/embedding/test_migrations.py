@@ -12,7 +12,7 @@ from migration_jobs import ROWS, TABLES
 from rank_pool import RankPool
 
 from flexd.embedding.memory import most_listed_rows
-from flexd.errors import PlacementError
+from flexd.embedding.migrate import _together
 from flexd.keyspace import DimGroup, KeySpace, TableSpec
 from flexd.layout import RankLayout, Tier
 from flexd.placement import Delta, Placement
@@ -85,7 +85,15 @@ def test_any_chunks_end_where_a_dict_ends(ranks: Ranks, shape: tuple[int, int], 
         assert dict(zip(said["keys"].tolist(), said["tiers"].tolist(), strict=True)) == listed
         assert said["digest"] == whole.digest()
         assert said["free"] == free[:, rank].tolist(), "slots leak"
-        for name in ("slots_distinct", "tables_unchanged", "bit_equal", "same_tensors", "memory_constant", "within"):
+        for name in (
+            "slots_distinct",
+            "tables_unchanged",
+            "bit_equal",
+            "same_tensors",
+            "memory_constant",
+            "within",
+            "all_counted",
+        ):
             assert said[name], name
         assert said["steps"] == results[0]["steps"]
         assert said["waiting"] == 0
@@ -132,23 +140,34 @@ def test_replicas_are_copied_anew_in_blocks(ranks: Ranks, cap: int) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.dictionaries(st.integers(0, 12), st.integers(0, 2), max_size=8), min_size=1, max_size=6))
-def test_joined_deltas_are_one(steps: list[dict[int, int]]) -> None:
+def test_what_is_copied_for_several_deltas(steps: list[dict[int, int]]) -> None:
+    """Once, as if from the lowest tier that the row passes: demoted and promoted again, it is in another slot."""
     placement = Placement.empty()
     deltas = []
+    passed: dict[int, list[int]] = {}
     for moves in steps:
         keys = np.array(list(moves), dtype=np.int64)
         deltas.append(Delta(keys, placement.tiers_of(keys), np.array(list(moves.values()), np.uint8)))
+        for key, old in zip(moves, deltas[-1].old_tiers.tolist(), strict=True):
+            passed.setdefault(key, []).append(old)
         placement = placement.apply(deltas[-1])
-    joined = Delta.joined(deltas)
-    once = Placement.empty().apply(joined)
-    assert (once.keys.tolist(), once.tiers.tolist()) == (placement.keys.tolist(), placement.tiers.tolist())
-    assert joined.keys.tolist() == sorted(set().union(*steps))
-    assert joined.digest_change() == sum(delta.digest_change() for delta in deltas) % 2**64
+    together = _together(deltas)
+    assert together.keys.tolist() == sorted(passed)
+    assert together.old_tiers.tolist() == [min(passed[key]) for key in sorted(passed)]
+    assert together.new_tiers.tolist() == placement.tiers_of(together.keys).tolist()
 
 
-def test_deltas_that_do_not_follow_each_other_do_not_join() -> None:
-    with pytest.raises(PlacementError, match="key 5 for one"):
-        Delta.joined([chunk({5: 2, 6: 1}), chunk({6: 2, 5: 0}, {5: 1, 6: 1})])
+def test_a_row_that_is_demoted_and_promoted_at_once_is_copied(ranks: Ranks) -> None:
+    """Both chunks are applied at one step, and other rows take the slot that it had."""
+    chunks = [chunk({0: 2, 1: 2}), chunk({0: 0, 1: 0}, {0: 2, 1: 2}), chunk({5: 2, 9: 2}), chunk({0: 2, 1: 2})]
+    for said in ranks(4).run("migration_jobs:follow_at_once", RankLayout(2, 2), chunks, SLOTS):
+        assert said == {"steps": 2, "tables_unchanged": True, "bit_equal": True}
+
+
+def test_what_was_prepared_for_another_placement_is_not_applied(ranks: Ranks) -> None:
+    for said, unchanged in ranks(2).run("migration_jobs:apply_out_of_turn", RankLayout(2, 1), GOOD[0]):
+        assert "chunks were prepared for another placement" in said
+        assert unchanged
 
 
 @settings(max_examples=100, deadline=None)

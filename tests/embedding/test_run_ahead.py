@@ -232,8 +232,10 @@ def test_what_is_held_is_bounded_and_counted() -> None:
         collection.optimizer.step()
         pending.append(collection.engine.memory().pending_bytes)
     assert len(set(pending[1:-1])) == 1
-    rows, marks, ids = 30 * 4 * 4, 50, 30 * 8
-    assert rows + marks + ids <= pending[1] <= 2 * rows + marks + 30 * ids
+    rows, ids = 30 * 4 * 4, 30 * 8
+    assert rows + ids <= pending[1] <= 2 * rows + 30 * ids
+    marks, keys, slots = 50, 50 * 8, 50 * 8
+    assert collection.engine.memory().working_bytes == marks + 2 * (keys + slots)
     assert collection.engine.memory().pending_bytes < pending[1]
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.embedding.exchange import Agreement
+from flexd.embedding.exchange import Agreement, Call
 from flexd.embedding.route import GroupStop, Route
 from flexd.embedding.split import _exchange_bits, cut
 
@@ -95,7 +95,13 @@ def test_halves_of_a_route(expanded: bool, seed: int, rows: int) -> None:
     first = GroupStop(first.rows, first.expand, first.held, first.slots, first.entries, first.asked[:requests])
     counts = [[[requests]]]
     keys = [torch.arange(first.rows) + 500, torch.arange(requests) + 700]
-    route = Route([[first], [second]], counts, counts, Agreement(0, 0), [[of_station] for of_station in keys])
+    route = Route(
+        [[first], [second]],
+        counts,
+        counts,
+        Agreement(0, 0, Call(0, 0), Call(0, 0)),
+        [[of_station] for of_station in keys],
+    )
     of_second = torch.rand(second.rows, generator=generator) < 0.5
     marks = torch.rand(first.rows, generator=generator) < 0.5
     answered = of_second if second.expand is None else of_second[second.expand]

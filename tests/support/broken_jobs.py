@@ -7,12 +7,14 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from flexd.errors import FlexdError
-from flexd.layout import RankLayout
+from flexd.layout import RankLayout, Tier
+from flexd.placement import Delta
 
 IDS = {"item": Jagged(torch.arange(50), torch.tensor([50]))}
 
@@ -77,3 +79,28 @@ def two_collections(rank: int, layout: RankLayout, together: bool) -> list[Any]:
                 collection.optimizer.step()
             pair.append(collection)
     return [collection.gather_table("item").numpy() for collection in pair]
+
+
+def part(rank: int, layout: RankLayout, odd: int, how: str, exchange: str) -> tuple[str, bool]:
+    """One rank does other things than the rest: what this rank hears, and whether all can go on from there."""
+    collection = EmbeddingCollection(
+        [EmbeddingTable("item", 50, 4)], layout=layout, exchange=exchange, replica_slots=[20]
+    )
+    keys = np.arange(20, dtype=np.int64)
+    collection.engine.inbox.offer(1, Delta(keys, np.zeros(20, np.uint8), np.full(20, Tier.DEVICE, np.uint8)))
+    for _ in range(3):
+        _step(collection)
+    said = "no error"
+    if rank == odd and how == "evaluates":
+        collection.eval()
+    if rank == odd and how == "forgets a step":
+        collection.engine.steps += 1
+    try:
+        collection(IDS)
+    except FlexdError as error:
+        said = f"{type(error).__name__}: {error}"
+    collection.train()
+    if rank == odd and how == "forgets a step":
+        collection.engine.steps -= 1
+    _step(collection)
+    return said, collection.replicas_bit_equal()

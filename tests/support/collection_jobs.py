@@ -94,7 +94,7 @@ def wrong_chunk(rank: int, layout: RankLayout, good: Delta, wrong: Delta) -> tup
     look_everything_up(collection)
     before = [store.free_slots for store in collection.engine.stores], collection.engine.migrator.digest
     try:
-        collection.engine.migrator.apply([wrong])
+        collection.engine.migrator.prepare(wrong, None)
         text = "applied"
     except FlexdError as error:
         text = f"{type(error).__name__}: {error}"

@@ -9,8 +9,9 @@ import torch
 
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
+from flexd.embedding.memory import tensors_of
 from flexd.embedding.optimizer import RowWiseAdagrad
-from flexd.errors import ChunkRefusedError
+from flexd.errors import ChunkRefusedError, PlacementError
 from flexd.layout import RankLayout
 from flexd.placement import Delta
 
@@ -42,7 +43,7 @@ def follow_chunks(rank: int, layout: RankLayout, chunks: list[Delta], slots: lis
     held = [(store.rows.data_ptr(), store.state.data_ptr(), store.rows.shape, store.state.shape) for store in stores]
     fixed = collection.memory()
     rng = np.random.default_rng([seed, rank])
-    offered, steps, largest = 0, 0, 0
+    offered, steps, largest, left_out = 0, 0, 0, 0
     while collection.placement_version < len(chunks):
         for _ in range(int(rng.integers(0, 4))):
             if offered < len(chunks):
@@ -52,6 +53,11 @@ def follow_chunks(rank: int, layout: RankLayout, chunks: list[Delta], slots: lis
             found = collection(everything)
         memory = collection.memory()
         largest = max(largest, memory.stored_bytes + memory.pending_bytes)
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in tensors_of([engine.router, engine.sync, stores])
+        }
+        left_out = max(left_out, sum(storages.values()) - memory.stored_bytes)
         assert all(torch.equal(found[name].values, table) for name, table in before.items()), "a look-up changed"
         steps += 1
     keys, tiers = engine.migrator.placement()
@@ -68,8 +74,45 @@ def follow_chunks(rank: int, layout: RankLayout, chunks: list[Delta], slots: lis
         "memory_constant": (fixed.home_bytes, fixed.replica_bytes, fixed.free_list_bytes)
         == (memory.home_bytes, memory.replica_bytes, memory.free_list_bytes),
         "within": largest <= memory.stated_bytes and memory.directory_bytes <= memory.directory_bytes_at_most,
-        "memory": memory, "waiting": memory.waiting_bytes, "versions": collection.placement_version,
+        "all_counted": left_out <= 0, "memory": memory,
+        "waiting": memory.waiting_bytes, "versions": collection.placement_version,
     }  # fmt: skip
+
+
+def follow_at_once(rank: int, layout: RankLayout, chunks: list[Delta], slots: list[int]) -> dict[str, Any]:
+    """The first chunk is applied at a step of its own, the others together."""
+    collection = _collection(layout, slots, 2**20)
+    inbox = collection.engine.inbox
+    everything = {table.name: Jagged(torch.arange(table.rows), torch.tensor([table.rows])) for table in TABLES}
+    before = {table.name: collection.gather_table(table.name) for table in TABLES}
+    steps = 0
+    for upto in (1, len(chunks)):
+        for version in range(inbox._received_version + 1, upto + 1):
+            inbox.offer(version, chunks[version - 1])
+        for _ in range(2):
+            with torch.no_grad():
+                collection(everything)
+            steps += collection.placement_version == upto
+    return {
+        "steps": steps, "bit_equal": collection.replicas_bit_equal(),
+        "tables_unchanged": all(torch.equal(collection.gather_table(name), table) for name, table in before.items()),
+    }  # fmt: skip
+
+
+def apply_out_of_turn(rank: int, layout: RankLayout, delta: Delta) -> tuple[str, bool]:
+    """Applies what was prepared before another chunk was applied; what is said, and whether all is as it was."""
+    collection = _collection(layout, [61, 23], 2**20)
+    migrator = collection.engine.migrator
+    early, late = migrator.prepare(delta, None), migrator.prepare(delta, None)
+    migrator.apply([early])
+    before = [store.directory for store in collection.engine.stores], migrator.digest
+    try:
+        migrator.apply([late])
+        said = "applied"
+    except PlacementError as error:
+        said = str(error)
+    after = [store.directory for store in collection.engine.stores], migrator.digest
+    return said, before == after and collection.replicas_bit_equal()
 
 
 def refuse(rank: int, layout: RankLayout, good: list[Delta], wrong: Delta, applied: bool) -> tuple[str, bool]:
