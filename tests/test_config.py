@@ -122,7 +122,11 @@ def test_minimal_file_and_defaults(tmp_path):
             "(got '0.0.0.0')",
         ),
         ("control.listen_port", 70_000, "control.listen_port: Input should be less than or equal to 65535 (got 70000)"),
-        ("server.host", "0.0.0.0", "server.host: is reachable from other machines: set server.tls, or listen on 127.0.0.1"),
+        (
+            "server.host",
+            "0.0.0.0",
+            "server.host: is reachable from other machines: set server.tls, or listen on 127.0.0.1",
+        ),
         (
             "server.metrics_listen",
             "9465",
