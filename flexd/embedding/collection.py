@@ -22,7 +22,7 @@ from flexd.embedding.jagged import Jagged, as_jagged
 from flexd.embedding.local_state import load_local, save_local
 from flexd.embedding.memory import RankMemory
 from flexd.embedding.optimizer import SGD, RowOptimizer
-from flexd.embedding.route import Route
+from flexd.embedding.station import Route
 from flexd.embedding.store import TORCH_DTYPES
 from flexd.embedding.traffic import Traffic
 from flexd.embedding.whole import gather_rows, replicas_bit_equal

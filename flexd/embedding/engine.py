@@ -17,8 +17,9 @@ from flexd.embedding.initial import initial_rows
 from flexd.embedding.memory import RankMemory, rank_memory
 from flexd.embedding.migrate import Migrator
 from flexd.embedding.optimizer import RowOptimizer
-from flexd.embedding.route import Route, Router
+from flexd.embedding.route import Router
 from flexd.embedding.run_ahead import Ahead, Left, RunAhead
+from flexd.embedding.station import Route
 from flexd.embedding.store import GroupStore
 from flexd.embedding.sync import ReplicaSync, Summed
 from flexd.embedding.traffic import Traffic

@@ -12,62 +12,22 @@ waits for nothing, except once a step for the numbers of touched replicas (``Rep
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 import torch
 
-from flexd.embedding.dedup import Dedup
 from flexd.embedding.exchange import Agreement, Column, Counts, Hop, Note
 from flexd.embedding.listing import Listing
+from flexd.embedding.merge import merged
 from flexd.embedding.replicas import ReplicaSums, Touched
+from flexd.embedding.station import COUNT_SHIFT, GroupStop, Route, Stations, rows_of, split
 from flexd.embedding.store import TORCH_DTYPES, GroupStore
 from flexd.embedding.traffic import Kind, Traffic
 from flexd.errors import EmbeddingError
 from flexd.layout import RankLayout
 
-_COUNT_SHIFT = 44
-_KEY_MASK = (1 << _COUNT_SHIFT) - 1
-_MAX_COUNT = (1 << (63 - _COUNT_SHIFT)) - 1
-_FEW_PEERS = 8
-
-
-@dataclass(frozen=True)
-class GroupStop:
-    """One dim-group at one station. All tensors are int64 on the store's device.
-
-    Attributes:
-        rows: distinct rows dealt with here.
-        expand: [requests] -> row; None if every row was requested once, in this order.
-        held, slots, entries: rows held here, where they are in the store, and their directory position (-1: a
-            plain home row).
-        asked: rows asked of the next station, in the order in which they are sent.
-    """
-
-    rows: int
-    expand: torch.Tensor | None
-    held: torch.Tensor
-    slots: torch.Tensor
-    entries: torch.Tensor
-    asked: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Route:
-    """``stops[station][group]``; ``asked[station]``, ``asked_of_me[station]`` for the hop after each station.
-
-    Attributes:
-        requests: ``[station][group]`` int64 keys: at the first station those of its rows, at later ones those asked of
-            this rank, as they arrived.
-        touched: the replicated rows it reads, if it was found for training and there are any.
-    """
-
-    stops: list[list[GroupStop]]
-    asked: list[Counts]
-    asked_of_me: list[Counts]
-    agreement: Agreement
-    requests: list[list[torch.Tensor]]
-    touched: Touched | None = None
+_KEY_MASK = (1 << COUNT_SHIFT) - 1
 
 
 class Router:
@@ -99,9 +59,8 @@ class Router:
         self.hops = list(hops)
         self._layout = layout
         self.traffic = traffic
-        self._dedup = dedup
+        self._stations = Stations(stores, dedup=dedup)
         self._firsts = [store.group.first_key for store in self._stores]
-        self._distinct = [Dedup(store.group.first_key, store.group.rows, store.rows.device) for store in self._stores]
         self.wire = [store.dtype if comm_dtype is None else TORCH_DTYPES[comm_dtype] for store in self._stores]
         """Of each dim-group."""
         self.wide = [
@@ -116,7 +75,7 @@ class Router:
     def working_bytes(self) -> int:
         """Of the tables that find distinct keys, and of what is listed for replicas."""
         listed = 0 if self._listing is None else self._listing.nbytes
-        return listed + sum(distinct.nbytes for distinct in self._distinct)
+        return listed + self._stations.working_bytes
 
     def find(self, keys: torch.Tensor, agreement: Agreement, trains: bool = False) -> Route:
         """Collective. int64 [n] keys wanted by this rank, in any order, repeats allowed.
@@ -135,7 +94,7 @@ class Router:
         for station, hop in enumerate((*self.hops, None)):
             stops, missing = [], []
             for group, (of_group, weight) in enumerate(zip(ids, weights, strict=True)):
-                stop, keys_of, counts = self._stop(group, of_group, weight)
+                stop, keys_of, counts = self._stations.stop(group, of_group, weight)
                 by_tier.append(self._accesses(group, stop, counts))
                 if station == 0:
                     ids[group] = keys_of
@@ -148,7 +107,7 @@ class Router:
             if hop is None:
                 _check_all_held(stops)
                 break
-            stops, sizes = self._by_peer(hop, stops, [keys_of for keys_of, _ in missing])
+            stops, sizes = self._stations.by_peer(hop, stops, [keys_of for keys_of, _ in missing])
             route.stops[-1] = stops
             if agreement.parted:
                 sizes = torch.zeros_like(sizes)
@@ -157,7 +116,7 @@ class Router:
                 ids, weights, touched = [of_group[:0] for of_group in ids], [None] * len(ids), None
                 continue
             packed = [
-                keys_of.index_select(0, stop.asked) | (counts.index_select(0, stop.asked) << _COUNT_SHIFT)
+                keys_of.index_select(0, stop.asked) | (counts.index_select(0, stop.asked) << COUNT_SHIFT)
                 for stop, (keys_of, counts) in zip(stops, missing, strict=True)
             ]
             arrived, words = hop.exchange_ids(
@@ -166,7 +125,7 @@ class Router:
             if touched is not None and words is not None:
                 touched.told_up(station, words)
             parts = _deinterleaved(arrived, received)
-            ids, weights = [part & _KEY_MASK for part in parts], [part >> _COUNT_SHIFT for part in parts]
+            ids, weights = [part & _KEY_MASK for part in parts], [part >> COUNT_SHIFT for part in parts]
             route.asked.append(sent)
             route.asked_of_me.append(received)
         home, node, device = torch.stack(by_tier).sum(dim=0).tolist()
@@ -183,8 +142,9 @@ class Router:
             answers = None
             if station < len(self.hops):
                 above = zip(found, route.stops[station + 1], self.wire, strict=True)
+                asked, asked_of_me = route.asked[station], route.asked_of_me[station]
                 columns = [
-                    Column(rows, stop.expand, _of(g, route.asked_of_me[station]), _of(g, route.asked[station]), wire)
+                    Column(rows, stop.expand, rows_of(g, asked_of_me), rows_of(g, asked), wire)
                     for g, (rows, stop, wire) in enumerate(above)
                 ]
                 if touched is not None:
@@ -201,7 +161,7 @@ class Router:
                 rows = source.new_empty((stop.rows, source.shape[1]), dtype=self.wire[group])
                 rows.index_copy_(0, stop.held, source.index_select(0, stop.slots).to(rows.dtype))
                 if answers is not None:
-                    for part, at in zip(answers[group], _split(stop.asked, route.asked[station], group), strict=True):
+                    for part, at in zip(answers[group], split(stop.asked, route.asked[station], group), strict=True):
                         rows.index_copy_(0, at, part)
                 found.append(rows)
         return [
@@ -240,7 +200,7 @@ class Router:
                 break
             sent, received = route.asked[station], route.asked_of_me[station]
             columns = [
-                Column(grad, stop.asked, _of(g, sent), _of(g, received), wire)
+                Column(grad, stop.asked, rows_of(g, sent), rows_of(g, received), wire)
                 for g, (grad, stop, wire) in enumerate(zip(grads, stops, self.wire, strict=True))
             ]
             if replicas is not None:
@@ -263,69 +223,15 @@ class Router:
         if stop.expand is None:
             return torch.cat([part.to(wide) for part in parts])
         total = parts[0].new_zeros((stop.rows, parts[0].shape[1]), dtype=wide)
-        places = _split(stop.expand, counts, group)
+        places = split(stop.expand, counts, group)
         for peer in (me, *(peer for peer in range(len(parts)) if peer != me)):
             if len(places[peer]):
                 total.index_add_(0, places[peer], parts[peer].to(wide))
         return total
 
     def merged(self, passes: Sequence[tuple[Route, list[torch.Tensor]]]) -> tuple[Route, list[torch.Tensor]]:
-        """Passes over one placement as one, with every row once, and its gradients. Nothing is exchanged: both ends of
-        a hop know what was asked in each pass, and put the union in the order of the keys.
-
-        Args:
-            passes: routes, and per group [rows of the first station, dim] gradients.
-        """
-        if len(passes) == 1:
-            return passes[0]
-        routes = [route for route, _ in passes]
-        whole = Route([], [], [], routes[-1].agreement, [], None)
-        ids = [torch.cat([route.requests[0][g] for route in routes]) for g in range(len(self._stores))]
-        for station, hop in enumerate((*self.hops, None)):
-            stops, keys = [], []
-            for group, of_group in enumerate(ids):
-                stop, keys_of, _ = self._stop(group, of_group, None, dedup=True)
-                stops.append(stop)
-                keys.append(keys_of)
-            whole.stops.append(stops)
-            whole.requests.append(keys if station == 0 else ids)
-            if hop is None:
-                break
-            whole.stops[-1], sizes = self._by_peer(hop, stops, keys, in_order=True)
-            ids, sizes_of_me = self._asked_of_me(routes, station, hop.peers.size)
-            sent, received = torch.stack([sizes, sizes_of_me]).tolist()
-            whole.asked.append(sent)
-            whole.asked_of_me.append(received)
-        total = []
-        for group, (stop, wide) in enumerate(zip(whole.stops[0], self.wide, strict=True)):
-            parts = [grads[group].to(wide) for _, grads in passes]
-            if stop.expand is None:
-                total.append(torch.cat(parts))
-                continue
-            total.append(parts[0].new_zeros((stop.rows, parts[0].shape[1])))
-            for part, at in zip(parts, torch.split(stop.expand, [len(part) for part in parts]), strict=True):
-                total[group].index_add_(0, at, part)
-        return whole, total
-
-    def _asked_of_me(
-        self, routes: Sequence[Route], station: int, peers: int
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """What each peer asked over the hop after a station in any pass: per group keys ordered by peer and key, and
-        int64 [peers, groups] how many."""
-        ids, sizes = [], []
-        for group, store in enumerate(self._stores):
-            rows, first = store.group.rows, store.group.first_key
-            by_peer: list[torch.Tensor] = []
-            for peer in range(peers):
-                asked = [
-                    _split(route.requests[station + 1][group], route.asked_of_me[station], group)[peer]
-                    for route in routes
-                ]
-                by_peer.append(torch.cat(asked) - first + peer * rows)
-            distinct = torch.unique(torch.cat(by_peer))
-            ids.append(distinct % rows + first)
-            sizes.append(torch.bincount(distinct // rows, minlength=peers))
-        return ids, torch.stack(sizes, dim=1)
+        """``merge.merged``."""
+        return merged(self._stations, self.hops, self.wide, passes)
 
     def touched(self, routes: Sequence[Route]) -> Touched | None:
         """Collective. The replicated rows that any rank has touched on any of its routes; None if there can be none.
@@ -368,43 +274,6 @@ class Router:
             self._listed = directories
         return Touched(self._listing, self._stores[0].rows.device) if any(self._listing.exchanged) else None
 
-    def _stop(
-        self, group: int, ids: torch.Tensor, weights: torch.Tensor | None, *, dedup: bool | None = None
-    ) -> tuple[GroupStop, torch.Tensor, torch.Tensor]:
-        """Looks requested keys up in this rank's store -> (stop, without order of what is asked; int64 [rows] keys;
-        int64 [rows] accesses behind each)."""
-        store = self._stores[group]
-        keys, expand = self._distinct[group].find(ids) if self._dedup or dedup else (ids, None)
-        if expand is None:
-            counts = torch.ones_like(keys) if weights is None else weights
-        elif weights is None:
-            counts = torch.bincount(expand, minlength=len(keys))
-        else:
-            counts = torch.zeros_like(keys).scatter_add_(0, expand, weights)
-        held, slots, entries = store.locate(keys)
-        where, absent = held.nonzero().view(-1), (~held).nonzero().view(-1)
-        slots, entries = slots.index_select(0, where), entries.index_select(0, where)
-        return GroupStop(len(keys), expand, where, slots, entries, absent), keys, counts.clamp_(max=_MAX_COUNT)
-
-    def _by_peer(
-        self, hop: Hop, stops: Sequence[GroupStop], keys: Sequence[torch.Tensor], *, in_order: bool = False
-    ) -> tuple[list[GroupStop], torch.Tensor]:
-        """The stops with what is asked ordered by peer (and key, if ``in_order``), and int64 [peers, groups] how
-        many."""
-        ordered, sizes = [], []
-        for stop, of_group in zip(stops, keys, strict=True):
-            asked = stop.asked
-            if in_order:
-                asked = asked.index_select(0, torch.argsort(of_group.index_select(0, asked)))
-            peer = hop.destination(of_group.index_select(0, asked))
-            if hop.peers.size <= _FEW_PEERS:
-                order = torch.cat([(peer == number).nonzero().view(-1) for number in range(hop.peers.size)])
-            else:
-                order = torch.argsort(peer, stable=True)
-            ordered.append(replace(stop, asked=asked.index_select(0, order)))
-            sizes.append(torch.bincount(peer, minlength=hop.peers.size))
-        return ordered, torch.stack(sizes, dim=1)
-
     def _by_group(self, keys: torch.Tensor) -> list[torch.Tensor]:
         if len(self._stores) == 1:
             return [keys]
@@ -428,20 +297,11 @@ def _check_all_held(stops: Sequence[GroupStop]) -> None:
         raise EmbeddingError(f"{lost} rows were asked of a rank that is not their home")
 
 
-def _of(group: int, counts: Counts) -> list[int]:
-    return [row[group] for row in counts]
-
-
-def _split(column: torch.Tensor, counts: Counts, group: int) -> tuple[torch.Tensor, ...]:
-    """What is ordered by peer, peer by peer."""
-    return torch.split(column, _of(group, counts))
-
-
 def _interleaved(columns: Sequence[torch.Tensor], counts: Counts) -> torch.Tensor:
     """Per group [n] ordered by peer -> one tensor, peer after peer, in each group after group."""
     if len(columns) == 1:
         return columns[0]
-    parts = [_split(column, counts, group) for group, column in enumerate(columns)]
+    parts = [split(column, counts, group) for group, column in enumerate(columns)]
     return torch.cat(list(chain.from_iterable(zip(*parts, strict=True))))
 
 

@@ -40,8 +40,9 @@ from flexd.embedding.background import Background
 from flexd.embedding.exchange import Agreement, Call, Hop
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.replicas import Touched
-from flexd.embedding.route import Route, Router
+from flexd.embedding.route import Router
 from flexd.embedding.split import Cut, Marks, carry_marks, cut
+from flexd.embedding.station import Route
 from flexd.embedding.store import GroupStore
 from flexd.embedding.sync import ReplicaSync, Summed
 from flexd.embedding.traffic import Traffic

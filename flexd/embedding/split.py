@@ -10,7 +10,7 @@ import torch
 
 from flexd.embedding.exchange import Counts, Hop
 from flexd.embedding.groups import Peers
-from flexd.embedding.route import GroupStop, Route
+from flexd.embedding.station import GroupStop, Route
 
 Marks = list[list[torch.Tensor]]
 """``[station][group]``: bool [rows] of the station."""

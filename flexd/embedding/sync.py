@@ -10,7 +10,8 @@ import torch
 from flexd.embedding.dedup import Dedup
 from flexd.embedding.optimizer import RowOptimizer
 from flexd.embedding.replicas import Touched
-from flexd.embedding.route import GroupStop, Route, Router
+from flexd.embedding.route import Router
+from flexd.embedding.station import GroupStop, Route
 from flexd.embedding.store import GroupStore
 from flexd.layout import Tier
 

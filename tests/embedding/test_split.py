@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.embedding.exchange import Agreement, Call
-from flexd.embedding.route import GroupStop, Route
 from flexd.embedding.split import _exchange_bits, cut
+from flexd.embedding.station import GroupStop, Route
 
 
 class _Wire:
