@@ -288,7 +288,10 @@ class RunAhead:
         Raises:
             EmbeddingError: this rank has a batch that another has not.
         """
-        self._entered = self._started is not None and _same(given, self._started.given)
+        # The loop has the batch only once the one after it is announced: before, what is given is something else, even
+        # if nothing tells it from the batch (without any feature on this rank).
+        started = self._started if self._announced is not None else None
+        self._entered = started is not None and _same(given, started.given)
         if not self._entered:
             return None
         self.join()

@@ -73,6 +73,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     chunks = random_chunks(scenario, collection.keyspace, collection.replica_slots)
     rng = np.random.default_rng([scenario.seed, 7, rank])
     losses: list[float] = []
+    trained: list[float] = []
     versions, said, unequal, left = [], [], 0, 0
     saved: list[dict[str, Any]] = []
     every = [(index, batch(scenario, index, rank)) for index in range(scenario.steps * scenario.passes)]
@@ -92,6 +93,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
                 inbox.offer(inbox._received_version + 1, chunks[inbox._received_version])
             try:
                 losses.append(backward(collection, features))
+                trained.append(losses[-1])
             except EmbeddingError as error:
                 said.append(str(error))
                 continue
@@ -140,7 +142,8 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     tables = {table.name: collection.gather_table(table.name).double().numpy() for table in collection.tables}
     ahead = collection.engine._ahead
     return {
-        "losses": losses, "versions": versions, "unequal": unequal, "tables": tables, "left": left, "said": said,
+        "losses": losses, "trained": trained, "versions": versions, "unequal": unequal, "tables": tables, "left": left,
+        "said": said,
         "traffic": {name: totals[name] - built[name] for name in totals},
         "overlapped": {} if ahead is None else ahead.overlapped.totals(),
         "digest": collection.engine.migrator.digest, "threads": threads(),

@@ -1,0 +1,73 @@
+"""Invariants 1-3 for any combination: optimizers, exchanges, passes, layouts, run-ahead, evaluation, migrations.
+
+``FLEXD_EXACTNESS_EXAMPLES=2000`` tries so many combinations instead of a few.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+from ahead_jobs import Loop
+from exactness import Scenario, train_alone
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rank_pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+OPTIMIZERS = ["sgd", "sgd_decay", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam"]
+
+scenarios = st.builds(
+    Scenario,
+    nodes=st.sampled_from([1, 2]),
+    local_ranks=st.sampled_from([1, 2]),
+    optimizer=st.sampled_from(OPTIMIZERS),
+    exchange=st.sampled_from(["chain", "direct", "direct_no_dedup"]),
+    steps=st.just(10),
+    seed=st.integers(0, 100_000),
+    replica_fraction=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+    migrate_every=st.sampled_from([1, 2, 5]),
+    two_dims=st.booleans(),
+    passes=st.sampled_from([1, 3]),
+    gamma=st.sampled_from([1.0, 0.9]),
+    average_gradients=st.booleans(),
+    idle_rank=st.sampled_from([-1, 0]),
+)
+three_nodes = st.builds(
+    Scenario,
+    nodes=st.just(3),
+    local_ranks=st.just(2),
+    optimizer=st.sampled_from(OPTIMIZERS),
+    steps=st.just(10),
+    seed=st.integers(0, 100_000),
+    migrate_every=st.sampled_from([1, 2]),
+    passes=st.sampled_from([1, 3]),
+    two_dims=st.booleans(),
+)
+
+
+@settings(
+    max_examples=int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "25")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    scenario=st.one_of(scenarios, scenarios, scenarios, three_nodes),
+    ahead=st.booleans(),
+    evaluate_every=st.sampled_from([0, 2]),
+    loops=st.sampled_from([1, 2]),
+)
+def test_any_training_equals_one_process(
+    ranks: Ranks, scenario: Scenario, ahead: bool, evaluate_every: int, loops: int
+) -> None:
+    loop = Loop(ahead=ahead, evaluate_every=evaluate_every, loops=loops if ahead else 1)
+    results = ranks(scenario.layout.world_size).run("ahead_jobs:train", scenario, loop)
+    losses, tables = train_alone(scenario)
+    for rank, result in enumerate(results):
+        np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=1e-9)
+        assert result["unequal"] == 0, "a replica differed from its home copy"
+        assert result["versions"] == results[0]["versions"], "ranks at different placement versions"
+        assert result["digest"] == results[0]["digest"]
+        for name, table in tables.items():
+            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=1e-9)
