@@ -256,7 +256,7 @@ def test_the_job_is_priced_as_it_trains(tmp_path: Path) -> None:
 def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From messages in a file log to the plan's reason, in one process; only the ranks are made up."""
     coordinator = FakeCoordinator(obedient=True)
-    monkeypatch.setattr("flexd.daemon.service.Coordinator", lambda *_: coordinator)
+    monkeypatch.setattr("flexd.daemon.service.Coordinator", lambda *_, **__: coordinator)
     monkeypatch.setattr("flexd.daemon.parts.make_cluster", lambda config: CLUSTER)
     sink = FileLogSink(tmp_path / "log", "p0", flush_seconds=0.0)
     clock = 0.0

@@ -40,6 +40,9 @@ def test_a_broken_rank_is_an_error_on_every_other(how: str) -> None:
             assert how == "looks up once more", "gloo ends a process that gets the rows of another collective"
             continue
         said, _ = result
+        if how == "looks up once more" and said.startswith("EmbeddingError"):
+            assert "ranks make different calls" in said, "met by the others' next look-up"
+            continue
         assert said.startswith(f"CollectiveError: rank {rank}: all_to_all with ranks "), said
         assert "(all_to_all)" in said
         assert "restart the job" in said

@@ -181,6 +181,7 @@ def test_openapi_describes_verbs_and_errors(client):
         "/v1/pause",
         "/v1/resume",
         "/v1/config",
+        "/v1/config/reload",
         "/v1/tables",
         "/v1/rows",
         "/v1/topology",
