@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
-from flexd.control.live import LiveTopology
+from flexd.control.live import ControlStatus, LiveTopology
 from flexd.control.migration import Migration, MigrationAbout
 from flexd.control.migration_states import MigrationEvent
 from flexd.errors import ControlError
@@ -33,10 +32,11 @@ class FakeCoordinator:
     def live(self) -> LiveTopology | None:
         return self.topology
 
-    def status(self) -> Any:
-        return SimpleNamespace(
-            reason="" if self.topology else self.reason, generation=1, attempt="a", epochs=1, ranks=4, ranks_ready=4,
-            refused_messages={}, refused_chunks=0, digest_mismatches=0,
+    def status(self) -> ControlStatus:
+        return ControlStatus(
+            epoch=1, epochs=1, generation=1, attempt="a", ranks=4, ranks_ready=4, agreed_version=self.now.version,
+            applied_version=self.now.version, paused=False, refused_messages={}, refused_chunks=0,
+            digest_mismatches=0, reason="" if self.topology else self.reason,
         )  # fmt: skip
 
     def placement(self) -> Placement:
