@@ -13,10 +13,17 @@ demo: $(STAMP)
 demo-kafka: $(STAMP)
 	$(BIN)/python tools/demo_kafka.py $(DEMO)
 
-# Most tests wait for other processes: three at a time take two cores well. JOBS=0 runs them one after another.
-JOBS ?= 3
+# Most tests wait for other processes, so two files run at a time; whole jobs have the machine for themselves.
+# JOBS=0 runs everything one after another; TESTS names some.
+JOBS ?= 2
+ALONE := tests/e2e tests/examples tests/tools tests/cli/test_terminal.py
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
+ifdef TESTS
+	$(BIN)/python -m pytest $(TESTS)
+else
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ALONE:%=--ignore=%)
+	$(BIN)/python -m pytest $(ALONE)
+endif
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
