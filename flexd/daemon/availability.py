@@ -42,6 +42,7 @@ from flexd.server.figures import AvailabilityFigures, DaemonFigures
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 from flexd.server.status import Status
+from flexd.started import Started
 
 logger = logging.getLogger("flexd")
 
@@ -62,7 +63,7 @@ class AvailableDaemon:
     def __init__(self, config: Config, file: ConfigFile | None = None) -> None:
         self._config = config
         self._file = file or ConfigFile(config)
-        self._started_unix_seconds = time.time()
+        self._started = Started()
         parts.make_state_directory(config)
         self._state_dir = config.state.dir
         settings = config.high_availability
@@ -71,7 +72,7 @@ class AvailableDaemon:
         identity = f"{settings.identity or socket.gethostname()}/{os.getpid()}-{os.urandom(4).hex()}"
         lease = Lease(self._register, identity, settings.duration_seconds, lambda: highest_term(self._state_dir))
         self._keeper = LeaseKeeper(lease, settings.renew_seconds)
-        self._standby = Standby(config, self._keeper, self._started_unix_seconds)
+        self._standby = Standby(config, self._keeper, self._started)
         self._leading: Daemon | None = None
         self._turn = threading.Lock()
         """No settings are adopted while a turn of leading begins."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 
 from flexd import __version__
 from flexd.config.model import Config
@@ -28,6 +27,7 @@ from flexd.server.planning_api import PlanningApi
 from flexd.server.sketch_status import SketchStatus, TableSketchStatus
 from flexd.server.status import Status
 from flexd.server.verbs import PauseState, ReplanResult
+from flexd.started import Started
 
 logger = logging.getLogger("flexd")
 
@@ -45,7 +45,7 @@ class FollowerDaemon:
     def __init__(self, config: Config, file: ConfigFile | None = None) -> None:
         self._config = config
         self._file = file or ConfigFile(config)
-        self._started_unix_seconds = time.time()
+        self._started = Started()
         parts.make_state_directory(config)
         self._unit = remote_follower(config)
         self.inspect = FollowerInspection(config)
@@ -97,7 +97,7 @@ class FollowerDaemon:
         return Status(
             job=self._config.job,
             version=__version__,
-            uptime_seconds=time.time() - self._started_unix_seconds,
+            uptime_seconds=self._started.uptime_seconds,
             healthy=healthy.ok,
             ready=ready.ok,
             reasons=(*healthy.reasons, *ready.reasons),
@@ -160,7 +160,7 @@ class FollowerDaemon:
         return DaemonFigures(
             job=self._config.job,
             version=__version__,
-            started_unix_seconds=self._started_unix_seconds,
+            started_unix_seconds=self._started.unix_seconds,
             healthy=self.health().ok,
             ready=self.ready().ok,
             ingest=ingest_figures(self._unit.ingestor.stats()),

@@ -43,6 +43,7 @@ from flexd.server.metrics import Metrics
 from flexd.server.plan_report import PlanReport
 from flexd.server.status import Status
 from flexd.server.verbs import PauseState, ReplanResult
+from flexd.started import Started
 from flexd.stream.tap import TapSource
 
 logger = logging.getLogger("flexd")
@@ -70,7 +71,7 @@ class Daemon:
     def __init__(self, config: Config, leadership: Leadership | None = None, file: ConfigFile | None = None) -> None:
         self._config = config
         self._file = file or ConfigFile(config)
-        self._started_unix_seconds = time.time()
+        self._started = Started()
         keyspace = config.keyspace()
         parts.make_state_directory(config)
         self._leadership = leadership or alone(config)
@@ -241,7 +242,7 @@ class Daemon:
     def _condition(self) -> Condition:
         healthy, ready = self.health(), self.ready()
         return Condition(
-            self._started_unix_seconds,
+            self._started,
             healthy.ok,
             ready.ok,
             (*healthy.reasons, *ready.reasons),

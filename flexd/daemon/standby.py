@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from flexd import __version__
@@ -13,15 +12,16 @@ from flexd.lease.keeper import LeaseKeeper
 from flexd.server.answers import ProbeResult
 from flexd.server.figures import DaemonFigures
 from flexd.server.status import Status, StreamStatus
+from flexd.started import Started
 
 
 class Standby:
     """Implements ``DaemonApi``: the status and the probes; every other verb is refused with the leader's name."""
 
-    def __init__(self, config: Config, keeper: LeaseKeeper, started_unix_seconds: float) -> None:
+    def __init__(self, config: Config, keeper: LeaseKeeper, started: Started) -> None:
         self._config = config
         self._keeper = keeper
-        self._started_unix_seconds = started_unix_seconds
+        self._started = started
         self.problem = ""
         """Why this daemon could not lead when it might have; empty if nothing is known."""
 
@@ -42,7 +42,7 @@ class Standby:
         return Status(
             job=self._config.job,
             version=__version__,
-            uptime_seconds=time.time() - self._started_unix_seconds,
+            uptime_seconds=self._started.uptime_seconds,
             healthy=healthy.ok,
             ready=ready.ok,
             reasons=(*healthy.reasons, *ready.reasons),
@@ -52,7 +52,7 @@ class Standby:
     def figures(self) -> DaemonFigures:
         """For the metrics page."""
         return DaemonFigures(
-            job=self._config.job, version=__version__, started_unix_seconds=self._started_unix_seconds, ready=False
+            job=self._config.job, version=__version__, started_unix_seconds=self._started.unix_seconds, ready=False
         )
 
     def health(self) -> ProbeResult:

@@ -41,13 +41,14 @@ from flexd.server.status import PlacementStatus, SnapshotStatus, Status, StreamS
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.profile import Profile
 from flexd.sketch.sources import TableSources
+from flexd.started import Started
 
 
 @dataclass(frozen=True)
 class Condition:
     """What the life cycle knows and the parts do not."""
 
-    started_unix_seconds: float
+    started: Started
     healthy: bool
     ready: bool
     reasons: tuple[str, ...]
@@ -156,7 +157,7 @@ class DaemonView:
         return Status(
             job=self._config.job,
             version=__version__,
-            uptime_seconds=time.time() - condition.started_unix_seconds,
+            uptime_seconds=condition.started.uptime_seconds,
             healthy=condition.healthy,
             ready=condition.ready,
             reasons=condition.reasons,
@@ -267,7 +268,7 @@ class DaemonView:
         return f.DaemonFigures(
             job=self._config.job,
             version=__version__,
-            started_unix_seconds=condition.started_unix_seconds,
+            started_unix_seconds=condition.started.unix_seconds,
             healthy=condition.healthy,
             ready=condition.ready,
             paused=condition.pause_reason is not None,

@@ -1,0 +1,18 @@
+"""When this process began: for people by the calendar, for durations by a clock that nobody sets."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Started:
+    """Made at the start."""
+
+    unix_seconds: float = field(default_factory=time.time)
+    monotonic_seconds: float = field(default_factory=time.monotonic)
+
+    @property
+    def uptime_seconds(self) -> float:
+        return time.monotonic() - self.monotonic_seconds
