@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -33,15 +37,29 @@ def emit_watched(ask: Callable[[], Answer], output: OutputFormat, seconds: float
         emit(*ask(), output)
         return
     renewing = output is OutputFormat.TABLE and sys.stdout.isatty()
-    try:
-        while True:
+    with contextlib.suppress(KeyboardInterrupt), _interrupts() as interrupted:
+        while not interrupted.is_set():
             if renewing:
                 _renew(ask, seconds)
             else:
                 _next(ask(), output)
-            time.sleep(seconds)
-    except KeyboardInterrupt:
-        pass
+            interrupted.wait(seconds)
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Set by Control-C. An exception alone can be lost: Python swallows one that is raised while an object is freed."""
+    interrupted = threading.Event()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _renew(ask: Callable[[], Answer], seconds: float) -> None:
