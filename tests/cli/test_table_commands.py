@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,8 @@ import yaml
 
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.table_view import rank_blocks, row_blocks, table_blocks
-from flexd.cli.view import Sentences
+from flexd.cli.view import OutputFormat, Sentences
+from flexd.cli.watch import emit_watched
 from flexd.errors import ApiError
 from flexd.server.rank_report import RankPage
 from flexd.server.table_report import HotRowPage, TablePage
@@ -87,3 +92,20 @@ def test_watched_in_a_pipe_is_a_document_a_line(url):
 def test_watching_ends_in_a_pipe_when_the_daemon_does(flexd_command):
     done = flexd_command("status", "--watch", "0.2", "--url", "http://127.0.0.1:1")
     assert done.returncode == ExitCode.UNREACHABLE
+
+
+def test_an_interrupt_that_got_lost_ends_watching_too(capsys):
+    """Python swallows exceptions that are raised while an object is freed."""
+    asked = []
+
+    def ask():
+        asked.append(1)
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        return RankPage(problem="none"), []
+
+    emit_watched(ask, OutputFormat.JSON, 0.2)
+    assert len(asked) == 1
+    assert json.loads(capsys.readouterr().out)["problem"] == "none"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
