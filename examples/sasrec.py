@@ -43,6 +43,7 @@ def main() -> None:
         dist.all_reduce(total)
         if rank == 0 and step % 10 == 0:
             print(f"step {step} loss {total.item() / ranks:.6f}", flush=True)
+    dist.barrier()  # torch may abort a rank whose peers have already gone
     dist.destroy_process_group()
 
 

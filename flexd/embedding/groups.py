@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -177,22 +178,26 @@ class ChainGroups:
     ) -> dist.ProcessGroup | None:
         if not live or len(ranks) < 2:
             return None
-        made = _shared_groups() if shared else {}
-        if tuple(ranks) not in made:
-            made[tuple(ranks)] = dist.new_group(ranks, timeout=deadline)
-        return made[tuple(ranks)]
+        made = _shared_groups() if shared else _Groups()
+        group = made.get(tuple(ranks))
+        if group is None:
+            group = made[tuple(ranks)] = dist.new_group(ranks, timeout=deadline)
+        return group
 
 
-_shared: tuple[object, dict[tuple[int, ...], dist.ProcessGroup]] = (None, {})
+_Groups = weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]
+_shared: tuple[weakref.ref[dist.ProcessGroup] | None, _Groups] = (None, weakref.WeakValueDictionary())
 """The default process group, and the groups beside it that the trainer's thread works in. A group has threads and
-connections of its own, and torch keeps it for ever, so the collections of a job share theirs. Every rank makes its
-collections in the same order: all find a group here, or none does."""
+connections of its own, and torch keeps it until ``destroy_process_group``, so the collections of a job share theirs.
+Every rank makes its collections in the same order: all find a group here, or none does. Nothing is kept alive here: a
+group that is freed only when the interpreter ends takes the process down with its threads."""
 
 
-def _shared_groups() -> dict[tuple[int, ...], dist.ProcessGroup]:
+def _shared_groups() -> _Groups:
     global _shared
-    if _shared[0] is not dist.group.WORLD:
-        _shared = (dist.group.WORLD, {})
+    world = dist.group.WORLD
+    if world is None or _shared[0] is None or _shared[0]() is not world:
+        _shared = (None if world is None else weakref.ref(world), weakref.WeakValueDictionary())
     return _shared[1]
 
 
