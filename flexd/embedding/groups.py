@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -178,26 +177,22 @@ class ChainGroups:
     ) -> dist.ProcessGroup | None:
         if not live or len(ranks) < 2:
             return None
-        made = _shared_groups() if shared else _Groups()
-        group = made.get(tuple(ranks))
-        if group is None:
-            group = made[tuple(ranks)] = dist.new_group(ranks, timeout=deadline)
-        return group
+        made = _shared_groups() if shared else {}
+        if tuple(ranks) not in made:
+            made[tuple(ranks)] = dist.new_group(ranks, timeout=deadline)
+        return made[tuple(ranks)]
 
 
-_Groups = weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]
-_shared: tuple[weakref.ref[dist.ProcessGroup] | None, _Groups] = (None, weakref.WeakValueDictionary())
+_shared: tuple[object, dict[tuple[int, ...], dist.ProcessGroup]] = (None, {})
 """The default process group, and the groups beside it that the trainer's thread works in. A group has threads and
-connections of its own, and torch keeps it until ``destroy_process_group``, so the collections of a job share theirs.
-Every rank makes its collections in the same order: all find a group here, or none does. Nothing is kept alive here: a
-group that is freed only when the interpreter ends takes the process down with its threads."""
+connections of its own, and torch keeps it for ever, so the collections of a job share theirs. Every rank makes its
+collections in the same order: all find a group here, or none does."""
 
 
-def _shared_groups() -> _Groups:
+def _shared_groups() -> dict[tuple[int, ...], dist.ProcessGroup]:
     global _shared
-    world = dist.group.WORLD
-    if world is None or _shared[0] is None or _shared[0]() is not world:
-        _shared = (None if world is None else weakref.ref(world), weakref.WeakValueDictionary())
+    if _shared[0] is not dist.group.WORLD:
+        _shared = (dist.group.WORLD, {})
     return _shared[1]
 
 
