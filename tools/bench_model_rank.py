@@ -114,10 +114,10 @@ class CollectiveClock:
                     setattr(peers, name, self._timed(getattr(peers, name)))
 
     def _timed(self, collective: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **named: Any) -> Any:
             dist.barrier()
             started = time.perf_counter()
-            result = collective(*args)
+            result = collective(*args, **named)
             self._seconds.append(time.perf_counter() - started)
             return result
 
