@@ -21,8 +21,8 @@ test: $(STAMP)
 ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ALONE:%=--ignore=%)
-	$(BIN)/python -m pytest $(ALONE)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ALONE:%=--ignore=%); most=$$?; \
+	$(BIN)/python -m pytest $(ALONE) && exit $$most
 endif
 
 lint: $(STAMP)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, cycle
 
 import numpy as np
 import torch
@@ -91,6 +91,15 @@ class Lane:
             ones = bits.numpy()
             return torch.tensor([np.count_nonzero(ones[start:stop]) for _, (start, stop) in self._parts])
         return torch.stack([bits[start:stop].sum(dtype=torch.int64) for _, (start, stop) in self._parts])
+
+    def only(self, groups: Sequence[bool], bits: torch.Tensor) -> tuple[Lane, torch.Tensor]:
+        """Of some dim-groups: such a lane, nothing filled up, and their part of its ``bits`` uint8 [n]."""
+        spans = [
+            [(first, end if keep else first) for keep, (first, end) in zip(groups, of_peer, strict=True)]
+            for of_peer in self.spans
+        ]
+        kept = [bits[start:stop] for keep, (_, (start, stop)) in zip(cycle(groups), self._parts, strict=False) if keep]
+        return Lane(spans, self.chosen, told=False), torch.cat(kept) if kept else bits[:0]
 
     def entries_of(self, bits: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """uint8 [n] with ``counts`` ones in each part -> int64 the entries whose bit is set, part after part."""

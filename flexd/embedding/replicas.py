@@ -160,7 +160,7 @@ class ReplicaSums:
         self._reducible = [a == b for a, b in zip(wire, wide, strict=True)]
         self._all_reduced = list(all_reduced)
         self._firsts = touched.listing.firsts
-        lanes = _lanes(touched)
+        lanes = [lane for hop, reduces in enumerate(all_reduced) for lane in self._lanes(hop, reduces=reduces)]
         self._rows = touched.all_positions()
         firsts = torch.tensor(self._firsts, device=self._rows.device)
         bounds = torch.searchsorted(self._rows, firsts)
@@ -182,11 +182,24 @@ class ReplicaSums:
                     for g in range(self._groups)
                 ]
             )
-        for hop, reduces in enumerate(self._all_reduced):
-            for parts in self._parts[_LANES * hop : _LANES * hop + _SHARED] if reduces else []:
-                for group, (rows, of_peers) in enumerate(parts):
-                    if self._reducible[group]:
-                        parts[group] = rows[:0], [0] * len(of_peers)
+
+    def _lanes(self, hop: int, *, reduces: bool) -> list[tuple[Lane, torch.Tensor]]:
+        """Of a hop, each with uint8 which of its rows are touched. What is all-reduced is not sent besides."""
+        listing, touched = self._touched.listing, self._touched
+        down_out, down_in = touched.down_out[hop], touched.down_in[hop]
+        if down_out is None or down_in is None:
+            raise AssertionError("the union of touched rows is not known")
+        shared = listing.shared[hop]
+        lanes = [
+            (listing.out[hop], touched.up_out[hop]),
+            (listing.into[hop], touched.up_in[hop]),
+            (listing.out[hop], down_out),
+            (listing.into[hop], down_in),
+        ]
+        if reduces:
+            sent = [not reducible for reducible in self._reducible]
+            lanes = [lane.only(sent, bits) for lane, bits in lanes]
+        return [*lanes, (shared, shared.gather(touched.entries))]
 
     def _places(self, entries: torch.Tensor) -> torch.Tensor:
         """int64 [n] touched entries -> int64 [n] places among all that are touched."""
@@ -257,22 +270,3 @@ class ReplicaSums:
 _UP_OUT, _UP_IN, _DOWN_OUT, _DOWN_IN, _SHARED = range(5)
 _LANES = 5
 """Of each hop: who is told what goes up and what comes, the same two for what goes down, and what is all-reduced."""
-
-
-def _lanes(touched: Touched) -> list[tuple[Lane, torch.Tensor]]:
-    """The lanes of each hop, and uint8 which of their entries are touched."""
-    lanes: list[tuple[Lane, torch.Tensor]] = []
-    listing = touched.listing
-    for hop in range(len(listing.out)):
-        down_out, down_in = touched.down_out[hop], touched.down_in[hop]
-        if down_out is None or down_in is None:
-            raise AssertionError("the union of touched rows is not known")
-        shared = listing.shared[hop]
-        lanes += [
-            (listing.out[hop], touched.up_out[hop]),
-            (listing.into[hop], touched.up_in[hop]),
-            (listing.out[hop], down_out),
-            (listing.into[hop], down_in),
-            (shared, shared.gather(touched.entries)),
-        ]
-    return lanes

@@ -244,7 +244,7 @@ class Router:
         whole = Touched.together(parts)
         if not whole.known_everywhere:
             for number in reversed(range(len(self.hops))):
-                whole.told_down(number, self.hops[number].exchange_note(whole.down(number)))
+                whole.told_down(number, self._told(whole, number, whole.down(number)))
         return whole
 
     def sums(self, touched: Touched) -> ReplicaSums:
@@ -264,8 +264,14 @@ class Router:
             for group, stop in enumerate(stops):
                 touched.add(group, stop.entries)
             if station < len(self.hops):
-                touched.told_up(station, self.hops[station].exchange_note(touched.up(station)))
+                touched.told_up(station, self._told(touched, station, touched.up(station)))
         return touched
+
+    def _told(self, touched: Touched, hop: int, note: Note) -> torch.Tensor:
+        """Collective over a hop, if any of its ranks has rows to tell of: ranks of other hops may list none at all."""
+        if not touched.listing.exchanged[hop]:
+            return note.words
+        return self.hops[hop].exchange_note(note)
 
     def _nothing_touched(self) -> Touched | None:
         directories: list[object] = [store.directory for store in self._stores]

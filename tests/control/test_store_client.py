@@ -10,9 +10,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
+from stopped import state_of, stop
 from torch.distributed import Store
 
 from flexd.control.channel import StoreClient
@@ -56,7 +56,7 @@ def test_no_call_to_a_stopped_daemon_keeps_this_process_from_running(
         client.call(lambda store: store.set("key", "value"))
     # Whoever holds the GIL in a call stops this thread too, so that somebody else has to wake the daemon.
     waker = subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {process.pid}"])
-    os.kill(process.pid, signal.SIGSTOP)
+    stop(process.pid)
 
     def make(name: str) -> None:
         # The keys come and go in the order in which the daemon wakes up to them.
@@ -67,7 +67,7 @@ def test_no_call_to_a_stopped_daemon_keeps_this_process_from_running(
     for caller in callers:
         caller.start()
         caller.join(0.1)
-    state = (Path("/proc") / str(process.pid) / "stat").read_text().rpartition(")")[2].split()[0]
+    state = state_of(process.pid)
     waiting = {name for name, caller in zip(CALLS, callers, strict=True) if caller.is_alive()}
     os.kill(process.pid, signal.SIGCONT)
     waker.kill()
@@ -85,7 +85,7 @@ def test_a_call_past_its_deadline_is_given_up(server: tuple[subprocess.Popen[str
     process, port = server
     client = StoreClient("127.0.0.1", port, "job", timeout_seconds=1.0)
     client.call(lambda store: store.set("key", "value"))
-    os.kill(process.pid, signal.SIGSTOP)
+    stop(process.pid)
 
     def check(store: Store) -> bool:
         return bool(store.check(["key"]))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from flexd_processes import DAEMON_START_SECONDS, flexd, until
+from stopped import stop
 
 from flexd.demo.options import DemoOptions
 from flexd.demo.processes import Ranks
@@ -154,7 +155,7 @@ def test_training_goes_on_while_the_daemon_is_stopped_and_it_recovers(job: LiveJ
     pid = job.daemon.pid
     assert pid is not None
     records = job.ranks.records
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         assert job.daemon.status() is None
         # Beyond the control channel's deadline of 5 s, so that the ranks' agents run into it.

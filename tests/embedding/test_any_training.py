@@ -33,6 +33,7 @@ scenarios = st.builds(
     gamma=st.sampled_from([1.0, 0.9]),
     average_gradients=st.booleans(),
     idle_rank=st.sampled_from([-1, 0]),
+    only_rail=st.sampled_from([-1, -1, 0]),
 )
 three_nodes = st.builds(
     Scenario,

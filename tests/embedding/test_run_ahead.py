@@ -57,6 +57,13 @@ def test_training_ahead_equals_one_process(ranks: Ranks, nodes: int, local_ranks
     assert results[0]["left"] > 0, "the scenario must really leave gradients to the next step"
 
 
+def test_replicas_on_one_rail_only(ranks: Ranks) -> None:
+    """The ranks of the other rail list no replicated row: what is told of them goes over the rail alone."""
+    results = check(Scenario(2, 2, "rowwise_adagrad", seed=4, only_rail=1), ranks)
+    assert results[0]["versions"][-1] >= 3
+    check(Scenario(2, 2, passes=3, seed=4, only_rail=0), ranks)
+
+
 @pytest.mark.parametrize("exchange", ["direct", "direct_no_dedup"])
 def test_direct_exchange_ahead(ranks: Ranks, exchange: str) -> None:
     check(Scenario(2, 2, "rowwise_adagrad", exchange=exchange, two_dims=True, seed=3), ranks)

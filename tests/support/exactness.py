@@ -37,6 +37,8 @@ class Scenario:
     average_gradients: bool = True
     idle_rank: int = -1
     """Has nothing but empty batches."""
+    only_rail: int = -1
+    """No other rows than those with homes on this rail get copies, one a node."""
 
     @property
     def layout(self) -> RankLayout:
@@ -125,8 +127,10 @@ def random_chunks(scenario: Scenario, keyspace: KeySpace, slots: tuple[int, ...]
     limits = np.array(slots)
     for _ in range(scenario.steps // scenario.migrate_every):
         keys = np.sort(rng.choice(keyspace.total_rows, size=int(rng.integers(1, 24)), replace=False)).astype(np.int64)
+        if scenario.only_rail >= 0:
+            keys = keys[keys % scenario.local_ranks == scenario.only_rail]
         old = placement.tiers_of(keys)
-        new = rng.integers(0, 3, size=len(keys)).astype(np.uint8)
+        new = rng.integers(0, 3 if scenario.only_rail < 0 else 2, size=len(keys)).astype(np.uint8)
         changed = new != old
         delta = Delta(keys[changed], old[changed], new[changed])
         after = placement.apply(delta)
