@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
+import gen_config_docs
 
 from flexd.config.model import Config
 
-REPOSITORY = Path(__file__).parents[1]
-
-
-def generator():
-    spec = importlib.util.spec_from_file_location("gen_config_docs", REPOSITORY / "tools" / "gen_config_docs.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 def test_the_page_is_up_to_date():
-    module = generator()
-    assert module.TARGET.read_text(encoding="utf-8") == module.render(), f"run {module.COMMAND}"
+    assert gen_config_docs.TARGET.read_text(encoding="utf-8") == gen_config_docs.render(), (
+        f"run {gen_config_docs.COMMAND}"
+    )
 
 
 def test_every_key_is_described():

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from pathlib import Path
 
+import gen_metrics_docs
 from prometheus_client.parser import text_string_to_metric_families
 
 from flexd.server.figures import DaemonFigures
 from flexd.server.metrics import Metrics
 
-REPOSITORY = Path(__file__).parents[1]
-
-
-def generator():
-    spec = importlib.util.spec_from_file_location("gen_metrics_docs", REPOSITORY / "tools" / "gen_metrics_docs.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 def test_the_page_is_up_to_date():
-    module = generator()
-    assert module.TARGET.read_text(encoding="utf-8") == module.render(), f"run {module.COMMAND}"
+    assert gen_metrics_docs.TARGET.read_text(encoding="utf-8") == gen_metrics_docs.render(), (
+        f"run {gen_metrics_docs.COMMAND}"
+    )
 
 
 def test_every_family_of_a_daemon_is_documented_with_its_labels():
-    text = generator().render()
+    text = gen_metrics_docs.render()
     page, _ = Metrics(lambda: DaemonFigures(job="j", version="1", started_unix_seconds=0.0)).render()
     for family in text_string_to_metric_families(page.decode()):
         if family.name.startswith("flexd_"):
@@ -42,6 +33,6 @@ def test_every_family_of_a_daemon_is_documented_with_its_labels():
 
 
 def test_families_have_names_and_texts_of_their_own():
-    found = generator().families()
+    found = gen_metrics_docs.families()
     assert len({family.name for family in found}) == len(found)
     assert all(family.documentation.strip().endswith(".") for family in found)

@@ -12,16 +12,18 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from bench_report import last_line
+from bench_report import check, last_line
 
 import flexd
 from flexd.embedding import optimizer as optimizers
 from flexd.embedding.dedup import MAX_TABLE_ROWS, Dedup
-from flexd.layout import RankLayout
+from flexd.embedding.directory import Directory, HomeOrder
+from flexd.layout import RankLayout, Tier
 
 DIM, SKEW = 64, 1.05
 PEERS: dict[str, tuple[Any, Callable[[Any], torch.optim.Optimizer]]] = {
@@ -115,6 +117,51 @@ def distinct_ids(rows: int, ids: torch.Tensor, device: torch.device, repeat: int
     return {"flexd": len(ids) / ours / 1e6, "torch.unique": len(ids) / theirs / 1e6, "times": theirs / ours}
 
 
+def directory(hot_rows: int, device: torch.device, repeat: int) -> dict[str, dict[str, float]]:
+    """Bytes of so many hot rows of ten times as many, and million ids looked up a second, of which half are hot.
+
+    Beside it a sorted list of int64 keys with int32 slots and a byte for the tier. Plain: NODE rows alone, or DEVICE
+    rows alone; mixed: half of each, which needs a list of the DEVICE rows besides.
+    """
+    layout = RankLayout(2, 4)
+    order = HomeOrder(0, 10 * hot_rows, layout, 1)
+    generator = torch.Generator().manual_seed(1)
+    found: dict[str, dict[str, float]] = {}
+    for name, device_share in (("plain", 1.0), ("mixed", 0.5)):
+        device_rows = torch.arange(int(hot_rows * device_share)) * 7
+        turns = torch.arange(hot_rows - len(device_rows)) * 10 + 3
+        rail_rows = turns - turns % layout.local_ranks + 1  # homes on the rank's rail
+        rail_rows = rail_rows[~torch.isin(rail_rows, device_rows)].unique()
+        keys = torch.cat([device_rows, rail_rows])
+        tiers = torch.full((len(keys),), int(Tier.NODE), dtype=torch.uint8)
+        tiers[: len(device_rows)] = int(Tier.DEVICE)
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        made = Directory.empty(order, device).replace(
+            none, keys.to(device), torch.arange(len(keys), dtype=torch.int32, device=device), tiers.to(device)
+        )
+        cold = torch.randint(0, 10 * hot_rows, (102_400,), generator=generator)
+        hot = keys[torch.randint(0, len(keys), (102_400,), generator=generator)]
+        ids = torch.cat([hot, cold]).to(device)
+        ordered = keys.sort().values.to(device)
+        few = keys[:: len(keys) // 4096][:4096]
+        positions = made.find(few.to(device))[0]
+
+        def plain(ordered: torch.Tensor = ordered, ids: torch.Tensor = ids) -> torch.Tensor:
+            at = torch.searchsorted(ordered, ids).clamp_(max=len(ordered) - 1)
+            return ordered.index_select(0, at) == ids
+
+        ours = median_seconds(partial(made.find, ids), device, repeat)
+        theirs = median_seconds(plain, device, repeat)
+        no_tiers = torch.empty(0, dtype=torch.uint8, device=device)
+        merge = median_seconds(partial(made.replace, positions, none, none.to(torch.int32), no_tiers), device, 3)
+        found[name] = {
+            "rows": float(len(made)), "bytes": float(made.nbytes), "bytes per row": made.nbytes / len(made),
+            "of keys, slots and tiers": made.nbytes / (13 * len(made)), "find": len(ids) / ours / 1e6,
+            "find in sorted int64": len(ids) / theirs / 1e6, "next directory milliseconds": merge * 1e3,
+        }  # fmt: skip
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under a minute")
@@ -158,8 +205,20 @@ def main() -> None:
         )
     ids = torch.randint(0, MAX_TABLE_ROWS + 1, (sizes[-1],), device=device)
     figures["distinct beyond the table"] = distinct_ids(MAX_TABLE_ROWS + 1, ids, device, repeat)
+    listed = figures["directory"] = directory(100_000 if arguments.quick else 10_000_000, device, min(repeat, 7))
+    for name, part in listed.items():
+        print(
+            f"directory, {name:<6} {part['rows']:,.0f} hot rows: {part['bytes']:,.0f} bytes, "
+            f"{part['bytes per row']:.2f} a row, {part['find']:.1f} M ids/s found (sorted int64 keys "
+            f"{part['find in sorted int64']:.1f}), without a chunk of 4,096 rows in "
+            f"{part['next directory milliseconds']:.1f} ms"
+        )
     if arguments.json:
-        print(last_line(figures, []))
+        checks = [
+            check(f"directory, {name}: bytes per row", part["bytes per row"], 12, part["bytes per row"] <= 12)
+            for name, part in listed.items()
+        ]
+        print(last_line(figures, checks))
 
 
 if __name__ == "__main__":

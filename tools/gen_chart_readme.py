@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 import yaml
+from generated import write_or_check
 
 CHART = Path(__file__).parents[1] / "helm" / "flexd"
 TARGET = CHART / "README.md"
@@ -83,18 +83,5 @@ def render() -> str:
     return HEAD + "\n".join(table) + "\n"
 
 
-def main() -> int:
-    """Returns the exit status: 1 if ``--check`` finds that it is not current."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    if not parser.parse_args().check:
-        TARGET.write_text(render(), encoding="utf-8")
-        return 0
-    if TARGET.exists() and TARGET.read_text(encoding="utf-8") == render():
-        return 0
-    print(f"{TARGET} is not current: {COMMAND}", file=sys.stderr)
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(__doc__, COMMAND, {TARGET: render()}))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from generated import write_or_check
 
 from flexd.config.model import Config
 
@@ -102,19 +103,5 @@ def _text(description: str) -> str:
     return " ".join(description.split()).replace("``", "`").replace("|", "\\|")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit status 1 if the file is out of date")
-    check = parser.parse_args().check
-    page = render()
-    if not check:
-        TARGET.write_text(page, encoding="utf-8")
-        return 0
-    if TARGET.exists() and TARGET.read_text(encoding="utf-8") == page:
-        return 0
-    print(f"{TARGET.name} is out of date: run {COMMAND}", file=sys.stderr)
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(__doc__, COMMAND, {TARGET: render()}))

@@ -5,12 +5,13 @@ Needs helm (``make ops-tools``). deploy/kubernetes/sidecar.yaml, for training on
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from generated import write_or_check
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "deploy" / "kubernetes"
@@ -67,21 +68,6 @@ def render(name: str, program: str) -> str:
     return HEAD.format(text=text, command=COMMAND, name=name) + body
 
 
-def main() -> int:
-    """Returns the exit status: 1 if ``--check`` finds one that is not current."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    program, status = helm(), 0
-    for name in MANIFESTS:
-        path, text = TARGET / name, render(name, program)
-        if check and (not path.exists() or path.read_text(encoding="utf-8") != text):
-            print(f"{path} is not current: {COMMAND}", file=sys.stderr)
-            status = 1
-        elif not check:
-            path.write_text(text, encoding="utf-8")
-    return status
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    program = helm()
+    sys.exit(write_or_check(__doc__, COMMAND, {TARGET / name: render(name, program) for name in MANIFESTS}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import types
 import typing
@@ -10,6 +9,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from generated import write_or_check
 from prometheus_client.core import Metric
 
 from flexd.server import figures
@@ -99,19 +99,5 @@ def _zero(hint: Any) -> Any:
     return _complete(hint) if is_dataclass(hint) else hint()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit status 1 if the file is out of date")
-    check = parser.parse_args().check
-    page = render()
-    if not check:
-        TARGET.write_text(page, encoding="utf-8")
-        return 0
-    if TARGET.exists() and TARGET.read_text(encoding="utf-8") == page:
-        return 0
-    print(f"{TARGET.name} is out of date: run {COMMAND}", file=sys.stderr)
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(__doc__, COMMAND, {TARGET: render()}))

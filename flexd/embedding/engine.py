@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from flexd.control.inbox import ChunkInbox, Prepared
+from flexd.embedding.ahead import Ahead, AheadJob, Left
 from flexd.embedding.exchange import Agreement, Call, Hop
 from flexd.embedding.gradients import StepGradients
 from flexd.embedding.groups import ChainGroups
@@ -18,7 +19,7 @@ from flexd.embedding.memory import RankMemory, rank_memory
 from flexd.embedding.migrate import Migrator
 from flexd.embedding.optimizer import RowOptimizer
 from flexd.embedding.route import Router
-from flexd.embedding.run_ahead import Ahead, Left, RunAhead
+from flexd.embedding.run_ahead import RunAhead
 from flexd.embedding.station import Route
 from flexd.embedding.store import GroupStore
 from flexd.embedding.sync import ReplicaSync, Summed
@@ -235,7 +236,7 @@ class RowEngine:
         """Collective, if anything is ahead. Home rows or their state are about to be replaced from outside: replicas
         are copied anew before the next pass, and what was fetched ahead is fetched anew."""
         if self._ahead is not None:
-            self._ahead.drop(self.router, self.sync)
+            self._ahead.drop(self.sync)
         self._stale_replicas = True
 
     def run_ahead(self, timeout_seconds: float, passes_per_step: int) -> RunAhead:
@@ -256,10 +257,7 @@ class RowEngine:
                 )
             router = self._new_router(groups, traffic)
             self._ahead = RunAhead(
-                self.stores,
-                router.hops,
-                router,
-                ReplicaSync(self.stores, router),
+                AheadJob(self.stores, router, ReplicaSync(self.stores, router), self.inbox, self.groups.rank),
                 self.inbox,
                 traffic,
                 self.router.traffic,
@@ -283,7 +281,7 @@ class RowEngine:
     def settle(self) -> None:
         """Collective, if anything is ahead. Rows are as if every step had pushed all of its gradients."""
         if self._ahead is not None:
-            self._ahead.settle(self.router, self.sync)
+            self._ahead.settle(self.sync)
 
     @property
     def ahead_traffic(self) -> Traffic | None:

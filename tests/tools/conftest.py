@@ -1,13 +1,8 @@
-"""What tests of the tools share: the tools' folder on the path, and a machine that can emulate a cluster."""
+"""What tests of the tools share: a machine that can emulate a cluster."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 
 @pytest.fixture(scope="session")
