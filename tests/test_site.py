@@ -1,0 +1,26 @@
+"""docs/ is a site whose pages and links hold together."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "runbook" / "index.html").exists()
+
+
+def test_every_page_is_in_the_menu() -> None:
+    menu = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    named = [page for entry in menu for page in entry.values()]
+    assert sorted(named) == sorted(path.name for path in (REPOSITORY / "docs").glob("*.md"))
