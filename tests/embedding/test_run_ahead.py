@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -107,28 +108,44 @@ def test_float32_beside_float64_ahead(ranks: Ranks) -> None:
     check(Scenario(2, 2, "rowwise_adagrad", second_dtype="float32", two_dims=True), ranks, tolerance=1e-5)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    layout=st.sampled_from([(1, 2), (2, 1), (2, 2)]),
+scenarios = st.builds(
+    Scenario,
+    nodes=st.sampled_from([1, 2, 3]),
+    local_ranks=st.just(2),
+    optimizer=st.sampled_from(["sgd", "rowwise_adagrad", "adam"]),
+    exchange=st.sampled_from(["chain", "chain", "direct", "direct_no_dedup"]),
     seed=st.integers(0, 10_000),
-    fraction=st.sampled_from([0.0, 0.3, 1.0]),
+    steps=st.just(10),
+    replica_fraction=st.sampled_from([0.0, 0.3, 1.0]),
     migrate_every=st.sampled_from([1, 3, 100]),
     passes=st.integers(1, 2),
-    announced=st.integers(1, 2),
-    evaluate=st.sampled_from([0, 2]),
-    extra=st.sampled_from([0, 3]),
-    between=st.sampled_from([0, 2]),
+    two_dims=st.booleans(),
+    only_rail=st.sampled_from([-1, -1, 0]),
+    idle_rank=st.sampled_from([-1, -1, 0]),
 )
-def test_any_schedule_ahead(
-    ranks: Ranks, layout: tuple[int, int], seed: int, fraction: float, migrate_every: int, passes: int, announced: int,
-    evaluate: int, extra: int, between: int,
-) -> None:  # fmt: skip
-    scenario = Scenario(
-        *layout, "rowwise_adagrad", seed=seed, steps=10, replica_fraction=fraction, migrate_every=migrate_every,
-        passes=passes,
-    )  # fmt: skip
-    loop = Loop(announced_passes=announced, evaluate_every=evaluate, extra_every=extra, between_every=between)
-    check(scenario, ranks, loop)
+loops = st.builds(
+    Loop,
+    announced_passes=st.integers(1, 2),
+    evaluate_every=st.sampled_from([0, 2]),
+    extra_every=st.sampled_from([0, 3]),
+    between_every=st.sampled_from([0, 2]),
+    read_every=st.sampled_from([0, 3]),
+    save_every=st.sampled_from([0, 0, 3]),
+    max_norm=st.sampled_from([0.0, 0.0, 0.05]),
+    loops=st.integers(1, 2),
+    left_at=st.sampled_from([-1, -1, 7]),
+)
+
+
+@settings(
+    max_examples=int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "12")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(scenario=scenarios, loop=loops)
+def test_any_schedule_ahead(ranks: Ranks, scenario: Scenario, loop: Loop) -> None:
+    """As without run-ahead. ``FLEXD_EXACTNESS_EXAMPLES`` tries more."""
+    check(scenario, ranks, replace(loop, loops=1 if loop.left_at >= 0 else loop.loops))
 
 
 @pytest.mark.parametrize("batches", [[3, 3, 2, 3], [0, 1, 1, 1], [1, 0, 0, 0], [5, 4, 4, 2]])
