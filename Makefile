@@ -60,7 +60,7 @@ bench-cluster: $(TORCHREC)
 
 torchrec: $(TORCHREC)
 
-# helm, kubectl, prometheus and promtool into .ops-tools/bin, once. Tests that need one skip without it.
+# helm, kubectl, prometheus, promtool and a headless chromium into .ops-tools, once. Tests that need one skip without it.
 ops-tools: $(STAMP)
 	$(BIN)/python tools/install_ops_tools.py
 

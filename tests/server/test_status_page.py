@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import httpx
 import pytest
 from fake_daemon import FakeDaemon
 from fake_inspection import STRANGE
+from ops_tools import tool
 
 from flexd.config.server import ServerConfig
 from flexd.server.http import DaemonServer
@@ -22,10 +22,6 @@ from flexd.server.migration_report import MigrationReport
 from flexd.server.plan_report import PlanReport
 from flexd.server.status import PlacementStatus, Status, StreamStatus, TopologyStatus
 
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium (Debian: apt-get install chromium)")
 DEADLINE_MS = 20_000
 
 
@@ -87,11 +83,12 @@ def test_the_page_needs_no_token_and_holds_no_data(tmp_path):
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    chromium = tool("chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         # Containers have no user namespaces for its sandbox; nothing but our own page is shown.
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=60_000)
+        launched = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"], timeout=60_000)
         yield launched
         launched.close()
 
@@ -129,7 +126,6 @@ def busy() -> Iterator[tuple[BusyDaemon, DaemonServer]]:
     assert server.stop(10)
 
 
-@needs_browser
 def test_what_the_page_shows(open_page, busy):
     _, server = busy
     page = open_page(server)
@@ -157,7 +153,6 @@ def test_what_the_page_shows(open_page, busy):
     assert {httpx.URL(url).host for url in page.asked} == {"127.0.0.1"}
 
 
-@needs_browser
 def test_the_policy_holds_in_the_browser(open_page, busy):
     page = open_page(busy[1])
     page.wait_for_selector("body[data-polls]")
@@ -170,7 +165,6 @@ def test_the_policy_holds_in_the_browser(open_page, busy):
     assert any("Content Security Policy" in complaint for complaint in page.complaints)
 
 
-@needs_browser
 def test_light_and_dark_and_narrow(open_page, busy):
     colours = set()
     for scheme in ("light", "dark"):
@@ -182,7 +176,6 @@ def test_light_and_dark_and_narrow(open_page, busy):
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-@needs_browser
 def test_replanning_shows_the_plan_first_and_can_be_left(open_page, busy):
     daemon, server = busy
     page = open_page(server)
@@ -201,7 +194,6 @@ def test_replanning_shows_the_plan_first_and_can_be_left(open_page, busy):
     assert page.complaints == []
 
 
-@needs_browser
 def test_tokens_are_asked_for_and_reading_is_not_replanning(open_page, tmp_path):
     (tmp_path / "read").write_text("r" * 32)
     (tmp_path / "admin").write_text("a" * 32)
@@ -234,7 +226,6 @@ def test_tokens_are_asked_for_and_reading_is_not_replanning(open_page, tmp_path)
         assert server.stop(10)
 
 
-@needs_browser
 def test_a_daemon_that_fails_is_shown_and_found_again(open_page, busy):
     daemon, server = busy
     page = open_page(server)

@@ -1,4 +1,4 @@
-"""helm, kubectl, prometheus and promtool, as ``make ops-tools`` leaves them or as the machine has them."""
+"""helm, kubectl, prometheus, promtool and chromium, as ``make ops-tools`` leaves them or as the machine has them."""
 
 from __future__ import annotations
 
