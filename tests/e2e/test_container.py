@@ -130,9 +130,12 @@ class Container:
             return self.probe("/healthz") == 200
 
         until(up, READY_SECONDS, self.log)
-        pid = self.outside.pid
-        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(child)
+        (child,) = children(self.outside.pid)
+        return child
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.fixture
@@ -155,7 +158,7 @@ def container(tmp_path: Path) -> Iterator[Container]:
     )
     with (tmp_path / "log").open("w") as log:
         outside = subprocess.Popen(
-            ["unshare", "--mount", "--pid", "--fork", "--kill-child", "bash", tmp_path / "enter.sh", *image.command],
+            ["unshare", "--mount", "--pid", "--fork", "bash", tmp_path / "enter.sh", *image.command],
             stdout=log, stderr=log, text=True,
             env={
                 "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "NEW": str(tmp_path / "root"), "FILES": str(tmp_path),
@@ -166,6 +169,10 @@ def container(tmp_path: Path) -> Iterator[Container]:
     try:
         yield Container(outside, tmp_path, url)
     finally:
+        # unshare's own --kill-child is forgotten by the kernel as the user changes.
+        if outside.poll() is None:
+            for inside in children(outside.pid):
+                os.kill(inside, signal.SIGKILL)
         outside.kill()
         outside.wait(10)
 
