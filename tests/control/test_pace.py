@@ -80,6 +80,43 @@ def test_a_pause_without_a_baseline_goes_on() -> None:
     assert controller.state is PaceState.PAUSED
 
 
+def test_a_judgement_in_a_pause_changes_nothing() -> None:
+    controller = running()
+    while controller.state is PaceState.RUNNING:
+        controller.judge(SLOW, BASE, 0.0)
+    why = controller.why
+    for times in (SLOW, FINE):
+        controller.judge(times, BASE, 4.0)
+    assert (controller.bytes_per_step, controller.pauses, controller.why) == (SETTINGS.floor_bytes, 1, why)
+    controller.look(5.0, measured=True)
+    assert controller.state is PaceState.RUNNING, "nor is the pause any longer"
+
+
+def test_at_the_ceiling_there_is_nothing_to_speed_up() -> None:
+    controller = running()
+    while controller.bytes_per_step < SETTINGS.ceiling_bytes:
+        controller.judge(FINE, BASE, 1.0)
+    sped = controller.sped
+    controller.judge(FINE, BASE, 2.0)
+    assert controller.sped == sped
+
+
+def test_just_as_slow_as_tolerated_is_fine() -> None:
+    assert not StepTimes(1.25, 1.25, 9).slower_than(StepTimes(1.0, 1.0, 9), 0.25)
+
+
+def test_other_pauses_hold_from_the_next_one_on() -> None:
+    controller = running()
+    controller.adopt(PaceSettings(0.1, 1_000, 65_000, 4_000, first_pause_seconds=20.0, longest_pause_seconds=30.0))
+    while controller.state is PaceState.RUNNING:
+        controller.judge(SLOW, BASE, 0.0)
+    assert controller.why.startswith("paused for 20 s")
+    controller.adopt(PaceSettings(0.1, 1_000, 65_000, 4_000, first_pause_seconds=2.0, longest_pause_seconds=3.0))
+    controller.look(20.0, measured=True)
+    controller.judge(SLOW, BASE, 20.0)
+    assert controller.why.startswith("paused for 3 s")
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     events=st.lists(

@@ -134,6 +134,44 @@ def test_a_rate_is_reached() -> None:
     assert sent == pytest.approx(10 * 1_000, rel=0.12)
 
 
+def test_a_chunk_as_large_as_the_limit_goes_whole() -> None:
+    assert Throttle(ThrottleLimits(bytes_per_step=200)).release(rows(100, 100, 1), 0) == 2
+
+
+def test_a_change_of_the_rate_pays_for_what_went_before_and_gives_no_second_burst() -> None:
+    clock = Clock()
+    throttle = Throttle(ThrottleLimits(bytes_per_second=1_000), clock)
+    assert throttle.release(rows(1_000), 0) == 1, "the burst is spent"
+    throttle.change(ThrottleLimits(bytes_per_second=1_000))
+    assert throttle.release(rows(1_000), 0) == 0
+    clock.now += 0.5
+    throttle.change(ThrottleLimits(bytes_per_second=10))
+    assert throttle.release(rows(10), 0) == 1, "the half second before the change counts at the old rate"
+    throttle.change(ThrottleLimits(bytes_per_second=1_000))
+    assert throttle.release(rows(400), 0) == 0, "what the smaller bucket did not hold is gone"
+
+
+def test_a_rate_where_there_was_none_begins_with_a_full_bucket() -> None:
+    throttle = Throttle(ThrottleLimits(), Clock())
+    throttle.release(rows(1 << 40), 0)
+    throttle.change(ThrottleLimits(bytes_per_second=1_000))
+    assert throttle.release(rows(1_000), 0) == 1
+    assert throttle.release(rows(1), 0) == 0
+
+
+def test_time_without_anything_to_let_go_is_no_waiting_and_a_silence_counts_for_little() -> None:
+    clock = Clock()
+    throttle = Throttle(ThrottleLimits(bytes_per_step=10), clock)
+    throttle.release(rows(10), 10)
+    clock.now += 0.25
+    throttle.idle()
+    clock.now += 0.5
+    throttle.release(rows(10), 10)
+    clock.now += 60.0
+    throttle.release(rows(10), 0)
+    assert throttle.figures().waiting_seconds[Wait.STEP] == pytest.approx(0.25 + 1.0)
+
+
 @dataclass
 class Pushed:
     """A pusher over a journal, with ranks that apply what is agreed, some of it at a time."""

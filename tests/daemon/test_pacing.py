@@ -154,6 +154,53 @@ def test_slowness_while_nothing_is_applied_is_not_judged() -> None:
     assert job.pacing.figures().slowed == 0
 
 
+def test_only_steps_without_a_migration_are_the_baseline() -> None:
+    job = Job(seconds_per_byte=0.0, migrating=False)
+    job.run(2)
+    job.outstanding = 1
+    job.pacing.add(report(1.0))
+    job.outstanding = 0
+    job.pacing.add(report(1.0, apply_seconds=0.5))
+    baseline = job.pacing.figures().baseline
+    assert baseline is not None
+    assert baseline.reports == 2 * WORLD
+    assert baseline.p90_seconds < 0.1, "neither of a step with chunks on their way, nor of one that applied some"
+
+
+def test_a_pause_forgets_the_baseline_it_was_judged_by() -> None:
+    job = Job(seconds_per_byte=1e-5)
+    while job.pacing.figures().state is not PaceState.PAUSED:
+        job.run(1)
+    assert job.pacing.figures().baseline is None
+    job.run(3)
+    assert job.pacing.figures().baseline is not None, "of the steps in the pause"
+
+
+def test_what_other_ranks_had_applied_is_not_held_against_these() -> None:
+    job = Job(seconds_per_byte=0.0, migrating=False)
+    job.run(20)
+    job.pacing.add(report(1.0, apply_seconds=0.9))
+    job.pacing.ranks_are(2)
+    job.run(20)
+    job.outstanding = 1
+    for _ in range(4 * WORLD):
+        job.pacing.add(report(10.0))
+    assert job.pacing.figures().slowed == 0
+
+
+def test_a_large_job_needs_two_reports_of_each_rank_and_an_empty_report_is_none() -> None:
+    throttle = Throttle(ThrottleLimits(), lambda: 0.0)
+    settings = ControlConfig(throttle=ThrottleConfig(adaptive=True))
+    pacing = MigrationPacing(settings, throttle, lambda: 0, lambda: 10, lambda: 0.0)
+    pacing.ranks_are(1)
+    for _ in range(19):
+        pacing.add(report(STEP_SECONDS))
+        pacing.add(report(STEP_SECONDS, steps=0))
+    assert pacing.figures().state is PaceState.MEASURING
+    pacing.add(report(STEP_SECONDS))
+    assert pacing.figures().state is PaceState.RUNNING
+
+
 def test_without_adaptive_the_limits_alone_count() -> None:
     job = Job(seconds_per_byte=1e-6, settings=ThrottleConfig(bytes_per_step=6_400))
     job.run(50)
@@ -185,3 +232,4 @@ def test_what_is_left_out_stays_and_zero_lifts() -> None:
     limits = ThrottleLimits(10, 20)
     assert changed(limits, None, None) == limits
     assert changed(limits, 0, 5) == ThrottleLimits(None, 5)
+    assert changed(limits, None, 0) == ThrottleLimits(10, None)

@@ -51,6 +51,18 @@ def test_other_ranks_are_planned_for_at_once_and_again_until_a_plan_is_made() ->
     assert ask(triggers, 8.0, generation=4) is None
 
 
+def test_drift_that_was_proposed_waits_for_something_carried_out_whatever_else_is_proposed() -> None:
+    triggers = make(auto=False)
+    first = ask(triggers, 5.0, drift=lambda: "drift 1.20 > 1.05")
+    assert first is not None
+    triggers.made(first, GENERATION)
+    by_interval = ask(triggers, 200.0, drift=lambda: "drift 1.20 > 1.05")
+    assert by_interval is not None
+    assert by_interval.trigger.kind is TriggerKind.INTERVAL
+    triggers.made(by_interval, GENERATION)
+    assert ask(triggers, 210.0, drift=lambda: "drift 1.20 > 1.05") is None
+
+
 def test_drift_fires_and_is_not_taken_when_it_could_not_be_used() -> None:
     asked = []
 
