@@ -174,7 +174,7 @@ def write_log(directory: Path, messages: list[bytes]) -> None:
 
 
 def produce(bootstrap: str, messages: list[bytes]) -> None:
-    from flexd.stream.kafka import KafkaSink
+    from flexd.stream.kafka_sink import KafkaSink
 
     sink = KafkaSink(bootstrap, TABLE, max_wait_seconds=30.0)
     for message in messages:

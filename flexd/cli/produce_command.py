@@ -122,7 +122,7 @@ class _Target:
             from flexd.stream.file_log import FileLogSink
 
             return FileLogSink(self.log, PARTITION)
-        from flexd.stream.kafka import KafkaSink
+        from flexd.stream.kafka_sink import KafkaSink
 
         return KafkaSink(self.kafka, self.topic, client_options=self.options)
 

@@ -66,7 +66,7 @@ def accesses_of(
     if tap:
         return Tapped(collection)
     if kafka:
-        from flexd.stream.kafka import KafkaSink
+        from flexd.stream.kafka_sink import KafkaSink
 
         return Published(KafkaSink(kafka, topic), rank)
     from flexd.stream.file_log import FileLogSink

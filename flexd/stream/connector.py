@@ -93,9 +93,13 @@ class Connector(Generic[Client]):
             self._attempt = None
         if client is None:
             return
-        thread = threading.Thread(target=self._quietly_dispose, args=(client,), name="flexd-disconnect", daemon=True)
-        thread.start()
-        thread.join(timeout_seconds)
+        self._dispose_beside(client).join(timeout_seconds)
+
+    def discard(self) -> None:
+        """Gives the client up, without waiting: it is disposed of in a thread, and the next ``get`` makes another."""
+        client, self._client = self._client, None
+        if client is not None:
+            self._dispose_beside(client)
 
     def _begin(self) -> bool:
         self._hung = [attempt for attempt in self._hung if not attempt.done.is_set()]
@@ -142,6 +146,11 @@ class Connector(Generic[Client]):
     def _delay(self) -> None:
         self._next_attempt = time.monotonic() + self._backoff_seconds
         self._backoff_seconds = min(self._backoff_seconds * 2, self._max_backoff_seconds)
+
+    def _dispose_beside(self, client: Client) -> threading.Thread:
+        thread = threading.Thread(target=self._quietly_dispose, args=(client,), name="flexd-disconnect", daemon=True)
+        thread.start()
+        return thread
 
     def _quietly_dispose(self, client: Client) -> None:
         try:

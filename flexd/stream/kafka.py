@@ -1,4 +1,4 @@
-"""Accesses through Kafka: a consumer-group source whose positions are the caller's, and a sink."""
+"""Accesses from Kafka: a consumer-group source whose positions are the caller's."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kafka import KafkaConsumer, KafkaProducer
+from kafka import KafkaConsumer
 from kafka.consumer.subscription_state import AsyncConsumerRebalanceListener
 from kafka.errors import (
-    KafkaConfigurationError,
     KafkaError,
     LogTruncationError,
     NoOffsetForPartitionError,
@@ -20,29 +19,16 @@ from kafka.errors import (
 )
 from kafka.structs import OffsetAndMetadata, TopicPartition
 
-from flexd.errors import PositionLostError, StreamError
+from flexd.errors import PositionLostError
 from flexd.stream.connector import Connector
 from flexd.stream.group_positions import GroupPositions
 from flexd.stream.handover import Handover, OnPartitions, PositionOf
+from flexd.stream.kafka_options import FATAL, ClientOption, checked
 from flexd.stream.partition_reader import OnPositionLost
 from flexd.stream.types import Message, Positions
 
 _log = logging.getLogger(__name__)
 
-ClientOption = str | int | float | bool
-
-_FATAL = (KafkaConfigurationError, ValueError, TypeError, AssertionError, FileNotFoundError, PermissionError)
-_OURS = frozenset(
-    (
-        "bootstrap_servers",
-        "group_id",
-        "enable_auto_commit",
-        "auto_offset_reset",
-        "value_deserializer",
-        "value_serializer",
-    )
-)
-_SECURITY_PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 _PROBE_AFTER_SECONDS = 2.0
 _CLOSE_SECONDS = 5.0
 _TELL_SECONDS = 0.01
@@ -106,14 +92,14 @@ class KafkaSource:
             "metadata_max_age_ms": 10_000,
             "reconnect_backoff_max_ms": 2_000,
             "metrics_enabled": False,
-            **_checked(client_options),
+            **checked(client_options),
         }
         self._connector: Connector[KafkaConsumer] = Connector(
             self._name,
             self._connect,
             lambda consumer: consumer.close(autocommit=False, timeout_ms=int(_CLOSE_SECONDS * 500)),
             timeout_seconds=connect_timeout_seconds,
-            fatal=_FATAL,
+            fatal=FATAL,
         )
         # Below the time the coordinator waits for a member to join again (kafka-python: 300 s), and not so long that
         # one stuck member stops the whole group.
@@ -352,103 +338,6 @@ class _Rebalance(AsyncConsumerRebalanceListener):  # type: ignore[misc]
         self._source._seek(self._consumer, assigned)
 
 
-class KafkaSink:
-    """Sends messages to a topic, spread over its partitions. See ``Sink`` for the contract.
-
-    The client is connected on the first ``send``; while the broker is away ``send`` raises at once between attempts.
-
-    Args:
-        max_unacknowledged_bytes: beyond this ``send`` waits up to ``max_wait_seconds`` for the broker, then raises.
-        client_options: passed to kafka-python as they are, over our defaults.
-    """
-
-    def __init__(
-        self,
-        bootstrap_servers: str,
-        topic: str,
-        *,
-        connect_timeout_seconds: float = 15.0,
-        max_wait_seconds: float = 1.0,
-        max_unacknowledged_bytes: int = 32 * 2**20,
-        client_options: Mapping[str, ClientOption] | None = None,
-    ) -> None:
-        self._topic = topic
-        self._name = f"Kafka topic {topic!r} at {bootstrap_servers}"
-        self._max_wait_seconds = max_wait_seconds
-        self._max_unacknowledged_bytes = max_unacknowledged_bytes
-        options: dict[str, Any] = {
-            "bootstrap_servers": [server.strip() for server in bootstrap_servers.split(",")],
-            "bootstrap_timeout_ms": int(connect_timeout_seconds * 1000),
-            "max_block_ms": int(max_wait_seconds * 1000),
-            "max_request_size": 16 * 2**20,
-            "batch_size": 2**20,
-            "linger_ms": 5,
-            "request_timeout_ms": 10_000,
-            "delivery_timeout_ms": 30_000,
-            "reconnect_backoff_max_ms": 2_000,
-            "metrics_enabled": False,
-            **_checked(client_options),
-        }
-        self._connector: Connector[KafkaProducer] = Connector(
-            self._name,
-            lambda: KafkaProducer(**options),
-            lambda producer: producer.close(timeout=_CLOSE_SECONDS / 2),
-            timeout_seconds=connect_timeout_seconds,
-            fatal=_FATAL,
-        )
-        self._acknowledged = threading.Condition()
-        self._unacknowledged_bytes = 0
-        self._failed = 0
-
-    @property
-    def messages_failed(self) -> int:
-        return self._failed
-
-    def send(self, payload: bytes) -> None:
-        producer = self._connector.get(self._max_wait_seconds)
-        if producer is None:
-            raise StreamError(self._connector.problem or f"{self._name}: not connected", remedy="check the broker")
-        with self._acknowledged:
-            if not self._acknowledged.wait_for(self._has_room, self._max_wait_seconds):
-                raise StreamError(
-                    f"{self._name}: {self._unacknowledged_bytes} bytes unacknowledged", remedy="check the broker"
-                )
-            self._unacknowledged_bytes += len(payload)
-        try:
-            future = producer.send(self._topic, value=payload)
-        except (KafkaError, OSError) as error:
-            self._settle(len(payload), failed=False)
-            raise StreamError(f"{self._name}: {type(error).__name__}: {error}", remedy="check the broker") from error
-        future.add_callback(lambda _: self._settle(len(payload), failed=False))
-        future.add_errback(lambda _: self._settle(len(payload), failed=True))
-
-    def flush(self, timeout_seconds: float) -> None:
-        with self._acknowledged:
-            if self._unacknowledged_bytes == 0:
-                return
-        producer = self._connector.get(0.0)
-        if producer is None:
-            raise StreamError(f"{self._name}: not connected", remedy="check the broker")
-        try:
-            producer.flush(timeout_seconds)
-        except KafkaError as error:
-            raise StreamError(
-                f"{self._name}: not delivered within {timeout_seconds:g} s", remedy="check the broker"
-            ) from error
-
-    def close(self) -> None:
-        self._connector.close(_CLOSE_SECONDS)
-
-    def _has_room(self) -> bool:
-        return self._unacknowledged_bytes < self._max_unacknowledged_bytes
-
-    def _settle(self, payload_bytes: int, *, failed: bool) -> None:
-        with self._acknowledged:
-            self._unacknowledged_bytes -= payload_bytes
-            self._failed += failed
-            self._acknowledged.notify_all()
-
-
 def _highwater(consumer: KafkaConsumer, partition: TopicPartition) -> int | None:
     """None if the partition was taken away in this moment or has not been fetched yet."""
     try:
@@ -456,19 +345,3 @@ def _highwater(consumer: KafkaConsumer, partition: TopicPartition) -> int | None
     except (KafkaError, KeyError):
         return None
     return highwater
-
-
-def _checked(client_options: Mapping[str, ClientOption] | None) -> dict[str, Any]:
-    options = dict(client_options or {})
-    ours = sorted(_OURS & options.keys())
-    if ours:
-        raise StreamError(f"Kafka client options {', '.join(ours)} are set by flexd", remedy="leave them out")
-    protocol = options.get("security_protocol", "PLAINTEXT")
-    if protocol not in _SECURITY_PROTOCOLS:
-        # The client itself would try to connect for ever.
-        raise StreamError(
-            f"Kafka security_protocol {protocol!r}", remedy=f"use one of {', '.join(_SECURITY_PROTOCOLS)}"
-        )
-    if isinstance(version := options.get("api_version"), str):
-        options["api_version"] = tuple(int(part) for part in version.split("."))  # type: ignore[assignment]
-    return options

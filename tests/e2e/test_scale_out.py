@@ -24,7 +24,7 @@ class Producer:
     """Messages of random rows to a topic, and what they add up to."""
 
     def __init__(self, bootstrap_servers: str) -> None:
-        from flexd.stream.kafka import KafkaSink
+        from flexd.stream.kafka_sink import KafkaSink
 
         self._sink = KafkaSink(bootstrap_servers, "accesses")
         self._rng = np.random.default_rng(3)

@@ -13,7 +13,7 @@ import pytest
 
 from flexd.errors import PositionLostError, StreamError
 from flexd.stream.confluent import ConfluentSource
-from flexd.stream.kafka import KafkaSink
+from flexd.stream.kafka_sink import KafkaSink
 from flexd.stream.types import Message
 
 

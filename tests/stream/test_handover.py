@@ -10,7 +10,8 @@ import pytest
 
 from flexd.stream.confluent import ConfluentSource
 from flexd.stream.handover import Handover
-from flexd.stream.kafka import KafkaSink, KafkaSource
+from flexd.stream.kafka import KafkaSource
+from flexd.stream.kafka_sink import KafkaSink
 from flexd.stream.types import Message
 
 

@@ -13,7 +13,8 @@ from kafka.errors import KafkaTimeoutError, LogTruncationError, OffsetOutOfRange
 from kafka.structs import TopicPartition
 
 from flexd.errors import PositionLostError, StreamError
-from flexd.stream.kafka import KafkaSink, KafkaSource
+from flexd.stream.kafka import KafkaSource
+from flexd.stream.kafka_sink import KafkaSink
 from flexd.stream.types import Message
 
 Record = namedtuple("Record", ["offset", "value"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flexd.errors import StreamError
-from flexd.stream.kafka import KafkaSink
 from flexd.stream.kafka_look import look
+from flexd.stream.kafka_sink import KafkaSink
 
 
 @pytest.mark.parametrize("client", ["kafka-python", "confluent"])

@@ -52,7 +52,8 @@ def kafka_stream(
     bootstrap: str, topic: str, session_seconds: float, confluent: bool = False, **client_options: str
 ) -> tuple[Stream, Sink]:
     from flexd.stream.confluent import ConfluentSource
-    from flexd.stream.kafka import KafkaSink, KafkaSource
+    from flexd.stream.kafka import KafkaSource
+    from flexd.stream.kafka_sink import KafkaSink
 
     sink = KafkaSink(bootstrap, topic, client_options=client_options)
     group = f"group-{uuid.uuid4().hex[:8]}"

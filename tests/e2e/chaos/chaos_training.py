@@ -23,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import flexd
 from flexd.embedding.checkpoint import load_checkpoint, save_checkpoint
-from flexd.stream.kafka import KafkaSink
+from flexd.stream.kafka_sink import KafkaSink
 
 JOB = "chaos"
 TABLES = {"item": (4_000, 8, 160), "shop": (500, 5, 40)}
@@ -108,8 +108,7 @@ def rank(
     if checkpoint is not None:
         load_checkpoint(collection, checkpoint)
         first = int(checkpoint.rpartition("-")[2])
-    # The broker keeps its memory nowhere: killed, it knows no producer id, and an idempotent producer never recovers.
-    sink = KafkaSink(bootstrap, topic, client_options={"enable_idempotence": False})
+    sink = KafkaSink(bootstrap, topic)
     publisher = flexd.Publisher(sink, source_rank=rank)
     connection = flexd.connect(
         collection, control, job=JOB, attempt=attempt, secret_file=secret_file, timeout_seconds=3.0

@@ -1,0 +1,195 @@
+"""The sink's producer is replaced when it is lost, and only then; every message is accounted for once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from kafka import KafkaConsumer, TopicPartition
+from kafka.errors import (
+    ClusterAuthorizationFailedError,
+    KafkaError,
+    KafkaTimeoutError,
+    MessageSizeTooLargeError,
+    UnknownProducerIdError,
+)
+
+import flexd.stream.kafka_sink as kafka_sink
+from flexd.errors import StreamError
+from flexd.stream.kafka_sink import KafkaSink
+
+
+def log_of(broker, topic: str) -> list[bytes]:
+    """All messages of partition 0."""
+    consumer = KafkaConsumer(bootstrap_servers=broker.bootstrap_servers, group_id=None)
+    try:
+        partition = TopicPartition(topic, 0)
+        consumer.assign([partition])
+        consumer.seek_to_beginning()
+        end = consumer.end_offsets([partition])[partition]
+        found: list[bytes] = []
+        while consumer.position(partition) < end:
+            found += [record.value for records in consumer.poll(timeout_ms=500).values() for record in records]
+    finally:
+        consumer.close()
+    return found
+
+
+def test_a_broker_that_lost_its_memory_is_delivered_to_again(own_tansu):
+    topic = "accesses"
+    own_tansu.create_topic(topic)
+    sink = KafkaSink(own_tansu.bootstrap_servers, topic, client_options={"linger_ms": 0})
+    try:
+        sink.send(b"before")
+        sink.flush(10.0)
+        own_tansu.kill()
+        own_tansu.start()
+        taken: list[bytes] = []
+        delivered: list[bytes] = []
+        deadline = time.monotonic() + 60
+        while len(delivered) < 3:
+            assert time.monotonic() < deadline, (sink.messages_failed, len(taken))
+            message = f"after {len(taken)}".encode()
+            try:
+                sink.send(message)
+                taken.append(message)
+            except StreamError:
+                pass
+            time.sleep(0.05)
+            if sink.producers_replaced:
+                sink.flush(10.0)
+                delivered = log_of(own_tansu, topic)
+        assert sink.producers_replaced == 1
+        assert len(set(delivered)) == len(delivered)
+        assert set(delivered) <= set(taken)
+        # What the lost producer had was not sent again.
+        assert sink.messages_failed + len(delivered) == len(taken)
+        assert sink.messages_failed > 0
+    finally:
+        sink.close()
+
+
+class Future:
+    """Settles at once."""
+
+    def __init__(self, error: KafkaError | None) -> None:
+        self._error = error
+
+    def add_callback(self, told: Callable[[object], None]) -> None:
+        if self._error is None:
+            told(None)
+
+    def add_errback(self, told: Callable[[object], None]) -> None:
+        if self._error is not None:
+            told(self._error)
+
+
+class Broker:
+    """Producers that all answer as it says, and the clock that goes by."""
+
+    def __init__(self) -> None:
+        self.answer: KafkaError | None = None
+        self.made = 0
+        self.closed = 0
+        self.now = 100.0
+
+    def producer(self, **options: object) -> Broker:
+        self.made += 1
+        return self
+
+    def send(self, topic: str, value: bytes) -> Future:
+        return Future(self.answer)
+
+    def flush(self, timeout: float) -> None:
+        return
+
+    def close(self, timeout: float) -> None:
+        self.closed += 1
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def broker(monkeypatch) -> Broker:
+    broker = Broker()
+    monkeypatch.setattr(kafka_sink, "_Producer", broker.producer)
+    monkeypatch.setattr(kafka_sink, "time", broker)
+    return broker
+
+
+def replaced_after(sink: KafkaSink, broker: Broker, seconds: float) -> int:
+    """Sends four messages a second for so long: how many producers that took."""
+    before = sink.producers_replaced
+    for _ in range(int(4 * seconds)):
+        sink.send(b"x")
+        broker.now += 0.25
+    return sink.producers_replaced - before
+
+
+@pytest.mark.parametrize("error", [UnknownProducerIdError(), KafkaError("fatal"), ClusterAuthorizationFailedError()])
+def test_a_producer_that_delivers_nothing_is_replaced_ever_more_seldom(broker, error):
+    sink = KafkaSink("nowhere:1", "t")
+    broker.answer = error
+    assert replaced_after(sink, broker, 1.0) == 0
+    assert replaced_after(sink, broker, 0.75) == 1
+    assert replaced_after(sink, broker, 600.0) in range(12, 16)
+    assert broker.made == sink.producers_replaced + 1
+    assert sink.messages_failed == 4 + 3 + 2400
+    # One delivered message, and the next trouble is as urgent as the first.
+    broker.answer = None
+    assert replaced_after(sink, broker, 0.5) in (0, 1)
+    broker.answer = error
+    assert replaced_after(sink, broker, 1.75) == 1
+    sink.close()
+
+
+@pytest.mark.parametrize("error", [KafkaTimeoutError(), MessageSizeTooLargeError(), None])
+def test_no_other_failure_costs_the_producer(broker, error):
+    sink = KafkaSink("nowhere:1", "t")
+    broker.answer = error
+    assert replaced_after(sink, broker, 100.0) == 0
+    assert sink.messages_failed == (0 if error is None else 400)
+    sink.close()
+
+
+def test_now_and_then_a_failure_is_not_the_end_of_a_producer(broker):
+    sink = KafkaSink("nowhere:1", "t")
+    for number in range(100):
+        broker.answer = None if number % 3 == 2 else UnknownProducerIdError()
+        sink.send(b"x")
+        broker.now += 0.4
+    assert sink.producers_replaced == 0
+    sink.close()
+
+
+def test_what_an_old_producer_says_late_is_counted_and_changes_nothing(broker):
+    sink = KafkaSink("nowhere:1", "t")
+    broker.answer = UnknownProducerIdError()
+    assert replaced_after(sink, broker, 1.75) == 1
+    broker.answer = None
+    failed = sink.messages_failed
+    for _ in range(3):
+        sink._on_failed(0, 0, UnknownProducerIdError())
+        broker.now += 10.0
+    sink.send(b"x")
+    assert sink.messages_failed == failed + 3
+    assert sink.producers_replaced == 1
+    sink.close()
+
+
+def test_a_producer_that_cannot_deliver_ends_and_what_it_held_has_failed(own_tansu):
+    own_tansu.create_topic("accesses")
+    options = {"request_timeout_ms": 500, "linger_ms": 0}
+    sink = KafkaSink(own_tansu.bootstrap_servers, "accesses", client_options=options)
+    sink.send(b"x")
+    sink.flush(10.0)
+    own_tansu.kill()
+    sink.send(b"y")
+    producer = sink._connector.client
+    sink.close()
+    deadline = time.monotonic() + 20.0
+    while producer._sender.is_alive() or sink.messages_failed < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
