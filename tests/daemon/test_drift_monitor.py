@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,40 @@ def test_a_steady_stream_never_asks_and_a_moved_one_asks_once(setting: Setting) 
         assert drift is not None
         assert drift.ratio < 1.02
         assert setting.monitor.take_reason() is None
+
+
+def test_a_placement_that_moved_while_it_was_priced_is_not_judged(setting: Setting) -> None:
+    setting.carry_out()
+    setting.see(moved=700)
+
+    def move() -> None:
+        setting.coordinator.now = replace(setting.coordinator.now, version=setting.coordinator.now.version + 1)
+
+    setting.during = move
+    assert setting.monitor.evaluate() is None
+    assert setting.monitor.take_reason() is None
+    setting.during = lambda: None
+    assert setting.monitor.evaluate() is not None
+
+
+def test_a_slow_look_puts_the_next_one_off(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waits = [0.0], []
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout)
+            return len(waits) > 2
+
+    def evaluate() -> None:
+        now[0] += (60.0, 1.0)[len(waits) - 1]
+
+    monkeypatch.setattr("flexd.daemon.drift.time", SimpleNamespace(monotonic=lambda: now[0]))
+    setting.monitor._stop = Stop()
+    setting.monitor.evaluate = evaluate  # type: ignore[method-assign]
+    setting.monitor._run()
+    interval = setting.config.planner.drift_interval_seconds
+    assert interval > 10.0
+    assert waits == [interval, pytest.approx(600.0), interval]
 
 
 def test_a_plan_that_changes_nothing_is_the_new_reference(setting: Setting) -> None:

@@ -215,6 +215,7 @@ def test_a_plan_that_changes_nothing_pushes_nothing(setting: Setting) -> None:
     assert live.digest() == plan.target.digest()
     assert setting.planning.carry_out(proposal) is None
     assert setting.planning.outcomes == {"changed": 1, "unchanged": 1}
+    assert setting.planning.proposals.all() == (), "neither can be applied any more"
     assert len(setting.coordinator.migrations) == 1
 
 

@@ -16,10 +16,10 @@ from flexd.control.live import LiveTopology
 from flexd.daemon.autoplan import AutoPlanner
 from flexd.daemon.gates import check, gates, sketch_error
 from flexd.daemon.plan_log import PlanLog
-from flexd.daemon.proposals import MAX_OF_A_KIND
+from flexd.daemon.proposals import MAX_OF_A_KIND, outdated
 from flexd.daemon.triggers import Trigger, TriggerKind
 from flexd.errors import ApiError, PlanError
-from flexd.layout import RankLayout
+from flexd.layout import RankLayout, Tier
 from flexd.placement import Placement
 from flexd.sketch.profile import Profile, TableProfile
 
@@ -192,6 +192,38 @@ def test_the_sketch_error_is_a_share() -> None:
     assert sketch_error(profile(tables=(wild,))) == 1.0
     assert sketch_error(profile(tables=(wild, replace(table, weight=0.0)))) == 1.0
     assert sketch_error(profile(tables=())) == 0.0
+
+
+def test_tables_count_by_their_accesses_in_coverage_and_sketch_error() -> None:
+    (table,) = profile().tables
+    exact = replace(
+        table, table="exact", weight=900.0, coverage=0.5, hot_lower=table.hot_share, hot_upper=table.hot_share
+    )
+    both = profile(tables=(table, exact))
+    assert sketch_error(both) == pytest.approx(0.04)
+    measured = {gate.name: gate.measured for gate in gates(both, PlannerConfig(**OPEN))}
+    assert measured["coverage"] == pytest.approx(0.54)
+    assert measured["sketch_error"] == pytest.approx(0.04)
+
+
+def test_a_plan_that_is_forced_is_made_and_recorded_although_gates_are_closed(tmp_path: Path) -> None:
+    it = Setting(tmp_path, min_window_seconds=100.0)
+    it.report()
+    it.see(500)
+    proposal = it.propose("now", force=True)
+    assert it.planning.last_plan is proposal.plan
+    execution = it.planning.carry_out(proposal)
+    assert execution is not None
+    assert execution.overridden == ("samples", "window")
+
+
+def test_an_equal_version_of_another_placement_is_another_placement(setting: Setting) -> None:
+    proposal = setting.propose("test")
+    keep = {"migrating": False, "age_seconds": 60.0, "max_age_seconds": 60.0}
+    live = setting.coordinator.live()
+    assert outdated(proposal, live, proposal.live, **keep) == "", "nor is it too old at its very end"
+    other = Placement.of(np.array([7]), np.array([int(Tier.DEVICE)], np.uint8), proposal.live.version)
+    assert "the placement has moved on" in outdated(proposal, live, other, **keep)
 
 
 class QuietDrift:

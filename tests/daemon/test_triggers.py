@@ -51,6 +51,32 @@ def test_other_ranks_are_planned_for_at_once_and_again_until_a_plan_is_made() ->
     assert ask(triggers, 8.0, generation=4) is None
 
 
+def test_drift_is_proposed_again_after_what_it_had_asked_for_was_carried_out() -> None:
+    triggers = make(calendar=NIGHT)
+    drift = "drift 1.20 > 1.05"
+    held = ask(triggers, 5.0, CLOSED, drift=lambda: drift)
+    assert held is not None
+    triggers.made(held, GENERATION)
+    assert ask(triggers, 7.0, CLOSED, drift=lambda: drift) is None
+    opened = ask(triggers, 9.0, OPEN)
+    assert opened is not None
+    triggers.made(opened, GENERATION)
+    again = ask(triggers, 11.0, CLOSED, drift=lambda: drift)
+    assert again is not None
+    assert again.trigger.kind is TriggerKind.DRIFT
+
+
+def test_what_waited_for_a_window_is_forgotten_where_nothing_starts_by_itself() -> None:
+    triggers = make(calendar=NIGHT)
+    held = ask(triggers, 5.0, CLOSED, drift=lambda: "drift 1.20 > 1.05")
+    assert held is not None
+    triggers.made(held, GENERATION)
+    assert triggers.waits_for_window is not None
+    triggers.adopt(TriggerSettings(100.0, 1.0, auto=False, calendar=NIGHT), 6.0)
+    triggers.adopt(TriggerSettings(100.0, 1.0, auto=True, calendar=NIGHT), 6.0)
+    assert triggers.waits_for_window is None
+
+
 def test_drift_that_was_proposed_waits_for_something_carried_out_whatever_else_is_proposed() -> None:
     triggers = make(auto=False)
     first = ask(triggers, 5.0, drift=lambda: "drift 1.20 > 1.05")
