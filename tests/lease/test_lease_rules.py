@@ -181,3 +181,47 @@ def test_an_old_term_is_not_held_again_by_the_same_process() -> None:
     assert not process.lease.holds(1)
     assert process.lease.holds(2)
     assert not process.lease.holds(0)
+
+
+def test_a_lease_is_taken_when_its_holder_has_stopped_believing_and_no_sooner() -> None:
+    """The holder's clock runs 4 % slow, within the margin."""
+    world = World()
+    holder, other = Process(world, "a", 0.0, 0.96), Process(world, "b", 0.0, 1.0)
+    assert holder.lease.attempt()
+    assert not other.lease.attempt()
+    world.now = DURATION - 0.1
+    assert not other.lease.attempt()
+    world.now = DURATION
+    assert other.lease.attempt()
+    assert holder.lease.term == 0
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(5.0, 20.0), (20.0, 5.0)])
+def test_of_two_durations_the_longer_is_waited_for(mine: float, theirs: float) -> None:
+    world = World()
+    holder, other = Process(world, "a", 0.0, 1.0), Process(world, "b", 0.0, 1.0)
+    assert Lease(holder, "a", theirs, clock=holder.clock).attempt()
+    lease = Lease(other, "b", mine, clock=other.clock)
+    assert not lease.attempt()
+    world.now = 19.9
+    assert not lease.attempt()
+    world.now = 20.0
+    assert lease.attempt()
+
+
+def test_terms_go_on_from_what_others_remember() -> None:
+    """A register that was emptied starts again from nothing; directories of terms do not."""
+    process = Process(World(), "a", 0.0, 1.0)
+    lease = Lease(process, "a", DURATION, lowest_term=lambda: 41, clock=process.clock)
+    assert not lease.holds(0), "no term at all is nobody's"
+    assert lease.attempt()
+    assert lease.holds(42)
+
+
+def test_who_finds_another_record_has_lost_the_lease_whatever_the_clock_says() -> None:
+    world = World()
+    process = Process(world, "a", 0.0, 1.0)
+    assert process.lease.attempt()
+    world.record = LeaseRecord("somebody", 7, DURATION, "by hand")
+    assert not process.lease.attempt()
+    assert process.lease.term == 0
