@@ -12,7 +12,16 @@ from typing import Any
 from generated import write_or_check
 from prometheus_client.core import Metric
 
+from flexd.control.reception import REFUSED_KINDS
+from flexd.control.throttle import Wait
+from flexd.daemon.gates import GATE_NAMES
+from flexd.daemon.label_values import MIGRATION_STATES, SCALE_OUT_REFUSALS
+from flexd.daemon.planning import PLAN_OUTCOMES
+from flexd.daemon.triggers import TriggerKind
+from flexd.ingest.stats import MESSAGE_REASONS, ROW_REASONS
+from flexd.scaleout.courier import FAILURE_REASONS
 from flexd.server import figures
+from flexd.server.access import REFUSED_REASONS
 from flexd.server.api_metrics import RefusalsCollector
 from flexd.server.figures import LINKS, TIER_NAMES, TRAFFIC_KINDS, DaemonFigures
 from flexd.server.metrics import MAX_LABEL_VALUES, FiguresCollector
@@ -26,8 +35,9 @@ HEAD = f"""# Metrics
 
 `/metrics` of the admin API and of `server.metrics_listen` answers in Prometheus' text format, or in OpenMetrics if the
 scraper asks for it. Units are base units (seconds, bytes, ratios from 0 to 1); what is not known yet is NaN. Counters
-run since the daemon started. Labels are bounded: a family has at most {MAX_LABEL_VALUES:,} series; beyond, counters are
-summed under `other` and gauges left out. Beside these families the page has `process_*` of the daemon's process.
+run since the daemon started; where the values of a label are named below, each has a series that begins at 0, so that
+`rate()` sees the first event. Labels are bounded: a family has at most {MAX_LABEL_VALUES:,} series; beyond, counters
+are summed under `other` and gauges left out. Beside these families the page has `process_*` of the daemon's process.
 
 Alerts on them are in `deploy/prometheus/flexd.rules.yaml`, what to do about each in [the runbook](runbook.md).
 """
@@ -37,6 +47,18 @@ KNOWN_VALUES = {
     ("flexd_training_accesses", "tier"): TIER_NAMES,
     ("flexd_training_sent_bytes", "kind"): TRAFFIC_KINDS,
     ("flexd_training_sent_bytes", "link"): LINKS,
+    ("flexd_ingest_rejected_messages", "reason"): MESSAGE_REASONS,
+    ("flexd_ingest_rejected_accesses", "reason"): ROW_REASONS,
+    ("flexd_plans", "outcome"): PLAN_OUTCOMES,
+    ("flexd_plan_triggers", "trigger"): tuple(kind.value for kind in TriggerKind),
+    ("flexd_plan_gate_open", "gate"): GATE_NAMES,
+    ("flexd_plan_gates_overridden", "gate"): GATE_NAMES,
+    ("flexd_migrations", "state"): MIGRATION_STATES,
+    ("flexd_throttle_waiting_seconds", "wait"): tuple(wait.value for wait in Wait),
+    ("flexd_control_refused_messages", "kind"): REFUSED_KINDS,
+    ("flexd_scale_out_refused", "reason"): SCALE_OUT_REFUSALS,
+    ("flexd_scale_out_push_failures", "reason"): FAILURE_REASONS,
+    ("flexd_api_refused_requests", "reason"): REFUSED_REASONS,
 }
 
 

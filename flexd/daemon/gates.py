@@ -11,13 +11,15 @@ from flexd.config.planner import PlannerConfig
 from flexd.errors import PlanError
 from flexd.sketch.profile import Profile
 
+GATE_NAMES = ("samples", "coverage", "window", "lag", "sketch_error")
+
 
 @dataclass(frozen=True)
 class Gate:
     """One measure of a profile against what the configuration asks for.
 
     Attributes:
-        name: a bounded label: ``samples``, ``coverage``, ``window``, ``lag`` or ``sketch_error``.
+        name: one of ``GATE_NAMES``.
         key: of the configuration.
         measured: accesses, share, seconds, messages or share, as the name says.
         required: the bound.

@@ -29,6 +29,8 @@ from flexd.planner.plan import Plan, make_plan
 from flexd.sketch.profile import Profile
 from flexd.topology.model import Cluster
 
+PLAN_OUTCOMES = ("changed", "unchanged", "refused")
+
 
 class Planning:
     """Makes plans, hands them to the coordinator, and keeps account. Thread-safe; one plan at a time.

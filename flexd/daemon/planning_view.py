@@ -8,7 +8,8 @@ import time
 from flexd.control.pace import StepTimes
 from flexd.control.throttle import Wait
 from flexd.daemon.autoplan import AutoPlanner
-from flexd.daemon.gates import Gate
+from flexd.daemon.gates import GATE_NAMES, Gate
+from flexd.daemon.label_values import with_zeros
 from flexd.daemon.pacing import PacingFigures
 from flexd.daemon.planning import Planning
 from flexd.daemon.proposals import Proposal
@@ -70,7 +71,7 @@ def planning_figures(planning: Planning, auto: AutoPlanner) -> PlanningFigures:
         window_open=triggers.settings.calendar.is_open(now),
         triggers={kind.value: triggers.fired[kind] for kind in TriggerKind},
         gates={gate.name: (gate.open, gate.measured, gate.required) for gate in planning.last_gates},
-        overridden=dict(planning.overridden),
+        overridden=with_zeros(GATE_NAMES, planning.overridden),
         proposals=len(planning.proposals.all()),
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from flexd.daemon.label_values import SCALE_OUT_REFUSALS, with_zeros
 from flexd.daemon.scale_out import LeaderUnit
+from flexd.scaleout.courier import FAILURE_REASONS
 from flexd.scaleout.follower import FollowerStats
 from flexd.server import figures as f
 from flexd.server.scale_out_status import FollowerStatus, LeaderLinkStatus, ScaleOutStatus
@@ -35,7 +37,7 @@ def leader_figures(unit: LeaderUnit) -> f.ScaleOutFigures:
         )
         for report in unit.followers()
     }  # fmt: skip
-    return f.ScaleOutFigures(followers=followers, refused=unit.refused())
+    return f.ScaleOutFigures(followers=followers, refused=with_zeros(SCALE_OUT_REFUSALS, unit.refused()))
 
 
 def follower_status(leader: str, stats: FollowerStats) -> ScaleOutStatus:
@@ -58,7 +60,7 @@ def follower_status(leader: str, stats: FollowerStats) -> ScaleOutStatus:
 def follower_figures(stats: FollowerStats) -> f.ScaleOutFigures:
     return f.ScaleOutFigures(
         pushed={"accepted": stats.accepted, "repeated": stats.repeated},
-        failures=stats.failures,
+        failures=with_zeros(FAILURE_REASONS, stats.failures),
         restarts=stats.restarts,
         dropped_messages=stats.dropped_messages,
         sent_bytes=stats.bytes,

@@ -13,9 +13,10 @@ from flexd.control.coordinator import Coordinator
 from flexd.daemon.autoplan import AutoPlanner
 from flexd.daemon.drift import DriftMonitor
 from flexd.daemon.executions import Execution
+from flexd.daemon.label_values import MIGRATION_STATES, with_zeros
 from flexd.daemon.migration_view import history_figures, migration_report
 from flexd.daemon.pacing import MigrationPacing
-from flexd.daemon.planning import Planning
+from flexd.daemon.planning import PLAN_OUTCOMES, Planning
 from flexd.daemon.planning_view import (
     gate_report,
     planning_figures,
@@ -29,6 +30,7 @@ from flexd.daemon.scale_out_view import leader_figures, leader_status
 from flexd.daemon.training import TrainingMonitor
 from flexd.history.history import MigrationHistory
 from flexd.ingest import Ingestor, IngestStats
+from flexd.ingest.stats import MESSAGE_REASONS
 from flexd.layout import Tier
 from flexd.placement import Placement
 from flexd.planner.plan import Plan
@@ -91,7 +93,7 @@ def ingest_figures(stats: IngestStats) -> f.IngestFigures:
         messages=stats.messages,
         accesses=stats.accesses,
         bytes=stats.bytes,
-        rejected_messages=stats.rejected_messages,
+        rejected_messages=with_zeros(MESSAGE_REASONS, stats.rejected_messages),
         rejected_accesses=stats.rejected_accesses,
         adjusted_accesses=stats.adjusted_accesses,
         lag_messages=stats.lag_messages,
@@ -326,7 +328,7 @@ class DaemonView:
     def _plan_figures(self) -> f.PlanFigures:
         planning, plan = self._planning, self._planning.last_plan
         return f.PlanFigures(
-            plans=dict(planning.outcomes),
+            plans=with_zeros(PLAN_OUTCOMES, planning.outcomes),
             seconds=planning.seconds,
             predicted_before_seconds=math.nan if plan is None else plan.before.exposed_seconds,
             predicted_after_seconds=math.nan if plan is None else plan.after.exposed_seconds,
@@ -338,7 +340,7 @@ class DaemonView:
         running = execution is not None and not execution.migration.done
         eta = None if execution is None else execution.migration.progress.eta_seconds
         return f.MigrationFigures(
-            migrations=dict(planning.executions.migrations),
+            migrations=with_zeros(MIGRATION_STATES, planning.executions.migrations),
             rows=planning.executions.migrated["rows"],
             bytes=planning.executions.migrated["bytes"],
             chunks=planning.executions.migrated["chunks"],

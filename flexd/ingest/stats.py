@@ -6,6 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from flexd import counted
+from flexd.sketch import weighted
+from flexd.stream import codec
+
+MESSAGE_REASONS = tuple(sorted({*codec.REASONS, *counted.REASONS, *weighted.REASONS, "internal_error"}))
+"""Every reason for which a whole message is not counted."""
 ROW_REASONS = ("unknown_table", "negative_row", "row_out_of_range")
 
 
@@ -15,8 +21,8 @@ class IngestStats:
 
     Attributes:
         messages, accesses, bytes, batches: read; accesses are those counted.
-        rejected_messages: by reason (``CodecError.reason``, ``internal_error``).
-        rejected_accesses: by reason (``unknown_table``, ``negative_row``, ``row_out_of_range``).
+        rejected_messages: by reason of ``MESSAGE_REASONS``.
+        rejected_accesses: by reason of ``ROW_REASONS``.
         adjusted_accesses: counted by rule (``future_clamped``: at another time than dated; ``late``: at their own).
         messages_per_second, accesses_per_second: over the last seconds.
         lag_messages: not read yet, as far as the source knows.

@@ -10,8 +10,12 @@ from typing import Protocol
 
 from flexd.errors import FlexdError, ScaleOutError
 from flexd.scaleout.answer import Answer
+from flexd.scaleout.leader import REASONS
 
 _log = logging.getLogger(__name__)
+
+FAILURE_REASONS = (*REASONS, "unreachable", "other")
+"""Every label of an attempt without a final answer."""
 
 _BACKOFF_SECONDS = (0.1, 5.0)
 
@@ -50,7 +54,7 @@ class Courier:
         """Why the last attempt brought no final answer, or None."""
         self.attempts = 0
         self.failures: dict[str, int] = {}
-        """Attempts without a final answer, by reason."""
+        """Attempts without a final answer, by reason of ``FAILURE_REASONS``."""
         self.bytes_sent = 0
         self.answered_at: float | None = None
         """Monotonic seconds of the newest final answer."""
@@ -136,7 +140,9 @@ class Courier:
         return None
 
     def _fail(self, reason: str, text: str) -> None:
-        self.failures[reason] = self.failures.get(reason, 0) + 1
+        # A leader of another release may name reasons of its own.
+        known = reason if reason in FAILURE_REASONS else "other"
+        self.failures[known] = self.failures.get(known, 0) + 1
         if self.problem is None:
             _log.warning("leader: %s", text)
         self.problem = text

@@ -15,6 +15,9 @@ from flexd.sketch.quantiles import KllQuantiles
 from flexd.sketch.table_set import IngestCounts, SketchSet
 from flexd.sketch.tables import CountMinTable, DenseTable
 
+REASONS = ("cells_of_exact_table",)
+"""Every value that ``CodecError.reason`` takes here."""
+
 Int64Array = npt.NDArray[np.int64]
 
 SAMPLED_ACCESSES = 4
