@@ -131,6 +131,11 @@ class Note:
     sent: list[int]
     received: list[int]
 
+    @property
+    def empty(self) -> bool:
+        """Is nothing sent and nothing received? Then it need not travel, whatever the peers tell each other."""
+        return not any(self.sent) and not any(self.received)
+
 
 class Hop:
     """Sends each key to one peer and brings its row back.

@@ -174,6 +174,10 @@ class ReplicaSums:
         """Per hop the five lanes; of each, per dim-group the rows of ``sums`` and how many of each peer."""
         for lane, bits in lanes:
             size = len(lane.spans) * self._groups
+            if not len(bits):
+                counts = counts[size:]
+                self._parts.append([(self._rows[:0], [0] * len(lane.spans))] * self._groups)
+                continue
             of_lane, counts = counts[:size], counts[size:]
             pieces = torch.split(self._places(lane.entries_of(bits, of_lane)), of_lane)
             self._parts.append(
@@ -212,10 +216,15 @@ class ReplicaSums:
         self.sums[group].index_add_(0, rows, grads.index_select(0, at))
 
     def up(self, hop: int) -> list[Column]:
-        """What goes up over a hop, once all that this rank holds up to its station has landed."""
-        return self._columns(hop, _UP_OUT, _UP_IN)
+        """What goes up over a hop, once all that this rank holds up to its station has landed; nothing, if nothing goes
+        nor comes."""
+        columns = self._columns(hop, _UP_OUT, _UP_IN)
+        return columns if any(any(column.sent) or any(column.received) for column in columns) else []
 
     def came_up(self, hop: int, arrived: Sequence[Sequence[torch.Tensor]]) -> None:
+        """``arrived``: of each column of ``up``."""
+        if not arrived:
+            return
         for sums, parts, (rows, counts) in zip(self.sums, arrived, self._parts[_LANES * hop + _UP_IN], strict=True):
             for part, at in zip(parts, torch.split(rows, counts), strict=True):
                 if len(part):

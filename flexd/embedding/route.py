@@ -119,11 +119,12 @@ class Router:
                 keys_of.index_select(0, stop.asked) | (counts.index_select(0, stop.asked) << COUNT_SHIFT)
                 for stop, (keys_of, counts) in zip(stops, missing, strict=True)
             ]
+            note = None if touched is None else touched.up(station)
             arrived, words = hop.exchange_ids(
-                _interleaved(packed, sent), sent, received, None if touched is None else touched.up(station)
+                _interleaved(packed, sent), sent, received, None if note is None or note.empty else note
             )
-            if touched is not None and words is not None:
-                touched.told_up(station, words)
+            if touched is not None and note is not None:
+                touched.told_up(station, note.words if words is None else words)
             parts = _deinterleaved(arrived, received)
             ids, weights = [part & _KEY_MASK for part in parts], [part >> COUNT_SHIFT for part in parts]
             route.asked.append(sent)
@@ -147,11 +148,13 @@ class Router:
                     Column(rows, stop.expand, rows_of(g, asked_of_me), rows_of(g, asked), wire)
                     for g, (rows, stop, wire) in enumerate(above)
                 ]
-                if touched is not None:
-                    columns.append(_noted(touched.down(station)))
+                note = None if touched is None else touched.down(station)
+                if note is not None and not note.empty:
+                    columns.append(_noted(note))
                 answers = self.hops[station].exchange(columns)
-                if touched is not None:
-                    touched.told_down(station, torch.cat(answers.pop()).view(-1))
+                if touched is not None and note is not None:
+                    told = note.words if note.empty else torch.cat(answers.pop()).view(-1)
+                    touched.told_down(station, told)
             found = []
             for group, stop in enumerate(route.stops[station]):
                 source = self._stores[group].rows

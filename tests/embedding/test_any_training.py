@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 from ahead_jobs import Loop
 from exactness import Scenario, train_alone
 from hypothesis import HealthCheck, given, settings
@@ -48,8 +49,12 @@ three_nodes = st.builds(
 )
 
 
+EXAMPLES = int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "25"))
+
+
+@pytest.mark.timeout(240 + 10 * EXAMPLES)
 @settings(
-    max_examples=int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "25")),
+    max_examples=EXAMPLES,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

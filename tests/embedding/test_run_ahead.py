@@ -137,8 +137,12 @@ loops = st.builds(
 )
 
 
+EXAMPLES = int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "12"))
+
+
+@pytest.mark.timeout(240 + 10 * EXAMPLES)
 @settings(
-    max_examples=int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "12")),
+    max_examples=EXAMPLES,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -211,7 +215,7 @@ def test_a_failure_ahead_is_raised_at_the_next_step_and_from_then_on() -> None:
     collection.optimizer.step()
     features = next(batches)
     ahead = collection.engine._ahead
-    ahead._router.find = broken  # type: ignore[method-assign]
+    ahead._job._router.find = broken  # type: ignore[method-assign]
     collection(features)["item"].values.sum().backward()
     with pytest.raises(RuntimeError, match="connection reset"):
         collection.optimizer.step()
