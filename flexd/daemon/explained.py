@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexd.layout import Tier
-from flexd.planner.explain import RowExplanation, TableExplanation
+from flexd.planner.explanation import RowExplanation, TableExplanation
 from flexd.server.explain_report import Explanation, RowReport, ThresholdReport
 from flexd.server.plan_report import TierName
 

@@ -24,7 +24,8 @@ from flexd.keyspace import KeySpace
 from flexd.layout import RankLayout
 from flexd.placement import Placement
 from flexd.planner.drift import Drift, PlacementTraffic, placement_traffic
-from flexd.planner.explain import TableExplanation, explain
+from flexd.planner.explain import explain
+from flexd.planner.explanation import TableExplanation
 from flexd.planner.plan import Plan, make_plan
 from flexd.sketch.profile import Profile
 from flexd.topology.model import Cluster

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flexd.embedding.blocks import TableHomes
-from flexd.embedding.engine import Pass, RowEngine
+from flexd.embedding.engine import RowEngine
 from flexd.embedding.features import FeatureMap
 from flexd.embedding.gradients import AnchorParameter, clip_grad_norm_
 from flexd.embedding.groups import ChainGroups, layout_from_environment
@@ -20,6 +20,7 @@ from flexd.embedding.handle import FusedOptimizer
 from flexd.embedding.initial import initial_rows
 from flexd.embedding.jagged import Jagged, as_jagged
 from flexd.embedding.local_state import load_local, save_local
+from flexd.embedding.lookup import Lookup
 from flexd.embedding.memory import RankMemory
 from flexd.embedding.optimizer import SGD, RowOptimizer
 from flexd.embedding.station import Route
@@ -66,23 +67,6 @@ class Found:
     features: Mapping[str, Jagged]
     order: list[str]
     route: Route
-
-
-class _Lookup(torch.autograd.Function):
-    """Rows of one route forward; its gradients wait in the engine for ``optimizer.step``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, engine: RowEngine, opened: Pass, expand: bool
-    ) -> tuple[torch.Tensor, ...]:
-        del anchor
-        ctx.engine, ctx.opened, ctx.expand = engine, opened, expand
-        return tuple(engine.fetch(opened.route, expand=expand))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None]:
-        ctx.engine.reduce(ctx.opened, grads, expanded=ctx.expand)
-        return None, None, None, None
 
 
 class EmbeddingCollection(nn.Module):
@@ -270,7 +254,7 @@ class EmbeddingCollection(nn.Module):
         if self.after_lookup is not None:
             self.after_lookup(found.features)
         opened = self.engine.open_pass(found.route)
-        rows: tuple[torch.Tensor, ...] = _Lookup.apply(self.__dict__["_anchor"], self.engine, opened, expand)  # type: ignore[no-untyped-call]
+        rows: tuple[torch.Tensor, ...] = Lookup.apply(self.__dict__["_anchor"], self.engine, opened, expand)  # type: ignore[no-untyped-call]
         return rows
 
     def _trains(self) -> bool:

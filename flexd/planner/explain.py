@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import cached_property
 
 import numpy as np
@@ -19,6 +18,7 @@ from flexd.keyspace import KeySpace
 from flexd.layout import RankLayout, Tier
 from flexd.placement import Placement
 from flexd.planner.cost import LoadSums, step_latencies
+from flexd.planner.explanation import RowExplanation, TableExplanation, TierThreshold, Why
 from flexd.planner.gains import migration_seconds, row_seconds, usable_tiers
 from flexd.planner.limits import FREE, PlanLimits
 from flexd.planner.plan import Plan
@@ -36,100 +36,6 @@ _GRID = np.geomspace(1e-9, 1e3, 769)
 _BISECTIONS = 40
 _FREE_SHARE = 0.01
 """Slots that every rank may have left although they ran out: homes are not spread exactly evenly."""
-
-
-class Why(StrEnum):
-    """The reason for the planned tier, one a row."""
-
-    SAVES = "saves"
-    """Its copies save more than their slots are worth."""
-    PINNED = "pinned"
-    """The user fixed it."""
-    EXCLUDED = "excluded"
-    """The user excluded its table."""
-    NO_GAIN = "no_gain"
-    """Copies cost more than they save, at any number of slots."""
-    SLOT_PRICE = "slot_price"
-    """It would save something, but other rows make more of the slots."""
-    MIGRATION = "migration"
-    """What it saves does not pay for its copying, by the lower bound of its accesses."""
-    LATENCY = "latency"
-    """Rows like it together do not pay for the latency of synchronising at all."""
-
-
-@dataclass(frozen=True)
-class RowExplanation:
-    """One row. Accesses are expected look-ups; seconds are exposed communication per step.
-
-    Attributes:
-        listed: whether the profile lists the row by itself; otherwise it is taken for an average unlisted one.
-        place: 1 for the table's most frequent listed row; 0 if not listed.
-        accesses_per_step, accesses_lower, accesses_upper: of the whole job.
-        per_rank, per_node, anywhere: u, v and w of docs/cost-model.md.
-        seconds: float64[3], by tier.
-        live, planned: tiers now and if a plan were made now.
-        home_rank: of the authoritative copy.
-        source_node_share: float32[nodes], or None if not known.
-    """
-
-    row: int
-    key: int
-    listed: bool
-    place: int
-    accesses_per_step: float
-    accesses_lower: float
-    accesses_upper: float
-    per_rank: float
-    per_node: float
-    anywhere: float
-    seconds: Float64Array
-    live: Tier
-    planned: Tier
-    why: Why
-    home_rank: int
-    source_node_share: npt.NDArray[np.float32] | None
-
-
-@dataclass(frozen=True)
-class TierThreshold:
-    """From which accesses on a row of this table is in a tier, in look-ups of the whole job per step.
-
-    Attributes:
-        slots: replica slots that one row takes over all ranks.
-        slot_seconds: price of one slot, exposed seconds per step; 0 while there are free ones.
-        promote_accesses, demote_accesses: a row below the tier goes up from the first on, one that is there stays down
-            to the second; None if no frequency pays.
-    """
-
-    tier: Tier
-    slots: int
-    slot_seconds: float
-    promote_accesses: float | None
-    demote_accesses: float | None
-
-
-@dataclass(frozen=True)
-class TableExplanation:
-    """A table, and the rows that were asked for.
-
-    Attributes:
-        live_rows, planned_rows: int64[3], by tier.
-        slots_used, slots: of the fullest rank in the table's dim-group, in the plan.
-        sync_latency_seconds: fixed exposed cost of synchronising the planned tiers (all dim-groups share it).
-    """
-
-    table: str
-    rows: int
-    accesses_per_step: float
-    distinct_rows: float
-    coverage: float
-    live_rows: Int64Array
-    planned_rows: Int64Array
-    slots_used: int
-    slots: int
-    sync_latency_seconds: float
-    thresholds: tuple[TierThreshold, ...]
-    explained: tuple[RowExplanation, ...]
 
 
 def explain(

@@ -11,7 +11,8 @@ from flexd.errors import PlanError
 from flexd.keyspace import KeySpace, TableSpec
 from flexd.layout import RankLayout, Tier
 from flexd.placement import Placement
-from flexd.planner.explain import TableExplanation, Why, explain
+from flexd.planner.explain import explain
+from flexd.planner.explanation import TableExplanation, Why
 from flexd.planner.limits import PlanLimits, RowPin
 from flexd.planner.plan import Plan, make_plan
 from flexd.planner.shape import TrainingShape

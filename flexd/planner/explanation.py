@@ -1,0 +1,109 @@
+"""What is told of a row and its table: estimates, costs, thresholds and the reason for the planned tier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.layout import Tier
+
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+UInt8Array = npt.NDArray[np.uint8]
+
+
+class Why(StrEnum):
+    """The reason for the planned tier, one a row."""
+
+    SAVES = "saves"
+    """Its copies save more than their slots are worth."""
+    PINNED = "pinned"
+    """The user fixed it."""
+    EXCLUDED = "excluded"
+    """The user excluded its table."""
+    NO_GAIN = "no_gain"
+    """Copies cost more than they save, at any number of slots."""
+    SLOT_PRICE = "slot_price"
+    """It would save something, but other rows make more of the slots."""
+    MIGRATION = "migration"
+    """What it saves does not pay for its copying, by the lower bound of its accesses."""
+    LATENCY = "latency"
+    """Rows like it together do not pay for the latency of synchronising at all."""
+
+
+@dataclass(frozen=True)
+class RowExplanation:
+    """One row. Accesses are expected look-ups; seconds are exposed communication per step.
+
+    Attributes:
+        listed: whether the profile lists the row by itself; otherwise it is taken for an average unlisted one.
+        place: 1 for the table's most frequent listed row; 0 if not listed.
+        accesses_per_step, accesses_lower, accesses_upper: of the whole job.
+        per_rank, per_node, anywhere: u, v and w of docs/cost-model.md.
+        seconds: float64[3], by tier.
+        live, planned: tiers now and if a plan were made now.
+        home_rank: of the authoritative copy.
+        source_node_share: float32[nodes], or None if not known.
+    """
+
+    row: int
+    key: int
+    listed: bool
+    place: int
+    accesses_per_step: float
+    accesses_lower: float
+    accesses_upper: float
+    per_rank: float
+    per_node: float
+    anywhere: float
+    seconds: Float64Array
+    live: Tier
+    planned: Tier
+    why: Why
+    home_rank: int
+    source_node_share: npt.NDArray[np.float32] | None
+
+
+@dataclass(frozen=True)
+class TierThreshold:
+    """From which accesses on a row of this table is in a tier, in look-ups of the whole job per step.
+
+    Attributes:
+        slots: replica slots that one row takes over all ranks.
+        slot_seconds: price of one slot, exposed seconds per step; 0 while there are free ones.
+        promote_accesses, demote_accesses: a row below the tier goes up from the first on, one that is there stays down
+            to the second; None if no frequency pays.
+    """
+
+    tier: Tier
+    slots: int
+    slot_seconds: float
+    promote_accesses: float | None
+    demote_accesses: float | None
+
+
+@dataclass(frozen=True)
+class TableExplanation:
+    """A table, and the rows that were asked for.
+
+    Attributes:
+        live_rows, planned_rows: int64[3], by tier.
+        slots_used, slots: of the fullest rank in the table's dim-group, in the plan.
+        sync_latency_seconds: fixed exposed cost of synchronising the planned tiers (all dim-groups share it).
+    """
+
+    table: str
+    rows: int
+    accesses_per_step: float
+    distinct_rows: float
+    coverage: float
+    live_rows: Int64Array
+    planned_rows: Int64Array
+    slots_used: int
+    slots: int
+    sync_latency_seconds: float
+    thresholds: tuple[TierThreshold, ...]
+    explained: tuple[RowExplanation, ...]
