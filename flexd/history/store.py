@@ -194,6 +194,8 @@ class HistoryStore:
             # Survives the death of the process; after a power cut the newest entries may be missing, and no more.
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute("PRAGMA foreign_keys = ON")
+            # SQLite's own 1,000 pages would be four megabytes beside a file of a few hundred kilobytes.
+            connection.execute("PRAGMA wal_autocheckpoint = 128")
             connection.execute("PRAGMA journal_size_limit = 1048576")
         except BaseException:
             connection.close()

@@ -1,0 +1,34 @@
+"""The history takes no more of the disk than it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from flexd.control.migration import Migration, MigrationAbout
+from flexd.control.migration_states import MigrationEvent
+from flexd.control.news import MigrationNews
+from flexd.history.history import MigrationHistory
+from flexd.placement import Delta
+
+_FLUSH_SECONDS = 30.0
+_MIGRATIONS = 600
+
+
+def test_the_log_beside_the_file_stays_small(tmp_path: Path) -> None:
+    path = tmp_path / "migrations.sqlite"
+    history = MigrationHistory(path, 20, lambda *_: None, 0.01)
+    history.start()
+    largest = 0
+    for number in range(_MIGRATIONS):
+        chunk = Delta(np.arange(3), np.zeros(3, np.uint8), np.ones(3, np.uint8))
+        about = MigrationAbout(f"m{number}", "parent", "manual", "ada", "x" * 300)
+        migration = Migration(f"plan-{number}", [chunk], about=about)
+        migration.observe(lambda of, transition: history.record(MigrationNews(of, transition)))
+        migration.fire(MigrationEvent.START, "y" * 300)
+        migration.fire(MigrationEvent.FAIL, "z" * 300)
+        assert history.flush(_FLUSH_SECONDS)
+        largest = max(largest, sum(file.stat().st_size for file in tmp_path.iterdir()))
+    assert history.stop(_FLUSH_SECONDS)
+    assert largest < 1.5 * 2**20
