@@ -80,6 +80,15 @@ def test_a_change_is_seen_and_a_bad_one_keeps_the_old_keys(tmp_path: Path, caplo
     assert "of last year" not in caplog.text
 
 
+def test_a_key_as_long_as_the_one_before_is_a_change(tmp_path: Path) -> None:
+    path, clock = tmp_path / "secret", Clock()
+    write(path, b"0" * 32)
+    keys = KeyFile(path, "control.secret_file", clock)
+    write(path, b"1" * 32)
+    clock.now += LOOK_SECONDS
+    assert keys.keys() == (b"1" * 32,)
+
+
 def test_each_step_of_a_rotation_is_understood_by_both_neighbours(tmp_path: Path) -> None:
     """One side may be a step ahead of the other at any time; two steps ahead is too far."""
     files = []

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flexd.errors import LeaseError
 from flexd.lease.lease import Lease
-from flexd.lease.register import LeaseRecord
+from flexd.lease.register import MAX_TERM, LeaseRecord
 
 DURATION = 10.0
 
@@ -225,3 +225,11 @@ def test_who_finds_another_record_has_lost_the_lease_whatever_the_clock_says() -
     world.record = LeaseRecord("somebody", 7, DURATION, "by hand")
     assert not process.lease.attempt()
     assert process.lease.term == 0
+
+
+def test_no_term_follows_the_last_one() -> None:
+    world = World(record=LeaseRecord("", MAX_TERM, DURATION, "1"))
+    process = Process(world, "a", 0.0, 1.0)
+    with pytest.raises(LeaseError, match="no term is left"):
+        process.lease.attempt()
+    assert world.writes == 0

@@ -256,8 +256,14 @@ def test_files_of_the_directory_are_private_and_few(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"holder": 1}', '{"holder":"a","term":0,"duration_seconds":1}', "x" * 5000]
-)
+    "content",
+    [
+        "", "[]", '{"holder": 1}', '{"holder":"a","term":0,"duration_seconds":1}', "x" * 5000,
+        f'{{"holder":"{"a" * 257}","term":1,"duration_seconds":1}}',
+        '{"holder":"a","term":2147483648,"duration_seconds":1}', '{"holder":"a","term":1,"duration_seconds":Infinity}',
+        '{"holder":"a","term":1,"duration_seconds":86401}',
+    ],
+)  # fmt: skip
 def test_a_damaged_file_is_an_error(tmp_path: Path, content: str) -> None:
     register = FileLeaseRegister(tmp_path)
     (tmp_path / "lease-7").write_text(content)
