@@ -72,7 +72,7 @@ def test_another_secret_is_refused(secret: bytes | None) -> None:
         m.Signer(SECRET).open(m.Signer(secret).seal(EVERY_KIND[0]).encode())
 
 
-GOOD = {"kind": "daemon", "job": "j", "instance": "i", "table_digest": "d"}
+GOOD = {"kind": "daemon", "job": "j", "instance": "i", "table_digest": "d", "term": 0}
 SETTLED = json.loads(m.Signer(SECRET).seal(EVERY_KIND[4]).split("\n")[1])
 PROGRESS = json.loads(m.Signer(SECRET).seal(EVERY_KIND[6]).split("\n")[1])
 
@@ -86,6 +86,7 @@ PROGRESS = json.loads(m.Signer(SECRET).seal(EVERY_KIND[6]).split("\n")[1])
         {**PROGRESS, "report": {}}, {**PROGRESS, "report": 3},
         {**PROGRESS, "report": {**PROGRESS["report"], "accesses_by_tier": [1, 2]}},
         {**PROGRESS, "report": {**PROGRESS["report"], "step_seconds": "x"}},
+        json.dumps({**PROGRESS, "report": {**PROGRESS["report"], "step_seconds": 12345.5}}).replace("12345.5", "1e999"),
     ],
     ids=lambda body: str(body)[:40],
 )  # fmt: skip
@@ -105,3 +106,17 @@ def test_a_message_too_long_is_refused_on_both_sides() -> None:
 def test_another_kind_than_expected_is_refused() -> None:
     with pytest.raises(ControlError, match="where a epoch message belongs"):
         m.Signer(SECRET).open_as(m.EpochAnnouncement, m.Signer(SECRET).seal(EVERY_KIND[0]).encode())
+
+
+def test_what_the_refused_messages_are_changed_from_is_in_order() -> None:
+    for body in (GOOD, SETTLED, PROGRESS):
+        m.Signer(SECRET).open(forge(body))
+
+
+def test_a_piece_longer_than_was_asked_for_is_refused() -> None:
+    signer, data = m.Signer(SECRET), b"12345"
+    piece = next(message for message in EVERY_KIND if isinstance(message, m.TapPiece))
+    sealed = m.seal_with_bytes(signer, replace(piece, sha256=hashlib.sha256(data).hexdigest()), data)
+    assert m.open_with_bytes(signer, sealed, 5)[1] == data
+    with pytest.raises(AuthenticationError, match="not those that were announced"):
+        m.open_with_bytes(signer, sealed, 4)

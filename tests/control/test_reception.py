@@ -102,3 +102,10 @@ def test_a_hello_is_taken_once() -> None:
     reception.take(data, 2e9, cast(Any, None), None, lambda *_: None)
     assert dict(reception.refused) == {"replayed": 3}
     assert members.present() == ("", 0, 0)
+
+
+def test_every_epoch_has_a_token_of_its_own() -> None:
+    """What was said in an epoch of an earlier daemon, with equal numbers, is of another epoch."""
+    tokens = {opened()[1].fence["token"] for _ in range(8)}
+    assert len(tokens) == 8
+    assert all(len(token) >= 16 for token in tokens)
