@@ -1,0 +1,89 @@
+"""Whole statuses of a daemon in the conditions that somebody looks for, without a clock in them."""
+
+from __future__ import annotations
+
+from flexd.server.drift_status import DriftStatus
+from flexd.server.migration_report import MigrationReport, StepReport
+from flexd.server.plan_report import PlanReport
+from flexd.server.sketch_status import ProfileStatus, SketchStatus, TableSketchStatus
+from flexd.server.status import PlacementStatus, SnapshotStatus, Status, StreamStatus, TopologyStatus
+
+_PLAN = PlanReport(plan_id="p7", reason="drift", promotions=1200, demotions=300)
+_COMMITTED = MigrationReport(
+    migration_id="m7", plan_id="p7", trigger="drift", who="flexd", reason="drift", state="COMMITTED", progress=1.0,
+    rows=1500, rows_applied=1500, chunks=3, chunks_pushed=3, chunks_applied=3, bytes=614_400, bytes_applied=614_400,
+    base_version=9, last_version=12,
+)  # fmt: skip
+HEALTHY = Status(
+    job="shop",
+    version="1.2.3",
+    uptime_seconds=7300.0,
+    ready=True,
+    stream=StreamStatus(
+        source="kafka", lag_messages=3, messages_per_second=1200.0, accesses_per_second=1.25e6, messages=500_000,
+        accesses=10**9, newest_event_unix_seconds=1.7e9,
+    ),
+    sketch=SketchStatus(
+        bytes=48 * 2**20,
+        tables=(
+            TableSketchStatus(table="items", kind="dense", bytes=40 * 2**20),
+            TableSketchStatus(table="users", kind="count_min", bytes=8 * 2**20, error_bound=0.001),
+        ),
+        profile=ProfileStatus(age_seconds=12.0, coverage=0.97, samples=10**8),
+    ),
+    drift=DriftStatus(ratio=1.02, threshold=1.1),
+    topology=TopologyStatus(generation=2, attempt="a1", nodes=2, local_ranks=4, ready=True, cluster="azure-a100-200g"),
+    placement=PlacementStatus(version=12, rows={"HOME": 99_000, "NODE": 800, "DEVICE": 200}, digest="00ff00ff00ff00ff"),
+    last_plan=_PLAN,
+    migration=_COMMITTED,
+    snapshot=SnapshotStatus(age_seconds=8.0, written=40),
+)  # fmt: skip
+DEGRADED_STREAM = HEALTHY.model_copy(
+    update={
+        "ready": False,
+        "reasons": ("stream: broker unreachable",),
+        "stream": HEALTHY.stream.model_copy(
+            update={
+                "lag_messages": 12_345_678,
+                "accesses_per_second": 0.0,
+                "messages_per_second": 0.0,
+                "rejected_messages": {"truncated": 2, "bad_json": 1},
+                "rejected_accesses": {"negative_row": 3},
+                "problem": "broker unreachable",
+            }
+        ),
+        "snapshot": SnapshotStatus(age_seconds=900.0, written=40, failures=2, problem="disk full"),
+    }
+)
+MIGRATING = HEALTHY.model_copy(
+    update={
+        "migration": _COMMITTED.model_copy(
+            update={
+                "state": "PUSHING",
+                "progress": 0.25,
+                "steps": (StepReport(name="push", completion=0.5), StepReport(name="apply", completion=0.25)),
+                "eta_seconds": 30.0,
+                "rows_applied": 375,
+                "chunks_pushed": 2,
+                "chunks_applied": 1,
+                "bytes_applied": 153_600,
+            }
+        )
+    }
+)
+PAUSED = HEALTHY.model_copy(update={"paused": True, "pause_reason": "the night of the sale"})
+NO_RANKS = Status(
+    job="shop",
+    version="1.2.3",
+    uptime_seconds=75.0,
+    reasons=("no ranks have registered",),
+    stream=StreamStatus(source="file_log"),
+)
+
+STATUSES = {
+    "status-healthy": HEALTHY,
+    "status-degraded-stream": DEGRADED_STREAM,
+    "status-migrating": MIGRATING,
+    "status-paused": PAUSED,
+    "status-no-ranks": NO_RANKS,
+}
