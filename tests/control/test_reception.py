@@ -109,3 +109,13 @@ def test_every_epoch_has_a_token_of_its_own() -> None:
     tokens = {opened()[1].fence["token"] for _ in range(8)}
     assert len(tokens) == 8
     assert all(len(token) >= 16 for token in tokens)
+
+
+def test_a_rank_that_is_none_and_another_job_are_refused_by_kind() -> None:
+    reception, epoch, _ = opened()
+    now = {"agreed_version": 0, "applied_version": 0, "report": None}
+    sent = [Progress(**epoch.fence, rank=rank, sequence=1, **now) for rank in (-1, 2)]
+    for message in (*sent, replace(HELLOS[0], job="other")):
+        data = Signer(KEY).seal(message).encode()
+        reception.take(data, 0.0, cast(Any, None), epoch, lambda _, message: None)
+    assert reception.refused == {"malformed": 2, "stale": 1}
