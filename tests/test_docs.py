@@ -7,8 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+
+from flexd.cli.main import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -67,3 +71,28 @@ def test_commands_of_the_readme_exist() -> None:
     ).stdout
     for command in set(re.findall(r"^flexd ([a-z-]+)", text, flags=re.MULTILINE)):
         assert command in listing
+
+
+def command_words(command: Any) -> set[str]:
+    """First words of every command that is not hidden, with the second of those that are groups."""
+    words: set[str] = set()
+    for name, below in command.commands.items():
+        if not below.hidden:
+            words |= {f"{name} {inner}" for inner in below.commands} if hasattr(below, "commands") else {name}
+    return words
+
+
+def test_the_command_line_page_lists_what_there_is() -> None:
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    cells = re.findall(r"^\| (`.+?) \|", page, re.MULTILINE)
+    listed = {
+        " ".join(re.sub(r" [A-Z]+$", "", name).split()) for cell in cells for name in re.findall(r"`(.+?)`", cell)
+    }
+    assert listed == command_words(typer.main.get_command(app))
+
+
+def test_the_readme_names_what_a_user_needs() -> None:
+    readme = (ROOT / "README.md").read_text()
+    inner = {"version", "sketch export", "config show", "migrations show"}
+    for name in command_words(typer.main.get_command(app)) - inner:
+        assert re.search(rf"(flexd |`|make ){name}\b", readme), name
