@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from torch.distributed import QueueEmptyError
-
 from flexd.control.channel import Hint, Keys, host_store, job_store
 from flexd.control.messages import (
     ChunkHeader,
@@ -26,13 +24,13 @@ _REPEAT_TURNS = 50
 class Board:
     """Hosts the store and holds its keys, of which there is a bounded number. For the coordinator's thread alone.
 
-    Raises:
-        ControlError: cannot listen there.
+    Args:
+        listen_fd: of a socket that listens on ``host`` and ``port``, which is the store's from now on.
     """
 
-    def __init__(self, host: str, port: int, job: str, signer: Signer, timeout_seconds: float) -> None:
+    def __init__(self, host: str, port: int, listen_fd: int, job: str, signer: Signer, timeout_seconds: float) -> None:
         self.signer = signer
-        self._server, self.port = host_store(host, port, timeout_seconds)
+        self._server = host_store(host, port, timeout_seconds, listen_fd)
         self._prefix = Keys.prefix(job)
         self.store = job_store(self._server, job)
         self._refusals: deque[str] = deque()
@@ -49,6 +47,8 @@ class Board:
 
     def messages(self, limit: int) -> Iterator[bytes]:
         """At most ``limit`` messages that wait in the queue."""
+        from torch.distributed import QueueEmptyError
+
         self._turn += 1
         self.store.set(Keys.TURN, str(self._turn))
         if self._turn % _REPEAT_TURNS == 0:

@@ -2,11 +2,14 @@
 
 Every call here returns or raises within a deadline, releases the GIL while it waits, and raises ControlError (or the
 RuntimeError that torch raises, which callers treat alike: ``CHANNEL_ERRORS``).
+
+torch is imported where it is first needed: it takes longer than all else that the daemon does until it ingests.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import queue
 import random
@@ -15,22 +18,18 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch.distributed import (  # type: ignore[attr-defined]
-    BroadcastOptions,
-    PrefixStore,
-    ProcessGroupGloo,
-    Store,
-    TCPStore,
-)
 
 from flexd.errors import ControlError, FlexdError
 from flexd.faults import fault_point
 from flexd.placement import Delta
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
@@ -110,18 +109,26 @@ def listen(host: str, port: int) -> tuple[int, int]:
         ) from error
 
 
+def load_transports() -> None:
+    """Imports torch, which takes seconds, so that nobody has to wait for it later."""
+    importlib.import_module("torch.distributed")
+
+
 def job_store(store: TCPStore, job: str) -> Store:
     """All keys of one job."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
     return PrefixStore(Keys.prefix(job), store)
 
 
-def host_store(host: str, port: int, timeout_seconds: float) -> tuple[TCPStore, int]:
-    """Hosts the rendezvous store; returns it and its port. Raises ControlError."""
-    descriptor, port = listen(host, port)
-    return _store(host, port, timeout_seconds, descriptor), port
+def host_store(host: str, port: int, timeout_seconds: float, listen_fd: int) -> TCPStore:
+    """Hosts the rendezvous store on a socket from ``listen``, which is the store's from now on."""
+    return _store(host, port, timeout_seconds, listen_fd)
 
 
 def _store(host: str, port: int, timeout_seconds: float, listen_fd: int | None) -> TCPStore:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     return TCPStore(
         host, port, is_master=listen_fd is not None, wait_for_workers=False,
         timeout=timedelta(seconds=timeout_seconds), master_listen_fd=listen_fd,
@@ -335,6 +342,8 @@ class EpochGroup:
     def __init__(
         self, store: Store, epoch: int, rank: int, world_size: int, address: str, timeout_seconds: float
     ) -> None:
+        from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout_seconds)
@@ -345,6 +354,8 @@ class EpochGroup:
 
     def broadcast(self, keys: Int64Array, tiers: UInt8Array) -> None:
         """Daemon only: to all ranks."""
+        import torch
+
         self._broadcast(torch.from_numpy(keys.copy()))
         fault_point("chunk.half_sent")
         self._broadcast(torch.from_numpy(tiers.copy()))
@@ -357,6 +368,8 @@ class EpochGroup:
         return received[0].numpy(), received[1].numpy()
 
     def send_to_daemon(self, keys: Int64Array, tiers: UInt8Array) -> None:
+        import torch
+
         arrays: tuple[npt.NDArray[Any], ...] = (keys, tiers)
         for tag, array in enumerate(arrays):
             if len(array):
@@ -371,6 +384,8 @@ class EpochGroup:
         return received[0].numpy(), received[1].numpy()
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
+        from torch.distributed import BroadcastOptions
+
         if not len(tensor):
             return
         options = BroadcastOptions()
@@ -380,6 +395,8 @@ class EpochGroup:
 
     @staticmethod
     def _empty(rows: int, tiers: int) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch
+
         if not 0 <= rows <= MAX_ROWS or not 0 <= tiers <= 2 * MAX_ROWS:
             raise ControlError(f"{rows} rows in one message", remedy=f"at most {MAX_ROWS}")
         return torch.empty(rows, dtype=torch.int64), torch.empty(tiers, dtype=torch.uint8)

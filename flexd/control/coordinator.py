@@ -1,6 +1,8 @@
 """The daemon's side of the control channel: registers the ranks, opens epochs, pushes migrations, hears reports.
 
-One thread does it all, a tick at a time; every wait in a tick has a deadline. An epoch goes through::
+One thread does it all, a tick at a time; every wait in a tick has a deadline. The address is taken at once, and the
+thread then loads torch and hosts the store: ranks that connect meanwhile wait in the socket's queue. An epoch goes
+through::
 
     (none) --all ranks of an attempt are here--> SETTLING --all settled, group joined--> LIVE
                                                             `--placement unknown--> LISTING --all listed--> LIVE
@@ -12,6 +14,7 @@ Chunks are pushed in LIVE only: then every rank has settled, and all agreed vers
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -23,10 +26,10 @@ import numpy.typing as npt
 
 from flexd.control.agreement import AgreedPlacement
 from flexd.control.board import Board
-from flexd.control.channel import CHANNEL_ERRORS, Backoff, first_line, new_token
+from flexd.control.channel import CHANNEL_ERRORS, Backoff, first_line, listen, load_transports, new_token
 from flexd.control.epoch import Epoch, FromRank, Phase
 from flexd.control.intake import DeltaIntake
-from flexd.control.journal import PlacementJournal, Segment
+from flexd.control.journal import JournalledMigration, PlacementJournal, Segment
 from flexd.control.live import ControlOptions, ControlStatus, LiveTopology
 from flexd.control.membership import Membership, Topology
 from flexd.control.messages import ChunkRefused, DaemonNotice, Listing, Progress, Settled, Signer, TapOffer
@@ -101,6 +104,8 @@ class Coordinator:
         self._stopping = threading.Event()
         self._board: Board | None = None
         self._port = 0
+        self._listen_fd: int | None = None
+        self._failure = ""
         self._epoch: Epoch | None = None
         self._epochs = 0
         self._next_epoch_at = 0.0
@@ -114,17 +119,15 @@ class Coordinator:
         self._present = ("", 0, 0)
         self._thread = threading.Thread(target=self._run, name="flexd-coordinator", daemon=True)
 
+    def listen(self) -> None:
+        """Takes the address; ranks that connect wait until ``start``. Raises ControlError if that cannot be."""
+        if self._listen_fd is None:
+            self._listen_fd, self._port = listen(self._options.listen_host, self._options.listen_port)
+
     def start(self) -> None:
-        """Raises ControlError if the address cannot be listened on."""
-        options = self._options
-        self._board = Board(
-            options.listen_host, options.listen_port, options.job, self._signer, options.timeout_seconds
-        )
-        self._port = self._board.port
-        self._intake = DeltaIntake(self._board, self._tap, on_urgent=lambda: self._event("tap_urgent"))
-        self._board.publish(DaemonNotice(options.job, self._instance, self._keyspace.digest, options.term))
-        if self._journal.truncated_bytes:
-            self._event("journal_truncated", bytes=self._journal.truncated_bytes)
+        """Returns at once; the thread hosts the store. Raises ControlError if the address cannot be listened on."""
+        self.listen()
+        self._reason = "the control channel is not up yet"
         self._thread.start()
 
     def stop(self, timeout_seconds: float) -> bool:
@@ -132,11 +135,18 @@ class Coordinator:
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_seconds)
+        else:
+            self._close_listener()
         return not self._thread.is_alive()
 
     @property
+    def failure(self) -> str:
+        """Why there is no control channel and will be none; empty while there is one or it may come."""
+        return self._failure
+
+    @property
     def port(self) -> int:
-        """Where it listens; 0 before ``start``."""
+        """Where it listens; 0 before ``listen``."""
         return self._port
 
     def live(self) -> LiveTopology | None:
@@ -165,14 +175,22 @@ class Coordinator:
             about: recorded with it; by default its plan's id is its own.
         """
         migration = Migration(plan_id, chunks, generation, on_progress, about)
-        if self._stopping.is_set():
-            raise ControlError("the coordinator is stopping", remedy="start the daemon again")
+        if self._stopping.is_set() or self._failure:
+            raise ControlError(self._failure or "the coordinator is stopping", remedy="start the daemon again")
         self._pusher.submit(migration)
         return migration
 
     def current_migration(self) -> Migration | None:
         """The one that is running, or else waiting."""
         return self._pusher.current
+
+    def newest_migration(self) -> JournalledMigration | None:
+        """Of the newest chunk in the journal, which an earlier daemon may have pushed; None if that is not known."""
+        return self._journal.newest_migration
+
+    def placement_at(self, version: int) -> Placement:
+        """Of an earlier version. Raises SnapshotError if the journal does not reach back to it."""
+        return self._journal.placement_at(version)
 
     @property
     def outstanding_chunks(self) -> int:
@@ -212,7 +230,43 @@ class Coordinator:
             illegal_transitions=self._pusher.illegal_transitions,
         )
 
+    def _host(self) -> None:
+        load_transports()
+        listen_fd, self._listen_fd = self._listen_fd, None
+        assert listen_fd is not None  # noqa: S101
+        options = self._options
+        self._board = Board(
+            options.listen_host, self._port, listen_fd, options.job, self._signer, options.timeout_seconds
+        )
+        self._intake = DeltaIntake(self._board, self._tap, on_urgent=lambda: self._event("tap_urgent"))
+        self._board.publish(DaemonNotice(options.job, self._instance, self._keyspace.digest, options.term))
+        self._reason = "no rank has registered"
+        self._event("hosting", port=self._port)
+        if self._journal.truncated_bytes:
+            self._event("journal_truncated", bytes=self._journal.truncated_bytes)
+
+    def _close_listener(self) -> None:
+        listen_fd, self._listen_fd = self._listen_fd, None
+        if listen_fd is not None:
+            os.close(listen_fd)
+
     def _run(self) -> None:
+        try:
+            self._host()
+        except Exception as error:
+            self._close_listener()
+            logger.exception("control channel: it cannot be hosted")
+            self._failure = self._reason = f"the control channel cannot be hosted: {first_line(error)}"
+        else:
+            self._tick_until_stopped()
+        ending = self._failure or "the daemon is stopping"
+        self._pusher.stop(ending)
+        self._end_epoch(ending)
+        self._tell_progress()
+        # Closes the listening socket: a daemon started next can have the port.
+        self._board = self._intake = None
+
+    def _tick_until_stopped(self) -> None:
         last = time.monotonic()
         while not self._stopping.wait(self._options.tick_seconds):
             now = time.monotonic()
@@ -231,11 +285,6 @@ class Coordinator:
                 logger.exception("control channel: unexpected error")
                 self._end_epoch(first_line(error))
             self._tell_progress()
-        self._pusher.stop("the daemon is stopping")
-        self._end_epoch("the daemon is stopping")
-        self._tell_progress()
-        # Closes the listening socket: a daemon started next can have the port.
-        self._board = self._intake = None
 
     @property
     def _hosting(self) -> Board:

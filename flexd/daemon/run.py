@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from flexd import faults
 from flexd.allocator import keep_freed_memory
 from flexd.config.model import Config
+from flexd.control.channel import load_transports
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.logs import set_up_logging
 from flexd.daemon.service import Daemon
@@ -29,6 +30,9 @@ def run_daemon(config: Config, path: Path | None = None) -> int:
     daemon.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: daemon.ask_to_stop())
+    if config.high_availability.enabled:
+        # A takeover should not wait for it.
+        load_transports()
     return 0 if daemon.run_until_stopped() else 1
 
 

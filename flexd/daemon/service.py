@@ -156,13 +156,16 @@ class Daemon:
         """
         try:
             self._history.start()
-            self._coordinator.start()
+            # A taken address is found at once; what the channel needs beyond it takes longer to load than all the rest
+            # together, and ingest does not wait for it.
+            self._coordinator.listen()
             self._ingestor.start()
             if self._leader is not None:
                 self._leader.start()
             self._drift.start()
             if self._server is not None:
                 self._server.start()
+            self._coordinator.start()
         except BaseException:
             self.stop(self._config.shutdown_seconds)
             raise
@@ -312,6 +315,8 @@ class Daemon:
             reasons.append(f"the loop has not ticked for {silent:.0f} s")
         if not self._ingestor.stats().running and not self._stopping.is_set():
             reasons.append("the ingest thread has ended")
+        if self._coordinator.failure:
+            reasons.append(self._coordinator.failure)
         return ProbeResult(ok=not reasons, reasons=tuple(reasons))
 
     def ready(self) -> ProbeResult:

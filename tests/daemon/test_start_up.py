@@ -1,0 +1,88 @@
+"""What a start does not wait for."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from flexd_processes import free_ports, until
+
+from flexd.config.model import Config
+from flexd.control import coordinator as coordinator_module
+from flexd.control.channel import StoreClient, StoreConnector
+from flexd.daemon.service import Daemon
+
+LOADED_LATER = ("torch", "scipy.optimize", "httpx", "kafka", "confluent_kafka", "matplotlib", "torchrec")
+"""Together they take longer to import than all else that the daemon does until it ingests."""
+
+
+def config(directory: Path) -> Config:
+    (control,) = free_ports(1)
+    return Config.model_validate(
+        {
+            "job": "start-up",
+            "tables": [{"name": "items", "rows": 1_000, "dim": 8}],
+            "stream": {"source": {"kind": "synthetic", "accesses_per_second": 20_000}},
+            "control": {"listen_port": control},
+            "server": {"port": 0},
+            "state": {"dir": str(directory / "state")},
+        }
+    )
+
+
+def test_daemon_loads_only_what_ingest_needs() -> None:
+    program = f"import sys, flexd.cli.main, flexd.daemon.run; print(*(set({LOADED_LATER}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == []
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    """Not started."""
+    daemon = Daemon(config(tmp_path))
+    try:
+        yield daemon
+    finally:
+        daemon.stop(20)
+
+
+def test_daemon_ingests_while_the_control_channel_is_loaded(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = threading.Event()
+    monkeypatch.setattr(coordinator_module, "load_transports", lambda: loaded.wait(60))
+    daemon.start()
+    until(lambda: daemon.status().stream.messages > 0)
+    assert daemon.health().ok
+    assert daemon.ready().reasons == ("ranks: the control channel is not up yet",)
+    rank = StoreConnector("127.0.0.1", daemon.control_port, "start-up", 60.0)
+    connected: list[StoreClient] = []
+    early = threading.Thread(target=lambda: connected.append(rank.connect()), daemon=True)
+    early.start()
+    assert not connected
+    loaded.set()
+    until(lambda: connected)
+    until(lambda: daemon.ready().reasons == ("ranks: no rank is registered",))
+    connected[0].close()
+    assert daemon.stop(20)
+
+
+def test_daemon_without_a_control_channel_is_unhealthy_and_ingests(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_torch() -> None:
+        raise ImportError("libtorch_cpu.so: cannot open shared object file\nand more")
+
+    monkeypatch.setattr(coordinator_module, "load_transports", no_torch)
+    daemon.start()
+    until(lambda: not daemon.health().ok)
+    reason = "the control channel cannot be hosted: libtorch_cpu.so: cannot open shared object file"
+    assert daemon.health().reasons == (reason,)
+    assert f"ranks: {reason}" in daemon.ready().reasons
+    until(lambda: daemon.status().stream.messages > 0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", daemon.control_port), timeout=10)
+    assert daemon.stop(20)
