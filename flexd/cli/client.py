@@ -140,9 +140,12 @@ class DaemonClient:
         return self._call("GET", "/v1/throttle", ThrottleStatus, ANSWER_SECONDS)
 
     def set_throttle(
-        self, bytes_per_step: int | None, bytes_per_second: int | None, adaptive: bool | None
+        self, bytes_per_step: int | None, bytes_per_second: int | None, adaptive: bool | None, *, reason: str, who: str
     ) -> ThrottleStatus:
-        body = {"bytes_per_step": bytes_per_step, "bytes_per_second": bytes_per_second, "adaptive": adaptive}
+        body = {
+            "bytes_per_step": bytes_per_step, "bytes_per_second": bytes_per_second, "adaptive": adaptive,
+            "reason": _checked(reason), "who": who,
+        }  # fmt: skip
         return self._call("POST", "/v1/throttle", ThrottleStatus, ANSWER_SECONDS, body)
 
     def migrations(self, limit: int, state: str | None) -> MigrationList:
@@ -160,14 +163,15 @@ class DaemonClient:
         body = {"reason": _checked(reason), "wait_seconds": wait_seconds, "force": force, "who": who}
         return self._call("POST", "/v1/replan", ReplanResult, PLAN_SECONDS + wait_seconds, body)
 
-    def pause(self, reason: str) -> PauseState:
-        return self._call("POST", "/v1/pause", PauseState, ANSWER_SECONDS, {"reason": _checked(reason)})
+    def pause(self, reason: str, who: str = "") -> PauseState:
+        return self._call("POST", "/v1/pause", PauseState, ANSWER_SECONDS, {"reason": _checked(reason), "who": who})
 
-    def resume(self) -> PauseState:
-        return self._call("POST", "/v1/resume", PauseState, ANSWER_SECONDS)
+    def resume(self, reason: str = "", who: str = "") -> PauseState:
+        return self._call("POST", "/v1/resume", PauseState, ANSWER_SECONDS, {"reason": _checked(reason), "who": who})
 
-    def reload(self) -> ReloadReport:
-        return self._call("POST", "/v1/config/reload", ReloadReport, ANSWER_SECONDS)
+    def reload(self, reason: str = "", who: str = "") -> ReloadReport:
+        body = {"reason": _checked(reason), "who": who}
+        return self._call("POST", "/v1/config/reload", ReloadReport, ANSWER_SECONDS, body)
 
     def _call(
         self, method: str, path: str, model: type[_Model], seconds: float, body: dict[str, Any] | None = None

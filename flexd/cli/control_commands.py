@@ -58,6 +58,8 @@ def pause(
 ) -> None:
     """Holds planning and pushing at the next chunk; the stream is still read, the training is not touched.
 
+    It lasts until flexd resume, also over a restart of the daemon.
+
     Example: flexd pause --yes --reason maintenance
     """
     client = connect(url, socket)
@@ -65,10 +67,11 @@ def pause(
         _emit_state(_as_it_would_be(client.status(), paused=True, reason=reason), output)
         return
     confirm("No plan is made and no chunk pushed until flexd resume. Pause?", yes)
-    _emit_state(client.pause(reason), output)
+    _emit_state(client.pause(reason, who()), output)
 
 
 def resume(
+    reason: ReasonOption = BY_HAND,
     yes: YesOption = False,
     dry_run: DryRunOption = False,
     url: UrlOption = None,
@@ -84,7 +87,7 @@ def resume(
         _emit_state(_as_it_would_be(client.status(), paused=False, reason=None), output)
         return
     confirm("Plans are made and chunks pushed again. Resume?", yes)
-    _emit_state(client.resume(), output)
+    _emit_state(client.resume(reason, who()), output)
 
 
 def _would_move(plan: PlanReport) -> str:

@@ -52,7 +52,8 @@ def history(
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Lists the newest migrations: when, who, why, how much, and how they ended. It outlives the daemon.
+    """Lists the newest migrations: when, who, why, how much, and how they ended; and what else was asked for (pause,
+    resume, throttle, reload, overridden gates). It outlives the daemon.
 
     Example: flexd history -n 5 --state aborted
     """

@@ -5,7 +5,14 @@ from __future__ import annotations
 from flexd.cli import units
 from flexd.cli.status_view import migration_facts
 from flexd.cli.view import Block, Facts, Sentences, Table
-from flexd.server.migration_history import AbortResult, MigrationDetail, MigrationEntry, MigrationList, TransitionReport
+from flexd.server.migration_history import (
+    AbortResult,
+    ActionEntry,
+    MigrationDetail,
+    MigrationEntry,
+    MigrationList,
+    TransitionReport,
+)
 
 _NUMBERS = frozenset(("rows", "bytes", "took"))
 _TRANSITION_NUMBERS = frozenset(("pushed", "applied", "version"))
@@ -18,6 +25,9 @@ def history_blocks(history: MigrationList) -> list[Block]:
         blocks.append(Table("", columns, tuple(_row(entry) for entry in history.migrations), _NUMBERS))
     else:
         blocks.append(Sentences("", ("no migration is kept",)))
+    if history.actions:
+        actions = tuple(_action(each) for each in history.actions)
+        blocks.append(Table("actions", ("when", "action", "who", "reason", "what"), actions))
     if history.problem:
         blocks.append(Facts("", (("problem", history.problem),)))
     return blocks
@@ -48,6 +58,10 @@ def _row(entry: MigrationEntry) -> tuple[str, ...]:
         units.age(entry.seconds),
         _words(entry),
     )
+
+
+def _action(each: ActionEntry) -> tuple[str, ...]:
+    return (units.when(each.unix_seconds), each.kind, each.who or units.UNKNOWN, each.reason, each.detail)
 
 
 def _words(entry: MigrationEntry) -> str:

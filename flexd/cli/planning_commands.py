@@ -8,7 +8,7 @@ import typer
 
 from flexd.cli.confirm import DryRunOption, YesOption, confirm
 from flexd.cli.exit_codes import exit_code_of_outcome
-from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect, who
+from flexd.cli.options import BY_HAND, OutputOption, ReasonOption, SocketOption, UrlOption, connect, who
 from flexd.cli.plan_view import plan_blocks
 from flexd.cli.planning_view import proposal_blocks, throttle_blocks
 from flexd.cli.progress import migration_progress
@@ -77,11 +77,14 @@ def throttle(
     adaptive: Annotated[
         Literal["on", "off"] | None, typer.Option(help="Slow down when the ranks' steps become slower.")
     ] = None,
+    reason: ReasonOption = BY_HAND,
     url: UrlOption = None,
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Shows how fast rows may migrate, or changes it: from the next chunk on, until the daemon's next start.
+    """Shows how fast rows may migrate, or changes it: from the next chunk on.
+
+    It outlives the daemon, and ends when control.throttle changes in the configuration.
 
     Bytes are of row values and optimizer state, at each step boundary of every rank and in the long run.
 
@@ -91,5 +94,6 @@ def throttle(
     if bytes_per_step is None and bytes_per_second is None and adaptive is None:
         answer = client.throttle()
     else:
-        answer = client.set_throttle(bytes_per_step, bytes_per_second, None if adaptive is None else adaptive == "on")
+        adapts = None if adaptive is None else adaptive == "on"
+        answer = client.set_throttle(bytes_per_step, bytes_per_second, adapts, reason=reason, who=who())
     emit(answer, throttle_blocks(answer), output)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
+from flexd.cli.options import BY_HAND, OutputOption, ReasonOption, SocketOption, UrlOption, connect, who
 from flexd.cli.view import Facts, OutputFormat, emit
 
 
-def reload(url: UrlOption = None, socket: SocketOption = None, output: OutputOption = OutputFormat.TABLE) -> None:
+def reload(
+    reason: ReasonOption = BY_HAND,
+    url: UrlOption = None,
+    socket: SocketOption = None,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
     """Has the daemon read its configuration file again, as SIGHUP does.
 
     Keys that need no restart are in effect at once, the others are listed as pending. A file that is wrong changes
@@ -14,7 +19,7 @@ def reload(url: UrlOption = None, socket: SocketOption = None, output: OutputOpt
 
     Example: flexd reload
     """
-    report = connect(url, socket).reload()
+    report = connect(url, socket).reload(reason, who())
     facts = Facts(
         "",
         (

@@ -11,8 +11,8 @@ from flexd.config.base import Float, Int, Name, Port, Seconds, Section, is_loopb
 
 
 class ThrottleConfig(Section):
-    """How fast rows may migrate. ``flexd throttle`` changes it until the next start; a running migration obeys from its
-    next chunk on."""
+    """How fast rows may migrate. What ``flexd throttle`` says instead holds until this section changes; a running
+    migration obeys from its next chunk on."""
 
     bytes_per_step: Annotated[Int, Field(ge=1)] | None = None
     """Row values and optimizer state that may be copied at one step boundary, on every rank; null leaves it to the

@@ -31,6 +31,7 @@ HOT_KEYS: tuple[str, ...] = (
     "control.throttle",
     "state.snapshot_interval_seconds",
     "state.keep_snapshots",
+    "state.keep_migrations",
     "log.level",
     "log.format",
     "shutdown_seconds",

@@ -38,6 +38,32 @@ _OVERLAY_ROWS = 16_384
 """Rows of recent chunks that are looked up apart before they are merged."""
 
 
+_ROLLBACK_ROWS = 2**21
+_ROLLBACK_CHUNKS = 4_096
+"""What is kept beside the segment so that the newest migration can be taken back: 10 bytes a row, in memory too."""
+_MAX_ID_CHARACTERS = 400
+
+
+@dataclass(frozen=True)
+class JournalledMigration:
+    """The migration that a chunk belongs to.
+
+    Attributes:
+        base_version: of the placement it started from, which all ranks had agreed on.
+    """
+
+    migration_id: str
+    plan_id: str
+    base_version: int
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    version: int
+    delta: Delta
+    migration: JournalledMigration | None = None
+
+
 @dataclass(frozen=True)
 class Segment:
     """Whose placement this is. ``topology`` names the exact set of rank processes (an opaque digest)."""
@@ -66,7 +92,7 @@ class PlacementJournal:
         self.truncated_bytes = 0
         self._segment: Segment | None = None
         self._base = Placement.empty()
-        self._chunks: list[tuple[int, Delta]] = []
+        self._chunks: list[_Chunk] = []
         self._overlay = _latest([])
         self._overlaid = 0
         self._file: BinaryIO | None = None
@@ -93,7 +119,13 @@ class PlacementJournal:
     def last_version(self) -> int:
         """The newest version written; the ranks may not have it."""
         with self._lock:
-            return self._chunks[-1][0] if self._chunks else self._base.version
+            return self._chunks[-1].version if self._chunks else self._base.version
+
+    @property
+    def newest_migration(self) -> JournalledMigration | None:
+        """Of the newest chunk; None if that is not known (any more)."""
+        with self._lock:
+            return self._chunks[-1].migration if self._chunks else None
 
     def begin(self, segment: Segment, placement: Placement) -> None:
         """Starts anew from a whole placement, durably. Raises SnapshotError (the old content stays)."""
@@ -102,8 +134,8 @@ class PlacementJournal:
             self._rewrite(segment, placement, [])
             fault_point("journal.begun")
 
-    def append(self, version: int, delta: Delta) -> None:
-        """Makes one chunk durable; voids earlier records of this and later versions.
+    def append(self, version: int, delta: Delta, migration: JournalledMigration | None = None) -> None:
+        """Makes one chunk of ``migration`` durable; voids earlier records of this and later versions.
 
         Raises:
             PlacementError: the chunk does not start from the placement at ``version - 1``, or that is not known.
@@ -115,7 +147,7 @@ class PlacementJournal:
                     f"chunk {version} cannot follow versions {self._base.version}..{self.last_version}",
                     remedy="number chunks from the version that all ranks agreed on",
                 )
-            kept = [(number, chunk) for number, chunk in self._chunks if number < version]
+            kept = [chunk for chunk in self._chunks if chunk.version < version]
             if len(np.unique(delta.keys)) != len(delta) or not np.array_equal(
                 self._tiers_of(delta.keys, kept), delta.old_tiers
             ):
@@ -123,12 +155,11 @@ class PlacementJournal:
                     f"chunk {version} of {len(delta)} rows does not start from the placement before it",
                     remedy="make the delta against the live placement",
                 )
-            header = {"kind": "chunk", "version": version, "rows": len(delta)}
+            chunk = _Chunk(version, delta, migration)
             fault_point("journal.append")
-            self._write_frame(_payload(header, delta.keys, delta.old_tiers, delta.new_tiers))
+            self._write_frame(_chunk_payload(chunk))
             fault_point("journal.appended")
-            kept.append((version, delta))
-            self._chunks = kept
+            self._chunks = [*kept, chunk]
 
     def placement_at(self, version: int) -> Placement:
         """Raises SnapshotError: the journal does not reach back or forward to it."""
@@ -138,21 +169,26 @@ class PlacementJournal:
                     f"{self._path}: holds versions {self._base.version}..{self.last_version}, not {version}",
                     remedy="the ranks are asked for the placement instead",
                 )
-            return _fold(self._base, [chunk for chunk in self._chunks if chunk[0] <= version], version)
+            return _fold(self._base, [chunk for chunk in self._chunks if chunk.version <= version], version)
 
     def note_agreed(self, version: int) -> None:
-        """All ranks hold ``version`` and will never go back behind it: folds older chunks once they are many.
+        """All ranks hold ``version`` and will never go back behind it: folds older chunks once they are many. Those of
+        the newest migration are kept as long as they can be (``_ROLLBACK_ROWS``), so that it can be taken back.
 
         Raises:
             SnapshotError: the folded file cannot be written; the journal stays as it was.
         """
         with self._lock:
-            rows = sum(len(delta) for number, delta in self._chunks if number <= version)
+            newest = self.newest_migration
+            kept = sum(len(chunk.delta) for chunk in self._chunks)
+            if newest is not None and kept <= _ROLLBACK_ROWS and len(self._chunks) <= _ROLLBACK_CHUNKS:
+                version = min(version, max(newest.base_version, self._base.version))
+            rows = sum(len(chunk.delta) for chunk in self._chunks if chunk.version <= version)
             if self._segment is not None and rows > max(_COMPACT_ROWS, len(self._base) // 2):
-                later = [chunk for chunk in self._chunks if chunk[0] > version]
+                later = [chunk for chunk in self._chunks if chunk.version > version]
                 self._rewrite(self._segment, self.placement_at(min(version, self.last_version)), later)
 
-    def _tiers_of(self, keys: Int64Array, chunks: list[tuple[int, Delta]]) -> UInt8Array:
+    def _tiers_of(self, keys: Int64Array, chunks: list[_Chunk]) -> UInt8Array:
         """uint8[n]: the tiers after ``chunks``, which are a prefix of what is recorded.
 
         The older chunks are kept merged (``_overlay``), so that a long migration does not sort them for every chunk.
@@ -160,7 +196,7 @@ class PlacementJournal:
         if self._overlaid > len(chunks):
             self._overlay, self._overlaid = _latest([]), 0
         recent = chunks[self._overlaid :]
-        if sum(len(delta) for _, delta in recent) > max(_OVERLAY_ROWS, len(self._overlay[0]) // 4):
+        if sum(len(chunk.delta) for chunk in recent) > max(_OVERLAY_ROWS, len(self._overlay[0]) // 4):
             self._overlay, self._overlaid, recent = _latest(chunks), len(chunks), []
         tiers = self._base.tiers_of(keys)
         for changed, latest in (self._overlay, _latest(recent)):
@@ -170,7 +206,7 @@ class PlacementJournal:
                 tiers[found] = latest[at[found]]
         return tiers
 
-    def _rewrite(self, segment: Segment, base: Placement, chunks: list[tuple[int, Delta]]) -> None:
+    def _rewrite(self, segment: Segment, base: Placement, chunks: list[_Chunk]) -> None:
         temporary = self._path.with_suffix(".tmp")
         header = {
             "kind": "segment", "attempt": segment.attempt, "generation": segment.generation,
@@ -181,9 +217,8 @@ class PlacementJournal:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(_MAGIC)
                 file.write(_framed(_payload(header, base.keys, base.tiers)))
-                for version, delta in chunks:
-                    chunk_header = {"kind": "chunk", "version": version, "rows": len(delta)}
-                    file.write(_framed(_payload(chunk_header, delta.keys, delta.old_tiers, delta.new_tiers)))
+                for chunk in chunks:
+                    file.write(_framed(_chunk_payload(chunk)))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self._path)
@@ -249,8 +284,10 @@ class PlacementJournal:
                 return False
             if not self._base.version < version <= self.last_version + 1:
                 return False
-            kept = [chunk for chunk in self._chunks if chunk[0] < version]
-            self._chunks = [*kept, (version, Delta(keys, rest[:rows].copy(), rest[rows:].copy()))]
+            while self._chunks and self._chunks[-1].version >= version:
+                self._chunks.pop()
+            delta = Delta(keys, rest[:rows].copy(), rest[rows:].copy())
+            self._chunks.append(_Chunk(version, delta, _migration_of(header)))
             return True
         except (KeyError, ValueError, TypeError, PlacementError):
             return False
@@ -261,17 +298,33 @@ class PlacementJournal:
         )
 
 
-def _latest(chunks: list[tuple[int, Delta]]) -> tuple[Int64Array, UInt8Array]:
+def _chunk_payload(chunk: _Chunk) -> bytes:
+    delta, migration = chunk.delta, chunk.migration
+    header: dict[str, Any] = {"kind": "chunk", "version": chunk.version, "rows": len(delta)}
+    if migration is not None:
+        header |= {"migration": migration.migration_id, "plan": migration.plan_id, "base": migration.base_version}
+    return _payload(header, delta.keys, delta.old_tiers, delta.new_tiers)
+
+
+def _migration_of(header: dict[str, Any]) -> JournalledMigration | None:
+    """None for a chunk of an older flexd, or one that does not say it properly: it can be applied all the same."""
+    names, base = (header.get("migration"), header.get("plan")), header.get("base")
+    if not all(isinstance(name, str) and len(name) <= _MAX_ID_CHARACTERS for name in names):
+        return None
+    return JournalledMigration(str(names[0]), str(names[1]), base) if isinstance(base, int) and base >= 0 else None
+
+
+def _latest(chunks: list[_Chunk]) -> tuple[Int64Array, UInt8Array]:
     """The last tier of every row that the chunks change: sorted int64[n] keys, uint8[n] tiers."""
     if not chunks:
         return np.empty(0, np.int64), np.empty(0, np.uint8)
-    keys = np.concatenate([delta.keys for _, delta in chunks])
-    tiers = np.concatenate([delta.new_tiers for _, delta in chunks])
+    keys = np.concatenate([chunk.delta.keys for chunk in chunks])
+    tiers = np.concatenate([chunk.delta.new_tiers for chunk in chunks])
     unique, last = np.unique(keys[::-1], return_index=True)
     return unique, tiers[::-1][last]
 
 
-def _fold(base: Placement, chunks: list[tuple[int, Delta]], version: int) -> Placement:
+def _fold(base: Placement, chunks: list[_Chunk], version: int) -> Placement:
     keys, tiers = _latest(chunks)
     kept = ~np.isin(base.keys, keys)
     return Placement.of(np.concatenate([base.keys[kept], keys]), np.concatenate([base.tiers[kept], tiers]), version)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flexd.control.journal import PlacementJournal
+from flexd.control.journal import JournalledMigration, PlacementJournal
 from flexd.control.migration import Migration
 from flexd.control.migration_states import MigrationEvent, MigrationState, Transition
 from flexd.control.news import MigrationNews
@@ -200,7 +200,11 @@ class ChunkPusher:
             if rows == 0:
                 return None
             delta, copied = delta.take(slice(0, rows)), copied[:rows]
-            self._journal.append(self.version + 1, delta)
+            self._journal.append(
+                self.version + 1,
+                delta,
+                JournalledMigration(active.migration_id, active.plan_id, active.progress.base_version),
+            )
         except IllegalTransitionError:
             raise
         except Exception as error:

@@ -116,7 +116,7 @@ class AvailableDaemon:
             if self._reload_asked.is_set():
                 self._reload_asked.clear()
                 with contextlib.suppress(FlexdError):  # It is logged and counted.
-                    self.reload()
+                    self.reload(who="SIGHUP")
             if self._leading is None:
                 term = lease.term
                 if term not in (0, self._failed_term):
@@ -162,9 +162,22 @@ class AvailableDaemon:
     def _in_charge(self) -> DaemonApi:
         return self._leading or self._standby
 
-    def reload(self) -> ReloadReport:
-        """As ``DaemonApi.reload``, in both roles."""
-        return self._file.reload(self._adopt)
+    def reload(self, reason: str = "", who: str = "") -> ReloadReport:
+        """As ``DaemonApi.reload``, in both roles; a leader records it."""
+        try:
+            report = self._file.reload(self._adopt)
+        except FlexdError as error:
+            self._reloaded(who, reason, error)
+            raise
+        self._reloaded(who, reason, report)
+        return report
+
+    def _reloaded(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
+        leading = self._leading
+        if leading is None:
+            logger.info("config reload asked for by %s: %s", who or "somebody", reason)
+        else:
+            leading.reloaded(who, reason, outcome)
 
     def _adopt(self, config: Config) -> None:
         if not self._turn.acquire(timeout=_RELOAD_SECONDS):

@@ -11,11 +11,13 @@ import numpy as np
 
 from flexd.config.links import ControlConfig
 from flexd.control.coordinator import Coordinator
+from flexd.control.journal import JournalledMigration
 from flexd.control.live import LiveTopology
 from flexd.control.migration import ChunkedDelta, Migration, MigrationAbout
+from flexd.control.migration_states import MigrationState
 from flexd.daemon.plan_log import PlanLog
 from flexd.daemon.triggers import Trigger, TriggerKind
-from flexd.errors import ApiError
+from flexd.errors import ApiError, SnapshotError
 from flexd.keyspace import KeySpace
 from flexd.layout import RankLayout
 from flexd.placement import Delta, Placement
@@ -55,6 +57,18 @@ class Abort:
 
     stopped: Execution
     rollback: Execution | None
+
+
+@dataclass(frozen=True)
+class LateRollback:
+    """The way back from a migration that ended with the daemon that ran it.
+
+    Attributes:
+        interrupted: what the journal knows of it.
+    """
+
+    interrupted: JournalledMigration
+    rollback: Execution
 
 
 class Executions:
@@ -106,6 +120,45 @@ class Executions:
             lambda migration: Execution(plan, migration, trigger, overridden),
         )  # fmt: skip
 
+    @property
+    def interrupted(self) -> JournalledMigration | None:
+        """The migration that an earlier daemon left behind before all of it was applied; None once this one has started
+        any, or if the ranks are others by now."""
+        newest = None if self.last is not None else self._coordinator.newest_migration()
+        logged = self._log.newest
+        if newest is None or logged is None or logged.get("plan_id") != newest.plan_id:
+            return newest
+        # The last daemon may have ended in good order: it has seen the end of what it then had to give up.
+        return newest if logged.get("state") == MigrationState.FAILED.value else None
+
+    def roll_back_interrupted(self, reason: str, who: str, live: LiveTopology | None) -> LateRollback:
+        """Goes back to where the ``interrupted`` migration started: the journal of placements knows.
+
+        Raises:
+            ApiError: there is none, the ranks are not all there, or the journal was compacted beyond that placement
+                (409 each).
+            ControlError: the coordinator is stopping.
+        """
+        interrupted = self.interrupted
+        if interrupted is None:
+            raise _nothing_under_way()
+        if live is None or not live.ready:
+            raise ApiError("the ranks are not all there", status=409, remedy="flexd status says what is missing")
+        try:
+            base = self._coordinator.placement_at(interrupted.base_version)
+        except SnapshotError as error:
+            raise ApiError(
+                f"migration {interrupted.migration_id} cannot be taken back: placement version "
+                f"{interrupted.base_version} is not in the journal any more",
+                status=409,
+                remedy="flexd replan makes a plan from what the ranks have now",
+            ) from error
+        trigger = _rollback_trigger(interrupted.migration_id, reason, who)
+        started = self._start_rollback(
+            interrupted.migration_id, interrupted.plan_id, lambda: base, live.generation, trigger, live
+        )
+        return LateRollback(interrupted, started)
+
     def abort(self, reason: str, who: str, rollback: bool, live: LiveTopology | None) -> Abort:
         """Stops what is under way at its next chunk; whatever waits behind it is not started.
 
@@ -119,7 +172,7 @@ class Executions:
         with self._lock:
             under_way = [execution for execution in self._open if not execution.migration.done]
         if not under_way:
-            raise ApiError("no migration is under way", status=409, remedy="flexd history shows those that have ended")
+            raise _nothing_under_way()
         if rollback and live is None:
             raise ApiError(
                 "no rank is registered", status=409, remedy="abort without --rollback, or wait for the ranks"
@@ -133,21 +186,34 @@ class Executions:
 
     def _roll_back(self, stopped: Execution, reason: str, who: str, live: LiveTopology) -> Execution:
         migration = stopped.migration
+        # Asked when it starts: what waited for its turn may have started after all, before it was aborted.
+        return self._start_rollback(
+            migration.migration_id, migration.plan_id, lambda: migration.base, migration.generation,
+            _rollback_trigger(migration.migration_id, reason, who), live,
+        )  # fmt: skip
+
+    def _start_rollback(
+        self,
+        migration_id: str,
+        plan_id: str,
+        base: Callable[[], Placement | None],
+        generation: int | None,
+        trigger: Trigger,
+        live: LiveTopology,
+    ) -> Execution:
+        """``base``: where to; None: where the ranks are."""
 
         def chunks(placement: Placement) -> ChunkedDelta:
-            # Asked when it starts: what waited for its turn may have started after all, before it was aborted.
-            base = migration.base
-            target = placement if base is None else replace(base, version=placement.version)
+            there = base()
+            target = placement if there is None else replace(there, version=placement.version)
             slots = SlotBudgets(self._keyspace, live.layout, live.replica_slots)
             # What a row gains is not known of rows that the plan let go; equal gains take cheap rows first.
             delta = plan_delta(placement, target, np.ones(len(target)), self._keyspace, live.layout, slots)
             return self._chunked(delta, live.layout)
 
-        trigger = Trigger(TriggerKind.MANUAL, f"rollback of {migration.migration_id}: {reason}".rstrip(": "), who)
-        name = f"{migration.migration_id}{ROLLBACK}"
+        name = f"{migration_id}{ROLLBACK}"
         return self._submit(
-            name, chunks, migration.generation,
-            MigrationAbout(name, migration.plan_id, trigger.kind.value, trigger.who, trigger.reason),
+            name, chunks, generation, MigrationAbout(name, plan_id, trigger.kind.value, trigger.who, trigger.reason),
             lambda started: Execution(None, started, trigger),
         )  # fmt: skip
 
@@ -211,3 +277,11 @@ class Executions:
                 "why": plan.summary()["replication"]["words"],
             }
         self._log.append(entry)
+
+
+def _nothing_under_way() -> ApiError:
+    return ApiError("no migration is under way", status=409, remedy="flexd history shows those that have ended")
+
+
+def _rollback_trigger(migration_id: str, reason: str, who: str) -> Trigger:
+    return Trigger(TriggerKind.MANUAL, f"rollback of {migration_id}: {reason}".rstrip(": "), who)

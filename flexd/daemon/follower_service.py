@@ -72,8 +72,9 @@ class FollowerDaemon:
         """Returns at once; the loop then reads the configuration file again."""
         self._reload_asked.set()
 
-    def reload(self) -> ReloadReport:
-        """Of the hot keys a follower has use for few: log lines, snapshots and its own end."""
+    def reload(self, reason: str = "", who: str = "") -> ReloadReport:
+        """Of the hot keys a follower has use for few: log lines, snapshots and its own end. It keeps no history."""
+        logger.info("config reload asked for by %s: %s", who or "somebody", reason)
         return self._file.reload(self._adopt)
 
     def _adopt(self, config: Config) -> None:
@@ -86,7 +87,7 @@ class FollowerDaemon:
             if self._reload_asked.is_set():
                 self._reload_asked.clear()
                 with contextlib.suppress(FlexdError):  # It is logged and counted.
-                    self.reload()
+                    self.reload(who="SIGHUP")
         seconds = self._config.shutdown_seconds
         ended = self._unit.stop(seconds * _SHARE_INGEST)
         return self._server.stop(seconds * (1 - _SHARE_INGEST)) and ended
@@ -130,10 +131,10 @@ class FollowerDaemon:
     def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
         raise self._refusal()
 
-    def pause(self, reason: str) -> PauseState:
+    def pause(self, reason: str, who: str = "") -> PauseState:
         raise self._refusal()
 
-    def resume(self) -> PauseState:
+    def resume(self, reason: str = "", who: str = "") -> PauseState:
         raise self._refusal()
 
     def health(self) -> ProbeResult:

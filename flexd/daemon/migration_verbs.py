@@ -10,7 +10,14 @@ from flexd.control.migration import Migration
 from flexd.control.migration_states import MigrationState
 from flexd.daemon.autoplan import AutoPlanner
 from flexd.daemon.executions import Abort, Executions
-from flexd.daemon.migration_view import migration_detail, migration_entry, migration_report
+from flexd.daemon.migration_view import (
+    action_entry,
+    ended_report,
+    interrupted_report,
+    migration_detail,
+    migration_entry,
+    migration_report,
+)
 from flexd.errors import ApiError
 from flexd.history.history import MigrationHistory
 from flexd.server.migration_history import AbortOutcome, AbortResult, MigrationDetail, MigrationList
@@ -44,8 +51,11 @@ class MigrationVerbs:
     def migrations(self, limit: int, state: MigrationStateName | None) -> MigrationList:
         """As ``MigrationsApi``."""
         records = self._history.newest(limit, None if state is None else MigrationState[state])
+        actions = self._history.newest_actions(limit) if state is None else ()
         return MigrationList(
-            migrations=tuple(migration_entry(record) for record in records), problem=self._history.figures.problem
+            migrations=tuple(migration_entry(record) for record in records),
+            actions=tuple(action_entry(record) for record in actions),
+            problem=self._history.figures.problem,
         )
 
     def migration(self, migration_id: str) -> MigrationDetail:
@@ -64,10 +74,12 @@ class MigrationVerbs:
         """As ``MigrationsApi``."""
         if self._stopping.is_set():
             raise ApiError("the daemon is shutting down", status=503)
+        deadline = time.monotonic() + wait_seconds
+        if rollback and not self._executions.migrating and self._executions.interrupted is not None:
+            return self._late_rollback(reason, wait_seconds, deadline, who or "somebody")
         done = self._executions.abort(reason, who or "somebody", rollback, self._coordinator.live())
         # Else the next interval could start it again before anybody has looked.
         self._auto.by_hand(executed=True)
-        deadline = time.monotonic() + wait_seconds
         self._wait(done.stopped.migration, deadline)
         if done.rollback is not None:
             self._wait(done.rollback.migration, deadline)
@@ -77,6 +89,26 @@ class MigrationVerbs:
             rollback=None if done.rollback is None else migration_report(done.rollback),
             placement_version=self._coordinator.placement().version,
             message=_message(done),
+        )
+
+    def _late_rollback(self, reason: str, wait_seconds: float, deadline: float, who: str) -> AbortResult:
+        done = self._executions.roll_back_interrupted(reason, who, self._coordinator.live())
+        self._auto.by_hand(executed=True)
+        back = done.rollback.migration
+        self._wait(back, deadline)
+        found = self._history.find(done.interrupted.migration_id)
+        if found is None:
+            stopped = interrupted_report(done.interrupted)
+        else:
+            stopped = ended_report(found[0])
+        now = back.progress
+        return AbortResult(
+            outcome=_rollback_outcome(back, wait_seconds > 0),
+            migration=stopped,
+            rollback=migration_report(done.rollback),
+            placement_version=self._coordinator.placement().version,
+            message=f"migration {stopped.migration_id} had ended with the daemon; its rollback to placement version "
+            f"{done.interrupted.base_version} is {now.state.value}, {now.rows_applied} of {now.rows} rows applied",
         )
 
     def _wait(self, migration: Migration, deadline: float) -> None:
@@ -90,7 +122,10 @@ def _outcome(done: Abort, waited: bool) -> AbortOutcome:
         return "timed_out" if waited else "accepted"
     if done.rollback is None:
         return "stopped" if stopped.state is MigrationState.ABORTED else "ended"
-    back = done.rollback.migration
+    return _rollback_outcome(done.rollback.migration, waited)
+
+
+def _rollback_outcome(back: Migration, waited: bool) -> AbortOutcome:
     if not back.done:
         return "timed_out" if waited else "accepted"
     return "rolled_back" if back.state is MigrationState.COMMITTED else "rollback_failed"

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+from flexd.control.journal import JournalledMigration
 from flexd.control.migration_states import MigrationState
 from flexd.daemon.executions import Execution
 from flexd.history.history import HistoryFigures
-from flexd.history.records import MigrationRecord, TransitionRecord
+from flexd.history.records import ActionRecord, MigrationRecord, TransitionRecord
+from flexd.history.store import ENDED_UNSEEN
 from flexd.server.figures import HistoryFigures as HistoryFiguresReport
-from flexd.server.migration_history import MigrationDetail, MigrationEntry, TransitionReport
+from flexd.server.migration_history import ActionEntry, MigrationDetail, MigrationEntry, TransitionReport
 from flexd.server.migration_report import MigrationReport, MigrationStateName, StepReport
 
 
@@ -45,6 +47,38 @@ def migration_report(execution: Execution) -> MigrationReport:
     )
 
 
+def ended_report(record: MigrationRecord) -> MigrationReport:
+    """A migration of an earlier daemon, by the history."""
+    return MigrationReport(
+        migration_id=record.migration_id,
+        plan_id=record.plan_id,
+        parent_plan_id=record.parent_plan_id or None,
+        trigger=record.trigger or None,
+        who=record.who,
+        reason=record.reason,
+        state=_name(record.state),
+        progress=min(1.0, record.rows_applied / record.rows) if record.rows else 0.0,
+        rows=record.rows,
+        rows_applied=record.rows_applied,
+        chunks=record.chunks_pushed,
+        chunks_pushed=record.chunks_pushed,
+        chunks_applied=record.chunks_applied,
+        bytes_applied=record.copied_bytes,
+        base_version=record.base_version,
+        last_version=record.last_version,
+        started_unix_seconds=record.created_unix_seconds,
+        problem=record.problem or None,
+    )
+
+
+def interrupted_report(migration: JournalledMigration) -> MigrationReport:
+    """A migration of an earlier daemon that the history has lost."""
+    return MigrationReport(
+        migration_id=migration.migration_id, plan_id=migration.plan_id, state="FAILED",
+        base_version=migration.base_version, problem=ENDED_UNSEEN,
+    )  # fmt: skip
+
+
 def migration_entry(record: MigrationRecord) -> MigrationEntry:
     """A migration of the history."""
     return MigrationEntry(
@@ -70,6 +104,13 @@ def migration_entry(record: MigrationRecord) -> MigrationEntry:
         ended_unix_seconds=record.ended_unix_seconds or None,
         seconds=record.seconds,
         settled=record.settled,
+    )
+
+
+def action_entry(record: ActionRecord) -> ActionEntry:
+    """What else was asked for."""
+    return ActionEntry(
+        unix_seconds=record.unix_seconds, kind=record.kind, who=record.who, reason=record.reason, detail=record.detail
     )
 
 

@@ -158,10 +158,13 @@ class MigrationPacing:
             self._set_pace()
 
     def adopt(self, settings: ControlConfig) -> None:
-        """Another configuration: its limits replace what was asked for since."""
-        self._settings = settings
+        """Another configuration: its limits, if they are other ones than before, replace what was asked for since."""
+        before, self._settings = self._settings.throttle, settings
         throttle = settings.throttle
-        self.change(ThrottleLimits(throttle.bytes_per_step, throttle.bytes_per_second), throttle.adaptive)
+        if throttle == before:
+            self.change(self.limits, self._adaptive)
+        else:
+            self.change(ThrottleLimits(throttle.bytes_per_step, throttle.bytes_per_second), throttle.adaptive)
 
     @property
     def limits(self) -> ThrottleLimits:

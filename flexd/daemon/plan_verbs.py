@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from flexd.control.coordinator import Coordinator
 from flexd.control.migration_states import MigrationState
 from flexd.daemon.autoplan import AutoPlanner
+from flexd.daemon.control_verbs import ControlVerbs
 from flexd.daemon.executions import Execution
-from flexd.daemon.pacing import MigrationPacing, changed
+from flexd.daemon.pacing import MigrationPacing
 from flexd.daemon.planning import Planning
 from flexd.daemon.planning_view import proposal_reports, throttle_status
 from flexd.daemon.proposals import Proposal
@@ -22,8 +22,6 @@ from flexd.server.plan_report import PlanReport
 from flexd.server.planning_report import ProposalList
 from flexd.server.throttle_report import ThrottleStatus
 from flexd.server.verbs import ReplanOutcome, ReplanResult
-
-logger = logging.getLogger(__name__)
 
 _OUTCOMES: Mapping[MigrationState, ReplanOutcome] = {
     MigrationState.COMMITTED: "committed",
@@ -38,7 +36,7 @@ class PlanVerbs:
 
     Args:
         stopping: set when the daemon ends: no wait outlives it.
-        pause_reason: why planning is held, None if it is not.
+        control: knows whether planning is held, and sets the throttle.
     """
 
     def __init__(
@@ -49,7 +47,7 @@ class PlanVerbs:
         coordinator: Coordinator,
         view: DaemonView,
         stopping: threading.Event,
-        pause_reason: Callable[[], str | None],
+        control: ControlVerbs,
     ) -> None:
         self._planning = planning
         self._auto = auto
@@ -57,7 +55,7 @@ class PlanVerbs:
         self._coordinator = coordinator
         self._view = view
         self._stopping = stopping
-        self._pause_reason = pause_reason
+        self._control = control
 
     def plan(self) -> PlanReport:
         """A dry run; kept for ``apply``."""
@@ -91,23 +89,30 @@ class PlanVerbs:
         return throttle_status(self._pacing.figures())
 
     def set_throttle(
-        self, bytes_per_step: int | None, bytes_per_second: int | None, adaptive: bool | None
+        self,
+        bytes_per_step: int | None,
+        bytes_per_second: int | None,
+        adaptive: bool | None,
+        *,
+        reason: str = "",
+        who: str = "",
     ) -> ThrottleStatus:
         """As ``PlanningApi.set_throttle``."""
-        limits = changed(self._pacing.limits, bytes_per_step, bytes_per_second)
-        self._pacing.change(limits, self._pacing.adaptive if adaptive is None else adaptive)
-        logger.info("throttle: %s, adaptive %s", limits, self._pacing.adaptive)
+        self._control.set_throttle(bytes_per_step, bytes_per_second, adaptive, reason, who)
         return self.throttle()
 
     def _check_running(self) -> None:
         if self._stopping.is_set():
             raise ApiError("the daemon is shutting down", status=503)
-        paused = self._pause_reason()
+        paused = self._control.pause_reason
         if paused is not None:
             raise ApiError(f"paused: {paused}", status=409, remedy="flexd resume")
 
     def _answer(self, proposal: Proposal, execution: Execution | None, wait_seconds: float) -> ReplanResult:
         self._auto.by_hand(executed=True)
+        if execution is not None:
+            trigger = execution.trigger
+            self._control.overrode(trigger.who, trigger.reason, proposal.plan.plan_id, execution.overridden)
         report = self._view.proposal(proposal)
         if execution is None:
             return self._result("unchanged", report, "the live placement is as good as the plan: nothing to move")

@@ -17,6 +17,8 @@ from flexd.control.throttle import Throttle, ThrottleLimits
 from flexd.daemon import parts
 from flexd.daemon.autoplan import AutoPlanner
 from flexd.daemon.config_file import ConfigFile
+from flexd.daemon.control_verbs import ControlVerbs
+from flexd.daemon.decisions import DecisionFile
 from flexd.daemon.drift import DriftMonitor
 from flexd.daemon.explained import explanation
 from flexd.daemon.inspection import Inspection
@@ -116,6 +118,9 @@ class Daemon:
         self._pacing = MigrationPacing(
             config.control, throttle, lambda: self._coordinator.outstanding_chunks, self._world_size
         )
+        self._control = ControlVerbs(
+            config.control, DecisionFile(state / "decisions.json"), self._history, self._coordinator, self._pacing
+        )
         plan_log = PlanLog(state / "plans.jsonl")
         self._planning = Planning(
             config, keyspace, cluster, self._ingestor.profile, self._coordinator, self._training,
@@ -138,12 +143,9 @@ class Daemon:
         self._stopping = threading.Event()
         self._reload_asked = threading.Event()
         self._ticked_at = time.monotonic()
-        self._pause_reason: str | None = None
-        self._pauses = 0
         self.planning = PlanVerbs(
-            self._planning, self._auto, self._pacing, self._coordinator, self._view, self._stopping,
-            lambda: self._pause_reason,
-        )  # fmt: skip
+            self._planning, self._auto, self._pacing, self._coordinator, self._view, self._stopping, self._control
+        )
         self.migrations = MigrationVerbs(
             self._planning.executions, self._history, self._coordinator, self._auto, self._stopping
         )
@@ -156,8 +158,8 @@ class Daemon:
         """
         try:
             self._history.start()
-            # A taken address is found at once; what the channel needs beyond it takes longer to load than all the rest
-            # together, and ingest does not wait for it.
+            # A taken address is found at once; what the channel needs beyond it (torch) takes longest to load of all, and
+            # ingest does not wait for it.
             self._coordinator.listen()
             self._ingestor.start()
             if self._leader is not None:
@@ -197,14 +199,15 @@ class Daemon:
             if self._reload_asked.is_set():
                 self._reload_asked.clear()
                 with contextlib.suppress(FlexdError):  # It is logged and counted.
-                    self.reload()
+                    self.reload(who="SIGHUP")
             self.tick()
         return self.stop(self._config.shutdown_seconds)
 
     def tick(self) -> None:
         """Plans if it is time to."""
         self._ticked_at = time.monotonic()
-        if self._pause_reason is None:
+        self._control.tick()
+        if self._control.paused is None:
             self._auto.tick()
 
     def stop(self, seconds: float) -> bool:
@@ -249,8 +252,8 @@ class Daemon:
             healthy.ok,
             ready.ok,
             (*healthy.reasons, *ready.reasons),
-            self._pause_reason,
-            self._pauses,
+            self._control.pause_reason,
+            self._control.pauses,
         )
 
     def adopt(self, config: Config) -> None:
@@ -264,18 +267,30 @@ class Daemon:
         self._planning.adopt(config)
         self._drift.adopt(config.planner)
         self._auto.adopt(config.planner)
-        self._pacing.adopt(config.control)
+        self._control.adopt(config.control)
         self._view.adopt(config)
         self.inspect.adopt(config)
         self._ingestor.save_every(config.state.snapshot_interval_seconds)
         self._snapshots.keep = config.state.keep_snapshots
+        self._history.keep(config.state.keep_migrations)
 
-    def reload(self) -> ReloadReport:
-        return self._file.reload(self.adopt)
+    def reload(self, reason: str = "", who: str = "") -> ReloadReport:
+        try:
+            report = self._file.reload(self.adopt)
+        except FlexdError as error:
+            self.reloaded(who, reason, error)
+            raise
+        self.reloaded(who, reason, report)
+        return report
+
+    def reloaded(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
+        """Records what became of a changed file."""
+        self._control.reloaded(who, reason, outcome)
 
     def figures(self) -> DaemonFigures:
         """For the metrics page."""
-        return replace(self._view.figures(self._condition()), config=self._file.figures())
+        figures = self._view.figures(self._condition())
+        return replace(figures, config=self._file.figures(), decisions=self._control.figures())
 
     def status(self) -> Status:
         return self._view.status(self._condition()).model_copy(update={"config": self._file.status()})
@@ -294,19 +309,11 @@ class Daemon:
     def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
         return self.planning.replan(reason, wait_seconds, force=force, who=who)
 
-    def pause(self, reason: str) -> PauseState:
-        changed = self._pause_reason is None
-        if changed:
-            self._pauses += 1
-            self._coordinator.pause()
-        self._pause_reason = reason
-        return PauseState(paused=True, reason=reason, changed=changed)
+    def pause(self, reason: str, who: str = "") -> PauseState:
+        return self._control.pause(reason, who)
 
-    def resume(self) -> PauseState:
-        changed = self._pause_reason is not None
-        self._pause_reason = None
-        self._coordinator.resume()
-        return PauseState(paused=False, changed=changed)
+    def resume(self, reason: str = "", who: str = "") -> PauseState:
+        return self._control.resume(reason, who)
 
     def health(self) -> ProbeResult:
         reasons = []

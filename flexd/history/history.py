@@ -13,7 +13,7 @@ from pathlib import Path
 from flexd.control.migration_states import MigrationState
 from flexd.control.news import MigrationNews
 from flexd.errors import SnapshotError
-from flexd.history.records import HistoryEntry, MigrationRecord, TransitionRecord
+from flexd.history.records import ActionRecord, HistoryEntry, MigrationRecord, TransitionRecord
 from flexd.history.store import HistoryStore
 
 MAX_WAITING = 4096
@@ -46,7 +46,7 @@ class MigrationHistory:
 
     Args:
         path: the SQLite file.
-        keep: migrations kept, at most.
+        keep: migrations kept, and other actions, at most.
         on_event: told (name, fields) of a file that was set aside; from any thread, must not block.
     """
 
@@ -57,7 +57,7 @@ class MigrationHistory:
         self._on_event = on_event
         self._retry_seconds = retry_seconds
         self._changed = threading.Condition()
-        self._waiting: deque[HistoryEntry] = deque()
+        self._waiting: deque[HistoryEntry | ActionRecord] = deque()
         self._recorded = 0
         self._written = 0
         """Of ``_recorded``: written or lost."""
@@ -93,6 +93,13 @@ class MigrationHistory:
             MigrationRecord.of(news.migration, settled=transition is None),
             None if transition is None else TransitionRecord.of(transition),
         )
+        self._add(entry)
+
+    def note(self, action: ActionRecord) -> None:
+        """Something else than a migration; from any thread."""
+        self._add(action)
+
+    def _add(self, entry: HistoryEntry | ActionRecord) -> None:
         with self._changed:
             self._recorded += 1
             self._waiting.append(entry)
@@ -124,6 +131,15 @@ class MigrationHistory:
         self.flush(FRESH_SECONDS)
         return self._store.find(migration_id)
 
+    def newest_actions(self, limit: int) -> tuple[ActionRecord, ...]:
+        """The newest first. Raises SnapshotError if the file cannot be read."""
+        self.flush(FRESH_SECONDS)
+        return self._store.newest_actions(limit)
+
+    def keep(self, migrations: int) -> None:
+        """Another bound, from the next entry on."""
+        self._store.keep = migrations
+
     def _run(self) -> None:
         try:
             self._attempt([])
@@ -138,7 +154,7 @@ class MigrationHistory:
         finally:
             self._store.close()
 
-    def _due(self) -> list[HistoryEntry] | None:
+    def _due(self) -> list[HistoryEntry | ActionRecord] | None:
         """What waits, as soon as something does and the file is usable; None to end."""
         with self._changed:
             retry_at = time.monotonic() + self._retry_seconds if self._problem else 0.0
@@ -153,7 +169,7 @@ class MigrationHistory:
             self._waiting.clear()
             return entries
 
-    def _attempt(self, entries: list[HistoryEntry]) -> bool:
+    def _attempt(self, entries: list[HistoryEntry | ActionRecord]) -> bool:
         try:
             self._store.open()
             if entries:
@@ -171,7 +187,7 @@ class MigrationHistory:
             self._changed.notify_all()
         return True
 
-    def _put_back(self, entries: list[HistoryEntry]) -> None:
+    def _put_back(self, entries: list[HistoryEntry | ActionRecord]) -> None:
         with self._changed:
             self._waiting.extendleft(reversed(entries))
             while len(self._waiting) > MAX_WAITING:

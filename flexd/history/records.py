@@ -1,11 +1,35 @@
-"""One migration and its transitions, as they are kept."""
+"""One migration and its transitions, and what else was asked for, as they are kept."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from flexd.control.migration import Migration
 from flexd.control.migration_states import Transition
+
+ActionKind = Literal["pause", "resume", "throttle", "reload", "override"]
+MAX_DETAIL_CHARACTERS = 2_000
+
+
+@dataclass(frozen=True)
+class ActionRecord:
+    """Something that was asked of the daemon and is no migration.
+
+    Attributes:
+        kind: an ``ActionKind``; an override is of gates that were closed.
+        who: asked for it. reason: in their words. detail: what it came to; cut to ``MAX_DETAIL_CHARACTERS``.
+    """
+
+    unix_seconds: float
+    kind: str
+    who: str
+    reason: str
+    detail: str
+
+    @staticmethod
+    def of(unix_seconds: float, kind: ActionKind, who: str, reason: str, detail: str = "") -> ActionRecord:
+        return ActionRecord(unix_seconds, kind, who, reason, detail[:MAX_DETAIL_CHARACTERS])
 
 
 @dataclass(frozen=True)

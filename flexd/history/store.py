@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flexd.control.migration_states import FINAL_STATES, MigrationEvent, MigrationState
 from flexd.errors import SnapshotError
-from flexd.history.records import HistoryEntry, MigrationRecord, TransitionRecord
+from flexd.history.records import ActionRecord, HistoryEntry, MigrationRecord, TransitionRecord
 
 FORMAT = 1
 """``PRAGMA user_version`` of the file."""
@@ -23,11 +23,12 @@ ENDED_UNSEEN = "the daemon ended while it was under way"
 
 _COLUMNS = tuple(field.name for field in fields(MigrationRecord))
 _TRANSITION_COLUMNS = tuple(field.name for field in fields(TransitionRecord))
+_ACTION_COLUMNS = tuple(field.name for field in fields(ActionRecord))
 _NUMERIC = {"int": "INTEGER", "float": "REAL", "bool": "INTEGER", "str": "TEXT"}
 _SIDE_FILES = ("", "-wal", "-shm")
 
 
-def _definition(kind: type[MigrationRecord] | type[TransitionRecord]) -> str:
+def _definition(kind: type[MigrationRecord] | type[TransitionRecord] | type[ActionRecord]) -> str:
     return ", ".join(f'"{field.name}" {_NUMERIC[str(field.type)]} NOT NULL' for field in fields(kind))
 
 
@@ -41,6 +42,9 @@ CREATE TABLE transitions (
 ) WITHOUT ROWID;
 PRAGMA user_version = {FORMAT};
 """
+_ACTIONS = f"CREATE TABLE IF NOT EXISTS actions (serial INTEGER PRIMARY KEY AUTOINCREMENT, {_definition(ActionRecord)})"
+"""Not part of the format: files of before have no such table, and older daemons do not mind it."""
+_HAS_ACTIONS = "SELECT 1 FROM sqlite_master WHERE name = 'actions'"
 _NAMES = ", ".join(f'"{name}"' for name in _COLUMNS)
 _NEWER = ", ".join(f'"{name}" = excluded."{name}"' for name in _COLUMNS)
 _UPSERT = (
@@ -52,6 +56,8 @@ _ADD_TRANSITION = (
     f"INSERT OR REPLACE INTO transitions (serial, {_TRANSITION_NAMES}) "
     f"VALUES ({', '.join('?' * (len(_TRANSITION_COLUMNS) + 1))})"
 )
+_ACTION_NAMES = ", ".join(f'"{name}"' for name in _ACTION_COLUMNS)
+_ADD_ACTION = f"INSERT INTO actions ({_ACTION_NAMES}) VALUES ({', '.join('?' * len(_ACTION_COLUMNS))})"
 
 
 class _UnusableFileError(sqlite3.DatabaseError):
@@ -72,13 +78,13 @@ class HistoryStore:
 
     Args:
         path: the file; it is made when the first entry is written, or opened.
-        keep: migrations, at most: the oldest go.
+        keep: migrations, and as many actions, at most: the oldest go. May be set at any time.
         on_set_aside: told why, when a file that is not usable was moved to ``PATH.unusable``.
     """
 
     def __init__(self, path: Path, keep: int, on_set_aside: Callable[[str], None]) -> None:
         self._path = path
-        self._keep = keep
+        self.keep = keep
         self._on_set_aside = on_set_aside
         self._connection: sqlite3.Connection | None = None
 
@@ -105,7 +111,7 @@ class HistoryStore:
             self._connection.close()
             self._connection = None
 
-    def write(self, entries: Sequence[HistoryEntry]) -> None:
+    def write(self, entries: Sequence[HistoryEntry | ActionRecord]) -> None:
         """All of them or none, in one transaction.
 
         Raises:
@@ -155,11 +161,28 @@ class HistoryStore:
             ).fetchall()
         return _record(found[1:]), tuple(TransitionRecord(*row) for row in rows)
 
-    def _write(self, entries: Sequence[HistoryEntry]) -> None:
+    def newest_actions(self, limit: int) -> tuple[ActionRecord, ...]:
+        """The newest first; none in a file of a daemon that kept none.
+
+        Raises:
+            SnapshotError: the file cannot be read.
+        """
+        with self._reading() as connection:
+            if connection is None or not connection.execute(_HAS_ACTIONS).fetchall():
+                return ()
+            rows = connection.execute(
+                f"SELECT {_ACTION_NAMES} FROM actions ORDER BY serial DESC LIMIT ?", (limit,)
+            ).fetchall()
+        return tuple(ActionRecord(*row) for row in rows)
+
+    def _write(self, entries: Sequence[HistoryEntry | ActionRecord]) -> None:
         connection = self._connection
         assert connection is not None  # noqa: S101
         with _transaction(connection):
             for entry in entries:
+                if isinstance(entry, ActionRecord):
+                    connection.execute(_ADD_ACTION, astuple(entry))
+                    continue
                 (serial,) = connection.execute(_UPSERT, astuple(entry.record)).fetchone()
                 if entry.transition is not None:
                     connection.execute(_ADD_TRANSITION, (serial, *astuple(entry.transition)))
@@ -167,10 +190,11 @@ class HistoryStore:
                         "DELETE FROM transitions WHERE serial = ? AND number > 0 AND number <= ?",
                         (serial, entry.transition.number - KEPT_TRANSITIONS + 1),
                     )
-            connection.execute(
-                "DELETE FROM migrations WHERE serial <= (SELECT serial FROM migrations ORDER BY serial DESC LIMIT 1 "
-                "OFFSET ?)", (self._keep,),
-            )  # fmt: skip
+            for table in ("migrations", "actions"):
+                connection.execute(
+                    f"DELETE FROM {table} WHERE serial <= (SELECT serial FROM {table} ORDER BY serial DESC LIMIT 1 "
+                    "OFFSET ?)", (self.keep,),
+                )  # fmt: skip
 
     def _opened(self) -> sqlite3.Connection:
         # SQLite gives its side files the mode of the main one.
@@ -180,16 +204,17 @@ class HistoryStore:
             # Looked at before anything is changed: it may be somebody else's.
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchall():
-                connection.executescript(_SCHEMA)
+                connection.executescript(f"{_SCHEMA}{_ACTIONS};")
             elif version != FORMAT:
                 raise _UnusableFileError(f"it is of format {version}, not {FORMAT}")
             faults = connection.execute("PRAGMA quick_check(1)").fetchall()
             if faults != [("ok",)]:
                 raise _UnusableFileError(str(faults[0][0]))
             for table, columns in (("migrations", _COLUMNS), ("transitions", ("serial", *_TRANSITION_COLUMNS))):
-                found = {str(row[1]) for row in connection.execute(f"PRAGMA table_info({table})")}
-                if not found >= set(columns):
-                    raise _UnusableFileError(f"its table {table} lacks {', '.join(sorted(set(columns) - found))}")
+                _check_columns(connection, table, columns)
+            # Only now that it is known to be one of ours.
+            connection.execute(_ACTIONS)
+            _check_columns(connection, "actions", ("serial", *_ACTION_COLUMNS))
             connection.execute("PRAGMA journal_mode = WAL")
             # Survives the death of the process; after a power cut the newest entries may be missing, and no more.
             connection.execute("PRAGMA synchronous = NORMAL")
@@ -255,6 +280,12 @@ class HistoryStore:
                 f"migration history {self._path} {what}: {error}",
                 remedy="make room in the state directory, or move the file away",
             ) from error
+
+
+def _check_columns(connection: sqlite3.Connection, table: str, columns: Sequence[str]) -> None:
+    found = {str(row[1]) for row in connection.execute(f"PRAGMA table_info({table})")}
+    if not found >= set(columns):
+        raise _UnusableFileError(f"its table {table} lacks {', '.join(sorted(set(columns) - found))}")
 
 
 @contextmanager

@@ -85,15 +85,15 @@ class DaemonApi(Protocol):
         """
         ...
 
-    def pause(self, reason: str) -> PauseState:
-        """Holds planning and pushing at the next chunk boundary; ingest goes on."""
+    def pause(self, reason: str, who: str = "") -> PauseState:
+        """Holds planning and pushing at the next chunk boundary, also after a restart; ingest goes on."""
         ...
 
-    def resume(self) -> PauseState:
+    def resume(self, reason: str = "", who: str = "") -> PauseState:
         """Ends a pause."""
         ...
 
-    def reload(self) -> ReloadReport:
+    def reload(self, reason: str = "", who: str = "") -> ReloadReport:
         """Reads the configuration file again and takes from it what needs no restart.
 
         Raises:

@@ -26,7 +26,7 @@ from flexd.server.plan_report import PlanReport
 from flexd.server.planning_routes import add_planning
 from flexd.server.routing import ERRORS, MAX_SLOW_CALLS, VERB_ERRORS, SlowCalls, json_answer
 from flexd.server.status import Status
-from flexd.server.verbs import PauseRequest, PauseState, ReplanRequest, ReplanResult, replan_status
+from flexd.server.verbs import AskedRequest, PauseRequest, PauseState, ReplanRequest, ReplanResult, replan_status
 
 _log = logging.getLogger(__name__)
 
@@ -99,17 +99,19 @@ def create_app(
     @app.post("/v1/pause", response_model=PauseState, responses=VERB_ERRORS)
     def pause(request: PauseRequest) -> Response:
         """Holds planning and pushing at the next chunk; ingest goes on."""
-        return json_answer(api.pause(request.reason))
+        return json_answer(api.pause(request.reason, asked_by(request.who)))
 
     @app.post("/v1/resume", response_model=PauseState, responses=VERB_ERRORS)
-    def resume() -> Response:
+    def resume(request: AskedRequest | None = None) -> Response:
         """Ends a pause."""
-        return json_answer(api.resume())
+        asked = request or AskedRequest()
+        return json_answer(api.resume(asked.reason, asked_by(asked.who)))
 
     @app.post("/v1/config/reload", response_model=ReloadReport, responses=VERB_ERRORS)
-    def reload() -> Response:
+    def reload(request: AskedRequest | None = None) -> Response:
         """Reads the configuration file again. A file that is wrong changes nothing."""
-        return json_answer(api.reload())
+        asked = request or AskedRequest()
+        return json_answer(api.reload(asked.reason, asked_by(asked.who)))
 
     app.add_middleware(RequestGuard, loopback_only=loopback_only, on_refused=on_refused)
     return app

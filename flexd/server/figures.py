@@ -174,6 +174,18 @@ class HistoryFigures:
 
 
 @dataclass(frozen=True)
+class DecisionFigures:
+    """What people have decided, since the daemon started.
+
+    Attributes:
+        failures: writes that failed, tried again. set_aside: unusable files.
+    """
+
+    failures: int = 0
+    set_aside: int = 0
+
+
+@dataclass(frozen=True)
 class MigrationFigures:
     """Migrations since the daemon started.
 
@@ -375,6 +387,7 @@ class DaemonFigures:
     planning: PlanningFigures = PlanningFigures()
     throttle: ThrottleFigures = ThrottleFigures()
     migration: MigrationFigures = MigrationFigures()
+    decisions: DecisionFigures = DecisionFigures()
     placement: PlacementFigures = PlacementFigures()
     training: TrainingFigures = TrainingFigures()
     control: ControlFigures = ControlFigures()

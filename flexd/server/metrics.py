@@ -37,7 +37,7 @@ from flexd.server.figures import (
     SnapshotFigures,
     TrainingFigures,
 )
-from flexd.server.planning_metrics import planning_metrics, throttle_metrics
+from flexd.server.planning_metrics import decision_metrics, planning_metrics, throttle_metrics
 from flexd.server.scale_out_metrics import scale_out_metrics
 
 
@@ -86,6 +86,7 @@ class FiguresCollector(Collector):
         yield from planning_metrics(figures.planning)
         yield from _migration(figures.migration)
         yield from throttle_metrics(figures.throttle)
+        yield from decision_metrics(figures.decisions)
         yield from _placement(figures.placement)
         yield from _training(figures.training)
         yield from _control(figures.control)

@@ -92,11 +92,28 @@ class MigrationDetail(MigrationEntry):
     """In order; of very many the first and the newest are kept."""
 
 
+class ActionEntry(Model):
+    """Something else that was asked of the daemon."""
+
+    unix_seconds: Measured = None
+    """When."""
+    kind: str
+    """``pause``, ``resume``, ``throttle``, ``reload``, or ``override`` of gates that were closed."""
+    who: str = ""
+    """Who asked for it."""
+    reason: str = ""
+    """Why, in their words."""
+    detail: str = ""
+    """What it came to."""
+
+
 class MigrationList(Model):
-    """The newest migrations first."""
+    """The newest first, of each."""
 
     migrations: tuple[MigrationEntry, ...] = ()
     """At most as many as were asked for."""
+    actions: tuple[ActionEntry, ...] = ()
+    """What else was asked for, at most as many; none if migrations in one state were asked for."""
     problem: str | None = None
     """Why the newest are not in the history's file yet, if so."""
 

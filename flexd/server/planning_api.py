@@ -46,7 +46,13 @@ class PlanningApi(Protocol):
         ...
 
     def set_throttle(
-        self, bytes_per_step: int | None, bytes_per_second: int | None, adaptive: bool | None
+        self,
+        bytes_per_step: int | None,
+        bytes_per_second: int | None,
+        adaptive: bool | None,
+        *,
+        reason: str = "",
+        who: str = "",
     ) -> ThrottleStatus:
-        """Changes it from the next chunk on: None keeps a setting, 0 lifts a limit."""
+        """Changes it from the next chunk on: None keeps a setting, 0 lifts a limit. It outlives the daemon."""
         ...

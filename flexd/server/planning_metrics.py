@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from flexd.server.families import counter, counters, gauge, gauges
-from flexd.server.figures import PlanningFigures, ThrottleFigures
+from flexd.server.figures import DecisionFigures, PlanningFigures, ThrottleFigures
 
 
 def planning_metrics(planning: PlanningFigures) -> Iterator[Metric]:
@@ -22,6 +22,15 @@ def planning_metrics(planning: PlanningFigures) -> Iterator[Metric]:
     ):
         yield gauges(name, text, "gate", {gate: values[place] for gate, values in planning.gates.items()})
     yield counters("flexd_plan_gates_overridden", "Plans carried out all the same.", "gate", planning.overridden)
+
+
+def decision_metrics(decisions: DecisionFigures) -> Iterator[Metric]:
+    yield counter(
+        "flexd_decisions_failures", "Writes of decisions.json that failed, and are tried again.", decisions.failures
+    )
+    yield counter(
+        "flexd_decisions_set_aside", "Files of decisions that were not usable and were set aside.", decisions.set_aside
+    )
 
 
 def throttle_metrics(throttle: ThrottleFigures) -> Iterator[Metric]:

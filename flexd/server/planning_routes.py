@@ -56,5 +56,10 @@ def add_planning(app: FastAPI, planning: Callable[[], PlanningApi], slow: SlowCa
 
     @app.post("/v1/throttle", response_model=ThrottleStatus, responses=VERB_ERRORS)
     def set_throttle(request: ThrottleRequest) -> Response:
-        """Changes it from the next chunk on, whether a migration runs or not; until the daemon's next start."""
-        return json_answer(planning().set_throttle(request.bytes_per_step, request.bytes_per_second, request.adaptive))
+        """Changes it from the next chunk on, whether a migration runs or not; until ``control.throttle`` changes in the
+        configuration."""
+        status = planning().set_throttle(
+            request.bytes_per_step, request.bytes_per_second, request.adaptive, reason=request.reason,
+            who=asked_by(request.who),
+        )  # fmt: skip
+        return json_answer(status)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from flexd.server.model import Measured, Model
+from flexd.server.verbs import MAX_REASON_CHARACTERS, MAX_WHO_CHARACTERS
 
 
 class StepTimeReport(Model):
@@ -58,3 +59,7 @@ class ThrottleRequest(BaseModel):
     """In the long run; 0 lifts the limit."""
     adaptive: bool | None = None
     """Whether step times slow it down further."""
+    reason: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = ""
+    """Recorded."""
+    who: Annotated[str, Field(max_length=MAX_WHO_CHARACTERS)] = ""
+    """Asks for it; recorded."""

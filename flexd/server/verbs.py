@@ -50,7 +50,20 @@ class PauseRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     reason: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = "asked for by hand"
-    """Shown in the status until ``resume``."""
+    """Shown in the status until ``resume``; recorded."""
+    who: Annotated[str, Field(max_length=MAX_WHO_CHARACTERS)] = ""
+    """Asks for it; recorded."""
+
+
+class AskedRequest(BaseModel):
+    """Body of ``POST /v1/resume`` and ``POST /v1/config/reload``; may be left out."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    reason: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = ""
+    """Recorded."""
+    who: Annotated[str, Field(max_length=MAX_WHO_CHARACTERS)] = ""
+    """Asks for it; recorded."""
 
 
 ReplanOutcome = Literal["unchanged", "accepted", "committed", "superseded", "aborted", "failed", "timed_out"]

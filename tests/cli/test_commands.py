@@ -53,13 +53,19 @@ def test_every_command_has_a_table(flexd_command, url, command):
     assert done.stdout.strip()
 
 
-def test_options_reach_the_daemon(flexd_command, url, daemon):
+def test_options_reach_the_daemon(flexd_command, url, daemon, monkeypatch):
+    monkeypatch.setattr("flexd.cli.control_commands.who", lambda: "ann@host")
     assert flexd_command("replan", "--wait", "--timeout", 7, "--reason", "launch", "--url", url).returncode == 0
     assert flexd_command("replan", "--timeout", 7, "--url", url).returncode == 0
     assert flexd_command("pause", "--reason", "night", "--url", url).stdout == "paused: night\n"
     assert flexd_command("resume", "--url", url).stdout == "running\n"
     assert flexd_command("resume", "--url", url).stdout == "already running\n"
-    assert daemon.calls[:3] == [("replan", "launch", 7), ("replan", "asked for by hand", 0), ("pause", "night")]
+    assert flexd_command("resume", "--reason", "morning", "--url", url).returncode == 0
+    assert daemon.calls == [
+        ("replan", "launch", 7), ("replan", "asked for by hand", 0), ("pause", "night", "ann@host"),
+        ("resume", "asked for by hand", "ann@host"), ("resume", "asked for by hand", "ann@host"),
+        ("resume", "morning", "ann@host"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

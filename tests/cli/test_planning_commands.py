@@ -48,11 +48,15 @@ def test_a_dry_run_applies_nothing(flexd_command, url, daemon):
     assert daemon.calls == [("proposal", "latest")]
 
 
-def test_a_throttle_is_shown_or_changed(flexd_command, url, daemon):
+def test_a_throttle_is_shown_or_changed(flexd_command, url, daemon, monkeypatch):
+    monkeypatch.setattr("flexd.cli.planning_commands.who", lambda: "ann@host")
     flexd_command("throttle", "--url", url)
-    flexd_command("throttle", "--bytes-per-second", 5000, "--url", url)
+    flexd_command("throttle", "--bytes-per-second", 5000, "--reason", "peak hours", "--url", url)
     changed = flexd_command("throttle", "--bytes-per-step", 0, "--adaptive", "on", "-o", "json", "--url", url)
-    assert daemon.calls == [("throttle",), ("set_throttle", None, 5000, None), ("set_throttle", 0, None, True)]
+    assert daemon.calls == [
+        ("throttle",), ("set_throttle", None, 5000, None, "peak hours", "ann@host"),
+        ("set_throttle", 0, None, True, "asked for by hand", "ann@host"),
+    ]  # fmt: skip
     assert json.loads(changed.stdout)["bytes_per_step"] is None
     assert flexd_command("throttle", "--bytes-per-step", -1, "--url", url).returncode == ExitCode.USAGE
     assert flexd_command("throttle", "--adaptive", "maybe", "--url", url).returncode == ExitCode.USAGE

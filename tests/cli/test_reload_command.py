@@ -13,13 +13,14 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 @pytest.mark.parametrize("output", ["table", "json"])
-def test_golden(flexd_command, url, daemon, output):
+def test_golden(flexd_command, url, daemon, output, monkeypatch):
     """The files under ``golden`` are what was once looked at and found right; write them anew with care."""
-    done = flexd_command("reload", "-o", output, "--url", url)
+    monkeypatch.setattr("flexd.cli.reload_command.who", lambda: "ann@host")
+    done = flexd_command("reload", "--reason", "quieter", "-o", output, "--url", url)
     assert (done.returncode, done.stderr) == (0, "")
     expected = GOLDEN / f"reload.{'txt' if output == 'table' else 'json'}"
     assert done.stdout == expected.read_text(encoding="utf-8")
-    assert daemon.calls == [("reload",)]
+    assert daemon.calls == [("reload", "quieter", "ann@host")]
 
 
 def test_a_file_that_is_wrong_is_refused_with_the_key_path(flexd_command, url, daemon):

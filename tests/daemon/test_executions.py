@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "control"))
 from ranks_in_threads import SECRET, TABLES, Ranks, same_content, target, until
 
 from flexd.config.links import ControlConfig
+from flexd.control import journal as journal_module
 from flexd.control.coordinator import ControlOptions, Coordinator
 from flexd.control.journal import PlacementJournal
 from flexd.control.migration_states import MigrationState
@@ -37,12 +38,12 @@ SECONDS = 30.0
 class Setting:
     """Executions over a coordinator, with ranks in threads; plans are made of placements alone."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, port: int = 0) -> None:
         self.history = MigrationHistory(directory / "migrations.sqlite", 100)
         self.history.start()
         self.journal = PlacementJournal(directory / "placement")
         options = ControlOptions(
-            "job", listen_port=0, secret=SECRET, timeout_seconds=4.0, tick_seconds=0.005, window_chunks=1
+            "job", listen_port=port, secret=SECRET, timeout_seconds=4.0, tick_seconds=0.005, window_chunks=1
         )
         self.coordinator = Coordinator(options, TABLES, self.journal, on_migration=self.history.record)
         self.coordinator.start()
@@ -54,6 +55,11 @@ class Setting:
         auto: Any = SimpleNamespace(by_hand=lambda executed: self.by_hand.append(executed))
         self.stopping = threading.Event()
         self.verbs = MigrationVerbs(self.executions, self.history, self.coordinator, auto, self.stopping)
+
+    def end(self) -> None:
+        self.coordinator.stop(15)
+        self.journal.close()
+        assert self.history.stop(15)
 
     def ready(self) -> bool:
         live = self.coordinator.live()
@@ -81,9 +87,7 @@ class Setting:
 def setting(tmp_path: Path) -> Iterator[Setting]:
     made = Setting(tmp_path)
     yield made
-    made.coordinator.stop(15)
-    made.journal.close()
-    assert made.history.stop(15)
+    made.end()
 
 
 def test_an_abort_stops_at_a_chunk_and_says_where(setting: Setting) -> None:
@@ -176,3 +180,73 @@ def test_an_unknown_migration_is_not_found(setting: Setting) -> None:
         with pytest.raises(ApiError, match="is kept") as missing:
             setting.verbs.migration(name)
         assert missing.value.status == 404
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_rollback_after_the_daemon_has_ended_in_the_middle(tmp_path: Path, killed: bool) -> None:
+    first = Setting(tmp_path)
+    port = first.coordinator.port
+    with Ranks(port, LAYOUT) as ranks:
+        until(first.ready, SECONDS, ranks.state())
+        parent = target(1, 60)
+        assert first.start("p1", parent).migration.wait(SECONDS) is MigrationState.COMMITTED
+        running = first.start("p2", target(2))
+        first.some_applied(running)
+        first.end()
+        if killed:
+            # A daemon that is killed writes down no end of what it was doing.
+            log = tmp_path / "plans.jsonl"
+            log.write_text(log.read_text().splitlines(keepends=True)[0])
+            for file in tmp_path.glob("migrations.sqlite*"):
+                file.unlink()
+        second = Setting(tmp_path, port)
+        try:
+            # In the middle: the ranks have neither what they had before nor what was wanted.
+            until(second.ready, SECONDS, ranks.state())
+            there = second.coordinator.placement()
+            assert there.digest() not in (parent.digest(), target(2).digest())
+            with pytest.raises(ApiError, match="no migration is under way"):
+                second.verbs.abort(rollback=False, reason="", wait_seconds=0, who="")
+            result = second.verbs.abort(rollback=True, reason="worse", wait_seconds=SECONDS, who="ann")
+            assert (result.outcome, result.migration.migration_id, result.migration.state) == (
+                "rolled_back", "p2", "FAILED",
+            )  # fmt: skip
+            assert result.migration.base_version == running.migration.progress.base_version
+            assert ranks.all_at(parent)
+            assert same_content(ranks.history)
+            assert second.coordinator.placement().digest() == parent.digest()
+            until(lambda: second.executions.live_plan_id == "p2.rollback", SECONDS)
+            entry = second.verbs.migration("p2.rollback")
+            assert (entry.who, entry.parent_plan_id, entry.reason) == ("ann", "p2", "rollback of p2: worse")
+            with pytest.raises(ApiError, match="no migration is under way"):
+                second.verbs.abort(rollback=True, reason="", wait_seconds=0, who="")
+        finally:
+            second.end()
+
+
+def test_no_late_rollback_of_what_was_committed_or_is_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Setting(tmp_path)
+    port = first.coordinator.port
+    with Ranks(port, LAYOUT) as ranks:
+        until(first.ready, SECONDS, ranks.state())
+        assert first.start("p1", target(1, 60)).migration.wait(SECONDS) is MigrationState.COMMITTED
+        until(lambda: first.log.newest, SECONDS)
+        first.end()
+        second = Setting(tmp_path, port)
+        until(second.ready, SECONDS, ranks.state())
+        with pytest.raises(ApiError, match="no migration is under way"):
+            second.verbs.abort(rollback=True, reason="", wait_seconds=0, who="")
+        # From here on the journal keeps next to nothing.
+        monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 20)
+        monkeypatch.setattr(journal_module, "_ROLLBACK_ROWS", 20)
+        second.some_applied(second.start("p2", target(2)))
+        second.end()
+        third = Setting(tmp_path, port)
+        try:
+            until(third.ready, SECONDS, ranks.state())
+            with pytest.raises(ApiError, match="migration p2 cannot be taken back: placement version") as refused:
+                third.verbs.abort(rollback=True, reason="", wait_seconds=0, who="")
+            assert (refused.value.status, "flexd replan" in refused.value.remedy) == (409, True)
+            assert third.executions.last is None
+        finally:
+            third.end()

@@ -71,13 +71,14 @@ def test_what_needs_no_restart_is_in_effect_at_once(job: OnFile) -> None:
         planner={"interval_seconds": 7.0, "min_samples": 5, "drift_threshold": 1.5, "exchange": "direct"},
         control={"listen_port": 0, "throttle": {"bytes_per_second": 5_000}, "chunk_rows": 7},
         log={"level": "error"},
-        state={**job.settings["state"], "snapshot_interval_seconds": 0.2, "keep_snapshots": 9},
+        state={**job.settings["state"], "snapshot_interval_seconds": 0.2, "keep_snapshots": 9, "keep_migrations": 2},
     )
     written = job.daemon.status().snapshot.written
     report = job.daemon.reload()
     assert set(report.applied) == {
         "planner.interval_seconds", "planner.min_samples", "planner.drift_threshold",
         "control.throttle.bytes_per_second", "log.level", "state.snapshot_interval_seconds", "state.keep_snapshots",
+        "state.keep_migrations",
     }  # fmt: skip
     assert set(report.pending) == {"planner.exchange", "control.chunk_rows"}
     status = job.daemon.status()

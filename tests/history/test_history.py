@@ -18,6 +18,7 @@ from flexd.errors import SnapshotError
 from flexd.history import history as history_module
 from flexd.history import store as store_module
 from flexd.history.history import MigrationHistory
+from flexd.history.records import ActionRecord
 from flexd.history.store import ENDED_UNSEEN
 from flexd.placement import Delta
 
@@ -291,3 +292,42 @@ def test_a_writer_that_holds_the_file_delays_and_loses_nothing(keep: Callable[..
     while not kept.history.flush(1.0):
         pass
     assert [record.migration_id for record in kept.history.newest(10)] == ["b", "a"]
+
+
+def actions_of(kept: Kept) -> list[str]:
+    return [each.reason for each in kept.history.newest_actions(100)]
+
+
+def test_actions_are_kept_in_order_and_bounded(keep: Callable[..., Kept]) -> None:
+    first = keep(keep=3)
+    assert first.history.newest_actions(5) == ()
+    for number in range(4):
+        first.history.note(ActionRecord.of(float(number), "pause", "ann", f"r{number}", "d" * 5_000))
+    first.written()
+    first.stop()
+    second = keep(keep=3)
+    assert actions_of(second) == ["r3", "r2", "r1"]
+    (newest,) = second.history.newest_actions(1)
+    assert newest == ActionRecord(3.0, "pause", "ann", "r3", "d" * 2_000)
+    second.history.keep(1)
+    second.migration("m", E.START, E.EXHAUSTED, E.APPLIED)
+    second.migration("n", E.START, E.EXHAUSTED, E.APPLIED)
+    second.written()
+    assert actions_of(second) == ["r3"]
+    assert [each.migration_id for each in second.history.newest(9)] == ["n"]
+
+
+def test_a_file_without_actions_is_read_and_gets_them(tmp_path: Path, keep: Callable[..., Kept]) -> None:
+    first = keep()
+    first.migration("m", E.START, E.EXHAUSTED, E.APPLIED)
+    first.stop()
+    with sqlite3.connect(tmp_path / "migrations.sqlite") as connection:
+        connection.execute("DROP TABLE actions")
+    connection.close()
+    assert first.history.newest_actions(5) == (), "read before it is opened for writing"
+    second = keep()
+    second.history.note(ActionRecord.of(1.0, "resume", "ann", "later"))
+    second.written()
+    assert actions_of(second) == ["later"]
+    assert [each.migration_id for each in second.history.newest(9)] == ["m"]
+    assert second.history.figures.set_aside == 0

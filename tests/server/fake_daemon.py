@@ -77,18 +77,18 @@ class FakeDaemon:
         migration = MigrationReport(migration_id="m1", plan_id="p2", state="COMMITTED", progress=1.0)
         return ReplanResult(outcome=self.outcome, plan=PlanReport(plan_id="p2"), migration=migration)
 
-    def pause(self, reason: str) -> PauseState:
-        self._enter("pause", reason)
+    def pause(self, reason: str, who: str = "") -> PauseState:
+        self._enter("pause", reason, who)
         changed, self.paused = not self.paused, True
         return PauseState(paused=True, reason=reason, changed=changed)
 
-    def resume(self) -> PauseState:
-        self._enter("resume")
+    def resume(self, reason: str = "", who: str = "") -> PauseState:
+        self._enter("resume", reason, who)
         changed, self.paused = self.paused, False
         return PauseState(paused=False, changed=changed)
 
-    def reload(self) -> ReloadReport:
-        self._enter("reload")
+    def reload(self, reason: str = "", who: str = "") -> ReloadReport:
+        self._enter("reload", reason, who)
         return ReloadReport(file="flexd.yaml", applied=("log.level",), pending=("server.port",))
 
     def health(self) -> ProbeResult:

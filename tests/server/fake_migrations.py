@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flexd.errors import ApiError
-from flexd.server.migration_history import AbortResult, MigrationDetail, MigrationEntry, MigrationList, TransitionReport
+from flexd.server.migration_history import (
+    AbortResult,
+    ActionEntry,
+    MigrationDetail,
+    MigrationEntry,
+    MigrationList,
+    TransitionReport,
+)
 from flexd.server.migration_report import MigrationReport, MigrationStateName, StepReport
 
 ENDED = MigrationEntry(
@@ -21,6 +28,11 @@ STOPPED = MigrationEntry(
     pushed_bytes=20_000, base_version=16, last_version=18, created_unix_seconds=1_700_000_100.0,
     started_unix_seconds=1_700_000_100.0, ended_unix_seconds=1_700_000_103.5, seconds=3.5, settled=True,
 )  # fmt: skip
+PAUSED = ActionEntry(unix_seconds=1_700_000_050.0, kind="pause", who="bob@host", reason="maintenance")
+FORCED = ActionEntry(
+    unix_seconds=1_700_000_060.0, kind="override", who="ada@host", reason="campaign",
+    detail="plan p8 in spite of samples",
+)  # fmt: skip
 
 
 class FakeMigrations:
@@ -33,7 +45,8 @@ class FakeMigrations:
     def migrations(self, limit: int, state: MigrationStateName | None) -> MigrationList:
         self._entered("migrations", limit, state)
         kept = [entry for entry in (STOPPED, ENDED) if state in (None, entry.state)]
-        return MigrationList(migrations=tuple(kept[:limit]))
+        actions = (FORCED, PAUSED) if state is None else ()
+        return MigrationList(migrations=tuple(kept[:limit]), actions=actions[:limit])
 
     def migration(self, migration_id: str) -> MigrationDetail:
         self._entered("migration", migration_id)

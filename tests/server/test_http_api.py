@@ -29,10 +29,17 @@ def test_every_verb_reaches_the_daemon(client, daemon):
     assert PlanReport.model_validate(client.get("/v1/plan").json()).replication.words == ("because",)
     replanned = client.post("/v1/replan", json={"reason": "new item launch", "wait_seconds": 2.5})
     assert (replanned.status_code, replanned.json()["outcome"]) == (200, "committed")
-    assert client.post("/v1/pause", json={"reason": "maintenance"}).json()["changed"] is True
+    assert client.post("/v1/pause", json={"reason": "maintenance", "who": "ann"}).json()["changed"] is True
     assert client.post("/v1/pause", json={}).json()["changed"] is False
     assert client.post("/v1/resume").json() == {"paused": False, "reason": None, "changed": True}
-    assert daemon.calls[2:4] == [("replan", "new item launch", 2.5), ("pause", "maintenance")]
+    assert client.post("/v1/resume", json={"reason": "done", "who": "ann"}).json()["changed"] is False
+    assert client.post("/v1/config/reload", json={"who": "ann"}).status_code == 200
+    assert client.post("/v1/config/reload").status_code == 200
+    assert client.post("/v1/resume", json={"reasn": "done"}).status_code == 422
+    assert daemon.calls[2:] == [
+        ("replan", "new item launch", 2.5), ("pause", "maintenance", "ann"), ("pause", "asked for by hand", ""),
+        ("resume", "", ""), ("resume", "done", "ann"), ("reload", "", "ann"), ("reload", "", ""),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("outcome", "status"), [("accepted", 202), ("timed_out", 202), ("unchanged", 200)])

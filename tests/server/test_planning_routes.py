@@ -52,7 +52,7 @@ def test_the_throttle_is_shown_and_changed(client, daemon):
     assert ThrottleStatus.model_validate(client.get("/v1/throttle").json()).bytes_per_step == 1 << 20
     changed = client.post("/v1/throttle", json={"bytes_per_second": 4096, "adaptive": True}).json()
     assert (changed["bytes_per_step"], changed["bytes_per_second"], changed["adaptive"]) == (1 << 20, 4096, True)
-    assert daemon.calls[-1] == ("set_throttle", None, 4096, True)
+    assert daemon.calls[-1] == ("set_throttle", None, 4096, True, "", "")
 
 
 @pytest.mark.parametrize(

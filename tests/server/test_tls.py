@@ -90,7 +90,7 @@ def test_a_certificate_says_who_and_what_they_may(certificates: Certificates, se
     assert url.startswith("https://127.0.0.1:")
     assert client(certificates, url, "dashboard").status().job == "job"
     assert client(certificates, url, "operator").pause("x").paused
-    assert daemon.calls == [("status", "dashboard"), ("pause", "x", "operator")]
+    assert daemon.calls == [("status", "dashboard"), ("pause", "x", "operator", "operator")]
     with pytest.raises(DaemonRefusedError, match="'dashboard' may only read"):
         client(certificates, url, "dashboard").resume()
     with pytest.raises(DaemonRefusedError, match="'stranger' may do nothing here"):

@@ -42,6 +42,9 @@ class FakeCoordinator:
     def placement(self) -> Placement:
         return self.now
 
+    def newest_migration(self) -> None:
+        """There is no journal."""
+
     def migrate(
         self, plan_id: str, chunks: Any, on_progress: Any, generation: int | None, about: MigrationAbout | None = None
     ) -> Migration:

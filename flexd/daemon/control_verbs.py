@@ -1,0 +1,167 @@
+"""The verbs that hold migrations back: pause, resume, throttle. It is recorded, and outlives the daemon."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from flexd.config.links import ControlConfig
+from flexd.control.coordinator import Coordinator
+from flexd.daemon.decisions import ChosenThrottle, DecisionFile, Pause
+from flexd.daemon.pacing import MigrationPacing, changed
+from flexd.errors import FlexdError
+from flexd.history.history import MigrationHistory
+from flexd.history.records import ActionKind, ActionRecord
+from flexd.server.config_report import ReloadReport
+from flexd.server.figures import DecisionFigures
+from flexd.server.verbs import PauseState
+
+logger = logging.getLogger("flexd")
+
+RETRY_SECONDS = 5.0
+SOMEBODY = "somebody"
+
+
+class ControlVerbs:
+    """Thread-safe. Begins with what was decided before the daemon started.
+
+    Args:
+        control: the configuration; a throttle that was chosen under another ``control.throttle`` is dropped.
+        wall_clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        control: ControlConfig,
+        decisions: DecisionFile,
+        history: MigrationHistory,
+        coordinator: Coordinator,
+        pacing: MigrationPacing,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._control = control
+        self._decisions = decisions
+        self._history = history
+        self._coordinator = coordinator
+        self._pacing = pacing
+        self._wall_clock = wall_clock
+        self._lock = threading.Lock()
+        self._retry_at = 0.0
+        self.pauses = 0
+        """Since the daemon started."""
+        pause, throttle = decisions.now.pause, decisions.now.throttle
+        if pause is not None:
+            logger.info("paused since before the start, by %s: %s", pause.who or SOMEBODY, pause.reason)
+            coordinator.pause()
+        if throttle is not None and throttle.holds_under(control.throttle):
+            logger.info("throttle as chosen before the start: %s, adaptive %s", throttle.limits, throttle.adaptive)
+            pacing.change(throttle.limits, throttle.adaptive)
+        self._drop_overtaken_throttle()
+
+    @property
+    def paused(self) -> Pause | None:
+        """None: nothing is held."""
+        return self._decisions.now.pause
+
+    @property
+    def pause_reason(self) -> str | None:
+        pause = self.paused
+        return None if pause is None else pause.reason
+
+    def figures(self) -> DecisionFigures:
+        """For the metrics page."""
+        return DecisionFigures(self._decisions.failures, self._decisions.set_aside)
+
+    def tick(self) -> None:
+        """Writes what could not be written, every few seconds."""
+        if not self._decisions.problem or time.monotonic() < self._retry_at:
+            return
+        with self._lock:
+            self._decisions.retry()
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+
+    def pause(self, reason: str, who: str = "") -> PauseState:
+        """As ``DaemonApi.pause``."""
+        with self._lock:
+            first = self.paused is None
+            self.pauses += first
+            self._coordinator.pause()
+            pause = Pause(reason=reason, who=who, unix_seconds=self._wall_clock())
+            self._decisions.decide(self._decisions.now.model_copy(update={"pause": pause}))
+        self.note("pause", who, reason)
+        return PauseState(paused=True, reason=reason, changed=first)
+
+    def resume(self, reason: str = "", who: str = "") -> PauseState:
+        """As ``DaemonApi.resume``."""
+        with self._lock:
+            pause = self.paused
+            if pause is not None:
+                self._decisions.decide(self._decisions.now.model_copy(update={"pause": None}))
+            self._coordinator.resume()
+        if pause is not None:
+            seconds = self._wall_clock() - pause.unix_seconds
+            self.note("resume", who, reason, f"after {max(0.0, seconds):.0f} s of: {pause.reason}")
+        return PauseState(paused=False, changed=pause is not None)
+
+    def set_throttle(
+        self,
+        bytes_per_step: int | None,
+        bytes_per_second: int | None,
+        adaptive: bool | None,
+        reason: str = "",
+        who: str = "",
+    ) -> None:
+        """As ``PlanningApi.set_throttle``."""
+        if bytes_per_step is None and bytes_per_second is None and adaptive is None:
+            return
+        with self._lock:
+            limits = changed(self._pacing.limits, bytes_per_step, bytes_per_second)
+            adapts = self._pacing.adaptive if adaptive is None else adaptive
+            self._pacing.change(limits, adapts)
+            chosen = ChosenThrottle(
+                bytes_per_step=limits.bytes_per_step, bytes_per_second=limits.bytes_per_second, adaptive=adapts,
+                configured=self._control.throttle.model_dump_json(),
+            )  # fmt: skip
+            self._decisions.decide(self._decisions.now.model_copy(update={"throttle": chosen}))
+        words = (
+            f"bytes a step {limits.bytes_per_step or 'no limit'}, bytes a second "
+            f"{limits.bytes_per_second or 'no limit'}, adaptive {'on' if adapts else 'off'}"
+        )
+        self.note("throttle", who, reason, words)
+
+    def adopt(self, control: ControlConfig) -> None:
+        """Another configuration. Its throttle replaces the chosen one if it is another than before."""
+        with self._lock:
+            self._control = control
+            self._pacing.adopt(control)
+            self._drop_overtaken_throttle()
+
+    def reloaded(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
+        """Records what became of a changed file."""
+        if isinstance(outcome, FlexdError):
+            detail = f"rejected: {outcome.message}"
+        else:
+            detail = f"applied {', '.join(outcome.applied) or 'nothing'}"
+            if outcome.pending:
+                detail += f"; needs a restart: {', '.join(outcome.pending)}"
+        self.note("reload", who, reason, detail)
+
+    def overrode(self, who: str, reason: str, plan_id: str, gates: tuple[str, ...]) -> None:
+        """Records that a plan was carried out although these gates were closed."""
+        if gates:
+            self.note("override", who, reason, f"plan {plan_id} in spite of {', '.join(gates)}")
+
+    def note(self, kind: ActionKind, who: str, reason: str, detail: str = "") -> None:
+        """Into the log and the history."""
+        who = who or SOMEBODY
+        words = "; ".join(each for each in (reason, detail) if each)
+        logger.info("%s by %s: %s", kind, who, words or "no reason given")
+        self._history.note(ActionRecord.of(self._wall_clock(), kind, who, reason, detail))
+
+    def _drop_overtaken_throttle(self) -> None:
+        throttle = self._decisions.now.throttle
+        if throttle is not None and not throttle.holds_under(self._control.throttle):
+            logger.info("throttle: control.throttle was changed since %s was chosen, and counts", throttle.limits)
+            self._decisions.decide(self._decisions.now.model_copy(update={"throttle": None}))

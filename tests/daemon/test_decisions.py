@@ -1,0 +1,195 @@
+"""What people decide: kept over restarts and kills, put aside when it is not usable, recorded with who and why."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from flexd_processes import RunningDaemon, flexd
+
+from flexd.config.links import ControlConfig, ThrottleConfig
+from flexd.control.throttle import Throttle, ThrottleLimits
+from flexd.daemon import durable
+from flexd.daemon.control_verbs import ControlVerbs
+from flexd.daemon.decisions import MAX_BYTES, ChosenThrottle, DecisionFile, Decisions, Pause
+from flexd.daemon.pacing import MigrationPacing
+from flexd.errors import ConfigError, SnapshotError
+from flexd.history.records import ActionRecord
+from flexd.server.config_report import ReloadReport
+
+CONFIGURED = ThrottleConfig(bytes_per_second=9_000)
+DECIDED = Decisions(
+    pause=Pause(reason="night", who="ann", unix_seconds=5.0),
+    throttle=ChosenThrottle(bytes_per_step=7, adaptive=True, configured=CONFIGURED.model_dump_json()),
+)
+
+
+class Start:
+    """The verbs of one start of a daemon, over the state that earlier ones have left."""
+
+    def __init__(self, directory: Path, throttle: ThrottleConfig = CONFIGURED) -> None:
+        control = ControlConfig(throttle=throttle)
+        limits = ThrottleLimits(throttle.bytes_per_step, throttle.bytes_per_second)
+        self.pacing = MigrationPacing(control, Throttle(limits), lambda: 0, lambda: 1)
+        self.held = False
+        self.now = 100.0
+        self.actions: list[ActionRecord] = []
+        coordinator: Any = SimpleNamespace(pause=lambda: self._hold(True), resume=lambda: self._hold(False))
+        history: Any = SimpleNamespace(note=self.actions.append)
+        self.file = DecisionFile(directory / "decisions.json")
+        self.verbs = ControlVerbs(control, self.file, history, coordinator, self.pacing, lambda: self.now)
+
+    def _hold(self, held: bool) -> None:
+        self.held = held
+
+
+def test_the_next_start_goes_on_as_decided(tmp_path: Path) -> None:
+    first = Start(tmp_path)
+    assert (first.verbs.pause_reason, first.held) == (None, False)
+    assert first.verbs.pause("night", "ann").changed is True
+    assert first.verbs.pause("long night", "bob").changed is False
+    first.verbs.set_throttle(4_096, None, True, "peak hours", "ann")
+    second = Start(tmp_path)
+    assert second.held is True
+    assert second.verbs.paused == Pause(reason="long night", who="bob", unix_seconds=100.0)
+    assert second.pacing.limits == ThrottleLimits(4_096, 9_000)
+    assert second.pacing.adaptive is True
+    second.now = 160.0
+    assert second.verbs.resume("morning", "ann").changed is True
+    assert second.verbs.resume("morning", "ann").changed is False
+    second.verbs.set_throttle(0, 0, False)
+    third = Start(tmp_path)
+    assert (third.held, third.verbs.paused) == (False, None)
+    assert (third.pacing.limits, third.pacing.adaptive) == (ThrottleLimits(), False)
+
+
+def test_everything_is_recorded_with_who_and_why(tmp_path: Path) -> None:
+    it = Start(tmp_path)
+    it.verbs.pause("night", "ann")
+    it.now = 130.0
+    it.verbs.resume("morning", "bob")
+    it.verbs.resume("again", "bob")
+    it.verbs.set_throttle(None, None, None, "only looking", "bob")
+    it.verbs.set_throttle(None, 0, None, "quiet now", "")
+    it.verbs.reloaded("SIGHUP", "", ReloadReport(file="f", applied=("log.level",), pending=("job",)))
+    it.verbs.reloaded("ann", "try", ConfigError("log.level: 'loud'" + "x" * 5_000))
+    it.verbs.overrode("ann", "campaign", "p1", ("samples", "lag"))
+    it.verbs.overrode("ann", "campaign", "p2", ())
+    assert [(each.kind, each.who, each.reason) for each in it.actions] == [
+        ("pause", "ann", "night"), ("resume", "bob", "morning"), ("throttle", "somebody", "quiet now"),
+        ("reload", "SIGHUP", ""), ("reload", "ann", "try"), ("override", "ann", "campaign"),
+    ]  # fmt: skip
+    details = [each.detail for each in it.actions]
+    assert details[1] == "after 30 s of: night"
+    assert details[2] == "bytes a step no limit, bytes a second no limit, adaptive off"
+    assert details[3] == "applied log.level; needs a restart: job"
+    assert details[4].startswith("rejected: log.level: 'loud'")
+    assert len(details[4]) == 2_000
+    assert details[5] == "plan p1 in spite of samples, lag"
+
+
+def test_a_configuration_that_was_changed_later_counts(tmp_path: Path) -> None:
+    Start(tmp_path).verbs.set_throttle(4_096, None, None)
+    changed = ThrottleConfig(bytes_per_second=500)
+    other = Start(tmp_path, changed)
+    assert other.pacing.limits == ThrottleLimits(None, 500)
+    assert other.file.now.throttle is None
+    assert Start(tmp_path).pacing.limits == ThrottleLimits(None, 9_000), "and for good"
+
+
+def test_a_reload_keeps_the_chosen_throttle_unless_it_changes_the_configured_one(tmp_path: Path) -> None:
+    it = Start(tmp_path)
+    it.verbs.set_throttle(4_096, None, None)
+    it.verbs.adopt(ControlConfig(throttle=CONFIGURED, chunk_bytes=2**18))
+    assert it.pacing.limits == ThrottleLimits(4_096, 9_000)
+    assert it.file.now.throttle is not None
+    it.verbs.adopt(ControlConfig(throttle=ThrottleConfig(bytes_per_step=77)))
+    assert it.pacing.limits == ThrottleLimits(77, None)
+    assert it.file.now.throttle is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b"\xff\xfe", b'{"format": 2}', b'{"pause": {"reason": 5}}',
+        b'{"throttle": {"bytes_per_step": 0}}',
+        b'{"pause": {"reason": "x", "by": "me"}}', b'{"pause": {"reason": "x", "unix_seconds": NaN}}',
+        DECIDED.model_dump_json().encode()[:-1], DECIDED.model_dump_json().encode() + b" " * MAX_BYTES,
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_usable_is_put_aside(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "decisions.json"
+    path.write_bytes(content)
+    it = Start(tmp_path)
+    assert (it.held, it.pacing.limits) == (False, ThrottleLimits(None, 9_000))
+    assert it.verbs.figures().set_aside == 1
+    assert not path.exists()
+    assert (tmp_path / "decisions.json.unusable").read_bytes() == content
+    it.verbs.pause("night")
+    assert Start(tmp_path).held is True
+
+
+def test_a_file_that_is_whole_is_read_and_of_its_owner_alone(tmp_path: Path) -> None:
+    file = DecisionFile(tmp_path / "decisions.json")
+    file.decide(DECIDED)
+    assert stat.S_IMODE((tmp_path / "decisions.json").stat().st_mode) == 0o600
+    again = DecisionFile(tmp_path / "decisions.json")
+    assert (again.now, again.set_aside) == (DECIDED, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["decisions.json"]
+
+
+def test_a_full_disk_holds_nobody_up_and_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Start(tmp_path)
+    it.verbs.set_throttle(4_096, None, None)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable.os, "fsync", full)
+        assert it.verbs.pause("night").changed is True
+        it.verbs.tick()
+    assert (it.held, it.verbs.figures().failures) == (True, 2)
+    assert "No space left" in it.file.problem
+    before = DecisionFile(tmp_path / "decisions.json")
+    assert before.now.pause is None
+    assert before.now.throttle is not None, "the file is as it was"
+    it.verbs._retry_at = 0.0
+    it.verbs.tick()
+    assert it.file.problem == ""
+    assert Start(tmp_path).held is True
+
+
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "decisions.json").mkdir()
+    with pytest.raises(SnapshotError, match=r"decisions\.json: cannot be read"):
+        Start(tmp_path)
+
+
+def test_a_killed_daemon_is_paused_and_throttled_when_it_comes_back(tmp_path: Path) -> None:
+    settings = {
+        "tables": [{"name": "item", "rows": 3_000, "dim": 4}], "stream": {"source": {"kind": "synthetic"}},
+        "sketch": {"memory_bytes": 2**22},
+    }  # fmt: skip
+    running = RunningDaemon(tmp_path, settings)
+    with running:
+        for command in (
+            ["pause", "--yes", "--reason", "rebuild"], ["throttle", "--bytes-per-step", "5000", "--reason", "careful"],
+            ["reload", "--reason", "to be sure"],
+        ):  # fmt: skip
+            done = flexd(*command, "--url", running.url)
+            assert done.returncode == 0, done.stderr
+        running.process.kill()
+    with running:
+        status = running.status()
+        assert (status["paused"], status["pause_reason"]) == (True, "rebuild")
+        assert status["throttle"]["bytes_per_step"] == 5_000
+        actions = httpx.get(f"{running.url}/v1/migrations").json()["actions"]
+        assert [(each["kind"], each["reason"]) for each in actions] == [
+            ("reload", "to be sure"), ("throttle", "careful"), ("pause", "rebuild"),
+        ]  # fmt: skip
+        assert all("@" in each["who"] for each in actions)
