@@ -3,7 +3,7 @@
 Every call here returns or raises within a deadline, releases the GIL while it waits, and raises ControlError (or the
 RuntimeError that torch raises, which callers treat alike: ``CHANNEL_ERRORS``).
 
-torch is imported where it is first needed: it takes longer than all else that the daemon does until it ingests.
+torch is imported where it is first needed: ingest does not wait for it, and no other import of the daemon takes longer.
 """
 
 from __future__ import annotations

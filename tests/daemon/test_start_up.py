@@ -18,7 +18,7 @@ from flexd.control.channel import StoreClient, StoreConnector
 from flexd.daemon.service import Daemon
 
 LOADED_LATER = ("torch", "scipy.optimize", "httpx", "kafka", "confluent_kafka", "matplotlib", "torchrec")
-"""Together they take longer to import than all else that the daemon does until it ingests."""
+"""No start waits for these; torch alone takes longer to import than any other part of a start."""
 
 
 def config(directory: Path) -> Config:
