@@ -158,8 +158,8 @@ class Daemon:
         """
         try:
             self._history.start()
-            # A taken address is found at once; what the channel needs beyond it (torch) takes longest to load, and ingest
-            # does not wait for it.
+            # A taken address is found at once; ingest does not wait for what the channel needs beyond it (torch), which
+            # takes longest of all to load.
             self._coordinator.listen()
             self._ingestor.start()
             if self._leader is not None:
