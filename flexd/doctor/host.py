@@ -45,9 +45,11 @@ def versions(config: Config) -> Iterator[Finding]:
 
 
 def disk(config: Config) -> Iterator[Finding]:
-    """Is there room for the snapshots, in a directory that can be written?"""
+    """Is there room for the snapshots, in a directory that can be written, and read by nobody else?"""
     directory = config.state.dir
     there = _nearest(directory)
+    if there == directory.absolute() and there.stat().st_mode & stat.S_IRWXO:
+        yield warning("disk", f"state.dir: {there} is open to others on this machine", f"chmod 0700 {there}")
     if not os.access(there, os.W_OK | os.X_OK):
         yield fault("disk", f"state.dir: {there} cannot be written by this user", "give a writable directory")
         return

@@ -120,8 +120,12 @@ def test_disk(tmp_path, monkeypatch):
     assert (found.level, "keep_snapshots" in found.remedy) == (Level.WARNING, True)
     # What the snapshots take already need not be free.
     (tmp_path / "state" / "snapshots").mkdir(parents=True)
+    (tmp_path / "state").chmod(0o750)
     (tmp_path / "state" / "snapshots" / "snapshot-1.flexd").write_bytes(bytes(2**20))
     assert levels(host.disk(wanted)) == {"disk ok": 1}
+    (tmp_path / "state").chmod(0o755)
+    assert levels(host.disk(wanted)) == {"disk ok": 1, "disk warning": 1}
+    (tmp_path / "state").chmod(0o700)
     monkeypatch.setattr(host.os, "access", lambda *_: False)
     assert levels(host.disk(wanted)) == {"disk fault": 1}
 
