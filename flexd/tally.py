@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from flexd.errors import StreamError
-from flexd.sketch.table_set import IngestCounts
+from flexd.sketch.set_types import IngestCounts
 
 MAX_REASONS = 64
 """Different reasons for rejecting a message that are told apart; the rest is ``other``."""

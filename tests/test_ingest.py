@@ -15,8 +15,8 @@ from flexd.dead_letters import SAMPLES_OF_EACH_REASON, DeadLetterFile
 from flexd.errors import CodecError, SnapshotError, StreamError
 from flexd.ingest import GENERATION_RESERVE, Ingestor
 from flexd.keyspace import TableSpec
+from flexd.sketch.set_types import SketchSettings
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.table_set import SketchSettings
 from flexd.stream.codec import decode, encode_arrow
 from flexd.stream.file_log import FileLogSink, FileLogSource
 from flexd.stream.types import AccessBatch, Message

@@ -30,8 +30,9 @@ from bench_report import last_line
 from flexd.allocator import keep_freed_memory
 from flexd.ingest import Ingestor
 from flexd.keyspace import TableSpec
+from flexd.sketch.set_types import SketchSettings
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.table_set import SketchSet, SketchSettings, warm_up
+from flexd.sketch.table_set import SketchSet, warm_up
 from flexd.stream.codec import decode, encode_arrow
 from flexd.stream.file_log import FileLogSink, FileLogSource
 from flexd.stream.types import AccessBatch, Source

@@ -10,7 +10,7 @@ from flexd.control.coordinator import ControlOptions
 from flexd.errors import SnapshotError
 from flexd.scaleout.follower import Follower
 from flexd.secret import KeyFile
-from flexd.sketch.table_set import SketchSettings
+from flexd.sketch.set_types import SketchSettings
 from flexd.stream.types import Source
 from flexd.topology.files import load_cluster, load_preset
 from flexd.topology.model import Cluster

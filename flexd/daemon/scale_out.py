@@ -18,7 +18,7 @@ from flexd.scaleout.leader import FollowerReport, Leader
 from flexd.scaleout.ledger import Ledger
 from flexd.scaleout.transport import HttpLink, LocalLink, listener
 from flexd.secret import KeyFile
-from flexd.sketch.table_set import SketchSettings
+from flexd.sketch.set_types import SketchSettings
 
 OWN_NAME = "leader"
 """Of the member of the group that runs inside the leader."""

@@ -18,7 +18,8 @@ from flexd.keyspace import TableSpec
 from flexd.layout import RankLayout
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.profile import Profile, TableProfile
-from flexd.sketch.table_set import SketchSet, SketchSettings
+from flexd.sketch.set_types import SketchSettings
+from flexd.sketch.table_set import SketchSet
 from flexd.tally import Tally
 
 MAX_THREADS = 64

@@ -27,8 +27,9 @@ from flexd.keyspace import TableSpec
 from flexd.layout import RankLayout
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.profile import Profile, TableProfile
+from flexd.sketch.set_types import SketchSettings
 from flexd.sketch.snapshot import LoadedSnapshot, SnapshotStore
-from flexd.sketch.table_set import SketchSet, SketchSettings, warm_up
+from flexd.sketch.table_set import SketchSet, warm_up
 from flexd.stream.counted import decode as decode_message
 from flexd.stream.types import Positions, Source
 from flexd.tally import Tally

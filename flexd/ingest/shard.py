@@ -10,7 +10,8 @@ from flexd.counted import CountedBatch
 from flexd.dead_letters import DeadLetterFile
 from flexd.errors import CodecError
 from flexd.ingest.stats import ROW_REASONS
-from flexd.sketch.table_set import IngestCounts, SketchSet
+from flexd.sketch.set_types import IngestCounts
+from flexd.sketch.table_set import SketchSet
 from flexd.sketch.weighted import ingest_counts
 from flexd.stream.types import AccessBatch, Message
 from flexd.tally import MAX_REASONS, Tally

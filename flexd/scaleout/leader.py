@@ -15,7 +15,8 @@ from flexd.scaleout import delta as deltas
 from flexd.scaleout.answer import Answer
 from flexd.scaleout.delta import Delta
 from flexd.scaleout.ledger import Ledger
-from flexd.sketch.table_set import SketchSet, SketchSettings
+from flexd.sketch.set_types import SketchSettings
+from flexd.sketch.table_set import SketchSet
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from flexd.errors import CodecError, SketchError
 from flexd.sketch.countmin import BLOCK_IDS, DEPTH, CountMin
 from flexd.sketch.logarithmic_table import LogTable
 from flexd.sketch.quantiles import KllQuantiles
-from flexd.sketch.table_set import IngestCounts, SketchSet
+from flexd.sketch.set_types import IngestCounts
+from flexd.sketch.table_set import SketchSet
 from flexd.sketch.tables import CountMinTable, DenseTable
 
 REASONS = ("cells_of_exact_table",)

@@ -17,7 +17,8 @@ from flexd.daemon.training import TrainingMonitor
 from flexd.errors import ApiError
 from flexd.layout import RankLayout, Tier
 from flexd.placement import Placement
-from flexd.sketch.table_set import SketchSet, SketchSettings
+from flexd.sketch.set_types import SketchSettings
+from flexd.sketch.table_set import SketchSet
 
 CONFIG = parse_config(
     {

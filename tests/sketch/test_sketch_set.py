@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from flexd.errors import SketchError
 from flexd.keyspace import TableSpec
-from flexd.sketch.table_set import IngestCounts, SketchSet
+from flexd.sketch.set_types import IngestCounts
+from flexd.sketch.table_set import SketchSet
 
 SMALL, LARGE = TableSpec("small", 300, 4), TableSpec("large", 400_000, 4)
 TABLES = [SMALL, LARGE]

@@ -18,8 +18,9 @@ from typing import Any
 
 from flexd.ingest import Ingestor
 from flexd.keyspace import TableSpec
+from flexd.sketch.set_types import SketchSettings
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.table_set import SketchSet, SketchSettings, warm_up
+from flexd.sketch.table_set import SketchSet, warm_up
 
 TABLES = [TableSpec("items", 5000, 4)]
 SETTINGS = SketchSettings(memory_bytes=2**22, half_life_seconds=None, max_future_seconds=1e9, max_hot_rows=100)

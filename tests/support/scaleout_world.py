@@ -18,8 +18,8 @@ from flexd.scaleout.answer import Answer
 from flexd.scaleout.follower import Follower, FollowerOptions
 from flexd.scaleout.leader import Leader
 from flexd.scaleout.ledger import Ledger
+from flexd.sketch.set_types import SketchSettings
 from flexd.sketch.snapshot import LoadedSnapshot
-from flexd.sketch.table_set import SketchSettings
 from flexd.stream.types import AccessBatch, Message
 
 ROWS = 64

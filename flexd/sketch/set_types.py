@@ -1,0 +1,54 @@
+"""What a ``SketchSet`` is made with, and what it says of accesses that it was given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SketchSettings:
+    """What a ``SketchSet`` is made with; saved with its state, which fits only equal ones.
+
+    Attributes:
+        memory_bytes: for the counters of all tables.
+        half_life_seconds: event time in which an access loses half its weight; None counts for ever.
+        max_future_seconds: accesses dated further ahead of the newest event count as of the newest event.
+        max_hot_rows: rows listed one by one in a profile, per table.
+        late_after_seconds: accesses older than the newest event by more than this are counted as late.
+        conservative: count-min counters err less; plain ones do not depend on the order of arrival.
+        logarithmic: tables too large for exact counters may be counted by logarithmic ones, where those fit.
+    """
+
+    memory_bytes: int = 512 * 2**20
+    half_life_seconds: float | None = 3600.0
+    max_future_seconds: float = 300.0
+    max_hot_rows: int = 1_000_000
+    late_after_seconds: float = 60.0
+    conservative: bool = True
+    logarithmic: bool = True
+
+
+@dataclass(frozen=True)
+class IngestCounts:
+    """Accesses of one or more batches, by what became of them.
+
+    ``accepted + unknown_table + negative_row + row_out_of_range`` is all of them; ``future_clamped`` and ``late`` are
+    parts of ``accepted``.
+    """
+
+    accepted: int = 0
+    unknown_table: int = 0
+    negative_row: int = 0
+    row_out_of_range: int = 0
+    future_clamped: int = 0
+    late: int = 0
+
+    def __add__(self, other: IngestCounts) -> IngestCounts:
+        return IngestCounts(
+            self.accepted + other.accepted,
+            self.unknown_table + other.unknown_table,
+            self.negative_row + other.negative_row,
+            self.row_out_of_range + other.row_out_of_range,
+            self.future_clamped + other.future_clamped,
+            self.late + other.late,
+        )
