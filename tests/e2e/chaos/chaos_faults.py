@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from chaos_messages import Vandal
-from chaos_training import JOB
+from chaos_training import JOB, WORLD
 from chaos_world import CONTROL_SECONDS, ChaosWorld
 from flexd_processes import until
 
@@ -20,6 +20,11 @@ from flexd.faults import POINTS
 STEPS_DURING = 8
 """Training goes on by so many steps in every fault that is not its own."""
 _REACHED_SECONDS = 60.0
+
+_LINK_SECONDS = (0.5, 1.5 * CONTROL_SECONDS)
+"""Shorter than the channel's deadlines, and longer."""
+RANKS_STRUCK = frozenset({"rank killed", "daemon ended while a rank hangs"})
+"""Kinds that hold up training themselves."""
 
 Injection = Callable[[ChaosWorld, random.Random], str]
 """Injects a fault and heals it; returns what was done exactly. Recovery counts from its return."""
@@ -73,9 +78,26 @@ def kill_rank(world: ChaosWorld, chance: random.Random) -> str:
     return f"rank {victim}, on from step {launched.first_step}"
 
 
-def _link(how: str) -> Injection:
+def end_daemon_while_a_rank_hangs(world: ChaosWorld, chance: random.Random) -> str:
+    """SIGTERM while the ranks wait for one of them in a collective: no chunk can be agreed before the daemon ends."""
+    victim = chance.randrange(len(world.job.children))
+    child = world.job.children[victim]
+    child.signal(signal.SIGSTOP)
+    try:
+        time.sleep(chance.uniform(0.1, 0.6))
+        began = time.monotonic()
+        world.stop_daemon()
+        seconds = time.monotonic() - began
+    finally:
+        child.signal(signal.SIGCONT)
+    world.steps_on(STEPS_DURING)
+    world.start_daemon()
+    return f"rank {victim}, the daemon ended within {seconds:.1f} s"
+
+
+def _link(how: str, *spans: float) -> Injection:
     def inject(world: ChaosWorld, chance: random.Random) -> str:
-        seconds = chance.choice([0.5, 1.5 * CONTROL_SECONDS])
+        seconds = chance.choice(spans)
         world.link.cut() if how == "cut" else world.link.stall()
         _train_for(world, seconds)
         world.link.mend()
@@ -96,11 +118,15 @@ def stop_broker(world: ChaosWorld, chance: random.Random) -> str:
 
 
 def kill_broker(world: ChaosWorld, chance: random.Random) -> str:
-    """Its log goes with it (it keeps it in memory), so nothing can be said about counts after this."""
+    """Its log goes with it (it keeps it in memory), so nothing can be said about counts after this. The accesses of all
+    ranks are in the next one.
+    """
     world.broker.kill()
     world.steps_on(STEPS_DURING)
     world.broker.start()
-    return "with its log"
+    began = time.monotonic()
+    until(lambda: world.publishing_ranks() == set(range(WORLD)), 60.0, lambda: f"only {world.publishing_ranks()}")
+    return f"with its log; all ranks publish again after {time.monotonic() - began:.1f} s"
 
 
 def kill_follower(world: ChaosWorld, chance: random.Random) -> str:
@@ -203,16 +229,24 @@ def _messages(how: str) -> Injection:
     return inject
 
 
+AT_A_POINT = {"daemon killed at a point": kill_at, "daemon stopped at a point": stop_at}
+
+
+def points(*, scale_out: bool) -> list[str]:
+    """The fault points that a daemon of such a world passes: a leader that reads nothing has nobody to tell."""
+    return [point for point in POINTS if not (scale_out and point == "snapshot.committed")]
+
+
 def kinds(*, scale_out: bool, disk: bool) -> dict[str, list[Injection]]:
-    """Every fault there is in such a world, by kind; ``kill_broker`` apart, after which counts mean nothing."""
-    points = [point for point in POINTS if not (scale_out and point == "snapshot.committed")]
+    """Every fault there is in such a world, by kind; ``kill_broker`` apart, after which counts mean nothing, and those
+    of ``AT_A_POINT``, of which there is one a point.
+    """
     found: dict[str, list[Injection]] = {
-        "daemon killed at a point": [kill_at(point, count) for point in points for count in (1, 2)],
-        "daemon stopped at a point": [stop_at(point, count) for point in points for count in (1, 2)],
         "daemon killed": [kill_daemon],
+        "daemon ended while a rank hangs": [end_daemon_while_a_rank_hangs],
         "rank killed": [kill_rank],
-        "control link cut": [_link("cut")],
-        "control link stalled": [_link("stall")],
+        "control link cut": [_link("cut", *_LINK_SECONDS)],
+        "control link stalled": [_link("stall", *_LINK_SECONDS)],
         "broker stopped": [stop_broker],
         "clock jump": [jump_clock],
         "snapshot truncated": [truncate("snapshot")],
@@ -228,6 +262,13 @@ def kinds(*, scale_out: bool, disk: bool) -> dict[str, list[Injection]]:
     if scale_out:
         found |= {"follower killed": [kill_follower], "follower stopped": [stop_follower]}
     return found
+
+
+LONG: dict[str, Injection] = {
+    "control link cut for a minute": _link("cut", 60.0),
+    "control link stalled for a minute": _link("stall", 60.0),
+}
+"""Once a world is enough."""
 
 
 def _live_until(world: ChaosWorld, chance: random.Random, point: str, count: int, action: str) -> str:
@@ -268,5 +309,5 @@ def _train_for(world: ChaosWorld, seconds: float) -> None:
 
 def _newest(world: ChaosWorld, what: str) -> Path | None:
     pattern = "snapshots/snapshot-*.flexd" if what == "snapshot" else "placement/placement.journal"
-    found = sorted(path for path in world.state.glob(pattern) if path.stat().st_size > 0)
+    found = sorted(path for path in world.kept.glob(pattern) if path.stat().st_size > 0)
     return found[-1] if found else None

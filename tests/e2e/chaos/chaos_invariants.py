@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 from chaos_training import TABLES, WORLD, Reference
-from chaos_world import PARTITIONS, TOPIC, Attempt, ChaosWorld
+from chaos_world import Attempt, ChaosWorld
 from flexd_processes import until
-from kafka import KafkaConsumer, TopicPartition
 
 from flexd.control.journal import PlacementJournal
 from flexd.daemon import parts
@@ -54,7 +53,7 @@ class Checker:
         copy = world.directory / "journal-copy"
         shutil.rmtree(copy, ignore_errors=True)
         copy.mkdir()
-        original = world.state / "placement" / "placement.journal"
+        original = world.kept / "placement" / "placement.journal"
         if not original.exists():
             return []
         shutil.copy(original, copy / original.name)
@@ -89,7 +88,7 @@ class Checker:
             nonlocal found, positions
             # Files come and go beside this reader.
             try:
-                loaded = SnapshotStore.load_newest(_ReadOnly(world.state / "snapshots"))
+                loaded = SnapshotStore.load_newest(_ReadOnly(world.kept / "snapshots"))
             except SnapshotError:
                 return False
             if loaded is None:
@@ -150,20 +149,12 @@ class Checker:
         """(counters fed with every message of the topic once, messages)."""
         config = self._world.config
         sketches = SketchSet.of(config.keyspace().tables, parts.sketch_settings(config))
-        consumer = KafkaConsumer(bootstrap_servers=self._world.broker.bootstrap_servers, group_id=None)
-        try:
-            partitions = [TopicPartition(TOPIC, number) for number in range(PARTITIONS)]
-            consumer.assign(partitions)
-            consumer.seek_to_beginning()
-            ends = consumer.end_offsets(partitions)
-            while any(consumer.position(partition) < ends[partition] for partition in partitions):
-                for records in consumer.poll(timeout_ms=500).values():
-                    for record in records:
-                        for batch in decode(record.value, config.stream.max_message_bytes):
-                            sketches.ingest(batch.table, batch.rows, batch.source_rank, batch.event_time_seconds)
-        finally:
-            consumer.close()
-        return sketches, sum(ends.values())
+        messages = 0
+        for payload in self._world.log():
+            messages += 1
+            for batch in decode(payload, config.stream.max_message_bytes):
+                sketches.ingest(batch.table, batch.rows, batch.source_rank, batch.event_time_seconds)
+        return sketches, messages
 
 
 class _ReadOnly(SnapshotStore):

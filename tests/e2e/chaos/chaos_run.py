@@ -11,7 +11,7 @@ from statistics import median
 from types import TracebackType
 from typing import Any
 
-from chaos_faults import Injection, kill_broker
+from chaos_faults import RANKS_STRUCK, Injection, kill_broker
 from chaos_invariants import Checker, longest_step
 from chaos_processes import ProcessServer
 from chaos_world import ChaosWorld
@@ -27,7 +27,7 @@ class Outcome:
     Attributes:
         recovery_seconds: from the end of the fault until every rank had applied a chunk that it had not before.
         added_step_seconds: longest step during fault and recovery over the median step before, of any rank; 0 if the
-            ranks themselves were killed.
+            fault held up the ranks themselves.
         steps: of every rank, during fault and recovery.
         violations: one line each; empty is well.
     """
@@ -84,7 +84,7 @@ class ChaosRun:
             kind=kind,
             detail=detail,
             recovery_seconds=max(0.0, recovered - healed),
-            added_step_seconds=max(0.0, longest - usual) if same else 0.0,
+            added_step_seconds=0.0 if kind in RANKS_STRUCK else max(0.0, longest - usual),
             steps=world.job.done - (steps if same else 0),
             violations=(*self.checker.training(), *self.checker.placement()),
         )
@@ -138,7 +138,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "|---|---|---|---|---|",
     ]
     for row in rows:
-        added = "restarted" if row["kind"] == "rank killed" else f"{row['added_step_seconds_longest']:.2f}"
+        added = "its own" if row["kind"] in RANKS_STRUCK else f"{row['added_step_seconds_longest']:.2f}"
         lines.append(
             f"| {row['kind']} | {row['injected']} | {row['violations']} | {row['recovery_seconds_median']:.1f} / "
             f"{row['recovery_seconds_longest']:.1f} | {added} |"

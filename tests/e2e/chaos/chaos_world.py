@@ -20,11 +20,13 @@ import yaml
 from chaos_processes import Child, Clock, ProcessServer
 from chaos_training import JOB, TABLES, WORLD
 from flexd_processes import free_ports, until
+from kafka import KafkaConsumer, TopicPartition
 from tcp_cut import TcpCut
 
 from flexd.config.load import load_config
 from flexd.config.model import Config
 from flexd.faults import VARIABLE
+from flexd.stream.codec import decode
 from flexd.topology.files import load_preset, write_cluster
 from flexd.topology.scale import scale_model
 
@@ -35,7 +37,9 @@ TOPIC = "accesses"
 PARTITIONS = 2
 CONTROL_SECONDS = 3.0
 """Deadline of every wait on the control channel."""
-STATE_BYTES = "4m"
+LEASE_SECONDS = 4.0
+STATE_BYTES = "8m"
+"""More than a daemon keeps; a file that grows without bound fills it within minutes."""
 _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 
@@ -89,33 +93,50 @@ class Attempt:
         return min((steps[self.done - 1].version for steps in self.steps), default=0) if self.done else 0
 
 
+@dataclass(frozen=True)
+class Seat:
+    """Where a daemon runs: its configuration and ports. With a stand-by there are two."""
+
+    name: str
+    config_file: Path
+    control_port: int
+    url: str
+
+
 class ChaosWorld:
     """A context manager. Ranks reach the daemon's store through ``link``; the groups of epochs connect directly.
 
     Args:
         scale_out: the daemon is a leader that reads nothing, and a follower reads the stream.
+        standby: two daemons share a lease and the state directory; ``daemon`` is the one that should lead.
         step_seconds: a training step takes at least so long.
     """
 
     def __init__(
-        self, directory: Path, seed: int, server: ProcessServer, *, scale_out: bool = False, step_seconds: float = 0.02
-    ) -> None:
+        self, directory: Path, seed: int, server: ProcessServer, *, scale_out: bool = False, standby: bool = False,
+        step_seconds: float = 0.02,
+    ) -> None:  # fmt: skip
         self.directory = directory
         self.seed = seed
         self.server = server
         self.scale_out = scale_out
+        self.has_standby = standby
         self.attempts: list[Attempt] = []
         self.lives = 0
         self.daemon: Child | None = None
         self.follower: Child | None = None
+        self.standby: Child | None = None
         self._step_seconds = step_seconds
-        self._ports = free_ports(5)
-        self.control_port, self.link_port, self.http_port, self._scale_port, self._follower_http = self._ports
-        self.url = f"http://127.0.0.1:{self.http_port}"
+        first, second, first_http, second_http, self.link_port, self._scale_port, self._follower_http = free_ports(7)
+        self._seats = [
+            Seat("one", directory / "flexd.yaml", first, f"http://127.0.0.1:{first_http}"),
+            Seat("two", directory / "flexd-two.yaml", second, f"http://127.0.0.1:{second_http}"),
+        ]
+        """The first is the leading daemon's."""
         self.state = directory / "state"
         self.clock = Clock(directory / "clock")
         self.broker = TansuBroker(topics={TOPIC: PARTITIONS})
-        self.link = TcpCut(self.link_port, self.control_port)
+        self.link = TcpCut(self.link_port, first)
         self._mounted = False
         self._write_files()
 
@@ -124,6 +145,9 @@ class ChaosWorld:
             self._mount()
             self.broker.start()
             self.start_daemon()
+            if self.has_standby:
+                until(lambda: self.role() == "leader", 60.0, self.where)
+                self.start_standby()
             if self.scale_out:
                 self.start_follower()
             self.launch()
@@ -133,7 +157,8 @@ class ChaosWorld:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for child in (self.daemon, self.follower, *(child for attempt in self.attempts for child in attempt.children)):
+        ranks = (child for attempt in self.attempts for child in attempt.children)
+        for child in (self.daemon, self.follower, self.standby, *ranks):
             if child is not None and child.alive:
                 child.kill()
         self.link.close()
@@ -148,16 +173,26 @@ class ChaosWorld:
 
     @property
     def config(self) -> Config:
-        return load_config(self._config_file, {})
+        return load_config(self._seats[0].config_file, {})
+
+    @property
+    def control_port(self) -> int:
+        return self._seats[0].control_port
+
+    @property
+    def kept(self) -> Path:
+        """Where the leading daemon has its state; with a stand-by every term has a directory."""
+        terms = sorted(self.state.glob("term-*")) if self.has_standby else []
+        return terms[-1] if terms else self.state
 
     @property
     def job(self) -> Attempt:
         return self.attempts[-1]
 
-    def status(self) -> dict[str, Any]:
-        """Empty while the daemon does not answer."""
+    def status(self, seat: int = 0) -> dict[str, Any]:
+        """Of the leading daemon, or with ``seat`` 1 of the stand-by; empty while it does not answer."""
         try:
-            answer = httpx.get(f"{self.url}/v1/status", timeout=1.0)
+            answer = httpx.get(f"{self._seats[seat].url}/v1/status", timeout=1.0)
             status: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
         except (httpx.HTTPError, ValueError):
             return {}
@@ -166,16 +201,21 @@ class ChaosWorld:
     def ready(self) -> bool:
         return bool(self.status().get("ready"))
 
+    def role(self, seat: int = 0) -> str:
+        return str((self.status(seat).get("high_availability") or {}).get("role", ""))
+
     def start_daemon(self, fault_points: str = "", **overrides: str) -> Child:
         """A new life of it; it may die at once if it was told to."""
-        self.lives += 1
-        # The broker would make the next life wait for the dead member of the last one; positions are the snapshot's.
-        environ = {VARIABLE: fault_points, "FLEXD__STREAM__SOURCE__GROUP_ID": f"daemon-{self.lives}", **overrides}
-        self.daemon = self.server.start(
-            "chaos_processes:daemon", self.directory / "daemon.log", environ, config_file=str(self._config_file),
-            clock_file=str(self.clock.path),
-        )  # fmt: skip
+        self.daemon = self._start(self._seats[0], {VARIABLE: fault_points, **overrides})
         return self.daemon
+
+    def start_standby(self) -> None:
+        self.standby = self._start(self._seats[1], {})
+
+    def hand_over(self) -> None:
+        """From now on the stand-by is the one that should lead."""
+        self._seats.reverse()
+        self.daemon, self.standby = self.standby, self.daemon
 
     def start_follower(self) -> None:
         self.lives += 1
@@ -194,7 +234,7 @@ class ChaosWorld:
         children = [
             self.server.start(
                 "chaos_training:rank", self.directory / f"{name}-{rank}.log", directory=str(self.directory),
-                rank=rank, attempt=name, store_port=store_port, control=f"127.0.0.1:{self.link_port}",
+                rank=rank, attempt=name, store_port=store_port, control=self._addresses(),
                 secret_file=str(self.directory / "secret"), bootstrap=self.broker.bootstrap_servers, topic=TOPIC,
                 checkpoint=str(self.directory / f"checkpoint-{first}") if first else None, seed=self.seed,
                 step_seconds=self._step_seconds,
@@ -228,6 +268,25 @@ class ChaosWorld:
             return job.version > version and self.ready()
 
         until(again, seconds, self.where)
+
+    def log(self) -> Iterator[bytes]:
+        """The messages in the broker, as of now."""
+        consumer = KafkaConsumer(bootstrap_servers=self.broker.bootstrap_servers, group_id=None)
+        try:
+            partitions = [TopicPartition(TOPIC, number) for number in range(PARTITIONS)]
+            consumer.assign(partitions)
+            consumer.seek_to_beginning()
+            ends = consumer.end_offsets(partitions)
+            while any(consumer.position(partition) < ends[partition] for partition in partitions):
+                for records in consumer.poll(timeout_ms=500).values():
+                    yield from (record.value for record in records)
+        finally:
+            consumer.close()
+
+    def publishing_ranks(self) -> set[int]:
+        """Those with accesses in the broker."""
+        limit = self.config.stream.max_message_bytes
+        return {batch.source_rank for message in self.log() for batch in decode(message, limit)}
 
     def where(self) -> str:
         """For the message of a failure."""
@@ -266,11 +325,20 @@ class ChaosWorld:
         return [json.loads((self.directory / f"{name}-{rank}.done").read_text()) for rank in range(WORLD)]
 
     def stop_daemon(self) -> None:
-        """SIGTERM; AssertionError if it takes longer than it promises."""
+        """SIGTERM; AssertionError if it takes longer than it promises, or ends with another code than 0."""
         assert self.daemon is not None
         self.daemon.signal(signal.SIGTERM)
         self.daemon.wait(25.0)
         assert self.daemon.exit_code == 0, self.daemon.tail()
+
+    def _start(self, seat: Seat, environ: dict[str, str]) -> Child:
+        self.lives += 1
+        # The broker would make the next life wait for the dead member of the last one; positions are the snapshot's.
+        group = {"FLEXD__STREAM__SOURCE__GROUP_ID": f"daemon-{self.lives}"}
+        return self.server.start(
+            "chaos_processes:daemon", self.directory / "daemon.log", {**group, **environ},
+            config_file=str(seat.config_file), clock_file=str(self.clock.path),
+        )  # fmt: skip
 
     def _mount(self) -> None:
         self.state.mkdir(mode=0o700)
@@ -283,7 +351,6 @@ class ChaosWorld:
         topology = self.directory / "topology.yaml"
         # Steps are tiny: with real latencies no replica would pay, and nothing would ever be migrated.
         write_cluster(scale_model(load_preset("azure-a100-200g"), 1e9), topology)
-        self._config_file = self.directory / "flexd.yaml"
         config: dict[str, Any] = {
             "job": JOB,
             "tables": [
@@ -304,10 +371,9 @@ class ChaosWorld:
                 "min_coverage": 0.0, "drift_threshold": None,
             },
             "control": {
-                "listen_port": self.control_port, "timeout_seconds": CONTROL_SECONDS, "chunk_rows": 24,
+                "timeout_seconds": CONTROL_SECONDS, "chunk_rows": 24,
                 "secret_file": str(self.directory / "secret"),
             },
-            "server": {"port": self.http_port},
             "state": {"dir": str(self.state), "snapshot_interval_seconds": 0.3},
             "shutdown_seconds": 10.0,
         }  # fmt: skip
@@ -322,4 +388,20 @@ class ChaosWorld:
             other = {**config, "scale_out": follower, "state": state, "server": {"port": self._follower_http}}
             (self.directory / "follower.yaml").write_text(yaml.safe_dump(other, sort_keys=False))
             config["scale_out"] = leader
-        self._config_file.write_text(yaml.safe_dump(config, sort_keys=False))
+        for seat in self._seats[: 1 + self.has_standby]:
+            if self.has_standby:
+                config["high_availability"] = {
+                    "lease": {"kind": "file"}, "identity": seat.name, "duration_seconds": LEASE_SECONDS,
+                    "renew_seconds": 0.5,
+                }  # fmt: skip
+            config["control"]["listen_port"], config["server"] = seat.control_port, {"port": _port(seat)}
+            seat.config_file.write_text(yaml.safe_dump(config, sort_keys=False))
+
+    def _addresses(self) -> str:
+        """Where ranks look for a daemon."""
+        other = f",127.0.0.1:{next(seat.control_port for seat in self._seats if seat.name == 'two')}"
+        return f"127.0.0.1:{self.link_port}{other if self.has_standby else ''}"
+
+
+def _port(seat: Seat) -> int:
+    return int(seat.url.rpartition(":")[2])

@@ -11,6 +11,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -18,12 +19,52 @@ ROOT = HERE.parents[2]
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "support"), str(ROOT), str(ROOT / "tools")]
 
 from bench_report import check, last_line  # noqa: E402
-from chaos_faults import kinds  # noqa: E402
+from chaos_faults import AT_A_POINT, LONG, Injection, kinds, points  # noqa: E402
 from chaos_processes import ProcessServer  # noqa: E402
 from chaos_run import ChaosRun, Outcome, as_json, figures, table  # noqa: E402
+from chaos_standby import KINDS as STANDBY_KINDS  # noqa: E402
 
-_FAULTS_A_WORLD = 30
+from flexd.faults import POINTS  # noqa: E402
+
+_FAULTS_A_WORLD = 24
 _COUNT_EVERY = 8
+_POINTS_A_TURN = 6
+"""Faults of each kind of ``AT_A_POINT`` while every other kind strikes once."""
+_WORLDS: tuple[dict[str, bool], ...] = ({}, {"scale_out": True}, {"standby": True})
+_LONG_MINUTES = 5.0
+"""Runs shorter than this have no time for faults of a minute."""
+
+
+class Turns:
+    """Which fault is next: every kind once a turn, at the points that were struck least so far."""
+
+    def __init__(self, chance: random.Random, only: str, minutes: float) -> None:
+        self._chance = chance
+        self._only = only
+        self._long = dict(LONG) if minutes >= _LONG_MINUTES or only else {}
+        self.struck = dict.fromkeys(POINTS, 0)
+
+    def of_world(self, run: ChaosRun) -> Iterator[tuple[str, str, Injection]]:
+        """(kind, point or nothing, injection) without end; none if no kind is wanted."""
+        world, chance = run.world, self._chance
+        every = STANDBY_KINDS if world.has_standby else kinds(scale_out=world.scale_out, disk=world.has_disk)
+        passed = points(scale_out=world.scale_out)
+        chosen = [kind for kind in every if self._only in kind]
+        if not world.has_standby:
+            chosen += [kind for kind in AT_A_POINT if self._only in kind] * _POINTS_A_TURN
+            # Once a soak, in a world where they can be.
+            chosen += [kind for kind in self._long if self._only in kind]
+        while chosen:
+            for kind in chance.sample(chosen, len(chosen)):
+                if kind in self._long:
+                    chosen.remove(kind)
+                    yield kind, "", self._long.pop(kind)
+                elif kind in AT_A_POINT:
+                    fewest = min(self.struck[point] for point in passed)
+                    point = chance.choice([point for point in passed if self.struck[point] == fewest])
+                    yield kind, point, AT_A_POINT[kind](point, chance.choice((1, 2)))
+                else:
+                    yield kind, "", chance.choice(every[kind])
 
 
 def main() -> int:
@@ -38,16 +79,17 @@ def main() -> int:
     outcomes: list[Outcome] = []
     broken: list[str] = []
     steps, largest, worlds = 0, 0.0, 0
+    turns = Turns(chance, arguments.only, arguments.minutes)
     server = ProcessServer()
     try:
         while time.monotonic() < end:
             seed = chance.randrange(2**31)
             directory = Path(tempfile.mkdtemp(prefix="flexd-chaos-"))
-            run = ChaosRun(directory, seed, server, scale_out=worlds % 2 == 1)
+            run = ChaosRun(directory, seed, server, **_WORLDS[worlds % len(_WORLDS)])
             worlds += 1
             try:
                 with run:
-                    _soak(run, chance, end, arguments.only)
+                    _soak(run, turns, end, lose_broker=arguments.only in "broker killed")
             except (AssertionError, TimeoutError) as error:
                 broken.append(f"world {worlds} (seed {seed}, {directory}): {error}")
                 print(broken[-1], file=sys.stderr)
@@ -62,34 +104,39 @@ def main() -> int:
         print(line, file=sys.stderr)
     if arguments.outcomes is not None:
         arguments.outcomes.write_text(json.dumps(as_json(outcomes), indent=1))
+    struck = [point for point, times in turns.struck.items() if times]
+    missed = [point for point in POINTS if point not in struck]
+    print(f"\nfault points struck: {len(struck)} of {len(POINTS)}{'; not: ' if missed else ''}{', '.join(missed)}")
     violations = len(broken) + sum(len(outcome.violations) for outcome in outcomes)
-    summary = {"faults": len(outcomes), "worlds": worlds, "steps_checked": steps, "largest_loss_difference": largest}
+    summary = {
+        "faults": len(outcomes),
+        "points_struck": len(struck),
+        "worlds": worlds,
+        "steps_checked": steps,
+        "largest_loss_difference": largest,
+    }
     checks = [check("invariant violations", violations, "0", violations == 0)]
     print(last_line({**summary, "kinds": {row["kind"]: row for row in rows}}, checks))
     return 1 if violations else 0
 
 
-def _soak(run: ChaosRun, chance: random.Random, end: float, only: str) -> None:
-    world = run.world
-    every = kinds(scale_out=world.scale_out, disk=world.has_disk)
-    chosen = [kind for kind in every if only in kind]
-    turn: list[str] = []
-    for number in range(_FAULTS_A_WORLD):
-        if time.monotonic() >= end or not chosen:
-            break
-        if not turn:
-            turn = chance.sample(chosen, len(chosen))
-        kind = turn.pop()
-        print(f"{kind} ...", file=sys.stderr, flush=True)
-        outcome = run.strike(kind, chance.choice(every[kind]))
+def _soak(run: ChaosRun, turns: Turns, end: float, *, lose_broker: bool) -> None:
+    most = 2 * len(STANDBY_KINDS) if run.world.has_standby else _FAULTS_A_WORLD
+    for number, (kind, point, injection) in enumerate(turns.of_world(run), 1):
+        print(f"{kind} {point}...", file=sys.stderr, flush=True)
+        outcome = run.strike(kind, injection)
+        if point and "not reached" not in outcome.detail:
+            turns.struck[point] += 1
         print(
             f"    ({outcome.detail}): recovered in {outcome.recovery_seconds:.1f} s, longest added step "
             f"{outcome.added_step_seconds:.2f} s{''.join(f'; {line}' for line in outcome.violations)}",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-        if (number + 1) % _COUNT_EVERY == 0:
+        if time.monotonic() >= end or number >= most:
+            break
+        if number % _COUNT_EVERY == 0:
             run.count()
-    run.finish(lose_broker=only in "broker killed")
+    run.finish(lose_broker=lose_broker)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from chaos_faults import Injection, kill_at, kinds, stop_at
 from chaos_invariants import Checker
 from chaos_processes import ProcessServer
 from chaos_run import ChaosRun, figures, table
+from chaos_standby import kill_leader, stop_leader
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -46,7 +47,7 @@ def test_a_job_outlives_every_kind_of_fault(tmp_path: Path, server: ProcessServe
     chance = random.Random(SEED)
     with ChaosRun(tmp_path, SEED, server) as run:
         every = kinds(scale_out=False, disk=run.world.has_disk)
-        faults = [(kind, chance.choice(ways)) for kind, ways in every.items() if not kind.endswith("at a point")]
+        faults = [(kind, chance.choice(ways)) for kind, ways in every.items()]
         faults += POINTS
         chance.shuffle(faults)
         strike_all(run, faults)
@@ -62,6 +63,13 @@ def test_followers_come_and_go(tmp_path: Path, server: ProcessServer) -> None:
         names = ("follower killed", "follower stopped", "daemon killed")
         strike_all(run, [(kind, every[kind][0]) for kind in names])
         assert run.finish() == []
+
+
+def test_a_standby_takes_over_from_a_leader_that_is_killed_or_stopped(tmp_path: Path, server: ProcessServer) -> None:
+    with ChaosRun(tmp_path, SEED + 2, server, standby=True) as run:
+        strike_all(run, [("leader killed", kill_leader), ("leader stopped", stop_leader)])
+        assert run.finish() == []
+        assert run.checker.versions_checked > 0
 
 
 def assert_violations_are_seen(run: ChaosRun) -> None:
