@@ -111,6 +111,15 @@ def test_remembered_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(who._newest) == ["s7", "s8", "s9"]
 
 
+def test_a_session_that_is_still_heard_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "MAX_SESSIONS", 2)
+    who = members()
+    for turn in range(1, 4):
+        who.accept(hello(0, session="s", sequence=turn), float(turn))
+        who.accept(hello(1, session=f"other{turn}"), 100.0 * turn)
+    assert who._newest["s"] == 3
+
+
 def test_silent_ranks_expire_unless_the_daemon_was_deaf() -> None:
     who = members()
     full(who)

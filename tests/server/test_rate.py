@@ -53,6 +53,15 @@ def test_the_table_of_clients_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert limiter.wait_seconds("999") > 0
 
 
+def test_who_keeps_asking_is_not_forgotten_for_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rate, "MAX_CLIENTS", 10)
+    limiter = RateLimiter(1.0, 1, Clock())
+    limiter.wait_seconds("busy")
+    for client in range(100):
+        limiter.wait_seconds(str(client))
+        assert limiter.wait_seconds("busy") > 0
+
+
 @pytest.mark.parametrize(
     ("peer", "known_by"),
     [
