@@ -83,6 +83,8 @@ def test_verbs_without_ranks(start: Callable[[Config], Running], tmp_path: Path)
     running = start(_config(tmp_path))
     daemon = running.daemon
     running.until(lambda: daemon.status().stream.accesses > 1_000)
+    # The channel comes up later than ingest: torch takes a while to load.
+    running.until(lambda: any("no rank" in reason for reason in daemon.status().reasons))
     status = daemon.status()
     assert (status.job, status.healthy, status.ready, status.paused) == ("j", True, False, False)
     assert status.topology.ready is False
