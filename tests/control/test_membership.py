@@ -117,7 +117,7 @@ def test_a_session_that_is_still_heard_is_remembered(monkeypatch: pytest.MonkeyP
     for turn in range(1, 4):
         who.accept(hello(0, session="s", sequence=turn), float(turn))
         who.accept(hello(1, session=f"other{turn}"), 100.0 * turn)
-    assert who._newest["s"] == 3
+        assert who._newest["s"] == turn
 
 
 def test_silent_ranks_expire_unless_the_daemon_was_deaf() -> None:
