@@ -117,6 +117,9 @@ def check_daemon(pod: Document, config: Config) -> None:
     assert split_address(config.server.metrics_listen) == ("0.0.0.0", ports["metrics"])
     for name, path in (("startupProbe", "/healthz"), ("livenessProbe", "/healthz")):
         assert container[name]["httpGet"] == {"path": path, "port": "metrics"}
+    # A stand-by is never ready in the sense of /readyz, and a rollout waits for every pod.
+    ready = container.get("readinessProbe", {"httpGet": {"path": None}})["httpGet"]["path"]
+    assert ready in (["/healthz"] if config.high_availability.enabled else ["/readyz", None])
     paths = {probe["httpGet"]["path"] for name, probe in container.items() if name.endswith("Probe")}
     assert paths <= probe_paths()
     mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
