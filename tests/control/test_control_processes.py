@@ -112,8 +112,15 @@ def test_training_goes_on_while_the_daemon_is_stopped(daemons: Callable[..., Dae
         daemon.signal(signal.SIGSTOP)
         try:
             steps = ranks.steps
+            errors = [rank.agent.counters.get("errors", 0) for rank in ranks.ranks]  # while the daemon came up
             # Long enough for every agent to run into its deadlines.
-            until(lambda: all(rank.agent.counters.get("errors", 0) >= 2 for rank in ranks.ranks), what=ranks.state())
+            until(
+                lambda: all(
+                    rank.agent.counters.get("errors", 0) >= before + 2
+                    for rank, before in zip(ranks.ranks, errors, strict=True)
+                ),
+                what=ranks.state(),
+            )
             assert ranks.steps > steps + 100
             version = ranks.placements[0].version
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -13,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from flexd_processes import DAEMON_START_SECONDS, free_ports, until
+from flexd_processes import DAEMON_START_SECONDS, flexd, free_ports, until
 
 from flexd.demo.options import DemoOptions
 from flexd.demo.processes import DaemonProcess, Ranks
@@ -166,6 +167,33 @@ def test_a_standby_says_so_and_refuses_verbs_with_the_leaders_name(pair: Pair) -
         assert "one/" in refused.json()["error"]["message"]
     assert "flexd_leading 0.0" in httpx.get(f"{standby.url}/metrics").text
     assert "flexd_leading 1.0" in httpx.get(f"{pair.members[0].url}/metrics").text
+
+
+def test_abort_stops_at_a_chunk_and_rollback_goes_back_to_where_it_started(pair: Pair) -> None:
+    leader = pair.leader()
+
+    def answer(*arguments: str) -> dict[str, Any]:
+        done = flexd(*arguments, "-o", "json", "--url", leader.url)
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    empty = leader.status()["placement"]["digest"]
+    pair.in_the_middle_of_a_migration(leader)
+    stopped = answer("abort", "--yes", "--reason", "too soon")
+    assert stopped["outcome"] == "stopped"
+    until(lambda: pair.version() == stopped["placement_version"], 30, leader.status)
+    partly = leader.status()["placement"]
+    assert partly["version"] == stopped["placement_version"]
+    assert partly["digest"] != empty
+    assert 0 < sum(partly["rows"].get(tier, 0) for tier in ("NODE", "DEVICE", "node", "device")) < 480
+    pair.in_the_middle_of_a_migration(leader)
+    back = answer("abort", "--rollback", "--yes", "--reason", "loss is rising")
+    assert back["outcome"] == "rolled_back"
+    assert leader.status()["placement"]["digest"] == partly["digest"]
+    until(lambda: pair.version() == back["placement_version"], 30, leader.status)
+    assert pair.same_versions()
+    states = [entry["state"] for entry in answer("history")["migrations"]]
+    assert states[:3] == ["COMMITTED", "ABORTED", "ABORTED"], "the way back, and what was stopped"
 
 
 def test_the_standby_takes_over_when_the_leader_is_killed_in_mid_migration(pair: Pair) -> None:

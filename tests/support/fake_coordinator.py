@@ -20,6 +20,8 @@ class FakeCoordinator:
     """
 
     port = 0
+    failure = ""
+    outstanding_chunks = 0
 
     def __init__(self, generation: int = 1, *, obedient: bool = False, slots: int = 200) -> None:
         self.topology: LiveTopology | None = LiveTopology(generation, "a", RankLayout(2, 2), (slots,), True, "")
@@ -28,6 +30,9 @@ class FakeCoordinator:
         self.migrations: list[Migration] = []
         self.refuses = False
         self.obedient = obedient
+
+    def listen(self) -> None:
+        """There is no address to take."""
 
     def live(self) -> LiveTopology | None:
         return self.topology
