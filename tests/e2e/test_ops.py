@@ -189,7 +189,8 @@ def test_what_is_shown_is_what_happens(job: Monitored) -> None:
     assert job.value(f'sum(increase(flexd_training_sent_bytes_total{{link="inter"}}[{INTERVAL}]))') > 0
     assert job.value('flexd_placement_rows{tier="device"} + ignoring(tier) flexd_placement_rows{tier="node"}') > 0
     rejected = job.query("sum by (reason) (flexd_ingest_rejected_messages_total)")
-    assert [float(series["value"][1]) for series in rejected] == [1.0]
+    shown = [float(series["value"][1]) for series in rejected]
+    assert [value for value in shown if value] == [1.0], "every reason is there, one was met"
 
 
 def test_rules_are_evaluated_and_a_healthy_job_alarms_nobody(job: Monitored) -> None:
