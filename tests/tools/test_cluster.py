@@ -30,9 +30,9 @@ if rank == 0:
         print(json.dumps({"answer": wire.recv(100).decode()}))
 """
 RECEIVER = """
-import socket, sys, time
+import os, socket, sys, time
 with socket.create_server(("0.0.0.0", 7000)) as server:
-    print("ready", flush=True)
+    os.write(1, b"ready\\n")  # at once: other ranks write to the same pipe
     wire, _ = server.accept()
     first, count = None, 0
     while chunk := wire.recv(2**16):
