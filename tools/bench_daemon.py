@@ -88,6 +88,7 @@ def start(directory: Path, tables: int, idle_seconds: float) -> Started:
     try:
         _until_ready(process, url, begun + START_SECONDS, directory / "daemon.log")
         ready, ready_cpu = time.monotonic() - begun, _cpu_seconds(process.pid)
+        _until_hosting(directory / "daemon.log", begun + START_SECONDS)
         # Until what the start has left to do is done.
         time.sleep(1.0)
         cpu, clock = _cpu_seconds(process.pid), time.monotonic()
@@ -121,6 +122,14 @@ def _until_ready(process: subprocess.Popen[bytes], url: str, deadline: float, lo
             except httpx.TransportError:
                 pass
             time.sleep(0.01)
+
+
+def _until_hosting(log: Path, deadline: float) -> None:
+    """The control channel comes up after ingest: only then has the daemon nothing left to start."""
+    while b"control channel: hosting" not in log.read_bytes():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"no control channel:\n{log.read_text(errors='replace')[-2000:]}")
+        time.sleep(0.05)
 
 
 def _cpu_seconds(pid: int) -> float:
