@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from flexd.durable import sync_directory
 from flexd.errors import PlacementError, SnapshotError
 from flexd.faults import fault_point
 from flexd.placement import Delta, Placement
@@ -223,7 +224,7 @@ class PlacementJournal:
                 os.fsync(file.fileno())
             os.replace(temporary, self._path)
             fault_point("journal.renamed")
-            _sync_directory(self._path.parent)
+            sync_directory(self._path.parent)
             self.close()
             self._open_for_append()
         except OSError as error:
@@ -356,11 +357,3 @@ def _frames(file: BinaryIO) -> Iterator[tuple[dict[str, Any], bytes]]:
         if not isinstance(header, dict):
             return
         yield header, arrays
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from flexd.config.links import ThrottleConfig
 from flexd.config.text import describe_faults
 from flexd.control.throttle import ThrottleLimits
-from flexd.daemon.durable import put_aside, replace_file
+from flexd.durable import put_aside, replace_file
 from flexd.errors import SnapshotError
 
 logger = logging.getLogger("flexd")

@@ -19,6 +19,7 @@ import shutil
 import sqlite3
 from pathlib import Path
 
+from flexd.durable import sync_directory
 from flexd.errors import SnapshotError
 
 _log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def open_term(state_dir: Path, term: int) -> Path:
         _copy(before, made, top=before == state_dir)
         # Fails if somebody else has made one with content: nobody goes on with a directory that is not its own.
         made.rename(target)
-        _sync_directory(state_dir)
+        sync_directory(state_dir)
     except OSError as error:
         shutil.rmtree(made, ignore_errors=True)
         raise SnapshotError(
@@ -89,7 +90,7 @@ def _copy(source: Path, target: Path, top: bool = False) -> None:
         elif entry.is_file():
             with contextlib.suppress(FileNotFoundError):
                 _copy_file(entry, target / entry.name)
-    _sync_directory(target)
+    sync_directory(target)
 
 
 def _copy_file(source: Path, target: Path) -> None:
@@ -129,11 +130,3 @@ def _remove_old(state_dir: Path, term: int) -> None:
             shutil.rmtree(entry, ignore_errors=True)
     for _, path in _terms(state_dir)[:-_KEPT_TERMS]:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

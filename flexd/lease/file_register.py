@@ -18,6 +18,7 @@ import re
 import time
 from pathlib import Path
 
+from flexd.durable import sync_directory
 from flexd.errors import LeaseError
 from flexd.lease.register import MAX_DURATION_SECONDS, MAX_HOLDER_CHARACTERS, MAX_TERM, LeaseRecord
 
@@ -85,7 +86,7 @@ class FileLeaseRegister:
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
                 return None
-            _sync_directory(self._directory)
+            sync_directory(self._directory)
         except OSError as error:
             raise self._error("cannot be written", error) from error
         self._remove_before(revision - _KEPT_REVISIONS)
@@ -148,11 +149,3 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

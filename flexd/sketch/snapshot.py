@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from flexd.durable import sync_directory
 from flexd.errors import SnapshotError
 from flexd.faults import fault_point
 from flexd.sketch import frame
@@ -98,7 +99,7 @@ class SnapshotStore:
             fault_point("snapshot.written")
             temporary.rename(path)
             fault_point("snapshot.renamed")
-            _sync_directory(self.directory)
+            sync_directory(self.directory)
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -155,14 +156,6 @@ def _write(path: Path, parts: list[bytes | memoryview]) -> None:
             view = memoryview(part)
             while len(view):
                 view = view[os.write(descriptor, view[:_WRITE_BYTES]) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -11,9 +11,9 @@ import httpx
 import pytest
 from flexd_processes import RunningDaemon, flexd
 
+from flexd import durable
 from flexd.config.links import ControlConfig, ThrottleConfig
 from flexd.control.throttle import Throttle, ThrottleLimits
-from flexd.daemon import durable
 from flexd.daemon.control_verbs import ControlVerbs
 from flexd.daemon.decisions import MAX_BYTES, ChosenThrottle, DecisionFile, Decisions, Pause
 from flexd.daemon.pacing import MigrationPacing
