@@ -173,6 +173,9 @@ class DaemonClient:
         body = {"reason": _checked(reason), "who": who}
         return self._call("POST", "/v1/config/reload", ReloadReport, ANSWER_SECONDS, body)
 
+    def preview_reload(self) -> ReloadReport:
+        return self._call("GET", "/v1/config/reload", ReloadReport, ANSWER_SECONDS)
+
     def _call(
         self, method: str, path: str, model: type[_Model], seconds: float, body: dict[str, Any] | None = None
     ) -> _Model:

@@ -13,7 +13,7 @@ import typer
 
 import flexd
 from flexd.cli import units
-from flexd.cli.config_commands import effective
+from flexd.cli.config_view import effective
 from flexd.cli.options import OutputOption
 from flexd.cli.view import Facts, OutputFormat, emit, show
 from flexd.config.load import load_config

@@ -81,7 +81,7 @@ def _status(client: DaemonClient) -> tuple[Status | None, list[Finding]]:
 
 
 def _running(client: DaemonClient, status: Status, config: Config) -> Iterator[Finding]:
-    from flexd.cli.config_commands import differences
+    from flexd.cli.config_view import differences
 
     yield from daemon_findings(status, len(differences(client.config().config, config.document())))
 

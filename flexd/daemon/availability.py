@@ -172,6 +172,11 @@ class AvailableDaemon:
         self._reloaded(who, reason, report)
         return report
 
+    def preview_reload(self) -> ReloadReport:
+        """As ``DaemonApi.preview_reload``, in both roles; what a stand-by could not take shows when it leads."""
+        leading = self._leading
+        return self._file.preview(leading.check if leading is not None else lambda _: None)
+
     def _reloaded(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
         leading = self._leading
         if leading is None:
@@ -230,6 +235,7 @@ class _Front:
         self.status = daemon.status
         self.health = daemon.health
         self.reload = daemon.reload
+        self.preview_reload = daemon.preview_reload
         self._rest = rest
 
     def __getattr__(self, name: str) -> object:

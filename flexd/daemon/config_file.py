@@ -9,16 +9,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from flexd.config.load import load_config
 from flexd.config.model import Config
-from flexd.config.reload import merge
+from flexd.config.reload import Merged, merge
 from flexd.config.text import describe_faults
 from flexd.daemon.logs import set_up_logging
 from flexd.errors import ConfigError, FlexdError
-from flexd.server.config_report import ConfigStatus, ReloadReport
+from flexd.server.config_report import ConfigStatus, KeyChange, ReloadReport
 from flexd.server.figures import ConfigFigures
 
 logger = logging.getLogger("flexd")
@@ -70,22 +71,42 @@ class ConfigFile:
             )  # fmt: skip
             return report
 
+    def preview(self, check: Callable[[Config], None]) -> ReloadReport:
+        """What ``reload`` would come to now. Takes nothing from the file, and counts nothing.
+
+        Args:
+            check: raises FlexdError if the parts cannot take these settings.
+
+        Raises:
+            ConfigError: as ``reload``.
+        """
+        with self._lock:
+            path, wanted, merged = self._read()
+            if merged.applied:
+                check(merged.effective)
+            return _report(path, self.config, wanted, merged, dry_run=True)
+
     def _reload(self, adopt: Callable[[Config], None]) -> ReloadReport:
+        path, wanted, merged = self._read()
+        if merged.applied:
+            adopt(merged.effective)
+            if any(key.startswith("log.") for key in merged.applied):
+                set_up_logging(merged.effective)
+        report = _report(path, self.config, wanted, merged)
+        self.config, self._pending = merged.effective, merged.pending
+        self._read_unix_seconds = time.time()
+        return report
+
+    def _read(self) -> tuple[Path, Config, Merged]:
+        """(the file, what it says, what becomes of the running configuration)"""
         if self._path is None:
             raise ConfigError("this daemon was not started from a file", remedy="start it with flexd run -c FILE")
         wanted = load_config(self._path, self._environ)
         try:
-            merged = merge(self.config, wanted)
+            return self._path, wanted, merge(self.config, wanted)
         except ValidationError as error:
             faults = "\n".join(f"{self._path}: {line}" for line in describe_faults(error, Config, {}))
             raise ConfigError(faults, remedy="these keys contradict others that need a restart") from None
-        if merged.applied:
-            adopt(merged.effective)
-            if any(path.startswith("log.") for path in merged.applied):
-                set_up_logging(merged.effective)
-        self.config, self._pending = merged.effective, merged.pending
-        self._read_unix_seconds = time.time()
-        return ReloadReport(file=str(self._path), applied=merged.applied, pending=merged.pending)
 
     def status(self) -> ConfigStatus:
         return ConfigStatus(
@@ -99,3 +120,21 @@ class ConfigFile:
     def figures(self) -> ConfigFigures:
         outcomes = {name: self._outcomes[name] for name in ("applied", "unchanged", "rejected")}
         return ConfigFigures(reloads=outcomes, pending_keys=len(self._pending))
+
+
+def _report(path: Path, running: Config, wanted: Config, merged: Merged, *, dry_run: bool = False) -> ReloadReport:
+    before, after = running.document(), wanted.document()
+    changes = tuple(
+        KeyChange(key=key, before=_at(before, key), after=_at(after, key), needs_restart=key in merged.pending)
+        for key in (*merged.applied, *merged.pending)
+    )
+    return ReloadReport(
+        file=str(path), dry_run=dry_run, applied=merged.applied, pending=merged.pending, changes=changes
+    )  # fmt: skip
+
+
+def _at(document: Any, key: str) -> Any:
+    """The value at a key path; None where there is none: a section of another kind has other keys."""
+    for name in key.split("."):
+        document = document.get(name) if isinstance(document, dict) else None
+    return document

@@ -77,6 +77,10 @@ class FollowerDaemon:
         logger.info("config reload asked for by %s: %s", who or "somebody", reason)
         return self._file.reload(self._adopt)
 
+    def preview_reload(self) -> ReloadReport:
+        """As ``DaemonApi.preview_reload``."""
+        return self._file.preview(lambda _: None)
+
     def _adopt(self, config: Config) -> None:
         self._config = config
         self._unit.ingestor.save_every(config.state.snapshot_interval_seconds)

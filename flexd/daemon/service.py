@@ -256,13 +256,17 @@ class Daemon:
             self._control.pauses,
         )
 
+    def check(self, config: Config) -> None:
+        """Raises FlexdError if ``adopt`` would."""
+        self._planning.check(config)
+
     def adopt(self, config: Config) -> None:
         """Gives the parts other settings, of which only ``flexd.config.reload.HOT_KEYS`` differ from the present ones.
 
         Raises:
             FlexdError: they name a table that there is not, or the like; nothing has changed.
         """
-        self._planning.check(config)
+        self.check(config)
         self._config = config
         self._planning.adopt(config)
         self._drift.adopt(config.planner)
@@ -282,6 +286,10 @@ class Daemon:
             raise
         self.reloaded(who, reason, report)
         return report
+
+    def preview_reload(self) -> ReloadReport:
+        """As ``DaemonApi.preview_reload``."""
+        return self._file.preview(self.check)
 
     def reloaded(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
         """Records what became of a changed file."""

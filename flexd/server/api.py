@@ -101,6 +101,14 @@ class DaemonApi(Protocol):
         """
         ...
 
+    def preview_reload(self) -> ReloadReport:
+        """What ``reload`` would come to now. Changes nothing.
+
+        Raises:
+            ConfigError: the file is wrong.
+        """
+        ...
+
     def health(self) -> ProbeResult:
         """Does the loop tick? Never blocks."""
         ...

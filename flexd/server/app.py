@@ -107,6 +107,11 @@ def create_app(
         asked = request or AskedRequest()
         return json_answer(api.resume(asked.reason, asked_by(asked.who)))
 
+    @app.get("/v1/config/reload", response_model=ReloadReport, responses=VERB_ERRORS)
+    def preview_reload() -> Response:
+        """Dry run: what would be taken from the configuration file now, and what would wait for a restart."""
+        return json_answer(api.preview_reload())
+
     @app.post("/v1/config/reload", response_model=ReloadReport, responses=VERB_ERRORS)
     def reload(request: AskedRequest | None = None) -> Response:
         """Reads the configuration file again. A file that is wrong changes nothing."""

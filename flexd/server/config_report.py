@@ -7,15 +7,32 @@ from typing import Any
 from flexd.server.model import Measured, Model
 
 
+class KeyChange(Model):
+    """A key whose value in the file differs from what runs; secrets are replaced."""
+
+    key: str
+    """Its path."""
+    before: Any = None
+    """What runs, or ran until the reload."""
+    after: Any = None
+    """What the file says."""
+    needs_restart: bool = False
+    """Whether a reload leaves it as it is."""
+
+
 class ReloadReport(Model):
-    """What became of a changed file."""
+    """What became of a changed file, or would become of it."""
 
     file: str
     """That was read again."""
+    dry_run: bool = False
+    """Whether nothing was taken from it: the rest is then what a reload would come to."""
     applied: tuple[str, ...] = ()
     """Key paths that differ from what ran, and are in effect now."""
     pending: tuple[str, ...] = ()
     """Key paths that differ from what runs, and need a restart."""
+    changes: tuple[KeyChange, ...] = ()
+    """Both, with their values."""
 
 
 class ConfigStatus(Model):

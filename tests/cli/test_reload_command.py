@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from flexd.cli.config_view import flat, reload_blocks, reload_sentence
 from flexd.cli.exit_codes import ExitCode
 from flexd.errors import ConfigError
+from flexd.server.config_report import KeyChange, ReloadReport
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -21,6 +23,34 @@ def test_golden(flexd_command, url, daemon, output, monkeypatch):
     expected = GOLDEN / f"reload.{'txt' if output == 'table' else 'json'}"
     assert done.stdout == expected.read_text(encoding="utf-8")
     assert daemon.calls == [("reload", "quieter", "ann@host")]
+
+
+@pytest.mark.parametrize("output", ["table", "json"])
+def test_a_dry_run_asks_what_would_happen_and_reloads_nothing(flexd_command, url, daemon, output):
+    done = flexd_command("reload", "--dry-run", "-o", output, "--url", url)
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = GOLDEN / f"reload-dry-run.{'txt' if output == 'table' else 'json'}"
+    assert done.stdout == expected.read_text(encoding="utf-8")
+    assert daemon.calls == [("preview_reload",)]
+
+
+def test_a_secret_that_changes_is_named_without_its_value():
+    change = KeyChange(key="stream.source.sasl_password", before="**", after="**")
+    _, changes = reload_blocks(ReloadReport(file="f", applied=(change.key,), changes=(change,)))
+    assert changes.rows == ((change.key, "(a secret)", "(another)", "at once"),)
+
+
+def test_the_question_says_what_would_change():
+    assert reload_sentence(ReloadReport(file="f.yaml", pending=("job",))) == (
+        "Would take from f.yaml: nothing; job would wait for a restart."
+    )
+    assert reload_sentence(ReloadReport(file="f.yaml")) == "f.yaml says what runs already."
+
+
+def test_values_are_written_as_the_file_has_them():
+    assert flat({"a": {"b": [True, None, 1.5, "x"]}, "c": {}}) == {
+        "a.b[0]": "true", "a.b[1]": "null", "a.b[2]": "1.5", "a.b[3]": "x", "c": "{}",
+    }  # fmt: skip
 
 
 def test_a_file_that_is_wrong_is_refused_with_the_key_path(flexd_command, url, daemon):

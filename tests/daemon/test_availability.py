@@ -9,11 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 from flexd_processes import until
 
 from flexd.config.load import parse_config
 from flexd.config.model import Config
 from flexd.daemon.availability import AvailableDaemon, make_register
+from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.terms import open_term
 from flexd.errors import ConfigError, LeaseError
 from flexd.lease.file_register import FileLeaseRegister
@@ -41,8 +43,8 @@ def _config(directory: Path, **sections: Any) -> Config:
 
 
 class Running:
-    def __init__(self, config: Config) -> None:
-        self.daemon = AvailableDaemon(config)
+    def __init__(self, config: Config, file: ConfigFile | None = None) -> None:
+        self.daemon = AvailableDaemon(config, file)
         self.daemon.start()
         self.ended: bool | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -64,11 +66,11 @@ class Running:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[Config], Running]]:
+def start() -> Iterator[Callable[..., Running]]:
     made: list[Running] = []
 
-    def make(config: Config) -> Running:
-        made.append(Running(config))
+    def make(config: Config, file: ConfigFile | None = None) -> Running:
+        made.append(Running(config, file))
         return made[-1]
 
     yield make
@@ -99,6 +101,28 @@ def test_the_lease_decides_who_leads_and_is_given_back(start: Callable[[Config],
     page = two.get("/metrics").text
     assert "flexd_leading 1.0" in page
     assert "flexd_lease_term 2.0" in page
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_both_roles_say_what_a_reload_would_take(start: Callable[..., Running], tmp_path: Path, leads: bool) -> None:
+    config = _config(tmp_path)
+    if not leads:
+        register = FileLeaseRegister(tmp_path / "lease")
+        assert register.replace(register.read(), "other", 1, 3600.0) is not None
+    path = tmp_path / "flexd.yaml"
+    written = config.model_dump(mode="json")
+
+    def write(**sections: Any) -> None:
+        path.write_text(yaml.safe_dump({**written, **sections}))
+
+    write(shutdown_seconds=7.0)
+    running = start(config, ConfigFile(config, path, {}))
+    until(lambda: running.daemon.leads is leads and running.status()["high_availability"]["holder"] is not None)
+    answer = running.get("/v1/config/reload")
+    assert (answer.status_code, answer.json()["applied"]) == (200, ["shutdown_seconds"]), answer.text
+    write(planner={"pins": [{"table": "nothing", "tier": "NODE"}]})
+    # Whether the parts would take it, only who has them knows.
+    assert running.get("/v1/config/reload").status_code == (409 if leads else 200)
 
 
 def test_a_leader_whose_lease_is_taken_stands_by(start: Callable[[Config], Running], tmp_path: Path) -> None:

@@ -66,6 +66,36 @@ def _loggers_as_before() -> Iterator[None]:
     root.handlers[:], root.level = handlers, level
 
 
+def test_a_preview_says_what_a_reload_would_take_and_takes_nothing(job: OnFile) -> None:
+    job.write(planner={"min_samples": 5, "exchange": "direct"})
+    before, config = job.daemon.status().config, job.daemon.inspect.config().config
+    preview = job.daemon.preview_reload()
+    assert (preview.dry_run, preview.applied, preview.pending) == (
+        True,
+        ("planner.min_samples",),
+        ("planner.exchange",),
+    )
+    assert [(each.key, each.before, each.after, each.needs_restart) for each in preview.changes] == [
+        ("planner.min_samples", config["planner"]["min_samples"], 5, False),
+        ("planner.exchange", "chain", "direct", True),
+    ]
+    assert job.daemon.status().config == before
+    assert job.daemon.inspect.config().config == config
+    answer = httpx.get(f"{job.daemon.address}/v1/config/reload")
+    assert (answer.status_code, answer.json()["applied"]) == (200, ["planner.min_samples"])
+    taken = job.daemon.reload()
+    assert (taken.dry_run, taken.changes) == (False, preview.changes)
+    assert [each.key for each in job.daemon.preview_reload().changes] == ["planner.exchange"]
+
+
+def test_a_preview_refuses_what_a_reload_would_refuse(job: OnFile) -> None:
+    job.write(planner={"pins": [{"table": "nothing", "tier": "NODE"}]})
+    with pytest.raises(FlexdError, match="nothing"):
+        job.daemon.preview_reload()
+    assert job.daemon.status().config.rejected == 0, "nobody has asked for a reload"
+    assert job.daemon.status().config.problem is None
+
+
 def test_what_needs_no_restart_is_in_effect_at_once(job: OnFile) -> None:
     job.write(
         planner={"interval_seconds": 7.0, "min_samples": 5, "drift_threshold": 1.5, "exchange": "direct"},

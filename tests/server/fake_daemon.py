@@ -10,7 +10,7 @@ from fake_migrations import FakeMigrations
 from fake_planning import FakePlanning
 
 from flexd.server.answers import ProbeResult
-from flexd.server.config_report import ReloadReport
+from flexd.server.config_report import KeyChange, ReloadReport
 from flexd.server.explain_report import Explanation, RowReport, ThresholdReport
 from flexd.server.figures import DaemonFigures
 from flexd.server.migration_report import MigrationReport
@@ -19,6 +19,16 @@ from flexd.server.status import Status, StreamStatus
 from flexd.server.verbs import PauseState, ReplanResult
 
 OK = ProbeResult(ok=True)
+RELOADED = ReloadReport(
+    file="flexd.yaml", applied=("log.level",), pending=("tables",),
+    changes=(
+        KeyChange(key="log.level", before="info", after="debug"),
+        KeyChange(
+            key="tables", before=[{"name": "items", "rows": 100}],
+            after=[{"name": "items", "rows": 200}, {"name": "users", "rows": 50}], needs_restart=True,
+        ),
+    ),
+)  # fmt: skip
 FIGURES = DaemonFigures(job="job", version="1.2.3", started_unix_seconds=1.0)
 
 
@@ -89,7 +99,11 @@ class FakeDaemon:
 
     def reload(self, reason: str = "", who: str = "") -> ReloadReport:
         self._enter("reload", reason, who)
-        return ReloadReport(file="flexd.yaml", applied=("log.level",), pending=("server.port",))
+        return RELOADED
+
+    def preview_reload(self) -> ReloadReport:
+        self._enter("preview_reload")
+        return RELOADED.model_copy(update={"dry_run": True})
 
     def health(self) -> ProbeResult:
         if self.error is not None:

@@ -1,0 +1,86 @@
+"""Configurations as people read them: values by key path, and where two differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flexd.cli.view import Block, Facts, Table
+from flexd.server.config_report import KeyChange, ReloadReport
+
+ABSENT = "(absent)"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One key path whose value differs; ``ABSENT`` where a side has no such key."""
+
+    path: str
+    daemon: str
+    file: str
+
+
+def effective(document: Mapping[str, Any]) -> Facts:
+    """Every value by its key path."""
+    return Facts("", tuple(flat(document).items()))
+
+
+def flat(document: Mapping[str, Any]) -> dict[str, str]:
+    """``{"a": {"b": [1]}}`` -> ``{"a.b[0]": "1"}``."""
+    values: dict[str, str] = {}
+
+    def walk(path: str, value: object) -> None:
+        if isinstance(value, dict) and value:
+            for key, item in value.items():
+                walk(f"{path}.{key}" if path else str(key), item)
+        elif isinstance(value, list) and value:
+            for i, item in enumerate(value):
+                walk(f"{path}[{i}]", item)
+        else:
+            # As the file has it: true and not True.
+            values[path] = value if isinstance(value, str) else json.dumps(value)
+
+    walk("", dict(document))
+    return values
+
+
+def differences(daemon: Mapping[str, Any], file: Mapping[str, Any]) -> list[Difference]:
+    """In the order of the file's keys, then those that only the daemon has."""
+    here, there = flat(file), flat(daemon)
+    paths = [*here, *(path for path in there if path not in here)]
+    pairs = ((path, there.get(path, ABSENT), here.get(path, ABSENT)) for path in paths)
+    return [Difference(path, at_daemon, in_file) for path, at_daemon, in_file in pairs if at_daemon != in_file]
+
+
+def reload_blocks(report: ReloadReport) -> list[Block]:
+    """What a reload has come to, or would."""
+    words = ("would apply", "would wait for a restart") if report.dry_run else ("applied", "needs a restart")
+    head = Facts(
+        "",
+        (
+            ("file", report.file),
+            (words[0], ", ".join(report.applied) or "nothing"),
+            (words[1], ", ".join(report.pending) or "nothing"),
+        ),
+    )
+    rows = tuple(row for change in report.changes for row in _change(change))
+    return [head, Table("changes", ("key", "before", "after", "takes effect"), rows)] if rows else [head]
+
+
+def reload_sentence(report: ReloadReport) -> str:
+    """The same in front of a question."""
+    if not report.applied and not report.pending:
+        return f"{report.file} says what runs already."
+    waits = f"; {', '.join(report.pending)} would wait for a restart" if report.pending else ""
+    return f"Would take from {report.file}: {', '.join(report.applied) or 'nothing'}{waits}."
+
+
+def _change(change: KeyChange) -> list[tuple[str, str, str, str]]:
+    when = "after a restart" if change.needs_restart else "at once"
+    found = differences({change.key: change.before}, {change.key: change.after})
+    # Only a secret looks the same on both sides.
+    return [(each.path, each.daemon, each.file, when) for each in found] or [
+        (change.key, "(a secret)", "(another)", when)
+    ]
