@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import typer
 
-from flexd.cli import units
 from flexd.cli.confirm import DryRunOption, YesOption, confirm, must_ask
 from flexd.cli.exit_codes import exit_code_of_outcome
 from flexd.cli.options import BY_HAND, OutputOption, ReasonOption, SocketOption, UrlOption, connect, who
-from flexd.cli.plan_view import plan_blocks
+from flexd.cli.plan_view import plan_blocks, would_move
 from flexd.cli.planning_commands import ForceOption, TimeoutOption, WaitOption
 from flexd.cli.progress import migration_progress
 from flexd.cli.status_view import replan_blocks
 from flexd.cli.view import OutputFormat, Sentences, emit
-from flexd.server.plan_report import PlanReport
 from flexd.server.status import Status
 from flexd.server.verbs import PauseState
 
@@ -41,7 +39,7 @@ def replan(
         emit(planned, plan_blocks(planned), output)
         return
     if must_ask(yes):
-        confirm(f"{_would_move(client.plan())} Replan?", yes)
+        confirm(f"As of now {would_move(client.plan())} Replan?", yes)
     with migration_progress(client, wait):
         result = client.replan(reason, timeout if wait else 0.0, force=force, who=who())
     emit(result, replan_blocks(result), output)
@@ -88,16 +86,6 @@ def resume(
         return
     confirm("Plans are made and chunks pushed again. Resume?", yes)
     _emit_state(client.resume(reason, who()), output)
-
-
-def _would_move(plan: PlanReport) -> str:
-    if plan.changed_rows == 0:
-        return "As of now nothing would move."
-    change = units.change(plan.before.exposed_seconds, plan.after.exposed_seconds)
-    return (
-        f"As of now {units.count(plan.promotions)} rows would be promoted and {units.count(plan.demotions)} demoted, "
-        f"{units.size(plan.migration_bytes)} copied; predicted {change} exposed communication."
-    )
 
 
 def _as_it_would_be(status: Status, *, paused: bool, reason: str | None) -> PauseState:

@@ -28,6 +28,17 @@ def plan_facts(plan: PlanReport) -> tuple[tuple[str, str], ...]:
     )
 
 
+def would_move(plan: PlanReport) -> str:
+    """In front of a question."""
+    if plan.changed_rows == 0:
+        return "nothing would move."
+    change = units.change(plan.before.exposed_seconds, plan.after.exposed_seconds)
+    return (
+        f"{units.count(plan.promotions)} rows would be promoted and {units.count(plan.demotions)} demoted, "
+        f"{units.size(plan.migration_bytes)} copied; predicted {change} exposed communication."
+    )
+
+
 def _changes(plan: PlanReport) -> str:
     if plan.changed_rows == 0:
         return "none: the live placement stays"

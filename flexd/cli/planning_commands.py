@@ -6,13 +6,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from flexd.cli.confirm import DryRunOption, YesOption, confirm
+from flexd.cli.confirm import DryRunOption, YesOption, confirm, must_ask
 from flexd.cli.exit_codes import exit_code_of_outcome
 from flexd.cli.options import BY_HAND, OutputOption, ReasonOption, SocketOption, UrlOption, connect, who
-from flexd.cli.plan_view import plan_blocks
-from flexd.cli.planning_view import proposal_blocks, throttle_blocks
+from flexd.cli.plan_view import plan_blocks, would_move
+from flexd.cli.planning_view import proposal_blocks
 from flexd.cli.progress import migration_progress
 from flexd.cli.status_view import replan_blocks
+from flexd.cli.throttle_view import ThrottleChange, throttle_blocks, throttle_change_blocks, throttle_sentence
 from flexd.cli.view import OutputFormat, emit
 
 ForceOption = Annotated[
@@ -64,7 +65,11 @@ def apply(
         kept = client.proposal(plan_id)
         emit(kept, plan_blocks(kept), output)
         return
-    confirm(f"Rows migrate as plan {plan_id} says. Apply?", yes)
+    if must_ask(yes):
+        kept = client.proposal(plan_id)
+        # Of the plan that was shown: another one may be the latest by the time of the answer.
+        plan_id = kept.plan_id
+        confirm(f"Plan {plan_id}: {would_move(kept)} Apply?", yes)
     with migration_progress(client, wait):
         result = client.apply(plan_id, reason, timeout if wait else 0.0, force=force, who=who())
     emit(result, replan_blocks(result), output)
@@ -78,6 +83,8 @@ def throttle(
         Literal["on", "off"] | None, typer.Option(help="Slow down when the ranks' steps become slower.")
     ] = None,
     reason: ReasonOption = BY_HAND,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
     url: UrlOption = None,
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
@@ -88,12 +95,20 @@ def throttle(
 
     Bytes are of row values and optimizer state, at each step boundary of every rank and in the long run.
 
-    Example: flexd throttle --bytes-per-step 262144 --adaptive on
+    Example: flexd throttle
+    Example: flexd throttle --bytes-per-step 262144 --adaptive on --yes
     """
     client = connect(url, socket)
-    if bytes_per_step is None and bytes_per_second is None and adaptive is None:
+    adapts = None if adaptive is None else adaptive == "on"
+    if dry_run:
+        change = ThrottleChange.of(client.throttle(), bytes_per_step, bytes_per_second, adapts)
+        emit(change, throttle_change_blocks(change), output)
+        return
+    if bytes_per_step is None and bytes_per_second is None and adapts is None:
         answer = client.throttle()
     else:
-        adapts = None if adaptive is None else adaptive == "on"
+        if must_ask(yes):
+            change = ThrottleChange.of(client.throttle(), bytes_per_step, bytes_per_second, adapts)
+            confirm(f"{throttle_sentence(change)} Change?", yes)
         answer = client.set_throttle(bytes_per_step, bytes_per_second, adapts, reason=reason, who=who())
     emit(answer, throttle_blocks(answer), output)

@@ -1,11 +1,10 @@
-"""Proposals, gates and the throttle as people read them."""
+"""Proposals and gates as people read them."""
 
 from __future__ import annotations
 
 from flexd.cli import units
 from flexd.cli.view import Block, Facts, Sentences, Table
 from flexd.server.planning_report import GateReport, PlanningStatus, ProposalList, ProposalReport
-from flexd.server.throttle_report import StepTimeReport, ThrottleStatus
 
 
 def proposal_blocks(proposals: ProposalList) -> list[Block]:
@@ -55,38 +54,3 @@ def planning_block(planning: PlanningStatus) -> Facts:
     if own:
         facts.append(("proposal", f"{own[0].plan_id} ({own[0].reason}): {_applicable(own[0])}"))
     return Facts("planning", tuple(facts))
-
-
-def throttle_blocks(throttle: ThrottleStatus) -> list[Block]:
-    facts = [
-        ("a step", _limit(throttle.bytes_per_step, "as much as the ranks apply")),
-        ("a second", _limit(throttle.bytes_per_second, "no limit")),
-        ("adaptive", "on" if throttle.adaptive else "off"),
-    ]
-    if throttle.adaptive:
-        facts.append(("now", f"{throttle.state}, {_limit(throttle.effective_bytes_per_step, 'no limit')} a step"))
-        facts.append(("why", throttle.why or units.UNKNOWN))
-    if throttle.waits_for:
-        facts.append(("chunk waits for", throttle.waits_for.replace("_", " ")))
-    facts.append(("steps without", _times(throttle.baseline)))
-    facts.append(("steps with", _times(throttle.recent)))
-    facts.append(("let go", units.size(throttle.released_bytes)))
-    waited = [
-        f"{name.replace('_', ' ')} {units.seconds(seconds)}"
-        for name, seconds in throttle.waiting_seconds.items()
-        if seconds
-    ]
-    facts.append(("waited", ", ".join(waited) or "never"))
-    if any(throttle.decisions.values()):
-        facts.append(("decisions", ", ".join(f"{name} {units.count(n)}" for name, n in throttle.decisions.items())))
-    return [Facts("throttle", tuple(facts))]
-
-
-def _limit(limit: int | None, without: str) -> str:
-    return without if limit is None else units.size(limit)
-
-
-def _times(times: StepTimeReport | None) -> str:
-    if times is None:
-        return units.UNKNOWN
-    return f"p50 {units.seconds(times.p50_seconds)}, p90 {units.seconds(times.p90_seconds)}"

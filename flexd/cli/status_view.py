@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from flexd.cli import units
 from flexd.cli.plan_view import plan_facts
-from flexd.cli.planning_view import planning_block, throttle_blocks
+from flexd.cli.planning_view import planning_block
 from flexd.cli.scale_out_view import scale_out_block
+from flexd.cli.throttle_view import throttle_blocks
 from flexd.cli.view import Block, Facts, Sentences, Table
 from flexd.server.availability_status import AvailabilityStatus
 from flexd.server.migration_report import MigrationReport

@@ -9,7 +9,8 @@ import pytest
 
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.plan_view import plan_blocks
-from flexd.cli.planning_view import planning_block, proposal_blocks, throttle_blocks
+from flexd.cli.planning_view import planning_block, proposal_blocks
+from flexd.cli.throttle_view import ThrottleChange, throttle_blocks, throttle_sentence
 from flexd.cli.view import Sentences
 from flexd.errors import PlanError
 from flexd.server.plan_report import PlanReport
@@ -114,6 +115,32 @@ def test_the_status_says_what_holds_the_daemon_back():
     assert shown["too thin"] == gate.words
     assert shown["proposal"] == "own (interval): with --force: lag too thin"
     assert planning_block(PlanningStatus()).pairs == (("mode", "automatic"),)
+
+
+@pytest.mark.parametrize("output", ["table", "json"])
+def test_a_dry_run_of_the_throttle_shows_before_and_after(flexd_command, url, daemon, output):
+    done = flexd_command(
+        "throttle", "--bytes-per-step", 0, "--bytes-per-second", 5000, "--dry-run", "-o", output, "--url", url
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = GOLDEN / f"throttle-dry-run.{'txt' if output == 'table' else 'json'}"
+    assert done.stdout == expected.read_text(encoding="utf-8")
+    assert daemon.calls == [("throttle",)]
+    # What a dry run foretells is what the change then comes to.
+    changed = json.loads(
+        flexd_command("throttle", "--bytes-per-step", 0, "--bytes-per-second", 5000, "-o", "json", "--url", url).stdout
+    )
+    if output == "json":
+        foretold = json.loads(done.stdout)["after"]
+        assert {name: changed[name] for name in foretold} == foretold
+
+
+def test_the_question_says_what_changes_of_the_throttle():
+    now = ThrottleStatus(bytes_per_step=1_000_000, adaptive=True)
+    assert throttle_sentence(ThrottleChange.of(now, 0, 5000, False)) == (
+        "a step: 1 MB -> as much as the ranks apply; a second: no limit -> 5 kB; adaptive: on -> off."
+    )
+    assert throttle_sentence(ThrottleChange.of(now, None, None, True)) == "The throttle is so already."
 
 
 def test_the_throttle_says_why_a_migration_waits():

@@ -71,6 +71,41 @@ def test_yes_is_yes_whether_typed_or_given(terminal, daemon):
     assert "?" not in text
 
 
+QUESTIONS = {
+    "reload": (["reload"], r"Would take from flexd\.yaml: log\.level; tables would wait .*Reload\?", "reload"),
+    "throttle": (["throttle", "--bytes-per-step", "0"], r"a step: 1\.049 MB -> as much .*Change\?", "set_throttle"),
+    "apply": (["apply", "latest"], r"Plan p7: nothing would move\. Apply\?", "apply"),
+}
+"""By name: the command, what it asks, and what of the daemon it calls after a yes."""
+
+
+@pytest.mark.parametrize("answer", ["n", "y"])
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_the_question_says_what_would_come_of_a_yes(terminal, daemon, name, answer):
+    command, question, verb = QUESTIONS[name]
+    process = terminal(*command)
+    process.expect(rf"(?s){question} \[y/N\]")
+    asked = [call[0] for call in daemon.calls]
+    assert verb not in asked
+    process.sendline(answer)
+    text, status = ended(process)
+    after = [call[:2] for call in daemon.calls[len(asked) :]]
+    if answer == "n":
+        assert (status, after) == (ExitCode.FAILED, [])
+        assert "nothing was changed" in text
+        return
+    assert status == 0
+    assert after[0][0] == verb
+    # Not "latest": that may be another plan by now.
+    assert name != "apply" or after[0] == ("apply", "p7")
+
+
+@pytest.mark.parametrize("command", [["throttle"], ["reload", "--yes"], ["throttle", "--adaptive", "on", "--yes"]])
+def test_nothing_is_asked_where_nothing_changes_or_yes_is_given(terminal, command):
+    text, status = ended(terminal(*command))
+    assert (status, "[y/N]" in text) == (0, False)
+
+
 @pytest.mark.parametrize("command", ["replan", "pause", "resume"])
 def test_a_dry_run_changes_nothing_and_asks_nothing(flexd_command, url, daemon, command):
     done = flexd_command(command, "--dry-run", "-o", "json", "--url", url)
