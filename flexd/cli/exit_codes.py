@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from flexd.errors import ApiError, ConfigError, FlexdError, StateLockedError
+from flexd.errors import ApiError, ConfigError, FlexdError, StateLockedError, StreamError
 
 
 class ExitCode(IntEnum):
@@ -16,7 +16,8 @@ class ExitCode(IntEnum):
     UNREACHABLE = 3
     """No daemon answers at the address."""
     REFUSED = 4
-    """The daemon answered that it cannot or will not do it, or the migration failed."""
+    """The daemon answered that it cannot or will not do it, the migration failed, or the stream did not take what was
+    to be sent."""
     TIMED_OUT = 5
     """The daemon did not answer, or the migration did not end, within the deadline."""
     STATE_LOCKED = 6
@@ -39,11 +40,16 @@ class DaemonTimeoutError(ApiError):
     """The daemon took the request but did not answer within the deadline."""
 
 
+class NotDeliveredError(StreamError):
+    """The broker or the file log did not take what a command was to send."""
+
+
 _CODES: tuple[tuple[type[FlexdError], ExitCode], ...] = (
     (ConfigError, ExitCode.USAGE),
     (DaemonUnreachableError, ExitCode.UNREACHABLE),
     (DaemonRefusedError, ExitCode.REFUSED),
     (DaemonTimeoutError, ExitCode.TIMED_OUT),
+    (NotDeliveredError, ExitCode.REFUSED),
     (StateLockedError, ExitCode.STATE_LOCKED),
 )
 

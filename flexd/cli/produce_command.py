@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,10 +13,10 @@ import typer
 
 from flexd.cli import units
 from flexd.cli.confirm import DryRunOption, YesOption, confirm
-from flexd.cli.exit_codes import ExitCode
+from flexd.cli.exit_codes import ExitCode, NotDeliveredError
 from flexd.cli.options import OutputOption
 from flexd.cli.view import Facts, OutputFormat, emit
-from flexd.errors import ConfigError
+from flexd.errors import ConfigError, StreamError
 
 if TYPE_CHECKING:
     from flexd.config.model import Config
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TOPIC = "flexd-accesses"
 PARTITION = "produce"
+CONNECT_SECONDS = 15.0
 
 
 def produce(
@@ -61,7 +62,7 @@ def produce(
 ) -> None:
     """Sends the events of a trace to a file log or a Kafka topic, as a trainer's publisher would. Control-C ends it.
 
-    Exit status 4 if the broker took messages and did not deliver them.
+    Exit status 4 if there is no broker, or it took messages and did not deliver them.
 
     Example: flexd produce events.npz --log flexd-data/accesses --yes
     """
@@ -86,12 +87,20 @@ def produce(
         return
     confirm(f"{what}. Send?", yes)
     shift = time.time() - float(events.seconds[-1]) if now else 0.0
-    sink = target.open()
+    sink = target.open(timeout)
+    progress = _Progress(len(events))
     try:
         sent: Replayed = replay(
             trace_batches(events, message, ranks, shift), sink, accesses_per_second=rate, patience_seconds=timeout,
-            progress=_progress(len(events)),
+            progress=progress,
         )  # fmt: skip
+    except StreamError as error:
+        sent_part = (
+            f"{units.count(progress.sent)} of {units.count(len(events))} accesses were sent, the last may be lost"
+        )
+        raise NotDeliveredError(
+            f"{error.message} ({sent_part if progress.sent else 'nothing was sent'})", remedy=target.remedy
+        ) from error
     finally:
         sink.close()
     pairs = (
@@ -117,14 +126,26 @@ class _Target:
     def __str__(self) -> str:
         return f"file log {self.log}" if self.log is not None else f"topic {self.topic} at {self.kafka}"
 
-    def open(self) -> Sink:
+    @property
+    def remedy(self) -> str:
+        """Where nothing is taken."""
+        if self.log is not None:
+            return "check the directory and the disk"
+        return (
+            f"is a broker at {self.kafka}, has it topic {self.topic}? --kafka and --topic name others, --timeout waits "
+            "longer; flexd doctor -c FILE asks the broker of a configuration"
+        )
+
+    def open(self, timeout_seconds: float) -> Sink:
         if self.log is not None:
             from flexd.stream.file_log import FileLogSink
 
             return FileLogSink(self.log, PARTITION)
         from flexd.stream.kafka_sink import KafkaSink
 
-        return KafkaSink(self.kafka, self.topic, client_options=self.options)
+        # Below the deadline of a message, so that this ends with what the client says and not with "connecting".
+        connecting = min(CONNECT_SECONDS, 0.8 * timeout_seconds)
+        return KafkaSink(self.kafka, self.topic, connect_timeout_seconds=connecting, client_options=self.options)
 
 
 def _of_config(path: Path, config: Config) -> _Target:
@@ -168,13 +189,17 @@ def _check_tables(trace: Trace, config: Config, path: Path) -> None:
             )
 
 
-def _progress(accesses: int) -> Callable[[int], None]:
-    """A line that rewrites itself on a terminal; nothing in a pipe."""
-    if not sys.stderr.isatty():
-        return lambda sent: None
+class _Progress:
+    """Remembers how much was sent; shows it on a line that rewrites itself on a terminal, not in a pipe."""
 
-    def show(sent: int) -> None:
-        end = "\n" if sent == accesses else ""
-        print(f"\r{units.count(sent)} of {units.count(accesses)} accesses", end=end, file=sys.stderr, flush=True)
+    def __init__(self, accesses: int) -> None:
+        self.sent = 0
+        self._accesses = accesses
+        self._shown = sys.stderr.isatty()
 
-    return show
+    def __call__(self, sent: int) -> None:
+        self.sent = sent
+        if self._shown:
+            end = "\n" if sent == self._accesses else ""
+            text = f"\r{units.count(sent)} of {units.count(self._accesses)} accesses"
+            print(text, end=end, file=sys.stderr, flush=True)

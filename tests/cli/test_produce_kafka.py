@@ -1,0 +1,129 @@
+"""``flexd produce`` and a real broker: what the daemon's source reads is the trace; no broker is exit status 4."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from flexd_processes import flexd, until
+from tansu_broker import TansuBroker
+
+from flexd.cli.exit_codes import ExitCode
+from flexd.cli.produce_command import _Progress
+from flexd.config.load import load_config
+from flexd.daemon.parts import make_source
+from flexd.stream.codec import decode
+from flexd.trace import Trace, load_trace
+
+EVENTS, MESSAGE = 1000, 64
+TOPIC, PARTITIONS = "accesses", 3
+
+
+@pytest.fixture
+def broker() -> Iterator[TansuBroker]:
+    with TansuBroker(topics={TOPIC: PARTITIONS}) as broker:
+        yield broker
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    random = np.random.default_rng(1)
+    path = tmp_path / "events.npz"
+    np.savez(
+        path, row=random.integers(0, 50, EVENTS), table=random.integers(0, 2, EVENTS), ts=np.arange(EVENTS) + 1.5e9,
+        table_rows=np.array([50, 60]), table_names=np.array(["items", "users"]),
+    )  # fmt: skip
+    return path
+
+
+def configuration(directory: Path, broker: str) -> Path:
+    path = directory / "flexd.yaml"
+    document = {
+        "job": "j",
+        "tables": [{"name": "items", "rows": 50, "dim": 4}, {"name": "users", "rows": 60, "dim": 4}],
+        "stream": {"source": {"kind": "kafka", "bootstrap_servers": broker, "topic": TOPIC, "group_id": "daemon"}},
+    }
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def read_by_the_daemons_source(config_file: Path, accesses: int) -> tuple[Counter, dict[str, list[int]]]:
+    """(times each row of a table came, source ranks by partition) as the daemon's own source delivers them."""
+    source = make_source(load_config(config_file, {}))
+    rows: Counter = Counter()
+    ranks: dict[str, list[int]] = {}
+
+    def enough() -> bool:
+        for message in source.poll(0.2):
+            for batch in decode(message.payload, 2**20):
+                rows.update((batch.table, row) for row in batch.rows.tolist())
+                ranks.setdefault(message.partition, []).append(batch.source_rank)
+        return rows.total() >= accesses
+
+    try:
+        until(enough, 60.0, lambda: f"{rows.total()} accesses; {source.problem}")
+        # One more look: something sent twice would come now.
+        for message in source.poll(1.0):
+            for batch in decode(message.payload, 2**20):
+                rows.update((batch.table, row) for row in batch.rows.tolist())
+    finally:
+        source.close()
+    return rows, ranks
+
+
+def expected(events: Trace) -> Counter:
+    return Counter(zip((events.table_names[i] for i in events.table), events.row.tolist(), strict=True))
+
+
+def test_the_daemons_source_reads_back_what_was_produced(broker, trace, tmp_path):
+    config = configuration(tmp_path, broker.bootstrap_servers)
+    done = flexd("produce", trace, "-c", config, "--message", MESSAGE, "--ranks", 2, "-o", "json")
+    assert done.returncode == ExitCode.OK, done.stderr
+    assert done.stderr == ""
+    summary = json.loads(done.stdout)
+    messages = -(-EVENTS // MESSAGE)
+    assert (summary["messages"], summary["accesses"], summary["failed"]) == (messages, EVENTS, 0)
+    assert summary["target"] == f"topic {TOPIC} at {broker.bootstrap_servers}"
+    rows, ranks = read_by_the_daemons_source(config, EVENTS)
+    assert rows == expected(load_trace(trace))
+    assert {rank for seen in ranks.values() for rank in seen} == {0, 1}
+
+
+def test_no_broker_is_exit_status_4_with_a_remedy(trace):
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        done = flexd("produce", trace, "--kafka", address, "--topic", TOPIC, "--timeout", 1)
+    assert done.returncode == ExitCode.REFUSED, done.stderr
+    assert done.stdout == ""
+    error, remedy = done.stderr.splitlines()
+    assert error.startswith(f"error: Kafka topic '{TOPIC}' at {address}: ")
+    assert "nothing was sent" in error
+    assert remedy.startswith("remedy: ")
+    assert all(word in remedy for word in (address, TOPIC, "--kafka", "--topic", "--timeout", "flexd doctor -c"))
+
+
+def test_a_broker_that_goes_away_in_the_middle_is_exit_status_4(flexd_command, broker, trace, monkeypatch):
+    shown = _Progress.__call__
+
+    def kill_at_half(self: _Progress, sent: int) -> None:
+        if sent == EVENTS // 2:
+            broker.kill()
+        shown(self, sent)
+
+    monkeypatch.setattr(_Progress, "__call__", kill_at_half)
+    done = flexd_command(
+        "produce", trace, "--kafka", broker.bootstrap_servers, "--topic", TOPIC, "--message", 50, "--timeout", 1
+    )
+    assert done.returncode == ExitCode.REFUSED, done.stderr
+    assert done.stdout == ""
+    error, remedy = [line for line in done.stderr.splitlines() if line.startswith(("error: ", "remedy: "))]
+    assert "not delivered within 1 s" in error
+    assert "1,000 of 1,000 accesses were sent, the last may be lost" in error
+    assert broker.bootstrap_servers in remedy
