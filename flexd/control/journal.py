@@ -51,11 +51,18 @@ class JournalledMigration:
 
     Attributes:
         base_version: of the placement it started from, which all ranks had agreed on.
+        returns_to: of the placement that it goes back to; None for one that goes on.
     """
 
     migration_id: str
     plan_id: str
     base_version: int
+    returns_to: int | None = None
+
+    @property
+    def undone_at(self) -> int:
+        """The version to go to when it is taken back, or, if it goes back itself, to its end."""
+        return self.base_version if self.returns_to is None else self.returns_to
 
 
 @dataclass(frozen=True)
@@ -183,7 +190,7 @@ class PlacementJournal:
             newest = self.newest_migration
             kept = sum(len(chunk.delta) for chunk in self._chunks)
             if newest is not None and kept <= _ROLLBACK_ROWS and len(self._chunks) <= _ROLLBACK_CHUNKS:
-                version = min(version, max(newest.base_version, self._base.version))
+                version = min(version, max(newest.undone_at, self._base.version))
             rows = sum(len(chunk.delta) for chunk in self._chunks if chunk.version <= version)
             if self._segment is not None and rows > max(_COMPACT_ROWS, len(self._base) // 2):
                 later = [chunk for chunk in self._chunks if chunk.version > version]
@@ -304,15 +311,19 @@ def _chunk_payload(chunk: _Chunk) -> bytes:
     header: dict[str, Any] = {"kind": "chunk", "version": chunk.version, "rows": len(delta)}
     if migration is not None:
         header |= {"migration": migration.migration_id, "plan": migration.plan_id, "base": migration.base_version}
+        if migration.returns_to is not None:
+            header["returns_to"] = migration.returns_to
     return _payload(header, delta.keys, delta.old_tiers, delta.new_tiers)
 
 
 def _migration_of(header: dict[str, Any]) -> JournalledMigration | None:
     """None for a chunk of an older flexd, or one that does not say it properly: it can be applied all the same."""
-    names, base = (header.get("migration"), header.get("plan")), header.get("base")
+    names, versions = (header.get("migration"), header.get("plan")), (header.get("base"), header.get("returns_to", 0))
     if not all(isinstance(name, str) and len(name) <= _MAX_ID_CHARACTERS for name in names):
         return None
-    return JournalledMigration(str(names[0]), str(names[1]), base) if isinstance(base, int) and base >= 0 else None
+    if not all(isinstance(version, int) and version >= 0 for version in versions):
+        return None
+    return JournalledMigration(str(names[0]), str(names[1]), int(header["base"]), header.get("returns_to"))
 
 
 def _latest(chunks: list[_Chunk]) -> tuple[Int64Array, UInt8Array]:

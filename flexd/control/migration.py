@@ -27,11 +27,13 @@ class ChunkedDelta:
     Attributes:
         chunks: deltas, in order, each from the placement that the one before leaves.
         rows: of all chunks. bytes_to_copy: row values and optimizer state of all that are promoted, each once.
+        returns_to: the version whose placement the chunks bring back, if they do.
     """
 
     chunks: Iterable[Delta]
     rows: int
     bytes_to_copy: int = 0
+    returns_to: int | None = None
 
 
 Chunks = ChunkedDelta | Iterable[Delta]
@@ -149,6 +151,7 @@ class Migration:
         self._wall_clock = wall_clock
         self._chunks: Iterator[Delta] = iter(())
         self._base: Placement | None = None
+        self._returns_to: int | None = None
         self._changed = threading.Condition()
         self._abort_reason = ""
         self._observer: Callable[[Migration, Transition], None] | None = None
@@ -190,6 +193,11 @@ class Migration:
     def base(self) -> Placement | None:
         """The placement it started from; None before it started."""
         return self._base
+
+    @property
+    def returns_to(self) -> int | None:
+        """The version whose placement it brings back; None if it goes on, or before it started."""
+        return self._returns_to
 
     def wait(self, timeout_seconds: float) -> MigrationState:
         """The state when it is final, or when the deadline passes."""
@@ -242,7 +250,8 @@ class Migration:
         chunks = source(placement) if callable(source) else source
         rows = bytes_to_copy = 0
         if isinstance(chunks, ChunkedDelta):
-            rows, bytes_to_copy, chunks = chunks.rows, chunks.bytes_to_copy, chunks.chunks
+            rows, bytes_to_copy, self._returns_to = chunks.rows, chunks.bytes_to_copy, chunks.returns_to
+            chunks = chunks.chunks
         elif isinstance(chunks, Sequence):
             rows = sum(len(delta) for delta in chunks)
         with self._changed:

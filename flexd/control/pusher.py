@@ -203,7 +203,9 @@ class ChunkPusher:
             self._journal.append(
                 self.version + 1,
                 delta,
-                JournalledMigration(active.migration_id, active.plan_id, active.progress.base_version),
+                JournalledMigration(
+                    active.migration_id, active.plan_id, active.progress.base_version, active.returns_to
+                ),
             )
         except IllegalTransitionError:
             raise

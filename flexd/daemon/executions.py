@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
 
@@ -26,7 +28,9 @@ from flexd.planner.limits import SlotBudgets
 from flexd.planner.plan import Plan
 
 ROLLBACK = ".rollback"
-"""What the id of a rollback has behind the id of the migration that it takes back."""
+"""What the id of a rollback has behind the id of the migration that it takes back; ``-2`` and so on behind it where an
+earlier try has ended with its daemon."""
+_AGAIN = re.compile(r"-\d+$")
 _KEPT_OPEN = 64
 
 
@@ -64,7 +68,7 @@ class LateRollback:
     """The way back from a migration that ended with the daemon that ran it.
 
     Attributes:
-        interrupted: what the journal knows of it.
+        interrupted: what the journal knows of it; a rollback itself, if this one goes on with it.
     """
 
     interrupted: JournalledMigration
@@ -87,6 +91,8 @@ class Executions:
         self._log = log
         self._lock = threading.Lock()
         self._open: list[Execution] = []
+        self._to_be_undone: set[str] = set()
+        """Migrations that were asked to end so that their rollback can begin."""
         self.last: Execution | None = None
         self.migrations: Counter[str] = Counter()
         self.migrated: Counter[str] = Counter()
@@ -122,17 +128,23 @@ class Executions:
 
     @property
     def interrupted(self) -> JournalledMigration | None:
-        """The migration that an earlier daemon left behind before all of it was applied; None once this one has started
-        any, or if the ranks are others by now."""
+        """The migration that an earlier daemon left behind before all of it was applied, or before the rollback that
+        it was asked for had begun; None once this one has started any, or if the ranks are others by now."""
         newest = None if self.last is not None else self._coordinator.newest_migration()
         logged = self._log.newest
         if newest is None or logged is None or logged.get("plan_id") != newest.plan_id:
             return newest
         # The last daemon may have ended in good order: it has seen the end of what it then had to give up.
-        return newest if logged.get("state") == MigrationState.FAILED.value else None
+        return newest if logged.get("state") == MigrationState.FAILED.value or logged.get("rollback_asked") else None
 
-    def roll_back_interrupted(self, reason: str, who: str, live: LiveTopology | None) -> LateRollback:
-        """Goes back to where the ``interrupted`` migration started: the journal of placements knows.
+    def roll_back_interrupted(
+        self, reason: str, who: str, live: LiveTopology | None, is_taken: Callable[[str], bool]
+    ) -> LateRollback:
+        """Goes back to where the ``interrupted`` migration started, or on to where it was going if that was a rollback:
+        the journal of placements knows.
+
+        Args:
+            is_taken: whether the history has a migration of that id already.
 
         Raises:
             ApiError: there is none, the ranks are not all there, or the journal was compacted beyond that placement
@@ -145,18 +157,17 @@ class Executions:
         if live is None or not live.ready:
             raise ApiError("the ranks are not all there", status=409, remedy="flexd status says what is missing")
         try:
-            base = self._coordinator.placement_at(interrupted.base_version)
+            base = self._coordinator.placement_at(interrupted.undone_at)
         except SnapshotError as error:
             raise ApiError(
                 f"migration {interrupted.migration_id} cannot be taken back: placement version "
-                f"{interrupted.base_version} is not in the journal any more",
+                f"{interrupted.undone_at} is not in the journal any more",
                 status=409,
                 remedy="flexd replan makes a plan from what the ranks have now",
             ) from error
         trigger = _rollback_trigger(interrupted.migration_id, reason, who)
-        started = self._start_rollback(
-            interrupted.migration_id, interrupted.plan_id, lambda: base, live.generation, trigger, live
-        )
+        name = _late_name(interrupted, is_taken)
+        started = self._start_rollback(name, interrupted.plan_id, lambda: base, live.generation, trigger, live)
         return LateRollback(interrupted, started)
 
     def abort(self, reason: str, who: str, rollback: bool, live: LiveTopology | None) -> Abort:
@@ -178,6 +189,9 @@ class Executions:
                 "no rank is registered", status=409, remedy="abort without --rollback, or wait for the ranks"
             )
         words = f"aborted by {who}" + (f": {reason}" if reason else "")
+        if rollback:
+            # Before they end, so that what is written of their end says it: the daemon may die before it turns back.
+            self._to_be_undone.update(execution.migration.migration_id for execution in under_way)
         for execution in under_way:
             execution.migration.abort(words)
         started = [execution for execution in under_way if execution.migration.base is not None]
@@ -188,13 +202,13 @@ class Executions:
         migration = stopped.migration
         # Asked when it starts: what waited for its turn may have started after all, before it was aborted.
         return self._start_rollback(
-            migration.migration_id, migration.plan_id, lambda: migration.base, migration.generation,
+            f"{migration.migration_id}{ROLLBACK}", migration.plan_id, lambda: migration.base, migration.generation,
             _rollback_trigger(migration.migration_id, reason, who), live,
         )  # fmt: skip
 
     def _start_rollback(
         self,
-        migration_id: str,
+        name: str,
         plan_id: str,
         base: Callable[[], Placement | None],
         generation: int | None,
@@ -209,20 +223,20 @@ class Executions:
             slots = SlotBudgets(self._keyspace, live.layout, live.replica_slots)
             # What a row gains is not known of rows that the plan let go; equal gains take cheap rows first.
             delta = plan_delta(placement, target, np.ones(len(target)), self._keyspace, live.layout, slots)
-            return self._chunked(delta, live.layout)
+            return self._chunked(delta, live.layout, None if there is None else there.version)
 
-        name = f"{migration_id}{ROLLBACK}"
         return self._submit(
             name, chunks, generation, MigrationAbout(name, plan_id, trigger.kind.value, trigger.who, trigger.reason),
             lambda started: Execution(None, started, trigger),
         )  # fmt: skip
 
-    def _chunked(self, delta: Delta, layout: RankLayout) -> ChunkedDelta:
+    def _chunked(self, delta: Delta, layout: RankLayout, returns_to: int | None = None) -> ChunkedDelta:
         control = self._control
         return ChunkedDelta(
             delta_chunks(delta, self._keyspace, layout, control.chunk_rows, control.chunk_bytes),
             rows=len(delta),
             bytes_to_copy=int(moved_bytes(delta, self._keyspace, layout).sum()),
+            returns_to=returns_to,
         )
 
     def _submit(
@@ -250,6 +264,8 @@ class Executions:
         self.migrated["rows"] += progress.rows_applied
         self.migrated["chunks"] += progress.chunks_applied
         self.migrated["bytes"] += progress.copied_bytes
+        to_be_undone = migration.migration_id in self._to_be_undone
+        self._to_be_undone.discard(migration.migration_id)
         if progress.chunks_pushed == 0:
             return
         self.live_plan_id = migration.plan_id
@@ -264,6 +280,7 @@ class Executions:
             "topology_generation": migration.generation,
             "state": progress.state.value,
             "problem": progress.reason,
+            "rollback_asked": to_be_undone,
             "rows_applied": progress.rows_applied,
             "chunks": progress.chunks_pushed,
             "first_version": progress.base_version + 1,
@@ -281,6 +298,13 @@ class Executions:
 
 def _nothing_under_way() -> ApiError:
     return ApiError("no migration is under way", status=409, remedy="flexd history shows those that have ended")
+
+
+def _late_name(interrupted: JournalledMigration, is_taken: Callable[[str], bool]) -> str:
+    """Every try keeps its place in the history."""
+    base = interrupted.migration_id
+    base = f"{base}{ROLLBACK}" if interrupted.returns_to is None else _AGAIN.sub("", base)
+    return next(name for number in count(1) if not is_taken(name := base if number == 1 else f"{base}-{number}"))
 
 
 def _rollback_trigger(migration_id: str, reason: str, who: str) -> Trigger:

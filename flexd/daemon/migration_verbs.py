@@ -18,8 +18,9 @@ from flexd.daemon.migration_view import (
     migration_entry,
     migration_report,
 )
-from flexd.errors import ApiError
+from flexd.errors import ApiError, SnapshotError
 from flexd.history.history import MigrationHistory
+from flexd.history.records import MigrationRecord
 from flexd.server.migration_history import AbortOutcome, AbortResult, MigrationDetail, MigrationList
 from flexd.server.migration_report import MigrationStateName
 
@@ -92,15 +93,14 @@ class MigrationVerbs:
         )
 
     def _late_rollback(self, reason: str, wait_seconds: float, deadline: float, who: str) -> AbortResult:
-        done = self._executions.roll_back_interrupted(reason, who, self._coordinator.live())
+        done = self._executions.roll_back_interrupted(
+            reason, who, self._coordinator.live(), lambda name: self._recorded(name) is not None
+        )
         self._auto.by_hand(executed=True)
         back = done.rollback.migration
         self._wait(back, deadline)
-        found = self._history.find(done.interrupted.migration_id)
-        if found is None:
-            stopped = interrupted_report(done.interrupted)
-        else:
-            stopped = ended_report(found[0])
+        found = self._recorded(done.interrupted.migration_id)
+        stopped = interrupted_report(done.interrupted) if found is None else ended_report(found)
         now = back.progress
         return AbortResult(
             outcome=_rollback_outcome(back, wait_seconds > 0),
@@ -108,8 +108,16 @@ class MigrationVerbs:
             rollback=migration_report(done.rollback),
             placement_version=self._coordinator.placement().version,
             message=f"migration {stopped.migration_id} had ended with the daemon; its rollback to placement version "
-            f"{done.interrupted.base_version} is {now.state.value}, {now.rows_applied} of {now.rows} rows applied",
+            f"{done.interrupted.undone_at} is {now.state.value}, {now.rows_applied} of {now.rows} rows applied",
         )
+
+    def _recorded(self, migration_id: str) -> MigrationRecord | None:
+        """None also if the history cannot be read: that must not be in the way of a rollback."""
+        try:
+            found = self._history.find(migration_id)
+        except SnapshotError:
+            return None
+        return None if found is None else found[0]
 
     def _wait(self, migration: Migration, deadline: float) -> None:
         while not migration.done and time.monotonic() < deadline and not self._stopping.is_set():

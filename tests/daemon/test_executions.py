@@ -2,85 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
+from executions_setting import LAYOUT, SECONDS, Setting
+from ranks_in_threads import Ranks, same_content, target, until
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "control"))
-
-from ranks_in_threads import SECRET, TABLES, Ranks, same_content, target, until
-
-from flexd.config.links import ControlConfig
 from flexd.control import journal as journal_module
-from flexd.control.coordinator import ControlOptions, Coordinator
-from flexd.control.journal import PlacementJournal
 from flexd.control.migration_states import MigrationState
-from flexd.daemon.executions import Execution, Executions
-from flexd.daemon.migration_verbs import MigrationVerbs
-from flexd.daemon.plan_log import PlanLog
-from flexd.daemon.triggers import Trigger, TriggerKind
 from flexd.errors import ApiError
-from flexd.history.history import MigrationHistory
-from flexd.layout import RankLayout
-from flexd.placement import Placement
-from flexd.planner.limits import SlotBudgets
-
-LAYOUT = RankLayout(2, 1)
-SECONDS = 30.0
-
-
-class Setting:
-    """Executions over a coordinator, with ranks in threads; plans are made of placements alone."""
-
-    def __init__(self, directory: Path, port: int = 0) -> None:
-        self.history = MigrationHistory(directory / "migrations.sqlite", 100)
-        self.history.start()
-        self.journal = PlacementJournal(directory / "placement")
-        options = ControlOptions(
-            "job", listen_port=port, secret=SECRET, timeout_seconds=4.0, tick_seconds=0.005, window_chunks=1
-        )
-        self.coordinator = Coordinator(options, TABLES, self.journal, on_migration=self.history.record)
-        self.coordinator.start()
-        self.log = PlanLog(directory / "plans.jsonl")
-        self.executions = Executions(
-            ControlConfig(chunk_rows=10, chunk_bytes=2**30), TABLES, self.coordinator, self.log
-        )
-        self.by_hand: list[bool] = []
-        auto: Any = SimpleNamespace(by_hand=lambda executed: self.by_hand.append(executed))
-        self.stopping = threading.Event()
-        self.verbs = MigrationVerbs(self.executions, self.history, self.coordinator, auto, self.stopping)
-
-    def end(self) -> None:
-        self.coordinator.stop(15)
-        self.journal.close()
-        assert self.history.stop(15)
-
-    def ready(self) -> bool:
-        live = self.coordinator.live()
-        return live is not None and live.ready
-
-    def start(self, name: str, wanted: Placement, who: str = "ada") -> Execution:
-        live = self.coordinator.live()
-        assert live is not None
-        plan: Any = SimpleNamespace(
-            plan_id=name, parent_id="before", target=wanted, gains=np.ones(len(wanted)), topology_generation=1,
-            budgets=SlotBudgets(TABLES, LAYOUT, live.replica_slots), delta=range(len(wanted)), migration_bytes=0,
-            created_unix_seconds=1.0, profile_generation=1, promotions=len(wanted), demotions=0,
-            summary=lambda: {"replication": {"words": []}},
-        )  # fmt: skip
-        return self.executions.start(plan, Trigger(TriggerKind.MANUAL, f"reason of {name}", who), (), live)
-
-    def some_applied(self, execution: Execution) -> None:
-        until(lambda: execution.migration.progress.chunks_applied > 3, SECONDS)
-
-    def states(self, migration_id: str) -> list[str]:
-        return [each.after for each in self.verbs.migration(migration_id).transitions]
 
 
 @pytest.fixture

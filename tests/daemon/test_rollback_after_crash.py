@@ -1,0 +1,181 @@
+"""A daemon that dies in the middle of a rollback: asked again, the next one goes on to where the rollback was going."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy.typing as npt
+import pytest
+from executions_setting import LAYOUT, SECONDS, Setting
+from ranks_in_threads import Ranks, same_content, target, until
+
+from flexd.control import journal as journal_module
+from flexd.control.migration_states import MigrationState
+from flexd.control.throttle import Throttle
+from flexd.errors import ApiError
+from flexd.history.store import ENDED_UNSEEN
+from flexd.server.migration_history import AbortResult
+
+
+class Gate(Throttle):
+    """Lets so many chunks through, and no more."""
+
+    left = 1_000_000
+
+    def release(self, row_bytes: npt.NDArray, outstanding_bytes: int, *, settled: bool = True) -> int:  # type: ignore[type-arg]
+        if self.left == 0:
+            return 0
+        self.left -= 1
+        return super().release(row_bytes, outstanding_bytes, settled=settled)
+
+
+class Lives:
+    """One daemon after another at one address. Each finds what SIGKILL would have left of the one before: the state
+    directory as it was at that moment."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._count = 0
+        self.gate = Gate()
+        self.now = self._begin(directory / "0", 0)
+        self.port = self.now.coordinator.port
+
+    def _begin(self, state: Path, port: int) -> Setting:
+        state.mkdir(exist_ok=True)
+        self.gate = Gate()
+        return Setting(state, port, self.gate)
+
+    def crash(self) -> None:
+        assert self.now.history.flush(SECONDS)
+        before, self._count = self._directory / str(self._count), self._count + 1
+        after = self._directory / str(self._count)
+        shutil.copytree(before, after)
+        self.now.end()
+        self.now = self._begin(after, self.port)
+        until(self.now.ready, SECONDS)
+
+    def end_in_order(self) -> None:
+        self.now.end()
+        self.now = self._begin(self._directory / str(self._count), self.port)
+        until(self.now.ready, SECONDS)
+
+    def stopped_after(self, chunks: int) -> None:
+        """Waits until the newest migration has applied so many chunks, all that the gate let through."""
+        until(lambda: self.gate.left == 0 and self.migration.progress.chunks_applied == chunks, SECONDS)
+
+    @property
+    def migration(self):  # type: ignore[no-untyped-def]
+        newest = self.now.executions.last
+        assert newest is not None
+        return newest.migration
+
+    def abort(self, chunks: int, wait_seconds: float = 0.0) -> AbortResult:
+        """``abort --rollback``; the rollback may push so many chunks."""
+        self.gate.left = chunks
+        return self.now.verbs.abort(rollback=True, reason="worse", wait_seconds=wait_seconds, who="ann")
+
+    def told(self) -> dict[str, tuple[str, str]]:
+        """(state, problem) of every migration in the history, by id."""
+        found = self.now.verbs.migrations(10, None).migrations
+        return {each.migration_id: (each.state, each.problem or "") for each in found}
+
+
+@pytest.fixture
+def lives(tmp_path: Path):  # type: ignore[no-untyped-def]
+    made = Lives(tmp_path)
+    yield made
+    made.now.end()
+
+
+PARENT = target(1, 60)
+
+
+def in_the_middle(lives: Lives, ranks: Ranks) -> None:
+    """p1 is applied, and 20 chunks of p2."""
+    until(lives.now.ready, SECONDS, ranks.state())
+    assert lives.now.start("p1", PARENT).migration.wait(SECONDS) is MigrationState.COMMITTED
+    lives.gate.left = 20
+    lives.now.start("p2", target(2))
+    lives.stopped_after(20)
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_killed_in_the_middle_of_a_rollback_it_goes_on_when_it_is_asked_for_again(lives: Lives, killed: bool) -> None:
+    end = lives.crash if killed else lives.end_in_order
+    with Ranks(lives.port, LAYOUT) as ranks:
+        in_the_middle(lives, ranks)
+        assert lives.abort(3).outcome == "accepted"
+        lives.stopped_after(3)
+        end()
+        there = lives.now.coordinator.placement()
+        assert len(PARENT) < len(there) < len(PARENT) + 200, "neither where p2 had come nor where it began"
+        again = lives.abort(2)
+        assert (again.outcome, again.migration.migration_id) == ("accepted", "p2.rollback")
+        lives.stopped_after(2)
+        end()
+        back = lives.abort(1_000_000, SECONDS)
+        assert back.outcome == "rolled_back", back
+        assert "version 6 is committed" in back.message
+        assert ranks.all_at(PARENT)
+        assert same_content(ranks.history)
+        assert lives.now.coordinator.placement().digest() == PARENT.digest()
+        told = lives.told()
+        problem = ENDED_UNSEEN if killed else "the daemon is stopping"
+        assert list(told) == ["p2.rollback-3", "p2.rollback-2", "p2.rollback", "p2", "p1"]
+        assert [told[name][0] for name in told] == ["COMMITTED", "FAILED", "FAILED", "ABORTED", "COMMITTED"]
+        assert told["p2.rollback"][1] == told["p2.rollback-2"][1] == problem
+        entry = lives.now.verbs.migration("p2.rollback-3")
+        assert (entry.who, entry.reason) == ("ann", "rollback of p2.rollback-2: worse")
+        with pytest.raises(ApiError, match="no migration is under way"):
+            lives.abort(0)
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_killed_before_a_rollback_has_pushed_anything_it_can_be_asked_for_again(lives: Lives, killed: bool) -> None:
+    with Ranks(lives.port, LAYOUT) as ranks:
+        in_the_middle(lives, ranks)
+        lives.abort(0)
+        until(lambda: lives.migration.state is MigrationState.PUSHING, SECONDS)
+        until(lambda: (lives.now.log.newest or {}).get("plan_id") == "p2", SECONDS)
+        lives.crash() if killed else lives.end_in_order()
+        back = lives.abort(1_000_000, SECONDS)
+        assert (back.outcome, back.migration.migration_id, back.migration.state) == ("rolled_back", "p2", "ABORTED")
+        assert ranks.all_at(PARENT)
+        told = lives.told()
+        assert [told[name][0] for name in ("p2", "p2.rollback", "p2.rollback-2")] == ["ABORTED", "FAILED", "COMMITTED"]
+
+
+def test_an_abort_without_rollback_is_no_offer_to_go_back_after_a_crash(lives: Lives) -> None:
+    with Ranks(lives.port, LAYOUT) as ranks:
+        in_the_middle(lives, ranks)
+        assert lives.now.verbs.abort(rollback=False, reason="", wait_seconds=SECONDS, who="").outcome == "stopped"
+        until(lambda: (lives.now.log.newest or {}).get("plan_id") == "p2", SECONDS)
+        lives.crash()
+        with pytest.raises(ApiError, match="no migration is under way"):
+            lives.abort(0)
+
+
+def test_where_a_rollback_goes_is_not_folded_while_it_is_on_its_way(
+    lives: Lives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 20)
+    with Ranks(lives.port, LAYOUT) as ranks:
+        in_the_middle(lives, ranks)
+        lives.abort(10)
+        lives.stopped_after(10)
+        lives.crash()
+        assert lives.abort(1_000_000, SECONDS).outcome == "rolled_back"
+        assert ranks.all_at(PARENT)
+
+
+def test_a_history_that_cannot_be_read_is_not_in_the_way(lives: Lives, tmp_path: Path) -> None:
+    with Ranks(lives.port, LAYOUT) as ranks:
+        in_the_middle(lives, ranks)
+        lives.abort(3)
+        lives.stopped_after(3)
+        lives.crash()
+        lives.now.history.stop(SECONDS)
+        (tmp_path / "1" / "migrations.sqlite").write_bytes(b"not a database" * 100)
+        assert lives.abort(1_000_000, SECONDS).outcome == "rolled_back"
+        assert ranks.all_at(PARENT)
