@@ -300,7 +300,7 @@ def test_a_merge_that_breaks_off_is_never_saved(tmp_path, monkeypatch):
 
 
 def test_source_errors_are_tried_again_and_nothing_ends_the_thread(tmp_path, monkeypatch):
-    monkeypatch.setattr("flexd.ingest.loop._BACKOFF_SECONDS", (0.001, 0.01))
+    monkeypatch.setattr("flexd.ingest.backoff._BACKOFF_SECONDS", (0.001, 0.01))
     source = FakeSource(LOG)
     fail = iter([StreamError("unreachable"), ValueError("odd"), MemoryError(), OSError(5, "io")])
 

@@ -19,6 +19,7 @@ from flexd.cli.view import Facts, OutputFormat, emit, show
 from flexd.config.load import load_config
 from flexd.config.model import Config
 from flexd.errors import ConfigError
+from flexd.start_up import hold_collector, import_numba
 from flexd.topology.files import preset_names
 
 LIBRARIES = ("torch", "numpy", "numba", "pyarrow", "kafka-python", "datasketches", "pydantic")
@@ -42,6 +43,9 @@ def run(
     # Whoever has changed the file already finds it read; the default action is to end.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     checked = load_config(config)
+    # Until the daemon has started.
+    hold_collector()
+    import_numba()
     from flexd.daemon import run_daemon
 
     raise typer.Exit(run_daemon(checked, config))

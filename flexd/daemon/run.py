@@ -13,6 +13,7 @@ from flexd.control.channel import load_transports
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.logs import set_up_logging
 from flexd.daemon.service import Daemon
+from flexd.start_up import release_collector
 
 if TYPE_CHECKING:
     from flexd.daemon.availability import AvailableDaemon
@@ -28,6 +29,7 @@ def run_daemon(config: Config, path: Path | None = None) -> int:
     daemon = _daemon_of(config, ConfigFile(config, path))
     signal.signal(signal.SIGHUP, lambda *_: daemon.ask_to_reload())
     daemon.start()
+    release_collector()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: daemon.ask_to_stop())
     if config.high_availability.enabled:

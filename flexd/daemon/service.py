@@ -22,6 +22,7 @@ from flexd.daemon.decisions import DecisionFile
 from flexd.daemon.drift import DriftMonitor
 from flexd.daemon.explained import explanation
 from flexd.daemon.inspection import Inspection
+from flexd.daemon.late_rollbacks import LateRollbacks
 from flexd.daemon.leadership import FencedSnapshots, Leadership, alone
 from flexd.daemon.migration_verbs import MigrationVerbs
 from flexd.daemon.pacing import MigrationPacing
@@ -51,6 +52,9 @@ from flexd.stream.tap import TapSource
 logger = logging.getLogger("flexd")
 
 TICK_SECONDS = 0.1
+ANSWER_FIRST_SECONDS = 0.1
+"""Between the API and the control channel: loading torch keeps the interpreter busy for the better part of a second,
+and a probe that has waited for the API is answered before."""
 HEALTHY_TICK_SECONDS = 30.0
 """A loop that has not ticked for so long is stuck; a plan of a large job takes seconds."""
 _SHARE_INGEST = 0.5
@@ -130,7 +134,8 @@ class Daemon:
             config.planner, keyspace, cluster, self._ingestor.profile, self._coordinator, self._planning.migrating,
             self._planning.accesses_per_step, self._ingestor.restored.get("drift_reference"),
         )  # fmt: skip
-        self._auto = AutoPlanner(config.planner, self._planning, self._drift, self._coordinator.live)
+        late = LateRollbacks(self._planning.executions, plan_log, self._history, self._coordinator)
+        self._auto = AutoPlanner(config.planner, self._planning, self._drift, self._coordinator.live, late.go_on)
         self._view = DaemonView(
             config, keyspace.total_rows, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
             self._auto, self._pacing, self._history, self._leader,
@@ -147,7 +152,7 @@ class Daemon:
             self._planning, self._auto, self._pacing, self._coordinator, self._view, self._stopping, self._control
         )
         self.migrations = MigrationVerbs(
-            self._planning.executions, self._history, self._coordinator, self._auto, self._stopping
+            self._planning.executions, self._history, self._coordinator, self._auto, self._stopping, late
         )
 
     def start(self) -> None:
@@ -167,6 +172,7 @@ class Daemon:
             self._drift.start()
             if self._server is not None:
                 self._server.start()
+                self._stopping.wait(ANSWER_FIRST_SECONDS)
             self._coordinator.start()
         except BaseException:
             self.stop(self._config.shutdown_seconds)

@@ -18,7 +18,9 @@ from flexd.dead_letters import DeadLetterFile
 from flexd.errors import FlexdError, SketchError, SnapshotError
 from flexd.faults import fault_point
 from flexd.ingest import counters
+from flexd.ingest.backoff import Backoff
 from flexd.ingest.counters import Counters
+from flexd.ingest.restore import SNAPSHOT_META_FORMAT, restore
 from flexd.ingest.saving import BackgroundJob
 from flexd.ingest.shard import Decode, Shard
 from flexd.ingest.stats import ROW_REASONS, IngestStats
@@ -28,7 +30,7 @@ from flexd.layout import RankLayout
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.set_types import SketchSettings
-from flexd.sketch.snapshot import LoadedSnapshot, SnapshotStore
+from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_set import SketchSet, warm_up
 from flexd.stream.counted import decode as decode_message
 from flexd.stream.types import Positions, Source
@@ -36,12 +38,8 @@ from flexd.tally import Tally
 
 _log = logging.getLogger(__name__)
 
-SNAPSHOT_META_FORMAT = 1
-GENERATION_RESERVE = 1000
-"""Added to the saved profile generation on restore: profiles made after the snapshot was taken keep their numbers."""
 IDLE_AFTER_SECONDS = 2.0
 """Without a message for so long and with nothing left to read, event time is taken to go on as the clock does."""
-_BACKOFF_SECONDS = (0.1, 5.0)
 _LAG_INTERVAL_SECONDS = 1.0
 _RATE_WINDOW_SECONDS = 2.0
 
@@ -125,16 +123,17 @@ class Ingestor:
         self._rate_from = (time.monotonic(), 0, 0)
         self._counted_at = time.monotonic()
 
-        self.restored: dict[str, Any] = {}
+        found = restore(snapshots, tables, settings, threads)
+        self.restored = found.saved
         """What ``save_with`` had returned for the snapshot that was restored; empty if none was."""
-        self._restore_problems: list[str] = []
-        self._positions: dict[str, int] | None = None
-        self._generation = 0
+        self._restore_problems = found.problems
+        self._positions = found.positions
+        self._generation = found.generation
         self._generation_lock = threading.Lock()
-        first = self._load(tables, settings, threads)
+        first = found.sketches
         possible = counters.threads_within(first, settings.memory_bytes, threads)
         if possible < threads:
-            self._report_restore(
+            found.report(
                 f"{possible} of {threads} ingest threads are used: the saved counters take the memory of the others"
             )
         sets = [first, *(first.emptied(secrets.randbits(62)) for _ in range(possible - 1))]
@@ -145,7 +144,7 @@ class Ingestor:
 
     def start(self) -> None:
         """Compiles the kernels and starts the thread."""
-        warm_up()
+        warm_up({choice.kind for choice in self._counters.choices()})
         self._thread = threading.Thread(target=self.run, name="flexd-ingest", daemon=True)
         self._thread.start()
 
@@ -252,7 +251,7 @@ class Ingestor:
 
     def run(self) -> None:
         """The thread's body; returns after ``stop``."""
-        backoff = _Backoff(self._stop)
+        backoff = Backoff(self._stop)
         self._workers.start()
         while not self._stop.is_set() and not self._attempt("source", self._restore_positions):
             backoff.wait()
@@ -368,44 +367,10 @@ class Ingestor:
             self._commit_failures += 1
             _log.warning("ingest: commit: %s", failure)
 
-    def _load(self, tables: Sequence[TableSpec], settings: SketchSettings, threads: int) -> SketchSet:
-        empty = counters.empty_set(tables, settings, threads)
-        if self._snapshots is None:
-            return empty
-        try:
-            loaded = self._snapshots.load_newest()
-        except SnapshotError as error:
-            self._report_restore(str(error))
-            return empty
-        if loaded is None:
-            return empty
-        for problem in loaded.problems:
-            self._report_restore(problem)
-        try:
-            return self._unpack(loaded, tables, settings)
-        except (SketchError, KeyError, TypeError, ValueError, AttributeError) as error:
-            self._report_restore(f"{loaded.path} is not used: {error}")
-            return empty
-
-    def _unpack(self, loaded: LoadedSnapshot, tables: Sequence[TableSpec], settings: SketchSettings) -> SketchSet:
-        meta = loaded.meta
-        if meta.get("format") != SNAPSHOT_META_FORMAT:
-            raise SketchError(f"saved state of format {meta.get('format')!r}")
-        positions = {str(partition): int(offset) for partition, offset in meta["positions"].items()}
-        generation = int(meta["generation"])
-        saved = dict(meta["saved"])
-        sketches = counters.restored_set(tables, settings, meta["sketches"], loaded.arrays)
-        self._positions, self._generation, self.restored = positions, generation + GENERATION_RESERVE, saved
-        return sketches
-
     def _restore_positions(self) -> None:
         if self._positions is not None:
             self._source.restore(self._positions)
             self._positions = None
-
-    def _report_restore(self, problem: str) -> None:
-        _log.warning("ingest: %s", problem)
-        self._restore_problems.append(problem)
 
     def _idle_seconds(self) -> float:
         silent = time.monotonic() - self._counted_at
@@ -444,18 +409,3 @@ class Ingestor:
             threads=len(self._counters.shards),
             problem="; ".join(self._problems.values()) or self._source.problem,
         )
-
-
-class _Backoff:
-    """Waits longer after every failure in a row, up to a bound; ``stop`` ends a wait."""
-
-    def __init__(self, stop: threading.Event) -> None:
-        self._stop = stop
-        self._seconds = _BACKOFF_SECONDS[0]
-
-    def wait(self) -> None:
-        self._stop.wait(self._seconds)
-        self._seconds = min(2 * self._seconds, _BACKOFF_SECONDS[1])
-
-    def reset(self) -> None:
-        self._seconds = _BACKOFF_SECONDS[0]

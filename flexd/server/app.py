@@ -24,7 +24,7 @@ from flexd.server.migration_routes import add_migrations
 from flexd.server.page import add_page
 from flexd.server.plan_report import PlanReport
 from flexd.server.planning_routes import add_planning
-from flexd.server.routing import ERRORS, MAX_SLOW_CALLS, VERB_ERRORS, SlowCalls, json_answer
+from flexd.server.routing import ERRORS, MAX_SLOW_CALLS, VERB_ERRORS, SlowCalls, json_answer, refusal
 from flexd.server.status import Status
 from flexd.server.verbs import AskedRequest, PauseRequest, PauseState, ReplanRequest, ReplanResult, replan_status
 
@@ -74,7 +74,7 @@ def create_app(
     @app.get(
         "/v1/explain",
         response_model=Explanation,
-        responses={**VERB_ERRORS, 404: {"model": ErrorBody, "description": "No such table or row."}},
+        responses={**VERB_ERRORS, 404: refusal("No such table or row.")},
     )
     def explain(
         table: str,

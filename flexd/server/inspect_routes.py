@@ -7,11 +7,10 @@ from typing import Annotated
 
 from fastapi import FastAPI, Query, Response
 
-from flexd.server.answers import ErrorBody
 from flexd.server.config_report import ConfigReport
 from flexd.server.inspect_api import InspectApi
 from flexd.server.rank_report import RankPage
-from flexd.server.routing import VERB_ERRORS, SlowCalls, json_answer
+from flexd.server.routing import VERB_ERRORS, SlowCalls, json_answer, refusal
 from flexd.server.table_report import MAX_PAGE_ENTRIES, HotRowPage, TableOrder, TablePage
 from flexd.server.timeline_report import Timeline
 
@@ -36,7 +35,7 @@ def add_inspection(app: FastAPI, inspect: Callable[[], InspectApi], slow: SlowCa
     @app.get(
         "/v1/rows",
         response_model=HotRowPage,
-        responses={**VERB_ERRORS, 404: {"model": ErrorBody, "description": "No such table."}},
+        responses={**VERB_ERRORS, 404: refusal("No such table.")},
     )
     def rows(table: Annotated[str, Query(max_length=256)], offset: Offset = 0, limit: Limit = 100) -> Response:
         """The hot rows of one table with their tiers, the most accessed first."""

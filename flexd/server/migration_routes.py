@@ -8,7 +8,6 @@ from typing import Annotated
 from fastapi import FastAPI, Path, Query, Response
 
 from flexd.server.access import asked_by
-from flexd.server.answers import ErrorBody
 from flexd.server.migration_history import (
     MAX_LISTED,
     AbortRequest,
@@ -19,7 +18,7 @@ from flexd.server.migration_history import (
 )
 from flexd.server.migration_report import MigrationStateName
 from flexd.server.migrations_api import MigrationsApi
-from flexd.server.routing import VERB_ERRORS, SlowCalls, json_answer
+from flexd.server.routing import VERB_ERRORS, SlowCalls, json_answer, refusal
 
 
 def add_migrations(app: FastAPI, migrations: Callable[[], MigrationsApi], slow: SlowCalls) -> None:
@@ -35,7 +34,7 @@ def add_migrations(app: FastAPI, migrations: Callable[[], MigrationsApi], slow: 
     @app.get(
         "/v1/migrations/{migration_id}",
         response_model=MigrationDetail,
-        responses={**VERB_ERRORS, 404: {"model": ErrorBody, "description": "No such migration is kept."}},
+        responses={**VERB_ERRORS, 404: refusal("No such migration is kept.")},
     )
     def migration(migration_id: Annotated[str, Path(max_length=200)]) -> Response:
         """One of them with every change of its state; ``latest`` is the newest."""

@@ -8,17 +8,16 @@ from typing import Annotated
 from fastapi import FastAPI, Path, Response
 
 from flexd.server.access import asked_by
-from flexd.server.answers import ErrorBody
 from flexd.server.plan_report import PlanReport
 from flexd.server.planning_api import PlanningApi
 from flexd.server.planning_report import ProposalList
-from flexd.server.routing import VERB_ERRORS, SlowCalls, json_answer
+from flexd.server.routing import VERB_ERRORS, SlowCalls, json_answer, refusal
 from flexd.server.throttle_report import ThrottleRequest, ThrottleStatus
 from flexd.server.verbs import ApplyRequest, ReplanResult, replan_status
 
 _NO_SUCH: dict[int | str, dict[str, object]] = {
     **VERB_ERRORS,
-    404: {"model": ErrorBody, "description": "No such proposal is kept."},
+    404: refusal("No such proposal is kept."),
 }
 PlanId = Annotated[str, Path(max_length=100)]
 

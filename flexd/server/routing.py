@@ -15,24 +15,34 @@ from flexd.server.answers import ErrorBody
 MAX_SLOW_CALLS = 8
 """Plans and waits for migrations at one time: they hold a thread each, and the probes need threads too."""
 
+_ERROR_BODY = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
+
+
+def refusal(description: str) -> dict[str, object]:
+    """A documented answer whose body is an ``ErrorBody``.
+
+    Named by reference: FastAPI builds a validator for each model of each route, 200 of them, at every start.
+    """
+    return {"description": description, "content": _ERROR_BODY}
+
+
 ERRORS: dict[int | str, dict[str, object]] = {
+    # The one that puts ErrorBody among the document's components.
     401: {"model": ErrorBody, "description": "No bearer token where one is needed, or one that is not known."},
-    403: {
-        "model": ErrorBody,
-        "description": "The sender may only read or do nothing, or the request comes from a web page or by a foreign "
-        "host name.",
-    },
-    429: {"model": ErrorBody, "description": "Too many requests, or too many plans and waits, at one time."},
-    500: {"model": ErrorBody, "description": "A fault of the daemon."},
-    503: {"model": ErrorBody, "description": "The daemon cannot do it at present."},
+    403: refusal(
+        "The sender may only read or do nothing, or the request comes from a web page or by a foreign host name."
+    ),
+    429: refusal("Too many requests, or too many plans and waits, at one time."),
+    500: refusal("A fault of the daemon."),
+    503: refusal("The daemon cannot do it at present."),
 }
 VERB_ERRORS: dict[int | str, dict[str, object]] = {
     **ERRORS,
-    400: {"model": ErrorBody, "description": "The request was cut off, or its body is no JSON."},
-    408: {"model": ErrorBody, "description": "The body did not arrive in time."},
-    409: {"model": ErrorBody, "description": "The state of the daemon, the stream or the ranks does not allow it."},
-    413: {"model": ErrorBody, "description": "The body is too large."},
-    422: {"model": ErrorBody, "description": "The body is not what the verb takes."},
+    400: refusal("The request was cut off, or its body is no JSON."),
+    408: refusal("The body did not arrive in time."),
+    409: refusal("The state of the daemon, the stream or the ranks does not allow it."),
+    413: refusal("The body is too large."),
+    422: refusal("The body is not what the verb takes."),
 }
 
 

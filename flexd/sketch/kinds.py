@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from flexd.keyspace import TableSpec
 from flexd.sketch import countmin, curve, dense, hotset, logarithmic, sample
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.logarithmic_table import LogTable
 from flexd.sketch.tables import CountMinTable, DenseTable, TableSketch
+
+_WARM_UPS = {"dense": dense.warm_up, "logarithmic": logarithmic.warm_up, "count_min": countmin.warm_up}
+KINDS = tuple(_WARM_UPS)
 
 
 def make_table(spec: TableSpec, choice: TableChoice, seed: int, conservative: bool = True) -> TableSketch:
@@ -18,11 +23,11 @@ def make_table(spec: TableSpec, choice: TableChoice, seed: int, conservative: bo
     return CountMinTable(spec, choice, seed, conservative)
 
 
-def warm_up() -> None:
-    """Compiles all kernels (or loads them from numba's cache): seconds the first time, a moment later on."""
-    dense.warm_up()
-    logarithmic.warm_up()
-    countmin.warm_up()
+def warm_up(used: Collection[str] = KINDS) -> None:
+    """Compiles the kernels of these kinds (or loads them from numba's cache), and those that every kind needs."""
+    for kind, warm_up_kind in _WARM_UPS.items():
+        if kind in used:
+            warm_up_kind()
     hotset.warm_up()
     curve.warm_up()
     sample.warm_up()

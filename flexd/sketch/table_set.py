@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -389,6 +389,10 @@ def _accesses(table: TableProfile, total_weight: float, given: Mapping[str, floa
     return float(given) * table.weight / total_weight if total_weight > 0 else 0.0
 
 
-def warm_up() -> None:
-    """Compiles all kernels before the first message: seconds the first time, a moment with numba's cache."""
-    kinds.warm_up()
+def warm_up(used: Collection[str] = kinds.KINDS) -> None:
+    """Compiles the kernels before the first message: seconds the first time, a moment with numba's cache.
+
+    Args:
+        used: kinds of tables, as in ``TableChoice.kind``.
+    """
+    kinds.warm_up(used)

@@ -1,0 +1,68 @@
+"""A start without the work it can do without: what it must not change."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def _prints(code: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True, cwd=REPOSITORY
+    )
+    return done.stdout.split()
+
+
+def test_kernels_run_without_scipy_which_can_be_imported_later() -> None:
+    """scipy's linear algebra is most of a second of a start on a slow machine; the planner needs scipy's solver."""
+    printed = _prints(
+        "import sys\n"
+        "from flexd.start_up import import_numba\n"
+        "import_numba()\n"
+        "from flexd.sketch.table_set import warm_up\n"
+        "warm_up()\n"
+        "print('scipy.linalg' in sys.modules)\n"
+        "import scipy.linalg.cython_blas\n"
+        "from scipy.optimize import milp\n"
+        "print(scipy.linalg.cython_blas is not None, milp.__name__)\n"
+        "import_numba()\n"
+        "print('scipy.linalg.cython_blas' in sys.modules)\n"
+    )
+    assert printed == ["False", "True", "milp", "True"]
+
+
+def test_the_collector_rests_until_it_is_released() -> None:
+    printed = _prints(
+        "import gc\n"
+        "from flexd.start_up import hold_collector, release_collector\n"
+        "hold_collector()\n"
+        "print(gc.isenabled())\n"
+        "release_collector()\n"
+        "print(gc.isenabled(), gc.get_freeze_count() > 0)\n"
+    )
+    assert printed == ["False", "True", "True"]
+
+
+def test_a_daemon_that_runs_has_its_collector_again() -> None:
+    """Held for good, what it makes in circles would stay for good."""
+    printed = _prints(
+        "import gc, types\n"
+        "from pathlib import Path\n"
+        "from flexd.cli.daemon_commands import run\n"
+        "from flexd.daemon import run as module\n"
+        "def start():\n"
+        "    print(gc.isenabled())\n"
+        "def run_until_stopped():\n"
+        "    print(gc.isenabled())\n"
+        "    return True\n"
+        "fake = types.SimpleNamespace(start=start, run_until_stopped=run_until_stopped)\n"
+        "module._daemon_of = lambda *_: fake\n"
+        "try:\n"
+        "    run(Path('configs/laptop.yaml'))\n"
+        "except BaseException as ended:\n"
+        "    print(type(ended).__name__)\n"
+    )
+    assert printed == ["False", "True", "Exit"]
