@@ -16,3 +16,8 @@ class Started:
     @property
     def uptime_seconds(self) -> float:
         return time.monotonic() - self.monotonic_seconds
+
+    @property
+    def unix_seconds_since(self) -> float:
+        """The present time by the calendar as it was at the start: setting the calendar does not move it."""
+        return self.unix_seconds + self.uptime_seconds

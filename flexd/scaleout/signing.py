@@ -3,6 +3,9 @@
 A request's signature covers method, path, time, a nonce, and the digest and length of its body; it is checked before
 the body is read, and the digest after. An answer's covers the request's nonce, its status and its body, so that a
 recorded one fits no other request. Replaying a delta would be harmless by the position rule; it is refused anyway.
+
+The leader's clock decides what is fresh. Its refusal of a stale request says, signed, what time it is there, and the
+follower dates its next requests by that: clocks that are apart, or set while they run, do not keep counts back.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Callable, Mapping
 
 from flexd.errors import ScaleOutError
 from flexd.secret import Secret, accepted_keys, is_one_of, signing_key
+from flexd.started import Started
 
 CLOCK_SKEW_SECONDS = 60.0
 MAX_NONCES = 100_000
@@ -70,12 +74,37 @@ def check_answer(secret: Secret, nonce: str, status: int, body: bytes, signature
         )
 
 
-class RequestVerifier:
-    """The leader's side: refuses what is not signed, not fresh, or was seen before. Any thread."""
+class RequestClock:
+    """What a follower dates its requests by: its own clock, until the leader says that its is another. One thread.
 
-    def __init__(self, secret: Secret, clock: Callable[[], float] = time.time) -> None:
+    Only the leader's clock decides whether a request is fresh, so a follower with a wrong one does no harm by
+    following it; a clock that is set meanwhile (either's) does not matter to either.
+    """
+
+    def __init__(self) -> None:
+        self._leads_seconds = time.time() - time.monotonic()
+
+    def unix_seconds(self) -> float:
+        return self._leads_seconds + time.monotonic()
+
+    def follow(self, leader_unix_seconds: float) -> float:
+        """Goes by the leader's clock from now on. Returns by how many seconds that is another."""
+        apart = leader_unix_seconds - self.unix_seconds()
+        self._leads_seconds += apart
+        return apart
+
+
+class RequestVerifier:
+    """The leader's side: refuses what is not signed, not fresh, or was seen before. Any thread.
+
+    Args:
+        clock: unix seconds; by default those of the start plus the time since, whatever the calendar is set to.
+    """
+
+    def __init__(self, secret: Secret, clock: Callable[[], float] | None = None) -> None:
+        started = Started()
         self._secret = secret
-        self._clock = clock
+        self._clock = clock or (lambda: started.unix_seconds_since)
         self._lock = threading.Lock()
         self._nonces: dict[str, float] = {}
         """Nonce -> until when it is kept, in the order they came."""
@@ -102,6 +131,10 @@ class RequestVerifier:
             )
         self._remember(nonce, now)
         return digest
+
+    def now(self) -> float:
+        """Unix seconds that requests are to be dated by."""
+        return self._clock()
 
     def _remember(self, nonce: str, now: float) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,10 @@ class DeltaApp:
             status, body = (409 if answer.outcome == "refused" else 200), answers.encode(answer)
         except ScaleOutError as error:
             status = _STATUS.get(error.reason, 500)
-            body = json.dumps({"reason": error.reason, "message": str(error)}).encode()
+            told: dict[str, object] = {"reason": error.reason, "message": str(error)}
+            if error.reason == "stale":
+                told["unix_seconds"] = self._verifier.now()
+            body = json.dumps(told).encode()
         except Exception:
             _log.exception("a delta could not be taken")
             self._leader.count_refusal("internal_error")
@@ -123,15 +127,25 @@ class HttpLink:
         self._url = f"http://{bare}:{port}{PATH}"
         self._secret = secret
         self._attempt_seconds = attempt_seconds
+        self._clock = signing.RequestClock()
         self._client = httpx.Client(
             timeout=httpx.Timeout(attempt_seconds, connect=min(CONNECT_SECONDS, attempt_seconds)), trust_env=False,
             limits=httpx.Limits(max_connections=1),
         )  # fmt: skip
 
     def offer(self, data: bytes) -> Answer:
+        status, body = self._post(data)
+        if _reason(body) == "stale" and self._follow_clock(body):
+            status, body = self._post(data)
+        if status in (200, 409):
+            return answers.decode(body)
+        raise ScaleOutError(f"{self._url}: HTTP {status}: {_message(body)}", reason=_reason(body))
+
+    def _post(self, data: bytes) -> tuple[int, bytes]:
+        """HTTP status and body of an answer that is the leader's to this request."""
         import httpx
 
-        headers = signing.request_headers(self._secret, "POST", PATH, data)
+        headers = signing.request_headers(self._secret, "POST", PATH, data, self._clock.unix_seconds())
         deadline = time.monotonic() + self._attempt_seconds
         try:
             with self._client.stream("POST", self._url, content=data, headers=headers) as response:
@@ -143,9 +157,16 @@ class HttpLink:
                 remedy="is the leader up, and scale_out.leader its address?",
             ) from error  # fmt: skip
         signing.check_answer(self._secret, headers[signing.NONCE], status, body, signature)
-        if status in (200, 409):
-            return answers.decode(body)
-        raise ScaleOutError(f"{self._url}: HTTP {status}: {_message(body)}", reason=_reason(body))
+        return status, body
+
+    def _follow_clock(self, body: bytes) -> bool:
+        """Whether the refusal says what time it is at the leader."""
+        said = _document(body).get("unix_seconds")
+        if not isinstance(said, (int, float)) or not math.isfinite(said):
+            return False
+        apart = self._clock.follow(float(said))
+        _log.warning("leader: its clock is %+.0f s from this one: requests are dated by the leader's", apart)
+        return True
 
     def close(self) -> None:
         self._client.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 
 import httpx
 import numpy as np
@@ -202,6 +203,36 @@ def test_only_signed_fresh_and_new_requests_are_taken(leader: LeaderProcess) -> 
             HttpLink("127.0.0.1", http.port, b"another").offer(data)
         assert caught.value.reason in ("bad_signature", "unsigned")
         assert HttpLink("127.0.0.1", http.port, SECRET).offer(data).outcome == "repeated"
+    finally:
+        assert http.stop(5.0)
+
+
+@pytest.mark.parametrize("wrong_seconds", [-88_371.0, 88_371.0])
+def test_clocks_that_are_apart_or_set_keep_no_counts_back(
+    leader: LeaderProcess, monkeypatch: pytest.MonkeyPatch, wrong_seconds: float
+) -> None:
+    http = listener(leader.leader, SECRET, "127.0.0.1", 0)
+    http.start()
+    right = time.time
+
+    def stale() -> int:
+        return leader.leader.refused().get("stale", 0)
+
+    try:
+        with monkeypatch.context() as on_the_follower:
+            on_the_follower.setattr(time, "time", lambda: right() + wrong_seconds)
+            link = HttpLink("127.0.0.1", http.port, SECRET)
+        data = deltas.encode(_delta([3], {"p": Stretch(None, 4)}))
+        assert link.offer(data).outcome == "accepted"
+        assert stale() == 1, "the refusal says what time it is"
+        assert link.offer(data).outcome == "repeated"
+        assert stale() == 1, "and is asked once"
+        # Now the clock of both is set, and a link is made after.
+        monkeypatch.setattr(time, "time", lambda: right() - wrong_seconds)
+        assert link.offer(data).outcome == "repeated"
+        assert stale() == 1
+        assert HttpLink("127.0.0.1", http.port, SECRET).offer(data).outcome == "repeated"
+        assert stale() == 2
     finally:
         assert http.stop(5.0)
 
