@@ -276,15 +276,19 @@ def _live_until(world: ChaosWorld, chance: random.Random, point: str, count: int
     assert world.daemon is not None
     world.daemon.kill()
     if point.startswith("journal.be") or point == "journal.renamed":
-        # A whole placement is written for ranks that the journal does not know.
+        # A whole placement is written once, for ranks that the journal does not know.
+        count = 1
         journal = _newest(world, "journal")
         if journal is not None:
             journal.unlink()
     child = world.start_daemon(f"{point}:{count}:{action}")
-    if point.startswith("epoch.end"):
-        with contextlib.suppress(AssertionError):
-            until(lambda: world.ready() or not child.alive, _REACHED_SECONDS)
-        for _ in range(count):
+    if point.startswith("epoch."):
+        for _ in range(count if point.startswith("epoch.end") else count - 1):
+            # An epoch ends when ranks are lost, and another begins.
+            with contextlib.suppress(AssertionError):
+                until(lambda: world.ready() or not child.alive or child.stopped, _REACHED_SECONDS)
+            if not child.alive or child.stopped:
+                break
             world.link.cut()
             time.sleep(CONTROL_SECONDS / 2)
             world.link.mend()
@@ -295,7 +299,10 @@ def _live_until(world: ChaosWorld, chance: random.Random, point: str, count: int
         if not child.alive if action == "kill" else child.stopped:
             return ""
         time.sleep(0.01)
-    child.kill() if action == "kill" else None
+    child.kill()
+    if action != "kill":
+        # Armed, it would stop later, when nobody resumes it.
+        world.start_daemon()
     return " (not reached)"
 
 
