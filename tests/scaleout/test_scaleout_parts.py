@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -235,6 +236,19 @@ def test_clocks_that_are_apart_or_set_keep_no_counts_back(
         assert stale() == 2
     finally:
         assert http.stop(5.0)
+
+
+def test_a_calendar_that_is_set_and_set_back_lets_no_recorded_request_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier, right = signing.RequestVerifier(SECRET), time.time
+    recorded = signing.request_headers(SECRET, "POST", PATH, b"")
+    verifier.check("POST", PATH, recorded, 0)
+    for apart in (1e6, 0.0):
+        monkeypatch.setattr(time, "time", lambda apart=apart: right() + apart)
+        with contextlib.suppress(ScaleOutError):
+            verifier.check("POST", PATH, signing.request_headers(SECRET, "POST", PATH, b""), 0)
+    with pytest.raises(ScaleOutError) as caught:
+        verifier.check("POST", PATH, recorded, 0)
+    assert caught.value.reason == "replayed"
 
 
 def test_a_leader_that_is_away_or_another_server_is_an_error_in_time() -> None:
