@@ -116,7 +116,8 @@ def test_a_reload_keeps_the_chosen_throttle_unless_it_changes_the_configured_one
     "content",
     [
         b"", b"{", b"[]", b"\xff\xfe", b'{"format": 2}', b'{"pause": {"reason": 5}}',
-        b'{"throttle": {"bytes_per_step": 0}}',
+        b'{"throttle": {"bytes_per_step": 0}}', b'{"throttle": {"bytes_per_step": 1125899906842625}}',
+        b'{"throttle": {"bytes_per_step": "7"}}',
         b'{"pause": {"reason": "x", "by": "me"}}', b'{"pause": {"reason": "x", "unix_seconds": NaN}}',
         DECIDED.model_dump_json().encode()[:-1], DECIDED.model_dump_json().encode() + b" " * MAX_BYTES,
     ],
@@ -139,7 +140,16 @@ def test_a_file_that_is_whole_is_read_and_of_its_owner_alone(tmp_path: Path) -> 
     assert stat.S_IMODE((tmp_path / "decisions.json").stat().st_mode) == 0o600
     again = DecisionFile(tmp_path / "decisions.json")
     assert (again.now, again.set_aside) == (DECIDED, 0)
+    before = (tmp_path / "decisions.json").stat()
+    again.retry()
+    assert (tmp_path / "decisions.json").stat() == before, "nothing is left to write"
     assert [path.name for path in tmp_path.iterdir()] == ["decisions.json"]
+
+
+def test_a_file_of_the_largest_size_is_read(tmp_path: Path) -> None:
+    written = DECIDED.model_dump_json().encode()
+    (tmp_path / "decisions.json").write_bytes(written + b" " * (MAX_BYTES - len(written)))
+    assert DecisionFile(tmp_path / "decisions.json").now == DECIDED
 
 
 def test_a_full_disk_holds_nobody_up_and_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

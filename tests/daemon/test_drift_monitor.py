@@ -235,6 +235,21 @@ def test_a_placement_that_no_plan_made_becomes_the_reference_when_it_stays(setti
     assert drift.ratio == pytest.approx(1.0)
 
 
+def test_only_the_same_placement_twice_in_a_row_becomes_the_reference(setting: Setting) -> None:
+    target = setting.plan()
+    half, third = (Placement.of(target.keys[::n], target.tiers[::n], n) for n in (2, 3))
+    reference = setting.monitor.saved()
+    for placement in (half, third, half, third):
+        setting.coordinator.now = placement
+        assert setting.monitor.evaluate() is None
+        assert setting.monitor.saved() == reference, "it is on its way"
+    setting.coordinator.now = replace(target, version=4)
+    assert setting.monitor.evaluate() is not None
+    setting.coordinator.now = third
+    assert setting.monitor.evaluate() is None
+    assert setting.monitor.saved() == reference, "the plan's own placement was there in between"
+
+
 def test_drift_is_of_the_distribution_and_not_of_the_batch(setting: Setting) -> None:
     setting.carry_out()
     setting.monitor._accesses_per_step = lambda world: 2 * PER_STEP

@@ -196,6 +196,26 @@ def test_a_lease_is_taken_when_its_holder_has_stopped_believing_and_no_sooner() 
     assert holder.lease.term == 0
 
 
+def test_a_stand_by_waits_from_the_end_of_its_slow_read_on() -> None:
+    """The record may have been written at any moment of the read: its holder believes in it from then on."""
+    world = World()
+    holder, other = Process(world, "a", 0.0, 1.0), Process(world, "b", 0.0, 1.0)
+
+    def read_slowly() -> LeaseRecord | None:
+        world.now += 9.0
+        assert holder.lease.attempt()
+        return world.record
+
+    other.read = read_slowly  # type: ignore[method-assign]
+    assert not other.lease.attempt()
+    del other.read  # type: ignore[method-assign]
+    world.now = 12.0
+    assert holder.lease.holds(1)
+    assert not other.lease.attempt()
+    world.now = 9.0 + DURATION
+    assert other.lease.attempt()
+
+
 @pytest.mark.parametrize(("mine", "theirs"), [(5.0, 20.0), (20.0, 5.0)])
 def test_of_two_durations_the_longer_is_waited_for(mine: float, theirs: float) -> None:
     world = World()

@@ -67,6 +67,12 @@ def get(url: str, token: str | None = None, path: str = "/v1/status", method: st
     return httpx.request(method, url + path, headers=headers, timeout=10, json={} if method == "POST" else None)
 
 
+def statuses_from(address: str, url: str, times: int) -> list[int]:
+    """Of as many requests without a token from this address of the machine."""
+    with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=10) as client:
+        return [client.get(f"{url}/v1/status").status_code for _ in range(times)]
+
+
 def refused(url: str) -> dict[str, float]:
     page = get(url, ADMIN, "/metrics").text
     found = [line.split() for line in page.splitlines() if line.startswith("flexd_api_refused_requests_total{")]
@@ -181,9 +187,34 @@ def test_too_many_requests_are_told_when_to_come_again(tmp_path: Path) -> None:
         assert server.stop(10)
 
 
-def test_without_tokens_a_local_client_has_a_rate_too() -> None:
+def test_nobody_is_kept_waiting_by_another_of_the_same_scope_or_address(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("the token of the other dashboard")
+    other = TokenConfig(name="other", scope="read", file=tmp_path / "other")
+    tokens = [*token_configs(tmp_path), other]
+    server = serve(FakeDaemon(), tokens=tokens, requests_per_second=0.001, request_burst=2)
+    try:
+        for token in (READ, "the token of the other dashboard"):
+            assert [get(server.address, token).status_code for _ in range(3)] == [200, 200, 429]
+        for address in ("127.0.0.1", "127.0.0.2"):
+            assert statuses_from(address, server.address, 3) == [401, 401, 429]
+    finally:
+        assert server.stop(10)
+
+
+def test_what_may_not_be_done_uses_up_requests_too(tmp_path: Path) -> None:
+    server = serve(FakeDaemon(), tokens=token_configs(tmp_path), requests_per_second=0.001, request_burst=2)
+    try:
+        for token, status in ((READ, 403), (ADMIN, 200)):
+            answers = [get(server.address, token, "/v1/pause", "POST").status_code for _ in range(3)]
+            assert answers == [status, status, 429]
+    finally:
+        assert server.stop(10)
+
+
+def test_without_tokens_addresses_have_rates_of_their_own() -> None:
     server = serve(FakeDaemon(), requests_per_second=0.001, request_burst=2)
     try:
-        assert [get(server.address).status_code for _ in range(3)] == [200, 200, 429]
+        for address in ("127.0.0.1", "127.0.0.2"):
+            assert statuses_from(address, server.address, 3) == [200, 200, 429]
     finally:
         assert server.stop(10)

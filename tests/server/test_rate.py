@@ -44,6 +44,16 @@ def test_who_waits_as_told_is_let_in_and_others_are_not_kept_waiting() -> None:
     assert limiter.wait_seconds("a") == 0.0
 
 
+def test_asking_too_early_makes_nobody_wait_longer() -> None:
+    clock = Clock()
+    limiter = RateLimiter(0.5, 1, clock)
+    assert limiter.wait_seconds("a") == 0.0
+    for left in (2.0, 1.5, 1.0, 0.5):
+        assert limiter.wait_seconds("a") == left
+        clock.now += 0.5
+    assert limiter.wait_seconds("a") == 0.0
+
+
 def test_the_table_of_clients_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rate, "MAX_CLIENTS", 10)
     limiter = RateLimiter(1.0, 1, Clock())
