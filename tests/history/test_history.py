@@ -6,6 +6,7 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,7 @@ class Kept:
         self.history.start()
 
     def migration(self, name: str, *events: MigrationEvent, who: str = "ada", settle: bool = True) -> Migration:
-        """One with 30 rows that goes through ``events``; 10 rows are pushed and applied before the second one."""
+        """One with 30 rows that goes through ``events``; 20 rows are pushed and 10 applied before the second one."""
         chunks = [Delta(np.arange(30), np.zeros(30, np.uint8), np.ones(30, np.uint8))]
         migration = Migration(
             f"plan-{name}", chunks, about=MigrationAbout(name, "parent", "manual", who, f"reason of {name}")
@@ -45,7 +46,7 @@ class Kept:
         migration.observe(self._told)
         for number, event in enumerate(events):
             if number == 1:
-                migration.count(rows_pushed=10, chunks_pushed=1, bytes_pushed=100, last_version=8)
+                migration.count(rows_pushed=20, chunks_pushed=1, bytes_pushed=100, last_version=8)
                 migration.count(rows_applied=10, chunks_applied=1, copied_bytes=640)
             migration.fire(event, f"because of {event.value}")
         if settle and migration.done:
@@ -93,20 +94,32 @@ def test_every_transition_outlives_the_daemon(keep: Callable[..., Kept], tmp_pat
         "plan-m1", "parent", "manual", "ada", "reason of m1",
     )  # fmt: skip
     assert (record.rows_pushed, record.rows_applied, record.copied_bytes, record.pushed_bytes, record.last_version) == (
-        10, 10, 640, 100, 8,
+        20, 10, 640, 100, 8,
     )  # fmt: skip
     assert (record.settled, record.problem) == (True, "because of stopped")
     assert record.seconds == pytest.approx(migration.progress.ended_unix_seconds - record.created_unix_seconds)
-    assert [(each.event, each.before, each.after, each.reason, each.rows_applied) for each in transitions] == [
-        ("", "", "PENDING", "reason of m1", 0),
-        ("start", "PENDING", "PUSHING", "because of start", 0),
-        ("abort", "PUSHING", "ABORTING", "because of abort", 10),
-        ("stopped", "ABORTING", "ABORTED", "because of stopped", 10),
+    assert [(each.event, each.before, each.after, each.reason) for each in transitions] == [
+        ("", "", "PENDING", "reason of m1"),
+        ("start", "PENDING", "PUSHING", "because of start"),
+        ("abort", "PUSHING", "ABORTING", "because of abort"),
+        ("stopped", "ABORTING", "ABORTED", "because of stopped"),
     ]
+    assert [(each.rows_pushed, each.rows_applied, each.version) for each in transitions] == [
+        (0, 0, 0), (0, 0, 0), (20, 10, 8), (20, 10, 8),
+    ]  # fmt: skip
     assert [each.unix_seconds for each in transitions] == sorted(each.unix_seconds for each in transitions)
     assert again.history.find("m3") is None
     for path in tmp_path.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+def test_a_clock_that_was_set_back_gives_no_negative_duration(keep: Callable[..., Kept]) -> None:
+    kept = keep()
+    kept.migration("m", E.START, E.FAIL)
+    kept.written()
+    (record,) = kept.history.newest(1)
+    assert replace(record, created_unix_seconds=5.0, ended_unix_seconds=3.0).seconds == 0.0
+    assert replace(record, created_unix_seconds=5.0, ended_unix_seconds=8.0).seconds == 3.0
 
 
 def test_nothing_recorded_is_an_empty_history(tmp_path: Path) -> None:
