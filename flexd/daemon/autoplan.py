@@ -32,17 +32,28 @@ def trigger_settings(planner: PlannerConfig) -> TriggerSettings:
 class AutoPlanner:
     """``tick`` belongs to the daemon's loop; attributes may be read from any thread.
 
+    Args:
+        go_on: asked once, when the ranks are all there for the first time: whether it has set something going that an
+            earlier daemon has left undone. Then the interval counts from there.
+
     Attributes:
         refusal: why the newest try made no plan; empty if it did.
     """
 
     def __init__(
-        self, planner: PlannerConfig, planning: Planning, drift: DriftMonitor, live: Callable[[], LiveTopology | None]
+        self,
+        planner: PlannerConfig,
+        planning: Planning,
+        drift: DriftMonitor,
+        live: Callable[[], LiveTopology | None],
+        go_on: Callable[[], bool] = lambda: False,
     ) -> None:
         self.triggers = Triggers(trigger_settings(planner), time.monotonic())
         self._planning = planning
         self._drift = drift
         self._live = live
+        self._go_on = go_on
+        self._looked_back = False
         self._logged = ""
         self.refusal = ""
 
@@ -51,6 +62,11 @@ class AutoPlanner:
         live = self._live()
         if live is None or not live.ready:
             return
+        if not self._looked_back:
+            self._looked_back = True
+            if self._go_on():
+                self.triggers.carried_out(time.monotonic(), live.generation)
+                return
         due = self.triggers.due(time.monotonic(), time.time(), live.generation, self._drift.take_reason)
         if due is None:
             return
@@ -71,7 +87,10 @@ class AutoPlanner:
 
     def by_hand(self, *, executed: bool) -> None:
         """Somebody has had a plan made, and carried out or not."""
+        live = self._live() if executed else None
         self.triggers.by_hand(time.monotonic(), executed=executed)
+        if live is not None:
+            self.triggers.carried_out(time.monotonic(), live.generation)
 
     def adopt(self, planner: PlannerConfig) -> None:
         """Other settings, from the next tick on."""

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import count
 
 import numpy as np
 
 from flexd.config.links import ControlConfig
 from flexd.control.coordinator import Coordinator
-from flexd.control.journal import JournalledMigration
 from flexd.control.live import LiveTopology
 from flexd.control.migration import ChunkedDelta, Migration, MigrationAbout
-from flexd.control.migration_states import MigrationState
 from flexd.daemon.plan_log import PlanLog
 from flexd.daemon.triggers import Trigger, TriggerKind
-from flexd.errors import ApiError, SnapshotError
+from flexd.errors import ApiError
 from flexd.keyspace import KeySpace
 from flexd.layout import RankLayout
 from flexd.placement import Delta, Placement
@@ -28,9 +24,7 @@ from flexd.planner.limits import SlotBudgets
 from flexd.planner.plan import Plan
 
 ROLLBACK = ".rollback"
-"""What the id of a rollback has behind the id of the migration that it takes back; ``-2`` and so on behind it where an
-earlier try has ended with its daemon."""
-_AGAIN = re.compile(r"-\d+$")
+"""What the id of a rollback has behind the id of the migration that it takes back."""
 _KEPT_OPEN = 64
 
 
@@ -61,18 +55,6 @@ class Abort:
 
     stopped: Execution
     rollback: Execution | None
-
-
-@dataclass(frozen=True)
-class LateRollback:
-    """The way back from a migration that ended with the daemon that ran it.
-
-    Attributes:
-        interrupted: what the journal knows of it; a rollback itself, if this one goes on with it.
-    """
-
-    interrupted: JournalledMigration
-    rollback: Execution
 
 
 class Executions:
@@ -126,50 +108,6 @@ class Executions:
             lambda migration: Execution(plan, migration, trigger, overridden),
         )  # fmt: skip
 
-    @property
-    def interrupted(self) -> JournalledMigration | None:
-        """The migration that an earlier daemon left behind before all of it was applied, or before the rollback that
-        it was asked for had begun; None once this one has started any, or if the ranks are others by now."""
-        newest = None if self.last is not None else self._coordinator.newest_migration()
-        logged = self._log.newest
-        if newest is None or logged is None or logged.get("plan_id") != newest.plan_id:
-            return newest
-        # The last daemon may have ended in good order: it has seen the end of what it then had to give up.
-        return newest if logged.get("state") == MigrationState.FAILED.value or logged.get("rollback_asked") else None
-
-    def roll_back_interrupted(
-        self, reason: str, who: str, live: LiveTopology | None, is_taken: Callable[[str], bool]
-    ) -> LateRollback:
-        """Goes back to where the ``interrupted`` migration started, or on to where it was going if that was a rollback:
-        the journal of placements knows.
-
-        Args:
-            is_taken: whether the history has a migration of that id already.
-
-        Raises:
-            ApiError: there is none, the ranks are not all there, or the journal was compacted beyond that placement
-                (409 each).
-            ControlError: the coordinator is stopping.
-        """
-        interrupted = self.interrupted
-        if interrupted is None:
-            raise _nothing_under_way()
-        if live is None or not live.ready:
-            raise ApiError("the ranks are not all there", status=409, remedy="flexd status says what is missing")
-        try:
-            base = self._coordinator.placement_at(interrupted.undone_at)
-        except SnapshotError as error:
-            raise ApiError(
-                f"migration {interrupted.migration_id} cannot be taken back: placement version "
-                f"{interrupted.undone_at} is not in the journal any more",
-                status=409,
-                remedy="flexd replan makes a plan from what the ranks have now",
-            ) from error
-        trigger = _rollback_trigger(interrupted.migration_id, reason, who)
-        name = _late_name(interrupted, is_taken)
-        started = self._start_rollback(name, interrupted.plan_id, lambda: base, live.generation, trigger, live)
-        return LateRollback(interrupted, started)
-
     def abort(self, reason: str, who: str, rollback: bool, live: LiveTopology | None) -> Abort:
         """Stops what is under way at its next chunk; whatever waits behind it is not started.
 
@@ -183,7 +121,7 @@ class Executions:
         with self._lock:
             under_way = [execution for execution in self._open if not execution.migration.done]
         if not under_way:
-            raise _nothing_under_way()
+            raise nothing_under_way()
         if rollback and live is None:
             raise ApiError(
                 "no rank is registered", status=409, remedy="abort without --rollback, or wait for the ranks"
@@ -201,12 +139,12 @@ class Executions:
     def _roll_back(self, stopped: Execution, reason: str, who: str, live: LiveTopology) -> Execution:
         migration = stopped.migration
         # Asked when it starts: what waited for its turn may have started after all, before it was aborted.
-        return self._start_rollback(
+        return self.start_rollback(
             f"{migration.migration_id}{ROLLBACK}", migration.plan_id, lambda: migration.base, migration.generation,
-            _rollback_trigger(migration.migration_id, reason, who), live,
+            rollback_trigger(migration.migration_id, reason, who), live,
         )  # fmt: skip
 
-    def _start_rollback(
+    def start_rollback(
         self,
         name: str,
         plan_id: str,
@@ -215,7 +153,14 @@ class Executions:
         trigger: Trigger,
         live: LiveTopology,
     ) -> Execution:
-        """``base``: where to; None: where the ranks are."""
+        """Goes to ``base`` (None: where the ranks are), which is asked when it starts.
+
+        Args:
+            name: its id. plan_id: of what it takes back. generation: fail if the ranks are of another by then.
+
+        Raises:
+            ControlError: the coordinator is stopping.
+        """
 
         def chunks(placement: Placement) -> ChunkedDelta:
             there = base()
@@ -296,16 +241,11 @@ class Executions:
         self._log.append(entry)
 
 
-def _nothing_under_way() -> ApiError:
+def nothing_under_way() -> ApiError:
+    """What an abort is told then."""
     return ApiError("no migration is under way", status=409, remedy="flexd history shows those that have ended")
 
 
-def _late_name(interrupted: JournalledMigration, is_taken: Callable[[str], bool]) -> str:
-    """Every try keeps its place in the history."""
-    base = interrupted.migration_id
-    base = f"{base}{ROLLBACK}" if interrupted.returns_to is None else _AGAIN.sub("", base)
-    return next(name for number in count(1) if not is_taken(name := base if number == 1 else f"{base}-{number}"))
-
-
-def _rollback_trigger(migration_id: str, reason: str, who: str) -> Trigger:
+def rollback_trigger(migration_id: str, reason: str, who: str) -> Trigger:
+    """Of the rollback of a migration."""
     return Trigger(TriggerKind.MANUAL, f"rollback of {migration_id}: {reason}".rstrip(": "), who)

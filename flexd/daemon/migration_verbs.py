@@ -10,6 +10,7 @@ from flexd.control.migration import Migration
 from flexd.control.migration_states import MigrationState
 from flexd.daemon.autoplan import AutoPlanner
 from flexd.daemon.executions import Abort, Executions
+from flexd.daemon.late_rollbacks import LateRollbacks
 from flexd.daemon.migration_view import (
     action_entry,
     ended_report,
@@ -18,9 +19,8 @@ from flexd.daemon.migration_view import (
     migration_entry,
     migration_report,
 )
-from flexd.errors import ApiError, SnapshotError
+from flexd.errors import ApiError
 from flexd.history.history import MigrationHistory
-from flexd.history.records import MigrationRecord
 from flexd.server.migration_history import AbortOutcome, AbortResult, MigrationDetail, MigrationList
 from flexd.server.migration_report import MigrationStateName
 
@@ -42,8 +42,10 @@ class MigrationVerbs:
         coordinator: Coordinator,
         auto: AutoPlanner,
         stopping: threading.Event,
+        late: LateRollbacks,
     ) -> None:
         self._executions = executions
+        self._late = late
         self._history = history
         self._coordinator = coordinator
         self._auto = auto
@@ -76,7 +78,7 @@ class MigrationVerbs:
         if self._stopping.is_set():
             raise ApiError("the daemon is shutting down", status=503)
         deadline = time.monotonic() + wait_seconds
-        if rollback and not self._executions.migrating and self._executions.interrupted is not None:
+        if rollback and not self._executions.migrating and self._late.interrupted is not None:
             return self._late_rollback(reason, wait_seconds, deadline, who or "somebody")
         done = self._executions.abort(reason, who or "somebody", rollback, self._coordinator.live())
         # Else the next interval could start it again before anybody has looked.
@@ -93,14 +95,11 @@ class MigrationVerbs:
         )
 
     def _late_rollback(self, reason: str, wait_seconds: float, deadline: float, who: str) -> AbortResult:
-        done = self._executions.roll_back_interrupted(
-            reason, who, self._coordinator.live(), lambda name: self._recorded(name) is not None
-        )
+        done = self._late.begin(reason, who)
         self._auto.by_hand(executed=True)
         back = done.rollback.migration
         self._wait(back, deadline)
-        found = self._recorded(done.interrupted.migration_id)
-        stopped = interrupted_report(done.interrupted) if found is None else ended_report(found)
+        stopped = interrupted_report(done.interrupted) if done.recorded is None else ended_report(done.recorded)
         now = back.progress
         return AbortResult(
             outcome=_rollback_outcome(back, wait_seconds > 0),
@@ -110,14 +109,6 @@ class MigrationVerbs:
             message=f"migration {stopped.migration_id} had ended with the daemon; its rollback to placement version "
             f"{done.interrupted.undone_at} is {now.state.value}, {now.rows_applied} of {now.rows} rows applied",
         )
-
-    def _recorded(self, migration_id: str) -> MigrationRecord | None:
-        """None also if the history cannot be read: that must not be in the way of a rollback."""
-        try:
-            found = self._history.find(migration_id)
-        except SnapshotError:
-            return None
-        return None if found is None else found[0]
 
     def _wait(self, migration: Migration, deadline: float) -> None:
         while not migration.done and time.monotonic() < deadline and not self._stopping.is_set():

@@ -147,6 +147,12 @@ class Triggers:
             self._waiting = None
             self._proposed_for_drift = False
 
+    def carried_out(self, now: float, generation: int) -> None:
+        """Something was set going for these ranks that is no plan of these triggers: that they are new is no reason to
+        plan any more, and the interval counts from there."""
+        self._planned_generation = generation
+        self._next_plan_at = now + self.settings.interval_seconds
+
     def adopt(self, settings: TriggerSettings, now: float) -> None:
         """Other settings, from now on."""
         self.settings = settings

@@ -19,6 +19,7 @@ from flexd.control.coordinator import ControlOptions, Coordinator
 from flexd.control.journal import PlacementJournal
 from flexd.control.throttle import Throttle
 from flexd.daemon.executions import Execution, Executions
+from flexd.daemon.late_rollbacks import LateRollbacks
 from flexd.daemon.migration_verbs import MigrationVerbs
 from flexd.daemon.plan_log import PlanLog
 from flexd.daemon.triggers import Trigger, TriggerKind
@@ -52,7 +53,8 @@ class Setting:
         self.by_hand: list[bool] = []
         auto: Any = SimpleNamespace(by_hand=lambda executed: self.by_hand.append(executed))
         self.stopping = threading.Event()
-        self.verbs = MigrationVerbs(self.executions, self.history, self.coordinator, auto, self.stopping)
+        self.late = LateRollbacks(self.executions, self.log, self.history, self.coordinator)
+        self.verbs = MigrationVerbs(self.executions, self.history, self.coordinator, auto, self.stopping, self.late)
 
     def end(self) -> None:
         self.coordinator.stop(15)

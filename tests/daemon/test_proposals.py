@@ -263,6 +263,26 @@ def test_a_daemon_that_may_act_does(setting: Setting) -> None:
     assert len(setting.coordinator.migrations) == 1
 
 
+def test_what_an_earlier_daemon_left_undone_comes_before_a_plan(setting: Setting) -> None:
+    asked: list[int] = []
+    planner = AutoPlanner(
+        setting.config.planner, setting.planning, QuietDrift(), setting.coordinator.live,  # type: ignore[arg-type]
+        lambda: not asked.append(1),
+    )  # fmt: skip
+    for _ in range(3):
+        planner.tick()
+    assert asked == [1]
+    assert setting.coordinator.migrations == [], "that the ranks are new to this daemon is no reason any more"
+    planner, _ = auto(setting)
+    planner.by_hand(executed=True)
+    planner.tick()
+    assert setting.coordinator.migrations == [], "nor behind a rollback that was asked for"
+    planner, _ = auto(setting)
+    planner.by_hand(executed=False)
+    planner.tick()
+    assert len(setting.coordinator.migrations) == 1
+
+
 def test_why_there_is_no_plan_is_told(tmp_path: Path) -> None:
     it = Setting(tmp_path, min_spacing_seconds=0.0)
     it.report()

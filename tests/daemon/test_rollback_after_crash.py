@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy.typing as npt
@@ -46,12 +47,13 @@ class Lives:
         self.gate = Gate()
         return Setting(state, port, self.gate)
 
-    def crash(self) -> None:
+    def crash(self, then: Callable[[], None] = lambda: None) -> None:
         assert self.now.history.flush(SECONDS)
         before, self._count = self._directory / str(self._count), self._count + 1
         after = self._directory / str(self._count)
         shutil.copytree(before, after)
         self.now.end()
+        then()
         self.now = self._begin(after, self.port)
         until(self.now.ready, SECONDS)
 
@@ -71,9 +73,15 @@ class Lives:
         return newest.migration
 
     def abort(self, chunks: int, wait_seconds: float = 0.0) -> AbortResult:
-        """``abort --rollback``; the rollback may push so many chunks."""
-        self.gate.left = chunks
-        return self.now.verbs.abort(rollback=True, reason="worse", wait_seconds=wait_seconds, who="ann")
+        """``abort --rollback``; the rollback, and nothing else, may push so many chunks."""
+        before = self.now.executions.last
+        if before is None:
+            self.gate.left = chunks
+        done = self.now.verbs.abort(rollback=True, reason="worse", wait_seconds=wait_seconds, who="ann")
+        if before is not None and chunks:
+            until(lambda: before.migration.done, SECONDS)
+            self.gate.left = chunks
+        return done
 
     def told(self) -> dict[str, tuple[str, str]]:
         """(state, problem) of every migration in the history, by id."""
@@ -144,6 +152,55 @@ def test_killed_before_a_rollback_has_pushed_anything_it_can_be_asked_for_again(
         assert ranks.all_at(PARENT)
         told = lives.told()
         assert [told[name][0] for name in ("p2", "p2.rollback", "p2.rollback-2")] == ["ABORTED", "FAILED", "COMMITTED"]
+
+
+@pytest.mark.parametrize("pushed", [3, 0])
+@pytest.mark.parametrize("killed", [True, False])
+def test_the_next_daemon_goes_on_with_a_rollback_by_itself(lives: Lives, killed: bool, pushed: int) -> None:
+    with Ranks(lives.port, LAYOUT) as ranks:
+        in_the_middle(lives, ranks)
+        lives.abort(pushed)
+        until(lambda: lives.migration.migration_id == "p2.rollback", SECONDS)
+        until(lambda: lives.migration.state is MigrationState.PUSHING, SECONDS)
+        lives.stopped_after(pushed)
+        until(lambda: "p2.rollback" in lives.told(), SECONDS)
+        lives.crash() if killed else lives.end_in_order()
+        assert lives.now.late.go_on() is True
+        assert lives.now.late.go_on() is False, "it is under way"
+        assert lives.migration.wait(SECONDS) is MigrationState.COMMITTED
+        assert ranks.all_at(PARENT)
+        told = lives.told()
+        assert [told[name][0] for name in ("p2", "p2.rollback", "p2.rollback-2")] == ["ABORTED", "FAILED", "COMMITTED"]
+        entry = lives.now.verbs.migration("p2.rollback-2")
+        assert (entry.who, "the daemon ended before it was done" in entry.reason) == ("flexd", True)
+        lives.crash()
+        assert lives.now.late.go_on() is False, "it is done"
+
+
+def test_asked_for_and_killed_before_the_migration_had_ended_it_is_rolled_back(lives: Lives) -> None:
+    with Ranks(lives.port, LAYOUT) as ranks:
+        in_the_middle(lives, ranks)
+        ranks.moving.clear()
+        lives.gate.left = 1
+        until(lambda: lives.migration.progress.chunks_pushed == 21, SECONDS)
+        stopped = lives.migration
+        lives.abort(0)
+        until(lambda: stopped.state is MigrationState.ABORTING, SECONDS)
+        until(lambda: "p2.rollback" in lives.told(), SECONDS)
+        lives.crash(ranks.moving.set)
+        assert lives.now.late.go_on() is True
+        assert lives.migration.wait(SECONDS) is MigrationState.COMMITTED
+        assert ranks.all_at(PARENT)
+        assert [lives.told()[name][0] for name in ("p2", "p2.rollback")] == ["FAILED", "FAILED"]
+
+
+def test_nothing_goes_on_by_itself_that_nobody_has_asked_to_roll_back(lives: Lives) -> None:
+    with Ranks(lives.port, LAYOUT) as ranks:
+        in_the_middle(lives, ranks)
+        lives.crash()
+        assert lives.now.late.interrupted is not None
+        assert lives.now.late.go_on() is False
+        assert lives.now.executions.last is None
 
 
 def test_an_abort_without_rollback_is_no_offer_to_go_back_after_a_crash(lives: Lives) -> None:
