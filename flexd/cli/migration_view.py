@@ -15,6 +15,7 @@ from flexd.server.migration_history import (
 )
 
 _NUMBERS = frozenset(("rows", "bytes", "took"))
+_SPARE = ("who", "bytes", "took")
 _TRANSITION_NUMBERS = frozenset(("pushed", "applied", "version"))
 
 
@@ -22,7 +23,7 @@ def history_blocks(history: MigrationList) -> list[Block]:
     blocks: list[Block] = []
     if history.migrations:
         columns = ("when", "migration", "who", "state", "rows", "bytes", "took", "reason")
-        blocks.append(Table("", columns, tuple(_row(entry) for entry in history.migrations), _NUMBERS))
+        blocks.append(Table("", columns, tuple(_row(entry) for entry in history.migrations), _NUMBERS, _SPARE))
     else:
         blocks.append(Sentences("", ("no migration is kept",)))
     if history.actions:

@@ -9,7 +9,7 @@ from flexd.cli.plan_view import plan_facts
 from flexd.cli.planning_view import planning_block
 from flexd.cli.scale_out_view import scale_out_block
 from flexd.cli.throttle_view import throttle_blocks
-from flexd.cli.view import Block, Facts, Sentences, Table
+from flexd.cli.view import PROBLEM, Block, Facts, Sentences, Table
 from flexd.server.availability_status import AvailabilityStatus
 from flexd.server.migration_report import MigrationReport
 from flexd.server.sketch_status import TableSketchStatus
@@ -92,7 +92,7 @@ def _daemon(status: Status) -> Facts:
         facts.append(("availability", _availability(status.high_availability)))
     if status.paused:
         facts.append(("paused", status.pause_reason or "yes"))
-    return Facts("", tuple(facts))
+    return Facts("", tuple(facts), frozenset() if status.healthy and status.ready else frozenset(("health", "")))
 
 
 def _availability(shown: AvailabilityStatus) -> str:
@@ -172,7 +172,7 @@ def _topology(status: Status) -> Facts:
         facts.append(("missing", shown + (f" and {more} more" if more > 0 else "")))
     if topology.problem:
         facts.append(("problem", topology.problem))
-    return Facts("topology", tuple(facts))
+    return Facts("topology", tuple(facts), PROBLEM | {"missing"})
 
 
 def _placement(status: Status) -> Facts:

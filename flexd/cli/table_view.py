@@ -28,7 +28,8 @@ def table_blocks(page: TablePage) -> list[Block]:
         for table in page.tables
     )
     right = frozenset(columns) - {"table", "dim", "counter"}
-    return [Table("", columns, rows, right), *_rest(page.offset, len(rows), page.total, "tables")]
+    spare = ("drift", "rows", "memory", "counter", "dim", "seen")
+    return [Table("", columns, rows, right, spare), *_rest(page.offset, len(rows), page.total, "tables")]
 
 
 def row_blocks(page: HotRowPage) -> list[Block]:
@@ -107,7 +108,7 @@ def rank_blocks(page: RankPage) -> list[Block]:
         )
         for rank in page.ranks
     )
-    shown = Table("ranks, a step", columns, rows, frozenset(columns))
+    shown = Table("ranks, a step", columns, rows, frozenset(columns), ("node", "replicas", "heard", "local"))
     return [head, shown, *_rest(page.offset, len(rows), page.total, "ranks")]
 
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from flexd.cli.client import DaemonClient
 from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
 from flexd.cli.top_view import RANKS, TABLES, top_blocks
-from flexd.cli.view import Block, OutputFormat, emit, renderable
+from flexd.cli.view import Block, OutputFormat, emit
 from flexd.errors import FlexdError
 from flexd.server.model import Model
 from flexd.server.rank_report import RankPage
@@ -72,6 +72,8 @@ def _live(client: DaemonClient, every: float) -> None:
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
+
+    from flexd.cli.screen import renderable
 
     console = Console(highlight=False)
     # The first look fails as any command does; later ones wait for a daemon that restarts.

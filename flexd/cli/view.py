@@ -7,13 +7,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import yaml
 from pydantic import BaseModel
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 
 class OutputFormat(StrEnum):
@@ -22,6 +19,7 @@ class OutputFormat(StrEnum):
     YAML = "yaml"
 
 
+PROBLEM = frozenset(("problem",))
 _CONTROL = dict.fromkeys((*range(32), *range(127, 160)), "�")
 
 
@@ -32,12 +30,18 @@ def printable(text: str) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text; columns named in ``right`` are set flush right."""
+    """Rows of text.
+
+    Attributes:
+        right: columns that hold figures, and are set flush right.
+        spare: columns that a narrow terminal can do without, the last one first.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     right: frozenset[str] = frozenset()
+    spare: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(tuple(printable(cell) for cell in row) for row in self.rows))
@@ -45,10 +49,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Facts:
-    """Names and values."""
+    """Names and values.
+
+    Attributes:
+        wrong: names of values that say that something is wrong; a terminal shows them in red.
+    """
 
     title: str
     pairs: tuple[tuple[str, str], ...]
+    wrong: frozenset[str] = PROBLEM
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pairs", tuple((printable(name), printable(value)) for name, value in self.pairs))
@@ -82,7 +91,12 @@ def emit(data: BaseModel | dict[str, Any], blocks: Sequence[Block], output: Outp
 
 def show(blocks: Sequence[Block], stream: TextIO) -> None:
     if stream.isatty():
-        _show_rich(blocks, stream)
+        # Imported where it is used: rich takes a while, and a pipe needs none.
+        from rich.console import Console
+
+        from flexd.cli.screen import renderable
+
+        Console(file=stream, highlight=False).print(renderable(blocks))
     else:
         stream.write("\n".join(_plain(block) for block in blocks))
 
@@ -107,42 +121,3 @@ def _plain(block: Block) -> str:
         for line in lines
     ]
     return "".join(f"{line}\n" for line in [*heading, *body])
-
-
-def _show_rich(blocks: Sequence[Block], stream: TextIO) -> None:
-    from rich.console import Console
-
-    Console(file=stream, highlight=False).print(renderable(blocks))
-
-
-def renderable(blocks: Sequence[Block]) -> Group:
-    """The blocks for a rich console, an empty line between two."""
-    from rich.console import Group, RenderableType
-    from rich.padding import Padding
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    parts: list[RenderableType] = []
-    for i, block in enumerate(blocks):
-        if i:
-            parts.append(Text(""))
-        if block.title:
-            parts.append(Text(block.title, style="bold"))
-        if isinstance(block, Sentences):
-            parts += [Padding(Text(line), (0, 0, 0, 2)) for line in block.lines]
-            continue
-        grid = RichTable(box=None, show_header=isinstance(block, Table), header_style="dim", padding=(0, 2, 0, 0))
-        if isinstance(block, Facts):
-            grid.add_column(style="dim", no_wrap=True)
-            grid.add_column(overflow="fold")
-            for name, value in block.pairs:
-                grid.add_row(Text(name), Text(value))
-        else:
-            for column in block.columns:
-                # A figure broken over two lines reads as two figures.
-                figures = column in block.right
-                grid.add_column(Text(column), justify="right" if figures else "left", overflow="fold", no_wrap=figures)
-            for row in block.rows:
-                grid.add_row(*(Text(cell) for cell in row))
-        parts.append(Padding(grid, (0, 0, 0, 2)))
-    return Group(*parts)

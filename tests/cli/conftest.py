@@ -39,6 +39,8 @@ def _served(_fake: FakeDaemon) -> Iterator[DaemonServer]:
 
 @pytest.fixture
 def daemon(_fake: FakeDaemon) -> Iterator[FakeDaemon]:
+    # What a test has replaced on it goes too.
+    vars(_fake).clear()
     _fake.__init__()
     yield _fake
     if _fake.hold is not None:

@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pexpect
 import pytest
+from statuses import STATUSES
 
 from flexd.cli.exit_codes import ExitCode
 from flexd.server.verbs import PauseState
 
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 30
+GOLDEN = Path(__file__).parent / "golden"
+MARKS = {"\x1b[1m": "<b>", "\x1b[2m": "<dim>", "\x1b[1;31m": "<red>", "\x1b[0m": "</>"}
+"""How the golden files write styles."""
 ALTERNATE_SCREEN = "\x1b[?1049h"
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 Terminal = Callable[..., pexpect.spawn]
@@ -23,16 +27,17 @@ Terminal = Callable[..., pexpect.spawn]
 
 @pytest.fixture
 def terminal(url) -> Iterator[Terminal]:
-    """Starts ``flexd ARGUMENTS`` on a terminal of its own, 100 columns wide."""
+    """Starts ``flexd ARGUMENTS`` on a terminal of its own."""
     made: list[pexpect.spawn] = []
 
-    def start(*arguments: str) -> pexpect.spawn:
+    def start(*arguments: str, columns: int = 100, **environment: str) -> pexpect.spawn:
         clean = {
             name: value for name, value in os.environ.items() if not name.startswith("FLEXD") and name != "NO_COLOR"
         }
         process = pexpect.spawn(
             sys.executable, ["-m", "flexd", *arguments, "--url", url], cwd=os.fspath(REPOSITORY),
-            env={**clean, "TERM": "xterm", "COLUMNS": "100"}, timeout=SECONDS, dimensions=(40, 100), encoding="utf-8",
+            env={**clean, "TERM": "xterm", "COLUMNS": str(columns), "TZ": "UTC", **environment}, timeout=SECONDS,
+            dimensions=(40, columns), encoding="utf-8",
         )  # fmt: skip
         made.append(process)
         return process
@@ -47,6 +52,15 @@ def ended(process: pexpect.spawn) -> tuple[str, int]:
     process.expect(pexpect.EOF)
     process.close()
     return process.before.replace("\r\n", "\n"), process.exitstatus
+
+
+def marked(text: str) -> str:
+    """The text with its styles in words. Empty ones and the padding at the end of lines go."""
+    for code, mark in MARKS.items():
+        text = text.replace(code, mark)
+    assert "\x1b" not in text
+    lines = [re.sub(r"(<dim>\s*</>|\s)+$", "", line) for line in text.splitlines()]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def test_what_changes_something_asks_first_and_no_is_no(terminal, daemon):
@@ -143,13 +157,32 @@ def test_watching_goes_on_when_the_daemon_fails_for_a_while(terminal, daemon):
     assert ended(process)[1] == 0
 
 
-@pytest.mark.parametrize("name", ["tables", "topology"])
-def test_golden_on_a_terminal(terminal, name):
-    text, status = ended(terminal(name))
+@pytest.mark.parametrize("name", STATUSES)
+def test_golden_status_on_a_terminal_with_its_styles(terminal, daemon, name):
+    daemon.status = lambda: STATUSES[name]
+    text, status = ended(terminal("status"))
+    assert status == 0
+    assert marked(text) == (GOLDEN / f"{name}.terminal.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+@pytest.mark.parametrize("command", ["tables", "topology", "history", "status", "plan"])
+def test_golden_on_a_terminal(terminal, daemon, command, columns):
+    """Nothing is wider than the terminal, figures are not broken, and what has no room is named."""
+    daemon.status = lambda: STATUSES["status-degraded-stream"]
+    text, status = ended(terminal(command, columns=columns))
     assert status == 0
     assert STYLE.search(text)
-    plain = "".join(f"{line.rstrip()}\n" for line in STYLE.sub("", text).splitlines())
-    assert plain == (Path(__file__).parent / "golden" / f"{name}.terminal.txt").read_text(encoding="utf-8")
+    plain = STYLE.sub("", text).splitlines()
+    assert max(map(len, plain)) <= columns
+    shown = "".join(f"{line.rstrip()}\n" for line in plain)
+    assert shown == (GOLDEN / f"{command}.terminal-{columns}.txt").read_text(encoding="utf-8")
+
+
+def test_no_color_leaves_no_colour_on_a_terminal(terminal, daemon):
+    daemon.status = lambda: STATUSES["status-degraded-stream"]
+    assert "<red>NOT READY" in marked(ended(terminal("status"))[0])
+    assert "\x1b[1;31m" not in ended(terminal("status", NO_COLOR="1"))[0]
 
 
 def test_top_in_a_pipe_looks_once_and_is_plain(flexd_command, url):

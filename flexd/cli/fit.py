@@ -1,0 +1,83 @@
+"""Which columns of a table a terminal has room for, and how wide each is. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+GAP = 2
+"""Cells between two columns."""
+LONGEST_WORD = 24
+"""A text column is at least as wide as its longest word, but for words beyond this: they are broken."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Attributes:
+    columns: indices of those that are shown. widths: of each of them, in cells.
+    """
+
+    columns: tuple[int, ...]
+    widths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Column:
+    at: int
+    least: int
+    natural: int
+
+
+def fit(
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    figures: frozenset[str],
+    spare: Sequence[str],
+    width: int,
+    cells: Callable[[str], int] = len,
+) -> Fitted | None:
+    """How to show a table in ``width`` cells; None if that is not possible.
+
+    Headings and texts are broken between words, and figures never: a figure on two lines reads as two. What is then
+    still too wide goes without columns of ``spare``, the last one first.
+
+    Args:
+        figures: names of the columns that hold figures.
+        cells: how wide a text is shown.
+    """
+    columns = [_column(i, name, [row[i] for row in rows], name in figures, cells) for i, name in enumerate(names)]
+    for kept in range(len(spare), -1, -1):
+        left_out = set(spare[kept:])
+        shown = [column for column in columns if names[column.at] not in left_out]
+        room = width - GAP * (len(shown) - 1)
+        if sum(column.least for column in shown) <= room:
+            return Fitted(tuple(column.at for column in shown), _widths(shown, room))
+    return None
+
+
+def _column(at: int, name: str, texts: list[str], figures: bool, cells: Callable[[str], int]) -> _Column:
+    natural = max(map(cells, (name, *texts)))
+    heading = max(map(cells, name.split()), default=0)
+    if figures:
+        return _Column(at, max(heading, *map(cells, texts), 0), natural)
+    words = max((cells(word) for text in texts for word in text.split()), default=0)
+    return _Column(at, max(heading, min(words, LONGEST_WORD)), natural)
+
+
+def _widths(columns: list[_Column], room: int) -> tuple[int, ...]:
+    """The widest give way first, none below its least."""
+    low, high = 0, max((column.natural for column in columns), default=0)
+    while low < high:
+        limit = (low + high + 1) // 2
+        if sum(_limited(column, limit) for column in columns) <= room:
+            low = limit
+        else:
+            high = limit - 1
+    widths = [_limited(column, low) for column in columns]
+    for i, column in enumerate(columns):
+        widths[i] += max(0, min(column.natural - widths[i], room - sum(widths)))
+    return tuple(widths)
+
+
+def _limited(column: _Column, limit: int) -> int:
+    return max(column.least, min(column.natural, limit))
