@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.errors import CodecError, StreamError
+from flexd.varints import VARINT_BYTES, from_varints, to_varints
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -43,8 +44,6 @@ REASONS = ("counted_corrupt", "counted_header", "counted_too_large", "counted_va
 
 _HEAD = struct.Struct("<4sI")
 _MAX_HEADER_BYTES = 32 * 2**20
-_VARINT_BYTES = 9
-_TOP = np.uint8(0x80)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +145,7 @@ def encode(batch: CountedBatch) -> bytes:
     values = np.concatenate(arrays) if arrays else np.empty(0, np.int64)
     if len(values) > MAX_VALUES or len(tables) > MAX_TABLES:
         raise StreamError(f"{len(values)} numbers of {len(tables)} tables in a message", remedy="send several")
-    body = _to_varints(values)
+    body = to_varints(values)
     header = {
         "source_rank": batch.source_rank, "event_time": batch.event_time_seconds, "body_bytes": len(body),
         "tables": tables,
@@ -175,9 +174,9 @@ def decode(payload: bytes | memoryview) -> CountedBatch:
     if total > MAX_VALUES:
         _fail("counted_too_large", f"{total} numbers, at most {MAX_VALUES} are read")
     body_bytes = header["body_bytes"]
-    if not total <= body_bytes <= total * _VARINT_BYTES:
+    if not total <= body_bytes <= total * VARINT_BYTES:
         _fail("counted_header", f"{body_bytes} bytes for {total} numbers")
-    values = _from_varints(_inflated(payload[body_at:], body_bytes), total)
+    values = _numbers(_inflated(payload[body_at:], body_bytes), total)
     parts = iter(np.split(values, np.cumsum(sizes)[:-1]) if sizes else [])
     found = tuple(_table(entry, parts) for entry in tables)
     names = {table.table for table in found}
@@ -263,7 +262,7 @@ def _header(payload: bytes | memoryview) -> tuple[Mapping[str, Any], int]:
     if not isinstance(tables, list) or len(tables) > MAX_TABLES or not all(isinstance(entry, dict) for entry in tables):
         _fail("counted_header", "its list of tables")
     _whole(header["source_rank"], 0, 2**31 - 1, "source_rank")
-    _whole(header["body_bytes"], 0, MAX_VALUES * _VARINT_BYTES, "body_bytes")
+    _whole(header["body_bytes"], 0, MAX_VALUES * VARINT_BYTES, "body_bytes")
     seconds = header["event_time"]
     # Written so that NaN fails too.
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_EVENT_TIME_SECONDS:
@@ -346,45 +345,11 @@ def _sums(differences: Int64Array, highest: int, name: str, *, distinct: bool) -
     return np.cumsum(differences)
 
 
-def _to_varints(values: Int64Array) -> bytes:
-    """int64[n] from 0 up -> LEB128."""
-    if not len(values):
-        return b""
-    if int(values.min()) < 0:
-        raise StreamError("negative numbers in counted accesses", remedy="count from zero up")
-    highest = int(values.max())
-    if highest < 128:
-        return values.astype(np.uint8).tobytes()
-    length = np.ones(len(values), np.int64)
-    for byte in range(1, _VARINT_BYTES):
-        if highest >> (7 * byte):
-            length += values >= 1 << (7 * byte)
-    start = np.cumsum(length) - length
-    out = np.empty(int(length.sum()), np.uint8)
-    for byte in range(int(length.max())):
-        here = np.flatnonzero(length > byte)
-        digit = (values[here] >> (7 * byte) & 0x7F).astype(np.uint8)
-        out[start[here] + byte] = np.where(length[here] > byte + 1, digit | _TOP, digit)
-    return out.tobytes()
-
-
-def _from_varints(body: bytes, count: int) -> Int64Array:
-    data = np.frombuffer(body, np.uint8)
-    ends = np.flatnonzero(data < _TOP)
-    if len(ends) != count or (len(data) and data[-1] >= _TOP):
-        _fail("counted_corrupt", f"{len(ends)} numbers where {count} belong")
-    if count == len(data):
-        return data.astype(np.int64)
-    start = np.empty_like(ends)
-    start[0], start[1:] = 0, ends[:-1] + 1
-    length = ends - start + 1
-    if int(length.max()) > _VARINT_BYTES:
-        _fail("counted_corrupt", "a number of more than 63 bits")
-    values = (data[start] & np.uint8(0x7F)).astype(np.int64)
-    for byte in range(1, int(length.max())):
-        here = np.flatnonzero(length > byte)
-        values[here] |= (data[start[here] + byte] & np.uint8(0x7F)).astype(np.int64) << (7 * byte)
-    return values
+def _numbers(body: bytes, count: int) -> Int64Array:
+    try:
+        return from_varints(body, count)
+    except ValueError as error:
+        _fail("counted_corrupt", str(error))
 
 
 def _inflated(data: bytes | memoryview, size: int) -> bytes:

@@ -15,6 +15,7 @@ from flexd import counted
 from flexd.counted import CellCounts, CountedBatch, LengthCounts, RowCounts
 from flexd.errors import CodecError, StreamError
 from flexd.stream.counted import decode as decode_any
+from flexd.varints import to_varints
 
 CELLS = counted.DEPTH << counted.MIN_LOG2_WIDTH
 
@@ -100,7 +101,7 @@ def test_random_bytes_never_do_worse_than_being_refused(noise):
 
 
 def message(header: dict, values: list[int], body: bytes | None = None) -> bytes:
-    raw = counted._to_varints(np.array(values, np.int64)) if body is None else body
+    raw = to_varints(np.array(values, np.int64)) if body is None else body
     text = json.dumps({"source_rank": 0, "event_time": 1.0, "body_bytes": len(raw), **header}).encode()
     return struct.pack("<4sI", counted.MAGIC, len(text)) + text + zlib.compress(raw)
 
