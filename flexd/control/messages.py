@@ -300,10 +300,10 @@ def open_with_bytes(signer: Signer, sealed: bytes, max_data_bytes: int) -> tuple
         AuthenticationError: bad signature, or other bytes than the header names.
         ControlError: too long, or another kind of message.
     """
-    if len(sealed) > MAX_MESSAGE_BYTES + max_data_bytes:
+    if len(sealed) > MAX_MESSAGE_BYTES + len(b"\n") + max_data_bytes:
         raise ControlError(f"a piece of {len(sealed)} bytes is longer than {max_data_bytes}")
     # The signature stands on the first line, the header's JSON (which has no line breaks) on the second.
-    end = sealed.find(b"\n", _MAC_HEX + 1, MAX_MESSAGE_BYTES)
+    end = sealed.find(b"\n", _MAC_HEX + 1, MAX_MESSAGE_BYTES + 1)
     if end < 0:
         raise ControlError("a piece without a header")
     header, data = signer.open_as(TapPiece, sealed[:end]), sealed[end + 1 :]

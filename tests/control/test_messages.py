@@ -103,6 +103,28 @@ def test_a_message_too_long_is_refused_on_both_sides() -> None:
         m.Signer(SECRET).open(forge("x" * m.MAX_MESSAGE_BYTES))
 
 
+def test_a_message_of_the_longest_length_passes_and_one_byte_more_does_not() -> None:
+    signer, notice = m.Signer(SECRET), m.DaemonNotice("", "i", "d", 0)
+    longest = replace(notice, job="x" * (m.MAX_MESSAGE_BYTES - len(signer.seal(notice))))
+    sealed = signer.seal(longest).encode()
+    assert len(sealed) == m.MAX_MESSAGE_BYTES
+    assert signer.open(sealed) == longest
+    with pytest.raises(ControlError, match="longer than"):
+        signer.seal(replace(longest, job=longest.job + "x"))
+    with pytest.raises(ControlError, match="longer than"):
+        signer.open(forge(sealed[65:].decode().replace("x", "xx", 1)))
+
+
+def test_the_longest_header_passes_before_the_longest_piece() -> None:
+    signer, data = m.Signer(SECRET), b"12345"
+    piece = m.TapPiece("", *FENCE[1:], 1, 4, 2, 0, hashlib.sha256(data).hexdigest())
+    longest = replace(piece, job="x" * (m.MAX_MESSAGE_BYTES - len(signer.seal(piece))))
+    sealed = m.seal_with_bytes(signer, longest, data)
+    assert m.open_with_bytes(signer, sealed, len(data)) == (longest, data)
+    with pytest.raises(ControlError, match="a piece of"):
+        m.open_with_bytes(signer, sealed + b"6", len(data))
+
+
 def test_another_kind_than_expected_is_refused() -> None:
     with pytest.raises(ControlError, match="where a epoch message belongs"):
         m.Signer(SECRET).open_as(m.EpochAnnouncement, m.Signer(SECRET).seal(EVERY_KIND[0]).encode())
