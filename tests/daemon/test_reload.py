@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ import yaml
 from flexd_processes import RunningDaemon, flexd, until
 
 from flexd.config.load import load_config
+from flexd.config.model import Config
 from flexd.daemon import Daemon
 from flexd.daemon.config_file import ConfigFile
 from flexd.errors import ConfigError, FlexdError
@@ -195,6 +197,83 @@ def test_contradictions_with_what_runs_on_are_found(tmp_path: Path) -> None:
     assert file.config is before
     file.reload(lambda _: None)
     assert file.config.shutdown_seconds == 3.0
+
+
+def test_a_hot_key_is_refused_that_contradicts_what_waits_for_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No key of today can: as it would be if the lease were renewed at another pace without a restart."""
+    monkeypatch.setattr("flexd.config.reload.HOT_KEYS", ("high_availability.renew_seconds",))
+    path = _written(tmp_path)
+    file = ConfigFile(load_config(path, {}), path, {})
+    before = file.config
+    slower = {"duration_seconds": 3_000.0, "renew_seconds": 900.0}
+    path.write_text(yaml.safe_dump({**SETTINGS, "high_availability": slower}))
+    for read in (file.reload, file.preview):
+        with pytest.raises(
+            ConfigError, match=r"flexd\.yaml: high_availability\.renew_seconds.*at most a third"
+        ) as refused:
+            read(lambda _: pytest.fail("nothing is adopted"))
+        assert "need a restart" in (refused.value.remedy or "")
+    assert file.config is before
+    assert file.status().rejected == 1
+
+
+def test_the_environment_lies_over_the_file_also_when_it_is_read_again(tmp_path: Path) -> None:
+    path, environ = _written(tmp_path), {"FLEXD__PLANNER__MIN_SAMPLES": "77"}
+    file = ConfigFile(load_config(path, environ), path, environ)
+    path.write_text(yaml.safe_dump({**SETTINGS, "planner": {"min_samples": 5}, "shutdown_seconds": 3.0}))
+    assert file.reload(lambda _: None).applied == ("shutdown_seconds",)
+    assert (file.config.planner.min_samples, file.config.shutdown_seconds) == (77, 3.0)
+
+
+def test_reloads_are_counted_by_what_came_of_them(tmp_path: Path) -> None:
+    path = _written(tmp_path)
+    file = ConfigFile(load_config(path, {}), path, {})
+    adopted: list[Config] = []
+    path.write_text(yaml.safe_dump({**SETTINGS, "job": "other"}))
+    assert file.reload(adopted.append).applied == ()
+    assert adopted == [], "nothing is to be taken"
+    path.write_text(yaml.safe_dump({**SETTINGS, "shutdown_seconds": 3.0}))
+    file.reload(adopted.append)
+    assert adopted == [file.config]
+    path.unlink()
+    with pytest.raises(ConfigError):
+        file.reload(adopted.append)
+    assert file.figures().reloads == {"applied": 1, "unchanged": 1, "rejected": 1}
+
+
+def test_the_time_of_the_file_that_is_in_effect_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [500.0]
+    monkeypatch.setattr("flexd.daemon.config_file.time", SimpleNamespace(time=lambda: now[0]))
+    path = _written(tmp_path)
+    file = ConfigFile(load_config(path, {}), path, {})
+    assert file.status().read_unix_seconds == 500.0
+    now[0] = 600.0
+    file.reload(lambda _: None)
+    now[0] = 700.0
+    path.unlink()
+    with pytest.raises(ConfigError):
+        file.reload(lambda _: None)
+    assert file.status().read_unix_seconds == 600.0
+
+
+def test_one_reload_waits_for_the_other(tmp_path: Path) -> None:
+    path = _written(tmp_path)
+    file = ConfigFile(load_config(path, {}), path, {})
+    path.write_text(yaml.safe_dump({**SETTINGS, "shutdown_seconds": 3.0}))
+    second = threading.Event()
+    other = threading.Thread(target=file.reload, args=(lambda _: second.set(),))
+    overlapped: list[bool] = []
+
+    def adopt(_: Config) -> None:
+        other.start()
+        overlapped.append(second.wait(0.5))
+
+    file.reload(adopt)
+    other.join(20)
+    assert overlapped == [False]
+    assert not second.is_set(), "what the first has taken is no change for the second"
 
 
 @pytest.mark.slow
