@@ -32,7 +32,6 @@ UInt8Array = npt.NDArray[np.uint8]
 
 _MAGIC = b"FLEXDPJ1"
 _FRAME = struct.Struct("<II")
-_MAX_FRAME_BYTES = 2**31
 _COMPACT_ROWS = 65_536
 """Chunk rows kept beside the segment before they are worth folding into it (or half the segment, if more)."""
 _OVERLAY_ROWS = 16_384
@@ -190,7 +189,7 @@ class PlacementJournal:
             newest = self.newest_migration
             kept = sum(len(chunk.delta) for chunk in self._chunks)
             if newest is not None and kept <= _ROLLBACK_ROWS and len(self._chunks) <= _ROLLBACK_CHUNKS:
-                version = min(version, max(newest.undone_at, self._base.version))
+                version = min(version, newest.undone_at)
             rows = sum(len(chunk.delta) for chunk in self._chunks if chunk.version <= version)
             if self._segment is not None and rows > max(_COMPACT_ROWS, len(self._base) // 2):
                 later = [chunk for chunk in self._chunks if chunk.version > version]
@@ -273,9 +272,7 @@ class PlacementJournal:
             self.truncated_bytes = size - good
             os.truncate(self._path, good)
         if self._segment is None:
-            # Nothing of it is usable; ``begin`` writes the file anew.
-            self._path.unlink()
-            return
+            return  # Nothing of it is usable; ``begin`` writes the file anew.
         self._open_for_append()
 
     def _take(self, header: dict[str, Any], arrays: bytes) -> bool:
@@ -353,12 +350,13 @@ def _framed(payload: bytes) -> bytes:
 
 def _frames(file: BinaryIO) -> Iterator[tuple[dict[str, Any], bytes]]:
     """Whole frames from the file's position on; ends at the first that is torn or corrupt."""
+    size = os.fstat(file.fileno()).st_size
     while len(head := file.read(_FRAME.size)) == _FRAME.size:
         length, crc = _FRAME.unpack(head)
-        if length > _MAX_FRAME_BYTES:
-            return
+        if length > size - file.tell():
+            return  # Not read: a torn length may be any, and room is made for all of it.
         payload = file.read(length)
-        if len(payload) != length or zlib.crc32(payload) != crc:
+        if zlib.crc32(payload) != crc:
             return
         line, _, arrays = payload.partition(b"\n")
         try:

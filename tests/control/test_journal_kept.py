@@ -1,0 +1,226 @@
+"""What the journal keeps, folds and refuses to read: by hand, where chance seldom gets to."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tracemalloc
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pytest
+from disk_order import watch_disk
+
+from flexd.control import journal as journal_module
+from flexd.control.journal import JournalledMigration, PlacementJournal, Segment
+from flexd.errors import SnapshotError
+from flexd.placement import Delta, Placement
+
+SEGMENT = Segment("a1", 3, "topology")
+ROWS = 4
+FIRST, SECOND = JournalledMigration("m1", "p1", 0), JournalledMigration("m2", "p2", 2)
+
+
+def step(version: int, before: int | None = None) -> Delta:
+    """The chunk of this version, after ``before``: the same rows go through all tiers."""
+    old = (version - 1 if before is None else before) % 3
+    return Delta(np.arange(ROWS), np.full(ROWS, old, np.uint8), np.full(ROWS, version % 3, np.uint8))
+
+
+def begun(directory: Path, *migrations: JournalledMigration | None) -> PlacementJournal:
+    """A journal with a chunk for each of these."""
+    journal = PlacementJournal(directory)
+    journal.begin(SEGMENT, Placement.empty())
+    for version, migration in enumerate(migrations, 1):
+        journal.append(version, step(version), migration)
+    return journal
+
+
+@pytest.mark.parametrize("back", [1, 2, 3, 4])
+def test_voided_versions_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: int) -> None:
+    monkeypatch.setattr(journal_module, "_OVERLAY_ROWS", 0)
+    journal = begun(tmp_path, *[None] * 5)
+    kept = 5 - back
+    journal.append(kept + 1, step(7, before=kept))
+    assert journal.placement_at(kept + 1).tiers_of(np.arange(ROWS)).tolist() == [7 % 3] * ROWS
+
+
+def test_folded_versions_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "_OVERLAY_ROWS", 0)
+    monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
+    journal = begun(tmp_path, *[None] * 4)
+    journal.note_agreed(1)
+    with pytest.raises(SnapshotError, match=r"versions 1\.\.4, not 0"):
+        journal.placement_at(0)
+    journal.append(5, step(5))
+
+
+def test_the_newest_migration_can_be_taken_back_and_the_one_before_it_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
+    journal = begun(tmp_path, FIRST, FIRST, SECOND, SECOND, SECOND)
+    start = journal.placement_at(2)
+    journal.note_agreed(5)
+    journal.close()
+    journal = PlacementJournal(tmp_path)
+    assert journal.newest_migration == SECOND
+    assert journal.placement_at(2).tiers_of(np.arange(ROWS)).tolist() == start.tiers_of(np.arange(ROWS)).tolist()
+    with pytest.raises(SnapshotError, match=r"versions 2\.\.5, not 1"):
+        journal.placement_at(1)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("_ROLLBACK_ROWS", 3 * ROWS), ("_ROLLBACK_CHUNKS", 3)])
+def test_what_is_kept_for_a_rollback_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
+) -> None:
+    monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
+    monkeypatch.setattr(journal_module, name, limit)
+    journal = begun(tmp_path, FIRST, FIRST, FIRST)
+    journal.note_agreed(3)
+    assert journal.placement_at(0).version == 0
+    monkeypatch.setattr(journal_module, name, limit - 1)
+    journal.note_agreed(3)
+    with pytest.raises(SnapshotError, match=r"versions 3\.\.3, not 0"):
+        journal.placement_at(0)
+    assert journal.newest_migration is None, "not known any more"
+
+
+def test_a_large_placement_is_not_written_anew_for_every_few_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_COMPACT_ROWS", ROWS)
+    journal = PlacementJournal(tmp_path)
+    journal.begin(SEGMENT, Placement.of(np.arange(100, 200), np.ones(100, np.uint8), 0))
+    done = watch_disk(monkeypatch)
+    for version in range(1, 26):
+        journal.append(version, step(version))
+        journal.note_agreed(version)
+    assert done.count("name placement.journal") == 1, "100 rows that changed, beside 100 rows"
+
+
+def test_agreement_beyond_what_is_recorded_folds_what_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
+    journal = begun(tmp_path, None, None)
+    journal.note_agreed(9)
+    assert journal.last_version == 2
+    journal.append(3, step(3))
+
+
+def _frame(header: dict[str, Any], version: int) -> bytes:
+    delta = step(version)
+    full = {"kind": "chunk", "version": version, "rows": ROWS, **header}
+    return journal_module._framed(journal_module._payload(full, delta.keys, delta.old_tiers, delta.new_tiers))
+
+
+@pytest.mark.parametrize(
+    ("header", "version"), [({}, 0), ({}, 4), ({"version": -1}, 3), ({"kind": "other"}, 3), ({"rows": ROWS + 1}, 3)]
+)
+def test_a_whole_record_that_does_not_follow_ends_the_journal(
+    tmp_path: Path, header: dict[str, Any], version: int
+) -> None:
+    begun(tmp_path, None, None).close()
+    extra = _frame(header, version)
+    with (tmp_path / "placement.journal").open("ab") as file:
+        file.write(extra)
+    journal = PlacementJournal(tmp_path)
+    assert (journal.last_version, journal.truncated_bytes) == (2, len(extra))
+
+
+def test_a_second_segment_ends_the_journal(tmp_path: Path) -> None:
+    begun(tmp_path / "other").close()
+    begun(tmp_path, None, None).close()
+    segment = (tmp_path / "other" / "placement.journal").read_bytes()[len(b"FLEXDPJ1") :]
+    with (tmp_path / "placement.journal").open("ab") as file:
+        file.write(segment)
+    journal = PlacementJournal(tmp_path)
+    assert (journal.last_version, journal.truncated_bytes) == (2, len(segment))
+
+
+SAID: dict[str, Any] = {"migration": "m" * 400, "plan": "p" * 400, "base": 2}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"migration": None}, {"migration": 1}, {"migration": "x" * 401}, {"plan": "x" * 401}, {"base": -1},
+        {"base": "0"}, {"base": None}, {"returns_to": -1}, {"returns_to": "0"},
+    ],
+)  # fmt: skip
+def test_a_chunk_that_does_not_say_its_migration_is_applied_all_the_same(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    begun(tmp_path, FIRST, FIRST).close()
+    with (tmp_path / "placement.journal").open("ab") as file:
+        file.write(_frame(SAID | wrong, 3))
+    journal = PlacementJournal(tmp_path)
+    assert (journal.last_version, journal.truncated_bytes, journal.newest_migration) == (3, 0, None)
+
+
+@pytest.mark.parametrize("returns_to", [None, 0])
+def test_a_chunk_says_its_migration_in_the_longest_words(tmp_path: Path, returns_to: int | None) -> None:
+    migration = JournalledMigration("m" * 400, "p" * 400, 2, returns_to)
+    begun(tmp_path, FIRST, FIRST, migration).close()
+    assert PlacementJournal(tmp_path).newest_migration == migration
+
+
+def test_a_torn_length_costs_no_memory(tmp_path: Path) -> None:
+    begun(tmp_path, None).close()
+    with (tmp_path / "placement.journal").open("ab") as file:
+        file.write(b"\xff\xff\xff\x7f" + b"torn")
+    tracemalloc.start()
+    try:
+        journal = PlacementJournal(tmp_path)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (journal.last_version, journal.truncated_bytes) == (1, 8)
+    assert most < 2**22
+
+
+class Stutter:
+    """A file that takes a few bytes at a time."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, data: memoryview) -> int:
+        return self._file.write(data[:7])
+
+
+def test_a_file_that_takes_a_few_bytes_at_a_time_is_written_whole(tmp_path: Path) -> None:
+    journal = begun(tmp_path, None)
+    assert journal._file is not None
+    journal._file = Stutter(journal._file)  # type: ignore[assignment]
+    journal.append(2, step(2))
+    journal.close()
+    again = PlacementJournal(tmp_path)
+    assert (again.last_version, again.truncated_bytes) == (2, 0)
+
+
+def test_a_long_write_that_failed_leaves_nothing_behind_a_short_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = begun(tmp_path, None)
+    long = Delta(np.arange(10, 90), np.zeros(80, np.uint8), np.ones(80, np.uint8))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(SnapshotError, match="No space left"):
+            journal.append(2, long)
+    journal.append(2, step(2))
+    journal.close()
+    again = PlacementJournal(tmp_path)
+    assert (again.last_version, again.truncated_bytes) == (2, 0)
+
+
+def test_a_placement_is_on_disk_before_it_has_its_name_and_a_chunk_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = PlacementJournal(tmp_path / "state")
+    assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o700
+    done = watch_disk(monkeypatch)
+    journal.begin(SEGMENT, Placement.empty())
+    journal.append(1, step(1))
+    assert done == ["sync placement.tmp", "name placement.journal", "sync state", "sync placement.journal"]

@@ -1,0 +1,31 @@
+"""What reached the disk, in which order: a name that is given to a file before its content is there is a trap."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def watch_disk(patch: pytest.MonkeyPatch) -> list[str]:
+    """A list that grows with what is done from now on: ``sync NAME``, ``name NAME`` (renamed or linked to it)."""
+    done: list[str] = []
+    sync, link, rename, replace = os.fsync, os.link, os.rename, os.replace
+
+    def fsync(descriptor: int) -> None:
+        sync(descriptor)
+        done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+
+    def naming(call: Any) -> Any:
+        def named(source: Any, target: Any, **options: Any) -> None:
+            call(source, target, **options)
+            done.append(f"name {Path(target).name}")
+
+        return named
+
+    patch.setattr(os, "fsync", fsync)
+    for name, call in (("link", link), ("rename", rename), ("replace", replace)):
+        patch.setattr(os, name, naming(call))
+    return done
