@@ -139,7 +139,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _running_seconds(pid: int) -> float:
-    """As ``_cpu_seconds`` of the threads that there are, to the nanosecond: a tick of 10 ms is much of an idle second."""
+    """As ``_cpu_seconds`` of the threads there are, to the nanosecond: a tick of 10 ms is much of an idle second."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
