@@ -158,7 +158,7 @@ def _sketch(status: Status) -> Facts:
 def _topology(status: Status) -> Facts:
     topology = status.topology
     if topology.world_size == 0:
-        ranks = "none have said hello"
+        ranks = "not all have said hello" if topology.missing_ranks else "none have said hello"
     else:
         ranks = (
             f"{topology.world_size} = {topology.nodes} nodes x {topology.local_ranks}, attempt "

@@ -31,7 +31,7 @@ from flexd.control.epoch import Epoch, FromRank, Phase
 from flexd.control.intake import DeltaIntake
 from flexd.control.journal import JournalledMigration, PlacementJournal, Segment
 from flexd.control.live import ControlOptions, ControlStatus, LiveTopology
-from flexd.control.membership import Membership, Topology
+from flexd.control.membership import Attendance, Membership, Topology
 from flexd.control.messages import ChunkRefused, DaemonNotice, Listing, Progress, Settled, Signer, TapOffer
 from flexd.control.migration import ChunkSource, Migration, MigrationAbout
 from flexd.control.news import NewsTeller, OnMigration
@@ -116,7 +116,7 @@ class Coordinator:
         self._reason = "no rank has registered"
         self._applied = 0
         self._agreed = AgreedPlacement(journal)
-        self._present = ("", 0, 0)
+        self._present = Attendance()
         self._thread = threading.Thread(target=self._run, name="flexd-coordinator", daemon=True)
 
     def listen(self) -> None:
@@ -212,7 +212,10 @@ class Coordinator:
 
     def status(self) -> ControlStatus:
         live, epoch = self._live, self._epoch
-        attempt, present, expected = self._present
+        attempt, present, expected, missing = self._present
+        ready = live is not None and live.ready
+        if not attempt and live is not None:
+            missing = tuple(range(live.layout.world_size))
         return ControlStatus(
             epoch=epoch.number if epoch else 0,
             epochs=self._epochs,
@@ -226,8 +229,9 @@ class Coordinator:
             refused_messages={kind: self._refused_count(kind) for kind in REFUSED_KINDS},
             refused_chunks=self._counters["chunks_refused"],
             digest_mismatches=self._counters["digest_mismatches"],
-            reason="" if live is not None and live.ready else self._reason,
+            reason="" if ready else self._reason,
             illegal_transitions=self._pusher.illegal_transitions,
+            missing_ranks=() if ready else missing,
         )
 
     def _host(self) -> None:
@@ -310,7 +314,7 @@ class Coordinator:
             self._end_epoch("a rank has left or registered anew", failed=False)
             epoch = None
         if topology is None:
-            attempt, present, expected = self._present
+            attempt, present, expected, _ = self._present
             self._not_ready(
                 f"{present} of {expected} ranks of attempt {attempt!r} are here" if attempt else "no rank is registered"
             )

@@ -58,6 +58,8 @@ class ControlStatus:
 
     Attributes:
         ranks, ranks_ready: expected and present, of the newest attempt.
+        missing_ranks: its ranks that are not here, or, when none is, all of the last complete attempt; empty while all
+            are live.
         refused_messages: by kind: see ``reception.REFUSED_KINDS``.
         reason: what the coordinator waits for; empty when all ranks are live.
         illegal_transitions: of migrations, refused by their state table: a fault of flexd.
@@ -77,3 +79,4 @@ class ControlStatus:
     digest_mismatches: int
     reason: str
     illegal_transitions: int = 0
+    missing_ranks: tuple[int, ...] = ()

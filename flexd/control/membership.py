@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flexd.control.messages import Hello
 from flexd.errors import ReplayedMessageError, TopologyError
@@ -53,6 +54,19 @@ class Topology:
 class _Member:
     hello: Hello
     heard_at: float
+
+
+class Attendance(NamedTuple):
+    """Who of an attempt is here; empty without any attempt.
+
+    Attributes:
+        present, expected: numbers of ranks. missing: the ranks that are not here, in order.
+    """
+
+    attempt: str = ""
+    present: int = 0
+    expected: int = 0
+    missing: tuple[int, ...] = ()
 
 
 class Membership:
@@ -145,12 +159,14 @@ class Membership:
                 return Topology(tuple(members[rank].hello for rank in sorted(members)))
         return None
 
-    def present(self) -> tuple[str, int, int]:
-        """(attempt, ranks here, ranks expected) of the newest attempt; ("", 0, 0) without any."""
+    def present(self) -> Attendance:
+        """Of the newest attempt."""
         if not self._attempts:
-            return "", 0, 0
+            return Attendance()
         attempt, members = list(self._attempts.items())[-1]
-        return attempt, len(members), next(iter(members.values())).hello.world_size
+        expected = next(iter(members.values())).hello.world_size
+        missing = () if len(members) == expected else tuple(rank for rank in range(expected) if rank not in members)
+        return Attendance(attempt, len(members), expected, missing)
 
     def _check(self, hello: Hello) -> None:
         fault = ""

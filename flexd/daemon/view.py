@@ -248,6 +248,7 @@ class DaemonView:
             nodes=live.layout.nodes if live else 0,
             local_ranks=live.layout.local_ranks if live else 0,
             ready=live is not None and live.ready,
+            missing_ranks=control.missing_ranks,
             cluster=self._planning.cluster.name,
             problem=control.reason or None,
         )

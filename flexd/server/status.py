@@ -58,7 +58,7 @@ class TopologyStatus(Model):
     ready: bool = False
     """Whether every rank is there and plans can be pushed."""
     missing_ranks: tuple[int, ...] = ()
-    """Ranks of the attempt that have not said hello."""
+    """Ranks of the newest attempt that are not here; when none is here, all of the last attempt that was complete."""
     cluster: str | None = None
     """Name of the cluster description that prices plans."""
     problem: str | None = None

@@ -160,6 +160,13 @@ def test_the_status_table_shows_what_is_wrong():
     assert "empty 0" not in text
 
 
+def test_ranks_of_a_job_that_is_not_complete_are_not_called_silent():
+    stream = StreamStatus(source="synthetic")
+    some = Status(job="ads", version="1", stream=stream, topology=TopologyStatus(attempt="a1", missing_ranks=(1, 3)))
+    assert "not all have said hello" in text_of(status_blocks(some))
+    assert "none have said hello" in text_of(status_blocks(Status(job="ads", version="1", stream=stream)))
+
+
 def test_text_from_the_daemon_cannot_style_the_terminal(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

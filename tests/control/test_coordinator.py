@@ -77,6 +77,33 @@ def test_a_waiting_plan_is_superseded_without_ranks(host: Callable[..., Any]) ->
     assert aborted.reason == "not wanted"
 
 
+def test_ranks_that_are_missing_are_named(host: Callable[..., Any]) -> None:
+    hosted = host()
+
+    def missing() -> tuple[int, ...]:
+        return hosted.coordinator.status().missing_ranks
+
+    assert missing() == ()
+    ranks = Ranks(hosted.port)
+    ranks._thread.start()
+    try:
+        for rank in (0, 2):
+            ranks.ranks[rank].agent.start()
+        until(lambda: missing() == (1, 3))
+        for rank in (1, 3):
+            ranks.ranks[rank].agent.start()
+        until(hosted.ready)
+        assert missing() == ()
+        ranks.ranks[3].agent.stop(10)
+        until(lambda: missing() == (3,))
+        for rank in (0, 1, 2):
+            ranks.ranks[rank].agent.stop(10)
+        # Nobody is left to say how many there were.
+        until(lambda: missing() == (0, 1, 2, 3))
+    finally:
+        ranks.stop()
+
+
 def test_pause_resume_and_abort_leave_a_prefix(host: Callable[..., Any]) -> None:
     hosted = host(window_chunks=1)
     with Ranks(hosted.port) as ranks:

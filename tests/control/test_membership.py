@@ -35,7 +35,7 @@ def test_a_topology_is_there_when_all_ranks_are() -> None:
     for rank in (2, 0, 3):
         assert who.accept(hello(rank), 0.0)
         assert who.complete() is None
-    assert who.present() == ("a1", 3, 4)
+    assert who.present() == ("a1", 3, 4, (1,))
     who.accept(hello(1), 0.0)
     topology = who.complete()
     assert topology is not None
@@ -72,7 +72,7 @@ def test_contradictions_are_refused_with_the_reason(change: dict[str, object], r
     who.accept(hello(0), 0.0)
     with pytest.raises(TopologyError, match=reason):
         who.accept(hello(1, **change) if "rank" not in change else hello(**change), 0.0)  # type: ignore[arg-type]
-    assert who.present() == ("a1", 1, 4)
+    assert who.present() == ("a1", 1, 4, (1, 2, 3))
 
 
 def test_a_new_process_takes_a_silent_ranks_place() -> None:
@@ -96,7 +96,7 @@ def test_a_recorded_hello_is_refused_however_long_its_process_is_gone() -> None:
     assert len(who.expire(100.0)) == 4
     with pytest.raises(ReplayedMessageError, match="hello 1 of rank 2 after 1"):
         who.accept(recorded, 100.0)
-    assert who.present() == ("", 0, 0)
+    assert who.present() == ("", 0, 0, ())
     assert who.accept(hello(2, sequence=2), 100.0)
     assert who.accept(hello(2, session="its successor", nonce="new"), 110.0)
     with pytest.raises(ReplayedMessageError):
@@ -127,9 +127,9 @@ def test_silent_ranks_expire_unless_the_daemon_was_deaf() -> None:
     who.forgive(5.0)
     assert who.expire(14.0) == []
     assert [h.rank for h in who.expire(16.0)] == [0, 2, 3]
-    assert who.present() == ("a1", 1, 4)
+    assert who.present() == ("a1", 1, 4, (0, 2, 3))
     assert len(who.expire(100.0)) == 1
-    assert who.present() == ("", 0, 0)
+    assert who.present() == ("", 0, 0, ())
 
 
 def test_a_newer_complete_attempt_ends_the_older_for_good() -> None:

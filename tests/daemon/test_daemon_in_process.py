@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,10 @@ import httpx
 import numpy as np
 import pytest
 from flexd_processes import saved_sketches, weights
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "control"))
+
+from ranks_in_threads import Ranks
 
 from flexd.config.load import parse_config
 from flexd.config.model import Config
@@ -118,6 +123,19 @@ def test_verbs_without_ranks(start: Callable[[Config], Running], tmp_path: Path)
     assert daemon.resume().changed is False
     with pytest.raises(PlanError):
         daemon.replan("r", 0.0)
+
+
+def test_the_status_names_the_ranks_that_are_missing(start: Callable[[Config], Running], tmp_path: Path) -> None:
+    tables = [{"name": "item", "rows": 50_000, "dim": 8}, {"name": "shop", "rows": 1_000, "dim": 16}]
+    running = start(_config(tmp_path, job="job", tables=tables))
+    ranks = Ranks(running.daemon.control_port, secret=None)
+    try:
+        for rank in ranks.ranks[:3]:
+            rank.agent.start()
+        running.until(lambda: running.daemon.status().topology.missing_ranks == (3,))
+    finally:
+        for rank in ranks.ranks:
+            rank.agent.stop(10)
 
 
 def test_the_same_over_http(start: Callable[[Config], Running], tmp_path: Path) -> None:
