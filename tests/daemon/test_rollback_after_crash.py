@@ -47,7 +47,7 @@ class Lives:
         self.gate = Gate()
         return Setting(state, port, self.gate)
 
-    def crash(self, then: Callable[[], None] = lambda: None) -> None:
+    def crash(self, then: Callable[[], object] = lambda: None) -> None:
         assert self.now.history.flush(SECONDS)
         before, self._count = self._directory / str(self._count), self._count + 1
         after = self._directory / str(self._count)
@@ -177,6 +177,17 @@ def test_the_next_daemon_goes_on_with_a_rollback_by_itself(lives: Lives, killed:
         assert lives.now.late.go_on() is False, "it is done"
 
 
+def test_a_lost_history_hides_no_rollback_that_was_asked_for(lives: Lives, tmp_path: Path) -> None:
+    with Ranks(lives.port, LAYOUT) as ranks:
+        in_the_middle(lives, ranks)
+        lives.abort(0)
+        until(lambda: (lives.now.log.newest or {}).get("plan_id") == "p2", SECONDS)
+        lives.crash(lambda: [file.unlink() for file in (tmp_path / "1").glob("migrations.sqlite*")])
+        assert lives.now.late.go_on() is True
+        assert lives.migration.wait(SECONDS) is MigrationState.COMMITTED
+        assert ranks.all_at(PARENT)
+
+
 def test_asked_for_and_killed_before_the_migration_had_ended_it_is_rolled_back(lives: Lives) -> None:
     with Ranks(lives.port, LAYOUT) as ranks:
         in_the_middle(lives, ranks)
@@ -236,3 +247,41 @@ def test_a_history_that_cannot_be_read_is_not_in_the_way(lives: Lives, tmp_path:
         (tmp_path / "1" / "migrations.sqlite").write_bytes(b"not a database" * 100)
         assert lives.abort(1_000_000, SECONDS).outcome == "rolled_back"
         assert ranks.all_at(PARENT)
+
+
+def test_a_preview_says_what_a_rollback_after_a_crash_would_move(lives: Lives) -> None:
+    with Ranks(lives.port, LAYOUT) as ranks:
+        in_the_middle(lives, ranks)
+        lives.crash()
+        preview = lives.now.verbs.preview_abort(rollback=True)
+        assert (preview.migration.migration_id, preview.migration.state) == ("p2", "FAILED")
+        assert preview.rollback is not None
+        assert lives.now.executions.last is None, "nothing was begun"
+        with pytest.raises(ApiError, match="no migration is under way"):
+            lives.now.verbs.preview_abort(rollback=False)
+        back = lives.abort(1_000_000, SECONDS)
+        assert back.rollback is not None
+        assert back.rollback.rows_applied == preview.rollback.promotions + preview.rollback.demotions > 0
+        assert back.rollback.bytes == preview.rollback.bytes
+        with pytest.raises(ApiError, match="no migration is under way"):
+            lives.now.verbs.preview_abort(rollback=True)
+
+
+def test_a_preview_says_where_an_abort_would_stop_and_what_a_rollback_would_move(lives: Lives) -> None:
+    with Ranks(lives.port, LAYOUT) as ranks:
+        in_the_middle(lives, ranks)
+        running = lives.now.executions.last
+        assert running is not None
+        lives.now.start("p3", target(3))
+        preview = lives.now.verbs.preview_abort(rollback=False)
+        assert (preview.migration.migration_id, preview.waiting, preview.rollback) == ("p2", ("p3",), None)
+        assert (preview.migration.chunks_pushed, preview.rows_pushed) == (20, 200)
+        back = lives.now.verbs.preview_abort(rollback=True).rollback
+        assert back is not None
+        assert back.to_version == running.migration.progress.base_version
+        assert running.migration.state is MigrationState.PUSHING, "nothing was asked of it"
+        lives.abort(1_000_000)
+        until(lambda: lives.told().get("p2.rollback", ("", ""))[0] == "COMMITTED", SECONDS)
+        done = lives.now.verbs.migration("p2.rollback")
+        assert done.rows_applied == back.promotions + back.demotions > 0
+        assert done.bytes == back.bytes

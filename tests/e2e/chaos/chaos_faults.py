@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from chaos_messages import Vandal
+from chaos_rollback import kill_in_a_rollback
 from chaos_training import JOB, WORLD
 from chaos_world import CONTROL_SECONDS, ChaosWorld
 from flexd_processes import until
@@ -243,6 +244,7 @@ def kinds(*, scale_out: bool, disk: bool) -> dict[str, list[Injection]]:
     """
     found: dict[str, list[Injection]] = {
         "daemon killed": [kill_daemon],
+        "daemon killed in a rollback": [kill_in_a_rollback],
         "daemon ended while a rank hangs": [end_daemon_while_a_rank_hangs],
         "rank killed": [kill_rank],
         "control link cut": [_link("cut", *_LINK_SECONDS)],

@@ -176,6 +176,11 @@ class ChaosWorld:
         return load_config(self._seats[0].config_file, {})
 
     @property
+    def url(self) -> str:
+        """Of the admin API of the daemon that should lead."""
+        return self._seats[0].url
+
+    @property
     def control_port(self) -> int:
         return self._seats[0].control_port
 
