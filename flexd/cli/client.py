@@ -18,7 +18,7 @@ from flexd.errors import ConfigError
 from flexd.server.answers import ErrorBody
 from flexd.server.config_report import ConfigReport, ReloadReport
 from flexd.server.explain_report import Explanation
-from flexd.server.migration_history import AbortResult, MigrationDetail, MigrationList
+from flexd.server.migration_history import AbortPreview, AbortResult, MigrationDetail, MigrationList
 from flexd.server.plan_report import PlanReport
 from flexd.server.planning_report import ProposalList
 from flexd.server.rank_report import RankPage
@@ -158,6 +158,10 @@ class DaemonClient:
     def abort(self, *, rollback: bool, reason: str, wait_seconds: float, who: str) -> AbortResult:
         body = {"rollback": rollback, "reason": _checked(reason), "wait_seconds": wait_seconds, "who": who}
         return self._call("POST", "/v1/abort", AbortResult, ANSWER_SECONDS + wait_seconds, body)
+
+    def preview_abort(self, *, rollback: bool) -> AbortPreview:
+        query = urlencode({"rollback": str(rollback).lower()})
+        return self._call("GET", f"/v1/abort?{query}", AbortPreview, PLAN_SECONDS)
 
     def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
         body = {"reason": _checked(reason), "wait_seconds": wait_seconds, "force": force, "who": who}

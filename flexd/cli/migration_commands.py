@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from flexd.cli.confirm import YesOption, confirm
+from flexd.cli.confirm import DryRunOption, YesOption, confirm, must_ask
 from flexd.cli.exit_codes import exit_code_of_outcome
-from flexd.cli.migration_view import abort_blocks, detail_blocks, history_blocks
+from flexd.cli.migration_view import abort_blocks, abort_preview_blocks, abort_sentence, detail_blocks, history_blocks
 from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect, who
 from flexd.cli.progress import migration_progress
 from flexd.cli.view import OutputFormat, emit
@@ -98,6 +98,7 @@ def abort(
     ] = 60.0,
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Recorded.")] = "",
     yes: YesOption = False,
+    dry_run: DryRunOption = False,
     url: UrlOption = None,
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
@@ -107,10 +108,16 @@ def abort(
     The daemon goes on planning by itself: pause it first if it shall not. Exit status 0 once it has stopped (and every
     rank is back where it started, with --rollback), 4 if nothing is under way or it ended otherwise, 5 at the timeout.
 
+    Example: flexd abort --rollback --dry-run
     Example: flexd abort --rollback --reason "loss is rising" --yes
     """
     client = connect(url, socket)
-    confirm(f"Stop the migration{', and go back to where it started' if rollback else ''}?", yes)
+    if dry_run:
+        preview = client.preview_abort(rollback=rollback)
+        emit(preview, abort_preview_blocks(preview), output)
+        return
+    if must_ask(yes):
+        confirm(f"{abort_sentence(client.preview_abort(rollback=rollback))} Abort?", yes)
     with migration_progress(client, timeout > 0):
         result = client.abort(rollback=rollback, reason=reason, wait_seconds=timeout, who=who())
     emit(result, abort_blocks(result), output)

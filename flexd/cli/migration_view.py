@@ -6,6 +6,7 @@ from flexd.cli import units
 from flexd.cli.status_view import migration_facts
 from flexd.cli.view import Block, Facts, Sentences, Table
 from flexd.server.migration_history import (
+    AbortPreview,
     AbortResult,
     ActionEntry,
     MigrationDetail,
@@ -46,6 +47,41 @@ def abort_blocks(result: AbortResult) -> list[Block]:
     if result.rollback is not None:
         blocks.append(Facts("rollback", migration_facts(result.rollback)))
     return blocks
+
+
+def abort_preview_blocks(preview: AbortPreview) -> list[Block]:
+    blocks: list[Block] = [
+        Sentences("", (abort_sentence(preview),)),
+        Facts("migration", migration_facts(preview.migration)),
+    ]
+    if preview.waiting:
+        blocks.append(Sentences("would not be started", preview.waiting))
+    return blocks
+
+
+def abort_sentence(preview: AbortPreview) -> str:
+    """What an abort would come to, in front of a question too."""
+    migration = preview.migration
+    if migration.state == "FAILED":
+        text = f"Migration {migration.migration_id} has ended with an earlier daemon."
+    elif migration.chunks_pushed:
+        text = (
+            f"Migration {migration.migration_id} would stop behind chunk {units.count(migration.chunks_pushed)}, with "
+            f"{units.count(preview.rows_pushed)} of {units.count(migration.rows)} rows on every rank."
+        )
+    else:
+        text = f"Migration {migration.migration_id} would stop before its first chunk."
+    if preview.waiting:
+        text += f" {units.count(len(preview.waiting))} behind it would not be started."
+    back = preview.rollback
+    if back is None:
+        return text
+    if back.promotions + back.demotions == 0:
+        return f"{text} Nothing would be taken back yet."
+    return (
+        f"{text} The way back to placement version {back.to_version} would promote {units.count(back.promotions)} rows "
+        f"and demote {units.count(back.demotions)}, {units.size(back.bytes)} copied."
+    )
 
 
 def _row(entry: MigrationEntry) -> tuple[str, ...]:

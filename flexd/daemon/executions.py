@@ -57,6 +57,35 @@ class Abort:
     rollback: Execution | None
 
 
+@dataclass(frozen=True)
+class WayBack:
+    """What a rollback would move if it began now.
+
+    Attributes:
+        to_version: of the placement that it would bring back.
+        delta: from what the ranks have agreed on.
+        bytes_to_copy: row values and optimizer state of the rows that it promotes, each once.
+    """
+
+    to_version: int
+    delta: Delta
+    bytes_to_copy: int
+
+
+@dataclass(frozen=True)
+class AbortOutlook:
+    """What an abort would come to now.
+
+    Attributes:
+        stopped: the migration that runs, or else the newest that waits. waiting: the others, oldest first.
+        way_back: if there is one to begin.
+    """
+
+    stopped: Execution
+    waiting: tuple[Execution, ...]
+    way_back: WayBack | None
+
+
 class Executions:
     """Thread-safe. Ended migrations are counted, and logged if they moved rows, in the coordinator's thread.
 
@@ -118,6 +147,28 @@ class Executions:
             ApiError: nothing is under way (409), or there are no ranks to roll back to (409).
             ControlError: the coordinator is stopping.
         """
+        under_way = self._under_way(rollback, live)
+        words = f"aborted by {who}" + (f": {reason}" if reason else "")
+        if rollback:
+            # Before they end, so that what is written of their end says it: the daemon may die before it turns back.
+            self._to_be_undone.update(execution.migration.migration_id for execution in under_way)
+        for execution in under_way:
+            execution.migration.abort(words)
+        stopped = _stopped(under_way)
+        return Abort(stopped, self._roll_back(stopped, reason, who, live) if rollback and live is not None else None)
+
+    def would_abort(self, rollback: bool, live: LiveTopology | None) -> AbortOutlook:
+        """What ``abort`` would come to now. Changes nothing.
+
+        Raises:
+            ApiError: as ``abort``.
+        """
+        under_way = self._under_way(rollback, live)
+        stopped = _stopped(under_way)
+        way_back = self.way_back(stopped.migration.base, live) if rollback and live is not None else None
+        return AbortOutlook(stopped, tuple(each for each in under_way if each is not stopped), way_back)
+
+    def _under_way(self, rollback: bool, live: LiveTopology | None) -> list[Execution]:
         with self._lock:
             under_way = [execution for execution in self._open if not execution.migration.done]
         if not under_way:
@@ -126,15 +177,7 @@ class Executions:
             raise ApiError(
                 "no rank is registered", status=409, remedy="abort without --rollback, or wait for the ranks"
             )
-        words = f"aborted by {who}" + (f": {reason}" if reason else "")
-        if rollback:
-            # Before they end, so that what is written of their end says it: the daemon may die before it turns back.
-            self._to_be_undone.update(execution.migration.migration_id for execution in under_way)
-        for execution in under_way:
-            execution.migration.abort(words)
-        started = [execution for execution in under_way if execution.migration.base is not None]
-        stopped = (started or under_way)[-1]
-        return Abort(stopped, self._roll_back(stopped, reason, who, live) if rollback and live is not None else None)
+        return under_way
 
     def _roll_back(self, stopped: Execution, reason: str, who: str, live: LiveTopology) -> Execution:
         migration = stopped.migration
@@ -164,16 +207,26 @@ class Executions:
 
         def chunks(placement: Placement) -> ChunkedDelta:
             there = base()
-            target = placement if there is None else replace(there, version=placement.version)
-            slots = SlotBudgets(self._keyspace, live.layout, live.replica_slots)
-            # What a row gains is not known of rows that the plan let go; equal gains take cheap rows first.
-            delta = plan_delta(placement, target, np.ones(len(target)), self._keyspace, live.layout, slots)
+            delta = self._delta_to(there, placement, live)
             return self._chunked(delta, live.layout, None if there is None else there.version)
 
         return self._submit(
             name, chunks, generation, MigrationAbout(name, plan_id, trigger.kind.value, trigger.who, trigger.reason),
             lambda started: Execution(None, started, trigger),
         )  # fmt: skip
+
+    def way_back(self, base: Placement | None, live: LiveTopology) -> WayBack:
+        """What a rollback to ``base`` (None: where the ranks are) would move if it began now."""
+        now = self._coordinator.placement()
+        delta = self._delta_to(base, now, live)
+        to_copy = int(moved_bytes(delta, self._keyspace, live.layout).sum())
+        return WayBack(now.version if base is None else base.version, delta, to_copy)
+
+    def _delta_to(self, base: Placement | None, placement: Placement, live: LiveTopology) -> Delta:
+        target = placement if base is None else replace(base, version=placement.version)
+        slots = SlotBudgets(self._keyspace, live.layout, live.replica_slots)
+        # What a row gains is not known of rows that the plan let go; equal gains take cheap rows first.
+        return plan_delta(placement, target, np.ones(len(target)), self._keyspace, live.layout, slots)
 
     def _chunked(self, delta: Delta, layout: RankLayout, returns_to: int | None = None) -> ChunkedDelta:
         control = self._control
@@ -239,6 +292,11 @@ class Executions:
                 "why": plan.summary()["replication"]["words"],
             }
         self._log.append(entry)
+
+
+def _stopped(under_way: list[Execution]) -> Execution:
+    started = [execution for execution in under_way if execution.migration.base is not None]
+    return (started or under_way)[-1]
 
 
 def nothing_under_way() -> ApiError:

@@ -9,13 +9,15 @@ from itertools import count
 
 from flexd.control.coordinator import Coordinator
 from flexd.control.journal import JournalledMigration
+from flexd.control.live import LiveTopology
 from flexd.control.migration_states import MigrationState
-from flexd.daemon.executions import ROLLBACK, Execution, Executions, nothing_under_way, rollback_trigger
+from flexd.daemon.executions import ROLLBACK, Execution, Executions, WayBack, nothing_under_way, rollback_trigger
 from flexd.daemon.plan_log import PlanLog
 from flexd.daemon.triggers import ITSELF
 from flexd.errors import ApiError, FlexdError, SnapshotError
 from flexd.history.history import MigrationHistory
 from flexd.history.records import MigrationRecord
+from flexd.placement import Placement
 
 logger = logging.getLogger("flexd")
 
@@ -82,13 +84,31 @@ class LateRollbacks:
                 (409 each).
             ControlError: the coordinator is stopping.
         """
+        interrupted, base, live = self._where_to()
+        recorded = self._recorded(interrupted.migration_id)
+        started = self._executions.start_rollback(
+            self._free_name(interrupted), interrupted.plan_id, lambda: base, live.generation,
+            rollback_trigger(interrupted.migration_id, reason, who), live,
+        )  # fmt: skip
+        return LateRollback(interrupted, recorded, started)
+
+    def would_begin(self) -> tuple[JournalledMigration, MigrationRecord | None, WayBack]:
+        """What ``begin`` would come to now. Changes nothing.
+
+        Raises:
+            ApiError: as ``begin``.
+        """
+        interrupted, base, live = self._where_to()
+        return interrupted, self._recorded(interrupted.migration_id), self._executions.way_back(base, live)
+
+    def _where_to(self) -> tuple[JournalledMigration, Placement, LiveTopology]:
         interrupted, live = self.interrupted, self._coordinator.live()
         if interrupted is None:
             raise nothing_under_way()
         if live is None or not live.ready:
             raise ApiError("the ranks are not all there", status=409, remedy="flexd status says what is missing")
         try:
-            base = self._coordinator.placement_at(interrupted.undone_at)
+            return interrupted, self._coordinator.placement_at(interrupted.undone_at), live
         except SnapshotError as error:
             raise ApiError(
                 f"migration {interrupted.migration_id} cannot be taken back: placement version "
@@ -96,12 +116,6 @@ class LateRollbacks:
                 status=409,
                 remedy="flexd replan makes a plan from what the ranks have now",
             ) from error
-        recorded = self._recorded(interrupted.migration_id)
-        started = self._executions.start_rollback(
-            self._free_name(interrupted), interrupted.plan_id, lambda: base, live.generation,
-            rollback_trigger(interrupted.migration_id, reason, who), live,
-        )  # fmt: skip
-        return LateRollback(interrupted, recorded, started)
 
     def _was_asked_for(self, interrupted: JournalledMigration) -> bool:
         """Was somebody already told that this migration is taken back?"""

@@ -18,10 +18,11 @@ from flexd.daemon.migration_view import (
     migration_detail,
     migration_entry,
     migration_report,
+    rollback_preview,
 )
 from flexd.errors import ApiError
 from flexd.history.history import MigrationHistory
-from flexd.server.migration_history import AbortOutcome, AbortResult, MigrationDetail, MigrationList
+from flexd.server.migration_history import AbortOutcome, AbortPreview, AbortResult, MigrationDetail, MigrationList
 from flexd.server.migration_report import MigrationStateName
 
 LATEST = "latest"
@@ -92,6 +93,26 @@ class MigrationVerbs:
             rollback=None if done.rollback is None else migration_report(done.rollback),
             placement_version=self._coordinator.placement().version,
             message=_message(done),
+        )
+
+    def preview_abort(self, *, rollback: bool) -> AbortPreview:
+        """As ``MigrationsApi``."""
+        if self._stopping.is_set():
+            raise ApiError("the daemon is shutting down", status=503)
+        if rollback and not self._executions.migrating and self._late.interrupted is not None:
+            interrupted, recorded, way_back = self._late.would_begin()
+            stopped = interrupted_report(interrupted) if recorded is None else ended_report(recorded)
+            return AbortPreview(
+                migration=stopped,
+                rows_pushed=0 if recorded is None else recorded.rows_pushed,
+                rollback=rollback_preview(way_back),
+            )
+        outlook = self._executions.would_abort(rollback, self._coordinator.live())
+        return AbortPreview(
+            migration=migration_report(outlook.stopped),
+            rows_pushed=outlook.stopped.migration.progress.rows_pushed,
+            waiting=tuple(each.migration.migration_id for each in outlook.waiting),
+            rollback=None if outlook.way_back is None else rollback_preview(outlook.way_back),
         )
 
     def _late_rollback(self, reason: str, wait_seconds: float, deadline: float, who: str) -> AbortResult:

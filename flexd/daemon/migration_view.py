@@ -7,12 +7,18 @@ from typing import cast
 
 from flexd.control.journal import JournalledMigration
 from flexd.control.migration_states import MigrationState
-from flexd.daemon.executions import Execution
+from flexd.daemon.executions import Execution, WayBack
 from flexd.history.history import HistoryFigures
 from flexd.history.records import ActionRecord, MigrationRecord, TransitionRecord
 from flexd.history.store import ENDED_UNSEEN
 from flexd.server.figures import HistoryFigures as HistoryFiguresReport
-from flexd.server.migration_history import ActionEntry, MigrationDetail, MigrationEntry, TransitionReport
+from flexd.server.migration_history import (
+    ActionEntry,
+    MigrationDetail,
+    MigrationEntry,
+    RollbackPreview,
+    TransitionReport,
+)
 from flexd.server.migration_report import MigrationReport, MigrationStateName, StepReport
 
 
@@ -76,6 +82,16 @@ def interrupted_report(migration: JournalledMigration) -> MigrationReport:
     return MigrationReport(
         migration_id=migration.migration_id, plan_id=migration.plan_id, state="FAILED",
         base_version=migration.base_version, problem=ENDED_UNSEEN,
+    )  # fmt: skip
+
+
+def rollback_preview(way_back: WayBack) -> RollbackPreview:
+    """What a rollback would move."""
+    delta = way_back.delta
+    promotions = int((delta.new_tiers > delta.old_tiers).sum())
+    return RollbackPreview(
+        to_version=way_back.to_version, promotions=promotions, demotions=len(delta) - promotions,
+        bytes=way_back.bytes_to_copy,
     )  # fmt: skip
 
 

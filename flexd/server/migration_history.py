@@ -153,6 +153,32 @@ class AbortResult(Model):
     """One sentence for people."""
 
 
+class RollbackPreview(Model):
+    """What a rollback would move if it began now. What is on its way to the ranks comes on top."""
+
+    to_version: int
+    """Version of the placement that it would bring back."""
+    promotions: int = 0
+    """Rows that would get copies back."""
+    demotions: int = 0
+    """Rows that would lose copies."""
+    bytes: int = 0
+    """Row values and optimizer state of the promoted rows, each once."""
+
+
+class AbortPreview(Model):
+    """What an abort would come to now."""
+
+    migration: MigrationReport
+    """That would stop behind the chunks pushed so far; or, for a rollback alone, that ended with an earlier daemon."""
+    rows_pushed: int = 0
+    """Rows of these chunks: on every rank by then."""
+    waiting: tuple[str, ...] = ()
+    """Ids of migrations behind it that would not be started."""
+    rollback: RollbackPreview | None = None
+    """The way back, if that was asked for."""
+
+
 def abort_status(result: AbortResult) -> int:
     """The HTTP status it is answered with: 202 while something goes on."""
     return 202 if result.outcome in ("accepted", "timed_out") else 200

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Path, Query, Response
 from flexd.server.access import asked_by
 from flexd.server.migration_history import (
     MAX_LISTED,
+    AbortPreview,
     AbortRequest,
     AbortResult,
     MigrationDetail,
@@ -39,6 +40,12 @@ def add_migrations(app: FastAPI, migrations: Callable[[], MigrationsApi], slow: 
     def migration(migration_id: Annotated[str, Path(max_length=200)]) -> Response:
         """One of them with every change of its state; ``latest`` is the newest."""
         return json_answer(migrations().migration(migration_id))
+
+    @app.get("/v1/abort", response_model=AbortPreview, responses=VERB_ERRORS)
+    def preview_abort(rollback: bool = False) -> Response:
+        """Dry run: which migration would stop and where, and what a rollback would take back."""
+        with slow.one():
+            return json_answer(migrations().preview_abort(rollback=rollback))
 
     @app.post(
         "/v1/abort",

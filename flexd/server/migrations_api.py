@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from flexd.server.migration_history import AbortResult, MigrationDetail, MigrationList
+from flexd.server.migration_history import AbortPreview, AbortResult, MigrationDetail, MigrationList
 from flexd.server.migration_report import MigrationStateName
 
 
@@ -29,6 +29,14 @@ class MigrationsApi(Protocol):
         Raises:
             ApiError: none of that id is kept (404).
             SnapshotError: the history's file cannot be read.
+        """
+        ...
+
+    def preview_abort(self, *, rollback: bool) -> AbortPreview:
+        """What ``abort`` would come to now. Changes nothing.
+
+        Raises:
+            ApiError: as ``abort``.
         """
         ...
 

@@ -8,12 +8,21 @@ from pathlib import Path
 import pytest
 
 from flexd.cli.exit_codes import ExitCode
+from flexd.cli.migration_view import abort_sentence
 from flexd.errors import ApiError
+from flexd.server.migration_history import AbortPreview, RollbackPreview
+from flexd.server.migration_report import MigrationReport
+
+
+def report(state, **fields):
+    return MigrationReport(migration_id="p1", plan_id="p1", state=state, **fields)
+
 
 GOLDEN = Path(__file__).parent / "golden"
 COMMANDS = {
     "history": ["history"],
     "migration": ["migrations", "show", "latest"],
+    "abort-dry-run": ["abort", "--rollback", "--dry-run"],
     "abort": ["abort", "--rollback", "--reason", "too slow"],
 }
 
@@ -26,6 +35,39 @@ def test_golden(flexd_command, url, name, output):
     assert (done.returncode, done.stderr) == (0, "")
     expected = GOLDEN / f"{name}.{'txt' if output == 'table' else 'json'}"
     assert done.stdout == expected.read_text(encoding="utf-8")
+
+
+def test_a_dry_run_of_abort_aborts_nothing_and_ends_as_abort_would(flexd_command, url, daemon):
+    assert flexd_command("abort", "--dry-run", "--url", url).returncode == 0
+    assert daemon.calls == [("preview_abort", False)]
+    daemon.error = ApiError("no migration is under way", status=409, remedy="flexd history")
+    done = flexd_command("abort", "--dry-run", "--url", url)
+    assert (done.returncode, done.stdout) == (ExitCode.REFUSED, "")
+    assert [call[0] for call in daemon.calls] == ["preview_abort"] * 2
+
+
+@pytest.mark.parametrize(
+    ("preview", "expected"),
+    [
+        (AbortPreview(migration=report("PENDING")), "Migration p1 would stop before its first chunk."),
+        (
+            AbortPreview(migration=report("PENDING"), rollback=RollbackPreview(to_version=3)),
+            "Migration p1 would stop before its first chunk. Nothing would be taken back yet.",
+        ),
+        (
+            AbortPreview(migration=report("PUSHING", chunks_pushed=3, rows=90), rows_pushed=30, waiting=("a", "b")),
+            "Migration p1 would stop behind chunk 3, with 30 of 90 rows on every rank. "
+            "2 behind it would not be started.",
+        ),
+        (
+            AbortPreview(migration=report("FAILED"), rollback=RollbackPreview(to_version=3, promotions=2, bytes=128)),
+            "Migration p1 has ended with an earlier daemon. The way back to placement version 3 would promote 2 rows "
+            "and demote 0, 128 B copied.",
+        ),
+    ],
+)
+def test_one_sentence_says_where_it_would_stop_and_what_is_taken_back(preview, expected):
+    assert abort_sentence(preview) == expected
 
 
 def test_options_reach_the_daemon(flexd_command, url, daemon, monkeypatch):

@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 from flexd.errors import ApiError
 from flexd.server.migration_history import (
+    AbortPreview,
     AbortResult,
     ActionEntry,
     MigrationDetail,
     MigrationEntry,
     MigrationList,
+    RollbackPreview,
     TransitionReport,
 )
 from flexd.server.migration_report import MigrationReport, MigrationStateName, StepReport
@@ -58,6 +60,17 @@ class FakeMigrations:
             rows_pushed=2000, rows_applied=2000, version=18,
         )  # fmt: skip
         return MigrationDetail(**STOPPED.model_dump(), transitions=(submitted, stopped))
+
+    def preview_abort(self, *, rollback: bool) -> AbortPreview:
+        self._entered("preview_abort", rollback)
+        running = MigrationReport(
+            migration_id="p8", plan_id="p8", state="PUSHING", progress=1 / 9, rows=9000, rows_applied=1000, chunks=9,
+            chunks_pushed=2, chunks_applied=1, base_version=16, last_version=18,
+        )  # fmt: skip
+        back = RollbackPreview(to_version=16, promotions=300, demotions=1700, bytes=153_600)
+        return AbortPreview(
+            migration=running, rows_pushed=2000, waiting=("p9",), rollback=back if rollback else None
+        )  # fmt: skip
 
     def abort(self, *, rollback: bool, reason: str, wait_seconds: float, who: str) -> AbortResult:
         self._entered("abort", rollback, reason, wait_seconds, who)
