@@ -1,0 +1,138 @@
+"""What a request must be like, message by message: nobody but the guard sees what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from flexd.server import guard
+from flexd.server.guard import MAX_REQUEST_BYTES, RequestGuard
+
+DISCONNECT = {"type": "http.disconnect"}
+
+
+def part(body: bytes, more: bool | None = None) -> dict[str, Any]:
+    """A message of the server; None: it says nothing of more."""
+    return {"type": "http.request", "body": body} | ({} if more is None else {"more_body": more})
+
+
+class Exchange:
+    """One request through the guard.
+
+    Attributes:
+        status, headers, error: of the answer. refused: reasons told. heard: what the handler was given, None if it was
+            not called. left: messages of the server that nobody asked for.
+    """
+
+    def __init__(self, *messages: dict[str, Any], method: str = "POST", scheme: str = "http", **headers: str) -> None:
+        self.refused: list[str] = []
+        self.heard: list[dict[str, Any]] | None = None
+        self.sent: list[dict[str, Any]] = []
+        self.left = list(messages)
+        named = {"host": "localhost", **{name.replace("_", "-"): value for name, value in headers.items()}}
+        scope = {
+            "type": "http", "method": method, "scheme": scheme, "path": "/v1/pause",
+            "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()],
+        }  # fmt: skip
+        guarded = RequestGuard(self._handler, loopback_only=True, on_refused=self.refused.append)
+        asyncio.run(guarded(scope, self._receive, self._send))
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+    @property
+    def headers(self) -> dict[bytes, bytes]:
+        return dict(self.sent[0]["headers"])
+
+    async def _handler(self, scope: Any, receive: Any, send: Any) -> None:
+        self.heard = []
+        if scope["method"] == "POST":
+            self.heard = [await receive(), await receive()]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self.left:
+            await asyncio.sleep(2.0)
+            raise AssertionError("the server has nothing more to say")
+        return self.left.pop(0)
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize(
+    "parts", [[part(b"{}", False)], [part(b"{", True), part(b"}", False)], [part(b"{", True), part(b"}")]]
+)
+def test_a_handler_gets_the_whole_body_and_then_what_the_server_says(parts: list[dict[str, Any]]) -> None:
+    it = Exchange(*parts, DISCONNECT)
+    assert (it.status, it.refused, it.left) == (200, [], [])
+    assert it.heard == [part(b"{}", False), DISCONNECT]
+
+
+@pytest.mark.parametrize("sent", [[b"x" * MAX_REQUEST_BYTES], [b"x" * (MAX_REQUEST_BYTES - 1), b"x"]])
+def test_the_largest_body_passes_and_one_byte_more_does_not(sent: list[bytes]) -> None:
+    whole = [part(body, True) for body in sent]
+    assert Exchange(*whole, part(b""), DISCONNECT).status == 200
+    assert Exchange(*whole, part(b""), DISCONNECT, content_length=str(MAX_REQUEST_BYTES)).status == 200
+    it = Exchange(*whole, part(b"x"), DISCONNECT)
+    assert (it.status, it.heard, it.refused) == (413, None, ["too_large"])
+
+
+@pytest.mark.parametrize("declared", [str(MAX_REQUEST_BYTES + 1), "1" * 20, "1" * 5_000, "-1", "1e3", "\xb2", ""])
+def test_a_body_that_says_it_is_too_large_is_not_waited_for(declared: str) -> None:
+    it = Exchange(DISCONNECT, content_length=declared)
+    assert (it.status, it.heard, it.refused, it.left) == (413, None, ["too_large"], [DISCONNECT])
+
+
+def test_a_body_that_is_cut_off_is_not_carried_out() -> None:
+    """What has arrived may be a whole request by itself."""
+    it = Exchange(part(b"{}", True), DISCONNECT)
+    assert (it.status, it.heard, it.refused) == (400, None, ["malformed"])
+
+
+def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.05)
+    it = Exchange(part(b"{}", True))
+    assert (it.status, it.heard, it.refused) == (408, None, ["too_slow"])
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_the_body_of_a_request_that_reads_is_not_read(method: str) -> None:
+    it = Exchange(part(b"x", True), method=method)
+    assert (it.status, it.heard, it.left) == (200, [], [part(b"x", True)])
+
+
+@pytest.mark.parametrize(
+    ("headers", "scheme"),
+    [
+        ({"host": "evil.example"}, "http"), ({"host": ""}, "http"), ({"host": "[::1"}, "http"),
+        ({"host": "localhost:1@evil.example"}, "http"), ({"origin": "https://localhost"}, "http"),
+        ({"origin": "http://localhost"}, "https"), ({"origin": "http://localhost:1"}, "http"), ({"origin": ""}, "http"),
+    ],
+)  # fmt: skip
+def test_strangers_are_refused_before_they_are_read(headers: dict[str, str], scheme: str) -> None:
+    it = Exchange(part(b"{}", False), scheme=scheme, **headers)
+    assert (it.status, it.heard, it.refused, len(it.left)) == (403, None, ["stranger"], 1)
+
+
+@pytest.mark.parametrize(
+    ("headers", "scheme"),
+    [
+        ({"host": "LocalHost:9464", "origin": "HTTP://localhost:9464"}, "http"), ({"host": "[::1]:9464"}, "http"),
+        ({"origin": "https://localhost"}, "https"), ({"host": "127.8.9.1"}, "http"),
+    ],
+)  # fmt: skip
+def test_who_comes_from_here_is_served(headers: dict[str, str], scheme: str) -> None:
+    assert Exchange(part(b"{}", False), DISCONNECT, scheme=scheme, **headers).status == 200
+
+
+def test_a_refusal_says_why_and_ends_the_connection() -> None:
+    it = Exchange(part(b"{}", True), DISCONNECT)
+    assert it.headers[b"connection"] == b"close"
+    body = it.sent[1]["body"]
+    assert int(it.headers[b"content-length"]) == len(body)
+    assert json.loads(body)["error"]["message"] == "the request was cut off"
