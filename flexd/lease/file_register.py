@@ -83,9 +83,7 @@ class FileLeaseRegister:
                 with contextlib.suppress(FileNotFoundError):
                     temporary.unlink()
             if self._highest() != revision:
-                with contextlib.suppress(FileNotFoundError):
-                    path.unlink()
-                return None
+                return None  # A later write removes it.
             sync_directory(self._directory)
         except OSError as error:
             raise self._error("cannot be written", error) from error

@@ -81,7 +81,6 @@ class KubernetesLeaseRegister:
     def read(self) -> LeaseRecord | None:
         answer = self._ask("GET", f"{self._collection}/{self._name}")
         if answer.status_code == httpx.codes.NOT_FOUND:
-            self._object = {}
             return None
         return self._taken(self._checked(answer))
 

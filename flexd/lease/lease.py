@@ -132,7 +132,6 @@ class Lease:
         if written is None:
             return False
         self._mine = self._seen = written
-        self._unchanged_since = self._clock()
         self._standing = (term, sent + self.duration_seconds * (1 - CLOCK_MARGIN))
         return self.term == term
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flexd.errors import LeaseError
-from flexd.lease.lease import Lease
+from flexd.lease import lease as lease_module
+from flexd.lease.lease import CLOCK_MARGIN, Lease, boot_seconds
 from flexd.lease.register import MAX_TERM, LeaseRecord
 
 DURATION = 10.0
@@ -170,6 +172,26 @@ def test_a_lost_answer_does_not_cost_the_lease() -> None:
     assert process.lease.term == 1
 
 
+def test_who_was_late_to_renew_takes_the_lease_anew_at_once() -> None:
+    world = World()
+    process = Process(world, "a", 0.0, 1.0)
+    assert process.lease.attempt()
+    world.now = DURATION * (1 - CLOCK_MARGIN)
+    assert process.lease.term == 0, "it ends at that moment"
+    assert process.lease.attempt()
+    assert process.lease.holds(2)
+
+
+def test_a_lost_answer_to_an_acquisition_costs_a_term_and_no_time() -> None:
+    process = Process(World(), "a", 0.0, 1.0, failing="after")
+    with pytest.raises(LeaseError):
+        process.lease.attempt()
+    assert process.lease.term == 0, "whether it was written is not known"
+    process.failing = ""
+    assert process.lease.attempt()
+    assert process.lease.holds(2)
+
+
 def test_an_old_term_is_not_held_again_by_the_same_process() -> None:
     world = World()
     process = Process(world, "a", 0.0, 1.0)
@@ -238,11 +260,14 @@ def test_terms_go_on_from_what_others_remember() -> None:
     assert lease.holds(42)
 
 
-def test_who_finds_another_record_has_lost_the_lease_whatever_the_clock_says() -> None:
+@pytest.mark.parametrize(("holder", "term"), [("somebody", 7), ("somebody", 1), ("a-1", 7), ("", 1)])
+def test_who_finds_another_record_has_lost_the_lease_whatever_the_clock_says(holder: str, term: int) -> None:
+    """Of the same term it is in a register that was emptied meanwhile."""
     world = World()
     process = Process(world, "a", 0.0, 1.0)
     assert process.lease.attempt()
-    world.record = LeaseRecord("somebody", 7, DURATION, "by hand")
+    assert process.lease.identity == "a-1"
+    world.record = LeaseRecord(holder, term, DURATION, "by hand")
     assert not process.lease.attempt()
     assert process.lease.term == 0
 
@@ -253,3 +278,17 @@ def test_no_term_follows_the_last_one() -> None:
     with pytest.raises(LeaseError, match="no term is left"):
         process.lease.attempt()
     assert world.writes == 0
+    world.record = LeaseRecord("", MAX_TERM - 1, DURATION, "2")
+    assert process.lease.attempt()
+    assert process.lease.holds(MAX_TERM)
+
+
+def test_the_clock_counts_time_in_which_the_machine_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clock_gettime(clock: int) -> float:
+        return {7: 500.0}[clock]
+
+    clocks = SimpleNamespace(CLOCK_BOOTTIME=7, clock_gettime=clock_gettime, monotonic=lambda: 100.0)
+    monkeypatch.setattr(lease_module, "time", clocks)
+    assert boot_seconds() == 500.0
+    del clocks.CLOCK_BOOTTIME
+    assert boot_seconds() == 100.0, "where the system cannot tell"

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
+import ssl
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
+from disk_order import watch_disk
 from fake_kubernetes import FakeKubernetes
 
 from flexd.errors import LeaseError
+from flexd.lease import kubernetes
 from flexd.lease.file_register import FileLeaseRegister
 from flexd.lease.kubernetes import KubernetesLeaseRegister
 from flexd.lease.lease import Lease
@@ -167,7 +173,9 @@ def test_the_kubernetes_object_is_readable_for_people_and_keeps_what_others_put_
     assert stored["metadata"]["labels"] == {"team": "ranking"}
     assert stored["spec"]["acquireTime"] == acquired
     assert stored["spec"]["renewTime"] > acquired
-    register.replace(second, "", 4, 14.2)
+    third = register.replace(second, "pod-1", 5, 14.2)
+    assert server.objects["jobs", "flexd-j"]["spec"]["acquireTime"] > acquired
+    register.replace(third, "", 5, 14.2)
     assert "holderIdentity" not in server.objects["jobs", "flexd-j"]["spec"]
     register.close()
 
@@ -216,6 +224,10 @@ def test_a_deleted_object_is_a_conflict_and_then_nothing(server: FakeKubernetes)
         {"metadata": {}},
         {"spec": {"leaseTransitions": "1"}},
         {"spec": {"leaseTransitions": -1}},
+        {"spec": {"leaseTransitions": 2**31}},
+        {"spec": {"leaseTransitions": True}},
+        {"metadata": {"resourceVersion": 7}},
+        {"metadata": {"resourceVersion": "7", "annotations": {"much": "x" * 2**20}}},
         {"spec": {"leaseDurationSeconds": 10**9}},
         {"spec": {"holderIdentity": "x" * 300}},
         {"spec": {"holderIdentity": ["x"]}},
@@ -238,6 +250,64 @@ def test_outside_of_a_pod_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
         KubernetesLeaseRegister("x", namespace="jobs", account=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("host", "port", "url"),
+    [("10.0.0.1", "6443", "https://10.0.0.1:6443"), ("fd00::1", None, "https://[fd00::1]:443")],
+)
+def test_the_api_server_is_where_the_pod_is_told(host: str, port: str | None, url: str) -> None:
+    told = {"KUBERNETES_SERVICE_HOST": host} | ({"KUBERNETES_SERVICE_PORT": port} if port else {})
+    assert kubernetes._api_url(told) == url
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_only_the_api_server_of_the_cluster_is_told_the_token(tmp_path: Path, known: bool) -> None:
+    authority = trustme.CA()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    server = FakeKubernetes(tmp_path, context)
+    (authority if known else trustme.CA()).cert_pem.write_to_path(str(server.account / "ca.crt"))
+    register = KubernetesLeaseRegister("flexd-j", api_url=server.url, account=server.account, timeout_seconds=10.0)
+    try:
+        if known:
+            assert _content(register.replace(None, "a", 1, 5.0)) == ("a", 1, 5.0)
+        else:
+            with pytest.raises(LeaseError, match="does not answer"):
+                register.replace(None, "a", 1, 5.0)
+            assert server.objects == {}
+    finally:
+        register.close()
+        server.close()
+
+
+def test_nobody_on_the_way_is_told_the_token(
+    server: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+        monkeypatch.setenv(name.lower(), "http://127.0.0.1:1")
+    register = KubernetesLeaseRegister("flexd-j", api_url=server.url, account=server.account)
+    assert register.read() is None
+    (tmp_path / "other").mkdir()
+    other = FakeKubernetes(tmp_path / "other")
+    try:
+        server.location = f"{other.url}/apis/coordination.k8s.io/v1/namespaces/jobs/leases"
+        with pytest.raises(LeaseError, match="307"):
+            register.replace(None, "a", 1, 5.0)
+        assert (other.asked, other.objects) == (0, {})
+    finally:
+        register.close()
+        other.close()
+
+
+def test_a_server_that_hangs_is_given_up(server: FakeKubernetes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        register = KubernetesLeaseRegister("x", api_url=url, account=server.account, timeout_seconds=0.1)
+        with pytest.raises(LeaseError, match="does not answer"):
+            register.read()
+        register.close()
+
+
 def test_a_server_that_is_not_there(server: FakeKubernetes, tmp_path: Path) -> None:
     register = KubernetesLeaseRegister("x", api_url="http://127.0.0.1:1", account=server.account)
     with pytest.raises(LeaseError, match="does not answer"):
@@ -250,6 +320,7 @@ def test_files_of_the_directory_are_private_and_few(tmp_path: Path) -> None:
     record = None
     for _ in range(30):
         record = register.replace(record, "a", 1, 5.0)
+    assert stat.S_IMODE((tmp_path / "lease").stat().st_mode) == 0o700
     files = list((tmp_path / "lease").iterdir())
     assert len(files) < 8
     assert all(file.stat().st_mode & 0o077 == 0 for file in files)
@@ -261,13 +332,45 @@ def test_files_of_the_directory_are_private_and_few(tmp_path: Path) -> None:
         "", "[]", '{"holder": 1}', '{"holder":"a","term":0,"duration_seconds":1}', "x" * 5000,
         f'{{"holder":"{"a" * 257}","term":1,"duration_seconds":1}}',
         '{"holder":"a","term":2147483648,"duration_seconds":1}', '{"holder":"a","term":1,"duration_seconds":Infinity}',
-        '{"holder":"a","term":1,"duration_seconds":86401}',
+        '{"holder":"a","term":1,"duration_seconds":86401}', '{"holder":"a","term":true,"duration_seconds":1}',
+        '{"holder":"a","term":1,"duration_seconds":NaN}', '{"holder":"a","term":1,"duration_seconds":1}' + " " * 4096,
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_an_error(tmp_path: Path, content: str) -> None:
     register = FileLeaseRegister(tmp_path)
     (tmp_path / "lease-7").write_text(content)
     with pytest.raises(LeaseError, match="lease-7 is no lease"):
+        register.read()
+
+
+def test_other_files_of_the_directory_are_no_leases(tmp_path: Path) -> None:
+    register = FileLeaseRegister(tmp_path)
+    for name in ("lease-9.bak", "my-lease-9", "lease-", "lease-" + "9" * 19):
+        (tmp_path / name).write_text("{}")
+    assert register.read() is None
+    assert _content(register.replace(None, "a", 1, 5.0)) == ("a", 1, 5.0)
+    assert _content(register.read()) == ("a", 1, 5.0)
+
+
+def test_a_record_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    register = FileLeaseRegister(tmp_path / "lease")
+    done = watch_disk(monkeypatch)
+    assert register.replace(None, "a", 1, 5.0) is not None
+    assert done[0].startswith("sync .")
+    assert done[1:] == ["name lease-1", "sync lease"]
+    assert os.listdir(tmp_path / "lease") == ["lease-1"], "nothing half made stays"
+
+
+def test_a_record_that_others_removed_during_a_look_is_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register = FileLeaseRegister(tmp_path)
+    record = register.replace(None, "a", 1, 5.0)
+    listed = [9, 9, 1]
+    monkeypatch.setattr(register, "_highest", lambda: listed.pop(0))
+    assert register.read() == record
+    monkeypatch.setattr(register, "_highest", lambda: 9)
+    with pytest.raises(LeaseError, match="changes faster"):
         register.read()
 
 

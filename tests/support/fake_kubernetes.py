@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,17 +15,24 @@ _MICRO_TIME = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z$")
 
 
 class FakeKubernetes:
-    """Set ``status`` to refuse everything with it, ``deaf`` to do what is asked and close without an answer.
+    """Set ``status`` to refuse everything with it, ``location`` to send everybody there, ``deaf`` to do what is asked
+    and close without an answer.
+
+    Args:
+        tls: of the server; without it, it speaks plain HTTP.
 
     Attributes:
         objects: by (namespace, name), as stored.
+        asked: requests so far.
         account: directory of a mounted service account whose token is accepted.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, tls: ssl.SSLContext | None = None) -> None:
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.status: int | None = None
+        self.location = ""
         self.deaf = False
+        self.asked = 0
         self.token = "first"
         self.account = directory / "account"
         self.account.mkdir()
@@ -49,6 +57,8 @@ class FakeKubernetes:
                 data = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
+                if fake.location:
+                    self.send_header("Location", fake.location)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
@@ -57,9 +67,11 @@ class FakeKubernetes:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.url = f"http{'s' if tls else ''}://127.0.0.1:{self._server.server_address[1]}"
 
     def rotate(self, token: str) -> None:
         """The kubelet writes another token; the old one is refused from now on."""
@@ -72,7 +84,10 @@ class FakeKubernetes:
         self._thread.join(10)
 
     def _answer(self, method: str, path: str, authorization: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        self.asked += 1
         match = _PATH.match(path)
+        if self.location:
+            return _failure(307, "elsewhere")
         if self.status is not None:
             return _failure(self.status, "refused on purpose")
         if authorization != f"Bearer {self.token}":
