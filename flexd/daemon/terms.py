@@ -102,11 +102,13 @@ def _copy_file(source: Path, target: Path) -> None:
     if source.suffix in _SQLITE:
         _copy_database(source, target)
         return
-    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as out, source.open("rb") as data:
-        shutil.copyfileobj(data, out, 2**20)
-        out.flush()
-        os.fsync(out.fileno())
+    # The source first: one that is gone must not leave an empty file, which says something else than none.
+    with source.open("rb") as data:
+        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as out:
+            shutil.copyfileobj(data, out, 2**20)
+            out.flush()
+            os.fsync(out.fileno())
 
 
 def _copy_database(source: Path, target: Path) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from disk_order import watch_disk
 
 from flexd.config.load import parse_config
 from flexd.control.journal import PlacementJournal, Segment
+from flexd.daemon import terms
 from flexd.daemon.leadership import FencedSnapshots, alone
 from flexd.daemon.terms import highest_term, open_term
 from flexd.errors import SnapshotError
@@ -29,6 +31,7 @@ def _fill(directory: Path) -> None:
     (directory / "dead-letters.jsonl").write_text("samples\n")
     (directory / "lock").write_text("1\n")
     (directory / "snapshots" / ".snapshot-000000000009.tmp").write_text("half")
+    (directory / "decisions.json.tmp").write_text("half")
     with closing(sqlite3.connect(directory / "migrations.sqlite")) as database:
         database.execute("pragma journal_mode=wal")
         database.execute("create table t (x)")
@@ -48,7 +51,9 @@ def _check(directory: Path) -> None:
         assert database.execute("select x from t").fetchall() == [(5,)]
     assert not (directory / "lock").exists()
     assert not (directory / "dead-letters.jsonl").exists()
-    assert not (directory / "snapshots" / ".snapshot-000000000009.tmp").exists()
+    names = sorted(path.name for path in directory.iterdir())
+    assert names == ["migrations.sqlite", "placement", "plans.jsonl", "snapshots"]
+    assert [path.suffix for path in (directory / "snapshots").iterdir()] == [".flexd"]
 
 
 def test_the_first_term_goes_on_from_a_daemon_without_a_lease(tmp_path: Path) -> None:
@@ -77,6 +82,102 @@ def test_what_an_old_leader_writes_afterwards_is_its_own(tmp_path: Path) -> None
         database.execute("insert into t values (6)")
         database.commit()
     _check(second)
+
+
+def test_logs_of_a_database_are_merged_and_not_copied(tmp_path: Path) -> None:
+    first = open_term(tmp_path, 1)
+    _fill(first)
+    with closing(sqlite3.connect(first / "migrations.sqlite")) as writing:
+        writing.execute("insert into t values (6)")
+        writing.commit()
+        (first / "other.sqlite-journal").write_text("of an unfinished write")
+        assert (first / "migrations.sqlite-wal").stat().st_size > 0
+        second = open_term(tmp_path, 2)
+    with closing(sqlite3.connect(second / "migrations.sqlite")) as database:
+        assert database.execute("select x from t").fetchall() == [(5,), (6,)]
+    assert list(second.glob("*.sqlite*")) == [second / "migrations.sqlite"]
+
+
+def test_a_link_to_somewhere_else_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    first = open_term(tmp_path / "state", 1)
+    (tmp_path / "secret").write_text("not for everybody")
+    (first / "file").symlink_to(tmp_path / "secret")
+    (first / "directory").symlink_to(tmp_path)
+    (first / "loop").symlink_to(first)
+    assert list(open_term(tmp_path / "state", 2).iterdir()) == []
+
+
+def test_all_of_a_term_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fill(open_term(tmp_path, 1))
+    done = watch_disk(monkeypatch)
+    open_term(tmp_path, 2)
+    named = done.index("name term-0000000002")
+    unfinished = f".unfinished-2-{os.getpid()}"
+    synced = {"sync plans.jsonl", "sync placement.journal", "sync placement", "sync snapshots", f"sync {unfinished}"}
+    assert synced <= set(done[:named])
+    assert done[named + 1 :] == [f"sync {tmp_path.name}"]
+
+
+def test_what_an_earlier_try_of_this_process_left_is_begun_anew(tmp_path: Path) -> None:
+    left = tmp_path / f".unfinished-2-{os.getpid()}"
+    left.mkdir()
+    (left / "half").write_text("x")
+    assert list(open_term(tmp_path, 2).iterdir()) == []
+
+
+def test_a_directory_that_is_being_made_is_left_alone(tmp_path: Path) -> None:
+    """By another process: of a later term, or of the same one, which it will lose by itself."""
+    for name in (".unfinished-3-77", ".unfinished-4-77", ".unfinished-9-77", ".unfinished-x"):
+        (tmp_path / name).mkdir()
+    open_term(tmp_path, 4)
+    names = sorted(entry.name for entry in tmp_path.iterdir())
+    assert names == [".unfinished-4-77", ".unfinished-9-77", ".unfinished-x", "term-0000000004"]
+
+
+def test_a_term_whose_directory_somebody_fills_meanwhile_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _fill(open_term(tmp_path, 1))
+    copy = terms._copy_file
+
+    def meanwhile(source: Path, target: Path) -> None:
+        (tmp_path / "term-0000000002").mkdir(exist_ok=True)
+        (tmp_path / "term-0000000002" / "theirs").touch()
+        copy(source, target)
+
+    monkeypatch.setattr(terms, "_copy_file", meanwhile)
+    with pytest.raises(SnapshotError, match="cannot be copied to term-0000000002"):
+        open_term(tmp_path, 2)
+    assert [path.name for path in (tmp_path / "term-0000000002").iterdir()] == ["theirs"]
+    assert list(tmp_path.glob(".unfinished-*")) == []
+
+
+def test_a_file_that_its_owner_removes_meanwhile_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = open_term(tmp_path, 1)
+    _fill(first)
+    copy = terms._copy_file
+
+    def meanwhile(source: Path, target: Path) -> None:
+        if source.suffix in (".flexd", ".jsonl"):
+            source.unlink()
+        copy(source, target)
+
+    monkeypatch.setattr(terms, "_copy_file", meanwhile)
+    second = open_term(tmp_path, 2)
+    assert not (second / "plans.jsonl").exists()
+    assert list((second / "snapshots").iterdir()) == []
+    assert (second / "placement" / "placement.journal").exists()
+
+
+def test_where_files_cannot_be_linked_snapshots_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fill(open_term(tmp_path, 1))
+
+    def refuse(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", refuse)
+    _check(open_term(tmp_path, 2))
 
 
 def test_a_torn_end_is_what_it_is_after_a_crash(tmp_path: Path) -> None:
