@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from dataclasses import asdict, replace
+from typing import Any
 
 from flexd.control.journal import JournalledMigration
 from flexd.control.migration_states import MigrationState
@@ -19,61 +20,39 @@ from flexd.server.migration_history import (
     RollbackPreview,
     TransitionReport,
 )
-from flexd.server.migration_report import MigrationReport, MigrationStateName, StepReport
+from flexd.server.migration_report import MigrationReport, StepReport
+
+_UNKNOWN = ("parent_plan_id", "trigger", "problem", "started_unix_seconds", "ended_unix_seconds")
+"""Empty in a record where the API says null."""
 
 
 def migration_report(execution: Execution) -> MigrationReport:
     """A migration that this daemon has started."""
-    plan, trigger, migration = execution.plan, execution.trigger, execution.migration
+    plan, migration = execution.plan, execution.migration
     progress = migration.progress
-    rows = progress.rows or (0 if plan is None else len(plan.delta))
-    state = progress.state
-    return MigrationReport(
-        migration_id=migration.migration_id,
-        plan_id=progress.plan_id,
-        parent_plan_id=migration.about.parent_plan_id or None,
-        trigger=trigger.kind.value,
-        who=trigger.who,
-        reason=trigger.reason,
-        state=_name(state.name),
-        progress=1.0 if state is MigrationState.COMMITTED else min(1.0, progress.rows_applied / rows) if rows else 0.0,
-        steps=tuple(StepReport(name=step.name, completion=step.completion) for step in progress.steps),
-        eta_seconds=progress.eta_seconds,
-        rows=rows,
-        rows_applied=progress.rows_applied,
-        chunks=progress.chunks_pushed,
-        chunks_pushed=progress.chunks_pushed,
-        chunks_applied=progress.chunks_applied,
-        bytes=progress.bytes_to_copy or (0 if plan is None else plan.migration_bytes),
-        bytes_applied=progress.copied_bytes,
-        base_version=progress.base_version,
-        last_version=progress.last_version,
-        started_unix_seconds=progress.created_unix_seconds,
-        problem=progress.reason or None,
+    record = MigrationRecord.of(migration, settled=False)
+    # Until it starts, its plan knows what it will come to.
+    planned = replace(record, rows=record.rows or (0 if plan is None else len(plan.delta)))
+    return ended_report(planned).model_copy(
+        update={
+            "progress": 1.0 if record.state == MigrationState.COMMITTED.name else _share(planned),
+            "steps": tuple(StepReport(name=step.name, completion=step.completion) for step in progress.steps),
+            "eta_seconds": progress.eta_seconds,
+            "bytes": progress.bytes_to_copy or (0 if plan is None else plan.migration_bytes),
+        }
     )
 
 
 def ended_report(record: MigrationRecord) -> MigrationReport:
-    """A migration of an earlier daemon, by the history."""
+    """A migration as its record tells it: of an earlier daemon nothing more is known."""
     return MigrationReport(
-        migration_id=record.migration_id,
-        plan_id=record.plan_id,
-        parent_plan_id=record.parent_plan_id or None,
-        trigger=record.trigger or None,
-        who=record.who,
-        reason=record.reason,
-        state=_name(record.state),
-        progress=min(1.0, record.rows_applied / record.rows) if record.rows else 0.0,
-        rows=record.rows,
-        rows_applied=record.rows_applied,
-        chunks=record.chunks_pushed,
-        chunks_pushed=record.chunks_pushed,
-        chunks_applied=record.chunks_applied,
-        bytes_applied=record.copied_bytes,
-        base_version=record.base_version,
-        last_version=record.last_version,
-        started_unix_seconds=record.created_unix_seconds,
-        problem=record.problem or None,
+        **_told(record)
+        | {
+            "progress": _share(record),
+            "chunks": record.chunks_pushed,
+            "bytes_applied": record.copied_bytes,
+            "started_unix_seconds": record.created_unix_seconds,
+        }
     )
 
 
@@ -97,37 +76,12 @@ def rollback_preview(way_back: WayBack) -> RollbackPreview:
 
 def migration_entry(record: MigrationRecord) -> MigrationEntry:
     """A migration of the history."""
-    return MigrationEntry(
-        migration_id=record.migration_id,
-        plan_id=record.plan_id,
-        parent_plan_id=record.parent_plan_id or None,
-        trigger=record.trigger or None,
-        who=record.who,
-        reason=record.reason,
-        state=_name(record.state),
-        problem=record.problem or None,
-        rows=record.rows,
-        rows_pushed=record.rows_pushed,
-        rows_applied=record.rows_applied,
-        chunks_pushed=record.chunks_pushed,
-        chunks_applied=record.chunks_applied,
-        bytes=record.copied_bytes,
-        pushed_bytes=record.pushed_bytes,
-        base_version=record.base_version,
-        last_version=record.last_version,
-        created_unix_seconds=record.created_unix_seconds,
-        started_unix_seconds=record.started_unix_seconds or None,
-        ended_unix_seconds=record.ended_unix_seconds or None,
-        seconds=record.seconds,
-        settled=record.settled,
-    )
+    return MigrationEntry(**_told(record) | {"bytes": record.copied_bytes, "seconds": record.seconds})
 
 
 def action_entry(record: ActionRecord) -> ActionEntry:
     """What else was asked for."""
-    return ActionEntry(
-        unix_seconds=record.unix_seconds, kind=record.kind, who=record.who, reason=record.reason, detail=record.detail
-    )
+    return ActionEntry(**asdict(record))
 
 
 def migration_detail(record: MigrationRecord, transitions: Sequence[TransitionRecord]) -> MigrationDetail:
@@ -135,17 +89,7 @@ def migration_detail(record: MigrationRecord, transitions: Sequence[TransitionRe
     return MigrationDetail(
         **migration_entry(record).model_dump(),
         transitions=tuple(
-            TransitionReport(
-                number=each.number,
-                unix_seconds=each.unix_seconds,
-                event=each.event or None,
-                before=_name(each.before) if each.before else None,
-                after=_name(each.after),
-                reason=each.reason,
-                rows_pushed=each.rows_pushed,
-                rows_applied=each.rows_applied,
-                version=each.version,
-            )
+            TransitionReport(**asdict(each) | {"event": each.event or None, "before": each.before or None})
             for each in transitions
         ),
     )
@@ -156,5 +100,11 @@ def history_figures(figures: HistoryFigures) -> HistoryFiguresReport:
     return HistoryFiguresReport(figures.entries, figures.lost, figures.failures, figures.set_aside)
 
 
-def _name(state: str) -> MigrationStateName:
-    return cast(MigrationStateName, state)
+def _told(record: MigrationRecord) -> dict[str, Any]:
+    """What a record and the API call by the same name. The API says null of what is not known."""
+    fields = asdict(record)
+    return fields | {name: fields[name] or None for name in _UNKNOWN}
+
+
+def _share(record: MigrationRecord) -> float:
+    return min(1.0, record.rows_applied / record.rows) if record.rows else 0.0

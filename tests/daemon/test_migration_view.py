@@ -1,0 +1,60 @@
+"""What is recorded of a migration is what the API tells, by name."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from flexd.daemon.migration_view import action_entry, ended_report, migration_detail, migration_entry
+from flexd.history.records import ActionRecord, MigrationRecord, TransitionRecord
+from flexd.server.migration_history import ActionEntry, MigrationEntry, TransitionReport
+
+RECORD = MigrationRecord(
+    migration_id="m", plan_id="p", parent_plan_id="before", who="ada", trigger="drift", reason="why", state="ABORTED",
+    problem="too slow", rows=80, rows_pushed=40, rows_applied=20, chunks_pushed=4, chunks_applied=2, copied_bytes=512,
+    pushed_bytes=64, base_version=7, last_version=11, created_unix_seconds=10.0, started_unix_seconds=11.0,
+    ended_unix_seconds=15.0, settled=True,
+)  # fmt: skip
+NEVER_STARTED = MigrationRecord(
+    "m", "p", "", "ada", "", "why", "PENDING", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, 10.0, 0.0, 0.0, False
+)
+
+
+def names(kind: type) -> set[str]:
+    return {field.name for field in fields(kind)}
+
+
+def test_every_field_of_the_history_has_a_source_of_that_name() -> None:
+    # A model ignores names that it does not know: a field that is renamed on one side would be silently empty.
+    assert set(MigrationEntry.model_fields) - {"bytes", "seconds"} <= names(MigrationRecord)
+    assert set(TransitionReport.model_fields) == names(TransitionRecord)
+    assert set(ActionEntry.model_fields) == names(ActionRecord)
+
+
+def test_an_entry_says_what_was_recorded() -> None:
+    told = migration_entry(RECORD).model_dump()
+    assert (told.pop("bytes"), told.pop("seconds")) == (512, 5.0)
+    assert told == {name: getattr(RECORD, name) for name in told}
+    empty = migration_entry(NEVER_STARTED)
+    assert (empty.parent_plan_id, empty.trigger, empty.problem) == (None, None, None)
+    assert (empty.created_unix_seconds, empty.started_unix_seconds, empty.ended_unix_seconds) == (10.0, None, None)
+
+
+def test_a_report_of_an_ended_migration_says_how_far_it_came() -> None:
+    report = ended_report(RECORD)
+    assert (report.progress, report.rows, report.rows_applied) == (0.25, 80, 20)
+    assert (report.chunks, report.chunks_pushed, report.chunks_applied, report.bytes_applied) == (4, 4, 2, 512)
+    assert (report.started_unix_seconds, report.problem, report.who) == (10.0, "too slow", "ada")
+    assert ended_report(NEVER_STARTED).progress == 0.0
+
+
+def test_transitions_and_actions_keep_their_fields() -> None:
+    submitted = TransitionRecord(0, 10.0, "", "", "PENDING", "why", 0, 0, 0)
+    stopped = TransitionRecord(3, 15.0, "stopped", "ABORTING", "ABORTED", "", 40, 20, 11)
+    first, last = migration_detail(RECORD, [submitted, stopped]).transitions
+    assert (first.event, first.before, first.after) == (None, None, "PENDING")
+    assert last == TransitionReport(
+        number=3, unix_seconds=15.0, event="stopped", before="ABORTING", after="ABORTED", rows_pushed=40,
+        rows_applied=20, version=11,
+    )  # fmt: skip
+    action = action_entry(ActionRecord(1.0, "pause", "ada", "night", "x"))
+    assert action == ActionEntry(unix_seconds=1.0, kind="pause", who="ada", reason="night", detail="x")
