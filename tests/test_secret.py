@@ -5,13 +5,22 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flexd.control.messages import DaemonNotice, Signer
 from flexd.errors import AuthenticationError, ConfigError, ScaleOutError
 from flexd.scaleout import signing
-from flexd.secret import LOOK_SECONDS, KeyFile, accepted_keys, read_keys, signing_key
+from flexd.secret import (
+    LOOK_SECONDS,
+    MAX_FILE_BYTES,
+    MIN_SECRET_BYTES,
+    KeyFile,
+    accepted_keys,
+    read_keys,
+    signing_key,
+)
 
 OLD, NEW = b"the key of last year", b"the key of this year"
 NOTICE = DaemonNotice("job", "instance", "digest", 0)
@@ -58,6 +67,52 @@ def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path, text: bytes | N
         read_keys(path, "control.secret_file")
     assert caught.value.remedy
     assert "of last year" not in str(caught.value)
+
+
+def test_the_shortest_key_and_the_largest_file_will_do(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"x" * MIN_SECRET_BYTES + b"\n" * (MAX_FILE_BYTES - MIN_SECRET_BYTES))
+    assert read_keys(path, "x") == (b"x" * MIN_SECRET_BYTES,)
+    path.write_bytes(b"x" * (MIN_SECRET_BYTES - 1))
+    with pytest.raises(ConfigError, match="fewer than 16 bytes"):
+        read_keys(path, "x")
+
+
+def test_a_file_is_looked_at_once_in_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, clock = tmp_path / "secret", Clock()
+    write(path, OLD)
+    looks: list[float] = []
+    identity = KeyFile._identity
+
+    def look(file: KeyFile) -> tuple[int, ...]:
+        looks.append(clock.now)
+        return identity(file)
+
+    monkeypatch.setattr(KeyFile, "_identity", look)
+    keys = KeyFile(path, "x", clock)
+    for _ in range(30):
+        clock.now += LOOK_SECONDS / 10
+        keys.keys()
+    assert len(looks) <= 4, looks
+
+
+def test_a_change_during_the_first_reading_is_seen_at_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, clock = tmp_path / "secret", Clock()
+    write(path, OLD)
+
+    def read_and_replace(*arguments: Any) -> tuple[bytes, ...]:
+        keys = read_keys(*arguments)
+        write(path, NEW)
+        return keys
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flexd.secret.read_keys", read_and_replace)
+        keys = KeyFile(path, "x", clock)
+    assert keys.keys() == (OLD,)
+    clock.now += LOOK_SECONDS
+    assert keys.keys() == (NEW,)
 
 
 def test_a_change_is_seen_and_a_bad_one_keeps_the_old_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
