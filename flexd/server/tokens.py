@@ -12,7 +12,6 @@ from flexd.config.server import ApiScope, TokenConfig
 from flexd.errors import ConfigError
 from flexd.secret import KeyFile
 
-MAX_TOKEN_BYTES = 1024
 _DIGEST = re.compile(rb"sha256:([0-9a-fA-F]{64})")
 
 
@@ -51,7 +50,8 @@ class Tokens:
 
     def owner(self, token: str) -> Caller | None:
         """Whose token it is. Takes equally long whichever matches, and whether one does."""
-        given = hashlib.sha256(token.encode("utf-8", "surrogateescape")[:MAX_TOKEN_BYTES]).digest()
+        # The bytes as they were sent: headers are decoded as Latin-1.
+        given = hashlib.sha256(token.encode("latin-1")).digest()
         found = None
         for caller, file in self._files:
             for digest in _digests(file):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -15,9 +18,10 @@ from fake_daemon import FakeDaemon
 from flexd import secret
 from flexd.config.server import ServerConfig, TokenConfig
 from flexd.errors import ConfigError
-from flexd.server.access import REFUSED_REASONS, current_caller
+from flexd.server.access import REFUSED_REASONS, AccessControl, Refusals, current_caller
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
+from flexd.server.protocol import CLIENT_NAME
 from flexd.server.tokens import Tokens
 
 READ, ADMIN = "the token of the dashboard", "the token of the operator"
@@ -107,6 +111,8 @@ def test_only_tokens_open_and_each_says_who(guarded: str, asked: Asked) -> None:
 def test_probes_need_no_token(guarded: str) -> None:
     assert get(guarded, None, "/healthz").status_code == 200
     assert get(guarded, None, "/readyz").status_code == 200
+    for path in ("/healthz/", "/healthz/v1", "/readyz2", "//", "/v1/healthz"):
+        assert get(guarded, None, path).status_code == 401, path
 
 
 def test_no_method_but_reading_ones_goes_without_the_admin_scope(guarded: str, asked: Asked) -> None:
@@ -165,6 +171,54 @@ def test_one_token_has_one_name(tmp_path: Path) -> None:
     (tmp_path / "admin").write_text("short")
     with pytest.raises(ConfigError, match=r"server\.tokens\[1\]\.file: .*fewer than 16 bytes"):
         Tokens([first, second])
+
+
+@pytest.mark.parametrize(
+    "token", ["sha256:" + "0" * 64 + " and more", "x" * 2_000, "sécurité des données", "  with spaces around it "]
+)
+def test_a_token_is_all_of_its_line(tmp_path: Path, token: str) -> None:
+    """Also where it begins as a digest does, is long, or is more than ASCII."""
+    (tmp_path / "token").write_text(token + "\n", encoding="utf-8")
+    server = serve(FakeDaemon(), tokens=[TokenConfig(name="x", scope="read", file=tmp_path / "token")])
+    try:
+        for sent, status in ((token, 200), (token.strip() + "x", 401), (token.strip()[:-1], 401)):
+            headers = {b"authorization": b"Bearer " + sent.strip().encode()}
+            assert httpx.get(f"{server.address}/v1/status", headers=headers, timeout=10).status_code == status
+    finally:
+        assert server.stop(10)
+
+
+def asked_directly(limiter_says: float = 0.0, tokens: Tokens | None = None, **scope: Any) -> list[dict[str, Any]]:
+    """What is answered to a request of this ASGI scope, without a server."""
+    sent: list[dict[str, Any]] = []
+
+    async def handler(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError("nothing is read")
+
+    limiter: Any = SimpleNamespace(wait_seconds=lambda _: limiter_says)
+    control = AccessControl(
+        handler, tokens=tokens or Tokens([]), clients={}, limiter=limiter, refusals=Refusals()
+    )  # fmt: skip
+    asyncio.run(control({"type": "http", "method": "GET", "path": "/v1/status", "headers": [], **scope}, receive, send))
+    return sent
+
+
+@pytest.mark.parametrize(("wait", "told"), [(0.001, b"1"), (1.0, b"1"), (1.001, b"2"), (2.5, b"3")])
+def test_who_must_wait_is_told_no_time_too_short(wait: float, told: bytes) -> None:
+    (start, _) = asked_directly(wait)
+    assert (start["status"], dict(start["headers"])[b"retry-after"]) == (429, told)
+
+
+def test_a_certificate_that_names_nobody_here_does_not_replace_a_token(tmp_path: Path) -> None:
+    (start, body) = asked_directly(tokens=Tokens(token_configs(tmp_path)), **{CLIENT_NAME: "operator"})
+    assert start["status"] == 401
+    assert b"send a bearer token" in body["body"]
 
 
 def test_too_many_requests_are_told_when_to_come_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import trustme
+from cryptography.hazmat.primitives import serialization
 from fake_daemon import FakeDaemon
 
 from flexd.cli.client import DaemonAddress, DaemonClient
@@ -160,6 +162,83 @@ def test_a_new_certificate_is_served_and_a_bad_one_is_not(
     certificates.issue("server", "127.0.0.1")
     assert {served() for _ in range(3)} != {before}
     assert served() == certificates.server[0].read_text().strip() + "\n"
+
+
+def test_a_certificate_without_its_key_takes_nothing_away(
+    certificates: Certificates, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As files are replaced: one after the other."""
+    monkeypatch.setattr(tls, "LOOK_SECONDS", 0.0)
+    certificates.issue("server", "127.0.0.1")
+    _, url = serve()
+    before = certificates.server[0].read_text()
+    key = certificates.server[1].read_bytes()
+    certificates.issue("server", "127.0.0.1")
+    assert certificates.server[0].read_text() != before
+    new_key = certificates.server[1].read_bytes()
+    certificates.server[1].write_bytes(key)
+    port = httpx.URL(url).port
+    assert ssl.get_server_certificate(("127.0.0.1", port), timeout=5) == before
+    certificates.server[1].write_bytes(new_key)
+    ssl.get_server_certificate(("127.0.0.1", port), timeout=5)
+    assert ssl.get_server_certificate(("127.0.0.1", port), timeout=5) == certificates.server[0].read_text()
+
+
+def test_files_are_looked_at_once_in_a_while_and_told_of_once(
+    certificates: Certificates, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, looks = [100.0], []
+    certificate, key = certificates.issue("looked-at", "127.0.0.1")
+    served = tls.ServerTls(TlsConfig(cert_file=certificate, key_file=key), or_tokens=False, clock=lambda: now[0])
+    identity = served._identity
+
+    def look() -> tuple[object, ...]:
+        looks.append(now[0])
+        return identity()
+
+    def connections(seconds: float) -> None:
+        for _ in range(round(10 * seconds / tls.LOOK_SECONDS)):
+            now[0] += tls.LOOK_SECONDS / 10
+            served._refresh(None, "", served.context)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(served, "_identity", look)
+    caplog.set_level(logging.INFO, "flexd.server.tls")
+    connections(3 * tls.LOOK_SECONDS)
+    assert len(looks) <= 3
+    assert caplog.records == []
+    certificates.issue("looked-at", "127.0.0.1")
+    connections(3 * tls.LOOK_SECONDS)
+    key.write_text("no key")
+    connections(3 * tls.LOOK_SECONDS)
+    assert [record.levelname for record in caplog.records] == ["INFO", "ERROR"]
+
+
+def test_a_key_with_a_passphrase_is_an_error_and_asks_nobody(certificates: Certificates, tmp_path: Path) -> None:
+    private = serialization.load_pem_private_key(certificates.issue("locked", "127.0.0.1")[1].read_bytes(), None)
+    locked = private.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"word")
+    )
+    (tmp_path / "locked.key").write_bytes(locked)
+    config = TlsConfig(cert_file=certificates.directory / "locked.pem", key_file=tmp_path / "locked.key")
+    with pytest.raises(ApiError, match="the key has a passphrase"):
+        tls.ServerTls(config, or_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("subject", "name"),
+    [
+        ((), None),
+        (((("commonName", "a"),),), "a"),
+        (((("countryName", "x"),), (("commonName", "a"),)), "a"),
+        (((("commonName", "a"), ("commonName", "b")),), None),
+        (((("commonName", "a"),), (("commonName", "a"),)), None),
+        (((("organizationName", "a"),),), None),
+    ],
+)
+def test_a_certificate_names_one_client_or_none(subject: object, name: str | None) -> None:
+    assert tls.common_name({"subject": subject}) == name
+    assert tls.common_name({}) is None
+    assert tls.common_name(None) is None
 
 
 @pytest.mark.parametrize(("file", "said"), [("cert_file", "server.tls: "), ("client_ca_file", "client_ca_file: ")])
