@@ -1,0 +1,290 @@
+"""Entries that cannot be written at first, readers and writers that take their time, files of others."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexd.control.migration import Migration, MigrationAbout
+from flexd.control.migration_states import MigrationEvent
+from flexd.control.news import MigrationNews
+from flexd.errors import SnapshotError
+from flexd.history import history as history_module
+from flexd.history import store as store_module
+from flexd.history.history import MigrationHistory
+from flexd.history.records import ActionRecord, HistoryEntry, MigrationRecord
+from flexd.history.store import HistoryStore
+
+SECONDS = 20.0
+"""Deadline of whatever is waited for."""
+
+
+def action(reason: str) -> ActionRecord:
+    return ActionRecord.of(1.0, "pause", "ann", reason, "d" * 2_000)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., MigrationHistory]]:
+    made: list[MigrationHistory] = []
+
+    def one(retry_seconds: float = 0.01) -> MigrationHistory:
+        made.append(MigrationHistory(tmp_path / "migrations.sqlite", 10_000, retry_seconds=retry_seconds))
+        return made[-1]
+
+    yield one
+    for history in made:
+        assert history.stop(SECONDS)
+
+
+def reasons(history: MigrationHistory) -> list[str]:
+    return [each.reason for each in history.newest_actions(100)]
+
+
+def written(history: MigrationHistory) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not history.flush(1.0):
+        assert time.monotonic() < deadline, history.figures
+        time.sleep(0.005)
+
+
+def failed(history: MigrationHistory) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not history.figures.failures:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class FailsOnce:
+    """Writes, but not the first time; ``meanwhile`` is done before it fails."""
+
+    def __init__(self, history: MigrationHistory, meanwhile: Callable[[], None] = lambda: None) -> None:
+        self.write, self.meanwhile = history._store.write, meanwhile
+        self.again = threading.Event()
+        self.failed = False
+        history._store.write = self  # type: ignore[method-assign]
+
+    def __call__(self, entries: Sequence[Any]) -> None:
+        if not self.failed:
+            self.failed = True
+            self.meanwhile()
+            raise SnapshotError("the disk is full")
+        self.again.set()
+        self.write(entries)
+
+
+def test_what_could_not_be_written_keeps_its_place(make: Callable[..., MigrationHistory]) -> None:
+    history = make()
+    history.note(action("a"))
+    history.note(action("b"))
+    FailsOnce(history, lambda: [history.note(action(reason)) for reason in ("c", "d")] and None)
+    history.start()
+    written(history)
+    assert reasons(history) == ["d", "c", "b", "a"]
+    figures = history.figures
+    assert (figures.entries, figures.lost, figures.failures, figures.problem) == (4, 0, 1, None)
+
+
+def test_of_too_many_that_wait_the_oldest_go_also_those_that_were_tried(
+    make: Callable[..., MigrationHistory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "MAX_WAITING", 3)
+    history = make()
+    history.note(action("a"))
+    history.note(action("b"))
+    FailsOnce(history, lambda: [history.note(action(reason)) for reason in ("c", "d")] and None)
+    history.start()
+    written(history)
+    assert reasons(history) == ["d", "c", "b"]
+    assert (history.figures.entries, history.figures.lost) == (3, 1)
+
+
+def test_a_failure_is_not_tried_again_at_once(make: Callable[..., MigrationHistory]) -> None:
+    history = make(retry_seconds=3600.0)
+    once = FailsOnce(history)
+    history.note(action("a"))
+    history.start()
+    failed(history)
+    history.note(action("b"))
+    assert not once.again.wait(0.3)
+    assert history.figures.failures == 1
+
+
+def test_stopping_does_not_wait_for_a_disk_that_is_full(make: Callable[..., MigrationHistory]) -> None:
+    history = make(retry_seconds=3600.0)
+
+    def full(entries: Sequence[Any]) -> None:
+        raise SnapshotError("the disk is full")
+
+    history._store.write = full  # type: ignore[method-assign]
+    history.note(action("a"))
+    history.start()
+    failed(history)
+    assert history.stop(SECONDS)
+
+
+@pytest.mark.parametrize("read", ["newest", "find", "newest_actions"])
+def test_who_reads_sees_what_was_recorded_before(make: Callable[..., MigrationHistory], read: str) -> None:
+    history = make()
+    history.start()
+    written(history)
+    store, done = history._store, threading.Event()
+    write = store.write
+
+    def slowly(entries: Sequence[Any]) -> None:
+        time.sleep(0.2)
+        write(entries)
+        done.set()
+
+    store.write = slowly  # type: ignore[method-assign]
+    history.note(action("a"))
+    argument: Any = "m" if read == "find" else 1
+    getattr(history, read)(argument)
+    assert done.is_set()
+
+
+def test_a_reader_that_takes_its_time_holds_no_writer_up_and_leaves_no_large_log(
+    make: Callable[..., MigrationHistory], tmp_path: Path
+) -> None:
+    path = tmp_path / "migrations.sqlite"
+    history = make()
+    history.start()
+    history.note(action("first"))
+    written(history)
+    reader = sqlite3.connect(path, isolation_level=None)
+    reader.execute("BEGIN")
+    assert reader.execute("SELECT COUNT(*) FROM actions").fetchone() == (1,)
+    for number in range(1_000):
+        history.note(action(str(number)))
+    assert history.flush(SECONDS), history.figures
+    log = tmp_path / "migrations.sqlite-wal"
+    assert log.stat().st_size > 2**20, "it cannot be merged under a reader"
+    reader.close()
+    for number in range(3):
+        history.note(action(str(number)))
+        written(history)
+    assert log.stat().st_size <= 2**20
+    assert (history.figures.failures, history.figures.entries) == (0, 1_004)
+
+
+def test_a_power_cut_may_cost_the_newest_entries_and_not_the_file(make: Callable[..., MigrationHistory]) -> None:
+    history = make()
+    history.start()
+    written(history)
+    connection = history._store._connection
+    assert connection is not None
+    assert connection.execute("PRAGMA synchronous").fetchone() == (1,), "NORMAL: synced before it is merged"
+
+
+def test_a_file_that_another_writes_is_waited_for_and_not_set_aside(
+    make: Callable[..., MigrationHistory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "BUSY_SECONDS", 0.01)
+    history = make()
+    history.start()
+    history.note(action("a"))
+    written(history)
+    other = sqlite3.connect(tmp_path / "migrations.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    history.note(action("b"))
+    failed(history)
+    other.execute("ROLLBACK")
+    other.close()
+    written(history)
+    assert reasons(history) == ["b", "a"]
+    assert history.figures.set_aside == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "unusable"),
+    [
+        (sqlite3.SQLITE_CORRUPT, True), (sqlite3.SQLITE_CORRUPT_INDEX, True), (sqlite3.SQLITE_NOTADB, True),
+        (sqlite3.SQLITE_FULL, False), (sqlite3.SQLITE_BUSY, False), (sqlite3.SQLITE_IOERR_WRITE, False),
+        (sqlite3.SQLITE_CANTOPEN, False), (sqlite3.SQLITE_READONLY, False),
+    ],
+)  # fmt: skip
+def test_only_what_is_wrong_with_the_file_itself_sets_it_aside(code: int, unusable: bool) -> None:
+    error = sqlite3.DatabaseError("")
+    error.sqlite_errorcode = code
+    assert store_module._is_unusable(error) is unusable
+
+
+def test_the_log_of_a_file_goes_aside_with_it(make: Callable[..., MigrationHistory], tmp_path: Path) -> None:
+    """It is there as long as anybody reads, and would be taken for the new file's."""
+    path = tmp_path / "migrations.sqlite"
+    history = make()
+    history.start()
+    history.note(action("old"))
+    written(history)
+    reader = sqlite3.connect(path)
+    reader.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    assert reader.execute("SELECT COUNT(*) FROM actions").fetchall() == [(1,)]
+    with path.open("r+b") as file:
+        file.write(b"\0" * path.stat().st_size)
+    history.note(action("new"))
+    written(history)
+    assert history.figures.set_aside == 1
+    assert (tmp_path / "migrations.sqlite.unusable-wal").exists()
+    reader.close()
+    assert reasons(history) == ["new"]
+
+
+def test_a_page_that_went_bad_is_found_when_the_file_is_opened(
+    make: Callable[..., MigrationHistory], tmp_path: Path
+) -> None:
+    first = make()
+    first.start()
+    for number in range(200):
+        first.note(action(str(number)))
+    written(first)
+    assert first.stop(SECONDS)
+    path = tmp_path / "migrations.sqlite"
+    page = 4096
+    assert path.stat().st_size > 60 * page
+    with path.open("r+b") as file:
+        file.seek(40 * page)
+        file.write(b"\xff" * page)
+    second = make()
+    second.start()
+    written(second)
+    assert second.figures.set_aside == 1
+
+
+def test_of_entries_that_go_together_all_are_written_or_none(tmp_path: Path) -> None:
+    store = HistoryStore(tmp_path / "migrations.sqlite", 10, lambda _: None)
+    broken: Any = object()
+    with pytest.raises(SnapshotError, match="cannot be written"):
+        store.write([action("a"), ActionRecord.of(1.0, "pause", broken, "b")])
+    assert store.newest_actions(9) == ()
+    store.write([action("c")])
+    assert [each.reason for each in store.newest_actions(9)] == ["c"]
+    store.close()
+
+
+def test_the_newest_is_the_last_that_was_recorded_whatever_the_clock_said(tmp_path: Path) -> None:
+    store = HistoryStore(tmp_path / "migrations.sqlite", 10, lambda _: None)
+    for name, clock in (("a", 50.0), ("b", 7.0), ("c", 20.0)):
+        migration = Migration(f"plan-{name}", [], about=MigrationAbout(name, "", "manual", "ann", ""))
+        record = replace(MigrationRecord.of(migration, settled=False), created_unix_seconds=clock)
+        store.write([HistoryEntry(record, None)])
+    assert [each.migration_id for each in store.newest(9)] == ["c", "b", "a"]
+    assert [each.settled for each in store.newest(9)] == [False] * 3
+    store.close()
+
+
+def test_a_migration_is_settled_when_that_is_told(make: Callable[..., MigrationHistory]) -> None:
+    history = make()
+    history.start()
+    migration = Migration("plan", [], about=MigrationAbout("m", "", "manual", "ann", ""))
+    migration.observe(lambda of, transition: history.record(MigrationNews(of, transition)))
+    migration.fire(MigrationEvent.START, "")
+    migration.fire(MigrationEvent.FAIL, "")
+    assert [each.settled for each in history.newest(9)] == [False], "a chunk may still be on its way"
+    history.record(MigrationNews(migration, None))
+    assert [each.settled for each in history.newest(9)] == [True]
