@@ -1,0 +1,141 @@
+"""The thread that keeps a lease: when it asks, what it makes of faults, and what it leaves behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flexd.errors import LeaseError
+from flexd.lease import keeper as keeper_module
+from flexd.lease.keeper import LeaseKeeper
+
+SECONDS = 20.0
+"""Deadline of whatever is waited for."""
+
+
+class Asked:
+    """A lease that notes what is asked of it; ``fault`` is raised instead."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fault: Exception | None = None
+        self.hang = threading.Event()
+        self.hang.set()
+
+    def attempt(self) -> None:
+        self._note("attempt")
+
+    def release(self) -> None:
+        self._note("release")
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        assert self.hang.wait(SECONDS)
+        if self.fault is not None:
+            raise self.fault
+
+
+@pytest.fixture
+def lease() -> Asked:
+    return Asked()
+
+
+@pytest.fixture
+def keep(lease: Asked) -> Iterator[Callable[..., LeaseKeeper]]:
+    made: list[LeaseKeeper] = []
+
+    def start(renew_seconds: float = 0.005) -> LeaseKeeper:
+        of: Any = lease
+        made.append(LeaseKeeper(of, renew_seconds))
+        made[-1].start()
+        return made[-1]
+
+    yield start
+    lease.hang.set()
+    for keeper in made:
+        assert keeper.stop(SECONDS)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_the_lease_is_asked_for_again_and_again_and_given_back_at_the_end(
+    lease: Asked, keep: Callable[..., LeaseKeeper]
+) -> None:
+    keeper = keep()
+    until(lambda: len(lease.calls) >= 3)
+    assert keeper.stop(SECONDS)
+    assert set(lease.calls[:-1]) == {"attempt"}
+    assert lease.calls[-1] == "release"
+    assert (keeper.failures, keeper.problem) == (0, "")
+
+
+def test_the_first_try_waits_for_nothing_and_the_end_for_no_pause(
+    lease: Asked, keep: Callable[..., LeaseKeeper]
+) -> None:
+    keeper = keep(3600.0)
+    until(lambda: lease.calls)
+    assert keeper.stop(SECONDS)
+    assert lease.calls == ["attempt", "release"]
+
+
+@pytest.mark.parametrize("fault", [LeaseError("no answer"), ValueError("made up")])
+def test_faults_are_counted_told_once_and_tried_again(
+    lease: Asked, keep: Callable[..., LeaseKeeper], caplog: pytest.LogCaptureFixture, fault: Exception
+) -> None:
+    lease.fault = fault
+    keeper = keep()
+    until(lambda: keeper.failures >= 4)
+    assert keeper.problem == ("no answer" if isinstance(fault, LeaseError) else "ValueError('made up')")
+    assert [record.getMessage() for record in caplog.records] == [f"lease: {keeper.problem}"]
+    assert bool(caplog.records[0].exc_info) == isinstance(fault, ValueError), "a trace of what nobody expects"
+    lease.fault = LeaseError("something else")
+    until(lambda: keeper.problem == "something else")
+    lease.fault = None
+    until(lambda: not keeper.problem)
+    lease.fault = fault
+    until(lambda: len(caplog.records) == 3)
+    assert caplog.records[2].getMessage() == caplog.records[0].getMessage(), "it is news again"
+
+
+def test_a_lease_that_was_given_up_is_not_asked_for_until_the_time_is_over(
+    lease: Asked, keep: Callable[..., LeaseKeeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(keeper_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    keeper = keep()
+    until(lambda: lease.calls)
+    keeper.give_up(30.0)
+    until(lambda: lease.calls[-1] == "release")
+    lease.calls.clear()
+    now[0] = 129.9
+    until(lambda: len(lease.calls) >= 3)
+    assert set(lease.calls) == {"release"}
+    now[0] = 130.0
+    until(lambda: lease.calls[-1] == "attempt")
+
+
+def test_a_call_that_hangs_holds_nobody_but_the_thread(lease: Asked, keep: Callable[..., LeaseKeeper]) -> None:
+    lease.hang.clear()
+    keeper = keep()
+    until(lambda: lease.calls)
+    keeper.give_up(0.0)
+    assert keeper.stop(0.01) is False
+    lease.hang.set()
+    assert keeper.stop(SECONDS) is True
+    assert lease.calls == ["attempt", "release"]
+
+
+def test_a_keeper_that_never_started_has_ended(lease: Asked) -> None:
+    of: Any = lease
+    assert LeaseKeeper(of, 1.0).stop(0.0) is True
+    assert lease.calls == []
