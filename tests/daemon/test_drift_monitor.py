@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -149,6 +150,39 @@ def test_a_placement_that_moved_while_it_was_priced_is_not_judged(setting: Setti
     assert setting.monitor.evaluate() is not None
 
 
+def test_a_migration_that_began_while_it_was_priced_is_not_judged(setting: Setting) -> None:
+    setting.carry_out()
+    setting.see(moved=700)
+    setting.during = lambda: setattr(setting, "moving", True)
+    assert setting.monitor.evaluate() is None
+    assert (setting.monitor.take_reason(), setting.monitor.newest) == (None, None)
+
+
+def test_nothing_is_priced_before_it_is_known_how_much_a_step_reads(setting: Setting) -> None:
+    worlds: list[int] = []
+    setting.monitor._accesses_per_step = worlds.append  # type: ignore[assignment]
+    live = setting.coordinator.topology
+    assert live is not None
+    assert setting.monitor.evaluate() is None
+    assert (setting.asked, worlds, setting.monitor.saved()) == ([], [live.layout.world_size], {})
+
+
+def test_how_old_the_newest_look_is(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [50.0]
+    monkeypatch.setattr("flexd.daemon.drift.time", SimpleNamespace(monotonic=lambda: now[0]))
+    setting.carry_out()
+    assert math.isnan(setting.monitor.age_seconds())
+    assert setting.monitor.evaluate() is not None
+    now[0] = 57.0
+    assert setting.monitor.age_seconds() == 7.0
+
+
+def test_a_profile_of_nothing_is_no_reference_although_nothing_is_demanded(tmp_path: Path) -> None:
+    setting = Setting(tmp_path, min_samples=0)
+    assert setting.monitor.evaluate() is None
+    assert setting.monitor.saved() == {}
+
+
 def test_a_slow_look_puts_the_next_one_off(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     now, waits = [0.0], []
 
@@ -167,6 +201,7 @@ def test_a_slow_look_puts_the_next_one_off(setting: Setting, monkeypatch: pytest
     interval = setting.config.planner.drift_interval_seconds
     assert interval > 10.0
     assert waits == [interval, pytest.approx(600.0), interval]
+    assert (setting.monitor.seconds, setting.monitor.evaluations) == (61.0, 2)
 
 
 def test_a_plan_that_changes_nothing_is_the_new_reference(setting: Setting) -> None:
@@ -193,6 +228,9 @@ def test_null_threshold_shows_drift_and_asks_nothing(tmp_path: Path) -> None:
     assert drift is not None
     assert drift.ratio > 1.03
     assert setting.monitor.take_reason() is None
+    setting.monitor.adopt(setting.config.planner.model_copy(update={"drift_threshold": 1.03}))
+    assert setting.monitor.evaluate() is not None
+    assert (setting.monitor.take_reason() or "").startswith("drift "), "from the next look on"
 
 
 def test_nothing_is_looked_at_without_ranks_during_a_migration_or_with_little_seen(tmp_path: Path) -> None:
@@ -200,6 +238,9 @@ def test_nothing_is_looked_at_without_ranks_during_a_migration_or_with_little_se
     setting.sketches.ingest("item", np.zeros(999, dtype=np.int64), 0, 1.0)
     assert setting.monitor.evaluate() is None
     assert setting.monitor.saved() == {}
+    setting.sketches.ingest("item", np.zeros(1, dtype=np.int64), 0, 1.0)
+    assert setting.monitor.evaluate() is None
+    assert setting.monitor.saved() != {}, "a thousand are enough"
     setting.see()
     setting.carry_out()
     profiles = len(setting.asked)
@@ -219,6 +260,31 @@ def test_a_plan_made_during_a_look_wins(setting: Setting) -> None:
     assert setting.monitor.evaluate() is None
     assert setting.monitor.take_reason() is None
     assert setting.monitor.newest is None
+
+
+def test_a_reason_is_over_when_what_it_was_of_is(setting: Setting) -> None:
+    target = setting.carry_out()
+    setting.see(moved=700)
+    assert setting.monitor.evaluate() is not None
+    setting.coordinator.now = Placement.of(target.keys[::2], target.tiers[::2], 9)
+    assert setting.monitor.evaluate() is None
+    assert (setting.monitor.take_reason(), setting.monitor.newest) == (None, None), "another placement is live"
+    setting.coordinator.now = target
+    assert setting.monitor.evaluate() is not None
+    setting.plan()
+    assert setting.monitor.take_reason() is None, "a plan was made meanwhile"
+
+
+def test_a_plan_that_was_made_meanwhile_counts_until_it_has_had_its_time_to_move(setting: Setting) -> None:
+    target = setting.plan()
+    setting.coordinator.now = Placement.of(target.keys[::2], target.tiers[::2], 1)
+    assert setting.monitor.evaluate() is None
+    setting.plan()
+    planned = setting.monitor.saved()
+    assert setting.monitor.evaluate() is None
+    assert setting.monitor.saved() == planned, "the first look since the plan"
+    assert setting.monitor.evaluate() is None
+    assert setting.monitor.saved() != planned
 
 
 def test_a_placement_that_no_plan_made_becomes_the_reference_when_it_stays(setting: Setting) -> None:
@@ -289,8 +355,19 @@ def test_the_thread_outlives_faults_and_ends(tmp_path: Path, caplog: pytest.LogC
     while not setting.monitor.saved():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+    def told() -> int:
+        return len([record for record in caplog.records if "made up" in record.getMessage()])
+
+    assert told() == 1, "told once"
+    while setting.monitor.newest is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    setting.during = fault
+    while told() < 2:
+        assert time.monotonic() < deadline, "it is news again"
+        time.sleep(0.01)
     assert setting.monitor.stop(10)
-    assert len([record for record in caplog.records if "made up" in record.getMessage()]) == 1, "told once"
 
 
 def test_the_job_is_priced_as_it_trains(tmp_path: Path) -> None:
