@@ -123,8 +123,9 @@ class DaemonProcess:
         """None while it runs; negative: ended by this signal."""
         return None if self._process is None else self._process.poll()
 
-    def start(self, timeout_seconds: float = 60.0, *, wait: bool = True) -> None:
-        """Raises FlexdError if the daemon is not healthy within the deadline."""
+    def start(self, timeout_seconds: float = 180.0, *, wait: bool = True) -> None:
+        """Raises FlexdError if the daemon is not healthy within the deadline. The first start of an installation
+        compiles the counting kernels."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "flexd", "run", "-c", str(self._config_file)],
@@ -134,9 +135,11 @@ class DaemonProcess:
             )
         deadline = time.monotonic() + timeout_seconds
         while wait:
-            if self._process.poll() is not None or time.monotonic() > deadline:
+            ended = self._process.poll() is not None
+            if ended or time.monotonic() > deadline:
                 self.kill()
-                raise FlexdError(f"the daemon did not start:\n{_tail(self._log)}", remedy=f"see {self._log}")
+                what = "did not start" if ended else f"was not ready within {timeout_seconds:g} s"
+                raise FlexdError(f"the daemon {what}:\n{_tail(self._log)}", remedy=f"see {self._log}")
             try:
                 if httpx.get(f"{self._url}/healthz", timeout=1.0).status_code == 200:
                     return

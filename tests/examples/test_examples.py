@@ -12,6 +12,11 @@ import pytest
 import yaml
 from flexd_processes import RunningDaemon, free_ports, saved_sketches
 
+from flexd.demo.runner import PRESET, SCALE
+from flexd.topology.files import load_cluster, load_preset
+from flexd.topology.model import Collective
+from flexd.topology.scale import scale_model
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 STEPS = 31
@@ -67,3 +72,17 @@ def test_the_difference_is_a_few_lines_and_the_docs_show_it() -> None:
     assert len(changed) < 25, "\n".join(changed)
     shown = (ROOT / "docs" / "integrating.md").read_text().split("```diff\n")[1].split("```")[0]
     assert shown == "\n".join(diff()) + "\n", "docs/integrating.md shows another difference"
+
+
+def test_the_rehearsals_cluster_is_the_demos() -> None:
+    rehearsal = load_cluster(EXAMPLES / "rehearsal_cluster.yaml")
+    demos = scale_model(load_preset(PRESET), SCALE)
+    assert rehearsal.exposed == demos.exposed
+    for link, other in ((rehearsal.intra_node, demos.intra_node), (rehearsal.inter_node, demos.inter_node)):
+        assert link.wire_bytes_per_second == other.wire_bytes_per_second
+        for collective in Collective:
+            curve, wanted = link.curve(collective), other.curve(collective)
+            assert curve.points == wanted.points
+            assert curve.latency_seconds == pytest.approx(wanted.latency_seconds, rel=1e-9)
+    settings = yaml.safe_load((EXAMPLES / "sasrec.yaml").read_text())
+    assert ROOT / settings["topology"]["file"] == EXAMPLES / "rehearsal_cluster.yaml"
