@@ -104,6 +104,8 @@ class PlacementJournal:
         self._overlaid = 0
         self._file: BinaryIO | None = None
         self._size = 0
+        self._name_synced = True
+        """False while a power cut may still bring the file of before back."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self._path.exists():
@@ -135,7 +137,12 @@ class PlacementJournal:
             return self._chunks[-1].migration if self._chunks else None
 
     def begin(self, segment: Segment, placement: Placement) -> None:
-        """Starts anew from a whole placement, durably. Raises SnapshotError (the old content stays)."""
+        """Starts anew from a whole placement, durably.
+
+        Raises:
+            SnapshotError: it cannot be written: the old content stays. Or the directory cannot be synced: the new
+                content counts, and nothing is appended until it can.
+        """
         with self._lock:
             fault_point("journal.begin")
             self._rewrite(segment, placement, [])
@@ -183,7 +190,7 @@ class PlacementJournal:
         the newest migration are kept as long as they can be (``_ROLLBACK_ROWS``), so that it can be taken back.
 
         Raises:
-            SnapshotError: the folded file cannot be written; the journal stays as it was.
+            SnapshotError: the folded file cannot be written; what the journal says stays as it was.
         """
         with self._lock:
             newest = self.newest_migration
@@ -230,13 +237,20 @@ class PlacementJournal:
                 os.fsync(file.fileno())
             os.replace(temporary, self._path)
             fault_point("journal.renamed")
-            sync_directory(self._path.parent)
+            # From here on the file is the new one, whatever fails: what went to the old one would be lost.
             self.close()
+            self._name_synced = False
+            self._segment, self._base, self._chunks = segment, base, chunks
+            self._overlay, self._overlaid = _latest([]), 0
             self._open_for_append()
+            self._sync_name()
         except OSError as error:
             raise self._error("cannot be written", error) from error
-        self._segment, self._base, self._chunks = segment, base, chunks
-        self._overlay, self._overlaid = _latest([]), 0
+
+    def _sync_name(self) -> None:
+        if not self._name_synced:
+            sync_directory(self._path.parent)
+            self._name_synced = True
 
     def _open_for_append(self) -> BinaryIO:
         self._file = open(self._path, "r+b", buffering=0)  # noqa: SIM115
@@ -254,6 +268,7 @@ class PlacementJournal:
             while view:
                 view = view[file.write(view) :]
             os.fsync(file.fileno())
+            self._sync_name()
         except OSError as error:
             raise self._error("cannot be written", error) from error
         self._size += len(frame)

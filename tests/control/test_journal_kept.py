@@ -224,3 +224,28 @@ def test_a_placement_is_on_disk_before_it_has_its_name_and_a_chunk_before_it_cou
     journal.begin(SEGMENT, Placement.empty())
     journal.append(1, step(1))
     assert done == ["sync placement.tmp", "name placement.journal", "sync state", "sync placement.journal"]
+
+
+def test_a_directory_that_cannot_be_synced_loses_no_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
+    journal = begun(tmp_path, None, None)
+
+    def fail(directory: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_module, "sync_directory", fail)
+        with pytest.raises(SnapshotError, match="Input/output error"):
+            journal.note_agreed(2)
+        with pytest.raises(SnapshotError, match="Input/output error"):
+            journal.append(3, step(3))
+        assert journal.last_version == 2
+    done = watch_disk(monkeypatch)
+    journal.append(3, step(3))
+    journal.append(4, step(4))
+    assert done == ["sync placement.journal", f"sync {tmp_path.name}", "sync placement.journal"]
+    journal.close()
+    again = PlacementJournal(tmp_path)
+    assert (again.last_version, again.truncated_bytes) == (4, 0)
+    with pytest.raises(SnapshotError, match=r"versions 2\.\.4, not 1"):
+        again.placement_at(1)
