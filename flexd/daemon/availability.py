@@ -23,6 +23,7 @@ from flexd.config.availability import FileLease, KubernetesLease
 from flexd.config.model import Config
 from flexd.daemon import parts
 from flexd.daemon.config_file import ConfigFile
+from flexd.daemon.ending import Ending
 from flexd.daemon.in_charge import whoever_is_in_charge
 from flexd.daemon.leadership import Leadership
 from flexd.daemon.service import HEALTHY_TICK_SECONDS, TICK_SECONDS, Daemon
@@ -130,13 +131,14 @@ class AvailableDaemon:
                 logger.warning("term %d is over: %s", self._term, self._standby.reason)
                 # The loop does not tick meanwhile, and that must not look like a fault.
                 self._stand_down(min(self._config.shutdown_seconds, HEALTHY_TICK_SECONDS / 2))
-        seconds = self._config.shutdown_seconds
-        ended = self._stand_down(seconds * (1 - _SHARE_LEASE - _SHARE_SERVER))
+        ending = Ending(self._config.shutdown_seconds)
+        ending.part("leading", self._stand_down, keep=_SHARE_LEASE + _SHARE_SERVER)
         # Only now: whoever takes over finds the last snapshot, and nobody who still writes.
-        ended &= self._keeper.stop(seconds * _SHARE_LEASE)
-        if ended:
+        ending.part("lease", self._keeper.stop, keep=_SHARE_SERVER)
+        if ending.in_time:
             self._register.close()
-        return self._server.stop(seconds * _SHARE_SERVER) and ended
+        ending.part("API", self._server.stop)
+        return ending.in_time
 
     def _lead(self, term: int) -> None:
         lease = self._keeper.lease

@@ -10,6 +10,7 @@ from flexd import __version__
 from flexd.config.model import Config
 from flexd.daemon import parts
 from flexd.daemon.config_file import ConfigFile
+from flexd.daemon.ending import Ending
 from flexd.daemon.follower_inspection import FollowerInspection
 from flexd.daemon.scale_out import remote_follower
 from flexd.daemon.scale_out_view import follower_figures, follower_status
@@ -93,8 +94,10 @@ class FollowerDaemon:
                 with contextlib.suppress(FlexdError):  # It is logged and counted.
                     self.reload(who="SIGHUP")
         seconds = self._config.shutdown_seconds
-        ended = self._unit.stop(seconds * _SHARE_INGEST)
-        return self._server.stop(seconds * (1 - _SHARE_INGEST)) and ended
+        ending = Ending(seconds)
+        ending.part("ingest", self._unit.stop, keep=1.0 - _SHARE_INGEST)
+        ending.part("API", self._server.stop)
+        return ending.in_time
 
     def status(self) -> Status:
         healthy, ready = self.health(), self.ready()

@@ -20,6 +20,7 @@ from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.control_verbs import ControlVerbs
 from flexd.daemon.decisions import DecisionFile
 from flexd.daemon.drift import DriftMonitor
+from flexd.daemon.ending import Ending
 from flexd.daemon.explained import explanation
 from flexd.daemon.inspection import Inspection
 from flexd.daemon.late_rollbacks import LateRollbacks
@@ -58,8 +59,11 @@ and a probe that has waited for the API is answered before."""
 HEALTHY_TICK_SECONDS = 30.0
 """A loop that has not ticked for so long is stuck; a plan of a large job takes seconds."""
 _SHARE_INGEST = 0.5
-_SHARE_CONTROL = 0.3
-_SHARE_DRIFT = 0.1
+_SHARE_LEADER = 0.25
+_SHARE_DRIFT = 0.05
+_SHARE_HISTORY = 0.05
+_SHARE_SERVER = 0.1
+"""Of the seconds for the end, that are kept for each; the channel has the rest, and each what those before it leave."""
 
 
 class Daemon:
@@ -220,20 +224,22 @@ class Daemon:
         """The channel first, so that no chunk is begun that the last snapshot does not know; the API last, so that
         somebody can watch. Returns whether every part ended within the deadline."""
         self._stopping.set()
-        ended = self._coordinator.stop(seconds * _SHARE_CONTROL)
+        ending, after = Ending(seconds), _SHARE_INGEST + _SHARE_DRIFT + _SHARE_HISTORY + _SHARE_SERVER
+        ending.part("control channel", self._coordinator.stop, keep=after)
         if self._leader is not None:
-            ended &= self._leader.stop(seconds * _SHARE_INGEST / 2)
-            ended &= self._ingestor.stop(seconds * _SHARE_INGEST / 2)
-        else:
-            ended &= self._ingestor.stop(seconds * _SHARE_INGEST)
-        ended &= self._drift.stop(seconds * _SHARE_DRIFT / 2)
-        ended &= self._history.stop(seconds * _SHARE_DRIFT / 2)
+            ending.part("scale-out", self._leader.stop, keep=after - _SHARE_LEADER)
+        ending.part("ingest", self._ingestor.stop, keep=after - _SHARE_INGEST)
+        ending.part("drift", self._drift.stop, keep=_SHARE_HISTORY + _SHARE_SERVER)
+        ending.part("history", self._history.stop, keep=_SHARE_SERVER)
+        # A channel that still loads torch cannot be interrupted, and may need more than its share on a busy machine.
+        ending.wait_for_late(keep=_SHARE_SERVER)
         self._journal.close()
         self._state_lock.release()
         if self._server is not None:
-            ended &= self._server.stop(seconds * (1 - _SHARE_INGEST - _SHARE_CONTROL - _SHARE_DRIFT))
-        logger.info("flexd has stopped%s", "" if ended else ", but a part did not end within its deadline")
-        return ended
+            ending.part("API", self._server.stop)
+        late = ", ".join(ending.late)
+        logger.info("flexd has stopped%s", f", but these parts did not end within the deadline: {late}" if late else "")
+        return ending.in_time
 
     def _take_report(self, rank: int, report: StepReport) -> None:
         self._training.add(rank, report)
