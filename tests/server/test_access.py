@@ -147,9 +147,22 @@ def test_admin_requests_are_logged_with_who_and_what_became_of_them(
     caplog.set_level(logging.INFO, "flexd.server.access")
     get(guarded, ADMIN, "/v1/resume", "POST")
     get(guarded, READ)
-    said = [(r.caller, r.method, r.path, r.status) for r in caplog.records if r.message == "admin request"]  # type: ignore[attr-defined]
-    assert said == [("operator", "POST", "/v1/resume", 200)]
+    said = [vars(record) for record in caplog.records if record.message == "admin request"]
+    assert [[each[name] for name in ("caller", "address", "method", "path", "status")] for each in said] == [
+        ["operator", "127.0.0.1", "POST", "/v1/resume", 200]
+    ]
     assert ADMIN not in caplog.text + str([vars(record) for record in caplog.records])
+
+
+@pytest.mark.parametrize(("says", "noted"), [("", "operator"), ("operator", "operator"), ("ann", "operator (ann)")])
+def test_who_somebody_says_they_are_never_replaces_who_they_are(
+    guarded: str, asked: Asked, says: str, noted: str
+) -> None:
+    asked.__init__()
+    headers = {"authorization": f"Bearer {ADMIN}"}
+    answer = httpx.post(f"{guarded}/v1/pause", json={"reason": "x", "who": says}, headers=headers, timeout=10)
+    assert answer.status_code == 200
+    assert asked.calls == [("pause", "x", noted, "operator")]
 
 
 def test_a_token_is_replaced_without_a_restart(guarded: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
