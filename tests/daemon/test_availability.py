@@ -103,6 +103,29 @@ def test_the_lease_decides_who_leads_and_is_given_back(start: Callable[[Config],
     assert "flexd_lease_term 2.0" in page
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_pause_and_a_throttle_hold_under_the_next_leader_where_it_shares_their_directory(
+    start: Callable[[Config], Running], tmp_path: Path, shared: bool
+) -> None:
+    def member(directory: Path) -> Running:
+        lease = {"kind": "file", "path": str(tmp_path / "lease")}
+        settings = {"lease": lease, "identity": "me", "duration_seconds": SECONDS, "renew_seconds": 0.1}
+        return start(_config(directory, high_availability=settings))
+
+    one = member(tmp_path / "one")
+    until(lambda: one.daemon.leads)
+    two = member(tmp_path / ("one" if shared else "two"))
+    for path, body in (("pause", {"reason": "night"}), ("throttle", {"bytes_per_step": 5_000, "reason": "careful"})):
+        assert httpx.post(f"{one.daemon.address}/v1/{path}", json=body, timeout=20).is_success, path
+    one.stop()
+    until(lambda: two.daemon.leads)
+    status = two.status()
+    assert (status["paused"], status["pause_reason"]) == ((True, "night") if shared else (False, None))
+    assert status["throttle"]["bytes_per_step"] == (5_000 if shared else None)
+    actions = [each["kind"] for each in two.get("/v1/migrations").json()["actions"]]
+    assert actions == (["throttle", "pause"] if shared else [])
+
+
 @pytest.mark.parametrize("leads", [True, False])
 def test_both_roles_say_what_a_reload_would_take(start: Callable[..., Running], tmp_path: Path, leads: bool) -> None:
     config = _config(tmp_path)
