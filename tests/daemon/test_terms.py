@@ -197,6 +197,12 @@ def test_a_database_that_is_none_is_left_out(tmp_path: Path) -> None:
     assert not (open_term(tmp_path, 2) / "migrations.sqlite").exists()
 
 
+def test_what_is_named_otherwise_is_no_term(tmp_path: Path) -> None:
+    for name in ("term-9", "term-00000000099", "term-0000000009.old", "my-term-0000000009"):
+        (tmp_path / name).mkdir()
+    assert highest_term(tmp_path) == 0
+
+
 def test_an_old_term_gets_no_directory(tmp_path: Path) -> None:
     open_term(tmp_path, 5)
     for term in (5, 4):
@@ -208,7 +214,10 @@ def test_an_old_term_gets_no_directory(tmp_path: Path) -> None:
 def test_directories_of_long_ago_and_of_failed_starts_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".unfinished-2-77").mkdir()
     for term in range(1, 8):
-        (open_term(tmp_path, term) / "x").write_text(str(term))
+        made = open_term(tmp_path, term)
+        assert term == 1 or (made / "x").read_text() == str(term - 1), "it goes on from the newest"
+        (made / "x").write_text(str(term))
+    assert highest_term(tmp_path) == 7
     names = sorted(entry.name for entry in tmp_path.iterdir())
     assert names == [f"term-{term:010d}" for term in (5, 6, 7)]
 
