@@ -158,7 +158,10 @@ def _environment() -> dict[str, str]:
 
 
 def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-3000:]
+    """The ends of what was printed and of the logs that the commands wrote beside it."""
+    others = sorted(file for file in log.parent.glob("*.log") if file != log)
+    ends = [log.read_text(errors="replace")[-3000:]]
+    return "\n".join([*ends, *(f"{file.name}:\n{file.read_text(errors='replace')[-1500:]}" for file in others)])
 
 
 def _free_ports(count: int) -> list[int]:
