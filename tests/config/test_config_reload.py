@@ -54,6 +54,16 @@ def test_hot(path: str, hot: bool) -> None:
     assert is_hot(path) is hot
 
 
+@pytest.mark.parametrize(
+    ("section", "cold"),
+    [("planner", {"exchange", "micro_batches", "comm_dtype"}), ("state", {"dir"}), ("log", set())],
+)
+def test_what_waits_for_a_restart_in_sections_that_are_read_anew(section: str, cold: set[str]) -> None:
+    """A key that is new is in effect at once, or is named here."""
+    names = type(getattr(config(), section)).model_fields
+    assert {name for name in names if not is_hot(f"{section}.{name}")} == cold
+
+
 def test_nothing_changes() -> None:
     merged = merge(config(), config())
     assert (merged.applied, merged.pending) == ((), ())
