@@ -194,7 +194,7 @@ class DaemonClient:
                 status=status,
                 remedy="is it another program, or a daemon of another version?",
             ) from invalid
-        raise DaemonRefusedError(f"{error.type}: {error.message}", status=status, remedy=error.remedy)
+        raise DaemonRefusedError(error.message, status=status, remedy=error.remedy)
 
     def _exchange(self, method: str, path: str, seconds: float, body: dict[str, Any] | None) -> tuple[int, bytes]:
         """(HTTP status, body) within ``seconds``."""

@@ -58,8 +58,9 @@ def migration_facts(migration: MigrationReport) -> tuple[tuple[str, str], ...]:
         ("rows", f"{units.count(migration.rows_applied)} of {units.count(migration.rows)}"),
         (
             "chunks",
-            f"{units.count(migration.chunks_applied)} applied, {units.count(migration.chunks_pushed)} pushed "
-            f"of {units.count(migration.chunks)}",
+            f"{units.count(migration.chunks_applied)} applied, {units.count(migration.chunks_pushed)} pushed"
+            # They are made as they are pushed: how many there will be is rarely known.
+            + (f" of {units.count(migration.chunks)}" if migration.chunks > migration.chunks_pushed else ""),
         ),
         ("bytes", units.size(migration.bytes)),
     ]
@@ -143,7 +144,7 @@ def _sketch(status: Status) -> Facts:
     )
     durable = f"{units.age(snapshot.age_seconds)} old" if snapshot.age_seconds is not None else "none yet"
     facts = [
-        ("memory", f"{units.size(sketch.bytes)} in {len(sketch.tables)} tables"),
+        ("memory", f"{units.size(sketch.bytes)} in {units.counted(len(sketch.tables), 'table')}"),
         ("profile", made if profile.age_seconds is not None else "none yet"),
         (
             "snapshot",
@@ -177,12 +178,11 @@ def _topology(status: Status) -> Facts:
 
 def _placement(status: Status) -> Facts:
     placement = status.placement
-    rows = ", ".join(f"{tier} {units.count(number)}" for tier, number in placement.rows.items())
     return Facts(
         "placement",
         (
             ("version", f"{placement.version}, digest {placement.digest}"),
-            ("rows", rows or "all at HOME"),
+            ("rows", units.by_tier(placement.rows) or "all at HOME"),
         ),
     )
 

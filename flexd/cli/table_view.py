@@ -28,8 +28,10 @@ def table_blocks(page: TablePage) -> list[Block]:
         for table in page.tables
     )
     right = frozenset(columns) - {"table", "dim", "counter"}
+    if not rows:
+        return _rest(page.offset, 0, page.total, "table") or [Sentences("", ("no tables",))]
     spare = ("drift", "rows", "memory", "counter", "dim", "seen")
-    return [Table("", columns, rows, right, spare), *_rest(page.offset, len(rows), page.total, "tables")]
+    return [Table("", columns, rows, right, spare), *_rest(page.offset, len(rows), page.total, "table")]
 
 
 def row_blocks(page: HotRowPage) -> list[Block]:
@@ -57,7 +59,7 @@ def row_blocks(page: HotRowPage) -> list[Block]:
     if not rows:
         return [head, Sentences("", ("no row has been accessed",) if page.total == 0 else ("no rows there",))]
     shown = Table("hot rows", columns, rows, frozenset(columns) - {"tier"})
-    return [head, shown, *_rest(page.offset, len(rows), page.total, "listed rows")]
+    return [head, shown, *_rest(page.offset, len(rows), page.total, "listed row")]
 
 
 def rank_blocks(page: RankPage) -> list[Block]:
@@ -109,21 +111,21 @@ def rank_blocks(page: RankPage) -> list[Block]:
         for rank in page.ranks
     )
     shown = Table("ranks, a step", columns, rows, frozenset(columns), ("node", "replicas", "heard", "local"))
-    return [head, shown, *_rest(page.offset, len(rows), page.total, "ranks")]
+    return [head, shown, *_rest(page.offset, len(rows), page.total, "rank")]
 
 
 def _rest(offset: int, shown: int, total: int, what: str) -> list[Block]:
     if shown == total:
         return []
     if shown == 0:
-        return [Sentences("", (f"none of {units.count(total)} {what} there",))]
+        return [Sentences("", (f"none of {units.counted(total, what)} there",))]
     return [
-        Sentences("", (f"{units.count(offset + 1)} to {units.count(offset + shown)} of {units.count(total)} {what}",))
+        Sentences("", (f"{units.count(offset + 1)} to {units.count(offset + shown)} of {units.counted(total, what)}",))
     ]
 
 
 def _placed(rows: RowsByTier) -> str:
-    return ", ".join(f"{tier} {units.count(number)}" for tier, number in rows.items()) or "all at HOME"
+    return units.by_tier(rows) or "all at HOME"
 
 
 def _version(version: int | None, behind: int | None) -> str:

@@ -35,7 +35,7 @@ def _head(status: Status) -> Facts:
     if status.paused:
         health += f", paused: {status.pause_reason or ''}"
     stream, drift = status.stream, status.drift.ratio
-    rows = ", ".join(f"{tier} {units.count(number)}" for tier, number in status.placement.rows.items())
+    rows = units.by_tier(status.placement.rows)
     return Facts(
         "",
         (

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
+from typing import TypeVar
 
 UNKNOWN = "-"
+_Tier = TypeVar("_Tier", bound=str)
+TIERS = ("HOME", "NODE", "DEVICE")
 
 
 def count(value: float | None) -> str:
     if value is None:
         return UNKNOWN
     return f"{value:,.0f}"
+
+
+def counted(number: int, what: str) -> str:
+    """``1 table``, ``2 tables``."""
+    return f"{count(number)} {what}" + ("" if number == 1 else "s")
+
+
+def by_tier(rows: Mapping[_Tier, int]) -> str:
+    """Rows by tier, from one copy to many, whatever their order is."""
+    order = {tier: i for i, tier in enumerate(TIERS)}
+    tiers = sorted(rows, key=lambda tier: order.get(tier, len(TIERS)))
+    return ", ".join(f"{tier} {count(rows[tier])}" for tier in tiers)
 
 
 def signed(value: int) -> str:

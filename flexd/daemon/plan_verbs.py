@@ -59,7 +59,9 @@ class PlanVerbs:
 
     def plan(self) -> PlanReport:
         """A dry run; kept for ``apply``."""
-        return self._view.proposal(self._planning.propose(Trigger(TriggerKind.MANUAL, "dry run"), dry_run=True))
+        # A GET does not say who asks.
+        trigger = Trigger(TriggerKind.MANUAL, "dry run", who="")
+        return self._view.proposal(self._planning.propose(trigger, dry_run=True))
 
     def proposals(self) -> ProposalList:
         """What can be applied."""

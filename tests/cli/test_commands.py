@@ -91,7 +91,7 @@ def test_a_refusal_shows_the_daemons_own_message_and_remedy(flexd_command, url, 
     done = flexd_command("plan", "--url", url)
     assert done.returncode == ExitCode.REFUSED
     assert done.stdout == ""
-    assert done.stderr == "error: PlanError: only 3 accesses\nremedy: wait for more\n"
+    assert done.stderr == "error: only 3 accesses\nremedy: wait for more\n"
 
 
 def test_an_unreachable_daemon_is_named_with_a_remedy(flexd_process, tmp_path):

@@ -60,7 +60,7 @@ def test_explain_says_what_there_is(flexd_command, url, daemon):
     daemon.error = ApiError("no table 'x'", status=404, remedy="one of items")
     done = flexd_command("explain", "x", "--url", url)
     assert done.returncode == ExitCode.REFUSED
-    assert done.stderr == "error: ApiError: no table 'x'\nremedy: one of items\n"
+    assert done.stderr == "error: no table 'x'\nremedy: one of items\n"
 
 
 def test_simulate_repeats_itself_and_says_what_it_found(flexd_command):

@@ -10,7 +10,7 @@ import pytest
 
 from flexd.cli import units
 from flexd.cli.plan_view import plan_blocks
-from flexd.cli.status_view import MAX_MISSING_RANKS, MAX_TABLES, status_blocks
+from flexd.cli.status_view import MAX_MISSING_RANKS, MAX_TABLES, migration_facts, status_blocks
 from flexd.cli.view import Table, show
 from flexd.keyspace import KeySpace, TableSpec
 from flexd.layout import RankLayout, Tier
@@ -200,3 +200,21 @@ def test_text_from_the_daemon_cannot_style_the_terminal(monkeypatch):
 )
 def test_units(shown, expected):
     assert shown == expected
+
+
+def test_tiers_come_from_one_copy_to_many_whatever_the_daemons_order():
+    placement = PlacementStatus(version=1, rows={"NODE": 8, "DEVICE": 2, "HOME": 12_000})
+    status = Status(job="j", version="1", stream=StreamStatus(source="tap"), placement=placement)
+    assert "rows     HOME 12,000, NODE 8, DEVICE 2\n" in text_of(status_blocks(status))
+
+
+def test_how_many_chunks_there_will_be_is_said_only_where_it_is_known():
+    report = MigrationReport(
+        migration_id="m", plan_id="p", state="PUSHING", chunks=4, chunks_pushed=4, chunks_applied=3
+    )
+    assert dict(migration_facts(report))["chunks"] == "3 applied, 4 pushed"
+    assert dict(migration_facts(report.model_copy(update={"chunks": 9})))["chunks"] == "3 applied, 4 pushed of 9"
+
+
+def test_one_is_not_counted_as_several():
+    assert (units.counted(1, "table"), units.counted(0, "table")) == ("1 table", "0 tables")
