@@ -31,8 +31,8 @@ from flexd.errors import FlexdError
 app = typer.Typer(
     name="flexd",
     help="Keeps the embedding rows of a running recommender training in the right places.\n\n"
-    "Exit status: 0 ok, 1 unexpected error, 2 wrong usage or configuration, 3 no daemon answers, 4 the daemon refuses "
-    "or the migration failed, 5 a deadline passed, 6 the state directory is in use, "
+    "Exit status: 0 ok, 1 unexpected error, 2 wrong usage or configuration, 3 no daemon answers, 4 the daemon or the "
+    "broker refuses or the migration failed, 5 a deadline passed, 6 the state directory is in use, "
     "7 differences or faults were found, 130 Control-C.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
