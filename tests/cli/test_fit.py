@@ -42,6 +42,13 @@ def test_columns_go_the_last_of_the_spare_ones_first():
     assert fit(NAMES, [ROW], FIGURES, ("step time", "why"), 10) is None
 
 
+def test_a_figure_is_not_broken_at_its_unit():
+    shown = fit(("rank", "took"), [("1", "12 min 30 s")], frozenset(("took",)), (), 4 + GAP + 11)
+    assert shown is not None
+    assert shown.widths == (4, 11)
+    assert fit(("rank", "took"), [("1", "12 min 30 s")], frozenset(("took",)), (), 4 + GAP + 10) is None
+
+
 def test_a_word_without_end_is_broken():
     fitted = fit(("table", "rows"), [("x" * 300, "1")], frozenset(("rows",)), (), 60)
     assert fitted is not None
