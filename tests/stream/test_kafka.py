@@ -102,7 +102,10 @@ def test_a_broker_that_goes_silent_is_noticed(own_tansu):
 
 @pytest.mark.parametrize("policy", ["earliest", "latest", "fail"])
 def test_a_broker_that_lost_its_memory_is_noticed(own_tansu, policy):
-    """The client itself would wait at its old position for ever."""
+    """The client itself would wait at its old position for ever.
+
+    The broker makes any topic that is asked for, of three partitions: the reader may be quicker than who makes it here.
+    """
     topic = topic_on(own_tansu)
     produce(own_tansu, topic, 0, 10)
     source = open_source(own_tansu, topic, on_position_lost=policy)
@@ -117,15 +120,16 @@ def test_a_broker_that_lost_its_memory_is_noticed(own_tansu, policy):
             poll_until(source, lambda _: False)
     elif policy == "earliest":
         again = poll_until(source, lambda got: len(got) == 3)
-        assert [bytes(m.payload) for m in again] == [b"100", b"101", b"102"]
+        assert sorted(bytes(m.payload) for m in again) == [b"100", b"101", b"102"]
         assert source.positions_lost == 1
-        assert source.positions() == {f"{topic}/0": 3}
+        assert sum(source.positions().values()) == 3
     else:
         poll_until(source, lambda _: source.positions_lost == 1)
-        assert source.positions() == {f"{topic}/0": 3}
+        assert sum(source.positions().values()) == 3
         produce(own_tansu, topic, 103, 1)
         got = poll_until(source, lambda got: len(got) == 1, 60.0)
-        assert [(m.offset, bytes(m.payload)) for m in got] == [(3, b"103")]
+        assert [bytes(m.payload) for m in got] == [b"103"]
+        assert sum(source.positions().values()) == 4
         assert source.messages_lost == 0
     source.close()
 
