@@ -6,8 +6,9 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+from chaos_attempt import Attempt
 from chaos_training import TABLES, WORLD, Reference
-from chaos_world import Attempt, ChaosWorld
+from chaos_world import ChaosWorld
 from flexd_processes import until
 
 from flexd.control.journal import PlacementJournal
