@@ -52,6 +52,8 @@ OnReport = Callable[[int, StepReport], None]
 OnEvent = Callable[[str, Mapping[str, object]], None]
 
 _MESSAGES_PER_TICK = 4096
+_ALONE_SECONDS = 0.1
+"""Between looks at the queue while no rank is here: a daemon that waits for a training should cost nothing."""
 _DEPOSED = "this daemon leads no more"
 
 __all__ = ["ControlOptions", "ControlStatus", "Coordinator", "LiveTopology"]
@@ -272,7 +274,7 @@ class Coordinator:
 
     def _tick_until_stopped(self) -> None:
         last = time.monotonic()
-        while not self._stopping.wait(self._options.tick_seconds):
+        while not self._stopping.wait(self._pause_seconds()):
             now = time.monotonic()
             # Stopped or starved for a while: the ranks' silence was ours.
             self._members.forgive(now - last - 1.0 if now - last > 1.0 else 0.0)
@@ -289,6 +291,10 @@ class Coordinator:
                 logger.exception("control channel: unexpected error")
                 self._end_epoch(first_line(error))
             self._tell_progress()
+
+    def _pause_seconds(self) -> float:
+        nobody = self._epoch is None and not self._present.attempt
+        return max(self._options.tick_seconds, _ALONE_SECONDS if nobody else 0.0)
 
     @property
     def _hosting(self) -> Board:

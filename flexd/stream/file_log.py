@@ -17,6 +17,8 @@ from flexd.stream.types import Message, Positions
 
 _log = logging.getLogger(__name__)
 
+_PAUSE_SECONDS = (0.001, 0.05)
+"""Between two looks at a log that has nothing new, doubling from the one to the other."""
 _KEPT_BUFFERS = 4
 """One is read into while messages of others wait for the threads that count."""
 
@@ -242,6 +244,7 @@ class FileLogSource:
         self._restored: Positions = {}
         self._readers: dict[str, PartitionReader] = {}
         self._turn = 0
+        self._pause_seconds = _PAUSE_SECONDS[0]
         self._problem: str | None = None
         self._closed = False
 
@@ -261,15 +264,17 @@ class FileLogSource:
         if self._closed:
             raise StreamError(f"file log {self._directory}: the source is closed")
         deadline = time.monotonic() + timeout_seconds
-        pause = 0.001
         while True:
             self._discover()
             messages = self._read()
-            left = deadline - time.monotonic()
-            if messages or left <= 0:
+            if messages:
+                self._pause_seconds = _PAUSE_SECONDS[0]
                 return messages
-            time.sleep(min(pause, left))
-            pause = min(pause * 2, 0.02)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return messages
+            time.sleep(min(self._pause_seconds, left))
+            self._pause_seconds = min(self._pause_seconds * 2, _PAUSE_SECONDS[1])
 
     def restore(self, positions: Mapping[str, int]) -> None:
         self._restored = dict(positions)

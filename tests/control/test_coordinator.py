@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ranks_in_threads import Ranks, same_content, target, until
 
+from flexd.control import coordinator as coordinator_module
 from flexd.control.migration import ChunkSource
 from flexd.control.migration_states import MigrationState
 from flexd.errors import ControlError, PlacementError
@@ -100,6 +101,25 @@ def test_ranks_that_are_missing_are_named(host: Callable[..., Any]) -> None:
             ranks.ranks[rank].agent.stop(10)
         # Nobody is left to say how many there were.
         until(lambda: missing() == (0, 1, 2, 3))
+    finally:
+        ranks.stop()
+
+
+def test_the_queue_is_looked_at_seldom_while_nobody_is_here(host: Callable[..., Any]) -> None:
+    hosted = host()
+    coordinator = hosted.coordinator
+    tick = coordinator._options.tick_seconds
+    assert coordinator._pause_seconds() == coordinator_module._ALONE_SECONDS > tick
+    ranks = Ranks(hosted.port)
+    ranks._thread.start()
+    try:
+        ranks.ranks[0].agent.start()
+        until(lambda: coordinator.status().ranks_ready == 1)
+        assert coordinator._pause_seconds() == tick, "the others are about to come"
+        for rank in (1, 2, 3):
+            ranks.ranks[rank].agent.start()
+        until(hosted.ready)
+        assert coordinator._pause_seconds() == tick
     finally:
         ranks.stop()
 

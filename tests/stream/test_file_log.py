@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -393,3 +394,30 @@ def test_killed_writers_leave_a_readable_log(tmp_path):
     assert [offset for offset, _ in got] == list(range(len(got)))
     assert all(payload == b"%d " % offset * 9 for offset, payload in got)
     assert source.messages_lost == source.positions_lost == 0
+
+
+def test_a_quiet_log_is_looked_at_ever_more_seldom_and_a_message_at_once_again(tmp_path, monkeypatch):
+    clock, slept = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock[0] += seconds
+
+    source = source_of(tmp_path)
+    fake = types.SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
+    monkeypatch.setattr("flexd.stream.file_log.time", fake)
+    for _ in range(10):
+        assert source.poll(0.2) == []
+    assert slept[0] == 0.001
+    assert max(slept) == 0.05
+    assert len(slept) < 60, "in two seconds"
+    slept.clear()
+    assert source.poll(0.2) == []
+    assert slept[0] == 0.05, "one poll goes on where the other was"
+    monkeypatch.undo()
+    write(tmp_path, [b"news"])
+    assert len(source.poll(0.2)) == 1
+    monkeypatch.setattr("flexd.stream.file_log.time", fake)
+    slept.clear()
+    assert source.poll(0.2) == []
+    assert slept[0] == 0.001
