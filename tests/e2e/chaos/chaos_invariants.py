@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,14 @@ from flexd.sketch.decay import UNIT_BITS
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_set import SketchSet
 from flexd.stream.codec import decode
+from flexd.stream.types import AccessBatch
 
 LOSS_TOLERANCE = 1e-9
 _WEIGHT_TOLERANCE = 1e-3
-"""Relative. Counters are whole units: their rounding depends on which message came first after a restart."""
-_WEIGHT_UNITS = 2.0
-"""Absolute, in units of at most 2^-UNIT_BITS accesses: what is left of old accesses is rounded whenever units grow."""
+"""Relative, of a row's decayed accesses."""
+_UNITS_AN_ACCESS = 0.5
+"""In units of at most 2^-UNIT_BITS accesses. An access that is counted late weighs few units, and is rounded to whole
+ones: after a restart one partition may be read up to its end before another, half a minute of event time behind."""
 
 
 class Checker:
@@ -85,7 +88,7 @@ class Checker:
         Publishing must be held. Waits until everything published is counted and saved.
         """
         world = self._world
-        logged, messages = self._count_log()
+        logged = self._count_log()
         positions: dict[str, int] = {}
 
         def saved() -> bool:
@@ -100,25 +103,25 @@ class Checker:
             positions = loaded.meta["positions"]
             tables, settings = world.config.keyspace().tables, parts.sketch_settings(world.config)
             found = restored_set(tables, settings, loaded.meta["sketches"], loaded.arrays)
-            return found.samples >= logged.samples
+            return found.samples >= published
 
-        found: SketchSet = logged
-        until(saved, 40.0, lambda: f"{found.samples} of {logged.samples} accesses are counted\n{world.where()}")
+        published = sum(int(accesses.sum()) for accesses in logged.accesses.values())
+        found = SketchSet.of(world.config.keyspace().tables, parts.sketch_settings(world.config))
+        until(saved, 40.0, lambda: f"{found.samples} of {published} accesses are counted\n{world.where()}")
         wrong = []
-        if found.samples != logged.samples:
-            wrong.append(f"{found.samples} accesses counted, {logged.samples} published")
-        if not world.scale_out and sum(positions.values()) != messages:
-            wrong.append(f"positions of {sum(positions.values())} messages, there are {messages}")
+        if found.samples != published:
+            wrong.append(f"{found.samples} accesses counted, {published} published")
+        if not world.scale_out and sum(positions.values()) != logged.messages:
+            wrong.append(f"positions of {sum(positions.values())} messages, there are {logged.messages}")
         for name, (rows, _, _) in TABLES.items():
-            every = np.arange(rows)
-            got, expected = _shares(found, name, every), _shares(logged, name, every)
-            unit = 2.0**-UNIT_BITS / max(logged.query(name, every).max(), 1e-300)
-            beyond = np.abs(got - expected) - _WEIGHT_TOLERANCE * expected - _WEIGHT_UNITS * unit
+            got, expected, accesses = found.query(name, np.arange(rows)), logged.weights[name], logged.accesses[name]
+            rounded = _UNITS_AN_ACCESS * 2.0**-UNIT_BITS * (accesses + 1)
+            beyond = np.abs(got - expected) - _WEIGHT_TOLERANCE * expected - rounded
             if beyond.max() > 0:
                 row = int(beyond.argmax())
                 wrong.append(
-                    f"table {name}: counters of {(beyond > 0).sum()} rows differ; of row {row} {got[row] / unit:.1f} "
-                    f"units, {expected[row] / unit:.1f} in the log, {1 / unit:.3g} of the hottest"
+                    f"table {name}: {(beyond > 0).sum()} rows weigh something else than in the log; row {row} "
+                    f"{got[row]:.6g}, there {expected[row]:.6g} ({accesses[row]} accesses)"
                 )
         return wrong
 
@@ -155,16 +158,42 @@ class Checker:
             if not np.allclose(found[name], table.detach().numpy(), rtol=0.0, atol=LOSS_TOLERANCE)
         ]
 
-    def _count_log(self) -> tuple[SketchSet, int]:
-        """(counters fed with every message of the topic once, messages)."""
+    def _count_log(self) -> Log:
         config = self._world.config
-        sketches = SketchSet.of(config.keyspace().tables, parts.sketch_settings(config))
-        messages = 0
+        half_life = parts.sketch_settings(config).half_life_seconds
+        assert half_life is not None
+        log = Log(half_life)
         for payload in self._world.log():
-            messages += 1
-            for batch in decode(payload, config.stream.max_message_bytes):
-                sketches.ingest(batch.table, batch.rows, batch.source_rank, batch.event_time_seconds)
-        return sketches, messages
+            log.add(decode(payload, config.stream.max_message_bytes))
+        return log
+
+
+class Log:
+    """Every message of the topic once, in floating point and without the code under test.
+
+    Attributes:
+        messages: read. accesses: int64[rows] by table. weights: float64[rows] by table, the accesses decayed to the
+            newest of all.
+    """
+
+    def __init__(self, half_life_seconds: float) -> None:
+        self.messages = 0
+        self.accesses = {name: np.zeros(rows, np.int64) for name, (rows, _, _) in TABLES.items()}
+        self.weights = {name: np.zeros(rows) for name, (rows, _, _) in TABLES.items()}
+        self._half_life_seconds = half_life_seconds
+        self._newest = -np.inf
+
+    def add(self, batches: Sequence[AccessBatch]) -> None:
+        self.messages += 1
+        for batch in batches:
+            later = batch.event_time_seconds - self._newest
+            if later > 0:
+                self._newest = batch.event_time_seconds
+                for weights in self.weights.values():
+                    weights *= 2.0 ** (-later / self._half_life_seconds)
+            counts = np.bincount(batch.rows, minlength=len(self.accesses[batch.table]))
+            self.accesses[batch.table] += counts
+            self.weights[batch.table] += counts * 2.0 ** (min(later, 0.0) / self._half_life_seconds)
 
 
 class _ReadOnly(SnapshotStore):
@@ -174,12 +203,6 @@ class _ReadOnly(SnapshotStore):
         self.directory = directory
         self.keep = 1
         self._damaged = set()
-
-
-def _shares(sketches: SketchSet, table: str, rows: np.ndarray) -> np.ndarray:
-    """float64[n]: weights as a share of the largest."""
-    weights = sketches.query(table, rows)
-    return weights / max(weights.max(), 1e-300)
 
 
 def longest_step(attempt: Attempt, since: float, until_: float) -> tuple[float, float]:
