@@ -96,8 +96,11 @@ def test_watching_ends_in_a_pipe_when_the_daemon_does(flexd_command):
     assert done.returncode == ExitCode.UNREACHABLE
 
 
-def test_an_interrupt_that_got_lost_ends_watching_too(capsys):
+def test_an_interrupt_that_got_lost_ends_watching_too(capsys, request):
     """Python swallows exceptions that are raised while an object is freed."""
+    # A shell without job control starts what it leaves in the background with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     asked = []
 
     def ask():

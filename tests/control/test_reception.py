@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flexd.control.board import Board
 from flexd.control.epoch import Epoch
-from flexd.control.membership import Membership, Topology
+from flexd.control.membership import Attendance, Membership, Topology
 from flexd.control.messages import Hello, Progress, Signer
 from flexd.control.reception import REFUSED_KINDS, Reception
 
@@ -89,7 +89,7 @@ def test_whatever_happens_on_the_way_each_message_acts_once_and_in_order(steps: 
         assert numbers == sorted(set(numbers))
     assert Counter({kind: count for kind, count in reception.refused.items() if count}) == +expected
     assert set(reception.refused) <= set(REFUSED_KINDS)
-    assert members.present() == ("", 0, 0)
+    assert members.present() == Attendance()
 
 
 def test_a_hello_is_taken_once() -> None:
@@ -101,7 +101,7 @@ def test_a_hello_is_taken_once() -> None:
     members.expire(2e9)
     reception.take(data, 2e9, cast(Any, None), None, lambda *_: None)
     assert dict(reception.refused) == {"replayed": 3}
-    assert members.present() == ("", 0, 0)
+    assert members.present() == Attendance()
 
 
 def test_every_epoch_has_a_token_of_its_own() -> None:
