@@ -263,7 +263,11 @@ class _Connection:
         """The next epoch that lists this registration; None when stopping."""
         self._agent._state = "waiting for the other ranks"
         while not self._agent._stopping.is_set():
-            if self._hint().epoch > self._last_epoch:
+            hinted = self._hint().epoch
+            if hinted == self._last_epoch != 0:
+                # Hints are not signed. Registered anew, this rank gets an epoch that it is in; else both would wait.
+                raise StaleMessageError(f"the daemon goes on with epoch {hinted}, which a hint had ended")
+            if hinted > self._last_epoch:
                 announcement = self._signer.open_as(EpochAnnouncement, self._store.get(Keys.EPOCH))
                 if self._is_for_me(announcement):
                     return announcement

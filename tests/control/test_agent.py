@@ -13,7 +13,15 @@ import pytest
 from ranks_in_threads import SECRET, TABLES, Ranks, identity, same_content, step_report, target, until
 
 from flexd.control.agent import Agent, _Connection
-from flexd.control.channel import MAX_ABANDONED_CLIENTS, Backoff, EpochGroup, Keys, StoreConnector, parse_address
+from flexd.control.channel import (
+    MAX_ABANDONED_CLIENTS,
+    Backoff,
+    EpochGroup,
+    Keys,
+    StoreClient,
+    StoreConnector,
+    parse_address,
+)
 from flexd.control.inbox import ChunkInbox
 from flexd.control.messages import EpochAnnouncement, Progress, Signer
 from flexd.control.migration_states import MigrationState
@@ -167,6 +175,31 @@ def test_false_hints_and_forged_commands_are_not_believed(host: Callable[..., An
         until(lambda: all(rank.agent.counters.get("forged", 0) for rank in ranks.ranks), what=ranks.state())
         store.call(lambda it: it.set(Keys.HINT, "rubbish"))
         until(lambda: hosted.coordinator.status().epochs > 1, what=ranks.state())
+        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
+        assert migration.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
+        assert same_content(ranks.history)
+
+
+@pytest.mark.parametrize("fooled", ["one rank", "all ranks"])
+def test_a_hint_that_ends_an_epoch_falsely_locks_no_rank_out(
+    host: Callable[..., Any], monkeypatch: Any, fooled: str
+) -> None:
+    hosted = host()
+    with Ranks(hosted.port, PAIR) as ranks:
+        until(hosted.ready)
+        # Whatever the daemon repeats by itself, the ranks are to have read the false one first.
+        known = StoreClient.get
+        told: set[str] = set()
+
+        def get(store: StoreClient, key: str) -> bytes:
+            name = threading.current_thread().name
+            if key == Keys.HINT and name not in told and (fooled == "all ranks" or name.endswith("-1")):
+                told.add(name)
+                return b"0:0:0"
+            return known(store, key)
+
+        monkeypatch.setattr(StoreClient, "get", get)
+        until(lambda: hosted.coordinator.status().epochs > 1 and hosted.ready(), what=ranks.state())
         migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
         assert migration.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
         assert same_content(ranks.history)
