@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass, fields, replace
 
 
@@ -76,3 +77,29 @@ def fold_reports(older: StepReport | None, newer: StepReport) -> StepReport:
 
 def _finite(seconds: float) -> float:
     return float(seconds) if math.isfinite(seconds) else 0.0
+
+
+class PendingReports:
+    """Steps not reported yet, folded into one report. The training thread adds; it waits for a pointer swap at most."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: StepReport | None = None
+
+    @property
+    def waiting(self) -> bool:
+        return self._pending is not None
+
+    def add(self, report: StepReport) -> None:
+        with self._lock:
+            self._pending = fold_reports(self._pending, report)
+
+    def take(self) -> StepReport | None:
+        with self._lock:
+            pending, self._pending = self._pending, None
+        return pending
+
+    def put_back(self, report: StepReport) -> None:
+        """A report that could not be sent; it is older than any added meanwhile."""
+        with self._lock:
+            self._pending = report if self._pending is None else fold_reports(report, self._pending)

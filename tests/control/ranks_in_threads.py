@@ -98,7 +98,7 @@ class Ranks:
 
     def stop(self) -> None:
         for rank in self.ranks:
-            rank.agent._stopping.set()
+            rank.agent._side.stopping.set()
         self._stop.set()
         self.moving.set()
         self._thread.join(10)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ranks_in_threads import SECRET, TABLES, Ranks, identity, same_content, step_report, target, until
 
-from flexd.control.agent import Agent, _Connection
+from flexd.control.agent import Agent
 from flexd.control.channel import (
     MAX_ABANDONED_CLIENTS,
     Backoff,
@@ -25,6 +25,7 @@ from flexd.control.channel import (
 from flexd.control.inbox import ChunkInbox
 from flexd.control.messages import EpochAnnouncement, Progress, Signer
 from flexd.control.migration_states import MigrationState
+from flexd.control.rank_connection import RankConnection
 from flexd.control.report import fold_reports
 from flexd.errors import ControlError
 from flexd.layout import RankLayout
@@ -72,8 +73,9 @@ def test_without_a_daemon_nothing_blocks_and_nothing_grows() -> None:
             agent.report(step_report(step, Placement.empty()))
         until(lambda: agent.counters.get("errors", 0) >= 3)
         assert "no daemon at" in agent.state
-        assert agent._pending is not None
-        assert agent._pending.steps == 2000
+        pending = agent._side.reports.take()
+        assert pending is not None
+        assert pending.steps == 2000
         assert agent.stop(5)
 
 
@@ -115,7 +117,9 @@ def test_a_contradicting_rank_is_told_why(host: Callable[..., Any], change: Any,
         assert "make job name, tables" in ranks.ranks[0].agent.state
         assert hosted.coordinator.live() is None
         assert refused(hosted, "identity") >= 2
-        until(lambda: not any("refused/" in key for key in hosted.coordinator._board._server.list_keys()))
+        until(
+            lambda: not any("refused/" in key for key in hosted.coordinator._keeper._hosted.board._server.list_keys())
+        )
 
 
 def test_a_rank_of_another_job_finds_no_daemon(host: Callable[..., Any]) -> None:
@@ -130,7 +134,7 @@ def test_rubbish_forgeries_and_replays_change_nothing(host: Callable[..., Any]) 
         until(hosted.ready)
         store = StoreConnector("127.0.0.1", hosted.port, "job", 5.0).connect()
         signer = Signer(SECRET)
-        epoch = hosted.coordinator._epoch
+        epoch = hosted.coordinator._keeper.epoch
         fence = epoch._fence
         instance = hosted.coordinator._instance
         known = epoch.topology.hellos[0]
@@ -278,7 +282,7 @@ def test_reports_flow_while_chunks_do(host: Callable[..., Any]) -> None:
 )
 def test_an_epoch_is_joined_only_by_the_registrations_it_names(change: dict[str, Any], mine: bool) -> None:
     """A recorded announcement, correctly signed, must not move a rank."""
-    connection = _Connection(lone_agent(1), Backoff())
+    connection = RankConnection(lone_agent(1)._side, Backoff())
     connection._instance, connection._term, connection._nonce, connection._last_epoch = "instance", 2, "nonce", 4
     announcement = EpochAnnouncement("job", "instance", "a1", 1, 5, "token", 2, ("nonce", "other"))
     assert connection._is_for_me(replace(announcement, **change)) is mine

@@ -163,13 +163,13 @@ def test_no_more_chunks_than_the_window_run_ahead(host: Callable[..., Any]) -> N
 
 def end_epoch(hosted: Any) -> None:
     """As a failed group would, in the coordinator's own thread."""
-    tick = hosted.coordinator._tick
+    tick = hosted.coordinator._keeper.tick
 
     def fail_once(now: float) -> None:
-        hosted.coordinator._tick = tick
+        hosted.coordinator._keeper.tick = tick
         raise ControlError("the test ends the epoch")
 
-    hosted.coordinator._tick = fail_once
+    hosted.coordinator._keeper.tick = fail_once
 
 
 def _broken_source(placement: Placement) -> Iterator[Delta]:
@@ -317,7 +317,7 @@ def test_the_store_does_not_grow(host: Callable[..., Any]) -> None:
             assert migration.wait(30) is MigrationState.COMMITTED
             end_epoch(hosted)
             until(lambda turn=turn: hosted.names().count("epoch_live") == turn + 2, what=ranks.state())
-            counts.append(len(hosted.coordinator._board._server.list_keys()))
+            counts.append(len(hosted.coordinator._keeper._hosted.board._server.list_keys()))
         assert hosted.coordinator.status().epochs >= 4
         assert max(counts) <= counts[0] + 2
         assert max(counts) < 100

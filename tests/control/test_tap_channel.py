@@ -67,10 +67,10 @@ class TappedRanks(Ranks):
         super().__init__(port, TWO)
         self.outboxes = [DeltaOutbox() for _ in self.ranks]
         for rank, outbox in zip(self.ranks, self.outboxes, strict=True):
-            rank.agent._outbox = outbox
+            rank.agent._side.outbox = outbox
 
     def partition(self, rank: int) -> str:
-        return f"tap/a1/{rank}/{self.ranks[rank].agent._session}"
+        return f"tap/a1/{rank}/{self.ranks[rank].agent._side.session}"
 
 
 def test_deltas_of_any_size_arrive_whole_and_are_forgotten_only_after_the_snapshot(daemon):
