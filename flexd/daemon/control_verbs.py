@@ -89,7 +89,7 @@ class ControlVerbs:
             self.pauses += first
             self._coordinator.pause()
             pause = Pause(reason=reason, who=who, unix_seconds=self._wall_clock())
-            self._decisions.decide(self._decisions.now.model_copy(update={"pause": pause}))
+            self._decisions.decide(pause=pause)
         self.note("pause", who, reason)
         return PauseState(paused=True, reason=reason, changed=first)
 
@@ -98,7 +98,7 @@ class ControlVerbs:
         with self._lock:
             pause = self.paused
             if pause is not None:
-                self._decisions.decide(self._decisions.now.model_copy(update={"pause": None}))
+                self._decisions.decide(pause=None)
             self._coordinator.resume()
         if pause is not None:
             seconds = self._wall_clock() - pause.unix_seconds
@@ -124,7 +124,7 @@ class ControlVerbs:
                 bytes_per_step=limits.bytes_per_step, bytes_per_second=limits.bytes_per_second, adaptive=adapts,
                 configured=self._control.throttle.model_dump_json(),
             )  # fmt: skip
-            self._decisions.decide(self._decisions.now.model_copy(update={"throttle": chosen}))
+            self._decisions.decide(throttle=chosen)
         words = (
             f"bytes a step {limits.bytes_per_step or 'no limit'}, bytes a second "
             f"{limits.bytes_per_second or 'no limit'}, adaptive {'on' if adapts else 'off'}"
@@ -164,4 +164,4 @@ class ControlVerbs:
         throttle = self._decisions.now.throttle
         if throttle is not None and not throttle.holds_under(self._control.throttle):
             logger.info("throttle: control.throttle was changed since %s was chosen, and counts", throttle.limits)
-            self._decisions.decide(self._decisions.now.model_copy(update={"throttle": None}))
+            self._decisions.decide(throttle=None)

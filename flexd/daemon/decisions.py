@@ -1,8 +1,9 @@
-"""What people have decided, and must outlive the daemon: a pause, and a throttle other than the configured one."""
+"""What people have decided, and must outlive the daemon: a pause, a throttle that was chosen, a rollback."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from flexd.errors import SnapshotError
 logger = logging.getLogger("flexd")
 
 MAX_BYTES = 2**16
+MAX_ROLLED_BACK = 64
 FORMAT = 1
 _Words = Annotated[str, Field(max_length=2_000)]
 _Bytes = Annotated[int, Field(ge=1, le=2**50)]
@@ -56,16 +58,24 @@ class ChosenThrottle(_Stored):
         return self.configured == throttle.model_dump_json()
 
 
+class AskedRollback(_Stored):
+    """Migrations that were under way when their rollback was asked for: one of them, at most, has been started. It
+    says nothing once another migration has pushed a chunk."""
+
+    migration_ids: Annotated[tuple[_Words, ...], Field(min_length=1, max_length=MAX_ROLLED_BACK)]
+
+
 class Decisions(_Stored):
     """All that is decided now; None: nothing."""
 
     format: Annotated[int, Field(ge=FORMAT, le=FORMAT)] = FORMAT
     pause: Pause | None = None
     throttle: ChosenThrottle | None = None
+    rollback: AskedRollback | None = None
 
 
 class DecisionFile:
-    """``decisions.json`` of the state directory. For one thread at a time.
+    """``decisions.json`` of the state directory. Thread-safe.
 
     A file that is not usable is put aside as ``decisions.json.unusable``, and nothing is decided.
 
@@ -80,19 +90,22 @@ class DecisionFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lock = threading.Lock()
         self.failures = self.set_aside = 0
         self.problem = ""
         self.now = self._read()
 
-    def decide(self, decisions: Decisions) -> None:
-        """In effect at once; durable when it returns, or else ``problem`` says why not."""
-        self.now = decisions
-        self._write()
+    def decide(self, **changed: Pause | ChosenThrottle | AskedRollback | None) -> None:
+        """Changes fields of ``now``: in effect at once; durable when it returns, or else ``problem`` says why not."""
+        with self._lock:
+            self.now = self.now.model_copy(update=changed)
+            self._write()
 
     def retry(self) -> None:
         """Writes again what could not be written."""
-        if self.problem:
-            self._write()
+        with self._lock:
+            if self.problem:
+                self._write()
 
     def _read(self) -> Decisions:
         try:
@@ -114,7 +127,7 @@ class DecisionFile:
             self.set_aside += 1
             put_aside(self._path)
             logger.error(
-                "%s is not usable (%s): it is kept as *.unusable; no pause and no throttle is taken from it",
+                "%s is not usable (%s): it is kept as *.unusable; no pause, throttle or rollback is taken from it",
                 self._path, "; ".join(faults)[:500],
             )  # fmt: skip
             return Decisions()

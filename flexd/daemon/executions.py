@@ -102,8 +102,6 @@ class Executions:
         self._log = log
         self._lock = threading.Lock()
         self._open: list[Execution] = []
-        self._to_be_undone: set[str] = set()
-        """Migrations that were asked to end so that their rollback can begin."""
         self.last: Execution | None = None
         self.migrations: Counter[str] = Counter()
         self.migrated: Counter[str] = Counter()
@@ -147,11 +145,8 @@ class Executions:
             ApiError: nothing is under way (409), or there are no ranks to roll back to (409).
             ControlError: the coordinator is stopping.
         """
-        under_way = self._under_way(rollback, live)
+        under_way = self.under_way(rollback, live)
         words = f"aborted by {who}" + (f": {reason}" if reason else "")
-        if rollback:
-            # Before they end, so that what is written of their end says it: the daemon may die before it turns back.
-            self._to_be_undone.update(execution.migration.migration_id for execution in under_way)
         for execution in under_way:
             execution.migration.abort(words)
         stopped = _stopped(under_way)
@@ -163,12 +158,13 @@ class Executions:
         Raises:
             ApiError: as ``abort``.
         """
-        under_way = self._under_way(rollback, live)
+        under_way = self.under_way(rollback, live)
         stopped = _stopped(under_way)
         way_back = self.way_back(stopped.migration.base, live) if rollback and live is not None else None
         return AbortOutlook(stopped, tuple(each for each in under_way if each is not stopped), way_back)
 
-    def _under_way(self, rollback: bool, live: LiveTopology | None) -> list[Execution]:
+    def under_way(self, rollback: bool, live: LiveTopology | None) -> list[Execution]:
+        """What ``abort`` would end now, oldest first. Raises as ``abort``."""
         with self._lock:
             under_way = [execution for execution in self._open if not execution.migration.done]
         if not under_way:
@@ -262,8 +258,6 @@ class Executions:
         self.migrated["rows"] += progress.rows_applied
         self.migrated["chunks"] += progress.chunks_applied
         self.migrated["bytes"] += progress.copied_bytes
-        to_be_undone = migration.migration_id in self._to_be_undone
-        self._to_be_undone.discard(migration.migration_id)
         if progress.chunks_pushed == 0:
             return
         self.live_plan_id = migration.plan_id
@@ -278,7 +272,6 @@ class Executions:
             "topology_generation": migration.generation,
             "state": progress.state.value,
             "problem": progress.reason,
-            "rollback_asked": to_be_undone,
             "rows_applied": progress.rows_applied,
             "chunks": progress.chunks_pushed,
             "first_version": progress.base_version + 1,

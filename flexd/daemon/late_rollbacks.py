@@ -11,6 +11,7 @@ from flexd.control.coordinator import Coordinator
 from flexd.control.journal import JournalledMigration
 from flexd.control.live import LiveTopology
 from flexd.control.migration_states import MigrationState
+from flexd.daemon.decisions import DecisionFile
 from flexd.daemon.executions import ROLLBACK, Execution, Executions, WayBack, nothing_under_way, rollback_trigger
 from flexd.daemon.plan_log import PlanLog
 from flexd.daemon.triggers import ITSELF
@@ -44,12 +45,18 @@ class LateRollbacks:
     """Thread-safe. Where to is in the journal of placements; a history that cannot be read is not in the way."""
 
     def __init__(
-        self, executions: Executions, log: PlanLog, history: MigrationHistory, coordinator: Coordinator
+        self,
+        executions: Executions,
+        log: PlanLog,
+        history: MigrationHistory,
+        coordinator: Coordinator,
+        decisions: DecisionFile,
     ) -> None:
         self._executions = executions
         self._log = log
         self._history = history
         self._coordinator = coordinator
+        self._decisions = decisions
 
     @property
     def interrupted(self) -> JournalledMigration | None:
@@ -60,13 +67,13 @@ class LateRollbacks:
         if newest is None or logged is None or logged.get("plan_id") != newest.plan_id:
             return newest
         # The last daemon may have ended in good order: it has seen the end of what it then had to give up.
-        return newest if logged.get("state") == MigrationState.FAILED.value or logged.get("rollback_asked") else None
+        return newest if logged.get("state") == MigrationState.FAILED.value or self._was_asked_for(newest) else None
 
     def go_on(self) -> bool:
         """Goes on with a rollback that an earlier daemon was asked for; False if there is none. Call it when the ranks
         are all there, before anything else is planned."""
         interrupted = self.interrupted
-        if interrupted is None or not self._was_asked_for(interrupted):
+        if interrupted is None or not (interrupted.returns_to is not None or self._was_asked_for(interrupted)):
             return False
         try:
             done = self.begin("the daemon ended before it was done", ITSELF)
@@ -119,13 +126,8 @@ class LateRollbacks:
 
     def _was_asked_for(self, interrupted: JournalledMigration) -> bool:
         """Was somebody already told that this migration is taken back?"""
-        if interrupted.returns_to is not None:
-            return True
-        logged = self._log.newest or {}
-        if logged.get("plan_id") == interrupted.plan_id and logged.get("rollback_asked"):
-            return True
-        # It had not ended: only the history knows of the rollback that waited for that.
-        return self._recorded(f"{interrupted.migration_id}{ROLLBACK}") is not None
+        asked = self._decisions.now.rollback
+        return asked is not None and interrupted.migration_id in asked.migration_ids
 
     def _free_name(self, interrupted: JournalledMigration) -> str:
         """Every try keeps its place in the history."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 from flexd.control.coordinator import Coordinator
 from flexd.control.migration import Migration
 from flexd.control.migration_states import MigrationState
 from flexd.daemon.autoplan import AutoPlanner
-from flexd.daemon.executions import Abort, Executions
+from flexd.daemon.decisions import MAX_ROLLED_BACK, AskedRollback, DecisionFile
+from flexd.daemon.executions import Abort, Execution, Executions
 from flexd.daemon.late_rollbacks import LateRollbacks
 from flexd.daemon.migration_view import (
     action_entry,
@@ -44,9 +46,11 @@ class MigrationVerbs:
         auto: AutoPlanner,
         stopping: threading.Event,
         late: LateRollbacks,
+        decisions: DecisionFile,
     ) -> None:
         self._executions = executions
         self._late = late
+        self._decisions = decisions
         self._history = history
         self._coordinator = coordinator
         self._auto = auto
@@ -81,7 +85,9 @@ class MigrationVerbs:
         deadline = time.monotonic() + wait_seconds
         if rollback and not self._executions.migrating and self._late.interrupted is not None:
             return self._late_rollback(reason, wait_seconds, deadline, who or "somebody")
-        done = self._executions.abort(reason, who or "somebody", rollback, self._coordinator.live())
+        live = self._coordinator.live()
+        self._write_down(self._executions.under_way(rollback, live) if rollback else ())
+        done = self._executions.abort(reason, who or "somebody", rollback, live)
         # Else the next interval could start it again before anybody has looked.
         self._auto.by_hand(executed=True)
         self._wait(done.stopped.migration, deadline)
@@ -114,6 +120,13 @@ class MigrationVerbs:
             waiting=tuple(each.migration.migration_id for each in outlook.waiting),
             rollback=None if outlook.way_back is None else rollback_preview(outlook.way_back),
         )
+
+    def _write_down(self, to_be_undone: Sequence[Execution]) -> None:
+        """Before any of them ends: the daemon may die before it has turned back, and the next one shall."""
+        ids = tuple(execution.migration.migration_id for execution in to_be_undone[-MAX_ROLLED_BACK:])
+        asked = AskedRollback(migration_ids=ids) if ids else None
+        if asked != self._decisions.now.rollback:
+            self._decisions.decide(rollback=asked)
 
     def _late_rollback(self, reason: str, wait_seconds: float, deadline: float, who: str) -> AbortResult:
         done = self._late.begin(reason, who)

@@ -126,9 +126,8 @@ class Daemon:
         self._pacing = MigrationPacing(
             config.control, throttle, lambda: self._coordinator.outstanding_chunks, self._world_size
         )
-        self._control = ControlVerbs(
-            config.control, DecisionFile(state / "decisions.json"), self._history, self._coordinator, self._pacing
-        )
+        decisions = DecisionFile(state / "decisions.json")
+        self._control = ControlVerbs(config.control, decisions, self._history, self._coordinator, self._pacing)
         plan_log = PlanLog(state / "plans.jsonl")
         self._planning = Planning(
             config, keyspace, cluster, self._ingestor.profile, self._coordinator, self._training,
@@ -138,7 +137,7 @@ class Daemon:
             config.planner, keyspace, cluster, self._ingestor.profile, self._coordinator, self._planning.migrating,
             self._planning.accesses_per_step, self._ingestor.restored.get("drift_reference"),
         )  # fmt: skip
-        late = LateRollbacks(self._planning.executions, plan_log, self._history, self._coordinator)
+        late = LateRollbacks(self._planning.executions, plan_log, self._history, self._coordinator, decisions)
         self._auto = AutoPlanner(config.planner, self._planning, self._drift, self._coordinator.live, late.go_on)
         self._view = DaemonView(
             config, keyspace.total_rows, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
@@ -156,7 +155,7 @@ class Daemon:
             self._planning, self._auto, self._pacing, self._coordinator, self._view, self._stopping, self._control
         )
         self.migrations = MigrationVerbs(
-            self._planning.executions, self._history, self._coordinator, self._auto, self._stopping, late
+            self._planning.executions, self._history, self._coordinator, self._auto, self._stopping, late, decisions
         )
 
     def start(self) -> None:

@@ -18,6 +18,7 @@ from flexd.config.links import ControlConfig
 from flexd.control.coordinator import ControlOptions, Coordinator
 from flexd.control.journal import PlacementJournal
 from flexd.control.throttle import Throttle
+from flexd.daemon.decisions import DecisionFile
 from flexd.daemon.executions import Execution, Executions
 from flexd.daemon.late_rollbacks import LateRollbacks
 from flexd.daemon.migration_verbs import MigrationVerbs
@@ -53,8 +54,11 @@ class Setting:
         self.by_hand: list[bool] = []
         auto: Any = SimpleNamespace(by_hand=lambda executed: self.by_hand.append(executed))
         self.stopping = threading.Event()
-        self.late = LateRollbacks(self.executions, self.log, self.history, self.coordinator)
-        self.verbs = MigrationVerbs(self.executions, self.history, self.coordinator, auto, self.stopping, self.late)
+        self.decisions = DecisionFile(directory / "decisions.json")
+        self.late = LateRollbacks(self.executions, self.log, self.history, self.coordinator, self.decisions)
+        self.verbs = MigrationVerbs(
+            self.executions, self.history, self.coordinator, auto, self.stopping, self.late, self.decisions
+        )
 
     def end(self) -> None:
         self.coordinator.stop(15)

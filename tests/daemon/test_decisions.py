@@ -15,7 +15,7 @@ from flexd import durable
 from flexd.config.links import ControlConfig, ThrottleConfig
 from flexd.control.throttle import Throttle, ThrottleLimits
 from flexd.daemon.control_verbs import ControlVerbs
-from flexd.daemon.decisions import MAX_BYTES, ChosenThrottle, DecisionFile, Decisions, Pause
+from flexd.daemon.decisions import MAX_BYTES, AskedRollback, ChosenThrottle, DecisionFile, Decisions, Pause
 from flexd.daemon.pacing import MigrationPacing
 from flexd.errors import ConfigError, SnapshotError
 from flexd.history.records import ActionRecord
@@ -25,6 +25,7 @@ CONFIGURED = ThrottleConfig(bytes_per_second=9_000)
 DECIDED = Decisions(
     pause=Pause(reason="night", who="ann", unix_seconds=5.0),
     throttle=ChosenThrottle(bytes_per_step=7, adaptive=True, configured=CONFIGURED.model_dump_json()),
+    rollback=AskedRollback(migration_ids=("p2", "p3")),
 )
 
 
@@ -136,7 +137,7 @@ def test_a_file_that_is_not_usable_is_put_aside(tmp_path: Path, content: bytes) 
 
 def test_a_file_that_is_whole_is_read_and_of_its_owner_alone(tmp_path: Path) -> None:
     file = DecisionFile(tmp_path / "decisions.json")
-    file.decide(DECIDED)
+    file.decide(pause=DECIDED.pause, throttle=DECIDED.throttle, rollback=DECIDED.rollback)
     assert stat.S_IMODE((tmp_path / "decisions.json").stat().st_mode) == 0o600
     again = DecisionFile(tmp_path / "decisions.json")
     assert (again.now, again.set_aside) == (DECIDED, 0)

@@ -14,9 +14,12 @@ from executions_setting import LAYOUT, SECONDS, Setting
 from ranks_in_threads import Ranks, same_content, target, until
 
 from flexd.control import journal as journal_module
+from flexd.control.migration import Migration
 from flexd.control.migration_states import MigrationState
 from flexd.control.throttle import Throttle
-from flexd.errors import ApiError
+from flexd.daemon import decisions as decisions_module
+from flexd.daemon.decisions import DecisionFile
+from flexd.errors import ApiError, SnapshotError
 from flexd.history.store import ENDED_UNSEEN
 from flexd.server.migration_history import AbortResult
 
@@ -203,7 +206,6 @@ def test_a_lost_history_hides_no_rollback_that_was_asked_for(lives: Lives, tmp_p
     with Ranks(lives.port, LAYOUT) as ranks:
         in_the_middle(lives, ranks)
         lives.abort(0)
-        until(lambda: (lives.now.log.newest or {}).get("plan_id") == "p2", SECONDS)
         lives.crash(lambda: [file.unlink() for file in (tmp_path / "1").glob("migrations.sqlite*")])
         assert lives.now.late.go_on() is True
         assert lives.migration.wait(SECONDS) is MigrationState.COMMITTED
@@ -219,12 +221,64 @@ def test_asked_for_and_killed_before_the_migration_had_ended_it_is_rolled_back(l
         stopped = lives.migration
         lives.abort(0)
         until(lambda: stopped.state is MigrationState.ABORTING, SECONDS)
-        until(lambda: "p2.rollback" in lives.told(), SECONDS)
         lives.crash(ranks.moving.set)
         assert lives.now.late.go_on() is True
         assert lives.migration.wait(SECONDS) is MigrationState.COMMITTED
         assert ranks.all_at(PARENT)
-        assert [lives.told()[name][0] for name in ("p2", "p2.rollback")] == ["FAILED", "FAILED"]
+        assert lives.told()["p2"][0] == "FAILED"
+
+
+def test_a_request_is_on_disk_before_anything_of_it_happens(
+    lives: Lives, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk: list[bytes] = []
+    abort = Migration.abort
+
+    def look(migration: Migration, reason: str) -> None:
+        on_disk.append((tmp_path / "0" / "decisions.json").read_bytes())
+        abort(migration, reason)
+
+    monkeypatch.setattr(Migration, "abort", look)
+    with Ranks(lives.port, LAYOUT) as ranks:
+        in_the_middle(lives, ranks)
+        lives.abort(0)
+        (tmp_path / "then").write_bytes(on_disk[0])
+        asked = DecisionFile(tmp_path / "then").now.rollback
+        assert asked is not None
+        assert asked.migration_ids == ("p2",)
+
+
+def test_a_rollback_that_was_called_off_is_not_gone_on_with(lives: Lives) -> None:
+    with Ranks(lives.port, LAYOUT) as ranks:
+        in_the_middle(lives, ranks)
+        lives.abort(0)
+        until(lambda: lives.migration.state is MigrationState.PUSHING, SECONDS)
+        assert lives.now.verbs.abort(rollback=False, reason="", wait_seconds=SECONDS, who="").outcome == "stopped"
+        lives.crash()
+        assert lives.now.late.go_on() is False
+        assert lives.now.executions.last is None
+
+
+def test_a_rollback_that_cannot_be_is_not_left_for_later(lives: Lives) -> None:
+    with Ranks(lives.port, LAYOUT) as ranks:
+        in_the_middle(lives, ranks)
+        lives.now.coordinator.live = lambda: None  # type: ignore[method-assign]
+        with pytest.raises(ApiError, match="no rank is registered"):
+            lives.abort(0)
+        assert lives.now.decisions.now.rollback is None
+
+
+def test_a_full_disk_is_not_in_the_way_of_a_rollback(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise SnapshotError("no space left")
+
+    monkeypatch.setattr(decisions_module, "replace_file", full)
+    with Ranks(lives.port, LAYOUT) as ranks:
+        in_the_middle(lives, ranks)
+        assert lives.abort(1_000_000).outcome == "accepted"
+        assert lives.migration.wait(SECONDS) is MigrationState.COMMITTED
+        assert ranks.all_at(PARENT)
+        assert lives.now.decisions.failures == 1
 
 
 def test_nothing_goes_on_by_itself_that_nobody_has_asked_to_roll_back(lives: Lives) -> None:
