@@ -130,11 +130,11 @@ class LateRollbacks:
         return asked is not None and interrupted.migration_id in asked.migration_ids
 
     def _free_name(self, interrupted: JournalledMigration) -> str:
-        """Every try keeps its place in the history."""
+        """Every try keeps its place in the history, and one that died before it was written there keeps its id."""
         base = interrupted.migration_id
         base = f"{base}{ROLLBACK}" if interrupted.returns_to is None else _AGAIN.sub("", base)
         names = (base if number == 1 else f"{base}-{number}" for number in count(1))
-        return next(name for name in names if self._recorded(name) is None)
+        return next(name for name in names if name != interrupted.migration_id and self._recorded(name) is None)
 
     def _recorded(self, migration_id: str) -> MigrationRecord | None:
         """None also if the history cannot be read."""

@@ -207,7 +207,13 @@ def test_a_lost_history_hides_no_rollback_that_was_asked_for(lives: Lives, tmp_p
         in_the_middle(lives, ranks)
         lives.abort(0)
         lives.crash(lambda: [file.unlink() for file in (tmp_path / "1").glob("migrations.sqlite*")])
+        lives.gate.left = 3
         assert lives.now.late.go_on() is True
+        lives.stopped_after(3)
+        assert lives.migration.migration_id == "p2.rollback"
+        lives.crash(lambda: [file.unlink() for file in (tmp_path / "2").glob("migrations.sqlite*")])
+        assert lives.now.late.go_on() is True
+        assert lives.migration.migration_id == "p2.rollback-2", "chunks of another are in the journal under that id"
         assert lives.migration.wait(SECONDS) is MigrationState.COMMITTED
         assert ranks.all_at(PARENT)
 
