@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import flexd
-from flexd.cli import units
+from flexd import units
 from flexd.cli.config_view import effective
 from flexd.cli.options import OutputOption
 from flexd.cli.view import Facts, OutputFormat, emit, show

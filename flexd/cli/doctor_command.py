@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from flexd import units
 from flexd.cli.client import DaemonClient
 from flexd.cli.exit_codes import DaemonRefusedError, ExitCode
 from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
@@ -65,7 +66,7 @@ def examine(file: Path, client: DaemonClient, timeout_seconds: float) -> list[Fi
         "ports": lambda: host.ports(config, running=status is not None),
         "stream": lambda: stream.stream(config, timeout_seconds),
     }
-    findings = [finding.ok("configuration", f"{file}: job {config.job}, {len(config.tables)} tables")]
+    findings = [finding.ok("configuration", f"{file}: job {config.job}, {units.counted(len(config.tables), 'table')}")]
     for name, look in checks.items():
         findings += finding.run(name, look)
     return findings + answers + (finding.run("daemon", lambda: _running(client, status, config)) if status else [])

@@ -26,6 +26,8 @@ class ExitCode(IntEnum):
     """``config diff`` found differences, ``doctor`` faults."""
     INTERRUPTED = 130
     """Control-C."""
+    UNREAD = 141
+    """The reader of the pipe has gone away, as for any program that SIGPIPE ends (128 + 13)."""
 
 
 class DaemonUnreachableError(ApiError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexd.cli import units
+from flexd import units
 from flexd.cli.view import Block, Facts, Sentences, Table
 from flexd.server.explain_report import Explanation, RowReport, ThresholdReport
 from flexd.server.plan_report import TierName

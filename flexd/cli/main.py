@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 
@@ -33,7 +34,7 @@ app = typer.Typer(
     help="Keeps the embedding rows of a running recommender training in the right places.\n\n"
     "Exit status: 0 ok, 1 unexpected error, 2 wrong usage or configuration, 3 no daemon answers, 4 the daemon or the "
     "broker refuses or the migration failed, 5 a deadline passed, 6 the state directory is in use, "
-    "7 differences or faults were found, 130 Control-C.",
+    "7 differences or faults were found, 130 Control-C, 141 nobody reads the output any more.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -62,6 +63,28 @@ app.add_typer(sketch_command.app, name="sketch")
 
 def main() -> None:
     """Runs one command and ends the process with an ``ExitCode``."""
+    try:
+        _run()
+    except SystemExit as ended:
+        sys.exit(ExitCode.UNREAD if _unread() else ended.code)
+
+
+def _unread() -> bool:
+    """Has whoever read the output gone away?"""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        pass
+    else:
+        # Typer makes it an exit status of 1, and puts a wrapper in place that hides it from then on.
+        if type(sys.stdout).__name__ != "PacifyFlushWrapper":
+            return False
+    # Python flushes once more at its end.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return True
+
+
+def _run() -> None:
     try:
         app()
     except FlexdError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexd.cli import units
+from flexd import units
 from flexd.cli.status_view import migration_facts
 from flexd.cli.view import Block, Facts, Sentences, Table
 from flexd.server.migration_history import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexd.cli import units
+from flexd import units
 from flexd.cli.planning_view import gate_sentences
 from flexd.cli.view import Block, Facts, Sentences, Table
 from flexd.server.plan_report import CostReport, LinkName, MemoryReport, PhaseCost, PlanReport, TierName

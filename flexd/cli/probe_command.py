@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexd.cli import units
+from flexd import units
 from flexd.cli.options import OutputOption
 from flexd.cli.view import Block, Facts, OutputFormat, Sentences, Table, emit
 from flexd.errors import ConfigError

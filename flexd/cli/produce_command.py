@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexd.cli import units
+from flexd import units
 from flexd.cli.confirm import DryRunOption, YesOption, confirm
 from flexd.cli.exit_codes import ExitCode, NotDeliveredError
 from flexd.cli.options import OutputOption

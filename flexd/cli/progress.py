@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from flexd.cli import units
+from flexd import units
 from flexd.cli.client import DaemonClient
 from flexd.errors import FlexdError
 from flexd.server.migration_report import MigrationReport

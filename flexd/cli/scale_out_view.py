@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexd.cli import units
+from flexd import units
 from flexd.cli.view import Block, Facts, Table
 from flexd.server.scale_out_status import FollowerStatus, LeaderLinkStatus, ScaleOutStatus
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexd.cli import units
+from flexd import units
 from flexd.cli.view import Block, Facts, Sentences, Table
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flexd.cli import units
+from flexd import units
 from flexd.cli.plan_view import plan_facts
 from flexd.cli.planning_view import planning_block
 from flexd.cli.scale_out_view import scale_out_block

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexd.cli import units
+from flexd import units
 from flexd.cli.progress import progress_line
 from flexd.cli.view import Block, Facts, Table
 from flexd.server.rank_report import RankPage

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from pydantic import BaseModel
 
-from flexd.cli import units
+from flexd import units
 from flexd.cli.view import Block, OutputFormat, emit, show
 from flexd.errors import FlexdError
 

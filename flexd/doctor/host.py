@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import flexd
+from flexd import units
 from flexd.config.model import Config
 from flexd.config.stream import KafkaSource
 from flexd.doctor.finding import Finding, fault, ok, skipped, warning
@@ -57,7 +58,10 @@ def disk(config: Config) -> Iterator[Finding]:
     wanted = (config.state.keep_snapshots + 1) * config.sketch.memory_bytes
     kept = sum(file.stat().st_size for file in directory.glob("snapshots/*") if file.is_file())
     free = shutil.disk_usage(there).free
-    text = f"state.dir {directory}: {_size(free)} free, snapshots take {_size(kept)} of at most {_size(wanted)}"
+    text = (
+        f"state.dir {directory}: {units.size(free)} free, snapshots take {units.size(kept)} of at most "
+        f"{units.size(wanted)}"
+    )
     if free + kept < wanted:
         yield warning("disk", text, "make room, lower state.keep_snapshots or sketch.memory_bytes")
     else:
@@ -147,10 +151,3 @@ def _nearest(directory: Path) -> Path:
     """The directory, or what of its path is there already."""
     absolute = directory.absolute()
     return next((path for path in (absolute, *absolute.parents) if path.exists()), Path("/"))
-
-
-def _size(size: int) -> str:
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size} B"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flexd import units
 from flexd.config.model import Config
 from flexd.config.stream import FileLogSource, KafkaSource
 from flexd.doctor.finding import Finding, fault, ok, skipped, warning
@@ -60,7 +61,8 @@ def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
                 "topic", f"{source.topic!r} is not there", "make it, or correct stream.source.topic (names are exact)"
             )
             return
-        yield ok("topic", f"{source.topic!r}: {_partitions(found.partitions)}, {found.messages} messages kept")
+        kept = units.counted(found.messages, "message")
+        yield ok("topic", f"{source.topic!r}: {_partitions(found.partitions)}, {kept} kept")
         sample = Sample(f"topic {source.topic!r}", True, found.partitions, found.payloads)
     else:
         yield skipped("stream", f"a source of kind {source.kind} has nothing to look at")
@@ -117,11 +119,11 @@ def _age(newest: float) -> Iterator[Finding]:
     if ahead > SKEW_SECONDS:
         yield warning(
             "event time",
-            f"the newest event is dated {ahead:.0f} s in the future",
+            f"the newest event is dated {units.age(ahead)} in the future",
             "synchronise the clocks, or send event_time in seconds (not milliseconds)",
         )
     else:
-        yield ok("event time", f"the newest event is {max(0.0, -ahead):.0f} s old")
+        yield ok("event time", f"the newest event is {units.age(max(0.0, -ahead))} old")
 
 
 def _file_log(source: FileLogSource) -> Sample:
@@ -140,7 +142,7 @@ def _file_log(source: FileLogSource) -> Sample:
 
 
 def _partitions(count: int) -> str:
-    return f"{count} partition{'' if count == 1 else 's'}"
+    return units.counted(count, "partition")
 
 
 def _listed(counts: Counter[str]) -> str:

@@ -96,6 +96,22 @@ def test_watching_ends_in_a_pipe_when_the_daemon_does(flexd_command):
     assert done.returncode == ExitCode.UNREACHABLE
 
 
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_reader_that_goes_away_ends_it_as_sigpipe_would(url, watched):
+    arguments = ["status", "--watch", "0.2"] if watched else ["explain", "--help"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flexd", *arguments, *(["--url", url] if watched else [])],
+        cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    if watched:
+        assert process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr is not None
+    told = process.stderr.read()
+    assert (process.wait(30), told) == (141, "")
+
+
 def test_an_interrupt_that_got_lost_ends_watching_too(capsys, request):
     """Python swallows exceptions that are raised while an object is freed."""
     # A shell without job control starts what it leaves in the background with SIGINT ignored.

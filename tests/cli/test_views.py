@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from flexd.cli import units
+from flexd import units
 from flexd.cli.plan_view import plan_blocks
 from flexd.cli.status_view import MAX_MISSING_RANKS, MAX_TABLES, migration_facts, status_blocks
 from flexd.cli.view import Table, show
