@@ -241,7 +241,7 @@ def test_the_state_machine_sees_a_settle_that_does_not_wait() -> None:
 
     Hasty.TestCase.settings = settings(
         max_examples=10_000,
-        stateful_step_count=60,
+        stateful_step_count=30,
         deadline=None,
         database=None,
         phases=[Phase.generate],

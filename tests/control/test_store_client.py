@@ -51,7 +51,7 @@ def test_no_call_to_a_stopped_daemon_keeps_this_process_from_running(
     server: tuple[subprocess.Popen[str], int],
 ) -> None:
     process, port = server
-    clients = {name: StoreClient("127.0.0.1", port, "job", timeout_seconds=30.0) for name in CALLS}
+    clients = {name: StoreClient("127.0.0.1", port, "job", timeout_seconds=12.0) for name in CALLS}
     for client in clients.values():
         client.call(lambda store: store.set("key", "value"))
     # Whoever holds the GIL in a call stops this thread too, so that somebody else has to wake the daemon.

@@ -108,8 +108,15 @@ class Lives:
             self.gate.left = chunks
         return done
 
+    def _in_history(self, migration_id: str) -> str:
+        found = self.now.verbs.migrations(10, None).migrations
+        return next((each.state for each in found if each.migration_id == migration_id), "")
+
     def told(self) -> dict[str, tuple[str, str]]:
-        """(state, problem) of every migration in the history, by id."""
+        """(state, problem) of every migration in the history, by id, once it has the newest as it is now."""
+        last = self.now.executions.last
+        if last is not None:
+            until(lambda: self._in_history(last.migration.migration_id) == last.migration.state.name, SECONDS)
         found = self.now.verbs.migrations(10, None).migrations
         return {each.migration_id: (each.state, each.problem or "") for each in found}
 

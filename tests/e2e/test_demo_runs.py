@@ -17,7 +17,7 @@ from flexd.demo.processes import DaemonProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-STEPS, BATCH, RANKS, SEQUENCE = 400, 48, 4, 33
+STEPS, BATCH, RANKS, SEQUENCE = 280, 48, 4, 33
 KILL_AT, RESTART_AFTER = 90, 10
 # Written out here, so that a field which is renamed in the code is noticed.
 SHAPE: dict[str, Any] = {

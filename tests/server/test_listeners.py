@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -144,5 +145,9 @@ def test_no_descriptor_or_thread_is_left(daemon):
         served = make_server(daemon, port=0, metrics_listen="127.0.0.1:0")
         served.start()
         assert served.stop(10)
+    deadline = time.monotonic() + 10
+    # Other tests of this process may still let go of theirs, or hold one for a moment.
+    while (open_descriptors() > before or threading.active_count() > threads) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert open_descriptors() <= before
     assert threading.active_count() <= threads

@@ -40,7 +40,7 @@ def _chunks(total_rows: int, seed: int) -> list[Delta | None]:
         (2, 2, "two dtypes", "rowwise_adagrad", "chain"),
         (1, 4, "two dims", "sgd", "chain"),
         (4, 1, "two dtypes", "sgd", "chain"),
-        (3, 2, "one group", "rowwise_adagrad", "chain"),
+        (3, 1, "one group", "rowwise_adagrad", "chain"),
         (2, 2, "two dims", "sgd", "direct"),
         (3, 2, "two dtypes", "sgd", "direct_no_dedup"),
         (1, 2, "one group", "sgd", "direct_no_dedup"),

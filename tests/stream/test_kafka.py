@@ -40,7 +40,7 @@ def produce(broker, topic: str, first: int, count: int) -> None:
     sink.close()
 
 
-def poll_until(source: KafkaSource, condition, seconds: float = 30.0) -> list[Message]:
+def poll_until(source: KafkaSource, condition, seconds: float = 90.0) -> list[Message]:
     messages: list[Message] = []
     deadline = time.monotonic() + seconds
     while not condition(messages):
