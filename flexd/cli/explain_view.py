@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flexd import units
+from flexd.cli.planning_view import gate_sentences
 from flexd.cli.view import Block, Facts, Sentences, Table
 from flexd.server.explain_report import Explanation, RowReport, ThresholdReport
 from flexd.server.plan_report import TierName
@@ -14,11 +15,22 @@ def explain_blocks(answer: Explanation, *, single: bool) -> list[Block]:
     """One row in full, or a table with its hottest rows; the thresholds in both."""
     if single and answer.explained:
         row = answer.explained[0]
-        return [_row_facts(answer, row), _prices(answer, row), _thresholds(answer), _sentence(answer, row)]
+        return [
+            _row_facts(answer, row),
+            _prices(answer, row),
+            _thresholds(answer),
+            _sentence(answer, row),
+            *_thin(answer),
+        ]
     blocks: list[Block] = [_table_facts(answer), _tiers(answer), _thresholds(answer)]
     if answer.explained:
         blocks.append(_hottest(answer))
-    return blocks
+    return [*blocks, *_thin(answer)]
+
+
+def _thin(answer: Explanation) -> list[Block]:
+    words = gate_sentences(answer.gates)
+    return [Sentences("too little is known: no such plan is carried out without --force", words)] if words else []
 
 
 def _row_facts(answer: Explanation, row: RowReport) -> Facts:

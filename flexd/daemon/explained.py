@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from flexd.daemon.gates import Gate
+from flexd.daemon.planning_view import gate_report
 from flexd.layout import Tier
 from flexd.planner.explanation import RowExplanation, TableExplanation
 from flexd.server.explain_report import Explanation, RowReport, ThresholdReport
@@ -10,8 +14,12 @@ from flexd.server.plan_report import TierName
 _NAMES: dict[Tier, TierName] = {Tier.HOME: "HOME", Tier.NODE: "NODE", Tier.DEVICE: "DEVICE"}
 
 
-def explanation(made: TableExplanation) -> Explanation:
-    """The planner's explanation as the API tells it."""
+def explanation(made: TableExplanation, measured: Sequence[Gate]) -> Explanation:
+    """The planner's explanation as the API tells it.
+
+    Args:
+        measured: the gates, on the profile that it was made from.
+    """
     return Explanation(
         table=made.table,
         rows=made.rows,
@@ -34,6 +42,7 @@ def explanation(made: TableExplanation) -> Explanation:
             for threshold in made.thresholds
         ),
         explained=tuple(_row(row) for row in made.explained),
+        gates=tuple(gate_report(gate) for gate in measured),
     )
 
 

@@ -170,20 +170,23 @@ class Planning:
             running_exchange(settings),
         )  # fmt: skip
 
-    def explain(self, table: str, row: int | None, hottest: int) -> TableExplanation:
+    def explain(self, table: str, row: int | None, hottest: int) -> tuple[TableExplanation, tuple[Gate, ...]]:
         """Of a plan made now, which is not recorded: one row of a table, or its hottest ones. Nothing is moved.
+        Made even if gates are closed, like a dry run; they are in the answer.
 
         Raises:
             PlanError: no plan can be made, or the table was not looked up yet.
         """
         with self._making:
-            plan, profile, live, layout = self._make("explain", checked=True)
+            plan, profile, live, layout = self._make("explain", checked=False)
+            measured = self.last_gates
         settings = self._config.planner
-        return explain(
+        explained = explain(
             plan, profile, live, self._keyspace, layout, horizon_steps=settings.horizon_steps, table=table,
             rows=None if row is None else [row], hottest=hottest, limits=plan_limits(settings),
             shape=training_shape(settings),
         )  # fmt: skip
+        return explained, measured
 
     def accesses_per_step(self, world_size: int) -> float | None:
         """Of the whole job with so many ranks; None if not known yet."""

@@ -323,7 +323,7 @@ class Daemon:
             raise ApiError(f"no table {table!r}", status=404, remedy=f"one of {', '.join(known)}"[:500])
         if row is not None and not 0 <= row < known[table]:
             raise ApiError(f"no row {row} in table {table!r}", status=404, remedy=f"0 to {known[table] - 1}")
-        return explanation(self._planning.explain(table, row, hottest))
+        return explanation(*self._planning.explain(table, row, hottest))
 
     def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
         return self.planning.replan(reason, wait_seconds, force=force, who=who)

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from flexd.server.model import Measured, Model
 from flexd.server.plan_report import RowsByTier, TierName
+from flexd.server.planning_report import GateReport
 
 MAX_EXPLAINED_ROWS = 1000
 WhyName = Literal["saves", "pinned", "excluded", "no_gain", "slot_price", "migration", "latency"]
@@ -92,3 +93,5 @@ class Explanation(Model):
     """By tier above HOME that this job can use."""
     explained: tuple[RowReport, ...] = ()
     """The row that was asked for, or the hottest ones."""
+    gates: tuple[GateReport, ...] = ()
+    """Is enough known to carry out a plan that is made now?"""

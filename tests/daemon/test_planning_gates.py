@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fake_coordinator import FakeCoordinator
 
+from flexd.cli.explain_view import explain_blocks
 from flexd.config.load import parse_config
 from flexd.config.model import Config
 from flexd.control.live import LiveTopology
@@ -294,7 +295,7 @@ def test_plans_are_made_one_at_a_time_with_ids_of_their_own(setting: Setting) ->
 
 def test_an_explanation_is_of_a_plan_that_leaves_no_trace(setting: Setting) -> None:
     plan = setting.propose("first").plan
-    answer = explanation(setting.planning.explain("item", None, 5))
+    answer = explanation(*setting.planning.explain("item", None, 5))
     assert setting.planning.last_plan is plan
     assert setting.planning.executions.live_plan_id == ""
     assert sum(setting.planning.outcomes.values()) == 0
@@ -303,10 +304,23 @@ def test_an_explanation_is_of_a_plan_that_leaves_no_trace(setting: Setting) -> N
     assert answer.live_rows["HOME"] == answer.rows == ROWS
     assert [row.place for row in answer.explained] == [1, 2, 3, 4, 5]
     row = answer.explained[2].row
-    assert explanation(setting.planning.explain("item", row, 0)).explained == answer.explained[2:3]
+    assert explanation(*setting.planning.explain("item", row, 0)).explained == answer.explained[2:3]
     setting.coordinator.topology = None
     with pytest.raises(PlanError, match="no plan without ranks"):
         setting.planning.explain("item", row, 0)
+
+
+def test_an_explanation_of_a_thin_profile_says_so(tmp_path: Path) -> None:
+    setting = Setting(tmp_path, min_samples=60_000)
+    setting.see(50_000)
+    setting.report()
+    with pytest.raises(PlanError, match="the profile is thin"):
+        setting.propose("x")
+    answer = explanation(*setting.planning.explain("item", None, 5))
+    assert len(answer.explained) == 5
+    assert [gate.gate for gate in answer.gates if not gate.open] == ["samples"]
+    shown = str(explain_blocks(answer, single=False)[-1])
+    assert "the profile is thin: 50000 accesses seen" in shown
 
 
 def test_an_explanation_knows_pins_exclusions_and_frozen_tables(tmp_path: Path) -> None:
@@ -314,7 +328,7 @@ def test_an_explanation_knows_pins_exclusions_and_frozen_tables(tmp_path: Path) 
         setting = Setting(tmp_path, **planner)
         setting.see(50_000)
         setting.report()
-        (answer,) = explanation(setting.planning.explain("item", row, 0)).explained
+        (answer,) = explanation(*setting.planning.explain("item", row, 0)).explained
         return answer.planned, answer.why, answer.anywhere
 
     coldest = ROWS - 1
