@@ -164,7 +164,9 @@ def _of_config(path: Path, config: Config) -> _Target:
         raise ConfigError(
             f"{path}: stream.source.client_options are those of another client", remedy="produce with --kafka"
         )
-    return _Target(kafka=source.bootstrap_servers, topic=source.topic, options=options)
+    from flexd.stream.kafka_options import for_a_producer
+
+    return _Target(kafka=source.bootstrap_servers, topic=source.topic, options=for_a_producer(options))
 
 
 def _first(trace: Trace, limit: int | None) -> Trace:

@@ -26,6 +26,14 @@ _OURS = frozenset(
 _SECURITY_PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 
 
+def for_a_producer(client_options: Mapping[str, ClientOption]) -> dict[str, ClientOption]:
+    """Without those that only a consumer has, which a producer refuses; what both have is how to reach the broker."""
+    from kafka import KafkaConsumer, KafkaProducer
+
+    only_consumers = KafkaConsumer.DEFAULT_CONFIG.keys() - KafkaProducer.DEFAULT_CONFIG.keys()
+    return {name: value for name, value in client_options.items() if name not in only_consumers}
+
+
 def checked(client_options: Mapping[str, ClientOption] | None) -> dict[str, Any]:
     """The options as the client takes them.
 

@@ -49,6 +49,8 @@ def configuration(directory: Path, broker: str) -> Path:
         "tables": [{"name": "items", "rows": 50, "dim": 4}, {"name": "users", "rows": 60, "dim": 4}],
         "stream": {"source": {"kind": "kafka", "bootstrap_servers": broker, "topic": TOPIC, "group_id": "daemon"}},
     }
+    # The daemon's own: a consumer's, and one that both have.
+    document["stream"]["source"]["client_options"] = {"fetch_max_wait_ms": 400, "metadata_max_age_ms": 60_000}
     path.write_text(yaml.safe_dump(document))
     return path
 
