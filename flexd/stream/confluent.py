@@ -289,21 +289,25 @@ class ConfluentSource:
             else:
                 self._note_error(error)
         messages: list[Message] = []
+        skips = False
         unanswered = self._handover.unanswered(parts)
         for key, records in parts.items():
             if key not in self._assigned or key in unanswered:
                 continue
-            position = self._book.accept(key, records[0].offset(), records[-1].offset())
+            position = self._book.get(key) or 0
             if key in self._rewound and records[0].offset() == position - 1:
                 self._rewound.discard(key)
                 self._verified[key] = position
-            messages += [
-                Message(key, record.offset(), record.value() or b"")
-                for record in records
-                if record.offset() >= position
-            ]
+            records = [record for record in records if record.offset() >= position]
+            taken = self._book.up_to_gap(key, [record.offset() for record in records]) if records else 0
+            skips |= taken < len(records)
+            if taken:
+                self._book.accept(key, records[0].offset(), records[taken - 1].offset())
+            messages += [Message(key, record.offset(), record.value() or b"") for record in records[:taken]]
         if lost:
             self._lose(consumer, lost, "the broker no longer has it")
+        elif skips:
+            self._assign(consumer)
         return messages
 
     def _lose(self, consumer: Consumer, keys: Mapping[str, object], cause: str, ends: Positions | None = None) -> None:

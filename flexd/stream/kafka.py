@@ -149,7 +149,7 @@ class KafkaSource:
             self._problem = f"{self._name}: {type(error).__name__}: {error}"
             time.sleep(max(0.0, min(0.1, deadline - time.monotonic())))
             return []
-        messages = [message for part, got in records.items() for message in self._accept(self._key(part), got)]
+        messages = [message for part, got in records.items() for message in self._accept(consumer, part, got)]
         if messages:
             self._last_answer = time.monotonic()
             self._problem = None
@@ -247,11 +247,17 @@ class KafkaSource:
             with contextlib.suppress(KafkaError, ValueError, KeyError):
                 consumer.resume(partition)
 
-    def _accept(self, key: str, records: list[Any]) -> list[Message]:
-        position = self._book.accept(key, records[0].offset, records[-1].offset)
-        if records[0].offset < position:
+    def _accept(self, consumer: KafkaConsumer, partition: TopicPartition, records: list[Any]) -> list[Message]:
+        key = self._key(partition)
+        position = self._book.get(key)
+        if position is not None and records[0].offset < position:
             records = [record for record in records if record.offset >= position]
-        return [Message(key, record.offset, record.value or b"") for record in records]
+        taken = self._book.up_to_gap(key, [record.offset for record in records]) if records else 0
+        if taken:
+            self._book.accept(key, records[0].offset, records[taken - 1].offset)
+        if taken < len(records):
+            self._seek(consumer, [partition])
+        return [Message(key, record.offset, record.value or b"") for record in records[:taken]]
 
     def _check_highwater(self, consumer: KafkaConsumer) -> None:
         lost: dict[TopicPartition, int] = {}

@@ -1,0 +1,162 @@
+"""Offsets that are left out: looked at again, for a broker may show a message before an older one."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kafka import KafkaConsumer
+from tansu_broker import TansuBroker
+
+from flexd.stream.confluent import ConfluentSource
+from flexd.stream.group_positions import GAP_SECONDS, TRUSTED_GAPS, GroupPositions
+from flexd.stream.kafka import KafkaSource
+from flexd.stream.kafka_sink import KafkaSink
+
+KEY = "t/0"
+COUNT = 30
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@given(
+    hidden=st.dictionaries(st.integers(0, 39), st.floats(0.0, 0.9 * GAP_SECONDS), max_size=12),
+    missing=st.sets(st.integers(1, 39), max_size=TRUSTED_GAPS - 1),
+    fetch=st.integers(1, 40),
+    start=st.sampled_from([None, 0]),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_message_comes_once_and_in_order(
+    hidden: dict[int, float], missing: set[int], fetch: int, start: int | None
+) -> None:
+    """``hidden``: seconds after which an offset can be seen; ``missing``: those that hold no message at all."""
+    clock = Clock()
+    book = GroupPositions("t", "earliest", clock)
+    if start is not None:
+        book.restore({KEY: start})
+    else:
+        # Where nothing has been read yet, the first message that comes is the beginning.
+        hidden = {offset: seconds for offset, seconds in hidden.items() if offset > 0}
+    log = [offset for offset in range(40) if offset not in missing]
+    got: list[int] = []
+    while (book.get(KEY) or 0) <= log[-1]:
+        since = clock.now - 100.0
+        seen = [offset for offset in log if offset >= (book.get(KEY) or 0) and hidden.get(offset, 0.0) <= since]
+        offsets = seen[:fetch]
+        taken = book.up_to_gap(KEY, offsets) if offsets else 0
+        if taken:
+            book.accept(KEY, offsets[0], offsets[taken - 1])
+            got += offsets[:taken]
+        clock.now += 0.01
+        assert clock.now < 100 + 0.3 * 40
+    assert got == log
+
+
+def test_a_partition_that_has_gaps_is_soon_read_without_waiting() -> None:
+    clock = Clock()
+    book = GroupPositions("t", "earliest", clock)
+    book.restore({KEY: 0})
+    for number in range(TRUSTED_GAPS):
+        assert book.up_to_gap(KEY, [10 * number + 5]) == 0
+        clock.now += GAP_SECONDS + 0.01
+        assert book.up_to_gap(KEY, [10 * number + 5]) == 1
+        book.accept(KEY, 10 * number + 5, 10 * number + 5)
+    assert book.up_to_gap(KEY, [200, 210, 220]) == 3
+    assert book.up_to_gap("t/1", [5, 7]) == 1, "another partition may be of another kind"
+    assert book.gaps_filled == 0
+
+
+class Late:
+    """Hides one offset for a while, as a broker does that shows the next one first."""
+
+    def __init__(self, offset: int, seconds: float) -> None:
+        self._offset, self._seconds = offset, seconds
+        self._since: float | None = None
+        self.hidden = 0
+
+    def shows(self, offset: int) -> bool:
+        if offset > self._offset and self._since is None:
+            self._since = time.monotonic()
+        hides = offset == self._offset and (self._since is None or time.monotonic() < self._since + self._seconds)
+        self.hidden += hides
+        return not hides
+
+
+@pytest.fixture
+def broker() -> Any:
+    with TansuBroker(topics={"t": 1}) as broker:
+        sink = KafkaSink(broker.bootstrap_servers, "t")
+        for i in range(COUNT):
+            sink.send(b"%d" % i)
+        sink.flush(20.0)
+        sink.close()
+        yield broker
+
+
+def read(source: KafkaSource | ConfluentSource) -> list[int]:
+    got: list[int] = []
+    deadline = time.monotonic() + 60
+    while len(got) < COUNT and (not got or got[-1] < COUNT - 1) and time.monotonic() < deadline:
+        got += [message.offset for message in source.poll(0.1)]
+    source.close()
+    return got
+
+
+def group() -> str:
+    return f"group-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.mark.parametrize("offset", [0, 7, COUNT - 2])
+def test_kafka_python_looks_again(broker: TansuBroker, monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
+    late = Late(offset, 0.1)
+    poll = KafkaConsumer.poll
+
+    def hiding(consumer: KafkaConsumer, *arguments: Any, **options: Any) -> Any:
+        got = poll(consumer, *arguments, **options)
+        shown = {part: [each for each in records if late.shows(each.offset)] for part, records in got.items()}
+        return {part: records for part, records in shown.items() if records}
+
+    monkeypatch.setattr(KafkaConsumer, "poll", hiding)
+    source = KafkaSource(broker.bootstrap_servers, "t", group(), session_timeout_seconds=2.0)
+    source.restore({KEY: 0})
+    assert read(source) == list(range(COUNT))
+    assert late.hidden > 0
+    assert source._book.gaps_filled == 1
+
+
+@pytest.mark.parametrize("offset", [0, 7, COUNT - 2])
+def test_librdkafka_looks_again(broker: TansuBroker, offset: int) -> None:
+    late = Late(offset, 0.1)
+
+    class Hiding:
+        def __init__(self, consumer: Any) -> None:
+            self._consumer = consumer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._consumer, name)
+
+        def consume(self, *arguments: Any) -> list[Any]:
+            got = self._consumer.consume(*arguments)
+            return [each for each in got if each.error() is not None or late.shows(each.offset())]
+
+    source = ConfluentSource(broker.bootstrap_servers, "t", group(), session_timeout_seconds=2.0)
+    get = source._connector.get
+
+    def wrapped(timeout_seconds: float) -> Any:
+        consumer = get(timeout_seconds)
+        return None if consumer is None else Hiding(consumer)
+
+    source._connector.get = wrapped  # type: ignore[method-assign]
+    source.restore({KEY: 0})
+    assert read(source) == list(range(COUNT))
+    assert late.hidden > 0
+    assert source._book.gaps_filled == 1
