@@ -16,7 +16,8 @@ demo-kafka: $(STAMP)
 # Most tests wait for other processes, so two files run at a time; whole jobs have the machine for themselves.
 # JOBS=0 runs everything one after another; TESTS names some.
 JOBS ?= 2
-ALONE := tests/e2e tests/examples tests/tools tests/cli/test_terminal.py
+ALONE := tests/e2e/chaos tests/tools tests/cli/test_terminal.py \
+	$(addprefix tests/e2e/test_,$(addsuffix .py,demo_runs high_availability live_job newcomer ops orderly_end scale_out tap_job))
 test: $(STAMP)
 ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
