@@ -11,7 +11,7 @@ from flexd.control.coordinator import Coordinator
 from flexd.control.journal import JournalledMigration
 from flexd.control.live import LiveTopology
 from flexd.control.migration_states import MigrationState
-from flexd.daemon.decisions import DecisionFile
+from flexd.daemon.decisions import AskedRollback, DecisionFile
 from flexd.daemon.executions import ROLLBACK, Execution, Executions, WayBack, nothing_under_way, rollback_trigger
 from flexd.daemon.plan_log import PlanLog
 from flexd.daemon.triggers import ITSELF
@@ -93,6 +93,8 @@ class LateRollbacks:
         """
         interrupted, base, live = self._where_to()
         recorded = self._recorded(interrupted.migration_id)
+        if not self._was_asked_for(interrupted):
+            self._decisions.decide(rollback=AskedRollback(migration_ids=(interrupted.migration_id,)))
         started = self._executions.start_rollback(
             self._free_name(interrupted), interrupted.plan_id, lambda: base, live.generation,
             rollback_trigger(interrupted.migration_id, reason, who), live,

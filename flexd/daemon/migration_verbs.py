@@ -86,7 +86,8 @@ class MigrationVerbs:
         if rollback and not self._executions.migrating and self._late.interrupted is not None:
             return self._late_rollback(reason, wait_seconds, deadline, who or "somebody")
         live = self._coordinator.live()
-        self._write_down(self._executions.under_way(rollback, live) if rollback else ())
+        under_way = self._executions.under_way(rollback, live)
+        self._write_down(under_way if rollback else ())
         done = self._executions.abort(reason, who or "somebody", rollback, live)
         # Else the next interval could start it again before anybody has looked.
         self._auto.by_hand(executed=True)

@@ -270,6 +270,19 @@ def test_a_request_is_on_disk_before_anything_of_it_happens(
         assert asked.migration_ids == ("p2",)
 
 
+def test_asked_for_after_a_crash_and_killed_before_it_has_pushed_anything(lives: Lives) -> None:
+    with Ranks(lives.port, LAYOUT) as ranks:
+        in_the_middle(lives, ranks)
+        lives.crash()
+        lives.abort(0)
+        lives.crash()
+        with pytest.raises(ApiError, match="no migration is under way"):
+            lives.now.verbs.abort(rollback=False, reason="", wait_seconds=0.0, who="")
+        assert lives.now.late.go_on() is True, "what was refused has called nothing off"
+        assert lives.migration.wait(SECONDS) is MigrationState.COMMITTED
+        assert ranks.all_at(PARENT)
+
+
 def test_a_rollback_that_was_called_off_is_not_gone_on_with(lives: Lives) -> None:
     with Ranks(lives.port, LAYOUT) as ranks:
         in_the_middle(lives, ranks)
