@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexd.errors import PositionLostError, StreamError
+from flexd.stream.broker_probe import ANSWER_SECONDS, SILENT_SECONDS, BrokerProbe
 from flexd.stream.connector import Connector
 from flexd.stream.group_positions import GroupPositions
 from flexd.stream.handover import Handover, OnPartitions, PositionOf
+from flexd.stream.kafka_options import ClientOption
+from flexd.stream.librdkafka_options import consumer_options
 from flexd.stream.partition_reader import OnPositionLost
 from flexd.stream.types import Message, Positions
 
@@ -31,21 +34,7 @@ except ImportError as error:
 
 _log = logging.getLogger(__name__)
 
-ClientOption = str | int | float | bool
-
-_OURS = frozenset(
-    (
-        "bootstrap.servers",
-        "group.id",
-        "enable.auto.commit",
-        "enable.auto.offset.store",
-        "auto.offset.reset",
-        "enable.partition.eof",
-        "partition.assignment.strategy",
-    )
-)
 _LOST = frozenset((KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._LOG_TRUNCATION))
-_PROBE_AFTER_SECONDS = 2.0
 _CLOSE_SECONDS = 5.0
 _SUSPECT_SECONDS = 1.0
 _TAKE_MESSAGES = 256
@@ -79,31 +68,16 @@ class ConfluentSource:
         on_revoked: OnPartitions | None = None,
         on_lost: OnPartitions | None = None,
     ) -> None:
-        ours = sorted(_OURS & (client_options or {}).keys())
-        if ours:
-            raise StreamError(f"Kafka client options {', '.join(ours)} are set by flexd", remedy="leave them out")
         self._topic = topic
         self._name = f"Kafka topic {topic!r} at {bootstrap_servers}"
-        session_ms = int(session_timeout_seconds * 1000)
         self._options: dict[str, Any] = {
-            "bootstrap.servers": bootstrap_servers,
-            "group.id": group_id,
-            "enable.auto.commit": False,
-            "enable.auto.offset.store": False,
-            # Resets are our decision, so that they are counted: the client must report instead.
-            "auto.offset.reset": "error",
-            "partition.assignment.strategy": "range,roundrobin",
-            "allow.auto.create.topics": False,
-            "session.timeout.ms": session_ms,
-            "heartbeat.interval.ms": max(session_ms // 3, 1),
-            "queued.max.messages.kbytes": max(max_poll_bytes // 1024, 1024),
-            "fetch.message.max.bytes": max_poll_bytes // 4,
-            "fetch.wait.max.ms": 100,
-            # As kafka-python: the end of the log is the high-water mark, not the last stable offset.
-            "isolation.level": "read_uncommitted",
-            "topic.metadata.refresh.interval.ms": 10_000,
-            "reconnect.backoff.max.ms": 2_000,
-            **(client_options or {}),
+            **consumer_options(
+                bootstrap_servers,
+                group_id,
+                client_options,
+                session_timeout_seconds=session_timeout_seconds,
+                max_poll_bytes=max_poll_bytes,
+            ),
             "error_cb": self._note_error,
             "on_commit": self._note_commit,
             "logger": logging.getLogger("flexd.stream.librdkafka"),
@@ -111,13 +85,14 @@ class ConfluentSource:
         self._connector: Connector[Consumer] = Connector(
             self._name,
             self._connect,
-            lambda consumer: consumer.close(),
+            self._disconnect,
             timeout_seconds=connect_timeout_seconds,
             fatal=(KafkaException, ValueError, TypeError),
         )
         # A rebalance waits inside ``poll`` for the callback itself: there is nothing to time.
         self._handover = Handover(position_of, on_revoked, on_lost, wait_seconds=max(session_timeout_seconds, 5.0))
         self._book = GroupPositions(self._name, on_position_lost)
+        self._probe: BrokerProbe[Positions] = BrokerProbe((KafkaException,))
         self._assigned: dict[str, TopicPartition] = {}
         self._stale_highwater: dict[str, int | None] = {}
         self._rewound: set[str] = set()
@@ -155,7 +130,7 @@ class ConfluentSource:
             self._book.move(answer)
             self._rewound -= keys
             self._assign(consumer)
-        self._probe_if_silent(consumer, deadline)
+        self._probe_if_silent(consumer)
         try:
             # The second call would wait for the full number until the deadline: it asks for one message.
             got = consumer.consume(_TAKE_MESSAGES, 0) or consumer.consume(1, max(0.0, deadline - time.monotonic()))
@@ -174,6 +149,8 @@ class ConfluentSource:
     def restore(self, positions: Mapping[str, int]) -> None:
         self._book.restore(positions)
         self._rewound, self._verified = set(), {}
+        # What a probe learns meanwhile is of the positions before.
+        self._last_answer = time.monotonic()
         consumer = self._connector.get(0.0)
         if consumer is not None:
             self._assign(consumer)
@@ -214,6 +191,11 @@ class ConfluentSource:
             self._handover.announce_revoked(sorted(self._assigned))
             self._handover.tell()
         self._connector.close(_CLOSE_SECONDS)
+
+    def _disconnect(self, consumer: Consumer) -> None:
+        # A client must not be closed while another thread is in it.
+        self._probe.close()
+        consumer.close()
 
     def _connect(self) -> Consumer:
         consumer = Consumer(self._options)
@@ -341,24 +323,25 @@ class ConfluentSource:
         if ends:
             self._lose(consumer, ends, "the broker's log ends before it", ends)
 
-    def _probe_if_silent(self, consumer: Consumer, deadline: float) -> None:
-        now = time.monotonic()
-        if now - self._last_answer < _PROBE_AFTER_SECONDS:
+    def _probe_if_silent(self, consumer: Consumer) -> None:
+        outcome = self._probe.take()
+        if outcome is not None and outcome.began > self._last_answer:
+            if outcome.answer is None:
+                self._problem = f"{self._name}: broker does not answer ({_reason(outcome.error)})"
+            else:
+                self._problem = None
+                self._last_answer = time.monotonic()
+                for key, end in outcome.answer.items():
+                    self._check_end(consumer, key, end)
+        if time.monotonic() - self._last_answer < SILENT_SECONDS:
             return
-        if not self._assigned:
+        if self._assigned:
+            partitions = sorted(self._assigned.items())
+            self._probe.begin(lambda deadline: _ends(consumer, partitions, deadline))
+        else:
             self._problem = (
                 f"{self._name}: no partition assigned (topic missing, group joining, or more members than partitions)"
             )
-            return
-        try:
-            for key, partition in sorted(self._assigned.items()):
-                _, end = consumer.get_watermark_offsets(partition, timeout=max(0.001, deadline - time.monotonic()))
-                self._check_end(consumer, key, end)
-        except KafkaException as error:
-            self._problem = f"{self._name}: broker does not answer ({error.args[0].name()})"
-            return
-        self._problem = None
-        self._last_answer = time.monotonic()
 
     def _check_end(self, consumer: Consumer, key: str, end: int) -> None:
         """Compares the end of the log, as the broker tells it, with the position.
@@ -381,6 +364,21 @@ class ConfluentSource:
 
 def _key(partition: TopicPartition) -> str:
     return f"{partition.topic}/{partition.partition}"
+
+
+def _ends(consumer: Consumer, partitions: list[tuple[str, TopicPartition]], deadline: float) -> Positions:
+    """Where the broker says that the logs end."""
+    return {
+        key: consumer.get_watermark_offsets(partition, timeout=max(0.001, deadline - time.monotonic()))[1]
+        for key, partition in partitions
+    }
+
+
+def _reason(error: Exception | None) -> str:
+    code = error.args[0] if isinstance(error, KafkaException) else None
+    if code is not None and code.code() == KafkaError._TIMED_OUT:
+        return f"nothing within {ANSWER_SECONDS:g} s"
+    return str(code.name() if code is not None else error)
 
 
 def _highwater(consumer: Consumer, partition: TopicPartition) -> int | None:

@@ -13,6 +13,7 @@ from kafka import KafkaConsumer
 from kafka.consumer.subscription_state import AsyncConsumerRebalanceListener
 from kafka.errors import (
     KafkaError,
+    KafkaTimeoutError,
     LogTruncationError,
     NoOffsetForPartitionError,
     OffsetOutOfRangeError,
@@ -20,6 +21,7 @@ from kafka.errors import (
 from kafka.structs import OffsetAndMetadata, TopicPartition
 
 from flexd.errors import PositionLostError
+from flexd.stream.broker_probe import ANSWER_SECONDS, SILENT_SECONDS, BrokerProbe
 from flexd.stream.connector import Connector
 from flexd.stream.group_positions import GroupPositions
 from flexd.stream.handover import Handover, OnPartitions, PositionOf
@@ -29,7 +31,6 @@ from flexd.stream.types import Message, Positions
 
 _log = logging.getLogger(__name__)
 
-_PROBE_AFTER_SECONDS = 2.0
 _CLOSE_SECONDS = 5.0
 _TELL_SECONDS = 0.01
 
@@ -45,7 +46,7 @@ class KafkaSource:
     it silently answers nothing while its high-water mark is below the position (a broker that lost its memory). Then
     ``on_position_lost`` decides. A topic made anew that has grown beyond the old position cannot be told from the old.
 
-    While the broker cannot be reached ``poll`` returns nothing, and ``problem`` says so after about two seconds.
+    While the broker cannot be reached ``poll`` returns nothing, and ``problem`` says so after about five seconds.
 
     Args:
         client_options: passed to kafka-python as they are, over our defaults.
@@ -97,7 +98,7 @@ class KafkaSource:
         self._connector: Connector[KafkaConsumer] = Connector(
             self._name,
             self._connect,
-            lambda consumer: consumer.close(autocommit=False, timeout_ms=int(_CLOSE_SECONDS * 500)),
+            self._disconnect,
             timeout_seconds=connect_timeout_seconds,
             fatal=FATAL,
         )
@@ -105,6 +106,7 @@ class KafkaSource:
         # one stuck member stops the whole group.
         self._handover = Handover(position_of, on_revoked, on_lost, wait_seconds=max(session_timeout_seconds, 5.0))
         self._book = GroupPositions(self._name, on_position_lost)
+        self._probe: BrokerProbe[object] = BrokerProbe((KafkaError, OSError))
         self._stale_highwater: dict[str, int | None] = {}
         self._last_answer = time.monotonic()
         self._problem: str | None = None
@@ -131,7 +133,7 @@ class KafkaSource:
             return []
         self._handover.tell()
         self._resolve(consumer)
-        self._probe_if_silent(consumer, deadline)
+        self._probe_if_silent(consumer)
         try:
             records = consumer.poll(
                 timeout_ms=max(0, int((deadline - time.monotonic()) * 1000)), max_records=self._max_poll_messages
@@ -205,6 +207,11 @@ class KafkaSource:
                 self._handover.announce_revoked([self._key(partition) for partition in consumer.assignment()])
             self._handover.tell()
         self._connector.close(_CLOSE_SECONDS)
+
+    def _disconnect(self, consumer: KafkaConsumer) -> None:
+        # A question to a client that is gone would never end.
+        self._probe.close()
+        consumer.close(autocommit=False, timeout_ms=int(_CLOSE_SECONDS * 500))
 
     def _connect(self) -> KafkaConsumer:
         consumer = KafkaConsumer(**self._options)
@@ -292,24 +299,29 @@ class KafkaSource:
             raise
         self._seek(consumer, lost)
 
-    def _probe_if_silent(self, consumer: KafkaConsumer, deadline: float) -> None:
+    def _probe_if_silent(self, consumer: KafkaConsumer) -> None:
         """The client hides an unreachable broker: after a silent while it is asked for something it must answer."""
-        now = time.monotonic()
-        if now - self._last_answer < _PROBE_AFTER_SECONDS:
+        outcome = self._probe.take()
+        if outcome is not None and outcome.began > self._last_answer:
+            if outcome.error is None:
+                self._problem = None
+                self._last_answer = time.monotonic()
+            else:
+                self._problem = f"{self._name}: broker does not answer ({_reason(outcome.error)})"
+        if time.monotonic() - self._last_answer < SILENT_SECONDS:
             return
         assignment = sorted(consumer.assignment())
-        if not assignment:
+        if assignment:
+            # Runs on the client's own thread, as a poll does: any other may wait for it.
+            self._probe.begin(
+                lambda deadline: consumer.beginning_offsets(
+                    assignment[:1], timeout_ms=max(1, int((deadline - time.monotonic()) * 1000))
+                )
+            )
+        else:
             self._problem = (
                 f"{self._name}: no partition assigned (topic missing, group joining, or more members than partitions)"
             )
-            return
-        try:
-            consumer.beginning_offsets(assignment[:1], timeout_ms=max(1, int((deadline - now) * 1000)))
-        except (KafkaError, OSError) as error:
-            self._problem = f"{self._name}: broker does not answer ({type(error).__name__})"
-        else:
-            self._problem = None
-            self._last_answer = time.monotonic()
 
 
 class _Rebalance(AsyncConsumerRebalanceListener):  # type: ignore[misc]
@@ -342,6 +354,10 @@ class _Rebalance(AsyncConsumerRebalanceListener):  # type: ignore[misc]
     async def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
         self._source._handover.assigned([self._source._key(partition) for partition in assigned])
         self._source._seek(self._consumer, assigned)
+
+
+def _reason(error: Exception) -> str:
+    return f"nothing within {ANSWER_SECONDS:g} s" if isinstance(error, KafkaTimeoutError) else type(error).__name__
 
 
 def _highwater(consumer: KafkaConsumer, partition: TopicPartition) -> int | None:

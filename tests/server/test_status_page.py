@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,14 @@ def busy() -> Iterator[tuple[BusyDaemon, DaemonServer]]:
     assert server.stop(10)
 
 
+def until(true: Callable[[], bool]) -> None:
+    """Waits: the page's own policy forbids Playwright's ``wait_for_function``."""
+    deadline = time.monotonic() + DEADLINE_MS / 1000
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_what_the_page_shows(open_page, busy):
     _, server = busy
     page = open_page(server)
@@ -146,11 +155,26 @@ def test_what_the_page_shows(open_page, busy):
     assert STRANGE in page.text_content("#tables")
     assert "committed" in page.text_content("#plans")
     page.hover("#traffic svg")
-    assert "measured" in page.text_content("#traffic p")
+    until(lambda: "measured" in page.text_content("#traffic p"))
     # Names are text wherever they stand: no element came of them, and nothing of them ran.
     assert page.locator("img").count() == 0
     assert page.complaints == []
     assert {httpx.URL(url).host for url in page.asked} == {"127.0.0.1"}
+
+
+def test_what_the_pointer_shows_outlives_the_next_poll(open_page, busy):
+    page = open_page(busy[1])
+    page.wait_for_selector("body[data-polls]")
+    page.hover("#traffic svg")
+    until(lambda: "measured" in page.text_content("#traffic p"))
+    page.evaluate("window.drawn = document.querySelector('#traffic svg')")
+    until(lambda: page.evaluate("document.querySelector('#traffic svg') !== window.drawn"))
+    assert "measured" in page.text_content("#traffic p")
+    assert page.locator("#traffic .cross").get_attribute("visibility") == "visible"
+    page.hover("#job")
+    until(lambda: page.text_content("#traffic p").strip() == "")
+    assert page.locator("#traffic .cross").get_attribute("visibility") == "hidden"
+    assert page.complaints == []
 
 
 def test_the_policy_holds_in_the_browser(open_page, busy):

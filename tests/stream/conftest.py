@@ -45,15 +45,25 @@ def own_tansu():
 @pytest.fixture
 def mock_broker():
     """librdkafka's mock cluster, which answers as Kafka does where tansu does not: (address, make a topic)."""
+    return mock_cluster()
+
+
+@pytest.fixture
+def slow_broker():
+    """A mock cluster that takes longer for every answer than the tests' polls last."""
+    return mock_cluster({"test.mock.broker.rtt": 150})
+
+
+def mock_cluster(options=None):
     from confluent_kafka.admin import AdminClient
 
-    admin = AdminClient({"test.mock.num.brokers": 1, "bootstrap.servers": "mock"})
-    broker = next(iter(admin.list_topics(timeout=10).brokers.values()))
+    admin = AdminClient({"test.mock.num.brokers": 1, "bootstrap.servers": "mock", **(options or {})})
+    broker = next(iter(admin.list_topics(timeout=30).brokers.values()))
 
     def make_topic() -> str:
         topic = f"topic-{uuid.uuid4().hex[:8]}"
         # Asking for a topic makes it.
-        admin.list_topics(topic, timeout=10)
+        admin.list_topics(topic, timeout=30)
         return topic
 
     return f"{broker.host}:{broker.port}", make_topic

@@ -1,0 +1,151 @@
+"""A quiet topic is not a dead broker, and a dead broker is noticed: for both clients, however short a poll is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from flexd.stream import broker_probe
+from flexd.stream.broker_probe import BrokerProbe
+from flexd.stream.confluent import ConfluentSource
+from flexd.stream.kafka import KafkaSource
+from flexd.stream.kafka_sink import KafkaSink
+
+POLL_SECONDS = 0.05
+
+
+def source_at(client: str, address: str, topic: str, options: dict[str, str] | None = None):
+    if client == "confluent":
+        return ConfluentSource(address, topic, "g", session_timeout_seconds=6.0)
+    return KafkaSource(address, topic, "g", session_timeout_seconds=6.0, client_options=options)
+
+
+def send(address: str, topic: str, payloads: list[bytes], options: dict[str, str] | None = None) -> None:
+    sink = KafkaSink(address, topic, client_options=options)
+    for payload in payloads:
+        sink.send(payload)
+    sink.flush(30.0)
+    assert sink.messages_failed == 0
+    sink.close()
+
+
+def poll_until(source, condition, seconds: float = 60.0) -> list[bytes]:
+    payloads: list[bytes] = []
+    deadline = time.monotonic() + seconds
+    while not condition(payloads):
+        assert time.monotonic() < deadline, f"{len(payloads)} messages; problem: {source.problem}"
+        payloads += [bytes(message.payload) for message in source.poll(POLL_SECONDS)]
+    return payloads
+
+
+@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
+def test_a_quiet_topic_of_a_slow_broker_is_no_problem(slow_broker, client):
+    address, make_topic = slow_broker
+    topic, options = make_topic(), {"api_version": "2.3"}
+    send(address, topic, [b"first"], options)
+    source = source_at(client, address, topic, options)
+    try:
+        assert poll_until(source, len) == [b"first"]
+        assert source.problem is None
+        told, began = set(), time.monotonic()
+        # Long enough for a question and its answer.
+        while time.monotonic() - began < broker_probe.SILENT_SECONDS + broker_probe.ANSWER_SECONDS:
+            assert source.poll(POLL_SECONDS) == []
+            told.add(source.problem)
+        assert told == {None}
+        send(address, topic, [b"second"], options)
+        assert poll_until(source, len) == [b"second"]
+    finally:
+        source.close()
+
+
+@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
+def test_a_stopped_broker_is_noticed_and_the_source_can_be_closed(own_tansu, client):
+    own_tansu.create_topic("quiet", 1)
+    send(own_tansu.bootstrap_servers, "quiet", [b"first"])
+    source = source_at(client, own_tansu.bootstrap_servers, "quiet")
+    assert poll_until(source, len) == [b"first"]
+    os.kill(own_tansu.pid, signal.SIGSTOP)
+    poll_until(source, lambda _: source.problem is not None)
+    assert "broker does not answer" in source.problem
+    # The next question is out, or soon will be.
+    poll_until(source, lambda _: source._probe._thread is not None)
+    began = time.monotonic()
+    source.close()
+    assert time.monotonic() - began < 10.0
+    os.kill(own_tansu.pid, signal.SIGCONT)
+
+
+class Asked(Exception):
+    pass
+
+
+def outcome_of(probe: BrokerProbe):
+    deadline = time.monotonic() + 10.0
+    while (outcome := probe.take()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return outcome
+
+
+def test_one_question_at_a_time_and_not_one_after_another(monkeypatch):
+    probe, answer, asked = BrokerProbe((Asked,)), threading.Event(), []
+
+    def ask(deadline: float) -> str:
+        asked.append(deadline - time.monotonic())
+        answer.wait(10.0)
+        return "here"
+
+    assert probe.take() is None
+    probe.begin(ask)
+    probe.begin(ask)
+    assert probe.take() is None
+    answer.set()
+    outcome = outcome_of(probe)
+    assert (outcome.answer, outcome.error) == ("here", None)
+    assert probe.take() is None
+    probe.begin(ask)
+    assert probe.take() is None
+    assert len(asked) == 1
+    assert 0 < asked[0] <= broker_probe.ANSWER_SECONDS
+    monkeypatch.setattr(broker_probe, "SPACING_SECONDS", 0.0)
+    probe.begin(ask)
+    assert outcome_of(probe).answer == "here"
+    assert len(asked) == 2
+
+
+def test_an_expected_error_is_an_outcome_and_another_is_raised(monkeypatch):
+    monkeypatch.setattr(broker_probe, "SPACING_SECONDS", 0.0)
+    probe = BrokerProbe((Asked,))
+
+    def refuse(deadline: float) -> None:
+        raise Asked("no")
+
+    def break_down(deadline: float) -> None:
+        raise ZeroDivisionError
+
+    probe.begin(refuse)
+    assert isinstance(outcome_of(probe).error, Asked)
+    probe.begin(break_down)
+    with pytest.raises(ZeroDivisionError):
+        outcome_of(probe)
+
+
+def test_closing_waits_for_the_question_and_asks_no_more():
+    probe, answer, ended = BrokerProbe((Asked,)), threading.Event(), []
+
+    def ask(deadline: float) -> None:
+        answer.wait(10.0)
+        ended.append(time.monotonic())
+
+    probe.begin(ask)
+    threading.Timer(0.2, answer.set).start()
+    probe.close()
+    assert len(ended) == 1
+    probe.begin(ask)
+    assert len(ended) == 1
+    assert probe._thread is None or not probe._thread.is_alive()
