@@ -12,6 +12,7 @@ import typer
 
 from flexd import units
 from flexd.cli.options import OutputOption
+from flexd.cli.outputs import check_file
 from flexd.cli.view import Block, Facts, OutputFormat, Sentences, Table, emit
 from flexd.errors import ConfigError
 
@@ -93,7 +94,7 @@ def probe(
         base = load_preset(missing_from) if missing_from in preset_names() else load_cluster(Path(missing_from))
     _check_job()
     if os.environ["RANK"] == "0":
-        _check_writable(out)
+        check_file("--out", out)
     report = _run(options, timeout_seconds, backend, local_ranks)
     if os.environ["RANK"] != "0":
         return
@@ -106,12 +107,6 @@ def _check_job() -> None:
     missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
     if missing:
         raise ConfigError(f"probe: {missing[0]} is not set, no rank of a job", remedy=f"launch it with {LAUNCH}")
-
-
-def _check_writable(out: Path) -> None:
-    """Before a minute is spent on measuring."""
-    if not out.absolute().parent.is_dir() or not os.access(out if out.exists() else out.absolute().parent, os.W_OK):
-        raise ConfigError(f"--out {out}: cannot be written", remedy="give a file in an existing, writable folder")
 
 
 def _run(options: Any, timeout_seconds: float, backend: Backend, local_ranks: int | None) -> ProbeReport:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flexd.cli.options import OutputOption
+from flexd.cli.outputs import check_file, check_folder
 from flexd.cli.simulate_view import simulate_blocks
 from flexd.cli.view import OutputFormat, Table, emit
 from flexd.errors import ConfigError
@@ -123,6 +124,11 @@ def simulate(
     if sum(given is not None for given in (trace, zipf, profile)) > 1:
         raise ConfigError("--trace, --zipf and --profile", remedy="give one of them")
     fractions = _fractions(budgets)
+    check_file("--html", html)
+    check_folder("--plots", plots)
+    check_file("--save-profile", save_profile)
+    if html is not None or plots is not None:
+        _check_matplotlib()
     from flexd.layout import RankLayout
     from flexd.simulate.accesses import RowFormat
     from flexd.simulate.replay import ReplaySettings, replay
@@ -144,8 +150,6 @@ def simulate(
         accesses = _of_profile(profile, layout, row_format, batch * (history + 1), steps, seed)
     else:
         accesses = _of_trace(trace, layout, row_format, batch, history, steps, seed)
-    if html is not None or plots is not None:
-        _check_matplotlib()
     run = replay(accesses, layout, cluster, settings, progress=_progress(steps))
     summary = summarise(run)
     blocks = simulate_blocks(summary)

@@ -53,6 +53,8 @@ def read_profile(path: Path) -> Profile:
             if not isinstance(file, np.lib.npyio.NpzFile):
                 raise ValueError("one array alone, no .npz")
             arrays = {name: file[name] for name in file.files}
+        if "format" not in arrays:
+            raise ValueError("no array 'format', no profile")
         if int(arrays["format"][0]) != FORMAT:
             raise ValueError(f"format {int(arrays['format'][0])}, this flexd reads {FORMAT}")
         return _profile(arrays)

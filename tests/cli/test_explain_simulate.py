@@ -107,6 +107,15 @@ def test_pictures_need_matplotlib_and_say_so_before_the_replay(flexd_command, mo
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize("option", ["--html", "--plots", "--save-profile"])
+def test_what_cannot_be_written_is_said_before_the_replay(flexd_command, monkeypatch, option):
+    monkeypatch.setattr("flexd.simulate.replay.replay", lambda *args, **more: pytest.fail("replayed"))
+    done = flexd_command(*SMALL, option, f"{__file__}/below")
+    assert done.returncode == ExitCode.USAGE
+    assert f"{option} {__file__}/below: cannot be written" in done.stderr
+    assert "remedy: " in done.stderr
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
