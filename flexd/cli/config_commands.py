@@ -11,7 +11,6 @@ from flexd.cli.config_view import differences, effective
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
 from flexd.cli.view import OutputFormat, Sentences, Table, emit
-from flexd.config.load import load_config
 
 app = typer.Typer(
     help="The configuration, defaults included, secrets replaced.\n\nExample: flexd config show -o yaml",
@@ -32,6 +31,8 @@ def show(
 
     Example: flexd config show -o yaml
     """
+    from flexd.config.load import load_config
+
     document = load_config(config).document() if config is not None else connect(url, socket).config().config
     emit(document, [effective(document)], output)
 
@@ -49,6 +50,8 @@ def diff(
 
     Example: flexd config diff -c configs/laptop.yaml
     """
+    from flexd.config.load import load_config
+
     found = differences(connect(url, socket).config().config, load_config(config).document())
     rows = tuple((each.path, each.daemon, each.file) for each in found)
     shown = Table("", ("key", "daemon", "file"), rows) if rows else Sentences("", ("the same",))

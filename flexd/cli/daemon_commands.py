@@ -7,7 +7,7 @@ import signal
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,11 +16,11 @@ from flexd import units
 from flexd.cli.config_view import effective
 from flexd.cli.options import OutputOption
 from flexd.cli.view import Facts, OutputFormat, emit, show
-from flexd.config.load import load_config
-from flexd.config.model import Config
 from flexd.errors import ConfigError
 from flexd.start_up import hold_collector, import_numba
-from flexd.topology.files import preset_names
+
+if TYPE_CHECKING:
+    from flexd.config.model import Config
 
 LIBRARIES = ("torch", "numpy", "numba", "pyarrow", "kafka-python", "datasketches", "pydantic")
 
@@ -42,9 +42,11 @@ def run(
     signal.signal(signal.SIGTERM, _end_quietly)
     # Whoever has changed the file already finds it read; the default action is to end.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    checked = load_config(config)
     # Until the daemon has started.
     hold_collector()
+    from flexd.config.load import load_config
+
+    checked = load_config(config)
     import_numba()
     from flexd.daemon import run_daemon
 
@@ -65,6 +67,9 @@ def check_config(
 
     Example: flexd check-config configs/laptop.yaml -o yaml
     """
+    from flexd.config.load import load_config
+    from flexd.topology.files import preset_names
+
     config = load_config(file)
     preset = config.topology.preset
     if preset is not None and preset not in preset_names():

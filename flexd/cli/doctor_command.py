@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,13 +14,13 @@ from flexd.cli.client import DaemonClient
 from flexd.cli.exit_codes import DaemonRefusedError, ExitCode
 from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
 from flexd.cli.view import Block, OutputFormat, Sentences, Table, emit
-from flexd.config.load import load_config
-from flexd.config.model import Config
-from flexd.doctor import finding, host, stream
-from flexd.doctor.daemon import daemon as daemon_findings
+from flexd.doctor import finding
 from flexd.doctor.finding import Finding, Level
 from flexd.errors import ApiError, ConfigError
 from flexd.server.status import Status
+
+if TYPE_CHECKING:
+    from flexd.config.model import Config
 
 
 def doctor(
@@ -50,6 +50,9 @@ def doctor(
 
 def examine(file: Path, client: DaemonClient, timeout_seconds: float) -> list[Finding]:
     """All findings, in the order in which things must be right."""
+    from flexd.config.load import load_config
+    from flexd.doctor import host, stream
+
     try:
         config = load_config(file)
     except ConfigError as error:
@@ -83,6 +86,7 @@ def _status(client: DaemonClient) -> tuple[Status | None, list[Finding]]:
 
 def _running(client: DaemonClient, status: Status, config: Config) -> Iterator[Finding]:
     from flexd.cli.config_view import differences
+    from flexd.doctor.daemon import daemon as daemon_findings
 
     yield from daemon_findings(status, len(differences(client.config().config, config.document())))
 

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from flexd.config.load import load_config
 from flexd.errors import SnapshotError
 
 app = typer.Typer(
@@ -35,6 +34,7 @@ def export(
 
     Example: flexd sketch export items lengths.kll --kind lengths -c configs/laptop.yaml
     """
+    from flexd.config.load import load_config
     from flexd.daemon.parts import sketch_settings
     from flexd.ingest.counters import restored_set
     from flexd.sketch import interop, snapshot

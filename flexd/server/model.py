@@ -19,4 +19,4 @@ Measured = Annotated[float | None, BeforeValidator(_finite_or_none)]
 class Model(BaseModel):
     """A reader ignores fields it does not know, so that an older command line reads a newer daemon."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="ignore", use_attribute_docstrings=True)

@@ -310,7 +310,7 @@ def test_the_store_does_not_grow(host: Callable[..., Any]) -> None:
     hosted = host()
     with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
         counts = []
-        for turn in range(4):
+        for turn in range(3):
             migration = hosted.coordinator.migrate(
                 f"p{turn}", lambda p, turn=turn: p.delta_to(target(turn, 70)).chunks(1)
             )
@@ -318,7 +318,7 @@ def test_the_store_does_not_grow(host: Callable[..., Any]) -> None:
             end_epoch(hosted)
             until(lambda turn=turn: hosted.names().count("epoch_live") == turn + 2, what=ranks.state())
             counts.append(len(hosted.coordinator._keeper._hosted.board._server.list_keys()))
-        assert hosted.coordinator.status().epochs >= 4
+        assert hosted.coordinator.status().epochs >= 3
         assert max(counts) <= counts[0] + 2
         assert max(counts) < 100
 

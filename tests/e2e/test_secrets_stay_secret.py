@@ -52,7 +52,6 @@ class Daemon:
         settings: dict[str, Any] = {
             "job": "test",
             "tables": [{"name": "items", "rows": 1000, "dim": 4}],
-            "stream": {"source": {"kind": "synthetic", "accesses_per_second": 1000}},
             "control": {"secret_file": str(directory / "control"), "listen_port": control},
             "server": {
                 "port": self.port,
@@ -64,14 +63,15 @@ class Daemon:
             "state": {"dir": str(directory / "state"), "snapshot_interval_seconds": 0.3},
             "log": {"level": "debug", "format": "json"},
         }
-        if source != "synthetic":
-            (broker,) = free_ports(1)
-            options = SASL[source]
-            files = {name: str(directory / file) for name, file in options["client_option_files"].items()}
-            settings["stream"]["source"] = {
+        (broker,) = free_ports(1)
+        options = SASL[source]
+        files = {name: str(directory / file) for name, file in options["client_option_files"].items()}
+        settings["stream"] = {
+            "source": {
                 "kind": "kafka", "client": source, "bootstrap_servers": f"127.0.0.1:{broker}",
                 "connect_timeout_seconds": 1.0, **options, "client_option_files": files,
-            }  # fmt: skip
+            }
+        }  # fmt: skip
         self.config = directory / "flexd.yaml"
         self.config.write_text(yaml.safe_dump(settings))
         self.said: list[str] = []
@@ -125,7 +125,7 @@ def checked(file: Path, *arguments: str) -> tuple[object, str]:
     return ended.value.code, printed.getvalue()
 
 
-@pytest.mark.parametrize("source", ["synthetic", "kafka-python", "confluent"])
+@pytest.mark.parametrize("source", ["kafka-python", "confluent"])
 def test_no_secret_is_said_anywhere_and_nobody_else_may_read_the_state(tmp_path: Path, source: str) -> None:
     if source == "confluent":
         pytest.importorskip("confluent_kafka")
@@ -137,10 +137,8 @@ def test_no_secret_is_said_anywhere_and_nobody_else_may_read_the_state(tmp_path:
                     if method == "get" or token == "admin":
                         daemon.ask(method.upper(), path, token, json=None if method == "get" else {"unknown": 1})
         assert daemon.ask("POST", "/v1/pause", "admin", json={"reason": "x"}).status_code == 200
-        if source == "synthetic":
-            until(lambda: daemon.ask("GET", "/v1/status", "read").json()["snapshot"]["written"] >= 1, 30)
-        else:
-            until(lambda: daemon.ask("GET", "/v1/status", "read").json()["stream"]["problem"], 30)
+        until(lambda: daemon.ask("GET", "/v1/status", "read").json()["snapshot"]["written"] >= 1, 30)
+        until(lambda: daemon.ask("GET", "/v1/status", "read").json()["stream"]["problem"], 30)
         assert daemon.end() == 0
         for output in ("json", "yaml", "table"):
             code, printed = checked(daemon.config, "-o", output)

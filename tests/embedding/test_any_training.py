@@ -49,7 +49,7 @@ three_nodes = st.builds(
 )
 
 
-EXAMPLES = int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "12"))
+EXAMPLES = int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "8"))
 
 
 @pytest.mark.timeout(240 + 10 * EXAMPLES)

@@ -89,7 +89,7 @@ def test_float32_to_rounding(ranks: Ranks) -> None:
     check(Scenario(2, 2, "rowwise_adagrad", dtype="float32"), ranks, tolerance=1e-5)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     layout=st.sampled_from(LAYOUTS),
     optimizer=st.sampled_from(["sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam"]),

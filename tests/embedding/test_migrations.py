@@ -53,7 +53,7 @@ def random_chunks(layout: RankLayout, seed: int, count: int) -> tuple[list[Delta
 
 
 @settings(
-    max_examples=7, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=(Phase.explicit, Phase.generate),
 )  # fmt: skip
 @given(

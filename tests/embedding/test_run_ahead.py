@@ -137,7 +137,7 @@ loops = st.builds(
 )
 
 
-EXAMPLES = int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "7"))
+EXAMPLES = int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "5"))
 
 
 @pytest.mark.timeout(240 + 10 * EXAMPLES)

@@ -19,7 +19,7 @@ from flexd.topology.scale import scale_model
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-STEPS = 31
+STEPS = 21
 Losses = dict[int, float]
 
 
@@ -42,8 +42,8 @@ def torchrun(name: str, **environment: str) -> Losses:
 @pytest.fixture(scope="module")
 def before() -> Losses:
     losses = torchrun("sasrec_before.py")
-    assert list(losses) == [0, 10, 20, 30]
-    assert losses[30] < losses[0] - 0.05, "something is to be learned"
+    assert list(losses) == [0, 10, 20]
+    assert losses[20] < losses[0] - 0.05, "something is to be learned"
     return losses
 
 

@@ -137,7 +137,7 @@ def test_kafka_python_looks_again(broker: TansuBroker, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("offset", [0, 7, COUNT - 2])
 def test_librdkafka_looks_again(broker: TansuBroker, monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
     # In a silence it fetches from its position again anyway; a stream that goes on has none.
-    monkeypatch.setattr(confluent, "_PROBE_AFTER_SECONDS", 1e6)
+    monkeypatch.setattr(confluent, "SILENT_SECONDS", 1e6)
     late = Late(offset, 0.1)
 
     class Hiding:

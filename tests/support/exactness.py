@@ -23,7 +23,7 @@ class Scenario:
     local_ranks: int
     optimizer: str = "sgd"
     exchange: str = "chain"
-    steps: int = 20
+    steps: int = 12
     seed: int = 0
     dtype: str = "float64"
     replica_fraction: float = 0.4

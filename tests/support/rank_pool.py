@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing as mp
 import os
@@ -29,6 +30,8 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # torch is a million objects, and nothing of it will be garbage.
+    gc.freeze()
     if world_size > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     pipe.send(("ready", None))
