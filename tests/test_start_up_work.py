@@ -66,3 +66,13 @@ def test_a_daemon_that_runs_has_its_collector_again() -> None:
         "    print(type(ended).__name__)\n"
     )
     assert printed == ["False", "True", "Exit"]
+
+
+def test_a_command_that_asks_the_daemon_loads_no_planner_and_no_configuration() -> None:
+    """They made half of the time that ``flexd status`` took."""
+    printed = _prints(
+        "import sys\n"
+        "import flexd.cli.main\n"
+        "print(*(name in sys.modules for name in ('numpy', 'numba', 'torch', 'kafka', 'flexd.config.model')))\n"
+    )
+    assert printed == ["False"] * 5

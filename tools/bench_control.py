@@ -18,7 +18,6 @@ time until all have acknowledged it, and the bytes. The processes agree on versi
 from __future__ import annotations
 
 import argparse
-import multiprocessing as mp
 import socket
 import statistics
 import sys
@@ -34,6 +33,7 @@ from typing import Any
 import numpy as np
 from bench_report import check, last_line
 from control_ranks import DIM, ITEMS, JOB, LAYOUT, Footprint, big_keyspace, simulated_ranks, training_rank
+from preloaded_fork import preloaded
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from flexd.control.coordinator import ControlOptions, Coordinator
@@ -68,8 +68,7 @@ def free_port() -> int:
 @contextmanager
 def children(count: int, target: Any, *arguments: Any) -> Iterator[list[Connection]]:
     """Runs ``target(number, pipe, *arguments)`` in so many processes; they are killed at the end."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["control_ranks"])
+    context = preloaded("control_ranks", Path(__file__).parent)
     pipes, processes = [], []
     try:
         for number in range(count):

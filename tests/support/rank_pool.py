@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
-import multiprocessing as mp
 import os
 import socket
 import time
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+
+from preloaded_fork import preloaded
 
 
 def free_port() -> int:
@@ -30,8 +31,6 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    # torch is a million objects, and nothing of it will be garbage.
-    gc.freeze()
     if world_size > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     pipe.send(("ready", None))
@@ -51,9 +50,7 @@ class RankPool:
     """``world_size`` processes in one gloo process group. ``run`` calls ``module:function(rank, *args)`` on each."""
 
     def __init__(self, world_size: int) -> None:
-        # One process imports torch, the ranks are forked from it: a world of six is there in a second.
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["exactness", "collection_jobs", "torch.distributed"])
+        context = preloaded("rank_preload", Path(__file__).parent)
         port = free_port()
         self.world_size = world_size
         self._pipes: list[Connection] = []

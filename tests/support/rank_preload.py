@@ -1,0 +1,17 @@
+"""What the ranks of a pool import, imported once in the process that they are forked from.
+
+Nothing of it becomes garbage, so it is kept out of the collector's way, which also keeps the pages shared.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import collection_jobs  # noqa: F401
+import exactness  # noqa: F401
+
+# The first optimizer step imports it, which takes a second.
+import torch._dynamo
+import torch.distributed  # noqa: F401
+
+gc.freeze()
