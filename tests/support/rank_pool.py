@@ -44,6 +44,19 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
             pipe.send(("ok", getattr(importlib.import_module(module), function)(rank, *args)))
         except BaseException:
             pipe.send(("error", traceback.format_exc()))
+        _end_groups_of_the_job()
+
+
+def _end_groups_of_the_job() -> None:
+    """A gloo group has a thread that looks a hundred times a second for what has come; a rank runs a hundred jobs."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
+
+    from flexd.embedding import groups
+
+    kept = [dist.group.WORLD, *groups._shared[1].values()]
+    for group in [made for made in _world.pg_map if all(made is not keep for keep in kept)]:
+        dist.destroy_process_group(group)
 
 
 class RankPool:
