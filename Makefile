@@ -22,7 +22,7 @@ test: $(STAMP)
 ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ALONE:%=--ignore=%); most=$$?; \
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ALONE:%=--ignore=%); most=$$?; \
 	$(BIN)/python -m pytest $(ALONE) && exit $$most
 endif
 
