@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-
 LONG_FIRST = (
     "e2e/test_exactly_once.py", "embedding/test_run_ahead.py", "examples/test_examples.py", "embedding/test_exact.py",
     "stream/test_broker_probe.py", "server/test_status_page.py", "e2e/test_secrets_stay_secret.py",
