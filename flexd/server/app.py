@@ -21,6 +21,7 @@ from flexd.server.guard import RequestGuard
 from flexd.server.inspect_routes import add_inspection
 from flexd.server.metrics import Metrics
 from flexd.server.migration_routes import add_migrations
+from flexd.server.model import build_models
 from flexd.server.page import add_page
 from flexd.server.plan_report import PlanReport
 from flexd.server.planning_routes import add_planning
@@ -44,6 +45,7 @@ def create_app(
         loopback_only: refuse other host names than loopback's; false on a unix socket and beyond loopback.
         on_refused: told why, of each request that ``RequestGuard`` refuses.
     """
+    build_models()
     app = FastAPI(
         title="flexd",
         version=flexd.__version__,

@@ -17,6 +17,18 @@ Measured = Annotated[float | None, BeforeValidator(_finite_or_none)]
 
 
 class Model(BaseModel):
-    """A reader ignores fields it does not know, so that an older command line reads a newer daemon."""
+    """A reader ignores fields it does not know, so that an older command line reads a newer daemon.
+
+    Validators are built when a model is first used: a command uses a few of sixty.
+    """
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+
+def build_models() -> None:
+    """Builds what is left, before several threads use them: pydantic does it under a lock only in newer versions."""
+    waiting = Model.__subclasses__()
+    while waiting:
+        model = waiting.pop()
+        model.model_rebuild()
+        waiting += model.__subclasses__()

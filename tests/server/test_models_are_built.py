@@ -1,0 +1,29 @@
+"""Models of the API are built when they are used; in a daemon, where threads use them, before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_an_app_has_built_them_all() -> None:
+    code = (
+        "import sys\n"
+        "sys.path[:0] = ['tests/support', 'tests/server']\n"
+        "from fake_daemon import FakeDaemon\n"
+        "from flexd.server.app import create_app\n"
+        "from flexd.server.metrics import Metrics\n"
+        "from flexd.server.model import Model\n"
+        "def below(model):\n"
+        "    return [model] + [each for made in model.__subclasses__() for each in below(made)]\n"
+        "waiting = sum(not model.__pydantic_complete__ for model in below(Model)[1:])\n"
+        "daemon = FakeDaemon()\n"
+        "create_app(daemon, Metrics(lambda: daemon.figures))\n"
+        "print(waiting > 0, [model.__name__ for model in below(Model)[1:] if not model.__pydantic_complete__])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.stdout.split("\n")[0] == "True []", done.stderr
