@@ -18,7 +18,6 @@ time until all have acknowledged it, and the bytes. The processes agree on versi
 from __future__ import annotations
 
 import argparse
-import socket
 import statistics
 import sys
 import tempfile
@@ -39,6 +38,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from flexd.control.coordinator import ControlOptions, Coordinator
 from flexd.control.journal import PlacementJournal
 from flexd.control.migration import MigrationState
+from flexd.demo.ports import free_ports
 from flexd.keyspace import KeySpace, TableSpec
 from flexd.layout import Tier
 from flexd.placement import Delta, Placement
@@ -57,12 +57,6 @@ _KEPT_COMMANDS = 64
 _DEADLINE_SECONDS = 120.0
 _SETTLED_MEMORY_BYTES = 24 * 2**20
 """Growth of a process that is no leak: arenas of allocators that have not come to rest."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -171,7 +165,7 @@ def bench_replans(count: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             looks.append((prints, watch.num_keys()))
             return [slots for _, slots in of_ranks]
 
-        with children(LAYOUT.world_size, training_rank, free_port(), coordinator.port) as pipes:
+        with children(LAYOUT.world_size, training_rank, free_ports(1)[0], coordinator.port) as pipes:
             until_ready(coordinator)
             for number in range(1, count + 1):
                 took, moved = replan(coordinator, keyspace, number)
@@ -221,7 +215,7 @@ def bench_ranks(ranks: int, rows: int) -> tuple[dict[str, Any], list[dict[str, A
         np.arange(0, 4 * rows, 4, dtype=np.int64), np.full(rows, Tier.DEVICE, dtype=np.uint8), 0
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as directory, hosted(Path(directory), keyspace) as coordinator:
-        ports = (free_port(), coordinator.port)
+        ports = (free_ports(1)[0], coordinator.port)
         began = time.perf_counter()
         with children(processes, simulated_ranks, processes, *ports, ranks, rows) as pipes:
             until_ready(coordinator)

@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,8 @@ import httpx
 import numpy as np
 import yaml
 from bench_report import check, flat
+
+from flexd.demo.ports import free_ports
 
 MANY_TABLES = 1_935
 """As many as TorchRec's published planner example has (arXiv 2301.02959 starts from jobs of this size)."""
@@ -68,7 +69,7 @@ def tables_of(count: int) -> list[dict[str, Any]]:
 
 def start(directory: Path, tables: int, idle_seconds: float) -> Started:
     """Starts a daemon with an empty file log, lets it idle, looks, and stops it."""
-    port = _free_port()
+    (port,) = free_ports(1)
     config = directory / "flexd.yaml"
     document = {
         "job": "bench",
@@ -148,12 +149,6 @@ def _memory(pid: int) -> dict[str, int]:
     """Bytes by the names of /proc/PID/status."""
     lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in lines if len(parts) == 3 and parts[2] == "kB"}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> int:

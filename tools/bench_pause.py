@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing as mp
 import os
-import socket
 import statistics
 import threading
 import time
@@ -32,6 +31,7 @@ from typing import Any
 import numpy as np
 from bench_report import check, last_line
 
+from flexd.demo.ports import free_ports
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.placement import Delta
 
@@ -161,9 +161,7 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
 
 def run(cases: list[Case], deadline_seconds: float) -> list[list[dict[str, Any]]]:
     """Results by case and rank, of four processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    (port,) = free_ports(1)
     context = mp.get_context("spawn")
     pipes, processes = [], []
     for rank in range(RANKS):

@@ -13,7 +13,6 @@ Usage: tools/bench_run_ahead.py [--quick] [--json] [--zipf 1.05 1.2]
 from __future__ import annotations
 
 import argparse
-import socket
 import sys
 from datetime import timedelta
 from typing import Any
@@ -27,6 +26,7 @@ from bench_cluster_data import Setting
 from bench_report import check, last_line
 
 import flexd
+from flexd.demo.ports import free_ports
 from flexd.keyspace import KeySpace, TableSpec
 from flexd.placement import Delta, Placement
 from flexd.planner.plan import make_plan
@@ -119,9 +119,7 @@ def _rank(rank: int, port: int, setting: Setting, steps: int, answers: Any) -> N
 
 def run(setting: Setting, steps: int) -> dict[str, Any]:
     """All ranks together: megabytes a step by strategy, losses, the bound."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     answers = mp.get_context("spawn").SimpleQueue()
     mp.spawn(_rank, (port, setting, steps, answers), nprocs=setting.layout.world_size)
     by_rank = answers.get()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from bench_report import check, last_line
+
+from flexd.demo.ports import free_ports
 
 ROWS, DIM, IDS, SKEW = 200_000, 64, 25_600, 1.05
 TARGET = 1.3
@@ -101,10 +102,8 @@ def main() -> None:
     options = parser.parse_args()
     figures, checks = {}, []
     for world_size in options.ranks:
-        with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-            probe.close()
+        with tempfile.TemporaryDirectory() as folder:
+            (port,) = free_ports(1)
             out = str(Path(folder) / "seconds.npz")
             mp.spawn(run, (world_size, port, 20 if options.quick else 100, out), nprocs=world_size)
             said = {name: values * 1e3 for name, values in np.load(out).items()}

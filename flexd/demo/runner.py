@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from rich.console import Console
 
 from flexd.demo.options import DemoOptions
 from flexd.demo.plot import plot_run
+from flexd.demo.ports import free_ports
 from flexd.demo.processes import DaemonProcess, Ranks, run_reference
 from flexd.demo.rank import RunSetup
 from flexd.demo.screen import LiveView, print_summary
@@ -37,16 +37,6 @@ SCALE = 5_000
 it would there."""
 PLAN_SECONDS = 2.0
 STEP_SECONDS_LIMIT = 5.0
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def _write_trace(trace: Trace, path: Path) -> None:
@@ -68,7 +58,7 @@ class Demo:
         self.trace_file = options.trace or directory / "synthetic.npz"
         if options.trace is None:
             _write_trace(synthetic_trace(600_000, options.seed), self.trace_file)
-        store_port, control_port, http_port = _free_ports(3)
+        store_port, control_port, http_port = free_ports(3)
         self.setup = RunSetup(
             trace=str(self.trace_file.resolve()),
             job="flexd-demo",

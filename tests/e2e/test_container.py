@@ -20,9 +20,11 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from flexd_processes import free_ports, until
+from flexd_processes import until
 from numba.core.caching import UserProvidedCacheLocator
 from ops_tools import ROOT
+
+from flexd.demo.ports import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(220)]
 

@@ -20,6 +20,7 @@ import pytest
 from ingest_server import IngestServer, end, saved_counters, wait_for_status
 from tcp_cut import TcpCut
 
+from flexd.demo.ports import free_ports
 from flexd.stream.codec import encode_arrow
 from flexd.stream.file_log import FileLogSink
 from flexd.stream.kafka import KafkaSource
@@ -27,7 +28,7 @@ from flexd.stream.kafka_sink import KafkaSink
 from flexd.stream.types import AccessBatch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-from tansu_broker import TansuBroker, free_port
+from tansu_broker import TansuBroker
 
 KILLS = 52
 LANES = 4
@@ -159,7 +160,7 @@ def test_cut_off_from_the_broker_and_killed(tmp_path, server, source):
     """The broker cannot keep its log over a restart here (tansu in memory), so the network in front of it goes."""
     chance = random.Random(12)
     state = tmp_path / "state"
-    front = free_port()
+    (front,) = free_ports(1)
     with TansuBroker(topics={"t": 2}, advertised_port=front) as broker:
         proxy = TcpCut(front, broker.port)
         # The producer goes through the proxy too, as everything does that asks the broker where it is.

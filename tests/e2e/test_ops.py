@@ -15,10 +15,11 @@ import httpx
 import pytest
 import yaml
 from dashboards import DASHBOARDS, load, queries
-from flexd_processes import DAEMON_START_SECONDS, free_ports, until
+from flexd_processes import DAEMON_START_SECONDS, until
 from ops_tools import ROOT, tool
 
 from flexd.demo.options import DemoOptions
+from flexd.demo.ports import free_ports
 from flexd.demo.processes import Ranks
 from flexd.demo.runner import Demo
 from flexd.stream.kafka_sink import KafkaSink

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flexd_processes import RunningDaemon, free_ports, saved_sketches, until, weights
+from flexd_processes import RunningDaemon, saved_sketches, until, weights
 
+from flexd.demo.ports import free_ports
 from flexd.stream.codec import encode_arrow
 from flexd.stream.types import AccessBatch
 

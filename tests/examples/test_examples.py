@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from flexd_processes import RunningDaemon, free_ports, saved_sketches
+from flexd_processes import RunningDaemon, saved_sketches
 
+from flexd.demo.ports import free_ports
 from flexd.demo.runner import PRESET, SCALE
 from flexd.topology.files import load_cluster, load_preset
 from flexd.topology.model import Collective

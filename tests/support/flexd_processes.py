@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import yaml
 from flexd.config.load import load_config
 from flexd.config.model import Config
 from flexd.daemon import parts
+from flexd.demo.ports import free_ports
 from flexd.demo.processes import DaemonProcess
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_set import SketchSet
@@ -40,16 +40,6 @@ def until(condition: Callable[[], object], seconds: float = 60.0, what: Callable
         assert time.monotonic() < deadline, f"not within {seconds} s: {what() if callable(what) else what}"
         time.sleep(0.05)
     return value
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def run(*arguments: object, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:

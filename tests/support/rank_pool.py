@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import time
 import traceback
 from multiprocessing.connection import Connection
@@ -13,11 +12,7 @@ from typing import Any
 
 from preloaded_fork import preloaded
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from flexd.demo.ports import free_ports
 
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
@@ -64,7 +59,7 @@ class RankPool:
 
     def __init__(self, world_size: int) -> None:
         context = preloaded("rank_preload", Path(__file__).parent)
-        port = free_port()
+        (port,) = free_ports(1)
         self.world_size = world_size
         self._pipes: list[Connection] = []
         self._processes = []

@@ -16,9 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from probe_jobs import SMALL
-from rank_pool import RankPool, free_port
+from rank_pool import RankPool
 
 from flexd.cli.main import main
+from flexd.demo.ports import free_ports
 from flexd.errors import TopologyError
 from flexd.keyspace import KeySpace, TableSpec
 from flexd.layout import RankLayout
@@ -185,7 +186,7 @@ def test_a_missing_link_is_taken_from_another_cluster() -> None:
 
 def launch(folder: Path, ranks: int, *options: str) -> list[subprocess.Popen[str]]:
     """``flexd probe`` as torchrun starts it: one process a rank, told by the environment."""
-    port = str(free_port())
+    port = str(free_ports(1)[0])
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
     shared |= {"LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     return [
@@ -264,7 +265,7 @@ def test_a_folder_that_is_not_there_is_said_before_measuring(command: Callable[.
 
 
 def test_ranks_that_never_come_end_it_at_the_deadline(command: Callable[..., str]) -> None:
-    job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
     said = command("--out", "c.yaml", "--timeout-seconds", "1", "--backend", "gloo", **job, LOCAL_WORLD_SIZE="1")
     assert "no process group" in said
     assert "GLOO_SOCKET_IFNAME" in said

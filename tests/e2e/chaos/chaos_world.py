@@ -20,12 +20,13 @@ import yaml
 from chaos_attempt import Attempt
 from chaos_processes import Child, Clock, ProcessServer
 from chaos_training import JOB, TABLES, WORLD
-from flexd_processes import free_ports, until
+from flexd_processes import until
 from kafka import KafkaConsumer, TopicPartition
 from tcp_cut import TcpCut
 
 from flexd.config.load import load_config
 from flexd.config.model import Config
+from flexd.demo.ports import free_ports
 from flexd.faults import VARIABLE
 from flexd.stream.codec import decode
 from flexd.topology.files import load_preset, write_cluster
