@@ -8,7 +8,6 @@ import json
 import numpy as np
 import pytest
 
-from flexd import units
 from flexd.cli.plan_view import plan_blocks
 from flexd.cli.status_view import MAX_MISSING_RANKS, MAX_TABLES, migration_facts, status_blocks
 from flexd.cli.view import Table, show
@@ -178,30 +177,6 @@ def test_text_from_the_daemon_cannot_style_the_terminal(monkeypatch):
     assert "[red]ads[/]" in stream.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("shown", "expected"),
-    [
-        (units.size(0), "0 B"),
-        (units.size(999), "999 B"),
-        (units.size(1_500_000), "1.5 MB"),
-        (units.size(None), "-"),
-        (units.seconds(0.00123), "1.23 ms"),
-        (units.seconds(2e-10), "0.2 ns"),
-        (units.age(59.6), "1 min 0 s"),
-        (units.age(90_000), "1 d 1 h"),
-        (units.share(0.5), "50.00%"),
-        (units.share(0.99999), "99.9990%"),
-        (units.change(2.0, 1.0), "-50.0%"),
-        (units.change(0.0, 1.0), "-"),
-        (units.change(1.0, 1.0), "0%"),
-        (units.signed(-1234), "-1,234"),
-        (units.rate(None, "x"), "-"),
-    ],
-)
-def test_units(shown, expected):
-    assert shown == expected
-
-
 def test_tiers_come_from_one_copy_to_many_whatever_the_daemons_order():
     placement = PlacementStatus(version=1, rows={"NODE": 8, "DEVICE": 2, "HOME": 12_000})
     status = Status(job="j", version="1", stream=StreamStatus(source="tap"), placement=placement)
@@ -214,7 +189,3 @@ def test_how_many_chunks_there_will_be_is_said_only_where_it_is_known():
     )
     assert dict(migration_facts(report))["chunks"] == "3 applied, 4 pushed"
     assert dict(migration_facts(report.model_copy(update={"chunks": 9})))["chunks"] == "3 applied, 4 pushed of 9"
-
-
-def test_one_is_not_counted_as_several():
-    assert (units.counted(1, "table"), units.counted(0, "table")) == ("1 table", "0 tables")

@@ -1,0 +1,35 @@
+"""Figures as people read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexd import units
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (units.size(0), "0 B"),
+        (units.size(999), "999 B"),
+        (units.size(1_500_000), "1.5 MB"),
+        (units.size(None), "-"),
+        (units.seconds(0.00123), "1.23 ms"),
+        (units.seconds(2e-10), "0.2 ns"),
+        (units.age(59.6), "1 min 0 s"),
+        (units.age(90_000), "1 d 1 h"),
+        (units.share(0.5), "50.00%"),
+        (units.share(0.99999), "99.9990%"),
+        (units.change(2.0, 1.0), "-50.0%"),
+        (units.change(0.0, 1.0), "-"),
+        (units.change(1.0, 1.0), "0%"),
+        (units.signed(-1234), "-1,234"),
+        (units.rate(None, "x"), "-"),
+    ],
+)
+def test_units(shown, expected):
+    assert shown == expected
+
+
+def test_one_is_not_counted_as_several():
+    assert (units.counted(1, "table"), units.counted(0, "table")) == ("1 table", "0 tables")
