@@ -42,11 +42,11 @@ def run(
     signal.signal(signal.SIGTERM, _end_quietly)
     # Whoever has changed the file already finds it read; the default action is to end.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    # Until the daemon has started.
-    hold_collector()
     from flexd.config.load import load_config
 
     checked = load_config(config)
+    # Until the daemon has started.
+    hold_collector()
     import_numba()
     from flexd.daemon import run_daemon
 
