@@ -22,6 +22,7 @@ from pathlib import Path
 from flexd.config.availability import FileLease, KubernetesLease
 from flexd.config.model import Config
 from flexd.daemon import parts
+from flexd.daemon.asked import Asked
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.ending import Ending
 from flexd.daemon.in_charge import whoever_is_in_charge
@@ -80,8 +81,7 @@ class AvailableDaemon:
         self._term = self._failed_term = 0
         self._takeovers = self._depositions = 0
         self._taking_over = False
-        self._stopping = threading.Event()
-        self._reload_asked = threading.Event()
+        self._stopping, self._reload_asked = Asked(), Asked()
         self._ticked_at = time.monotonic()
         self._front = _Front(self, whoever_is_in_charge(self._in_charge))
         self._server = DaemonServer(self._front.api, Metrics(self.figures), config.server)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 
 from flexd import __version__
 from flexd.config.model import Config
 from flexd.daemon import parts
+from flexd.daemon.asked import Asked
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.ending import Ending
 from flexd.daemon.follower_inspection import FollowerInspection
@@ -51,8 +51,7 @@ class FollowerDaemon:
         self._unit = remote_follower(config)
         self.inspect = FollowerInspection(config)
         self._server = DaemonServer(self, Metrics(self._figures), config.server)
-        self._stopping = threading.Event()
-        self._reload_asked = threading.Event()
+        self._stopping, self._reload_asked = Asked(), Asked()
 
     @property
     def address(self) -> str:

@@ -15,6 +15,7 @@ from flexd.control.journal import PlacementJournal
 from flexd.control.report import StepReport
 from flexd.control.throttle import Throttle, ThrottleLimits
 from flexd.daemon import parts
+from flexd.daemon.asked import Asked
 from flexd.daemon.autoplan import AutoPlanner
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.control_verbs import ControlVerbs
@@ -149,7 +150,7 @@ class Daemon:
         )  # fmt: skip
         self._server = None if leadership else DaemonServer(self, Metrics(self.figures), config.server)
         self._stopping = threading.Event()
-        self._reload_asked = threading.Event()
+        self._stop_asked, self._reload_asked = Asked(), Asked()
         self._ticked_at = time.monotonic()
         self.planning = PlanVerbs(
             self._planning, self._auto, self._pacing, self._coordinator, self._view, self._stopping, self._control
@@ -195,8 +196,8 @@ class Daemon:
         return self._coordinator.port
 
     def ask_to_stop(self) -> None:
-        """Returns at once; ``run_until_stopped`` then ends within ``shutdown_seconds``."""
-        self._stopping.set()
+        """Returns at once; ``run_until_stopped`` then ends within ``shutdown_seconds``. For signal handlers too."""
+        self._stop_asked.set()
 
     def ask_to_reload(self) -> None:
         """Returns at once; the loop then reads the configuration file again."""
@@ -204,7 +205,7 @@ class Daemon:
 
     def run_until_stopped(self) -> bool:
         """Plans when due. Returns whether every part ended within the deadline."""
-        while not self._stopping.wait(TICK_SECONDS):
+        while not self._stop_asked.wait(TICK_SECONDS):
             if self._reload_asked.is_set():
                 self._reload_asked.clear()
                 with contextlib.suppress(FlexdError):  # It is logged and counted.
@@ -353,6 +354,6 @@ class Daemon:
         live = self._coordinator.live()
         if live is None or not live.ready:
             reasons.append(f"ranks: {self._coordinator.status().reason}")
-        if self._stopping.is_set():
+        if self._stop_asked.is_set() or self._stopping.is_set():
             reasons.append("shutting down")
         return ProbeResult(ok=not reasons, reasons=tuple(reasons))

@@ -6,6 +6,7 @@ python chaos_processes.py     reads one JSON order a line, forks a child for it,
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import json
 import mmap
@@ -49,6 +50,7 @@ def daemon(config_file: str, clock_file: str) -> None:
     """``flexd run``."""
     from flexd.cli.main import main
 
+    faulthandler.register(signal.SIGUSR2)
     Clock.under(Path(clock_file))
     sys.argv = ["flexd", "run", "-c", config_file]
     main()
@@ -98,7 +100,11 @@ class Child:
         """AssertionError with the log's tail if it has not ended by then."""
         deadline = time.monotonic() + seconds
         while self.alive:
-            assert time.monotonic() < deadline, f"process {self.pid} does not end:\n{self.tail()}"
+            if time.monotonic() >= deadline:
+                # A daemon writes where its threads are.
+                self.signal(signal.SIGUSR2)
+                time.sleep(1.0)
+                raise AssertionError(f"process {self.pid} does not end:\n{self.tail(300)}")
             time.sleep(0.005)
 
     def tail(self, lines: int = 40) -> str:

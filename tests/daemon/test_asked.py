@@ -1,0 +1,57 @@
+"""A flag that a signal handler may set at any moment, also while the interrupted thread looks at it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from flexd.daemon.asked import Asked
+
+STORM = """
+import faulthandler, signal, sys, threading, time
+from flexd.daemon.asked import Asked
+asked = {"Asked": Asked, "Event": threading.Event}[sys.argv[1]]()
+count = 0
+def handler(*_):
+    global count
+    count += 1
+    asked.set()
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+end = time.monotonic() + float(sys.argv[2])
+while time.monotonic() < end:
+    asked.clear()
+    asked.wait(0.00001)
+signal.setitimer(signal.ITIMER_REAL, 0)
+print(count)
+"""
+
+
+def storm(kind: str, seconds: float) -> int:
+    """Signals that a process has outlived; a TimeoutExpired if it hangs."""
+    done = subprocess.run(
+        [sys.executable, "-c", STORM, kind, str(seconds)], capture_output=True, text=True, timeout=seconds + 30,
+        check=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    return int(done.stdout)
+
+
+def test_thousands_of_signals_find_no_moment_in_which_it_hangs() -> None:
+    assert storm("Asked", 4.0) > 1_000
+
+
+def test_it_is_waited_for_from_another_thread() -> None:
+    asked = Asked()
+    assert not asked.is_set()
+    assert asked.wait(0.01) is False
+    threading.Timer(0.1, asked.set).start()
+    began = time.monotonic()
+    assert asked.wait(30.0) is True
+    assert time.monotonic() - began < 29.0
+    assert asked.is_set()
+    assert asked.wait(30.0) is True
+    asked.clear()
+    assert not asked.is_set()
