@@ -39,8 +39,8 @@ def storm(kind: str, seconds: float) -> int:
     return int(done.stdout)
 
 
-def test_thousands_of_signals_find_no_moment_in_which_it_hangs() -> None:
-    assert storm("Asked", 4.0) > 1_000
+def test_a_storm_of_signals_finds_no_moment_in_which_it_hangs() -> None:
+    assert storm("Asked", 4.0) > 100
 
 
 def test_it_is_waited_for_from_another_thread() -> None:
