@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from flexd.errors import StreamError
 from flexd.stream import broker_probe
 from flexd.stream.broker_probe import BrokerProbe
 from flexd.stream.confluent import ConfluentSource
@@ -149,3 +150,34 @@ def test_closing_waits_for_the_question_and_asks_no_more():
     probe.begin(ask)
     assert len(ended) == 1
     assert probe._thread is None or not probe._thread.is_alive()
+
+
+@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
+def test_an_answer_that_a_message_overtook_says_nothing(client):
+    """No broker: the source is asked directly what it makes of an answer."""
+    source = source_at(client, "127.0.0.1:1", "t")
+    failed = StreamError("broker gone")
+    source._probe = BrokerProbe((StreamError,))
+
+    def fail(deadline: float) -> None:
+        raise failed
+
+    def looked(last_answer: float) -> str | None:
+        source._last_answer = last_answer
+        source._probe_if_silent(NoPartitions())
+        return source._problem
+
+    source._probe.begin(fail)
+    source._probe._thread.join(10.0)
+    assert looked(time.monotonic()) is None
+    source._probe._began = float("-inf")
+    source._probe.begin(fail)
+    source._probe._thread.join(10.0)
+    now = source._probe._outcome.began
+    assert "broker does not answer" in looked(now - 0.001)
+    source.close()
+
+
+class NoPartitions:
+    def assignment(self) -> set[object]:
+        return set()
