@@ -10,7 +10,7 @@ import time
 import pytest
 
 from flexd.errors import StreamError
-from flexd.stream import broker_probe
+from flexd.stream import broker_probe, confluent, kafka
 from flexd.stream.broker_probe import BrokerProbe
 from flexd.stream.confluent import ConfluentSource
 from flexd.stream.kafka import KafkaSource
@@ -153,8 +153,10 @@ def test_closing_waits_for_the_question_and_asks_no_more():
 
 
 @pytest.mark.parametrize("client", ["kafka-python", "confluent"])
-def test_an_answer_that_a_message_overtook_says_nothing(client):
+def test_an_answer_that_a_message_overtook_says_nothing(client, monkeypatch):
     """No broker: the source is asked directly what it makes of an answer."""
+    for module in (kafka, confluent):
+        monkeypatch.setattr(module, "SILENT_SECONDS", 1e6)
     source = source_at(client, "127.0.0.1:1", "t")
     failed = StreamError("broker gone")
     source._probe = BrokerProbe((StreamError,))
