@@ -18,6 +18,9 @@ LONG_FIRST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     folder = Path(__file__).parent
+    gone = [name for name in LONG_FIRST if not (folder / name).is_file()]
+    if gone:
+        raise pytest.UsageError(f"tests/conftest.py: LONG_FIRST names no file: {', '.join(gone)}")
     place = {folder / name: at for at, name in enumerate(LONG_FIRST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
 

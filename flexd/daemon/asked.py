@@ -24,6 +24,10 @@ class Asked:
 
     def clear(self) -> None:
         self._asked = False
+        # What is set meanwhile is seen by its flag.
+        with contextlib.suppress(Empty):
+            while True:
+                self._news.get_nowait()
 
     def is_set(self) -> bool:
         return self._asked

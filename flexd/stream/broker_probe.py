@@ -28,7 +28,7 @@ class Outcome(Generic[Answer]):
 
 
 class BrokerProbe(Generic[Answer]):
-    """At most one question at a time, each in a thread with a deadline. ``close`` may be called from any thread, the
+    """At most one question at a time, each in a thread with a deadline. ``finish`` may be called from any thread, the
     rest belongs to the polling one.
 
     A client must not ask with the little time that a poll has left: librdkafka takes requests that time out for a
@@ -43,7 +43,6 @@ class BrokerProbe(Generic[Answer]):
         self._thread: threading.Thread | None = None
         self._outcome: Outcome[Answer] | None = None
         self._began = float("-inf")
-        self._closed = False
 
     def begin(self, ask: Callable[[float], Answer]) -> None:
         """Asks, unless a question is still out or the last one was only just asked.
@@ -52,7 +51,7 @@ class BrokerProbe(Generic[Answer]):
             ask: takes the deadline (``time.monotonic``) and keeps it.
         """
         now = time.monotonic()
-        if self._closed or self._thread is not None or now - self._began < SPACING_SECONDS:
+        if self._thread is not None or now - self._began < SPACING_SECONDS:
             return
         self._began = now
         self._thread = threading.Thread(target=self._run, args=(ask, now), name="flexd-broker-probe", daemon=True)
@@ -68,9 +67,8 @@ class BrokerProbe(Generic[Answer]):
             raise outcome.error
         return outcome
 
-    def close(self) -> None:
-        """Asks nothing more, and waits for a question that is out: no longer than its deadline and a little."""
-        self._closed = True
+    def finish(self) -> None:
+        """Waits for a question that is out: no longer than its deadline and a little."""
         thread = self._thread
         if thread is not None:
             thread.join(ANSWER_SECONDS + 0.5)

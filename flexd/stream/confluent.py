@@ -193,8 +193,9 @@ class ConfluentSource:
         self._connector.close(_CLOSE_SECONDS)
 
     def _disconnect(self, consumer: Consumer) -> None:
-        # A client must not be closed while another thread is in it.
-        self._probe.close()
+        # A client must not be closed while another thread is in it. One that came too late is disposed of here too,
+        # while the source goes on with another: the probe outlives it.
+        self._probe.finish()
         consumer.close()
 
     def _connect(self) -> Consumer:

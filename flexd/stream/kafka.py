@@ -209,8 +209,9 @@ class KafkaSource:
         self._connector.close(_CLOSE_SECONDS)
 
     def _disconnect(self, consumer: KafkaConsumer) -> None:
-        # A question to a client that is gone would never end.
-        self._probe.close()
+        # A question to a client that is gone would never end. One that came too late is disposed of here too, while
+        # the source goes on with another: the probe outlives it.
+        self._probe.finish()
         consumer.close(autocommit=False, timeout_ms=int(_CLOSE_SECONDS * 500))
 
     def _connect(self) -> KafkaConsumer:

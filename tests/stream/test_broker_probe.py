@@ -136,7 +136,7 @@ def test_an_expected_error_is_an_outcome_and_another_is_raised(monkeypatch):
         outcome_of(probe)
 
 
-def test_closing_waits_for_the_question_and_asks_no_more():
+def test_finishing_waits_for_the_question():
     probe, answer, ended = BrokerProbe((Asked,)), threading.Event(), []
 
     def ask(deadline: float) -> None:
@@ -145,11 +145,29 @@ def test_closing_waits_for_the_question_and_asks_no_more():
 
     probe.begin(ask)
     threading.Timer(0.2, answer.set).start()
-    probe.close()
+    probe.finish()
     assert len(ended) == 1
-    probe.begin(ask)
-    assert len(ended) == 1
-    assert probe._thread is None or not probe._thread.is_alive()
+    assert not probe._thread.is_alive()
+
+
+@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
+def test_a_client_that_came_too_late_takes_no_probe_with_it(client):
+    """Its attempt to connect was given up; the source goes on with the client of another."""
+    source, asked = source_at(client, "127.0.0.1:1", "t"), []
+    late = LateClient()
+    source._disconnect(late)
+    assert late.closed
+    source._probe.begin(asked.append)
+    source._probe.finish()
+    assert len(asked) == 1
+    source.close()
+
+
+class LateClient:
+    closed = False
+
+    def close(self, **options: object) -> None:
+        self.closed = True
 
 
 @pytest.mark.parametrize("client", ["kafka-python", "confluent"])
