@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import signal
 import statistics
 import subprocess
@@ -151,6 +152,15 @@ def _memory(pid: int) -> dict[str, int]:
     return {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in lines if len(parts) == 3 and parts[2] == "kB"}
 
 
+def command_cpu_seconds() -> float:
+    """Of one ``flexd status`` where no daemon answers: what every client command takes before it has an answer."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    arguments = [sys.executable, "-m", "flexd", "status", "--url", f"http://127.0.0.1:{free_ports(1)[0]}"]
+    subprocess.run(arguments, capture_output=True, timeout=60, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two starts and a short idle time")
@@ -172,10 +182,13 @@ def main() -> int:
         )
     ready = statistics.median(found.ready_seconds for found in small)
     ready_cpu = statistics.median(found.ready_cpu_seconds for found in small)
+    command_cpu = statistics.median(command_cpu_seconds() for _ in range(5))
+    print(f"a client command: {command_cpu:.2f} s of CPU")
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
     print(f"median: ready in {ready:.2f} s, {ready_cpu:.2f} s of CPU; {load:.1f} runnable processes a core")
     if arguments.json:
         figures = {"small": asdict(small[0]), "many": asdict(many), "ready_seconds": ready, "load_per_core": load}
+        figures["command_cpu_seconds"] = command_cpu
         checks = [
             check("ready_cpu_seconds", ready_cpu, f"< {START_TARGET_SECONDS:g} s", ready_cpu < START_TARGET_SECONDS),
             check(
