@@ -11,36 +11,36 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from flexd.embedding.bag import EmbeddingBagCollection, EmbeddingBagTable
-    from flexd.embedding.checkpoint import ShardedState, load_checkpoint, save_checkpoint
+    from flexd.core.layout import RankLayout
+    from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
+    from flexd.embedding.checkpoint.checkpoint import ShardedState, load_checkpoint, save_checkpoint
     from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
     from flexd.embedding.connect import connect
     from flexd.embedding.jagged import Jagged
-    from flexd.embedding.optimizer import SGD, Adagrad, Adam, RowWiseAdagrad, RowWiseAdam
-    from flexd.embedding.prefetch import prefetch
-    from flexd.embedding.tap import Tap
-    from flexd.layout import RankLayout
+    from flexd.embedding.prefetch.loop import prefetch
+    from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, RowWiseAdagrad, RowWiseAdam
+    from flexd.embedding.tap.tap import Tap
     from flexd.stream.publisher import Publisher
 
 _HOMES = {
-    "Adagrad": "flexd.embedding.optimizer",
-    "Adam": "flexd.embedding.optimizer",
-    "EmbeddingBagCollection": "flexd.embedding.bag",
-    "EmbeddingBagTable": "flexd.embedding.bag",
+    "Adagrad": "flexd.embedding.row_optimizers",
+    "Adam": "flexd.embedding.row_optimizers",
+    "EmbeddingBagCollection": "flexd.embedding.bag_collection",
+    "EmbeddingBagTable": "flexd.embedding.bag_collection",
     "EmbeddingCollection": "flexd.embedding.collection",
     "EmbeddingTable": "flexd.embedding.collection",
     "Jagged": "flexd.embedding.jagged",
     "Publisher": "flexd.stream.publisher",
-    "RankLayout": "flexd.layout",
-    "RowWiseAdagrad": "flexd.embedding.optimizer",
-    "RowWiseAdam": "flexd.embedding.optimizer",
-    "SGD": "flexd.embedding.optimizer",
-    "ShardedState": "flexd.embedding.checkpoint",
-    "Tap": "flexd.embedding.tap",
+    "RankLayout": "flexd.core.layout",
+    "RowWiseAdagrad": "flexd.embedding.row_optimizers",
+    "RowWiseAdam": "flexd.embedding.row_optimizers",
+    "SGD": "flexd.embedding.row_optimizers",
+    "ShardedState": "flexd.embedding.checkpoint.checkpoint",
+    "Tap": "flexd.embedding.tap.tap",
     "connect": "flexd.embedding.connect",
-    "load_checkpoint": "flexd.embedding.checkpoint",
-    "save_checkpoint": "flexd.embedding.checkpoint",
-    "prefetch": "flexd.embedding.prefetch",
+    "load_checkpoint": "flexd.embedding.checkpoint.checkpoint",
+    "save_checkpoint": "flexd.embedding.checkpoint.checkpoint",
+    "prefetch": "flexd.embedding.prefetch.loop",
 }
 
 __all__ = [

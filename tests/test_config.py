@@ -15,7 +15,7 @@ from flexd.config.base import is_loopback, split_address
 from flexd.config.load import load_config, parse_config
 from flexd.config.model import Config
 from flexd.config.stream import KafkaSource
-from flexd.errors import ConfigError
+from flexd.core.errors import ConfigError
 
 MINIMAL = {
     "job": "ads",

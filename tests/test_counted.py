@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flexd import counted
-from flexd.counted import CellCounts, CountedBatch, LengthCounts, RowCounts
-from flexd.errors import CodecError, StreamError
-from flexd.stream.counted import decode as decode_any
-from flexd.varints import to_varints
+from flexd.core import counted_accesses as counted
+from flexd.core.counted_accesses import CellCounts, CountedBatch, LengthCounts, RowCounts
+from flexd.core.errors import CodecError, StreamError
+from flexd.core.varints import to_varints
+from flexd.stream.codecs.any_message import decode as decode_any
 
 CELLS = counted.DEPTH << counted.MIN_LOG2_WIDTH
 

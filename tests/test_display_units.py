@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexd import units
+from flexd.core import units
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ def test_readme_publishes_what_the_stream_reads(tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks(ROOT / "README.md", "python")))
     subprocess.run([sys.executable, str(script)], cwd=tmp_path, timeout=120, check=True)
-    from flexd.stream.codec import decode
-    from flexd.stream.file_log import FileLogSource
+    from flexd.stream.codecs.codec import decode
+    from flexd.stream.file_log.log import FileLogSource
 
     source = FileLogSource(tmp_path / "flexd-data" / "accesses")
     messages = source.poll(5.0)

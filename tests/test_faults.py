@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from flexd import faults
-from flexd.errors import ConfigError
+from flexd.core import fault_points as faults
+from flexd.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """

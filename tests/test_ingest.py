@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
-from flexd.dead_letters import SAMPLES_OF_EACH_REASON, DeadLetterFile
-from flexd.errors import CodecError, SnapshotError, StreamError
+from flexd.core.errors import CodecError, SnapshotError, StreamError
+from flexd.core.keyspace import TableSpec
 from flexd.ingest import GENERATION_RESERVE, Ingestor
-from flexd.keyspace import TableSpec
+from flexd.ingest.dead_letters import SAMPLES_OF_EACH_REASON, DeadLetterFile
 from flexd.sketch.set_types import SketchSettings
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.stream.codec import decode, encode_arrow
-from flexd.stream.file_log import FileLogSink, FileLogSource
+from flexd.stream.codecs.codec import decode, encode_arrow
+from flexd.stream.file_log.log import FileLogSink, FileLogSource
 from flexd.stream.types import AccessBatch, Message
 
 TABLES = [TableSpec("small", 200, 4), TableSpec("large", 400_000, 4)]

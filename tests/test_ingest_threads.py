@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from test_ingest import DEADLINE, LOG, SETTINGS, T0, TABLES, FakeSource, _ingestor, _wait
 
-from flexd.dead_letters import DeadLetterFile
-from flexd.errors import SketchError
+from flexd.core.errors import SketchError
 from flexd.ingest import Ingestor, loop
+from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_set import SketchSet
-from flexd.stream.codec import decode, encode_arrow
+from flexd.stream.codecs.codec import decode, encode_arrow
 from flexd.stream.types import AccessBatch
 
 UNDECAYED = dataclasses.replace(SETTINGS, half_life_seconds=None, memory_bytes=6_000_000, logarithmic=False)

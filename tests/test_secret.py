@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from flexd.control.messages import DaemonNotice, Signer
-from flexd.errors import AuthenticationError, ConfigError, ScaleOutError
-from flexd.scaleout import signing
-from flexd.secret import (
+from flexd.control.protocol.messages import DaemonNotice, Signer
+from flexd.core.errors import AuthenticationError, ConfigError, ScaleOutError
+from flexd.core.secrets import (
     LOOK_SECONDS,
     MAX_FILE_BYTES,
     MIN_SECRET_BYTES,
@@ -21,6 +20,7 @@ from flexd.secret import (
     read_keys,
     signing_key,
 )
+from flexd.scaleout import signing
 
 OLD, NEW = b"the key of last year", b"the key of this year"
 NOTICE = DaemonNotice("job", "instance", "digest", 0)
@@ -108,7 +108,7 @@ def test_a_change_during_the_first_reading_is_seen_at_the_next_look(
         return keys
 
     with monkeypatch.context() as patch:
-        patch.setattr("flexd.secret.read_keys", read_and_replace)
+        patch.setattr("flexd.core.secrets.read_keys", read_and_replace)
         keys = KeyFile(path, "x", clock)
     assert keys.keys() == (OLD,)
     clock.now += LOOK_SECONDS

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from flexd.cli.main import app
 from flexd.config.load import load_config
-from flexd.daemon.parts import sketch_settings
-from flexd.errors import SketchError, SnapshotError
+from flexd.core.errors import SketchError, SnapshotError
+from flexd.daemon.factory import sketch_settings
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_set import SketchSet
 

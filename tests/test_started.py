@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from flexd.started import Started
+from flexd.core.process_start import Started
 
 
 def test_a_calendar_that_is_set_back_does_not_make_a_process_younger(monkeypatch: pytest.MonkeyPatch) -> None:

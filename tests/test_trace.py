@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.errors import StreamError
-from flexd.trace import Batches, Trace, load_trace, synthetic_trace
+from flexd.core.errors import StreamError
+from flexd.stream.trace import Batches, Trace, load_trace, synthetic_trace
 
 GOOD: dict[str, Any] = {
     "row": np.array([0, 1, 4, 2], np.int32),

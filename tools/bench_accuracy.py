@@ -28,18 +28,18 @@ import numpy as np
 import numpy.typing as npt
 from bench_report import last_line
 
-from flexd.errors import SketchError
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout
-from flexd.placement import Placement
+from flexd.core.errors import SketchError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
+from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import make_plan, placement_cost
-from flexd.planner.workload import make_loads
 from flexd.sketch.profile import Profile
 from flexd.sketch.table_set import SketchSet, warm_up
+from flexd.stream.trace import load_trace
 from flexd.stream.zipf import ZipfSampler
 from flexd.topology.files import load_preset
 from flexd.topology.scale import scale_model
-from flexd.trace import load_trace
 
 Int64Array = npt.NDArray[np.int64]
 

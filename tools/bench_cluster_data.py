@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingTable
-from flexd.layout import RankLayout
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.model import Cluster, CollectiveCurve, LinkModel
 

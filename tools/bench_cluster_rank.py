@@ -25,12 +25,12 @@ from cluster_ranks import answer_questions
 from torch import nn
 
 import flexd
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.groups import layout_from_environment
+from flexd.embedding.exchange.process_groups import layout_from_environment
 from flexd.embedding.jagged import Jagged
-from flexd.embedding.optimizer import RowWiseAdagrad
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.placement import Delta, Placement
+from flexd.embedding.row_optimizers import RowWiseAdagrad
 from flexd.planner.plan import make_plan
 
 TIMEOUT = timedelta(seconds=120)

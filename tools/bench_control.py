@@ -35,13 +35,13 @@ from control_ranks import DIM, ITEMS, JOB, LAYOUT, Footprint, big_keyspace, simu
 from preloaded_fork import preloaded
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from flexd.control.coordinator import ControlOptions, Coordinator
-from flexd.control.journal import PlacementJournal
-from flexd.control.migration import MigrationState
+from flexd.control.daemon.coordinator import ControlOptions, Coordinator
+from flexd.control.daemon.journal import PlacementJournal
+from flexd.control.daemon.migration import MigrationState
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import Tier
+from flexd.core.placement import Delta, Placement
 from flexd.demo.ports import free_ports
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import Tier
-from flexd.placement import Delta, Placement
 from flexd.planner.delta import delta_chunks, plan_delta
 from flexd.planner.plan import make_plan
 from flexd.sketch.profile import Profile, TableProfile

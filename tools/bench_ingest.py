@@ -27,14 +27,14 @@ from typing import Any
 import numpy as np
 from bench_report import last_line
 
-from flexd.allocator import keep_freed_memory
+from flexd.core.keyspace import TableSpec
+from flexd.daemon.allocator import keep_freed_memory
 from flexd.ingest import Ingestor
-from flexd.keyspace import TableSpec
 from flexd.sketch.set_types import SketchSettings
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_set import SketchSet, warm_up
-from flexd.stream.codec import decode, encode_arrow
-from flexd.stream.file_log import FileLogSink, FileLogSource
+from flexd.stream.codecs.codec import decode, encode_arrow
+from flexd.stream.file_log.log import FileLogSink, FileLogSource
 from flexd.stream.types import AccessBatch, Source
 from flexd.stream.zipf import ZipfSampler
 
@@ -60,10 +60,10 @@ def open_source(order: dict[str, Any]) -> Source:
         return FileLogSource(Path(order["path"]), discovery_seconds=0.05)
     group = f"bench-{uuid.uuid4().hex[:8]}"
     if order["source"] == "confluent":
-        from flexd.stream.confluent import ConfluentSource
+        from flexd.stream.kafka.confluent import ConfluentSource
 
         return ConfluentSource(order["bootstrap"], order["topic"], group)
-    from flexd.stream.kafka import KafkaSource
+    from flexd.stream.kafka.source import KafkaSource
 
     return KafkaSource(order["bootstrap"], order["topic"], group)
 
@@ -175,7 +175,7 @@ def write_log(directory: Path, messages: list[bytes]) -> None:
 
 
 def produce(bootstrap: str, messages: list[bytes]) -> None:
-    from flexd.stream.kafka_sink import KafkaSink
+    from flexd.stream.kafka.sink import KafkaSink
 
     sink = KafkaSink(bootstrap, TABLE, max_wait_seconds=30.0)
     for message in messages:

@@ -20,16 +20,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
-from flexd.embedding.groups import Peers, layout_from_environment
+from flexd.embedding.exchange.process_groups import Peers, layout_from_environment
 from flexd.embedding.jagged import Jagged
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Delta, Placement
-from flexd.planner.cost import CostBreakdown
+from flexd.planner.model.cost import CostBreakdown
+from flexd.planner.model.row_bytes import Exchange, Phase, Where
+from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import make_plan, placement_cost
-from flexd.planner.traffic import Exchange, Phase, Where
-from flexd.planner.workload import make_loads
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.files import load_cluster, write_cluster
 from flexd.topology.model import Cluster

@@ -31,9 +31,9 @@ from typing import Any
 import numpy as np
 from bench_report import check, last_line
 
+from flexd.core.placement import Delta
 from flexd.demo.ports import free_ports
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.placement import Delta
 
 NODES, LOCAL_RANKS = 2, 2
 RANKS = NODES * LOCAL_RANKS

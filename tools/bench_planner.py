@@ -23,15 +23,15 @@ import numpy as np
 from bench_report import check, last_line
 from planner_problems import ListedTable, made_up_tables, problem_of, read_tables
 
-from flexd.keyspace import KeySpace
-from flexd.layout import RankLayout
-from flexd.placement import Placement
+from flexd.core.keyspace import KeySpace
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
 from flexd.planner.baselines import Case, Outcome
 from flexd.planner.baselines.peers import PEERS
-from flexd.planner.cost import CostBreakdown, LoadSums, joint_cost
+from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
+from flexd.planner.model.row_bytes import Phase, Where
+from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import Plan, make_plan
-from flexd.planner.shape import TrainingShape
-from flexd.planner.traffic import Phase, Where
 from flexd.sketch.profile import Profile
 from flexd.topology.files import load_preset
 

@@ -20,10 +20,10 @@ import torch
 from bench_report import check, last_line
 
 import flexd
-from flexd.embedding import optimizer as optimizers
-from flexd.embedding.dedup import MAX_TABLE_ROWS, Dedup
-from flexd.embedding.directory import Directory, HomeOrder
-from flexd.layout import RankLayout, Tier
+from flexd.core.layout import RankLayout, Tier
+from flexd.embedding import row_optimizers as optimizers
+from flexd.embedding.exchange.dedup import MAX_TABLE_ROWS, Dedup
+from flexd.embedding.replicas.directory import Directory, HomeOrder
 
 DIM, SKEW = 64, 1.05
 PEERS: dict[str, tuple[Any, Callable[[Any], torch.optim.Optimizer]]] = {

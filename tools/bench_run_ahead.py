@@ -26,9 +26,9 @@ from bench_cluster_data import Setting
 from bench_report import check, last_line
 
 import flexd
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.placement import Delta, Placement
 from flexd.demo.ports import free_ports
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.placement import Delta, Placement
 from flexd.planner.plan import make_plan
 
 DEDUP = "direct, dedup"

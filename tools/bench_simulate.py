@@ -22,13 +22,13 @@ from typing import Any
 
 from bench_report import check, last_line
 
-from flexd.layout import RankLayout
+from flexd.core.layout import RankLayout
 from flexd.simulate.accesses import RowFormat, TraceAccesses
 from flexd.simulate.replay import ReplaySettings, replay
 from flexd.simulate.summary import summarise
+from flexd.stream.trace import load_trace
 from flexd.topology.files import load_preset
 from flexd.topology.scale import scale_model
-from flexd.trace import load_trace
 
 PRESET, SCALE = "azure-a100-200g", 5_000
 ORACLE_LIMIT, STATIC_LIMIT = 1.05, 1.5

@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 from bench_report import last_line
 
-from flexd.keyspace import TableSpec
-from flexd.sketch.countmin import CANDIDATE_BUFFER, CountMin
-from flexd.sketch.dense import DenseCounter
-from flexd.sketch.hashing import cell_positions
-from flexd.sketch.prefetch import prefetch
+from flexd.core.keyspace import TableSpec
+from flexd.sketch.counters.cache_prefetch import prefetch
+from flexd.sketch.counters.countmin import CANDIDATE_BUFFER, CountMin
+from flexd.sketch.counters.dense import DenseCounter
+from flexd.sketch.counters.hashing import cell_positions
 from flexd.sketch.table_set import SketchSet, warm_up
 
 MESSAGE_IDS = 8192

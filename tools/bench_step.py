@@ -33,7 +33,7 @@ def batches(rank: int) -> list[torch.Tensor]:
 
 def flexd_step(world_size: int):
     import flexd
-    from flexd.layout import RankLayout
+    from flexd.core.layout import RankLayout
 
     table = flexd.EmbeddingTable("item", ROWS, DIM)
     collection = flexd.EmbeddingCollection([table], layout=RankLayout(world_size, 1), optimizer=flexd.SGD(0.01))

@@ -19,10 +19,10 @@ import torch
 from bench_report import last_line
 
 import flexd
-from flexd import counted
-from flexd.embedding.tap_counters import CellTap, DenseTap
-from flexd.keyspace import TableSpec
-from flexd.stream.codec import encode_arrow
+from flexd.core import counted_accesses as counted
+from flexd.core.keyspace import TableSpec
+from flexd.embedding.tap.counters import CellTap, DenseTap
+from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.types import AccessBatch
 
 ZIPF = 1.05

@@ -51,8 +51,8 @@ def _plain(address: str, seconds: float, told: Queue[tuple[str, int, int]]) -> N
 
 
 def _flexd(address: str, seconds: float, told: Queue[tuple[str, int, int]], client: str) -> None:
-    from flexd.stream.confluent import ConfluentSource
-    from flexd.stream.kafka import KafkaSource
+    from flexd.stream.kafka.confluent import ConfluentSource
+    from flexd.stream.kafka.source import KafkaSource
 
     kind = KafkaSource if client == "kafka-python" else ConfluentSource
     source = kind(address, TOPIC, f"group-{client}", session_timeout_seconds=2.0)

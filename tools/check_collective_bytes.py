@@ -30,9 +30,9 @@ def _measure(rank: int, world_size: int, sizes: list[int], results: Any) -> None
     import torch
     import torch.distributed as dist
 
-    from flexd.embedding.groups import Peers
-    from flexd.embedding.traffic import Traffic
-    from flexd.layout import RankLayout
+    from flexd.core.layout import RankLayout
+    from flexd.embedding.exchange.process_groups import Peers
+    from flexd.embedding.exchange.sent_bytes import Traffic
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.TCPStore("127.0.0.1", PORT, world_size, rank == 0, timedelta(seconds=30))

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from flexd.control.agent import Agent
-from flexd.control.inbox import ChunkInbox
-from flexd.control.report import RankIdentity, StepReport
+from flexd.control.agent.agent import Agent
+from flexd.control.agent.inbox import ChunkInbox
+from flexd.control.protocol.report import RankIdentity, StepReport
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.connect import connect
 from flexd.embedding.jagged import Jagged
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout
 
 JOB, ATTEMPT = "bench", "a1"
 LAYOUT = RankLayout(2, 2)

@@ -19,9 +19,9 @@ import atheris
 with atheris.instrument_imports(include=["flexd.stream", "flexd.sketch.snapshot", "flexd.sketch.frame"]):
     import numpy as np
 
-    from flexd.errors import CodecError, SnapshotError
+    from flexd.core.errors import CodecError, SnapshotError
     from flexd.sketch import snapshot
-    from flexd.stream import codec
+    from flexd.stream.codecs import codec
     from flexd.stream.types import AccessBatch
 
 MAX_BYTES = 2**16

@@ -12,14 +12,14 @@ from typing import Any
 from generated import write_or_check
 from prometheus_client.core import Metric
 
-from flexd.control.reception import REFUSED_KINDS
-from flexd.control.throttle import Wait
-from flexd.daemon.gates import GATE_NAMES
+from flexd.control.daemon.receiver import REFUSED_KINDS
+from flexd.control.daemon.throttle import Wait
 from flexd.daemon.label_values import MIGRATION_STATES, SCALE_OUT_REFUSALS
-from flexd.daemon.planning import PLAN_OUTCOMES
-from flexd.daemon.triggers import TriggerKind
 from flexd.ingest.stats import MESSAGE_REASONS, ROW_REASONS
-from flexd.scaleout.courier import FAILURE_REASONS
+from flexd.operations.gates import GATE_NAMES
+from flexd.operations.planning import PLAN_OUTCOMES
+from flexd.operations.triggers import TriggerKind
+from flexd.scaleout.delta_sender import FAILURE_REASONS
 from flexd.server import figures
 from flexd.server.access import REFUSED_REASONS
 from flexd.server.api_metrics import RefusalsCollector

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.planner.shape import TrainingShape
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.planner.model.training_shape import TrainingShape
 from flexd.sketch.profile import Profile, TableProfile
 
 TAIL_BINS = 256

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from flexd.embedding.collection import EmbeddingTable
-from flexd.embedding.initial import initial_rows
+from flexd.embedding.store.initial_values import initial_rows
 
 MODULES = ("torchrec", "fbgemm_gpu")
 

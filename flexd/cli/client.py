@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from flexd.cli.credentials import CA_VARIABLE, Credentials
 from flexd.cli.exit_codes import DaemonRefusedError, DaemonTimeoutError, DaemonUnreachableError
-from flexd.errors import ConfigError
+from flexd.core.errors import ConfigError
 from flexd.server.answers import ErrorBody
 from flexd.server.config_report import ConfigReport, ReloadReport
 from flexd.server.explain_report import Explanation

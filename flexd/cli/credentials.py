@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flexd.config.base import is_loopback
-from flexd.errors import ConfigError
+from flexd.core.errors import ConfigError
 
 TOKEN_VARIABLE = "FLEXD_TOKEN_FILE"
 CA_VARIABLE = "FLEXD_CA_FILE"

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import flexd
-from flexd import units
 from flexd.cli.config_view import effective
 from flexd.cli.options import OutputOption
 from flexd.cli.view import Facts, OutputFormat, emit, show
-from flexd.errors import ConfigError
-from flexd.start_up import hold_collector, import_numba
+from flexd.core import units
+from flexd.core.errors import ConfigError
+from flexd.daemon.fast_start import hold_collector, import_numba
 
 if TYPE_CHECKING:
     from flexd.config.model import Config

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexd import units
 from flexd.cli.client import DaemonClient
 from flexd.cli.exit_codes import DaemonRefusedError, ExitCode
 from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
 from flexd.cli.view import Block, OutputFormat, Sentences, Table, emit
+from flexd.core import units
+from flexd.core.errors import ApiError, ConfigError
 from flexd.doctor import finding
 from flexd.doctor.finding import Finding, Level
-from flexd.errors import ApiError, ConfigError
 from flexd.server.status import Status
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from flexd.errors import ApiError, ConfigError, FlexdError, StateLockedError, StreamError
+from flexd.core.errors import ApiError, ConfigError, FlexdError, StateLockedError, StreamError
 
 
 class ExitCode(IntEnum):

@@ -27,7 +27,7 @@ from flexd.cli import (
     top_command,
 )
 from flexd.cli.exit_codes import ExitCode, exit_code_of
-from flexd.errors import FlexdError
+from flexd.core.errors import FlexdError
 
 app = typer.Typer(
     name="flexd",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flexd import units
 from flexd.cli.status_view import migration_facts
 from flexd.cli.view import Block, Facts, Sentences, Table
+from flexd.core import units
 from flexd.server.migration_history import (
     AbortPreview,
     AbortResult,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from flexd.errors import ConfigError
+from flexd.core.errors import ConfigError
 
 
 def check_file(option: str, path: Path | None) -> None:

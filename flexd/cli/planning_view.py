@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flexd import units
 from flexd.cli.view import Block, Facts, Sentences, Table
+from flexd.core import units
 from flexd.server.planning_report import GateReport, PlanningStatus, ProposalList, ProposalReport
 
 

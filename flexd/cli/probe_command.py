@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexd import units
 from flexd.cli.options import OutputOption
 from flexd.cli.outputs import check_file
 from flexd.cli.view import Block, Facts, OutputFormat, Sentences, Table, emit
-from flexd.errors import ConfigError
+from flexd.core import units
+from flexd.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from flexd.topology.model import Cluster
@@ -117,9 +117,9 @@ def _run(options: Any, timeout_seconds: float, backend: Backend, local_ranks: in
     import torch
     import torch.distributed as dist
 
-    from flexd.embedding.groups import layout_from_environment
-    from flexd.errors import TopologyError
-    from flexd.layout import RankLayout
+    from flexd.core.errors import TopologyError
+    from flexd.core.layout import RankLayout
+    from flexd.embedding.exchange.process_groups import layout_from_environment
     from flexd.topology.probe import probe as measure_links
     from flexd.topology.timing import ProbeGroups
 

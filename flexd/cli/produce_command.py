@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexd import units
 from flexd.cli.confirm import DryRunOption, YesOption, confirm
 from flexd.cli.exit_codes import ExitCode, NotDeliveredError
 from flexd.cli.options import OutputOption
 from flexd.cli.view import Facts, OutputFormat, emit
-from flexd.errors import ConfigError, StreamError
+from flexd.core import units
+from flexd.core.errors import ConfigError, StreamError
 
 if TYPE_CHECKING:
     from flexd.config.model import Config
+    from flexd.stream.trace import Trace
     from flexd.stream.types import Sink
-    from flexd.trace import Trace
 
 DEFAULT_TOPIC = "flexd-accesses"
 PARTITION = "produce"
@@ -69,7 +69,7 @@ def produce(
     if sum(given is not None for given in (log, kafka, config)) != 1:
         raise ConfigError("where to?", remedy="give one of --log, --kafka and --config")
     from flexd.stream.replay import Replayed, replay, trace_batches
-    from flexd.trace import load_trace
+    from flexd.stream.trace import load_trace
 
     events = _first(load_trace(trace), limit)
     target = _Target(log=log) if log is not None else _Target(kafka=kafka or "", topic=topic)
@@ -138,10 +138,10 @@ class _Target:
 
     def open(self, timeout_seconds: float) -> Sink:
         if self.log is not None:
-            from flexd.stream.file_log import FileLogSink
+            from flexd.stream.file_log.log import FileLogSink
 
             return FileLogSink(self.log, PARTITION)
-        from flexd.stream.kafka_sink import KafkaSink
+        from flexd.stream.kafka.sink import KafkaSink
 
         # Below the deadline of a message, so that this ends with what the client says and not with "connecting".
         connecting = min(CONNECT_SECONDS, 0.8 * timeout_seconds)
@@ -164,7 +164,7 @@ def _of_config(path: Path, config: Config) -> _Target:
         raise ConfigError(
             f"{path}: stream.source.client_options are those of another client", remedy="produce with --kafka"
         )
-    from flexd.stream.kafka_options import for_a_producer
+    from flexd.stream.kafka.options import for_a_producer
 
     return _Target(kafka=source.bootstrap_servers, topic=source.topic, options=for_a_producer(options))
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from flexd import units
 from flexd.cli.client import DaemonClient
-from flexd.errors import FlexdError
+from flexd.core import units
+from flexd.core.errors import FlexdError
 from flexd.server.migration_report import MigrationReport
 
 _EVERY_SECONDS = 0.5

@@ -15,10 +15,10 @@ from flexd.cli.options import OutputOption
 from flexd.cli.outputs import check_file, check_folder
 from flexd.cli.simulate_view import simulate_blocks
 from flexd.cli.view import OutputFormat, Table, emit
-from flexd.errors import ConfigError
+from flexd.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from flexd.layout import RankLayout
+    from flexd.core.layout import RankLayout
     from flexd.simulate.accesses import Accesses, RowFormat
     from flexd.topology.model import Cluster
 
@@ -129,7 +129,7 @@ def simulate(
     check_file("--save-profile", save_profile)
     if html is not None or plots is not None:
         _check_matplotlib()
-    from flexd.layout import RankLayout
+    from flexd.core.layout import RankLayout
     from flexd.simulate.accesses import RowFormat
     from flexd.simulate.replay import ReplaySettings, replay
     from flexd.simulate.summary import summarise
@@ -228,7 +228,7 @@ def _of_trace(
     path: Path | None, layout: RankLayout, row_format: RowFormat, batch: int, history: int, steps: int, seed: int
 ) -> Accesses:
     from flexd.simulate.accesses import TraceAccesses
-    from flexd.trace import load_trace, synthetic_trace
+    from flexd.stream.trace import load_trace, synthetic_trace
 
     events = synthetic_trace(SYNTHETIC_EVENTS, seed) if path is None else load_trace(path)
     name = "built-in trace" if path is None else path.stem

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexd import units
 from flexd.cli.view import Block, Facts, Sentences, Table
+from flexd.core import units
 
 
 def simulate_blocks(summary: dict[str, Any]) -> list[Block]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flexd.errors import SnapshotError
+from flexd.core.errors import SnapshotError
 
 app = typer.Typer(
     help="The sketches of the newest snapshot.\n\n"
@@ -35,7 +35,7 @@ def export(
     Example: flexd sketch export items lengths.kll --kind lengths -c configs/laptop.yaml
     """
     from flexd.config.load import load_config
-    from flexd.daemon.parts import sketch_settings
+    from flexd.daemon.factory import sketch_settings
     from flexd.ingest.counters import restored_set
     from flexd.sketch import interop, snapshot
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flexd import units
 from flexd.cli.plan_view import plan_facts
 from flexd.cli.planning_view import planning_block
 from flexd.cli.scale_out_view import scale_out_block
 from flexd.cli.throttle_view import throttle_blocks
 from flexd.cli.view import PROBLEM, Block, Facts, Sentences, Table
+from flexd.core import units
 from flexd.server.availability_status import AvailabilityStatus
 from flexd.server.migration_report import MigrationReport
 from flexd.server.sketch_status import TableSketchStatus

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flexd import units
 from flexd.cli.view import Block, Facts, Table
+from flexd.core import units
 from flexd.server.model import Model
 from flexd.server.throttle_report import StepTimeReport, ThrottleStatus
 

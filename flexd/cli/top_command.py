@@ -13,7 +13,7 @@ from flexd.cli.client import DaemonClient
 from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
 from flexd.cli.top_view import RANKS, TABLES, top_blocks
 from flexd.cli.view import Block, OutputFormat, emit
-from flexd.errors import FlexdError
+from flexd.core.errors import FlexdError
 from flexd.server.model import Model
 from flexd.server.rank_report import RankPage
 from flexd.server.status import Status

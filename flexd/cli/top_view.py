@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexd import units
 from flexd.cli.progress import progress_line
 from flexd.cli.view import Block, Facts, Table
+from flexd.core import units
 from flexd.server.rank_report import RankPage
 from flexd.server.status import Status
 from flexd.server.table_report import TablePage

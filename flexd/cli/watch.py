@@ -15,9 +15,9 @@ from typing import Annotated
 import typer
 from pydantic import BaseModel
 
-from flexd import units
 from flexd.cli.view import Block, OutputFormat, emit, show
-from flexd.errors import FlexdError
+from flexd.core import units
+from flexd.core.errors import FlexdError
 
 WatchOption = Annotated[
     float | None,

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from flexd.config.model import Config
 from flexd.config.text import describe_faults, overlay_environment, read_yaml_mapping
-from flexd.errors import ConfigError
+from flexd.core.errors import ConfigError
 
 
 def load_config(path: Path, environ: Mapping[str, str] = os.environ) -> Config:

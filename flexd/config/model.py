@@ -15,7 +15,7 @@ from flexd.config.planner import PlannerConfig, TopologyConfig
 from flexd.config.server import ServerConfig
 from flexd.config.stream import SketchConfig, StreamConfig
 from flexd.config.text import redacted
-from flexd.keyspace import DTYPE_BYTES, OPTIMIZERS, KeySpace, TableSpec
+from flexd.core.keyspace import DTYPE_BYTES, OPTIMIZERS, KeySpace, TableSpec
 
 
 class TableConfig(Section):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from flexd.config.base import Float, Int, Seconds, Section
-from flexd.errors import ConfigError
+from flexd.core.errors import ConfigError
 
 
 class FileLogSource(Section):

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from flexd.errors import ConfigError
+from flexd.core.errors import ConfigError
 
 ENV_PREFIX = "FLEXD__"
 MAX_CONFIG_BYTES = 16 * 2**20

@@ -21,21 +21,22 @@ from pathlib import Path
 
 from flexd.config.availability import FileLease, KubernetesLease
 from flexd.config.model import Config
-from flexd.daemon import parts
-from flexd.daemon.asked import Asked
+from flexd.core.errors import ApiError, ConfigError, FlexdError
+from flexd.core.process_start import Started
+from flexd.daemon import factory as parts
+from flexd.daemon.active_daemon import whoever_is_in_charge
 from flexd.daemon.config_file import ConfigFile
-from flexd.daemon.ending import Ending
-from flexd.daemon.in_charge import whoever_is_in_charge
 from flexd.daemon.leadership import Leadership
 from flexd.daemon.service import HEALTHY_TICK_SECONDS, TICK_SECONDS, Daemon
+from flexd.daemon.shutdown_budget import Ending
+from flexd.daemon.signal_flag import Asked
 from flexd.daemon.standby import Standby
 from flexd.daemon.terms import highest_term, open_term
-from flexd.errors import ApiError, ConfigError, FlexdError
-from flexd.lease.file_register import FileLeaseRegister
-from flexd.lease.keeper import LeaseKeeper
-from flexd.lease.kubernetes import KubernetesLeaseRegister
-from flexd.lease.lease import Lease
-from flexd.lease.register import LeaseRegister
+from flexd.ha.file_store import FileLeaseRegister
+from flexd.ha.keeper import LeaseKeeper
+from flexd.ha.kubernetes_store import KubernetesLeaseRegister
+from flexd.ha.lease import Lease
+from flexd.ha.lease_store import LeaseRegister
 from flexd.server.answers import ProbeResult
 from flexd.server.api import DaemonApi
 from flexd.server.availability_status import AvailabilityStatus
@@ -44,7 +45,6 @@ from flexd.server.figures import AvailabilityFigures, DaemonFigures
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 from flexd.server.status import Status
-from flexd.started import Started
 
 logger = logging.getLogger("flexd")
 

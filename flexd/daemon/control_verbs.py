@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 
 from flexd.config.links import ControlConfig
-from flexd.control.coordinator import Coordinator
-from flexd.daemon.decisions import ChosenThrottle, DecisionFile, Pause
-from flexd.daemon.pacing import MigrationPacing, changed
-from flexd.errors import FlexdError
-from flexd.history.history import MigrationHistory
-from flexd.history.records import ActionKind, ActionRecord
+from flexd.control.daemon.coordinator import Coordinator
+from flexd.core.errors import FlexdError
+from flexd.operations.decisions import ChosenThrottle, DecisionFile, Pause
+from flexd.operations.history.history import MigrationHistory
+from flexd.operations.history.records import ActionKind, ActionRecord
+from flexd.operations.pacing import MigrationPacing, changed
 from flexd.server.config_report import ReloadReport
 from flexd.server.figures import DecisionFigures
 from flexd.server.verbs import PauseState

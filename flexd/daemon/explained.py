@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexd.daemon.gates import Gate
+from flexd.core.layout import Tier
 from flexd.daemon.planning_view import gate_report
-from flexd.layout import Tier
+from flexd.operations.gates import Gate
 from flexd.planner.explanation import RowExplanation, TableExplanation
 from flexd.server.explain_report import Explanation, RowReport, ThresholdReport
 from flexd.server.plan_report import TierName

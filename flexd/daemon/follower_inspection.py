@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexd import __version__
 from flexd.config.model import Config
-from flexd.errors import ApiError
+from flexd.core.errors import ApiError
 from flexd.server.config_report import ConfigReport
 from flexd.server.rank_report import RankPage
 from flexd.server.table_report import HotRowPage, TableOrder, TablePage

@@ -7,15 +7,16 @@ import logging
 
 from flexd import __version__
 from flexd.config.model import Config
-from flexd.daemon import parts
-from flexd.daemon.asked import Asked
+from flexd.core.errors import ApiError, FlexdError
+from flexd.core.process_start import Started
+from flexd.daemon import factory as parts
 from flexd.daemon.config_file import ConfigFile
-from flexd.daemon.ending import Ending
 from flexd.daemon.follower_inspection import FollowerInspection
 from flexd.daemon.scale_out import remote_follower
 from flexd.daemon.scale_out_view import follower_figures, follower_status
+from flexd.daemon.shutdown_budget import Ending
+from flexd.daemon.signal_flag import Asked
 from flexd.daemon.view import ingest_figures, stream_status
-from flexd.errors import ApiError, FlexdError
 from flexd.server.answers import ProbeResult
 from flexd.server.config_report import ReloadReport
 from flexd.server.explain_report import Explanation
@@ -28,7 +29,6 @@ from flexd.server.planning_api import PlanningApi
 from flexd.server.sketch_status import SketchStatus, TableSketchStatus
 from flexd.server.status import Status
 from flexd.server.verbs import PauseState, ReplanResult
-from flexd.started import Started
 
 logger = logging.getLogger("flexd")
 

@@ -11,16 +11,16 @@ import numpy.typing as npt
 
 from flexd import __version__
 from flexd.config.model import Config
-from flexd.control.live import LiveTopology
-from flexd.daemon.drift import DriftMonitor
-from flexd.daemon.planning import Planning
-from flexd.daemon.traffic import INTERVAL_SECONDS, TrafficInterval
-from flexd.daemon.training import RankTraining, TrainingMonitor
-from flexd.errors import ApiError
+from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.core.errors import ApiError
+from flexd.core.keyspace import KeySpace
+from flexd.core.layout import Tier
+from flexd.core.placement import Placement
 from flexd.ingest import Ingestor
-from flexd.keyspace import KeySpace
-from flexd.layout import Tier
-from flexd.placement import Placement
+from flexd.operations.drift import DriftMonitor
+from flexd.operations.planning import Planning
+from flexd.operations.recent_traffic import INTERVAL_SECONDS, TrafficInterval
+from flexd.operations.step_reports import RankTraining, TrainingMonitor
 from flexd.server.config_report import ConfigReport
 from flexd.server.plan_report import RowsByTier, TierName
 from flexd.server.rank_report import RankPage, RankReport

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from flexd.control.migration_states import FINAL_STATES
+from flexd.control.daemon.migration_states import FINAL_STATES
 from flexd.scaleout.leader import REASONS
 
 MIGRATION_STATES = tuple(sorted(state.value for state in FINAL_STATES))

@@ -10,8 +10,8 @@ from typing import Any
 import numpy.typing as npt
 
 from flexd.config.model import Config
+from flexd.core.errors import SnapshotError
 from flexd.daemon.terms import highest_term
-from flexd.errors import SnapshotError
 from flexd.sketch.snapshot import SnapshotStore
 
 

@@ -6,13 +6,10 @@ import threading
 import time
 from collections.abc import Sequence
 
-from flexd.control.coordinator import Coordinator
-from flexd.control.migration import Migration
-from flexd.control.migration_states import MigrationState
-from flexd.daemon.autoplan import AutoPlanner
-from flexd.daemon.decisions import MAX_ROLLED_BACK, AskedRollback, DecisionFile
-from flexd.daemon.executions import Abort, Execution, Executions
-from flexd.daemon.late_rollbacks import LateRollbacks
+from flexd.control.daemon.coordinator import Coordinator
+from flexd.control.daemon.migration import Migration
+from flexd.control.daemon.migration_states import MigrationState
+from flexd.core.errors import ApiError
 from flexd.daemon.migration_view import (
     action_entry,
     ended_report,
@@ -22,8 +19,11 @@ from flexd.daemon.migration_view import (
     migration_report,
     rollback_preview,
 )
-from flexd.errors import ApiError
-from flexd.history.history import MigrationHistory
+from flexd.operations.autoplan import AutoPlanner
+from flexd.operations.decisions import MAX_ROLLED_BACK, AskedRollback, DecisionFile
+from flexd.operations.executions import Abort, Execution, Executions
+from flexd.operations.history.history import MigrationHistory
+from flexd.operations.rollback_recovery import LateRollbacks
 from flexd.server.migration_history import AbortOutcome, AbortPreview, AbortResult, MigrationDetail, MigrationList
 from flexd.server.migration_report import MigrationStateName
 

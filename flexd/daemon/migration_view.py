@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from flexd.control.journal import JournalledMigration
-from flexd.control.migration_states import MigrationState
-from flexd.daemon.executions import Execution, WayBack
-from flexd.history.history import HistoryFigures
-from flexd.history.records import ActionRecord, MigrationRecord, TransitionRecord
-from flexd.history.store import ENDED_UNSEEN
+from flexd.control.daemon.journal import JournalledMigration
+from flexd.control.daemon.migration_states import MigrationState
+from flexd.operations.executions import Execution, WayBack
+from flexd.operations.history.history import HistoryFigures
+from flexd.operations.history.records import ActionRecord, MigrationRecord, TransitionRecord
+from flexd.operations.history.store import ENDED_UNSEEN
 from flexd.server.figures import HistoryFigures as HistoryFiguresReport
 from flexd.server.migration_history import (
     ActionEntry,

@@ -6,18 +6,18 @@ import threading
 import time
 from collections.abc import Mapping
 
-from flexd.control.coordinator import Coordinator
-from flexd.control.migration_states import MigrationState
-from flexd.daemon.autoplan import AutoPlanner
+from flexd.control.daemon.coordinator import Coordinator
+from flexd.control.daemon.migration_states import MigrationState
+from flexd.core.errors import ApiError
 from flexd.daemon.control_verbs import ControlVerbs
-from flexd.daemon.executions import Execution
-from flexd.daemon.pacing import MigrationPacing
-from flexd.daemon.planning import Planning
 from flexd.daemon.planning_view import proposal_reports, throttle_status
-from flexd.daemon.proposals import Proposal
-from flexd.daemon.triggers import Trigger, TriggerKind
 from flexd.daemon.view import DaemonView
-from flexd.errors import ApiError
+from flexd.operations.autoplan import AutoPlanner
+from flexd.operations.executions import Execution
+from flexd.operations.pacing import MigrationPacing
+from flexd.operations.planning import Planning
+from flexd.operations.proposals import Proposal
+from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.server.plan_report import PlanReport
 from flexd.server.planning_report import ProposalList
 from flexd.server.throttle_report import ThrottleStatus

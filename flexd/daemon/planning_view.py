@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import time
 
-from flexd.control.pace import StepTimes
-from flexd.control.throttle import Wait
-from flexd.daemon.autoplan import AutoPlanner
-from flexd.daemon.gates import GATE_NAMES, Gate
+from flexd.control.daemon.pace import StepTimes
+from flexd.control.daemon.throttle import Wait
 from flexd.daemon.label_values import with_zeros
-from flexd.daemon.pacing import PacingFigures
-from flexd.daemon.planning import Planning
-from flexd.daemon.proposals import Proposal
-from flexd.daemon.triggers import TriggerKind
+from flexd.operations.autoplan import AutoPlanner
+from flexd.operations.gates import GATE_NAMES, Gate
+from flexd.operations.pacing import PacingFigures
+from flexd.operations.planning import Planning
+from flexd.operations.proposals import Proposal
+from flexd.operations.triggers import TriggerKind
 from flexd.server.figures import PlanningFigures, ThrottleFigures
 from flexd.server.planning_report import GateReport, PlanningStatus, ProposalReport
 from flexd.server.throttle_report import StepTimeReport, ThrottleStatus

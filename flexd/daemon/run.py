@@ -6,14 +6,14 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexd import faults
-from flexd.allocator import keep_freed_memory
 from flexd.config.model import Config
-from flexd.control.channel import load_transports
+from flexd.control.protocol.channel import load_transports
+from flexd.core import fault_points as faults
+from flexd.daemon.allocator import keep_freed_memory
 from flexd.daemon.config_file import ConfigFile
+from flexd.daemon.fast_start import release_collector
 from flexd.daemon.logs import set_up_logging
 from flexd.daemon.service import Daemon
-from flexd.start_up import release_collector
 
 if TYPE_CHECKING:
     from flexd.daemon.availability import AvailableDaemon

@@ -8,16 +8,16 @@ import socket
 from flexd.config.base import split_address
 from flexd.config.model import Config
 from flexd.config.stream import KafkaSource
-from flexd.daemon import parts
-from flexd.dead_letters import DeadLetterFile
+from flexd.core.secrets import KeyFile
+from flexd.daemon import factory as parts
 from flexd.ingest import Ingestor, IngestStats
 from flexd.ingest.counters import settings_of_one
-from flexd.scaleout.courier import Courier, Link
+from flexd.ingest.dead_letters import DeadLetterFile
+from flexd.scaleout.delta_sender import Courier, Link
 from flexd.scaleout.follower import Follower, FollowerOptions, FollowerStats
 from flexd.scaleout.leader import FollowerReport, Leader
 from flexd.scaleout.ledger import Ledger
 from flexd.scaleout.transport import HttpLink, LocalLink, listener
-from flexd.secret import KeyFile
 from flexd.sketch.set_types import SketchSettings
 
 OWN_NAME = "leader"

@@ -10,35 +10,36 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from flexd.config.model import Config
-from flexd.control.coordinator import Coordinator
-from flexd.control.journal import PlacementJournal
-from flexd.control.report import StepReport
-from flexd.control.throttle import Throttle, ThrottleLimits
-from flexd.daemon import parts
-from flexd.daemon.asked import Asked
-from flexd.daemon.autoplan import AutoPlanner
+from flexd.control.daemon.coordinator import Coordinator
+from flexd.control.daemon.journal import PlacementJournal
+from flexd.control.daemon.throttle import Throttle, ThrottleLimits
+from flexd.control.protocol.report import StepReport
+from flexd.core.errors import ApiError, FlexdError
+from flexd.core.process_start import Started
+from flexd.daemon import factory as parts
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.control_verbs import ControlVerbs
-from flexd.daemon.decisions import DecisionFile
-from flexd.daemon.drift import DriftMonitor
-from flexd.daemon.ending import Ending
 from flexd.daemon.explained import explanation
 from flexd.daemon.inspection import Inspection
-from flexd.daemon.late_rollbacks import LateRollbacks
 from flexd.daemon.leadership import FencedSnapshots, Leadership, alone
 from flexd.daemon.migration_verbs import MigrationVerbs
-from flexd.daemon.pacing import MigrationPacing
-from flexd.daemon.plan_log import PlanLog
 from flexd.daemon.plan_verbs import PlanVerbs
-from flexd.daemon.planning import Planning
 from flexd.daemon.scale_out import LeaderUnit, shared_settings
+from flexd.daemon.shutdown_budget import Ending
+from flexd.daemon.signal_flag import Asked
 from flexd.daemon.state_lock import StateLock
-from flexd.daemon.training import TrainingMonitor
 from flexd.daemon.view import Condition, DaemonView
-from flexd.dead_letters import DeadLetterFile
-from flexd.errors import ApiError, FlexdError
-from flexd.history.history import MigrationHistory
 from flexd.ingest import Ingestor
+from flexd.ingest.dead_letters import DeadLetterFile
+from flexd.operations.autoplan import AutoPlanner
+from flexd.operations.decisions import DecisionFile
+from flexd.operations.drift import DriftMonitor
+from flexd.operations.history.history import MigrationHistory
+from flexd.operations.pacing import MigrationPacing
+from flexd.operations.plan_log import PlanLog
+from flexd.operations.planning import Planning
+from flexd.operations.rollback_recovery import LateRollbacks
+from flexd.operations.step_reports import TrainingMonitor
 from flexd.server.answers import ProbeResult
 from flexd.server.config_report import ReloadReport
 from flexd.server.explain_report import Explanation
@@ -48,8 +49,7 @@ from flexd.server.metrics import Metrics
 from flexd.server.plan_report import PlanReport
 from flexd.server.status import Status
 from flexd.server.verbs import PauseState, ReplanResult
-from flexd.started import Started
-from flexd.stream.tap import TapSource
+from flexd.stream.tap_source import TapSource
 
 logger = logging.getLogger("flexd")
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from flexd import __version__
 from flexd.config.model import Config
-from flexd.daemon.in_charge import refusing
-from flexd.errors import ApiError
-from flexd.lease.keeper import LeaseKeeper
+from flexd.core.errors import ApiError
+from flexd.core.process_start import Started
+from flexd.daemon.active_daemon import refusing
+from flexd.ha.keeper import LeaseKeeper
 from flexd.server.answers import ProbeResult
 from flexd.server.figures import DaemonFigures
 from flexd.server.status import Status, StreamStatus
-from flexd.started import Started
 
 
 class Standby:

@@ -7,7 +7,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from flexd.errors import StateLockedError
+from flexd.core.errors import StateLockedError
 
 FILE_NAME = "lock"
 

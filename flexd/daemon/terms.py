@@ -19,8 +19,8 @@ import shutil
 import sqlite3
 from pathlib import Path
 
-from flexd.durable import sync_directory
-from flexd.errors import SnapshotError
+from flexd.core.durable import sync_directory
+from flexd.core.errors import SnapshotError
 
 _log = logging.getLogger(__name__)
 

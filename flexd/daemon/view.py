@@ -9,14 +9,12 @@ from pathlib import Path
 
 from flexd import __version__
 from flexd.config.model import Config
-from flexd.control.coordinator import Coordinator
-from flexd.daemon.autoplan import AutoPlanner
-from flexd.daemon.drift import DriftMonitor
-from flexd.daemon.executions import Execution
+from flexd.control.daemon.coordinator import Coordinator
+from flexd.core.layout import Tier
+from flexd.core.placement import Placement
+from flexd.core.process_start import Started
 from flexd.daemon.label_values import MIGRATION_STATES, with_zeros
 from flexd.daemon.migration_view import history_figures, migration_report
-from flexd.daemon.pacing import MigrationPacing
-from flexd.daemon.planning import PLAN_OUTCOMES, Planning
 from flexd.daemon.planning_view import (
     gate_report,
     planning_figures,
@@ -24,15 +22,18 @@ from flexd.daemon.planning_view import (
     throttle_figures,
     throttle_status,
 )
-from flexd.daemon.proposals import Proposal
 from flexd.daemon.scale_out import LeaderUnit
 from flexd.daemon.scale_out_view import leader_figures, leader_status
-from flexd.daemon.training import TrainingMonitor
-from flexd.history.history import MigrationHistory
 from flexd.ingest import Ingestor, IngestStats
 from flexd.ingest.stats import MESSAGE_REASONS
-from flexd.layout import Tier
-from flexd.placement import Placement
+from flexd.operations.autoplan import AutoPlanner
+from flexd.operations.drift import DriftMonitor
+from flexd.operations.executions import Execution
+from flexd.operations.history.history import MigrationHistory
+from flexd.operations.pacing import MigrationPacing
+from flexd.operations.planning import PLAN_OUTCOMES, Planning
+from flexd.operations.proposals import Proposal
+from flexd.operations.step_reports import TrainingMonitor
 from flexd.planner.plan import Plan
 from flexd.server import figures as f
 from flexd.server.drift_status import DriftStatus, TableDriftStatus
@@ -43,7 +44,6 @@ from flexd.server.status import PlacementStatus, SnapshotStatus, Status, StreamS
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.profile import Profile
 from flexd.sketch.sources import TableSources
-from flexd.started import Started
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,9 @@ def accesses_of(
     if tap:
         return Tapped(collection)
     if kafka:
-        from flexd.stream.kafka_sink import KafkaSink
+        from flexd.stream.kafka.sink import KafkaSink
 
         return Published(KafkaSink(kafka, topic), rank)
-    from flexd.stream.file_log import FileLogSink
+    from flexd.stream.file_log.log import FileLogSink
 
     return Published(FileLogSink(Path(file_log), f"rank-{rank}"), rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexd.errors import ConfigError
+from flexd.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

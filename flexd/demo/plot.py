@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from flexd.core.errors import ConfigError
 from flexd.demo.summary import RunRecord
-from flexd.errors import ConfigError
 
 
 def _smooth(values: npt.NDArray[np.float64], window: int) -> npt.NDArray[np.float64]:

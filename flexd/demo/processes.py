@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from flexd.errors import FlexdError
+from flexd.core.errors import FlexdError
 
 LOG_TAIL_LINES = 15
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import flexd
 from flexd.demo.accesses import accesses_of
 from flexd.demo.model import NextItem, right_aligned
-from flexd.trace import Batch, Batches, load_trace
+from flexd.stream.trace import Batch, Batches, load_trace
 
 ADAGRAD_EPS = 1e-4
 """Row-wise Adagrad divides a row's first gradient by its own size; where gradients cancel to rounding noise that would

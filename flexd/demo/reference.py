@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from flexd.core.keyspace import KeySpace
+from flexd.core.layout import RankLayout
 from flexd.demo.rank import ADAGRAD_EPS, RunSetup, features_of, loss_of
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.keyspace import KeySpace
-from flexd.layout import RankLayout
-from flexd.trace import Batch, Batches
+from flexd.stream.trace import Batch, Batches
 
 ID_BYTES = 8
 

@@ -16,6 +16,7 @@ import numpy as np
 import yaml
 from rich.console import Console
 
+from flexd.core.errors import FlexdError
 from flexd.demo.options import DemoOptions
 from flexd.demo.plot import plot_run
 from flexd.demo.ports import free_ports
@@ -23,10 +24,9 @@ from flexd.demo.processes import DaemonProcess, Ranks, run_reference
 from flexd.demo.rank import RunSetup
 from flexd.demo.screen import LiveView, print_summary
 from flexd.demo.summary import RunRecord, summarise, tolerance
-from flexd.errors import FlexdError
+from flexd.stream.trace import Batches, Trace, load_trace, synthetic_trace
 from flexd.topology.files import load_preset, write_cluster
 from flexd.topology.scale import scale_model
-from flexd.trace import Batches, Trace, load_trace, synthetic_trace
 
 HISTORY = 32
 DIM = 16
@@ -133,7 +133,7 @@ class Demo:
     def run(self) -> RunRecord:
         options, setup = self._options, self.setup
         if setup.kafka:
-            from flexd.stream.kafka_topic import ensure_topic
+            from flexd.stream.kafka.topic import ensure_topic
 
             ensure_topic(setup.kafka, setup.topic, partitions=setup.world_size, timeout_seconds=20.0)
         restart_at = None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from flexd.errors import FlexdError
+from flexd.core.errors import FlexdError
 
 
 class Level(StrEnum):

@@ -14,11 +14,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import flexd
-from flexd import units
 from flexd.config.model import Config
 from flexd.config.stream import KafkaSource
+from flexd.core import units
+from flexd.core.secrets import read_keys
 from flexd.doctor.finding import Finding, fault, ok, skipped, warning
-from flexd.secret import read_keys
 
 NEEDED = ("numpy", "torch", "pydantic", "pyyaml", "numba", "pyarrow", "datasketches", "fastapi", "uvicorn", "scipy")
 _CONNECT_SECONDS = 2.0

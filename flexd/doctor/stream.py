@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexd import units
 from flexd.config.model import Config
 from flexd.config.stream import FileLogSource, KafkaSource
+from flexd.core import units
+from flexd.core.errors import CodecError
 from flexd.doctor.finding import Finding, fault, ok, skipped, warning
-from flexd.errors import CodecError
 
 MAX_MESSAGES = 200
 SKEW_SECONDS = 60.0
@@ -51,7 +51,7 @@ def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
             return
         yield ok("stream", f"{sample.name}: {_partitions(sample.partitions)}")
     elif isinstance(source, KafkaSource):
-        from flexd.stream.kafka_look import look
+        from flexd.stream.kafka.inspection import look
 
         found = look(source.bootstrap_servers, source.topic, source.client, source.resolved_client_options(),
                      messages=MAX_MESSAGES, timeout_seconds=timeout_seconds)  # fmt: skip
@@ -75,7 +75,7 @@ def messages(config: Config, sample: Sample) -> Iterator[Finding]:
     if not sample.payloads:
         yield warning("messages", f"{sample.name} has no messages", "start a publisher, or flexd produce")
         return
-    from flexd.stream.codec import decode
+    from flexd.stream.codecs.codec import decode
 
     refused: Counter[str] = Counter()
     unknown: Counter[str] = Counter()
@@ -130,7 +130,7 @@ def _file_log(source: FileLogSource) -> Sample:
     name = f"file log {source.path}"
     if not source.path.is_dir():
         return Sample(name, False, 0, ())
-    from flexd.stream.file_log import FileLogSource as FileLog
+    from flexd.stream.file_log.log import FileLogSource as FileLog
 
     log = FileLog(source.path)
     try:

@@ -11,25 +11,25 @@ import numpy as np
 import torch
 from torch import nn
 
-from flexd.embedding.blocks import TableHomes
+from flexd.core.errors import EmbeddingError, TopologyError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.embedding.checkpoint.blocks import TableHomes
+from flexd.embedding.checkpoint.local_state import load_local, save_local
+from flexd.embedding.checkpoint.whole_tables import gather_rows, replicas_bit_equal
 from flexd.embedding.engine import RowEngine
+from flexd.embedding.exchange.process_groups import ChainGroups, layout_from_environment
+from flexd.embedding.exchange.sent_bytes import Traffic
+from flexd.embedding.exchange.station import Route
 from flexd.embedding.features import FeatureMap
 from flexd.embedding.gradients import AnchorParameter, clip_grad_norm_
-from flexd.embedding.groups import ChainGroups, layout_from_environment
-from flexd.embedding.handle import FusedOptimizer
-from flexd.embedding.initial import initial_rows
 from flexd.embedding.jagged import Jagged, as_jagged
-from flexd.embedding.local_state import load_local, save_local
 from flexd.embedding.lookup import Lookup
-from flexd.embedding.memory import RankMemory
-from flexd.embedding.optimizer import SGD, RowOptimizer
-from flexd.embedding.station import Route
-from flexd.embedding.store import TORCH_DTYPES
-from flexd.embedding.traffic import Traffic
-from flexd.embedding.whole import gather_rows, replicas_bit_equal
-from flexd.errors import EmbeddingError, TopologyError
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout
+from flexd.embedding.optimizer_handle import FusedOptimizer
+from flexd.embedding.row_optimizers import SGD, RowOptimizer
+from flexd.embedding.store.initial_values import initial_rows
+from flexd.embedding.store.memory import RankMemory
+from flexd.embedding.store.store import TORCH_DTYPES
 
 JaggedLike = Jagged | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Ids of one feature: ``Jagged``, a nested tensor of layout ``torch.jagged``, or (values, offsets)."""

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from flexd.control.agent import Agent
-from flexd.control.report import RankIdentity, StepReport
+from flexd.control.agent.agent import Agent
+from flexd.control.protocol.report import RankIdentity, StepReport
+from flexd.core.errors import ConfigError
+from flexd.core.secrets import KeyFile
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.tap import Tap
-from flexd.errors import ConfigError
-from flexd.secret import KeyFile
+from flexd.embedding.tap.tap import Tap
 
 logger = logging.getLogger(__name__)
 

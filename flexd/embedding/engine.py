@@ -9,24 +9,24 @@ from datetime import timedelta
 import numpy as np
 import torch
 
-from flexd.control.inbox import ChunkInbox, Prepared
-from flexd.embedding.ahead import Ahead, AheadJob, Left
-from flexd.embedding.exchange import Agreement, Call, Hop
+from flexd.control.agent.inbox import ChunkInbox, Prepared
+from flexd.core.errors import EmbeddingError
+from flexd.core.keyspace import KeySpace
+from flexd.core.placement import Delta
+from flexd.embedding.exchange.hop import Agreement, Call, Hop
+from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.exchange.route import Router
+from flexd.embedding.exchange.sent_bytes import Traffic
+from flexd.embedding.exchange.station import Route
 from flexd.embedding.gradients import StepGradients
-from flexd.embedding.groups import ChainGroups
-from flexd.embedding.initial import initial_rows
-from flexd.embedding.memory import RankMemory, rank_memory
-from flexd.embedding.migrate import Migrator
-from flexd.embedding.optimizer import RowOptimizer
-from flexd.embedding.route import Router
-from flexd.embedding.run_ahead import RunAhead
-from flexd.embedding.station import Route
-from flexd.embedding.store import GroupStore
-from flexd.embedding.sync import ReplicaSync, Summed
-from flexd.embedding.traffic import Traffic
-from flexd.errors import EmbeddingError
-from flexd.keyspace import KeySpace
-from flexd.placement import Delta
+from flexd.embedding.migration.migrator import Migrator
+from flexd.embedding.prefetch.job import Ahead, AheadJob, Left
+from flexd.embedding.prefetch.run_ahead import RunAhead
+from flexd.embedding.replicas.row_updates import ReplicaSync, Summed
+from flexd.embedding.row_optimizers import RowOptimizer
+from flexd.embedding.store.initial_values import initial_rows
+from flexd.embedding.store.memory import RankMemory, rank_memory
+from flexd.embedding.store.store import GroupStore
 
 MAX_PENDING_PASSES = 64
 

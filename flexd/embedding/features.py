@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from flexd.core.errors import EmbeddingError
+from flexd.core.keyspace import KeySpace
 from flexd.embedding.jagged import Jagged
-from flexd.errors import EmbeddingError
-from flexd.keyspace import KeySpace
 
 
 class FeatureMap:

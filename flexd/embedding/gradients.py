@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from flexd.embedding.groups import Peers
-from flexd.embedding.store import GroupStore
-from flexd.embedding.sync import Summed, sum_by
-from flexd.errors import EmbeddingError
+from flexd.core.errors import EmbeddingError
+from flexd.embedding.exchange.process_groups import Peers
+from flexd.embedding.replicas.row_updates import Summed, sum_by
+from flexd.embedding.store.store import GroupStore
 
 
 class StepGradients:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexd.errors import EmbeddingError
+from flexd.core.errors import EmbeddingError
 
 
 @dataclass(frozen=True)

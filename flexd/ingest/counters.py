@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import SketchError
+from flexd.core.errors import SketchError
+from flexd.core.keyspace import TableSpec
+from flexd.core.layout import RankLayout
+from flexd.ingest.message_counts import Tally
 from flexd.ingest.shard import Shard
-from flexd.keyspace import TableSpec
-from flexd.layout import RankLayout
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.set_types import SketchSettings
 from flexd.sketch.table_set import SketchSet
-from flexd.tally import Tally
 
 MAX_THREADS = 64
 

@@ -14,27 +14,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexd.dead_letters import DeadLetterFile
-from flexd.errors import FlexdError, SketchError, SnapshotError
-from flexd.faults import fault_point
+from flexd.core.errors import FlexdError, SketchError, SnapshotError
+from flexd.core.fault_points import fault_point
+from flexd.core.keyspace import TableSpec
+from flexd.core.layout import RankLayout
 from flexd.ingest import counters
 from flexd.ingest.backoff import Backoff
 from flexd.ingest.counters import Counters
+from flexd.ingest.dead_letters import DeadLetterFile
+from flexd.ingest.message_counts import Tally
 from flexd.ingest.restore import SNAPSHOT_META_FORMAT, restore
 from flexd.ingest.saving import BackgroundJob
 from flexd.ingest.shard import Decode, Shard
 from flexd.ingest.stats import ROW_REASONS, IngestStats
 from flexd.ingest.workers import Workers
-from flexd.keyspace import TableSpec
-from flexd.layout import RankLayout
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.set_types import SketchSettings
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_set import SketchSet, warm_up
-from flexd.stream.counted import decode as decode_message
+from flexd.stream.codecs.any_message import decode as decode_message
 from flexd.stream.types import Positions, Source
-from flexd.tally import Tally
 
 _log = logging.getLogger(__name__)
 

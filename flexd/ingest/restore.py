@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flexd.errors import SketchError, SnapshotError
+from flexd.core.errors import SketchError, SnapshotError
+from flexd.core.keyspace import TableSpec
 from flexd.ingest import counters
-from flexd.keyspace import TableSpec
 from flexd.sketch.set_types import SketchSettings
 from flexd.sketch.snapshot import LoadedSnapshot, SnapshotStore
 from flexd.sketch.table_set import SketchSet

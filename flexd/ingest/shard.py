@@ -6,15 +6,15 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from flexd.counted import CountedBatch
-from flexd.dead_letters import DeadLetterFile
-from flexd.errors import CodecError
+from flexd.core.counted_accesses import CountedBatch
+from flexd.core.errors import CodecError
+from flexd.ingest.dead_letters import DeadLetterFile
+from flexd.ingest.message_counts import MAX_REASONS, Tally
 from flexd.ingest.stats import ROW_REASONS
+from flexd.sketch.counters.weighted import ingest_counts
 from flexd.sketch.set_types import IngestCounts
 from flexd.sketch.table_set import SketchSet
-from flexd.sketch.weighted import ingest_counts
 from flexd.stream.types import AccessBatch, Message
-from flexd.tally import MAX_REASONS, Tally
 
 _log = logging.getLogger(__name__)
 

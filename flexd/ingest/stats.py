@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flexd import counted
-from flexd.sketch import weighted
-from flexd.stream import codec
+from flexd.core import counted_accesses as counted
+from flexd.sketch.counters import weighted
+from flexd.stream.codecs import codec
 
 MESSAGE_REASONS = tuple(sorted({*codec.REASONS, *counted.REASONS, *weighted.REASONS, "internal_error"}))
 """Every reason for which a whole message is not counted."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexd.layout import Tier
-from flexd.planner.cost import CostBreakdown
-from flexd.planner.traffic import Phase, Where
+from flexd.core.layout import Tier
+from flexd.planner.model.cost import CostBreakdown
+from flexd.planner.model.row_bytes import Phase, Where
 from flexd.topology.model import Cluster, Collective, Link
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import PlanError
-from flexd.keyspace import KeySpace
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Delta, Placement
-from flexd.planner.limits import SlotBudgets
+from flexd.core.errors import PlanError
+from flexd.core.keyspace import KeySpace
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Delta, Placement
+from flexd.planner.solver.limits import SlotBudgets
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]

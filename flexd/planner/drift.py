@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from flexd.errors import PlanError
-from flexd.keyspace import KeySpace
-from flexd.layout import RankLayout
-from flexd.placement import Placement
-from flexd.planner.cost import CostBreakdown
+from flexd.core.errors import PlanError
+from flexd.core.keyspace import KeySpace
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
+from flexd.planner.model.cost import CostBreakdown
+from flexd.planner.model.row_bytes import Exchange, Where
+from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import placement_cost
-from flexd.planner.shape import TrainingShape
-from flexd.planner.traffic import Exchange, Where
-from flexd.planner.workload import make_loads
 from flexd.sketch.profile import Profile
 from flexd.topology.model import Cluster
 

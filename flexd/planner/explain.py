@@ -13,18 +13,18 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import PlanError
-from flexd.keyspace import KeySpace
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Placement
-from flexd.planner.cost import LoadSums, step_latencies
+from flexd.core.errors import PlanError
+from flexd.core.keyspace import KeySpace
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Placement
 from flexd.planner.explanation import RowExplanation, TableExplanation, TierThreshold, Why
-from flexd.planner.gains import migration_seconds, row_seconds, usable_tiers
-from flexd.planner.limits import FREE, PlanLimits
+from flexd.planner.model.cost import LoadSums, step_latencies
+from flexd.planner.model.gains import migration_seconds, row_seconds, usable_tiers
+from flexd.planner.model.prices import exposed_share
+from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.model.workload import ANYWHERE, PER_NODE, PER_RANK, GroupLoad, make_loads
 from flexd.planner.plan import Plan
-from flexd.planner.prices import exposed_share
-from flexd.planner.shape import TrainingShape
-from flexd.planner.workload import ANYWHERE, PER_NODE, PER_RANK, GroupLoad, make_loads
+from flexd.planner.solver.limits import FREE, PlanLimits
 from flexd.sketch.profile import Profile, TableProfile
 
 Int64Array = npt.NDArray[np.int64]

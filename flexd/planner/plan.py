@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import PlanError
-from flexd.keyspace import KeySpace
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Delta, Placement
+from flexd.core.errors import PlanError
+from flexd.core.keyspace import KeySpace
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Delta, Placement
 from flexd.planner.account import replication_account
 from flexd.planner.baselines import BASELINES, ROW_WISE_DEDUP, TWO_HOP
-from flexd.planner.cost import CostBreakdown, LoadSums, joint_cost
 from flexd.planner.delta import moved_bytes, plan_delta, rows_by_tier
-from flexd.planner.gains import canonical_tiers, migration_seconds
-from flexd.planner.limits import PlanLimits, SlotBudgets, slots_of_ranks
-from flexd.planner.memory import RankMemory, placement_memory
-from flexd.planner.shape import TrainingShape
-from flexd.planner.tiers import choose_jointly
-from flexd.planner.traffic import Exchange
-from flexd.planner.workload import GroupLoad, make_loads
+from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
+from flexd.planner.model.gains import canonical_tiers, migration_seconds
+from flexd.planner.model.rank_memory import RankMemory, placement_memory
+from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.model.workload import GroupLoad, make_loads
+from flexd.planner.solver.limits import PlanLimits, SlotBudgets, slots_of_ranks
+from flexd.planner.solver.tiers import choose_jointly
 from flexd.sketch.profile import Profile
 from flexd.topology.model import Cluster
 

@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from flexd.errors import ScaleOutError
+from flexd.core.errors import ScaleOutError
 from flexd.ingest import Ingestor
-from flexd.scaleout import delta as deltas
-from flexd.scaleout.answer import Answer
-from flexd.scaleout.chain import Chain
-from flexd.scaleout.courier import Courier
-from flexd.scaleout.delta import Delta, Stretch
+from flexd.ingest.message_counts import Tally
+from flexd.scaleout import count_delta as deltas
+from flexd.scaleout.count_delta import Delta, Stretch
+from flexd.scaleout.delta_sender import Courier
+from flexd.scaleout.push_answer import Answer
+from flexd.scaleout.unacknowledged import Chain
 from flexd.sketch.table_set import SketchSet
 from flexd.stream.types import Message, Positions, Source
-from flexd.tally import Tally
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class FollowerStats:
 
 
 class Follower:
-    """What the ingest of a follower reads from. The rules are in ``flexd.scaleout.chain``.
+    """What the ingest of a follower reads from. The rules are in ``flexd.scaleout.unacknowledged``.
 
     Its methods run in the ingest thread, between two polls, except ``stats`` and ``problem`` (any). ``position_of``,
     ``on_revoked`` and ``on_lost`` are the callbacks of a consumer-group source.

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from flexd.errors import ScaleOutError, SketchError
+from flexd.core.errors import ScaleOutError, SketchError
+from flexd.core.keyspace import KeySpace
 from flexd.ingest import Ingestor
-from flexd.keyspace import KeySpace
-from flexd.scaleout import delta as deltas
-from flexd.scaleout.answer import Answer
-from flexd.scaleout.delta import Delta
+from flexd.scaleout import count_delta as deltas
+from flexd.scaleout.count_delta import Delta
 from flexd.scaleout.ledger import Ledger
+from flexd.scaleout.push_answer import Answer
 from flexd.sketch.set_types import SketchSettings
 from flexd.sketch.table_set import SketchSet
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from flexd.scaleout.delta import Stretch
+from flexd.scaleout.count_delta import Stretch
 from flexd.stream.types import Message, Positions
 
 Fit = Literal["fits", "repeated", "elsewhere"]

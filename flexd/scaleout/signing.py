@@ -17,9 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from flexd.errors import ScaleOutError
-from flexd.secret import Secret, accepted_keys, is_one_of, signing_key
-from flexd.started import Started
+from flexd.core.errors import ScaleOutError
+from flexd.core.process_start import Started
+from flexd.core.secrets import Secret, accepted_keys, is_one_of, signing_key
 
 CLOCK_SKEW_SECONDS = 60.0
 MAX_NONCES = 100_000

@@ -13,12 +13,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from flexd.errors import ScaleOutError
-from flexd.scaleout import answer as answers
+from flexd.core.errors import ScaleOutError
+from flexd.core.secrets import Secret
+from flexd.scaleout import push_answer as answers
 from flexd.scaleout import signing
-from flexd.scaleout.answer import Answer
 from flexd.scaleout.leader import REASONS, Leader
-from flexd.secret import Secret
+from flexd.scaleout.push_answer import Answer
 from flexd.server.http import HttpListener
 
 if TYPE_CHECKING:

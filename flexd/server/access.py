@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flexd.config.server import ApiScope
-from flexd.errors import ApiError
+from flexd.core.errors import ApiError
 from flexd.server.guard import answer_error
 from flexd.server.protocol import CLIENT_NAME
 from flexd.server.rate import RateLimiter, client_address

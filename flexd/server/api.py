@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from flexd.errors import (
+from flexd.core.errors import (
     ApiError,
     ConfigError,
     ControlError,

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 import flexd
-from flexd.errors import FlexdError
+from flexd.core.errors import FlexdError
 from flexd.server.access import asked_by
 from flexd.server.answers import ErrorBody, ErrorDetail, ProbeResult
 from flexd.server.api import DaemonApi, error_body, http_status

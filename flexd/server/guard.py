@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flexd.config.base import is_loopback
-from flexd.errors import ApiError
+from flexd.core.errors import ApiError
 from flexd.server.api import error_body
 
 MAX_REQUEST_BYTES = 64 * 1024

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from flexd.config.base import is_loopback, split_address
 from flexd.config.server import ServerConfig
-from flexd.errors import ApiError
+from flexd.core.errors import ApiError
 from flexd.server.access import AccessControl, Refusals
 from flexd.server.api import DaemonApi
 from flexd.server.api_metrics import RefusalsCollector

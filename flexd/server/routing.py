@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from fastapi import Response
 from pydantic import BaseModel
 
-from flexd.errors import ApiError
+from flexd.core.errors import ApiError
 from flexd.server.answers import ErrorBody
 
 MAX_SLOW_CALLS = 8

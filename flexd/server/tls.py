@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flexd.config.server import TlsConfig
-from flexd.errors import ApiError
+from flexd.core.errors import ApiError
 
 LOOK_SECONDS = 5.0
 """Between two looks at whether the certificate has changed."""

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexd.config.server import ApiScope, TokenConfig
-from flexd.errors import ConfigError
-from flexd.secret import KeyFile
+from flexd.core.errors import ConfigError
+from flexd.core.secrets import KeyFile
 
 _DIGEST = re.compile(rb"sha256:([0-9a-fA-F]{64})")
 

@@ -10,12 +10,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import ConfigError
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout
+from flexd.core.errors import ConfigError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
 from flexd.sketch.profile import Profile, TableProfile
+from flexd.stream.trace import Batches, Trace
 from flexd.stream.zipf import ZipfSampler, scatter, scatter_multiplier
-from flexd.trace import Batches, Trace
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -65,7 +65,7 @@ class RowFormat:
 
 
 class TraceAccesses:
-    """A trace as a next-item model reads it (``flexd.trace.Batches``), spread over all of it.
+    """A trace as a next-item model reads it (``flexd.stream.trace.Batches``), spread over all of it.
 
     Raises:
         ConfigError: a step is too large.

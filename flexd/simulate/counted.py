@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import PlanError
-from flexd.keyspace import KeySpace
+from flexd.core.errors import PlanError
+from flexd.core.keyspace import KeySpace
 from flexd.sketch.profile import Profile, TableProfile
 
 Int64Array = npt.NDArray[np.int64]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexd.errors import ConfigError
+from flexd.core.errors import ConfigError
 from flexd.simulate.plots import DARK, LIGHT, render
 from flexd.simulate.replay import Replay
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import ConfigError
+from flexd.core.errors import ConfigError
 from flexd.simulate.replay import Course, Replay
 from flexd.simulate.strategies import FLEXSHARD, ORACLE, REPLANNED, ROW_WISE, STATIC, TWO_HOP
 from flexd.simulate.summary import compared_steps

@@ -20,10 +20,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from flexd.keyspace import KeySpace
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Placement
-from flexd.planner.workload import make_loads
+from flexd.core.keyspace import KeySpace
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Placement
+from flexd.planner.model.workload import make_loads
 from flexd.simulate.traffic import ID_BYTES
 from flexd.sketch.profile import Profile
 from flexd.topology.model import Cluster, Collective, Link

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import ConfigError
-from flexd.keyspace import KeySpace
-from flexd.layout import RankLayout
-from flexd.placement import Delta, Placement
+from flexd.core.errors import ConfigError
+from flexd.core.keyspace import KeySpace
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Delta, Placement
 from flexd.planner.delta import delta_chunks
 from flexd.planner.plan import make_plan
 from flexd.simulate.accesses import Accesses

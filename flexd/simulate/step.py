@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flexd.layout import RankLayout
+from flexd.core.layout import RankLayout
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -14,10 +14,10 @@ from enum import Enum, IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from flexd.keyspace import KeySpace
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Delta, Placement
-from flexd.planner.shape import TrainingShape
+from flexd.core.keyspace import KeySpace
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Delta, Placement
+from flexd.planner.model.training_shape import TrainingShape
 from flexd.simulate.step import StepKeys
 from flexd.topology.model import Collective
 

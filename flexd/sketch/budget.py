@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flexd.errors import SketchError
-from flexd.keyspace import TableSpec
-from flexd.sketch import dense
-from flexd.sketch.countmin import FAILURE_PROBABILITY, MAX_LOG2_WIDTH, MIN_LOG2_WIDTH, CountMin
+from flexd.core.errors import SketchError
+from flexd.core.keyspace import TableSpec
+from flexd.sketch.counters import dense
+from flexd.sketch.counters.countmin import FAILURE_PROBABILITY, MAX_LOG2_WIDTH, MIN_LOG2_WIDTH, CountMin
+from flexd.sketch.counters.hot_set import HotSet
+from flexd.sketch.counters.logarithmic import packed_bytes, relative_error
 from flexd.sketch.distinct import LOG2_REGISTERS
-from flexd.sketch.hotset import HotSet
-from flexd.sketch.logarithmic import packed_bytes, relative_error
 from flexd.sketch.sample import AccessSample
 
 LOG_BITS = (3, 4, 8)

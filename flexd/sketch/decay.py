@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from flexd.errors import SketchError
+from flexd.core.errors import SketchError
 
 UNIT_BITS = 16
 """Of an exact counter: an access weighs 2^16 to 2^18 units when it is counted, so rounding to a whole unit costs at

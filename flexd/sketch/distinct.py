@@ -1,7 +1,7 @@
 """How many different rows were seen: HyperLogLog registers, filled in the counters' own pass.
 
 The DataSketches binding updates its HLL one item a call (about 5 M/s); these registers are filled in bulk by
-``flexd.sketch.countmin`` at no measurable extra cost, so nothing has to be sampled.
+``flexd.sketch.counters.countmin`` at no measurable extra cost, so nothing has to be sampled.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import SketchError
+from flexd.core.errors import SketchError
 
 UInt8Array = npt.NDArray[np.uint8]
 

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import SnapshotError
+from flexd.core.errors import SnapshotError
 
 Arrays = dict[str, npt.NDArray[Any]]
 

@@ -1,7 +1,7 @@
 """Sketches in the serialised forms of Apache DataSketches, which other tools read, and back.
 
-Positions and registers are DataSketches' own (``flexd.sketch.hashing``), so nothing is estimated again: cells and
-registers are copied, and an exported count-min answers every query with the number that flexd answers.
+Positions and registers are DataSketches' own (``flexd.sketch.counters.hashing``), so nothing is estimated again:
+cells and registers are copied, and an exported count-min answers every query with the number that flexd answers.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import datasketches
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import SketchError
-from flexd.sketch.countmin import DEPTH, MAX_LOG2_WIDTH, MIN_LOG2_WIDTH, CountMin
+from flexd.core.errors import SketchError
+from flexd.sketch.counters.countmin import DEPTH, MAX_LOG2_WIDTH, MIN_LOG2_WIDTH, CountMin
+from flexd.sketch.counters.hashing import SEED
 from flexd.sketch.distinct import LOG2_REGISTERS, DistinctRows
-from flexd.sketch.hashing import SEED
 from flexd.sketch.table_set import SketchSet
 from flexd.sketch.tables import CountMinTable, DenseTable
 

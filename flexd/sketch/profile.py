@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import SketchError
+from flexd.core.errors import SketchError
 from flexd.sketch.sources import TableSources
 
 Float32Array = npt.NDArray[np.float32]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import SketchError
+from flexd.core.errors import SketchError
 from flexd.sketch.profile import Profile, TableProfile
 
 FORMAT = 1

@@ -9,7 +9,7 @@ import datasketches
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import SketchError
+from flexd.core.errors import SketchError
 
 Float64Array = npt.NDArray[np.float64]
 

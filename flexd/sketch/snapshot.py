@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy.typing as npt
 
-from flexd.durable import sync_directory
-from flexd.errors import SnapshotError
-from flexd.faults import fault_point
+from flexd.core.durable import sync_directory
+from flexd.core.errors import SnapshotError
+from flexd.core.fault_points import fault_point
 from flexd.sketch import frame
 from flexd.sketch.frame import Arrays
 

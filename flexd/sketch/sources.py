@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import SketchError
-from flexd.layout import RankLayout
+from flexd.core.errors import SketchError
+from flexd.core.layout import RankLayout
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import SketchError
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout
-from flexd.sketch import budget, kinds
+from flexd.core.errors import SketchError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.sketch import budget
 from flexd.sketch.budget import TableChoice
+from flexd.sketch.counters import kinds
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.quantiles import KllQuantiles

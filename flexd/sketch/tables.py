@@ -11,16 +11,17 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import SketchError
-from flexd.keyspace import TableSpec
-from flexd.layout import RankLayout
-from flexd.sketch import countmin, curve, dense
+from flexd.core.errors import SketchError
+from flexd.core.keyspace import TableSpec
+from flexd.core.layout import RankLayout
+from flexd.sketch import curve
 from flexd.sketch.budget import TableChoice
-from flexd.sketch.countmin import CountMin
+from flexd.sketch.counters import countmin, dense
+from flexd.sketch.counters.countmin import CountMin
+from flexd.sketch.counters.dense import DenseCounter
+from flexd.sketch.counters.hot_set import HotSet
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
-from flexd.sketch.dense import DenseCounter
 from flexd.sketch.distinct import DistinctRows
-from flexd.sketch.hotset import HotSet
 from flexd.sketch.profile import TableProfile
 from flexd.sketch.sample import AccessSample
 from flexd.sketch.sources import read_sources

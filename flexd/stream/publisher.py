@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import StreamError
-from flexd.stream.codec import MAX_ENTRIES, MAX_EVENT_TIME_SECONDS, MAX_TABLE_NAME_CHARS, encode_arrow
+from flexd.core.errors import StreamError
+from flexd.stream.codecs.codec import MAX_ENTRIES, MAX_EVENT_TIME_SECONDS, MAX_TABLE_NAME_CHARS, encode_arrow
 from flexd.stream.types import AccessBatch, Int32Array, Sink
 
 _log = logging.getLogger(__name__)

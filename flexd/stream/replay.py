@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexd.errors import StreamError
-from flexd.stream.codec import encode_arrow
+from flexd.core.errors import StreamError
+from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.trace import Trace
 from flexd.stream.types import AccessBatch, Sink
-from flexd.trace import Trace
 
 RETRY_SECONDS = 0.2
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from flexd.errors import StreamError
-from flexd.stream.codec import encode_arrow
+from flexd.core.errors import StreamError
+from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.types import AccessBatch, Message, Positions
 from flexd.stream.zipf import ZipfSampler, scatter, scatter_multiplier
 

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import StreamError
+from flexd.core.errors import StreamError
 
 Int32Array = npt.NDArray[np.int32]
 RowArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from flexd.errors import TopologyError
+from flexd.core.errors import TopologyError
 from flexd.topology.model import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel
 
 FORMAT_VERSION = 1

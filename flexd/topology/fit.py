@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import TopologyError
+from flexd.core.errors import TopologyError
 from flexd.topology.model import CollectiveCurve
 
 Float64Array = npt.NDArray[np.float64]

@@ -9,7 +9,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import TopologyError
+from flexd.core.errors import TopologyError
 
 Float64Array = npt.NDArray[np.float64]
 

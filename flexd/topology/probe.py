@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from flexd.errors import TopologyError
+from flexd.core.errors import TopologyError
 from flexd.topology.fit import CollectiveTimes, fit_curve
 from flexd.topology.model import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel
 from flexd.topology.timing import ProbeGroups, make_work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexd.errors import TopologyError
+from flexd.core.errors import TopologyError
 from flexd.topology.model import Cluster, Collective, CollectiveCurve, LinkModel
 
 

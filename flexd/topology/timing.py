@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from flexd.errors import TopologyError
-from flexd.layout import RankLayout
+from flexd.core.errors import TopologyError
+from flexd.core.layout import RankLayout
 from flexd.topology.model import Collective, Link
 
 Float64Array = npt.NDArray[np.float64]

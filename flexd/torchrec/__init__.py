@@ -10,7 +10,7 @@ Raises:
 
 from __future__ import annotations
 
-from flexd.errors import MissingExtraError
+from flexd.core.errors import MissingExtraError
 
 try:
     import torchrec as _torchrec  # noqa: F401

@@ -10,9 +10,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from flexd.embedding.bag import EmbeddingBagCollection
+from flexd.core.errors import EmbeddingError
+from flexd.embedding.bag_collection import EmbeddingBagCollection
 from flexd.embedding.jagged import Jagged
-from flexd.errors import EmbeddingError
 from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of
 from flexd.torchrec.inputs import jagged_by_key, keyed, weights_by_key
 

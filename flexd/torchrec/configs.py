@@ -12,9 +12,9 @@ from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, PoolingType
 from torchrec.types import DataType
 
-from flexd.embedding.bag import EmbeddingBagTable
+from flexd.core.errors import EmbeddingError
+from flexd.embedding.bag_collection import EmbeddingBagTable
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
-from flexd.errors import EmbeddingError
 
 DTYPES = {DataType.FP32: "float32", DataType.FP16: "float16", DataType.BF16: "bfloat16"}
 POOLINGS = {PoolingType.SUM: "sum", PoolingType.MEAN: "mean"}

@@ -9,8 +9,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from flexd.core.errors import EmbeddingError
 from flexd.embedding.jagged import Jagged
-from flexd.errors import EmbeddingError
 
 
 def keyed(given: Any, features: Sequence[str], rank: int) -> KeyedJaggedTensor:

@@ -9,9 +9,9 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.jagged import Jagged
-from flexd.errors import EmbeddingError
 from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of
 from flexd.torchrec.inputs import jagged_by_key, keyed
 

@@ -20,7 +20,7 @@ from flexd.cli import client as client_module
 from flexd.cli.client import DaemonAddress, DaemonClient
 from flexd.cli.exit_codes import DaemonTimeoutError, DaemonUnreachableError, ExitCode, exit_code_of
 from flexd.config.server import ServerConfig
-from flexd.errors import ApiError, ConfigError, FlexdError, PlanError
+from flexd.core.errors import ApiError, ConfigError, FlexdError, PlanError
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 

@@ -11,7 +11,7 @@ import yaml
 
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.explain_command import split_target
-from flexd.errors import ApiError
+from flexd.core.errors import ApiError
 
 SMALL = (
     "simulate", "--zipf", 1.05, "--rows", 600, "--drift", 4, "--batch", 40, "--history", 4, "--steps", 16,

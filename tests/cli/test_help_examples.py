@@ -14,7 +14,7 @@ import typer
 
 from flexd.cli.main import app
 from flexd.config.load import load_config
-from flexd.daemon.parts import sketch_settings
+from flexd.daemon.factory import sketch_settings
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_set import SketchSet
 

@@ -9,7 +9,7 @@ import pytest
 
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.migration_view import abort_sentence
-from flexd.errors import ApiError
+from flexd.core.errors import ApiError
 from flexd.server.migration_history import AbortPreview, RollbackPreview
 from flexd.server.migration_report import MigrationReport
 

@@ -12,7 +12,7 @@ from flexd.cli.plan_view import plan_blocks
 from flexd.cli.planning_view import planning_block, proposal_blocks
 from flexd.cli.throttle_view import ThrottleChange, throttle_blocks, throttle_sentence
 from flexd.cli.view import Sentences
-from flexd.errors import PlanError
+from flexd.core.errors import PlanError
 from flexd.server.plan_report import PlanReport
 from flexd.server.planning_report import GateReport, PlanningStatus, ProposalList, ProposalReport
 from flexd.server.throttle_report import StepTimeReport, ThrottleStatus

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from flexd.cli.exit_codes import ExitCode
-from flexd.errors import StreamError
-from flexd.stream.codec import decode
-from flexd.stream.file_log import FileLogSource
+from flexd.core.errors import StreamError
+from flexd.stream.codecs.codec import decode
+from flexd.stream.file_log.log import FileLogSource
 from flexd.stream.replay import replay, trace_batches
-from flexd.trace import load_trace
+from flexd.stream.trace import load_trace
 
 EVENTS = 1000
 
@@ -141,7 +141,7 @@ def test_a_pace_is_kept_and_a_stop_obeyed(trace):
 
 
 def test_lost_deliveries_are_an_exit_status(flexd_command, trace, monkeypatch):
-    monkeypatch.setattr("flexd.stream.kafka_sink.KafkaSink", lambda *_, **__: Sink(0, failed=1))
+    monkeypatch.setattr("flexd.stream.kafka.sink.KafkaSink", lambda *_, **__: Sink(0, failed=1))
     done = flexd_command("produce", trace, "--kafka", "127.0.0.1:1", "-o", "json")
     assert done.returncode == ExitCode.REFUSED
     assert json.loads(done.stdout)["target"] == "topic flexd-accesses at 127.0.0.1:1"

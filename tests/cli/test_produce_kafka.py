@@ -17,9 +17,9 @@ from tansu_broker import TansuBroker
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.produce_command import _Progress
 from flexd.config.load import load_config
-from flexd.daemon.parts import make_source
-from flexd.stream.codec import decode
-from flexd.trace import Trace, load_trace
+from flexd.daemon.factory import make_source
+from flexd.stream.codecs.codec import decode
+from flexd.stream.trace import Trace, load_trace
 
 EVENTS, MESSAGE = 1000, 64
 TOPIC, PARTITIONS = "accesses", 3

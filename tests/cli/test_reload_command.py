@@ -8,7 +8,7 @@ import pytest
 
 from flexd.cli.config_view import flat, reload_blocks, reload_sentence
 from flexd.cli.exit_codes import ExitCode
-from flexd.errors import ConfigError
+from flexd.core.errors import ConfigError
 from flexd.server.config_report import KeyChange, ReloadReport
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -18,7 +18,7 @@ from flexd.cli.exit_codes import ExitCode
 from flexd.cli.table_view import rank_blocks, row_blocks, table_blocks
 from flexd.cli.view import OutputFormat, Sentences
 from flexd.cli.watch import emit_watched
-from flexd.errors import ApiError
+from flexd.core.errors import ApiError
 from flexd.server.rank_report import RankPage
 from flexd.server.table_report import HotRowPage, TablePage
 

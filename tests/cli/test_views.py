@@ -11,9 +11,9 @@ import pytest
 from flexd.cli.plan_view import plan_blocks
 from flexd.cli.status_view import MAX_MISSING_RANKS, MAX_TABLES, migration_facts, status_blocks
 from flexd.cli.view import Table, show
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Placement
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Placement
 from flexd.planner.plan import make_plan
 from flexd.server.migration_report import MigrationReport
 from flexd.server.plan_report import PlanReport

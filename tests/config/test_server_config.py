@@ -8,7 +8,7 @@ import pytest
 
 from flexd.config.load import parse_config
 from flexd.config.model import Config
-from flexd.errors import ConfigError
+from flexd.core.errors import ConfigError
 
 TLS = {"cert_file": "/c.pem", "key_file": "/k.pem"}
 CLIENTS = {**TLS, "client_ca_file": "/ca.pem", "clients": {"operator": "admin"}}

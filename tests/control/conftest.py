@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from ranks_in_threads import SECRET, TABLES
 
-from flexd.control.coordinator import ControlOptions, Coordinator
-from flexd.control.journal import PlacementJournal
-from flexd.stream.tap import TapSource
+from flexd.control.daemon.coordinator import ControlOptions, Coordinator
+from flexd.control.daemon.journal import PlacementJournal
+from flexd.stream.tap_source import TapSource
 
 
 class Hosted:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from ranks_in_threads import SECRET, TABLES, target
 
-from flexd.control.coordinator import ControlOptions, Coordinator
-from flexd.control.journal import PlacementJournal
-from flexd.control.migration_states import MigrationState
+from flexd.control.daemon.coordinator import ControlOptions, Coordinator
+from flexd.control.daemon.journal import PlacementJournal
+from flexd.control.daemon.migration_states import MigrationState
 
 
 def main(port: int, directory: Path, seed: int, rows: int, timeout_seconds: float) -> None:

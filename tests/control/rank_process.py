@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from ranks_in_threads import SECRET, TABLES, identity, step_report
 
-from flexd.control.agent import Agent
-from flexd.control.inbox import ChunkInbox
-from flexd.layout import RankLayout
-from flexd.placement import Placement
+from flexd.control.agent.agent import Agent
+from flexd.control.agent.inbox import ChunkInbox
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
 
 
 def main(port: int, store_file: str, rank: int, world_size: int, attempt: str, seconds: float) -> None:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexd.control.agent import Agent
-from flexd.control.inbox import ChunkInbox
-from flexd.control.report import RankIdentity, StepReport
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Placement
-from flexd.secret import Secret
+from flexd.control.agent.agent import Agent
+from flexd.control.agent.inbox import ChunkInbox
+from flexd.control.protocol.report import RankIdentity, StepReport
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Placement
+from flexd.core.secrets import Secret
 
 TABLES = KeySpace([TableSpec("item", 50_000, 8), TableSpec("shop", 1_000, 16)])
 SECRET = b"a secret for the tests"

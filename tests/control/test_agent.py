@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 from ranks_in_threads import SECRET, TABLES, Ranks, identity, same_content, step_report, target, until
 
-from flexd.control.agent import Agent
-from flexd.control.channel import (
+from flexd.control.agent.agent import Agent
+from flexd.control.agent.inbox import ChunkInbox
+from flexd.control.agent.rank_connection import RankConnection
+from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.protocol.channel import (
     MAX_ABANDONED_CLIENTS,
     Backoff,
     EpochGroup,
@@ -22,14 +25,11 @@ from flexd.control.channel import (
     StoreConnector,
     parse_address,
 )
-from flexd.control.inbox import ChunkInbox
-from flexd.control.messages import EpochAnnouncement, Progress, Signer
-from flexd.control.migration_states import MigrationState
-from flexd.control.rank_connection import RankConnection
-from flexd.control.report import fold_reports
-from flexd.errors import ControlError
-from flexd.layout import RankLayout
-from flexd.placement import Placement
+from flexd.control.protocol.messages import EpochAnnouncement, Progress, Signer
+from flexd.control.protocol.report import fold_reports
+from flexd.core.errors import ControlError
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
 
 PAIR = RankLayout(2, 1)
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from ranks_in_threads import Ranks, same_content, target, until
 
-from flexd.control.journal import PlacementJournal
-from flexd.control.migration_states import MigrationState
-from flexd.layout import RankLayout
+from flexd.control.daemon.journal import PlacementJournal
+from flexd.control.daemon.migration_states import MigrationState
+from flexd.core.layout import RankLayout
 
 HERE = Path(__file__).parent
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from ranks_in_threads import Ranks, same_content, target, until
 
-from flexd.control import coordinator as coordinator_module
-from flexd.control.migration import ChunkSource
-from flexd.control.migration_states import MigrationState
-from flexd.errors import ControlError, PlacementError
-from flexd.layout import RankLayout
-from flexd.placement import Delta, Placement
+from flexd.control.daemon import coordinator as coordinator_module
+from flexd.control.daemon.migration import ChunkSource
+from flexd.control.daemon.migration_states import MigrationState
+from flexd.core.errors import ControlError, PlacementError
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Delta, Placement
 
 
 def test_a_delta_reaches_every_rank(host: Callable[..., Any]) -> None:
@@ -334,7 +334,7 @@ def test_a_full_disk_fails_the_migration_not_the_daemon(
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("flexd.control.journal.os.fsync", full)
+            patch.setattr("flexd.control.daemon.journal.os.fsync", full)
             failed = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
             assert failed.wait(15) is MigrationState.FAILED
             assert "No space left" in failed.reason

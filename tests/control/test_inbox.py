@@ -18,11 +18,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from flexd.control.inbox import ChunkInbox
-from flexd.errors import ChunkRefusedError, ControlError
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Delta, Placement
+from flexd.control.agent.inbox import ChunkInbox
+from flexd.core.errors import ChunkRefusedError, ControlError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Delta, Placement
 
 TABLES = KeySpace([TableSpec("item", 64, 4), TableSpec("shop", 16, 8)])
 LAYOUT = RankLayout(2, 2)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.control.journal import PlacementJournal, Segment
-from flexd.errors import PlacementError, SnapshotError
-from flexd.placement import Delta, Placement
+from flexd.control.daemon.journal import PlacementJournal, Segment
+from flexd.core.errors import PlacementError, SnapshotError
+from flexd.core.placement import Delta, Placement
 
 SEGMENT = Segment("a1", 3, "topology")
 
@@ -100,8 +100,8 @@ def test_voided_versions_agreement_and_restarts(
     """Against a plain list of placements: append after dropping up to 3 versions, fold now and then, reopen often."""
     directory = tmp_path_factory.mktemp("journal")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flexd.control.journal._COMPACT_ROWS", 12)
-        patch.setattr("flexd.control.journal._OVERLAY_ROWS", 7)
+        patch.setattr("flexd.control.daemon.journal._COMPACT_ROWS", 12)
+        patch.setattr("flexd.control.daemon.journal._OVERLAY_ROWS", 7)
         journal = PlacementJournal(directory)
         journal.begin(SEGMENT, Placement.empty())
         model = [Placement.empty()]
@@ -125,7 +125,7 @@ def test_voided_versions_agreement_and_restarts(
 
 
 def test_old_chunks_are_folded_so_that_the_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexd.control.journal._COMPACT_ROWS", 50)
+    monkeypatch.setattr("flexd.control.daemon.journal._COMPACT_ROWS", 50)
     journal = PlacementJournal(tmp_path)
     journal.begin(SEGMENT, Placement.empty())
     placement = Placement.empty()

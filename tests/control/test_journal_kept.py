@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from disk_order import watch_disk
 
-from flexd.control import journal as journal_module
-from flexd.control.journal import JournalledMigration, PlacementJournal, Segment
-from flexd.errors import SnapshotError
-from flexd.placement import Delta, Placement
+from flexd.control.daemon import journal as journal_module
+from flexd.control.daemon.journal import JournalledMigration, PlacementJournal, Segment
+from flexd.core.errors import SnapshotError
+from flexd.core.placement import Delta, Placement
 
 SEGMENT = Segment("a1", 3, "topology")
 ROWS = 4

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from ranks_in_threads import Ranks, target, until
 
-from flexd import secret
-from flexd.control.migration_states import MigrationState
-from flexd.layout import RankLayout
-from flexd.secret import KeyFile
+from flexd.control.daemon.migration_states import MigrationState
+from flexd.core import secrets as secret
+from flexd.core.layout import RankLayout
+from flexd.core.secrets import KeyFile
 
 OLD, NEW = b"the key of last year", b"the key of this year"
 

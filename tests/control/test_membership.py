@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from flexd.control import membership
-from flexd.control.membership import MAX_ATTEMPTS, Membership
-from flexd.control.messages import Hello
-from flexd.errors import ReplayedMessageError, TopologyError
-from flexd.layout import RankLayout
+from flexd.control.daemon import membership
+from flexd.control.daemon.membership import MAX_ATTEMPTS, Membership
+from flexd.control.protocol.messages import Hello
+from flexd.core.errors import ReplayedMessageError, TopologyError
+from flexd.core.layout import RankLayout
 
 
 def hello(

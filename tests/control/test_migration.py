@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from ranks_in_threads import target
 
-from flexd.control.journal import PlacementJournal, Segment
-from flexd.control.migration import ChunkedDelta, Migration, MigrationStep
-from flexd.control.migration_states import FINAL_STATES, TRANSITIONS, MigrationEvent, MigrationState
-from flexd.control.pusher import ChunkPusher
-from flexd.errors import ControlError, IllegalTransitionError
-from flexd.placement import Placement
+from flexd.control.daemon.journal import PlacementJournal, Segment
+from flexd.control.daemon.migration import ChunkedDelta, Migration, MigrationStep
+from flexd.control.daemon.migration_states import FINAL_STATES, TRANSITIONS, MigrationEvent, MigrationState
+from flexd.control.daemon.pusher import ChunkPusher
+from flexd.core.errors import ControlError, IllegalTransitionError
+from flexd.core.placement import Placement
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(MigrationState, MigrationEvent)))

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.control.pace import PaceController, PaceSettings, PaceState, StepTimes, StepWindow
-from flexd.errors import ControlError
+from flexd.control.daemon.pace import PaceController, PaceSettings, PaceState, StepTimes, StepWindow
+from flexd.core.errors import ControlError
 
 SETTINGS = PaceSettings(tolerance=0.1, floor_bytes=1_000, ceiling_bytes=65_000, increase_bytes=4_000)
 BASE = StepTimes(0.010, 0.012, 100)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from protocol_model import MUTATIONS, Bounds, explore
 
-from flexd.control.migration_states import FINAL_STATES, TRANSITIONS, MigrationEvent, MigrationState
+from flexd.control.daemon.migration_states import FINAL_STATES, TRANSITIONS, MigrationEvent, MigrationState
 
 # (bounds, states): a model that shrinks by accident checks less than it says.
 BOUNDS = (

@@ -9,11 +9,11 @@ from typing import Any, cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.control.board import Board
-from flexd.control.epoch import Epoch
-from flexd.control.membership import Attendance, Membership, Topology
-from flexd.control.messages import Hello, Progress, Signer
-from flexd.control.reception import REFUSED_KINDS, Reception
+from flexd.control.daemon.epoch import Epoch
+from flexd.control.daemon.membership import Attendance, Membership, Topology
+from flexd.control.daemon.receiver import REFUSED_KINDS, Reception
+from flexd.control.daemon.store import Board
+from flexd.control.protocol.messages import Hello, Progress, Signer
 
 KEY = b"a secret for the tests"
 HELLOS = tuple(

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from ranks_in_threads import Ranks, same_content, target, until
 
-from flexd.control.messages import DaemonNotice
-from flexd.control.migration_states import MigrationState
-from flexd.control.rendezvous import Rendezvous, parse_addresses
-from flexd.errors import ControlError, StaleMessageError
-from flexd.layout import RankLayout
+from flexd.control.agent.rendezvous import Rendezvous, parse_addresses
+from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.protocol.messages import DaemonNotice
+from flexd.core.errors import ControlError, StaleMessageError
+from flexd.core.layout import RankLayout
 
 PAIR = RankLayout(2, 1)
 
@@ -39,7 +39,7 @@ def _names(monkeypatch: pytest.MonkeyPatch, found: dict[str, list[str]]) -> list
             raise socket.gaierror("no such name")
         return [(0, 0, 0, "", (address, port)) for address in found[host]]
 
-    monkeypatch.setattr("flexd.control.rendezvous.socket.getaddrinfo", look_up)
+    monkeypatch.setattr("flexd.control.agent.rendezvous.socket.getaddrinfo", look_up)
     return asked
 
 
@@ -58,7 +58,7 @@ def _tried(rendezvous: Rendezvous, times: int) -> list[tuple[str, int]]:
 def test_every_address_of_a_name_is_tried_and_then_it_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"flexd": ["10.0.0.1", "10.0.0.2"], "other": ["10.0.0.2"]}
     asked = _names(monkeypatch, found)
-    monkeypatch.setattr("flexd.control.rendezvous.StoreConnector", _Connector)
+    monkeypatch.setattr("flexd.control.agent.rendezvous.StoreConnector", _Connector)
     rendezvous = Rendezvous("flexd:5,other:6,missing:7", "job", 1.0)
     assert _tried(rendezvous, 3) == [("10.0.0.1", 5), ("10.0.0.2", 5), ("10.0.0.2", 6)]
     assert rendezvous.tried_all

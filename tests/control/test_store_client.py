@@ -15,8 +15,8 @@ import pytest
 from stopped import state_of, stop
 from torch.distributed import Store
 
-from flexd.control.channel import StoreClient
-from flexd.errors import ControlError
+from flexd.control.protocol.channel import StoreClient
+from flexd.core.errors import ControlError
 
 SERVER = """
 import sys, time

@@ -10,13 +10,13 @@ import pytest
 from ranks_in_threads import SECRET, Ranks, until
 from torch.distributed import TCPStore
 
-from flexd.control.channel import Keys, job_store
-from flexd.control.messages import MAX_MESSAGE_BYTES, Signer, TapPiece, open_with_bytes, seal_with_bytes
-from flexd.control.outbox import DeltaOutbox
-from flexd.control.shipper import PIECE_BYTES
-from flexd.errors import AuthenticationError, ControlError
-from flexd.layout import RankLayout
-from flexd.stream.tap import TapSource
+from flexd.control.agent.outbox import DeltaOutbox
+from flexd.control.agent.shipper import PIECE_BYTES
+from flexd.control.protocol.channel import Keys, job_store
+from flexd.control.protocol.messages import MAX_MESSAGE_BYTES, Signer, TapPiece, open_with_bytes, seal_with_bytes
+from flexd.core.errors import AuthenticationError, ControlError
+from flexd.core.layout import RankLayout
+from flexd.stream.tap_source import TapSource
 
 TWO = RankLayout(1, 2)
 
@@ -138,8 +138,8 @@ def test_tampered_pieces_are_counted_and_the_delta_comes_whole_in_the_end(daemon
             sealed[-1] ^= 1
         return bytes(sealed)
 
-    monkeypatch.setattr("flexd.control.shipper.seal_with_bytes", tamper)
-    monkeypatch.setattr("flexd.control.intake._RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("flexd.control.agent.shipper.seal_with_bytes", tamper)
+    monkeypatch.setattr("flexd.control.daemon.intake._RETRY_SECONDS", 0.05)
     with TappedRanks(it.hosted.port) as ranks:
         ranks.outboxes[0].put(b"the real thing")
         until(lambda: len(it.counted) == 1, what=ranks.state())

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks_in_threads import target
 
-from flexd.control.journal import PlacementJournal, Segment
-from flexd.control.migration import Migration
-from flexd.control.migration_states import MigrationState
-from flexd.control.pusher import ChunkPusher
-from flexd.control.throttle import BURST_SECONDS, Pace, Throttle, ThrottleLimits, Wait
-from flexd.errors import ControlError
-from flexd.placement import Delta, Placement
+from flexd.control.daemon.journal import PlacementJournal, Segment
+from flexd.control.daemon.migration import Migration
+from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.pusher import ChunkPusher
+from flexd.control.daemon.throttle import BURST_SECONDS, Pace, Throttle, ThrottleLimits, Wait
+from flexd.core.errors import ControlError
+from flexd.core.placement import Delta, Placement
 
 
 @dataclass

@@ -9,13 +9,13 @@ from typing import Any
 from ranks_in_threads import SECRET, TABLES, Ranks, step_report, target, until
 
 from flexd.config.links import ControlConfig, ThrottleConfig
-from flexd.control.coordinator import ControlOptions, Coordinator
-from flexd.control.journal import PlacementJournal
-from flexd.control.migration_states import MigrationState
-from flexd.control.report import StepReport
-from flexd.control.throttle import Throttle, ThrottleLimits
-from flexd.daemon.pacing import MigrationPacing
-from flexd.placement import Placement
+from flexd.control.daemon.coordinator import ControlOptions, Coordinator
+from flexd.control.daemon.journal import PlacementJournal
+from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.throttle import Throttle, ThrottleLimits
+from flexd.control.protocol.report import StepReport
+from flexd.core.placement import Placement
+from flexd.operations.pacing import MigrationPacing
 from flexd.planner.delta import moved_bytes
 
 LARGEST_ROW = 64

@@ -11,9 +11,9 @@ import numpy as np
 from fake_coordinator import FakeCoordinator
 
 from flexd.config.load import parse_config
-from flexd.daemon.drift import DriftMonitor
-from flexd.layout import RankLayout
-from flexd.placement import Placement
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
+from flexd.operations.drift import DriftMonitor
 from flexd.planner.drift import placement_traffic
 from flexd.planner.plan import make_plan
 from flexd.sketch.profile import Profile

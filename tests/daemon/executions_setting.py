@@ -15,19 +15,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "control"))
 from ranks_in_threads import SECRET, TABLES, until
 
 from flexd.config.links import ControlConfig
-from flexd.control.coordinator import ControlOptions, Coordinator
-from flexd.control.journal import PlacementJournal
-from flexd.control.throttle import Throttle
-from flexd.daemon.decisions import DecisionFile
-from flexd.daemon.executions import Execution, Executions
-from flexd.daemon.late_rollbacks import LateRollbacks
+from flexd.control.daemon.coordinator import ControlOptions, Coordinator
+from flexd.control.daemon.journal import PlacementJournal
+from flexd.control.daemon.throttle import Throttle
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
 from flexd.daemon.migration_verbs import MigrationVerbs
-from flexd.daemon.plan_log import PlanLog
-from flexd.daemon.triggers import Trigger, TriggerKind
-from flexd.history.history import MigrationHistory
-from flexd.layout import RankLayout
-from flexd.placement import Placement
-from flexd.planner.limits import SlotBudgets
+from flexd.operations.decisions import DecisionFile
+from flexd.operations.executions import Execution, Executions
+from flexd.operations.history.history import MigrationHistory
+from flexd.operations.plan_log import PlanLog
+from flexd.operations.rollback_recovery import LateRollbacks
+from flexd.operations.triggers import Trigger, TriggerKind
+from flexd.planner.solver.limits import SlotBudgets
 
 LAYOUT = RankLayout(2, 1)
 SECONDS = 30.0

@@ -8,11 +8,11 @@ import threading
 import time
 from pathlib import Path
 
-from flexd.daemon.asked import Asked
+from flexd.daemon.signal_flag import Asked
 
 STORM = """
 import signal, sys, time
-from flexd.daemon.asked import Asked
+from flexd.daemon.signal_flag import Asked
 asked = Asked()
 count = 0
 def handler(*_):

@@ -14,12 +14,12 @@ from flexd_processes import until
 
 from flexd.config.load import parse_config
 from flexd.config.model import Config
+from flexd.core.errors import ConfigError, LeaseError
 from flexd.daemon.availability import AvailableDaemon, make_register
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.terms import open_term
-from flexd.errors import ConfigError, LeaseError
-from flexd.lease.file_register import FileLeaseRegister
-from flexd.lease.lease import Lease
+from flexd.ha.file_store import FileLeaseRegister
+from flexd.ha.lease import Lease
 
 SECONDS = 1.5
 

@@ -20,10 +20,10 @@ from ranks_in_threads import Ranks
 
 from flexd.config.load import parse_config
 from flexd.config.model import Config
+from flexd.core.errors import ApiError, ControlError, FlexdError, PlanError
 from flexd.daemon import Daemon
-from flexd.errors import ApiError, ControlError, FlexdError, PlanError
-from flexd.stream.codec import encode_arrow
-from flexd.stream.file_log import FileLogSink
+from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
 
 SHUTDOWN_SECONDS = 20.0

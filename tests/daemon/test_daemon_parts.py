@@ -9,11 +9,12 @@ import pytest
 
 from flexd.config.load import parse_config
 from flexd.config.model import Config
-from flexd.daemon import Daemon, parts
-from flexd.errors import ConfigError, FlexdError, SnapshotError, TopologyError
-from flexd.secret import KeyFile
-from flexd.stream.file_log import FileLogSource
-from flexd.stream.kafka import KafkaSource
+from flexd.core.errors import ConfigError, FlexdError, SnapshotError, TopologyError
+from flexd.core.secrets import KeyFile
+from flexd.daemon import Daemon
+from flexd.daemon import factory as parts
+from flexd.stream.file_log.log import FileLogSource
+from flexd.stream.kafka.source import KafkaSource
 from flexd.stream.synthetic import SyntheticSource
 
 

@@ -11,14 +11,14 @@ import httpx
 import pytest
 from flexd_processes import RunningDaemon, flexd
 
-from flexd import durable
 from flexd.config.links import ControlConfig, ThrottleConfig
-from flexd.control.throttle import Throttle, ThrottleLimits
+from flexd.control.daemon.throttle import Throttle, ThrottleLimits
+from flexd.core import durable
+from flexd.core.errors import ConfigError, SnapshotError
 from flexd.daemon.control_verbs import ControlVerbs
-from flexd.daemon.decisions import MAX_BYTES, AskedRollback, ChosenThrottle, DecisionFile, Decisions, Pause
-from flexd.daemon.pacing import MigrationPacing
-from flexd.errors import ConfigError, SnapshotError
-from flexd.history.records import ActionRecord
+from flexd.operations.decisions import MAX_BYTES, AskedRollback, ChosenThrottle, DecisionFile, Decisions, Pause
+from flexd.operations.history.records import ActionRecord
+from flexd.operations.pacing import MigrationPacing
 from flexd.server.config_report import ReloadReport
 
 CONFIGURED = ThrottleConfig(bytes_per_second=9_000)

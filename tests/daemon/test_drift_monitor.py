@@ -16,12 +16,12 @@ import pytest
 from drift_setting import CLUSTER, PER_STEP, ROWS, Setting, accesses, config_of
 from fake_coordinator import FakeCoordinator
 
-from flexd.control.live import LiveTopology
+from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
 from flexd.daemon import Daemon
-from flexd.layout import RankLayout
-from flexd.placement import Placement
-from flexd.stream.codec import encode_arrow
-from flexd.stream.file_log import FileLogSink
+from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
 
 
@@ -89,7 +89,7 @@ def test_nothing_is_priced_before_it_is_known_how_much_a_step_reads(setting: Set
 
 def test_how_old_the_newest_look_is(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [50.0]
-    monkeypatch.setattr("flexd.daemon.drift.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("flexd.operations.drift.time", SimpleNamespace(monotonic=lambda: now[0]))
     setting.carry_out()
     assert math.isnan(setting.monitor.age_seconds())
     assert setting.monitor.evaluate() is not None
@@ -114,7 +114,7 @@ def test_a_slow_look_puts_the_next_one_off(setting: Setting, monkeypatch: pytest
     def evaluate() -> None:
         now[0] += (60.0, 1.0)[len(waits) - 1]
 
-    monkeypatch.setattr("flexd.daemon.drift.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("flexd.operations.drift.time", SimpleNamespace(monotonic=lambda: now[0]))
     setting.monitor._stop = Stop()
     setting.monitor.evaluate = evaluate  # type: ignore[method-assign]
     setting.monitor._run()
@@ -304,7 +304,7 @@ def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkey
     """From messages in a file log to the plan's reason, in one process; only the ranks are made up."""
     coordinator = FakeCoordinator(obedient=True)
     monkeypatch.setattr("flexd.daemon.service.Coordinator", lambda *_, **__: coordinator)
-    monkeypatch.setattr("flexd.daemon.parts.make_cluster", lambda config: CLUSTER)
+    monkeypatch.setattr("flexd.daemon.factory.make_cluster", lambda config: CLUSTER)
     sink = FileLogSink(tmp_path / "log", "p0", flush_seconds=0.0)
     clock = 0.0
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flexd.daemon.ending import LEAST_SHARE, Ending
+from flexd.daemon.shutdown_budget import LEAST_SHARE, Ending
 
 
 class Parts:

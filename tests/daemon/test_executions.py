@@ -10,9 +10,9 @@ import pytest
 from executions_setting import LAYOUT, SECONDS, Setting
 from ranks_in_threads import Ranks, same_content, target, until
 
-from flexd.control import journal as journal_module
-from flexd.control.migration_states import MigrationState
-from flexd.errors import ApiError
+from flexd.control.daemon import journal as journal_module
+from flexd.control.daemon.migration_states import MigrationState
+from flexd.core.errors import ApiError
 
 
 @pytest.fixture

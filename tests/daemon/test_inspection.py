@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from flexd.config.load import parse_config
-from flexd.control.live import LiveTopology
-from flexd.control.report import StepReport
+from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.control.protocol.report import StepReport
+from flexd.core.errors import ApiError
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Placement
 from flexd.daemon.follower_inspection import FollowerInspection
 from flexd.daemon.inspection import Inspection, row_wise_inter_node_bytes
-from flexd.daemon.traffic import INTERVAL_SECONDS, MAX_SAMPLES, TrafficTimeline
-from flexd.daemon.training import TrainingMonitor
-from flexd.errors import ApiError
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Placement
+from flexd.operations.recent_traffic import INTERVAL_SECONDS, MAX_SAMPLES, TrafficTimeline
+from flexd.operations.step_reports import TrainingMonitor
 from flexd.sketch.set_types import SketchSettings
 from flexd.sketch.table_set import SketchSet
 

@@ -8,12 +8,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from flexd.config.load import parse_config
 from flexd.config.planner import PlannerConfig
 from flexd.daemon import Daemon
-from flexd.daemon.gates import GATE_NAMES, gates
 from flexd.daemon.label_values import with_zeros
 from flexd.daemon.scale_out_view import follower_figures
 from flexd.daemon.view import ingest_figures
 from flexd.ingest.stats import IngestStats
-from flexd.scaleout.courier import FAILURE_REASONS
+from flexd.operations.gates import GATE_NAMES, gates
+from flexd.scaleout.delta_sender import FAILURE_REASONS
 from flexd.scaleout.follower import FollowerStats
 from flexd.server.metrics import Metrics
 from flexd.sketch.profile import Profile

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from flexd.daemon.migration_view import action_entry, ended_report, migration_detail, migration_entry
-from flexd.history.records import ActionRecord, MigrationRecord, TransitionRecord
+from flexd.operations.history.records import ActionRecord, MigrationRecord, TransitionRecord
 from flexd.server.migration_history import ActionEntry, MigrationEntry, TransitionReport
 
 RECORD = MigrationRecord(

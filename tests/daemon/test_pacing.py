@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from flexd.config.links import ControlConfig, ThrottleConfig
-from flexd.control.pace import PaceState
-from flexd.control.report import StepReport
-from flexd.control.throttle import Throttle, ThrottleLimits
-from flexd.daemon.pacing import MigrationPacing, changed
+from flexd.control.daemon.pace import PaceState
+from flexd.control.daemon.throttle import Throttle, ThrottleLimits
+from flexd.control.protocol.report import StepReport
+from flexd.operations.pacing import MigrationPacing, changed
 
 WORLD = 4
 STEP_SECONDS = 0.010

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flexd.daemon import plan_log
-from flexd.daemon.plan_log import PlanLog
-from flexd.errors import SnapshotError
+from flexd.core.errors import SnapshotError
+from flexd.operations import plan_log
+from flexd.operations.plan_log import PlanLog
 
 
 def test_entries_outlive_the_daemon(tmp_path: Path) -> None:

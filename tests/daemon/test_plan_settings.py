@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from flexd.config.planner import PlannerConfig
-from flexd.daemon.plan_settings import plan_limits, running_exchange, training_shape
-from flexd.layout import Tier
-from flexd.planner.shape import TrainingShape
-from flexd.planner.traffic import Exchange
+from flexd.core.layout import Tier
+from flexd.operations.plan_settings import plan_limits, running_exchange, training_shape
+from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.training_shape import TrainingShape
 
 
 def test_defaults_change_nothing() -> None:

@@ -14,19 +14,19 @@ from fake_coordinator import FakeCoordinator
 from flexd.cli.explain_view import explain_blocks
 from flexd.config.load import parse_config
 from flexd.config.model import Config
-from flexd.control.live import LiveTopology
-from flexd.control.migration_states import MigrationEvent
-from flexd.control.report import StepReport
-from flexd.daemon.executions import Execution
+from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.control.daemon.migration_states import MigrationEvent
+from flexd.control.protocol.report import StepReport
+from flexd.core.errors import ControlError, PlanError
+from flexd.core.layout import RankLayout
 from flexd.daemon.explained import explanation
-from flexd.daemon.parts import make_cluster
-from flexd.daemon.plan_log import PlanLog
-from flexd.daemon.planning import Planning
-from flexd.daemon.proposals import Proposal
-from flexd.daemon.training import TrainingMonitor
-from flexd.daemon.triggers import Trigger, TriggerKind
-from flexd.errors import ControlError, PlanError
-from flexd.layout import RankLayout
+from flexd.daemon.factory import make_cluster
+from flexd.operations.executions import Execution
+from flexd.operations.plan_log import PlanLog
+from flexd.operations.planning import Planning
+from flexd.operations.proposals import Proposal
+from flexd.operations.step_reports import TrainingMonitor
+from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
 from flexd.sketch.table_set import SketchSet

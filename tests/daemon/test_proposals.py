@@ -12,15 +12,15 @@ import pytest
 from test_planning_gates import Setting
 
 from flexd.config.planner import PlannerConfig
-from flexd.control.live import LiveTopology
-from flexd.daemon.autoplan import AutoPlanner
-from flexd.daemon.gates import check, gates, sketch_error
-from flexd.daemon.plan_log import PlanLog
-from flexd.daemon.proposals import MAX_OF_A_KIND, outdated
-from flexd.daemon.triggers import Trigger, TriggerKind
-from flexd.errors import ApiError, PlanError
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Placement
+from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.core.errors import ApiError, PlanError
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Placement
+from flexd.operations.autoplan import AutoPlanner
+from flexd.operations.gates import check, gates, sketch_error
+from flexd.operations.plan_log import PlanLog
+from flexd.operations.proposals import MAX_OF_A_KIND, outdated
+from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.sketch.profile import Profile, TableProfile
 
 ANN = Trigger(TriggerKind.MANUAL, "applied by hand", "ann@host")

@@ -18,9 +18,9 @@ from flexd_processes import RunningDaemon, flexd, until
 
 from flexd.config.load import load_config
 from flexd.config.model import Config
+from flexd.core.errors import ConfigError, FlexdError
 from flexd.daemon import Daemon
 from flexd.daemon.config_file import ConfigFile
-from flexd.errors import ConfigError, FlexdError
 
 SETTINGS: dict[str, Any] = {
     "job": "j",

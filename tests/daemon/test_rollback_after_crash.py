@@ -13,14 +13,14 @@ import pytest
 from executions_setting import LAYOUT, SECONDS, Setting
 from ranks_in_threads import Ranks, same_content, target, until
 
-from flexd.control import journal as journal_module
-from flexd.control.migration import Migration
-from flexd.control.migration_states import MigrationState
-from flexd.control.throttle import Throttle
-from flexd.daemon import decisions as decisions_module
-from flexd.daemon.decisions import DecisionFile
-from flexd.errors import ApiError, SnapshotError
-from flexd.history.store import ENDED_UNSEEN
+from flexd.control.daemon import journal as journal_module
+from flexd.control.daemon.migration import Migration
+from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.throttle import Throttle
+from flexd.core.errors import ApiError, SnapshotError
+from flexd.operations import decisions as decisions_module
+from flexd.operations.decisions import DecisionFile
+from flexd.operations.history.store import ENDED_UNSEEN
 from flexd.server.migration_history import AbortResult
 
 

@@ -13,8 +13,8 @@ import pytest
 from flexd_processes import until
 
 from flexd.config.model import Config
-from flexd.control import coordinator as coordinator_module
-from flexd.control.channel import StoreClient, StoreConnector
+from flexd.control.daemon import coordinator as coordinator_module
+from flexd.control.protocol.channel import StoreClient, StoreConnector
 from flexd.daemon.service import Daemon
 from flexd.demo.ports import free_ports
 

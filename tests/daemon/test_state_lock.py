@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from flexd.cli.exit_codes import ExitCode, exit_code_of
+from flexd.core.errors import StateLockedError
 from flexd.daemon.state_lock import StateLock
-from flexd.errors import StateLockedError
 
 
 def test_the_second_is_told_who_holds_the_directory(tmp_path):

@@ -12,12 +12,12 @@ import pytest
 from disk_order import watch_disk
 
 from flexd.config.load import parse_config
-from flexd.control.journal import PlacementJournal, Segment
+from flexd.control.daemon.journal import PlacementJournal, Segment
+from flexd.core.errors import SnapshotError
+from flexd.core.placement import Placement
 from flexd.daemon import terms
 from flexd.daemon.leadership import FencedSnapshots, alone
 from flexd.daemon.terms import highest_term, open_term
-from flexd.errors import SnapshotError
-from flexd.placement import Placement
 from flexd.sketch.snapshot import SnapshotStore
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flexd.config.planner import WindowConfig
-from flexd.daemon.triggers import Due, Trigger, TriggerKind, Triggers, TriggerSettings
-from flexd.daemon.windows import Calendar
+from flexd.operations.maintenance_windows import Calendar
+from flexd.operations.triggers import Due, Trigger, TriggerKind, Triggers, TriggerSettings
 
 GENERATION = 3
 CLOSED, OPEN = 12 * 3600.0, 3 * 3600.0

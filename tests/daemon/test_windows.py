@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.config.planner import DAYS, PlannerConfig, WindowConfig
-from flexd.daemon.windows import Calendar
+from flexd.operations.maintenance_windows import Calendar
 
 BERLIN = ZoneInfo("Europe/Berlin")
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from flexd.core.errors import ConfigError, FlexdError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
 from flexd.demo.model import NextItem, right_aligned
 from flexd.demo.options import DemoOptions
 from flexd.demo.processes import Ranks
 from flexd.demo.reference import ID_BYTES, RowWiseBaseline
-from flexd.errors import ConfigError, FlexdError
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout
+from flexd.stream.trace import Batch
 from flexd.topology.files import load_preset
 from flexd.topology.scale import scale_model
-from flexd.trace import Batch
 
 
 def test_sequences_are_aligned_to_the_right_and_padded_with_zeros() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flexd.core.errors import ConfigError
 from flexd.demo.plot import plot_run
 from flexd.demo.rank import TRAFFIC, RunSetup
 from flexd.demo.runner import _broken_promises
 from flexd.demo.summary import RunRecord, inter_node_bytes, summarise, tolerance
-from flexd.errors import ConfigError
 
 STEPS = 40
 SETUP = RunSetup(

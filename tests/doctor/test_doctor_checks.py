@@ -15,13 +15,13 @@ import pytest
 
 from flexd.config.load import parse_config
 from flexd.config.model import Config
+from flexd.core.errors import StreamError
 from flexd.doctor import finding, host, stream
 from flexd.doctor.daemon import daemon
 from flexd.doctor.finding import Finding, Level
-from flexd.errors import StreamError
 from flexd.server.status import Status, StreamStatus
-from flexd.stream.codec import encode_arrow
-from flexd.stream.file_log import FileLogSink
+from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
 
 
@@ -97,7 +97,7 @@ def test_a_file_log_is_read_without_touching_it(tmp_path):
 def test_broker_and_topic(tmp_path, monkeypatch):
     wanted = config(tmp_path, stream={"source": {"kind": "kafka", "bootstrap_servers": "b:1", "topic": "t"}})
     seen = SimpleNamespace(partitions=0, messages=0, payloads=())
-    monkeypatch.setattr("flexd.stream.kafka_look.look", lambda *_, **__: seen)
+    monkeypatch.setattr("flexd.stream.kafka.inspection.look", lambda *_, **__: seen)
     assert levels(stream.stream(wanted, 1.0)) == {"broker ok": 1, "topic fault": 1}
     seen.partitions, seen.payloads = 3, (message(),)
     assert levels(stream.stream(wanted, 1.0)) == {"broker ok": 1, "topic ok": 1, "messages ok": 1, "event time ok": 1}
@@ -105,7 +105,7 @@ def test_broker_and_topic(tmp_path, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise StreamError("b:1: NoBrokersAvailable", remedy="check the network")
 
-    monkeypatch.setattr("flexd.stream.kafka_look.look", fail)
+    monkeypatch.setattr("flexd.stream.kafka.inspection.look", fail)
     assert finding.run("stream", lambda: stream.stream(wanted, 1.0)) == [
         Finding("stream", Level.FAULT, "b:1: NoBrokersAvailable", "check the network")
     ]

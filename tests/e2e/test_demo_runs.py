@@ -12,7 +12,7 @@ import pytest
 from flexd_processes import counted_by_hand, demo, flexd, run, saved_sketches, until, weights
 
 from flexd.config.load import load_config
-from flexd.control.journal import PlacementJournal
+from flexd.control.daemon.journal import PlacementJournal
 from flexd.demo.processes import DaemonProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

@@ -21,10 +21,10 @@ from ingest_server import IngestServer, end, saved_counters, wait_for_status
 from tcp_cut import TcpCut
 
 from flexd.demo.ports import free_ports
-from flexd.stream.codec import encode_arrow
-from flexd.stream.file_log import FileLogSink
-from flexd.stream.kafka import KafkaSource
-from flexd.stream.kafka_sink import KafkaSink
+from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.file_log.log import FileLogSink
+from flexd.stream.kafka.sink import KafkaSink
+from flexd.stream.kafka.source import KafkaSource
 from flexd.stream.types import AccessBatch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))

@@ -14,7 +14,7 @@ from flexd_processes import DAEMON_START_SECONDS, until
 
 from flexd.config.load import load_config
 from flexd.config.model import Config
-from flexd.control.journal import PlacementJournal
+from flexd.control.daemon.journal import PlacementJournal
 from flexd.demo.options import DemoOptions
 from flexd.demo.processes import Ranks
 from flexd.demo.runner import Demo

@@ -12,7 +12,7 @@ import pytest
 from flexd_processes import RunningDaemon, saved_sketches, until, weights
 
 from flexd.demo.ports import free_ports
-from flexd.stream.codec import encode_arrow
+from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.types import AccessBatch
 
 ROWS = 5_000
@@ -25,7 +25,7 @@ class Producer:
     """Messages of random rows to a topic, and what they add up to."""
 
     def __init__(self, bootstrap_servers: str) -> None:
-        from flexd.stream.kafka_sink import KafkaSink
+        from flexd.stream.kafka.sink import KafkaSink
 
         self._sink = KafkaSink(bootstrap_servers, "accesses")
         self._rng = np.random.default_rng(3)

@@ -10,9 +10,9 @@ import torch
 from rank_pool import RankPool
 
 import flexd
+from flexd.core.errors import EmbeddingError
+from flexd.core.layout import RankLayout
 from flexd.embedding.jagged import as_jagged
-from flexd.errors import EmbeddingError
-from flexd.layout import RankLayout
 
 Ranks = Callable[[int], RankPool]
 TWO = RankLayout(2, 1)

@@ -12,8 +12,8 @@ from rank_pool import RankPool
 from torch import nn
 
 import flexd
-from flexd.errors import EmbeddingError
-from flexd.layout import RankLayout
+from flexd.core.errors import EmbeddingError
+from flexd.core.layout import RankLayout
 
 Ranks = Callable[[int], RankPool]
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from rank_pool import RankPool
 
 import flexd
-from flexd.embedding.exchange import Agreement, Call
-from flexd.embedding.groups import layout_from_environment
-from flexd.errors import CollectiveError, EmbeddingError, TopologyError
-from flexd.layout import RankLayout
+from flexd.core.errors import CollectiveError, EmbeddingError, TopologyError
+from flexd.core.layout import RankLayout
+from flexd.embedding.exchange.hop import Agreement, Call
+from flexd.embedding.exchange.process_groups import layout_from_environment
 
 Ranks = Callable[[int], RankPool]
 

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_pool import RankPool
 
-from flexd.embedding.blocks import TableHomes
+from flexd.core.keyspace import DimGroup
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Delta
+from flexd.embedding.checkpoint.blocks import TableHomes
+from flexd.embedding.checkpoint.fingerprint import fingerprint
 from flexd.embedding.collection import EmbeddingTable
-from flexd.embedding.fingerprint import fingerprint
-from flexd.embedding.store import GroupStore
-from flexd.keyspace import DimGroup
-from flexd.layout import RankLayout
-from flexd.placement import Delta
+from flexd.embedding.store.store import GroupStore
 
 Ranks = Callable[[int], RankPool]
 TOTAL = sum(ROWS.values())

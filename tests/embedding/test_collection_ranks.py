@@ -12,14 +12,14 @@ import pytest
 from collection_jobs import ROWS, connected_alone, ddp_alone, listed_by, some, tables
 from rank_pool import RankPool
 
-from flexd.control.coordinator import ControlOptions, Coordinator
-from flexd.control.journal import PlacementJournal
-from flexd.control.migration import MigrationState
+from flexd.control.daemon.coordinator import ControlOptions, Coordinator
+from flexd.control.daemon.journal import PlacementJournal
+from flexd.control.daemon.migration import MigrationState
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingTable
-from flexd.embedding.optimizer import SGD, RowWiseAdagrad
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Delta, Placement
+from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
 
 Ranks = Callable[[int], RankPool]
 TOTAL = sum(ROWS.values())

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.embedding import directory as module
-from flexd.embedding.directory import Directory, HomeOrder
-from flexd.layout import RankLayout, Tier
+from flexd.core.layout import RankLayout, Tier
+from flexd.embedding.replicas import directory as module
+from flexd.embedding.replicas.directory import Directory, HomeOrder
 
 CPU = torch.device("cpu")
 FIRST = 7

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexd
+from flexd.core.errors import EmbeddingError, TopologyError
+from flexd.core.keyspace import DimGroup, KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.embedding.exchange.process_groups import layout_from_environment
+from flexd.embedding.exchange.sent_bytes import Kind, Traffic
 from flexd.embedding.features import FeatureMap
-from flexd.embedding.groups import layout_from_environment
-from flexd.embedding.initial import initial_rows
 from flexd.embedding.jagged import Jagged, as_jagged
-from flexd.embedding.optimizer import SGD, RowWiseAdagrad
-from flexd.embedding.store import TORCH_DTYPES, FreeSlots, GroupStore
-from flexd.embedding.traffic import Kind, Traffic
-from flexd.errors import EmbeddingError, TopologyError
-from flexd.keyspace import DimGroup, KeySpace, TableSpec
-from flexd.layout import RankLayout
+from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
+from flexd.embedding.store.initial_values import initial_rows
+from flexd.embedding.store.store import TORCH_DTYPES, FreeSlots, GroupStore
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_pool import RankPool
 
-from flexd.layout import RankLayout
+from flexd.core.layout import RankLayout
 
 Ranks = Callable[[int], RankPool]
 

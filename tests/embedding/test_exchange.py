@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from rank_pool import RankPool
 
 import flexd
-from flexd.embedding import dedup
-from flexd.embedding.dedup import Dedup
-from flexd.errors import EmbeddingError
-from flexd.layout import RankLayout
+from flexd.core.errors import EmbeddingError
+from flexd.core.layout import RankLayout
+from flexd.embedding.exchange import dedup
+from flexd.embedding.exchange.dedup import Dedup
 
 Ranks = Callable[[int], RankPool]
 

@@ -12,9 +12,9 @@ from gradient_jobs import Clipping, train_alone
 from rank_pool import RankPool
 
 import flexd
-from flexd.errors import EmbeddingError
-from flexd.layout import RankLayout
-from flexd.placement import Delta
+from flexd.core.errors import EmbeddingError
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Delta
 
 Ranks = Callable[[int], RankPool]
 

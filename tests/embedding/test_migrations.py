@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from migration_jobs import ROWS, TABLES
 from rank_pool import RankPool
 
-from flexd.embedding.memory import most_listed_rows
-from flexd.embedding.migrate import _together
-from flexd.keyspace import DimGroup, KeySpace, TableSpec
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Delta, Placement
-from flexd.planner.memory import placement_memory
+from flexd.core.keyspace import DimGroup, KeySpace, TableSpec
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Delta, Placement
+from flexd.embedding.migration.migrator import _together
+from flexd.embedding.store.memory import most_listed_rows
+from flexd.planner.model.rank_memory import placement_memory
 
 Ranks = Callable[[int], RankPool]
 KEYSPACE = KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, "rowwise_adagrad") for t in TABLES])

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import flexd
-from flexd.embedding.optimizer import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
-from flexd.embedding.store import GroupStore
-from flexd.errors import EmbeddingError
-from flexd.keyspace import OPTIMIZERS, DimGroup, TableSpec, state_columns
-from flexd.layout import RankLayout
+from flexd.core.errors import EmbeddingError
+from flexd.core.keyspace import OPTIMIZERS, DimGroup, TableSpec, state_columns
+from flexd.core.layout import RankLayout
+from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
+from flexd.embedding.store.store import GroupStore
 
 ROWS, DIM = 7, 5
 ALL: list[RowOptimizer] = [SGD(0.1), Adagrad(0.1), RowWiseAdagrad(0.1), Adam(0.1), RowWiseAdam(0.1)]
@@ -193,7 +193,7 @@ def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch, numbers: int) -> No
     for optimizer in ALL:
         ends = []
         for size in (1 << 16, numbers):
-            monkeypatch.setattr("flexd.embedding.optimizer._BLOCK_NUMBERS", size)
+            monkeypatch.setattr("flexd.embedding.row_optimizers._BLOCK_NUMBERS", size)
             monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
             ends.append(start(optimizer))
             optimizer.update(*ends[-1], index, gradients(1, index), 1)

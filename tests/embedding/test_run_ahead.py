@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from rank_pool import RankPool
 
 import flexd
-from flexd.embedding.background import Background
-from flexd.errors import EmbeddingError
-from flexd.layout import RankLayout
+from flexd.core.errors import EmbeddingError
+from flexd.core.layout import RankLayout
+from flexd.embedding.prefetch.background import Background
 
 Ranks = Callable[[int], RankPool]
 LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)]

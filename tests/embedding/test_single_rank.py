@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import flexd
-from flexd.control.report import StepReport
+from flexd.control.protocol.report import StepReport
+from flexd.core.errors import ConfigError, EmbeddingError
+from flexd.core.placement import Delta
 from flexd.embedding.connect import Connection, _agreed_attempt
-from flexd.embedding.traffic import Kind
-from flexd.errors import ConfigError, EmbeddingError
-from flexd.placement import Delta
+from flexd.embedding.exchange.sent_bytes import Kind
 
 LENGTHS = torch.tensor([4])
 

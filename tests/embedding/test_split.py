@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.embedding.exchange import Agreement, Call
-from flexd.embedding.split import _exchange_bits, cut
-from flexd.embedding.station import GroupStop, Route
+from flexd.embedding.exchange.hop import Agreement, Call
+from flexd.embedding.exchange.station import GroupStop, Route
+from flexd.embedding.prefetch.route_split import _exchange_bits, cut
 
 
 class _Wire:

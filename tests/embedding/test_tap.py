@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexd
-from flexd import counted
-from flexd.counted import CellCounts, RowCounts
-from flexd.embedding import tap_counters
-from flexd.embedding.tap_counters import CellTap, DenseTap, choose
-from flexd.embedding.tap_hash import hashed
-from flexd.errors import ConfigError, EmbeddingError
-from flexd.keyspace import TableSpec
-from flexd.sketch.countmin import CountMin
+from flexd.core import counted_accesses as counted
+from flexd.core.counted_accesses import CellCounts, RowCounts
+from flexd.core.errors import ConfigError, EmbeddingError
+from flexd.core.keyspace import TableSpec
+from flexd.embedding.tap import counters as tap_counters
+from flexd.embedding.tap.counters import CellTap, DenseTap, choose
+from flexd.embedding.tap.hashing import hashed
+from flexd.sketch.counters.countmin import CountMin
 
 ITEM = TableSpec("item", 100_000, 4)
 
@@ -228,7 +228,7 @@ def test_a_step_goes_on_when_it_cannot_be_counted(monkeypatch, caplog):
 
 
 def test_counters_never_pass_32_bits(monkeypatch):
-    monkeypatch.setattr("flexd.embedding.tap.MAX_SIDE_ACCESSES", 400)
+    monkeypatch.setattr("flexd.embedding.tap.tap.MAX_SIDE_ACCESSES", 400)
     job = Job()
     for _ in range(8):  # the thread is not running: after one buffer changes hands there is no other
         job.step()
@@ -240,7 +240,7 @@ def test_counters_never_pass_32_bits(monkeypatch):
 
 
 def test_deltas_too_large_for_one_message_are_split(monkeypatch):
-    monkeypatch.setattr("flexd.embedding.tap.MAX_VALUES", 40)
+    monkeypatch.setattr("flexd.embedding.tap.tap.MAX_VALUES", 40)
     job = Job(interval_steps=2)
     job.tap.start()
     deltas: list[counted.CountedBatch] = []

@@ -22,8 +22,8 @@ from torchrec.modules.embedding_modules import (  # noqa: E402
 from torchrec.types import DataType  # noqa: E402
 from torchrec_jobs import batch, configs, make, plain_of, train_alone  # noqa: E402
 
-from flexd.errors import EmbeddingError, FlexdError  # noqa: E402
-from flexd.layout import RankLayout  # noqa: E402
+from flexd.core.errors import EmbeddingError, FlexdError  # noqa: E402
+from flexd.core.layout import RankLayout  # noqa: E402
 from flexd.torchrec import FlexEmbeddingBagCollection, FlexEmbeddingCollection  # noqa: E402
 
 ONE = RankLayout(1, 1)

@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexd.control.migration import Migration, MigrationAbout
-from flexd.control.migration_states import MigrationEvent, MigrationState, Transition
-from flexd.control.news import MigrationNews
-from flexd.errors import SnapshotError
-from flexd.history import history as history_module
-from flexd.history import store as store_module
-from flexd.history.history import MigrationHistory
-from flexd.history.records import ActionRecord
-from flexd.history.store import ENDED_UNSEEN
-from flexd.placement import Delta
+from flexd.control.daemon.migration import Migration, MigrationAbout
+from flexd.control.daemon.migration_events import MigrationNews
+from flexd.control.daemon.migration_states import MigrationEvent, MigrationState, Transition
+from flexd.core.errors import SnapshotError
+from flexd.core.placement import Delta
+from flexd.operations.history import history as history_module
+from flexd.operations.history import store as store_module
+from flexd.operations.history.history import MigrationHistory
+from flexd.operations.history.records import ActionRecord
+from flexd.operations.history.store import ENDED_UNSEEN
 
 E = MigrationEvent
 FLUSH_SECONDS = 20.0

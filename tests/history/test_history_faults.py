@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from flexd.control.migration import Migration, MigrationAbout
-from flexd.control.migration_states import MigrationEvent
-from flexd.control.news import MigrationNews
-from flexd.errors import SnapshotError
-from flexd.history import history as history_module
-from flexd.history import store as store_module
-from flexd.history.history import MigrationHistory
-from flexd.history.records import ActionRecord, HistoryEntry, MigrationRecord
-from flexd.history.store import HistoryStore
+from flexd.control.daemon.migration import Migration, MigrationAbout
+from flexd.control.daemon.migration_events import MigrationNews
+from flexd.control.daemon.migration_states import MigrationEvent
+from flexd.core.errors import SnapshotError
+from flexd.operations.history import history as history_module
+from flexd.operations.history import store as store_module
+from flexd.operations.history.history import MigrationHistory
+from flexd.operations.history.records import ActionRecord, HistoryEntry, MigrationRecord
+from flexd.operations.history.store import HistoryStore
 
 SECONDS = 20.0
 """Deadline of whatever is waited for."""

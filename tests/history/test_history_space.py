@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from flexd.control.migration import Migration, MigrationAbout
-from flexd.control.migration_states import MigrationEvent
-from flexd.control.news import MigrationNews
-from flexd.history.history import MigrationHistory
-from flexd.placement import Delta
+from flexd.control.daemon.migration import Migration, MigrationAbout
+from flexd.control.daemon.migration_events import MigrationNews
+from flexd.control.daemon.migration_states import MigrationEvent
+from flexd.core.placement import Delta
+from flexd.operations.history.history import MigrationHistory
 
 _FLUSH_SECONDS = 30.0
 _MIGRATIONS = 600

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from flexd.errors import LeaseError
-from flexd.lease import keeper as keeper_module
-from flexd.lease.keeper import LeaseKeeper
+from flexd.core.errors import LeaseError
+from flexd.ha import keeper as keeper_module
+from flexd.ha.keeper import LeaseKeeper
 
 SECONDS = 20.0
 """Deadline of whatever is waited for."""

@@ -11,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from flexd.errors import LeaseError
-from flexd.lease import lease as lease_module
-from flexd.lease.lease import CLOCK_MARGIN, Lease, boot_seconds
-from flexd.lease.register import MAX_TERM, LeaseRecord
+from flexd.core.errors import LeaseError
+from flexd.ha import lease as lease_module
+from flexd.ha.lease import CLOCK_MARGIN, Lease, boot_seconds
+from flexd.ha.lease_store import MAX_TERM, LeaseRecord
 
 DURATION = 10.0
 

@@ -16,12 +16,12 @@ import trustme
 from disk_order import watch_disk
 from fake_kubernetes import FakeKubernetes
 
-from flexd.errors import LeaseError
-from flexd.lease import kubernetes
-from flexd.lease.file_register import FileLeaseRegister
-from flexd.lease.kubernetes import KubernetesLeaseRegister
-from flexd.lease.lease import Lease
-from flexd.lease.register import LeaseRecord, LeaseRegister
+from flexd.core.errors import LeaseError
+from flexd.ha import kubernetes_store as kubernetes
+from flexd.ha.file_store import FileLeaseRegister
+from flexd.ha.kubernetes_store import KubernetesLeaseRegister
+from flexd.ha.lease import Lease
+from flexd.ha.lease_store import LeaseRecord, LeaseRegister
 
 Make = Callable[[], LeaseRegister]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from flexd.keyspace import KeySpace
-from flexd.planner.workload import GroupLoad
+from flexd.core.keyspace import KeySpace
+from flexd.planner.model.workload import GroupLoad
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.model import Cluster, CollectiveCurve, Exposed, LinkModel
 

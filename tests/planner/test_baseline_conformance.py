@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from planner_cases import cluster, profile
 
-from flexd.errors import PlanError
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout
+from flexd.core.errors import PlanError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
 from flexd.planner.baselines import Baseline, Case
 from flexd.planner.baselines.peers import PEERS
-from flexd.planner.shape import TrainingShape
-from flexd.planner.traffic import Phase, Where
+from flexd.planner.model.row_bytes import Phase, Where
+from flexd.planner.model.training_shape import TrainingShape
 
 KEYSPACE = KeySpace(
     [

@@ -8,11 +8,11 @@ import pytest
 from model_jobs import exact_profile, keyspace, placement
 from rank_pool import RankPool
 
-from flexd.layout import RankLayout
-from flexd.planner.cost import CostBreakdown
+from flexd.core.layout import RankLayout
+from flexd.planner.model.cost import CostBreakdown
+from flexd.planner.model.row_bytes import Exchange, Where
+from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import placement_cost
-from flexd.planner.traffic import Exchange, Where
-from flexd.planner.workload import make_loads
 from flexd.topology.files import load_preset
 
 CLUSTER = load_preset("azure-a100-200g")

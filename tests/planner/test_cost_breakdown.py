@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from planner_cases import cluster, flat, load, zipf
 
-from flexd.errors import PlanError
-from flexd.layout import RankLayout, Tier
+from flexd.core.errors import PlanError
+from flexd.core.layout import RankLayout, Tier
 from flexd.planner.baselines import BASELINES, ROW_WISE, ROW_WISE_DEDUP, TWO_HOP
-from flexd.planner.cost import LoadSums, group_cost, joint_cost
-from flexd.planner.traffic import Exchange, Phase, Where, migration_bytes
+from flexd.planner.model.cost import LoadSums, group_cost, joint_cost
+from flexd.planner.model.row_bytes import Exchange, Phase, Where, migration_bytes
 from flexd.topology.model import Cluster, CollectiveCurve, Exposed, LinkModel
 
 N, L, B, A = 3, 4, 128, 0.7

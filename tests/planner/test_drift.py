@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from planner_cases import cluster, profile
 
-from flexd.errors import PlanError
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout
-from flexd.placement import Placement
+from flexd.core.errors import PlanError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
 from flexd.planner.drift import Drift, PlacementTraffic, Traffic, placement_traffic
+from flexd.planner.model.row_bytes import Exchange, Where
+from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import make_plan, placement_cost
-from flexd.planner.shape import TrainingShape
-from flexd.planner.traffic import Exchange, Where
-from flexd.planner.workload import make_loads
 from flexd.sketch.profile import Profile
 
 KEYSPACE = KeySpace([TableSpec("item", 4_000, 64), TableSpec("shop", 900, 64), TableSpec("user", 2_000, 16)])

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.layout import RankLayout, Tier
-from flexd.planner import assign, exact
-from flexd.planner.assign import Assignment
-from flexd.planner.exact import Core, core_rows
-from flexd.planner.limits import GroupLimits
+from flexd.core.layout import RankLayout, Tier
+from flexd.planner.solver import assign, exact
+from flexd.planner.solver.assign import Assignment
+from flexd.planner.solver.exact import Core, core_rows
+from flexd.planner.solver.limits import GroupLimits
 
 LAYOUTS = [RankLayout(2, 2), RankLayout(3, 2), RankLayout(1, 3), RankLayout(3, 1)]
 BOTH = (Tier.NODE, Tier.DEVICE)

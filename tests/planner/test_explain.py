@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexd.errors import PlanError
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Placement
+from flexd.core.errors import PlanError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Placement
 from flexd.planner.explain import explain
 from flexd.planner.explanation import TableExplanation, Why
-from flexd.planner.limits import PlanLimits, RowPin
+from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import Plan, make_plan
-from flexd.planner.shape import TrainingShape
+from flexd.planner.solver.limits import PlanLimits, RowPin
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.files import load_preset
 from flexd.topology.scale import scale_model

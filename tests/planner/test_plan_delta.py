@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.errors import PlanError
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Placement
+from flexd.core.errors import PlanError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Placement
 from flexd.planner.delta import delta_chunks, moved_bytes, plan_delta
-from flexd.planner.limits import SlotBudgets
+from flexd.planner.solver.limits import SlotBudgets
 
 KEYSPACE = KeySpace(
     [TableSpec("a", 1500, 8), TableSpec("b", 700, 16, optimizer="rowwise_adagrad"), TableSpec("c", 800, 8)]

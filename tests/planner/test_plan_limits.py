@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 from planner_cases import cluster, load, profile
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from flexd.errors import PlanError
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Placement
-from flexd.planner.cost import group_cost
+from flexd.core.errors import PlanError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Placement
 from flexd.planner.delta import plan_delta
-from flexd.planner.gains import row_seconds, usable_tiers
-from flexd.planner.limits import FREE, GroupLimits, PlanLimits, RowPin, SlotBudgets
+from flexd.planner.model.cost import group_cost
+from flexd.planner.model.gains import row_seconds, usable_tiers
+from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import Plan, make_plan
-from flexd.planner.shape import TrainingShape
-from flexd.planner.tiers import choose_tiers
-from flexd.planner.traffic import Exchange
+from flexd.planner.solver.limits import FREE, GroupLimits, PlanLimits, RowPin, SlotBudgets
+from flexd.planner.solver.tiers import choose_tiers
 from flexd.topology.model import Exposed
 
 KEYSPACE = KeySpace([TableSpec("items", 2000, 16), TableSpec("users", 1000, 16), TableSpec("tags", 800, 32)])

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from planner_cases import cluster, profile
 
-from flexd.errors import PlanError
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Placement
+from flexd.core.errors import PlanError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Placement
+from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import Plan, make_plan, placement_cost
-from flexd.planner.shape import TrainingShape
-from flexd.planner.workload import make_loads
 from flexd.sketch.profile import Profile
 from flexd.topology.files import load_preset
 

@@ -7,18 +7,18 @@ import pytest
 import torch
 from planner_cases import cluster, load, profile
 
-from flexd.embedding.directory import Directory, HomeOrder
-from flexd.embedding.store import GroupStore
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Placement
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Placement
+from flexd.embedding.replicas.directory import Directory, HomeOrder
+from flexd.embedding.store.store import GroupStore
 from flexd.planner.baselines import Case
 from flexd.planner.baselines.peers import PEERS
-from flexd.planner.cost import group_cost
-from flexd.planner.memory import DIRECTORY_BYTES, Buffer, home_rows, placement_memory
+from flexd.planner.model.cost import group_cost
+from flexd.planner.model.rank_memory import DIRECTORY_BYTES, Buffer, home_rows, placement_memory
+from flexd.planner.model.row_bytes import Exchange, Phase, Where
+from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import make_plan
-from flexd.planner.shape import TrainingShape
-from flexd.planner.traffic import Exchange, Phase, Where
 
 KEYSPACE = KeySpace(
     [

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_cases import cluster, load, zipf
 
-from flexd.errors import PlanError
-from flexd.layout import RankLayout, Tier
-from flexd.planner.cost import group_cost
-from flexd.planner.tiers import choose_tiers
+from flexd.core.errors import PlanError
+from flexd.core.layout import RankLayout, Tier
+from flexd.planner.model.cost import group_cost
+from flexd.planner.solver.tiers import choose_tiers
 from flexd.topology.model import Cluster, CollectiveCurve, Exposed, LinkModel
 
 LAYOUT = RankLayout(2, 2)

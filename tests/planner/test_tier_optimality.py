@@ -12,11 +12,11 @@ from planner_cases import cluster, load
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix, hstack
 
-from flexd.layout import RankLayout, Tier
-from flexd.planner.cost import group_cost
-from flexd.planner.gains import row_seconds, usable_tiers
-from flexd.planner.tiers import choose_tiers
-from flexd.planner.workload import GroupLoad, statistics
+from flexd.core.layout import RankLayout, Tier
+from flexd.planner.model.cost import group_cost
+from flexd.planner.model.gains import row_seconds, usable_tiers
+from flexd.planner.model.workload import GroupLoad, statistics
+from flexd.planner.solver.tiers import choose_tiers
 from flexd.topology.model import Exposed
 
 LAYOUTS = [RankLayout(2, 2), RankLayout(3, 2), RankLayout(1, 4), RankLayout(4, 1), RankLayout(2, 3)]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from planner_cases import cluster, load, zipf
 
-from flexd.layout import RankLayout, Tier
-from flexd.planner.cost import group_cost
-from flexd.planner.traffic import ID_BYTES, Exchange, Phase, Where
-from flexd.planner.workload import statistics
+from flexd.core.layout import RankLayout, Tier
+from flexd.planner.model.cost import group_cost
+from flexd.planner.model.row_bytes import ID_BYTES, Exchange, Phase, Where
+from flexd.planner.model.workload import statistics
 
 ROWS, ROW_BYTES, STEPS = 600, 96, 60
 

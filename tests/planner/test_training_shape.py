@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from planner_cases import cluster, load, profile, zipf
 
-from flexd.errors import PlanError
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout, Tier
-from flexd.planner.cost import CostBreakdown, group_cost
-from flexd.planner.shape import TrainingShape
-from flexd.planner.traffic import ID_BYTES, Exchange, Phase, Where
-from flexd.planner.workload import GroupLoad, make_loads
+from flexd.core.errors import PlanError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout, Tier
+from flexd.planner.model.cost import CostBreakdown, group_cost
+from flexd.planner.model.row_bytes import ID_BYTES, Exchange, Phase, Where
+from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.model.workload import GroupLoad, make_loads
 
 ROWS, ROW_BYTES, STEPS = 400, 64, 40
 LAYOUT = RankLayout(3, 2)

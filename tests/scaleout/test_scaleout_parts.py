@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaleout_world import KEYSPACE, SETTINGS, LeaderProcess, MemoryStore, World, payload
 
-from flexd.errors import ScaleOutError
-from flexd.keyspace import TableSpec
-from flexd.scaleout import answer as answers
-from flexd.scaleout import delta as deltas
+from flexd.core.errors import ScaleOutError
+from flexd.core.keyspace import TableSpec
+from flexd.ingest.message_counts import Tally
+from flexd.scaleout import count_delta as deltas
+from flexd.scaleout import push_answer as answers
 from flexd.scaleout import signing
-from flexd.scaleout.delta import Delta, Stretch
+from flexd.scaleout.count_delta import Delta, Stretch
 from flexd.scaleout.transport import PATH, HttpLink, listener
 from flexd.sketch.table_set import SketchSet
-from flexd.tally import Tally
 
 SECRET = b"correct horse battery staple"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexd.errors import ApiError
+from flexd.core.errors import ApiError
 from flexd.server.migration_history import (
     AbortPreview,
     AbortResult,

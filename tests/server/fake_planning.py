@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexd.errors import ApiError
+from flexd.core.errors import ApiError
 from flexd.server.plan_report import PlanReport
 from flexd.server.planning_report import GateReport, ProposalList, ProposalReport
 from flexd.server.throttle_report import ThrottleStatus

@@ -15,9 +15,9 @@ import httpx
 import pytest
 from fake_daemon import FakeDaemon
 
-from flexd import secret
 from flexd.config.server import ServerConfig, TokenConfig
-from flexd.errors import ConfigError
+from flexd.core import secrets as secret
+from flexd.core.errors import ConfigError
 from flexd.server.access import REFUSED_REASONS, AccessControl, Refusals, current_caller
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics

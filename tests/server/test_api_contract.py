@@ -14,7 +14,7 @@ from fake_daemon import FakeDaemon
 from schemathesis import checks
 
 from flexd.config.server import ServerConfig, TokenConfig
-from flexd.errors import (
+from flexd.core.errors import (
     ApiError,
     ConfigError,
     ControlError,

@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from flexd.errors import ApiError, ControlError, EmbeddingError, PlanError
+from flexd.core.errors import ApiError, ControlError, EmbeddingError, PlanError
 from flexd.server import guard
 from flexd.server.answers import ErrorBody, ProbeResult
 from flexd.server.guard import MAX_REQUEST_BYTES

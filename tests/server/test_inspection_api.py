@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from flexd.errors import ApiError
+from flexd.core.errors import ApiError
 from flexd.server.answers import ErrorBody
 from flexd.server.table_report import MAX_PAGE_ENTRIES, HotRowPage, TablePage
 

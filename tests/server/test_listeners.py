@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from flexd.config.server import ServerConfig
-from flexd.errors import ApiError
+from flexd.core.errors import ApiError
 from flexd.server.http import DaemonServer, HttpListener
 from flexd.server.metrics import Metrics
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from flexd.errors import PlanError
+from flexd.core.errors import PlanError
 from flexd.server.plan_report import PlanReport
 from flexd.server.planning_report import ProposalList
 from flexd.server.throttle_report import ThrottleStatus

@@ -18,7 +18,7 @@ from flexd.cli.client import DaemonAddress, DaemonClient
 from flexd.cli.credentials import Credentials
 from flexd.cli.exit_codes import DaemonRefusedError, DaemonUnreachableError
 from flexd.config.server import ServerConfig, TlsConfig, TokenConfig
-from flexd.errors import ApiError, ConfigError
+from flexd.core.errors import ApiError, ConfigError
 from flexd.server import tls
 from flexd.server.access import current_caller
 from flexd.server.http import DaemonServer

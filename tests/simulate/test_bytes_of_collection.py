@@ -9,8 +9,8 @@ import pytest
 from rank_pool import RankPool
 from simulate_jobs import keys_of, keyspace_of
 
-from flexd.layout import RankLayout
-from flexd.placement import Delta, Placement
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Delta, Placement
 from flexd.simulate.step import StepKeys
 from flexd.simulate.traffic import EXCHANGE, INTER, INTRA, SYNC, Part, Routing, TrafficCounter, sent_bytes
 

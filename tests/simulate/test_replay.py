@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from flexd.errors import ConfigError, PlanError, SketchError
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout, Tier
+from flexd.core.errors import ConfigError, PlanError, SketchError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout, Tier
 from flexd.simulate.accesses import MAX_STEP_ACCESSES, ProfileAccesses, RowFormat, TraceAccesses, ZipfAccesses
 from flexd.simulate.counted import counted_profile
 from flexd.simulate.published import flexshard_placement
@@ -19,10 +19,10 @@ from flexd.simulate.strategies import REPLANNED, STATIC, STRATEGIES, TWO_HOP
 from flexd.simulate.summary import compared_steps, summarise
 from flexd.simulate.traffic import INTER, INTRA, CollectiveBytes, Part
 from flexd.sketch.profile_file import read_profile, write_profile
+from flexd.stream.trace import synthetic_trace
 from flexd.topology.files import load_preset
 from flexd.topology.model import Collective, Link
 from flexd.topology.scale import scale_model
-from flexd.trace import synthetic_trace
 
 LAYOUT = RankLayout(2, 2)
 CLUSTER = scale_model(load_preset("azure-a100-200g"), 10_000)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexd.keyspace import TableSpec
-from flexd.layout import RankLayout
+from flexd.core.keyspace import TableSpec
+from flexd.core.layout import RankLayout
 from flexd.sketch.table_set import SketchSet
 
 ROWS = 10**9

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.errors import SketchError
-from flexd.keyspace import TableSpec
-from flexd.sketch import budget, hashing
-from flexd.sketch.countmin import BLOCK_IDS, CountMin
+from flexd.core.errors import SketchError
+from flexd.core.keyspace import TableSpec
+from flexd.sketch import budget
+from flexd.sketch.counters import hashing
+from flexd.sketch.counters.countmin import BLOCK_IDS, CountMin
 from flexd.sketch.table_set import SketchSet
 
 ROWS = 300

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.errors import SketchError
-from flexd.keyspace import TableSpec
-from flexd.sketch import hashing, interop
-from flexd.sketch.countmin import BLOCK_IDS, CountMin
+from flexd.core.errors import SketchError
+from flexd.core.keyspace import TableSpec
+from flexd.sketch import interop
+from flexd.sketch.counters import hashing
+from flexd.sketch.counters.countmin import BLOCK_IDS, CountMin
 from flexd.sketch.distinct import RELATIVE_STANDARD_ERROR, DistinctRows
 from flexd.sketch.table_set import SketchSet
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.counted import CellCounts, CountedBatch, LengthCounts, RowCounts
-from flexd.errors import SketchError
-from flexd.keyspace import TableSpec
+from flexd.core.counted_accesses import CellCounts, CountedBatch, LengthCounts, RowCounts
+from flexd.core.errors import SketchError
+from flexd.core.keyspace import TableSpec
 from flexd.sketch import interop
-from flexd.sketch.logarithmic import BASES, TOP_SHARE, LogCounter, level_values, packed_bytes, relative_error
+from flexd.sketch.counters.logarithmic import BASES, TOP_SHARE, LogCounter, level_values, packed_bytes, relative_error
+from flexd.sketch.counters.weighted import ingest_counts
 from flexd.sketch.table_set import SketchSet
-from flexd.sketch.weighted import ingest_counts
 
 T0 = 1.7e9
 ALL_BITS = sorted(BASES)

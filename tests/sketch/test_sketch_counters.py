@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.errors import SketchError
-from flexd.sketch import dense as dense_module
-from flexd.sketch.countmin import BLOCK_IDS, CountMin
-from flexd.sketch.dense import CARRY_BITS, DenseCounter
+from flexd.core.errors import SketchError
+from flexd.sketch.counters import dense as dense_module
+from flexd.sketch.counters.countmin import BLOCK_IDS, CountMin
+from flexd.sketch.counters.dense import CARRY_BITS, DenseCounter
 
 ROWS = 50
 ids = st.lists(st.integers(-3, ROWS + 3), max_size=200)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.errors import SketchError
-from flexd.keyspace import TableSpec
+from flexd.core.errors import SketchError
+from flexd.core.keyspace import TableSpec
 from flexd.sketch.decay import JUMP_TIMES, ForwardDecay
 from flexd.sketch.table_set import SketchSet
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.errors import SketchError
-from flexd.keyspace import TableSpec
+from flexd.core.errors import SketchError
+from flexd.core.keyspace import TableSpec
 from flexd.sketch import budget
-from flexd.sketch.countmin import BLOCK_IDS, CountMin
+from flexd.sketch.counters.countmin import BLOCK_IDS, CountMin
+from flexd.sketch.counters.hot_set import HotSet
 from flexd.sketch.curve import enumerate_rows, tail_curve
 from flexd.sketch.distinct import RELATIVE_STANDARD_ERROR, DistinctRows
-from flexd.sketch.hotset import HotSet
 from flexd.sketch.quantiles import KllQuantiles
 from flexd.sketch.sample import AccessSample
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.errors import SnapshotError
+from flexd.core.errors import SnapshotError
 from flexd.sketch import frame, snapshot
 from flexd.sketch.snapshot import SnapshotStore
 

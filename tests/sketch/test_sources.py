@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.errors import SketchError
-from flexd.keyspace import TableSpec
-from flexd.layout import RankLayout
+from flexd.core.errors import SketchError
+from flexd.core.keyspace import TableSpec
+from flexd.core.layout import RankLayout
 from flexd.sketch.sample import AccessSample
 from flexd.sketch.sources import TableSources, read_sources
 from flexd.sketch.table_set import SketchSet

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.counted import DEPTH, CellCounts, CountedBatch, LengthCounts, RowCounts
-from flexd.errors import CodecError
-from flexd.keyspace import TableSpec
-from flexd.sketch.countmin import CountMin
+from flexd.core.counted_accesses import DEPTH, CellCounts, CountedBatch, LengthCounts, RowCounts
+from flexd.core.errors import CodecError
+from flexd.core.keyspace import TableSpec
+from flexd.sketch.counters.countmin import CountMin
+from flexd.sketch.counters.weighted import ingest_counts, resized
 from flexd.sketch.table_set import SketchSet
-from flexd.sketch.weighted import ingest_counts, resized
 
 SMALL, LARGE = TableSpec("small", 500, 8), TableSpec("large", 3_000_000, 8)
 MEMORY = 6 * 2**20

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.errors import CodecError
-from flexd.stream import arrow_frame, arrow_plain, codec
+from flexd.core.errors import CodecError
+from flexd.stream.codecs import arrow_frame, arrow_plain, codec
 from flexd.stream.types import AccessBatch
 
 MAX = 2**20

@@ -9,12 +9,13 @@ import time
 
 import pytest
 
-from flexd.errors import StreamError
-from flexd.stream import broker_probe, confluent, kafka
-from flexd.stream.broker_probe import BrokerProbe
-from flexd.stream.confluent import ConfluentSource
-from flexd.stream.kafka import KafkaSource
-from flexd.stream.kafka_sink import KafkaSink
+from flexd.core.errors import StreamError
+from flexd.stream.kafka import broker_probe, confluent
+from flexd.stream.kafka import source as kafka
+from flexd.stream.kafka.broker_probe import BrokerProbe
+from flexd.stream.kafka.confluent import ConfluentSource
+from flexd.stream.kafka.sink import KafkaSink
+from flexd.stream.kafka.source import KafkaSource
 
 POLL_SECONDS = 0.05
 

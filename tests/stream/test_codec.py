@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.errors import CodecError, StreamError
-from flexd.stream import codec
-from flexd.stream.codec import REASONS, decode, encode_arrow, encode_json
+from flexd.core.errors import CodecError, StreamError
+from flexd.stream.codecs import codec
+from flexd.stream.codecs.codec import REASONS, decode, encode_arrow, encode_json
 from flexd.stream.types import AccessBatch
 
 MAX = 1 << 20

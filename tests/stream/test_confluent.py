@@ -11,9 +11,9 @@ import uuid
 
 import pytest
 
-from flexd.errors import PositionLostError, StreamError
-from flexd.stream.confluent import ConfluentSource
-from flexd.stream.kafka_sink import KafkaSink
+from flexd.core.errors import PositionLostError, StreamError
+from flexd.stream.kafka.confluent import ConfluentSource
+from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.types import Message
 
 
@@ -53,10 +53,10 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
             raise ImportError("No module named 'confluent_kafka'")
         return real(name, *args, **more)
 
-    monkeypatch.delitem(sys.modules, "flexd.stream.confluent")
+    monkeypatch.delitem(sys.modules, "flexd.stream.kafka.confluent")
     monkeypatch.setattr(builtins, "__import__", no_confluent)
     with pytest.raises(StreamError, match=r"flexd\[confluent\]"):
-        importlib.import_module("flexd.stream.confluent")
+        importlib.import_module("flexd.stream.kafka.confluent")
 
 
 @pytest.mark.parametrize("options", [{"no.such.option": 1}, {"group.id": "mine"}, {"security.protocol": "NONSENSE"}])

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from flexd.errors import StreamError
-from flexd.stream.connector import Connector
+from flexd.core.errors import StreamError
+from flexd.stream.kafka.connector import Connector
 
 
 class Peer:

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.errors import PositionLostError, StreamError
-from flexd.stream import segments
-from flexd.stream.file_log import FileLogSink, FileLogSource
+from flexd.core.errors import PositionLostError, StreamError
+from flexd.stream.file_log import segments
+from flexd.stream.file_log.log import FileLogSink, FileLogSource
 
 
 def read_all(source: FileLogSource, rounds: int = 3) -> list[tuple[int, bytes]]:
@@ -368,7 +368,7 @@ def test_reading_while_another_thread_writes(tmp_path):
 WRITER = """
 import sys
 from pathlib import Path
-from flexd.stream.file_log import FileLogSink
+from flexd.stream.file_log.log import FileLogSink
 sink = FileLogSink(Path(sys.argv[1]), "p", segment_bytes=20_000, flush_bytes=300)
 print("ready", flush=True)
 while True:
@@ -405,7 +405,7 @@ def test_a_quiet_log_is_looked_at_ever_more_seldom_and_a_message_at_once_again(t
 
     source = source_of(tmp_path)
     fake = types.SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
-    monkeypatch.setattr("flexd.stream.file_log.time", fake)
+    monkeypatch.setattr("flexd.stream.file_log.log.time", fake)
     for _ in range(10):
         assert source.poll(0.2) == []
     assert slept[0] == 0.001
@@ -417,7 +417,7 @@ def test_a_quiet_log_is_looked_at_ever_more_seldom_and_a_message_at_once_again(t
     monkeypatch.undo()
     write(tmp_path, [b"news"])
     assert len(source.poll(0.2)) == 1
-    monkeypatch.setattr("flexd.stream.file_log.time", fake)
+    monkeypatch.setattr("flexd.stream.file_log.log.time", fake)
     slept.clear()
     assert source.poll(0.2) == []
     assert slept[0] == 0.001

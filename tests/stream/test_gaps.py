@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from kafka import KafkaConsumer
 from tansu_broker import TansuBroker
 
-from flexd.stream import confluent
-from flexd.stream.confluent import ConfluentSource
-from flexd.stream.group_positions import GAP_SECONDS, TRUSTED_GAPS, GroupPositions
-from flexd.stream.kafka import KafkaSource
-from flexd.stream.kafka_sink import KafkaSink
+from flexd.stream.kafka import confluent
+from flexd.stream.kafka.confluent import ConfluentSource
+from flexd.stream.kafka.group_positions import GAP_SECONDS, TRUSTED_GAPS, GroupPositions
+from flexd.stream.kafka.sink import KafkaSink
+from flexd.stream.kafka.source import KafkaSource
 
 KEY = "t/0"
 COUNT = 30

@@ -8,15 +8,15 @@ import uuid
 
 import pytest
 
-from flexd.stream.confluent import ConfluentSource
-from flexd.stream.handover import Handover
-from flexd.stream.kafka import KafkaSource
-from flexd.stream.kafka_sink import KafkaSink
+from flexd.stream.kafka.confluent import ConfluentSource
+from flexd.stream.kafka.handover import Handover
+from flexd.stream.kafka.sink import KafkaSink
+from flexd.stream.kafka.source import KafkaSource
 from flexd.stream.types import Message
 
 
 def test_a_question_is_asked_again_until_it_is_answered(monkeypatch):
-    monkeypatch.setattr("flexd.stream.handover._BACKOFF_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr("flexd.stream.kafka.handover._BACKOFF_SECONDS", (0.0, 0.0))
     answers = iter([OSError("leader away"), {"t/0": -1}, {"t/0": "x"}, {"t/0": 7, "t/9": 3}])
     asked = []
 

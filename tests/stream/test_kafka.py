@@ -12,9 +12,9 @@ import pytest
 from kafka.errors import KafkaTimeoutError, LogTruncationError, OffsetOutOfRangeError
 from kafka.structs import TopicPartition
 
-from flexd.errors import PositionLostError, StreamError
-from flexd.stream.kafka import KafkaSource
-from flexd.stream.kafka_sink import KafkaSink
+from flexd.core.errors import PositionLostError, StreamError
+from flexd.stream.kafka.sink import KafkaSink
+from flexd.stream.kafka.source import KafkaSource
 from flexd.stream.types import Message
 
 Record = namedtuple("Record", ["offset", "value"])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flexd.errors import StreamError
-from flexd.stream.kafka_look import look
-from flexd.stream.kafka_sink import KafkaSink
+from flexd.core.errors import StreamError
+from flexd.stream.kafka.inspection import look
+from flexd.stream.kafka.sink import KafkaSink
 
 
 @pytest.mark.parametrize("client", ["kafka-python", "confluent"])

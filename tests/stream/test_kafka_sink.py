@@ -15,9 +15,9 @@ from kafka.errors import (
     UnknownProducerIdError,
 )
 
-import flexd.stream.kafka_sink as kafka_sink
-from flexd.errors import StreamError
-from flexd.stream.kafka_sink import KafkaSink
+import flexd.stream.kafka.sink as kafka_sink
+from flexd.core.errors import StreamError
+from flexd.stream.kafka.sink import KafkaSink
 
 
 def log_of(broker, topic: str) -> list[bytes]:

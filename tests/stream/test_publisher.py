@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.errors import StreamError
-from flexd.stream.codec import decode
-from flexd.stream.file_log import FileLogSink, FileLogSource
+from flexd.core.errors import StreamError
+from flexd.stream.codecs.codec import decode
+from flexd.stream.file_log.log import FileLogSink, FileLogSource
 from flexd.stream.publisher import Publisher
 from flexd.stream.types import AccessBatch, Sink
 

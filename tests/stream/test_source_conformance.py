@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from flexd.errors import StreamError
-from flexd.stream.file_log import FileLogSink, FileLogSource
+from flexd.core.errors import StreamError
+from flexd.stream.file_log.log import FileLogSink, FileLogSource
 from flexd.stream.synthetic import SyntheticSource
 from flexd.stream.types import Message, Sink, Source
 
@@ -51,9 +51,9 @@ def synthetic():
 def kafka_stream(
     bootstrap: str, topic: str, session_seconds: float, confluent: bool = False, **client_options: str
 ) -> tuple[Stream, Sink]:
-    from flexd.stream.confluent import ConfluentSource
-    from flexd.stream.kafka import KafkaSource
-    from flexd.stream.kafka_sink import KafkaSink
+    from flexd.stream.kafka.confluent import ConfluentSource
+    from flexd.stream.kafka.sink import KafkaSink
+    from flexd.stream.kafka.source import KafkaSource
 
     sink = KafkaSink(bootstrap, topic, client_options=client_options)
     group = f"group-{uuid.uuid4().hex[:8]}"

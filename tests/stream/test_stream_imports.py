@@ -12,11 +12,11 @@ import pytest
     ("module", "absent"),
     [
         ("flexd.stream.types", {"kafka", "pyarrow", "torch", "numba", "pydantic"}),
-        ("flexd.stream.codec", {"kafka", "torch", "numba", "pydantic"}),
-        ("flexd.stream.file_log", {"kafka", "pyarrow", "torch", "numba", "pydantic"}),
+        ("flexd.stream.codecs.codec", {"kafka", "torch", "numba", "pydantic"}),
+        ("flexd.stream.file_log.log", {"kafka", "pyarrow", "torch", "numba", "pydantic"}),
         ("flexd.stream.publisher", {"kafka", "torch", "numba", "pydantic"}),
         ("flexd.stream.synthetic", {"kafka", "torch", "numba", "pydantic"}),
-        ("flexd.stream.kafka", {"torch", "numba", "pydantic"}),
+        ("flexd.stream.kafka.source", {"torch", "numba", "pydantic"}),
     ],
 )
 def test_a_part_imports_only_what_it_needs(module, absent):

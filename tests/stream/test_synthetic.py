@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexd.errors import StreamError
-from flexd.stream.codec import decode
+from flexd.core.errors import StreamError
+from flexd.stream.codecs.codec import decode
 from flexd.stream.synthetic import SyntheticSource
 from flexd.stream.zipf import ZipfSampler, scatter, scatter_multiplier
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from flexd.errors import StreamError
-from flexd.stream.tap import DeltaState, TapSource, partition_of
+from flexd.core.errors import StreamError
+from flexd.stream.tap_source import DeltaState, TapSource, partition_of
 from flexd.stream.types import Source
 
 A, B = partition_of("a1", 0, "s0"), partition_of("a1", 1, "s1")

@@ -14,10 +14,10 @@ from exactness import Scenario, batch, loss_of, random_chunks, row_optimizer, ta
 from torch.nn.parallel import DistributedDataParallel
 
 import flexd
+from flexd.core.errors import EmbeddingError
+from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
-from flexd.errors import EmbeddingError
-from flexd.layout import RankLayout
 
 
 @dataclass(frozen=True)

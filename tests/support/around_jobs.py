@@ -17,9 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import flexd
-from flexd.errors import EmbeddingError
-from flexd.layout import RankLayout
-from flexd.placement import Delta
+from flexd.core.errors import EmbeddingError
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Delta
 
 ROWS, DIM, STEPS = 40, 8, 4
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import flexd
-import flexd.errors
-from flexd.layout import RankLayout
-from flexd.placement import Delta
+import flexd.core.errors
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Delta
 
 STEPS = 8
 READS = {"history": "item", "basket": "item", "shop": "shop"}
@@ -121,7 +121,7 @@ def refused(rank: int, layout: RankLayout, guilty: int) -> list[str]:
         try:
             collection(*((features, weights) if rank == guilty else (good, None)))
             said.append("no error")
-        except flexd.errors.EmbeddingError as error:
+        except flexd.core.errors.EmbeddingError as error:
             said.append(str(error))
         loss_of(collection(good)).backward()
         collection.optimizer.step()

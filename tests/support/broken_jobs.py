@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from flexd.core.errors import FlexdError
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Delta
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
-from flexd.errors import FlexdError
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Delta
 
 IDS = {"item": Jagged(torch.arange(50), torch.tensor([50]))}
 

@@ -11,13 +11,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from collection_jobs import ROWS, loss_of, offer, some, tables, train_step
 
-from flexd.embedding import checkpoint
+from flexd.core.errors import CheckpointError
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Delta
+from flexd.embedding.checkpoint import checkpoint
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
-from flexd.embedding.optimizer import SGD, Adam, RowOptimizer, RowWiseAdagrad
-from flexd.errors import CheckpointError
-from flexd.layout import RankLayout
-from flexd.placement import Delta
+from flexd.embedding.row_optimizers import SGD, Adam, RowOptimizer, RowWiseAdagrad
 
 OPTIMIZERS: dict[str, RowOptimizer] = {
     "sgd": SGD(0.1),
@@ -95,7 +95,7 @@ def load(
 
 def checkpoint_windows(window_bytes: int) -> None:
     """Small ones, so that a block takes several."""
-    from flexd.embedding import blocks
+    from flexd.embedding.checkpoint import blocks
 
     blocks.MAX_WINDOW_BYTES = window_bytes
 

@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import flexd
+from flexd.core.errors import EmbeddingError, FlexdError, TopologyError
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
-from flexd.embedding.optimizer import SGD, RowWiseAdagrad
-from flexd.errors import EmbeddingError, FlexdError, TopologyError
-from flexd.layout import RankLayout
-from flexd.placement import Delta, Placement
+from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
 
 ROWS = {"item": 61, "odd": 23, "tiny": 3}
 """``tiny`` has fewer rows than a world of four ranks."""

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from flexd.core.errors import ChunkRefusedError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
-from flexd.embedding.optimizer import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
-from flexd.errors import ChunkRefusedError
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Delta, Placement
+from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
 
 def bad_input(rank: int, layout: RankLayout, guilty: int) -> list[str]:
     """One rank passes bad ids; all ranks are to see an error, and to go on afterwards."""
-    from flexd.errors import EmbeddingError
+    from flexd.core.errors import EmbeddingError
 
     collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
     good = {"item": Jagged(torch.tensor([1, 2, 3]), torch.tensor([3]))}

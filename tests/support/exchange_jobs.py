@@ -8,11 +8,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Delta
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
-from flexd.embedding.optimizer import SGD
-from flexd.layout import RankLayout
-from flexd.placement import Delta
+from flexd.embedding.row_optimizers import SGD
 
 ROWS = 40
 

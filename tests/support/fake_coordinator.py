@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexd.control.live import ControlStatus, LiveTopology
-from flexd.control.migration import Migration, MigrationAbout
-from flexd.control.migration_states import MigrationEvent
-from flexd.errors import ControlError
-from flexd.layout import RankLayout
-from flexd.placement import Placement
+from flexd.control.daemon.coordinator_types import ControlStatus, LiveTopology
+from flexd.control.daemon.migration import Migration, MigrationAbout
+from flexd.control.daemon.migration_states import MigrationEvent
+from flexd.core.errors import ControlError
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
 
 
 class FakeCoordinator:

@@ -19,13 +19,13 @@ import yaml
 
 from flexd.config.load import load_config
 from flexd.config.model import Config
-from flexd.daemon import parts
+from flexd.daemon import factory as parts
 from flexd.demo.ports import free_ports
 from flexd.demo.processes import DaemonProcess
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_set import SketchSet
-from flexd.stream.codec import decode
-from flexd.stream.file_log import FileLogSource
+from flexd.stream.codecs.codec import decode
+from flexd.stream.file_log.log import FileLogSource
 
 ROOT = Path(__file__).parents[2]
 DAEMON_START_SECONDS = 90.0

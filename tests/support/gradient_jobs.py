@@ -12,11 +12,11 @@ import torch.distributed as dist
 from collection_jobs import ROWS, loss_of, offer, some, tables
 from torch import nn
 
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Delta
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
-from flexd.embedding.optimizer import SGD
-from flexd.layout import RankLayout
-from flexd.placement import Delta
+from flexd.embedding.row_optimizers import SGD
 
 STEPS = 4
 START_SCALE = 2.0**10

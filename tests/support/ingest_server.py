@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flexd.core.keyspace import TableSpec
 from flexd.ingest import Ingestor
-from flexd.keyspace import TableSpec
 from flexd.sketch.set_types import SketchSettings
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_set import SketchSet, warm_up
@@ -28,15 +28,15 @@ SETTINGS = SketchSettings(memory_bytes=2**22, half_life_seconds=None, max_future
 
 def _open_source(order: Mapping[str, Any]) -> Any:
     if order["source"] == "file_log":
-        from flexd.stream.file_log import FileLogSource
+        from flexd.stream.file_log.log import FileLogSource
 
         return FileLogSource(Path(order["path"]), discovery_seconds=0.01)
     options = {"session_timeout_seconds": 3.0, "on_position_lost": "fail"}
     if order["source"] == "confluent":
-        from flexd.stream.confluent import ConfluentSource
+        from flexd.stream.kafka.confluent import ConfluentSource
 
         return ConfluentSource(order["bootstrap"], order["topic"], order["group"], **options)
-    from flexd.stream.kafka import KafkaSource
+    from flexd.stream.kafka.source import KafkaSource
 
     return KafkaSource(order["bootstrap"], order["topic"], order["group"], max_poll_messages=50, **options)
 

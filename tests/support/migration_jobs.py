@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from flexd.core.errors import ChunkRefusedError, PlacementError
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Delta
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
-from flexd.embedding.memory import tensors_of
-from flexd.embedding.optimizer import RowWiseAdagrad
-from flexd.errors import ChunkRefusedError, PlacementError
-from flexd.layout import RankLayout
-from flexd.placement import Delta
+from flexd.embedding.row_optimizers import RowWiseAdagrad
+from flexd.embedding.store.memory import tensors_of
 
 TABLES = [
     EmbeddingTable("item", 61, 8, dtype="float32", init_scale=0.5),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout, Tier
-from flexd.placement import Delta, Placement
 from flexd.sketch.profile import Profile, TableProfile
 
 TABLES = {"item": (3000, 32, 2000), "shop": (500, 8, 600)}

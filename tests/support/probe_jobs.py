@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from flexd.errors import TopologyError
-from flexd.layout import RankLayout
+from flexd.core.errors import TopologyError
+from flexd.core.layout import RankLayout
 from flexd.topology import timing
 from flexd.topology.model import Cluster, Collective, Link
 from flexd.topology.probe import ProbeOptions, probe

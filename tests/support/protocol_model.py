@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flexd.control.migration_states import FINAL_STATES, MigrationEvent, MigrationState, next_state
+from flexd.control.daemon.migration_states import FINAL_STATES, MigrationEvent, MigrationState, next_state
 
 S, E = MigrationState, MigrationEvent
 Chunk = tuple[str, int]

@@ -47,7 +47,7 @@ def _end_groups_of_the_job() -> None:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
-    from flexd.embedding import groups
+    from flexd.embedding.exchange import process_groups as groups
 
     kept = [dist.group.WORLD, *groups._shared[1].values()]
     for group in [made for made in _world.pg_map if all(made is not keep for keep in kept)]:

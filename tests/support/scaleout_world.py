@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from flexd.errors import CodecError, ScaleOutError
+from flexd.core.errors import CodecError, ScaleOutError
+from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.ingest import Ingestor
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.scaleout.answer import Answer
 from flexd.scaleout.follower import Follower, FollowerOptions
 from flexd.scaleout.leader import Leader
 from flexd.scaleout.ledger import Ledger
+from flexd.scaleout.push_answer import Answer
 from flexd.sketch.set_types import SketchSettings
 from flexd.sketch.snapshot import LoadedSnapshot
 from flexd.stream.types import AccessBatch, Message

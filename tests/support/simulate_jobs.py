@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Delta
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
-from flexd.embedding.optimizer import SGD, RowWiseAdagrad
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout
-from flexd.placement import Delta
+from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
 
 TABLES = {
     "one group": (("item", 61, 8, "float32"), ("shop", 17, 8, "float32")),

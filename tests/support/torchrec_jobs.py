@@ -10,8 +10,8 @@ import torchrec
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 
 import flexd
-import flexd.errors
-from flexd.layout import RankLayout
+import flexd.core.errors
+from flexd.core.layout import RankLayout
 from flexd.torchrec import FlexEmbeddingBagCollection, FlexEmbeddingCollection
 
 ROWS = {"item": 61, "shop": 17}
@@ -110,7 +110,7 @@ def refused(rank: int, layout: RankLayout, guilty: int) -> list[str]:
         try:
             collection(fault if rank == guilty else good)
             said.append("no error")
-        except flexd.errors.EmbeddingError as error:
+        except flexd.core.errors.EmbeddingError as error:
             said.append(str(error))
         loss_of(collection(good)).backward()
         collection.optimizer.step()

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexd.errors import TopologyError
+from flexd.core.errors import TopologyError
 from flexd.topology.files import dump_cluster, load_cluster, load_preset, parse_cluster, preset_names, write_cluster
 from flexd.topology.model import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.errors import TopologyError
+from flexd.core.errors import TopologyError
 from flexd.topology.fit import CollectiveTimes, fit_curve
 from flexd.topology.model import CollectiveCurve
 

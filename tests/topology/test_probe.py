@@ -19,11 +19,11 @@ from probe_jobs import SMALL
 from rank_pool import RankPool
 
 from flexd.cli.main import main
+from flexd.core.errors import TopologyError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
 from flexd.demo.ports import free_ports
-from flexd.errors import TopologyError
-from flexd.keyspace import KeySpace, TableSpec
-from flexd.layout import RankLayout
-from flexd.placement import Placement
 from flexd.planner.plan import make_plan
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.files import dump_cluster, load_cluster, load_preset, parse_cluster

@@ -9,12 +9,12 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from flexd.errors import PlanError
-from flexd.keyspace import KeySpace
-from flexd.layout import RankLayout
-from flexd.planner.cost import CostBreakdown, LoadSums
-from flexd.planner.shape import TrainingShape
-from flexd.planner.workload import make_loads, make_table_loads
+from flexd.core.errors import PlanError
+from flexd.core.keyspace import KeySpace
+from flexd.core.layout import RankLayout
+from flexd.planner.model.cost import CostBreakdown, LoadSums
+from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.model.workload import make_loads, make_table_loads
 from flexd.sketch.profile import Profile
 from flexd.topology.model import Cluster
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexd.planner.baselines.case import Case, Outcome, over_memory
-from flexd.planner.cost import CostBreakdown, LoadSums, joint_cost
-from flexd.planner.traffic import Exchange
+from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
+from flexd.planner.model.row_bytes import Exchange
 from flexd.topology.model import Cluster
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flexd.layout import Tier
-from flexd.planner.balance import rank_bytes, sums_by_home
+from flexd.core.layout import Tier
 from flexd.planner.baselines.case import Case, Outcome, over_memory
-from flexd.planner.cost import CostBreakdown, LoadSums, cost_of_ranks
-from flexd.planner.traffic import Exchange, direct_traffic
+from flexd.planner.model.balance import rank_bytes, sums_by_home
+from flexd.planner.model.cost import CostBreakdown, LoadSums, cost_of_ranks
+from flexd.planner.model.row_bytes import Exchange, direct_traffic
 
 Float64Array = npt.NDArray[np.float64]
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from flexd.planner.baselines.case import Case, Outcome
 from flexd.planner.baselines.whole_tables import cost_of_pieces, pieces_of
-from flexd.planner.workload import ACCESSES
+from flexd.planner.model.workload import ACCESSES
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix

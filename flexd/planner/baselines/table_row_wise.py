@@ -8,13 +8,13 @@ from operator import add
 
 import numpy as np
 
-from flexd.layout import Tier
-from flexd.planner.balance import rank_bytes, sums_by_home
+from flexd.core.layout import Tier
 from flexd.planner.baselines.case import Case, Outcome
 from flexd.planner.baselines.whole_tables import greedy, pieces_of, rows_back
-from flexd.planner.cost import cost_of_ranks
-from flexd.planner.traffic import Exchange, direct_traffic
-from flexd.planner.workload import ACCESSES, BACK_RETURNED, RETURNED
+from flexd.planner.model.balance import rank_bytes, sums_by_home
+from flexd.planner.model.cost import cost_of_ranks
+from flexd.planner.model.row_bytes import Exchange, direct_traffic
+from flexd.planner.model.workload import ACCESSES, BACK_RETURNED, RETURNED
 
 
 @dataclass(frozen=True)

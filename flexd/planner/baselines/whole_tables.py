@@ -15,12 +15,12 @@ from operator import add
 import numpy as np
 import numpy.typing as npt
 
-from flexd.layout import Tier
-from flexd.planner.balance import RankBytes, rank_bytes
+from flexd.core.layout import Tier
 from flexd.planner.baselines.case import Case, Outcome
-from flexd.planner.cost import CostBreakdown, cost_of_ranks
-from flexd.planner.traffic import Exchange, direct_traffic
-from flexd.planner.workload import ACCESSES, BACK_RETURNED, RETURNED, ROWS, STATISTICS, SYNCED
+from flexd.planner.model.balance import RankBytes, rank_bytes
+from flexd.planner.model.cost import CostBreakdown, cost_of_ranks
+from flexd.planner.model.row_bytes import Exchange, direct_traffic
+from flexd.planner.model.workload import ACCESSES, BACK_RETURNED, RETURNED, ROWS, STATISTICS, SYNCED
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]

@@ -16,7 +16,7 @@ from chaos_training import JOB, WORLD
 from chaos_world import CONTROL_SECONDS, ChaosWorld
 from flexd_processes import until
 
-from flexd.faults import POINTS
+from flexd.core.fault_points import POINTS
 
 STEPS_DURING = 8
 """Training goes on by so many steps in every fault that is not its own."""

@@ -12,14 +12,14 @@ from chaos_training import TABLES, WORLD, Reference
 from chaos_world import ChaosWorld
 from flexd_processes import until
 
-from flexd.control.journal import PlacementJournal
-from flexd.daemon import parts
-from flexd.errors import SnapshotError
+from flexd.control.daemon.journal import PlacementJournal
+from flexd.core.errors import SnapshotError
+from flexd.daemon import factory as parts
 from flexd.ingest.counters import restored_set
 from flexd.sketch.decay import UNIT_BITS
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_set import SketchSet
-from flexd.stream.codec import decode
+from flexd.stream.codecs.codec import decode
 from flexd.stream.types import AccessBatch
 
 LOSS_TOLERANCE = 1e-9

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch.distributed import QueueEmptyError, Store, TCPStore
 
-from flexd.control.channel import Hint, Keys, job_store
+from flexd.control.protocol.channel import Hint, Keys, job_store
 
 _MESSAGES = 40
 

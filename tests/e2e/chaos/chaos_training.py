@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import flexd
-from flexd.embedding.checkpoint import load_checkpoint, save_checkpoint
-from flexd.stream.kafka_sink import KafkaSink
+from flexd.embedding.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from flexd.stream.kafka.sink import KafkaSink
 
 JOB = "chaos"
 TABLES = {"item": (4_000, 8, 160), "shop": (500, 5, 40)}

@@ -26,9 +26,9 @@ from tcp_cut import TcpCut
 
 from flexd.config.load import load_config
 from flexd.config.model import Config
+from flexd.core.fault_points import VARIABLE
 from flexd.demo.ports import free_ports
-from flexd.faults import VARIABLE
-from flexd.stream.codec import decode
+from flexd.stream.codecs.codec import decode
 from flexd.topology.files import load_preset, write_cluster
 from flexd.topology.scale import scale_model
 

@@ -24,7 +24,7 @@ from chaos_processes import ProcessServer  # noqa: E402
 from chaos_run import ChaosRun, Outcome, as_json, figures, table  # noqa: E402
 from chaos_standby import KINDS as STANDBY_KINDS  # noqa: E402
 
-from flexd.faults import POINTS  # noqa: E402
+from flexd.core.fault_points import POINTS  # noqa: E402
 
 _FAULTS_A_WORLD = 24
 _COUNT_EVERY = 8

@@ -1,0 +1,1 @@
+"""The ranks' side of the control channel: one background thread a rank."""

@@ -1,0 +1,295 @@
+"""Where the agent's thread leaves chunks and the training thread takes them, at a step all ranks agree on.
+
+Every rank must apply the same chunks at the same step, although chunks arrive at each rank at their own time. The
+training thread tells its peers the highest version it holds in the sizes exchange it does anyway (``begin_exchange``);
+the minimum over all ranks comes back (``end_exchange``) and is *agreed*: every rank holds these chunks and will apply
+them before its next step.
+
+::
+
+    received ---> prepared ---- end_exchange(min >= version) ----> agreed ---- take() ----> applied
+        |            |
+        `------------`---- settle() (epoch ended) ----> dropped
+
+What applying a chunk needs is prepared in the agent's thread, so that the training thread only copies rows and swaps
+pointers. A rank tells the version up to which it has prepared.
+
+What was told to the peers may have been agreed by them, so nothing told is dropped before the outcome is known:
+``settle`` waits for it. When every rank has settled and none has been offered a newer chunk, all ranks hold the same
+agreed version and nothing beyond it; so the daemon may number new chunks from there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import ChunkRefusedError, ControlError
+from flexd.core.keyspace import KeySpace
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Delta
+
+Int64Array = npt.NDArray[np.int64]
+UInt8Array = npt.NDArray[np.uint8]
+
+
+PREPARED_CHUNKS = 2
+"""Are prepared ahead at least: one that the ranks agree on while the next is made."""
+PREPARED_BYTES = 8 * 2**20
+"""Further ones are prepared while all of them fit in."""
+
+
+class Prepared(Protocol):
+    """What applying a chunk needs, made beforehand from the placement that the chunk before leaves."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+Prepare = Callable[[Delta, Prepared | None], Prepared]
+"""(chunk, what was prepared for the chunk before; None: from what is applied) -> what applying it needs."""
+
+
+@dataclass
+class _Chunk:
+    version: int
+    delta: Delta
+    slot_change: Int64Array
+    digest_change: int
+    prepared: Prepared | None = None
+
+
+class ChunkInbox:
+    """Thread-safe. ``offer``, ``prepare_next`` and ``settle`` belong to the agent's thread, the rest to the training
+    thread.
+
+    Args:
+        rank: this rank in ``layout``.
+        replica_slots: replica slots of this rank for each dim-group.
+        prepare: called from the agent's thread. Without it every received chunk counts as prepared.
+        starts_here: (int64 [n] keys, uint8 [n] tiers) -> bool [n], can these rows be at these tiers in the placement
+            that is applied? Called from the agent's thread. Without it a chunk is believed.
+    """
+
+    def __init__(
+        self,
+        keyspace: KeySpace,
+        layout: RankLayout,
+        rank: int,
+        replica_slots: tuple[int, ...],
+        starts_here: Callable[[Int64Array, UInt8Array], npt.NDArray[np.bool_]] | None = None,
+        prepare: Prepare | None = None,
+    ) -> None:
+        self._keyspace = keyspace
+        self._layout = layout
+        self._rank = rank
+        self._slots = np.array(replica_slots, dtype=np.int64)
+        self._starts_here = starts_here
+        self._prepare = prepare
+        self._changed = threading.Condition()
+        self._chunks: deque[_Chunk] = deque()
+        """Received and not applied yet, in order."""
+        self._taken_version = 0
+        self._received_version = 0
+        self._prepared_version = 0
+        self._agreed_version = 0
+        self._applied_version = 0
+        self._agreed_digest = 0
+        self._slots_used = np.zeros(len(replica_slots), dtype=np.int64)
+        """By the placement with every received chunk applied."""
+        self._in_exchange = False
+
+    @property
+    def applied_version(self) -> int:
+        return self._applied_version
+
+    @property
+    def agreed_version(self) -> int:
+        return self._agreed_version
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of the chunks that are not applied yet."""
+        with self._changed:
+            deltas = [chunk.delta for chunk in self._chunks]
+        return sum(delta.keys.nbytes + delta.old_tiers.nbytes + delta.new_tiers.nbytes for delta in deltas)
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Of what is prepared and not applied yet."""
+        with self._changed:
+            return sum(chunk.prepared.nbytes for chunk in self._chunks if chunk.prepared is not None)
+
+    def offer(self, version: int, delta: Delta) -> None:
+        """Takes one chunk in. A repeated version is ignored.
+
+        Raises:
+            ChunkRefusedError: out of order, rows outside the tables, repeated rows or unknown tiers, rows that are not
+                at the tiers that the chunk starts from, or the chunk needs more replica slots than this rank has.
+                Nothing is kept of it.
+        """
+        # Only this thread adds chunks, so what is checked without the lock, which training waits for, stays true.
+        with self._changed:
+            if version <= self._received_version:
+                return
+            received, waiting = self._received_version, [chunk.delta for chunk in self._chunks]
+        if version != received + 1:
+            raise ChunkRefusedError(
+                f"rank {self._rank}: chunk {version} after {received}", remedy="push chunks in order"
+            )
+        change = self._slot_change(version, delta)
+        after = self._slots_used + change
+        if bool((after > self._slots).any()):
+            group = int(np.argmax(after - self._slots))
+            raise ChunkRefusedError(
+                f"rank {self._rank}: chunk {version} needs {int(after[group])} replica slots in dim-group {group}, "
+                f"there are {int(self._slots[group])}",
+                remedy="plan with the replica slots of the rank's hello",
+            )
+        self._check_start(version, delta, waiting)
+        with self._changed:
+            self._slots_used = after
+            self._chunks.append(_Chunk(version, delta, change, delta.digest_change()))
+            self._received_version = version
+            if self._prepare is None:
+                self._prepared_version = version
+        while self.prepare_next():
+            pass
+
+    def prepare_next(self) -> bool:
+        """Prepares the next chunk, if one waits for it and there is room; was there one?"""
+        if self._prepare is None:
+            return False
+        with self._changed:
+            waiting = list(self._chunks)
+        ready = [chunk.prepared for chunk in waiting if chunk.prepared is not None]
+        if len(ready) == len(waiting):
+            return False
+        if len(ready) >= PREPARED_CHUNKS and sum(made.nbytes for made in ready) + ready[-1].nbytes > PREPARED_BYTES:
+            return False
+        chunk = waiting[len(ready)]
+        # A chunk that is applied meanwhile leaves what was prepared for it, so either is right to go on from.
+        prepared = self._prepare(chunk.delta, ready[-1] if ready else None)
+        with self._changed:
+            chunk.prepared = prepared
+            self._prepared_version = chunk.version
+        return True
+
+    def prepared(self, version: int) -> Prepared:
+        """Of a chunk that was taken and not yet applied."""
+        with self._changed:
+            for chunk in self._chunks:
+                if chunk.version == version and chunk.prepared is not None:
+                    return chunk.prepared
+        raise KeyError(version)
+
+    def settle(self, timeout_seconds: float) -> tuple[int, int]:
+        """Drops what is received but not agreed; returns (agreed version, digest of the placement at it).
+
+        Raises:
+            ControlError: the training step that is exchanging right now did not finish it within the deadline.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        with self._changed:
+            while self._in_exchange:
+                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                    raise ControlError(
+                        f"rank {self._rank}: the running step has not finished its exchange in {timeout_seconds:g} s",
+                        remedy="the channel is joined again once training moves on",
+                    )
+            while self._chunks and self._chunks[-1].version > self._agreed_version:
+                self._slots_used = self._slots_used - self._chunks.pop().slot_change
+            self._received_version = self._prepared_version = self._agreed_version
+            return self._agreed_version, self._agreed_digest
+
+    def begin_exchange(self) -> int:
+        """The version to tell the peers. Every call is followed by ``end_exchange``."""
+        with self._changed:
+            self._in_exchange = True
+            return self._prepared_version
+
+    def end_exchange(self, lowest_version: int) -> None:
+        """``lowest_version``: the minimum over all ranks of what ``begin_exchange`` returned there."""
+        with self._changed:
+            for chunk in self._chunks:
+                if self._agreed_version < chunk.version <= lowest_version:
+                    self._agreed_digest = (self._agreed_digest + chunk.digest_change) % 2**64
+            self._agreed_version = max(self._agreed_version, lowest_version)
+            self._in_exchange = False
+            self._changed.notify_all()
+
+    def take(self, max_bytes: int, bytes_of: Callable[[Delta], int]) -> list[tuple[int, Delta]]:
+        """Agreed chunks not applied yet, in order, up to ``max_bytes`` of row copies (but at least one).
+
+        All ranks are given the same chunks at the same step: what is agreed and ``bytes_of`` are equal everywhere.
+        """
+        taken: list[tuple[int, Delta]] = []
+        spent = 0
+        with self._changed:
+            for chunk in self._chunks:
+                if chunk.version <= self._taken_version:
+                    continue
+                if chunk.version > self._agreed_version:
+                    break
+                cost = bytes_of(chunk.delta)
+                if taken and spent + cost > max_bytes:
+                    break
+                spent += cost
+                taken.append((chunk.version, chunk.delta))
+                self._taken_version = chunk.version
+        return taken
+
+    def applied(self, version: int) -> None:
+        """The training thread has applied chunks up to ``version``."""
+        with self._changed:
+            self._applied_version = version
+            # Kept until now: ``offer`` reads the applied placement with these on top, whether applied or not.
+            while self._chunks and self._chunks[0].version <= version:
+                self._chunks.popleft()
+
+    def _check_start(self, version: int, delta: Delta, waiting: list[Delta]) -> None:
+        """Raises ChunkRefusedError unless every row is at its old tier once the ``waiting`` chunks are applied."""
+        if self._starts_here is None:
+            return
+        right = np.empty(len(delta), dtype=np.bool_)
+        moved = np.concatenate([np.empty(0, np.int64), *(chunk.keys for chunk in waiting)])
+        tiers = np.concatenate([np.empty(0, np.uint8), *(chunk.new_tiers for chunk in waiting)])
+        order = np.argsort(moved, kind="stable")
+        moved, tiers = moved[order], tiers[order]
+        end = np.searchsorted(moved, delta.keys, side="right")
+        again = end > np.searchsorted(moved, delta.keys, side="left")
+        right[again] = tiers[end[again] - 1] == delta.old_tiers[again]
+        right[~again] = self._starts_here(delta.keys[~again], delta.old_tiers[~again])
+        if not bool(right.all()):
+            raise ChunkRefusedError(
+                f"rank {self._rank}: {int((~right).sum())} of {len(delta)} rows of chunk {version} are not at the tier "
+                f"it says, key {int(delta.keys[~right][0])} for one",
+                remedy="push deltas from the placement that the ranks agreed on",
+            )
+
+    def _slot_change(self, version: int, delta: Delta) -> Int64Array:
+        """int64[groups]: replica slots taken (or freed, negative) on this rank. Raises ChunkRefusedError."""
+        keys = delta.keys
+        total = self._keyspace.total_rows
+        if len(keys) and (int(keys.min()) < 0 or int(keys.max()) >= total):
+            raise ChunkRefusedError(
+                f"rank {self._rank}: chunk {version} names keys outside 0..{total - 1}",
+                remedy="daemon and trainer must list the same tables",
+            )
+        if len(np.unique(keys)) != len(keys):
+            raise ChunkRefusedError(f"rank {self._rank}: chunk {version} names a row twice")
+        if len(keys) and max(int(delta.old_tiers.max()), int(delta.new_tiers.max())) > Tier.DEVICE:
+            raise ChunkRefusedError(f"rank {self._rank}: chunk {version} names an unknown tier")
+        groups = self._keyspace.group_of(keys)
+        before = self._layout.holds_replica(self._rank, keys, delta.old_tiers).astype(np.int64)
+        after = self._layout.holds_replica(self._rank, keys, delta.new_tiers).astype(np.int64)
+        change = np.zeros(len(self._slots), dtype=np.int64)
+        np.add.at(change, groups, after - before)
+        return change

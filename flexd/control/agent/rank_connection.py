@@ -1,0 +1,359 @@
+"""One rank's conversation with one instance of the daemon, from the signed notice to the first error.
+
+::
+
+    connecting --(store, signed notice)--> waiting --(epoch with my nonce)--> settling --(go)--> joined
+        ^                                    ^  ^                                 |                |
+        |                                    |  `------(epoch ended by the daemon)-+----------------'
+        `----(any error; back-off, new nonce)+----------------------------------------------------'
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.control.agent.inbox import ChunkInbox
+from flexd.control.agent.outbox import DeltaOutbox
+from flexd.control.agent.rendezvous import Rendezvous
+from flexd.control.agent.shipper import DeltaShipper
+from flexd.control.protocol.channel import (
+    CHANNEL_ERRORS,
+    Backoff,
+    EpochGroup,
+    Hint,
+    Keys,
+    address_towards,
+    new_token,
+    rows_sha256,
+)
+from flexd.control.protocol.messages import (
+    ChunkHeader,
+    ChunkRefused,
+    DaemonNotice,
+    EpochAnnouncement,
+    EpochMessage,
+    Hello,
+    HelloRefused,
+    Listing,
+    ListRequest,
+    Message,
+    Progress,
+    Settled,
+    Signer,
+)
+from flexd.control.protocol.report import PendingReports, RankIdentity
+from flexd.core.errors import AuthenticationError, ChunkRefusedError, ControlError, StaleMessageError, TopologyError
+from flexd.core.placement import Delta
+
+PlacementLists = Callable[[], tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]]
+
+logger = logging.getLogger(__name__)
+
+REPORT_SECONDS = 0.2
+"""Shortest time between two step reports."""
+HEARTBEAT_SECONDS = 1.0
+"""Longest silence of a healthy rank."""
+BUSY_SECONDS, BUSY_POLL_SECONDS = 0.5, 0.005
+"""For so long after a chunk a rank looks for the next one this often."""
+
+
+@dataclass
+class RankSide:
+    """What a rank keeps from one connection to the next. Shared by the agent's callers and its one thread.
+
+    Attributes:
+        session: of this process; no two launches of a rank have the same.
+        sequence: of the newest message sent, in the whole session.
+        state: what the agent is doing, for people.
+        last_logged: the newest trouble, which is not logged twice.
+    """
+
+    inbox: ChunkInbox
+    identity: RankIdentity
+    rendezvous: Rendezvous
+    signer: Signer
+    timeout_seconds: float
+    poll_seconds: float
+    lists: PlacementLists | None
+    outbox: DeltaOutbox | None
+    reports: PendingReports = field(default_factory=PendingReports)
+    stopping: threading.Event = field(default_factory=threading.Event)
+    counters: Counter[str] = field(default_factory=Counter)
+    session: str = field(default_factory=new_token)
+    sequence: int = 0
+    state: str = "not started"
+    last_logged: str = ""
+
+    def count(self, what: str, by: int = 1) -> None:
+        self.counters[what] += by
+
+
+class RankConnection:
+    """One connection to one instance of the daemon, from the notice to the first error."""
+
+    def __init__(self, side: RankSide, backoff: Backoff) -> None:
+        self._side = side
+        self._backoff = backoff
+        self._inbox = side.inbox
+        self._me = side.identity
+        self._signer = side.signer
+        self._nonce = new_token()
+        self._last_epoch = 0
+        self._last_sent_at = 0.0
+        self._last_report_at = 0.0
+        self._last_command_at = 0.0
+        self._last_told = (-1, -1)
+        self._last_turn = b""
+
+    def run(self) -> None:
+        side = self._side
+        side.state = "connecting"
+        self._store, self._daemon = side.rendezvous.connect()
+        try:
+            self._register()
+            while not side.stopping.is_set():
+                announcement = self._await_epoch()
+                if announcement is not None:
+                    self._in_epoch(announcement)
+        finally:
+            self._store.close()
+
+    def _register(self) -> None:
+        side = self._side
+        host, port = self._daemon
+        self._local_address = address_towards(host, port)
+        if not self._store.check(Keys.NOTICE):
+            raise ControlError(
+                f"the store at {host}:{port} has no flexd daemon of job {self._me.job!r}",
+                remedy="give trainer and daemon the same job name",
+            )
+        notice = self._signer.open_as(DaemonNotice, self._store.get(Keys.NOTICE))
+        if notice.job != self._me.job:
+            raise StaleMessageError(f"the daemon serves job {notice.job!r}, not {self._me.job!r}")
+        side.rendezvous.follow(notice)
+        self._instance, self._term = notice.instance, notice.term
+        side.count("connects")
+        self._version, self._digest = self._inbox.settle(side.timeout_seconds)
+        self._hello()
+
+    def _hello(self) -> None:
+        me = self._me
+        self._push(
+            Hello(
+                job=me.job, instance=self._instance, attempt=me.attempt, rank=me.rank, world_size=me.world_size,
+                nodes=me.nodes, local_ranks=me.local_ranks, replica_slots=me.replica_slots,
+                table_digest=me.table_digest, session=self._side.session, nonce=self._nonce,
+                sequence=self._next_sequence(), agreed_version=self._version, agreed_digest=self._digest,
+                address=self._local_address, can_list=self._side.lists is not None,
+            )
+        )  # fmt: skip
+
+    def _await_epoch(self) -> EpochAnnouncement | None:
+        """The next epoch that lists this registration; None when stopping."""
+        self._side.state = "waiting for the other ranks"
+        while not self._side.stopping.is_set():
+            hinted = self._hint().epoch
+            if hinted == self._last_epoch != 0:
+                # Hints are not signed. Registered anew, this rank gets an epoch that it is in; else both would wait.
+                raise StaleMessageError(f"the daemon goes on with epoch {hinted}, which a hint had ended")
+            if hinted > self._last_epoch:
+                announcement = self._signer.open_as(EpochAnnouncement, self._store.get(Keys.EPOCH))
+                if self._is_for_me(announcement):
+                    return announcement
+            refused = Keys.refused(self._nonce)
+            if self._store.check(refused):
+                refusal = self._signer.open_as(HelloRefused, self._store.get(refused))
+                self._store.delete_key(refused)
+                if refusal.instance == self._instance and refusal.nonce == self._nonce:
+                    raise TopologyError(f"the daemon refuses this rank: {refusal.reason}", remedy=refusal.remedy)
+            if time.monotonic() - self._last_sent_at > HEARTBEAT_SECONDS:
+                self._hello()
+            self._side.stopping.wait(self._side.poll_seconds)
+        return None
+
+    def _is_for_me(self, announcement: EpochAnnouncement) -> bool:
+        nonces = announcement.nonces
+        return (
+            announcement.job == self._me.job
+            and (announcement.instance, announcement.term) == (self._instance, self._term)
+            and announcement.attempt == self._me.attempt
+            and announcement.epoch > self._last_epoch
+            and len(nonces) == self._me.world_size
+            and nonces[self._me.rank] == self._nonce
+        )
+
+    def _in_epoch(self, epoch: EpochAnnouncement) -> None:
+        """Settles, joins, and serves until the daemon ends the epoch (returns) or something fails (raises)."""
+        side = self._side
+        self._epoch = epoch
+        self._last_epoch = epoch.epoch
+        side.state = f"settling for epoch {epoch.epoch}"
+        self._version, self._digest = self._inbox.settle(side.timeout_seconds)
+        self._push(
+            Settled(
+                **self._fence(), rank=self._me.rank, sequence=self._next_sequence(), agreed_version=self._version,
+                agreed_digest=self._digest, applied_version=self._inbox.applied_version,
+            )
+        )  # fmt: skip
+        while not (hint := self._hint()).go:
+            if hint.epoch != epoch.epoch or side.stopping.wait(side.poll_seconds):
+                return
+            self._send_progress()
+        if hint.epoch != epoch.epoch:
+            return
+        group = self._store.call(
+            lambda store: EpochGroup(
+                store, epoch.epoch, self._me.rank, self._me.world_size, self._local_address, side.timeout_seconds
+            ),
+            patience=2.0,
+        )
+        side.count("epochs")
+        side.state = f"joined epoch {epoch.epoch}"
+        side.last_logged = ""
+        self._backoff.reset()
+        done = 0
+        shipper = self._shipper()
+        while (hint := self._hint()).epoch == epoch.epoch:
+            while done < hint.commands:
+                done += 1
+                self._command(group, done)
+                self._last_command_at = time.monotonic()
+            self._send_progress()
+            busy = time.monotonic() - self._last_command_at < BUSY_SECONDS
+            busy |= self._inbox.prepare_next()
+            if shipper is not None:
+                busy |= shipper.turn()
+            if side.stopping.wait(min(side.poll_seconds, BUSY_POLL_SECONDS) if busy else side.poll_seconds):
+                self._send_progress(final=True)
+                return
+
+    def _shipper(self) -> DeltaShipper | None:
+        side = self._side
+        if side.outbox is None:
+            return None
+        return DeltaShipper(
+            side.outbox, self._signer, self._store, self._fence(), self._me.rank, side.session, self._push,
+            self._next_sequence,
+        )  # fmt: skip
+
+    def _command(self, group: EpochGroup, number: int) -> None:
+        key = Keys.command(self._epoch.epoch, number)
+        if not self._store.check(key):
+            raise StaleMessageError(f"command {number} of epoch {self._epoch.epoch} is gone")
+        message = self._signer.open(self._store.get(key))
+        if not isinstance(message, ChunkHeader | ListRequest) or message.command != number:
+            raise StaleMessageError(f"a {message.kind} message where command {number} belongs")
+        if self._fence_of(message) != self._fence():
+            raise StaleMessageError(f"a {message.kind} message of another attempt, generation or epoch")
+        if isinstance(message, ChunkHeader):
+            self._chunk(group, message)
+        elif self._me.rank in message.ranks:
+            self._list(group, message)
+
+    def _chunk(self, group: EpochGroup, header: ChunkHeader) -> None:
+        keys, tiers = group.receive(header.rows, 2 * header.rows)
+        if rows_sha256(keys, tiers) != header.sha256:
+            self._side.count("tampered")
+            raise AuthenticationError(
+                f"chunk {header.version}: the rows received are not the rows announced",
+                remedy="look for a fault or an intruder on the control network",
+            )
+        try:
+            self._inbox.offer(header.version, Delta(keys, tiers[: header.rows], tiers[header.rows :]))
+            self._side.count("chunks")
+        except ChunkRefusedError as error:
+            self._side.count("chunks_refused")
+            logger.warning("rank %d: %s", self._me.rank, error)
+            self._push(
+                ChunkRefused(
+                    **self._fence(), rank=self._me.rank, sequence=self._next_sequence(), version=header.version,
+                    reason=str(error)[:1000],
+                )
+            )  # fmt: skip
+
+    def _list(self, group: EpochGroup, request: ListRequest) -> None:
+        """Answers with the rows above HOME, once every agreed chunk is applied (no chunk is pushed meanwhile)."""
+        keys, tiers = np.empty(0, np.int64), np.empty(0, np.uint8)
+        error = ""
+        deadline = time.monotonic() + self._side.timeout_seconds
+        while self._inbox.applied_version != request.version and time.monotonic() < deadline:
+            if self._side.stopping.wait(self._side.poll_seconds):
+                return
+            self._send_progress()
+        if self._side.lists is None:
+            error = "this rank's agent was not given placement_lists"
+        elif self._inbox.applied_version != request.version:
+            error = f"version {self._inbox.applied_version} is applied, not {request.version}: training does not move"
+        else:
+            keys, tiers = self._side.lists()
+            keys, tiers = np.ascontiguousarray(keys, np.int64), np.ascontiguousarray(tiers, np.uint8)
+        self._push(
+            Listing(
+                **self._fence(), rank=self._me.rank, sequence=self._next_sequence(), version=request.version,
+                rows=len(keys), sha256=rows_sha256(keys, tiers), error=error,
+            )
+        )  # fmt: skip
+        if not error:
+            group.send_to_daemon(keys, tiers)
+
+    def _send_progress(self, final: bool = False) -> None:
+        told = (self._inbox.agreed_version, self._inbox.applied_version)
+        since = time.monotonic() - self._last_sent_at
+        due = time.monotonic() - self._last_report_at >= REPORT_SECONDS
+        pending = self._side.reports.waiting and (final or (due and self._is_read()))
+        if not (pending or told != self._last_told or since >= HEARTBEAT_SECONDS):
+            return
+        report = self._side.reports.take() if pending else None
+        try:
+            self._push(
+                Progress(
+                    **self._fence(), rank=self._me.rank, sequence=self._next_sequence(), agreed_version=told[0],
+                    applied_version=told[1], report=report,
+                )
+            )  # fmt: skip
+        except CHANNEL_ERRORS:
+            if report is not None:
+                self._side.reports.put_back(report)
+            raise
+        self._last_told = told
+        if report is not None:
+            self._last_report_at = self._last_sent_at
+        self._side.count("reports", 1 if report is not None else 0)
+
+    def _is_read(self) -> bool:
+        """Has the daemon looked at its queue since this rank's last report? If not, the report waits, folded with
+        those that follow: the queue stays bounded whatever holds the daemon up."""
+        turn, last = self._store.get(Keys.TURN), self._last_turn
+        self._last_turn = turn
+        return turn != last
+
+    def _push(self, message: Message) -> None:
+        try:
+            text = self._signer.seal(message)
+        except ValueError as error:
+            raise ControlError(f"a {message.kind} message cannot be sent: {error}") from error
+        self._store.queue_push(Keys.INBOUND, text)
+        self._last_sent_at = time.monotonic()
+
+    def _hint(self) -> Hint:
+        return Hint.parse(self._store.get(Keys.HINT))
+
+    def _next_sequence(self) -> int:
+        self._side.sequence += 1
+        return self._side.sequence
+
+    def _fence(self) -> dict[str, Any]:
+        return self._fence_of(self._epoch)
+
+    @staticmethod
+    def _fence_of(message: EpochMessage | EpochAnnouncement) -> dict[str, Any]:
+        return {name: getattr(message, name) for name in ("job", "attempt", "generation", "epoch", "token", "term")}

@@ -1,0 +1,113 @@
+"""The ranks' side of shipping counted accesses: offers the outbox's delta, sends it in pieces when asked for.
+
+::
+
+    rank -> daemon   TapOffer (queue): I hold delta s of so many bytes
+    daemon -> rank   TapState (key): send it (a new ``grant``)
+    rank -> daemon   TapPiece (keys): the bytes, a piece at a turn
+    daemon -> rank   TapState: a snapshot holds all deltas before ``acknowledged``
+
+Nothing is sent that was not granted, so the daemon's memory is bounded by what it grants; a rank has one delta under
+way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from typing import Any
+
+from flexd.control.agent.outbox import DeltaOutbox
+from flexd.control.protocol.channel import Keys, StoreClient
+from flexd.control.protocol.messages import Message, Signer, TapOffer, TapPiece, TapState, seal_with_bytes
+from flexd.core.errors import StaleMessageError
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 2**20
+
+
+class DeltaShipper:
+    """Of one rank in one epoch; belongs to the agent's thread.
+
+    Args:
+        fence: the fields of ``EpochMessage``.
+        session: of this training process.
+        push: sends a message to the daemon's queue; raises a channel error.
+    """
+
+    def __init__(
+        self,
+        outbox: DeltaOutbox,
+        signer: Signer,
+        store: StoreClient,
+        fence: Mapping[str, Any],
+        rank: int,
+        session: str,
+        push: Callable[[Message], None],
+        next_sequence: Callable[[], int],
+    ) -> None:
+        self._outbox = outbox
+        self._signer = signer
+        self._store = store
+        self._fence = dict(fence)
+        self._rank = rank
+        self._session = session
+        self._push = push
+        self._next_sequence = next_sequence
+        self._offered = (-1, False)
+        self._grant = 0
+        self._next_piece: int | None = None
+
+    def turn(self) -> bool:
+        """Does what is due, at most one piece; True if there is more to do at once. Raises channel errors."""
+        delta = self._outbox.current()
+        if delta is None:
+            return False
+        pieces = max(1, -(-len(delta.payload) // PIECE_BYTES))
+        offer = (delta.sequence, self._outbox.urgent)
+        if offer != self._offered:
+            self._push(
+                TapOffer(
+                    **self._fence, rank=self._rank, sequence=self._next_sequence(), session=self._session,
+                    delta=delta.sequence, bytes=len(delta.payload), pieces=pieces, urgent=self._outbox.urgent,
+                )
+            )  # fmt: skip
+            self._offered = offer
+        state = self._state()
+        if state is None:
+            return False
+        if self._outbox.refuse(state.problem) and state.problem:
+            logger.warning("rank %d: counted accesses stay here: %s", self._rank, state.problem)
+        if state.acknowledged > delta.sequence:
+            self._outbox.acknowledge(delta.sequence)
+            self._next_piece = None
+            return True
+        # An older state of this epoch, put back by somebody, asks for nothing.
+        if state.grant > self._grant and state.delta == delta.sequence:
+            self._grant, self._next_piece = state.grant, 0
+        if self._next_piece is None or self._next_piece >= pieces:
+            return False
+        self._send(delta.sequence, self._next_piece, delta.payload)
+        self._next_piece += 1
+        return True
+
+    def _send(self, delta: int, piece: int, payload: bytes) -> None:
+        data = payload[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES]
+        header = TapPiece(
+            **self._fence, rank=self._rank, delta=delta, grant=self._grant, piece=piece, sha256=sha256(data).hexdigest()
+        )
+        sealed = seal_with_bytes(self._signer, header, data)
+        key = Keys.tap_piece(self._fence["epoch"], self._rank, self._grant, piece)
+        # The type stub knows text only.
+        self._store.call(lambda store: store.set(key, sealed))  # type: ignore[arg-type]
+
+    def _state(self) -> TapState | None:
+        key = Keys.tap_state(self._fence["epoch"], self._rank)
+        if not self._store.check(key):
+            return None
+        state = self._signer.open_as(TapState, self._store.get(key))
+        if any(getattr(state, name) != value for name, value in self._fence.items()) or state.rank != self._rank:
+            raise StaleMessageError("a tap message of another attempt, generation, epoch or rank")
+        return state if state.session == self._session else None

@@ -1,0 +1,82 @@
+"""What goes into a coordinator and what it says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flexd.core.layout import RankLayout
+from flexd.core.secrets import Secret
+
+
+@dataclass(frozen=True)
+class ControlOptions:
+    """Plain options of the coordinator.
+
+    Attributes:
+        listen_port: 0 takes a free one (see ``Coordinator.port``).
+        secret: the shared secret, or the file of it (read again when it changes); None on loopback only.
+        timeout_seconds: deadline of every wait on the channel, and the silence after which a rank is gone.
+        window_chunks: chunks pushed but not yet applied by every rank, at most.
+        max_chunk_rows: a larger chunk fails its migration.
+        tick_seconds: time between looks at the queue.
+        term: of the lease in whose name the coordinator speaks; 0 without one.
+    """
+
+    job: str
+    listen_host: str = "127.0.0.1"
+    listen_port: int = 29_400
+    secret: Secret = None
+    timeout_seconds: float = 15.0
+    window_chunks: int = 4
+    max_chunk_rows: int = 2**22
+    tick_seconds: float = 0.02
+    term: int = 0
+
+
+@dataclass(frozen=True)
+class LiveTopology:
+    """The ranks as they are now.
+
+    Attributes:
+        generation: counts the changes of the set of rank processes; a plan names the one it was made for.
+        replica_slots: for each dim-group, what every rank has (the minimum over ranks).
+        ready: chunks can be pushed. reason: why not, if not.
+    """
+
+    generation: int
+    attempt: str
+    layout: RankLayout
+    replica_slots: tuple[int, ...]
+    ready: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class ControlStatus:
+    """The channel at one moment, for people and metrics. Counters are since the start.
+
+    Attributes:
+        ranks, ranks_ready: expected and present, of the newest attempt.
+        missing_ranks: its ranks that are not here, or, when none is, all of the last complete attempt; empty while all
+            are live.
+        refused_messages: by kind: see ``reception.REFUSED_KINDS``.
+        reason: what the coordinator waits for; empty when all ranks are live.
+        illegal_transitions: of migrations, refused by their state table: a fault of flexd.
+    """
+
+    epoch: int
+    epochs: int
+    generation: int
+    attempt: str
+    ranks: int
+    ranks_ready: int
+    agreed_version: int
+    applied_version: int
+    paused: bool
+    refused_messages: Mapping[str, int]
+    refused_chunks: int
+    digest_mismatches: int
+    reason: str
+    illegal_transitions: int = 0
+    missing_ranks: tuple[int, ...] = ()

@@ -1,0 +1,246 @@
+"""The daemon's side of one epoch: who has settled, the group, and what each rank has agreed on and applied."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.control.daemon.membership import Topology
+from flexd.control.daemon.pusher import NumberedChunk
+from flexd.control.daemon.store import Board
+from flexd.control.protocol.channel import EpochGroup, address_towards, delta_tiers, new_token, rows_sha256
+from flexd.control.protocol.messages import (
+    ChunkHeader,
+    ChunkRefused,
+    EpochAnnouncement,
+    Listing,
+    ListRequest,
+    Progress,
+    Settled,
+    TapOffer,
+)
+from flexd.core.errors import ControlError, PlacementError, ReplayedMessageError, StaleMessageError
+from flexd.core.fault_points import fault_point
+from flexd.core.placement import Placement
+
+FromRank = Settled | Progress | ChunkRefused | Listing | TapOffer
+
+_KEPT_COMMANDS = 64
+_DAEMON_PORT_HINT = 9
+"""Any port: only the route to a rank is looked up."""
+
+
+class EpochFailedError(ControlError):
+    """What a rank answered makes the epoch useless, although the message itself is in order."""
+
+
+class Phase(Enum):
+    SETTLING = "settling"
+    LISTING = "listing"
+    LIVE = "live"
+
+
+class Epoch:
+    """Announces itself when made. Every method belongs to the coordinator's thread and may raise a channel error,
+    which ends the epoch.
+
+    Attributes:
+        version, digest: what all ranks agreed on when they had settled.
+        listed_placement: the placement as the ranks listed it, if the daemon did not know it.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        topology: Topology,
+        job: str,
+        instance: str,
+        generation: int,
+        number: int,
+        timeout_seconds: float,
+        total_rows: int,
+        term: int = 0,
+    ) -> None:
+        self._board = board
+        self.topology = topology
+        self.number = number
+        self.phase = Phase.SETTLING
+        self.version = 0
+        self.digest = 0
+        self.listed_placement: Placement | None = None
+        self._timeout = timeout_seconds
+        self._total_rows = total_rows
+        self._deadline = time.monotonic() + timeout_seconds
+        self._fence: dict[str, Any] = {
+            "job": job, "attempt": topology.attempt, "generation": generation, "epoch": number, "token": new_token(),
+            "term": term,
+        }  # fmt: skip
+        world = topology.layout.world_size
+        self._sequence = [0] * world
+        self._agreed = [0] * world
+        self._applied = [0] * world
+        self._settled: dict[int, Settled] = {}
+        self._listings: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]] = {}
+        self._asked: tuple[int, ...] = ()
+        self._group: EpochGroup | None = None
+        self._commands = 0
+        fault_point("epoch.begin")
+        board.announce(EpochAnnouncement(instance=instance, nonces=topology.nonces, **self._fence))
+        fault_point("epoch.announced")
+
+    @property
+    def fence(self) -> dict[str, Any]:
+        """The fields of ``EpochMessage`` for all that is said in this epoch."""
+        return dict(self._fence)
+
+    @property
+    def agreed_by_all(self) -> int:
+        return min(self._agreed)
+
+    @property
+    def applied_by_all(self) -> int:
+        return min(self._applied)
+
+    def check(self, message: FromRank) -> None:
+        """Raises StaleMessageError: another epoch's. ReplayedMessageError: not newer than what this rank has said."""
+        if any(getattr(message, name) != value for name, value in self._fence.items()):
+            raise StaleMessageError(f"a {message.kind} message of another attempt, generation or epoch")
+        if not 0 <= message.rank < len(self._sequence):
+            raise ControlError(f"a {message.kind} message of rank {message.rank}")
+        if message.sequence <= self._sequence[message.rank]:
+            raise ReplayedMessageError(f"a {message.kind} message of rank {message.rank} comes again")
+        self._sequence[message.rank] = message.sequence
+
+    def settled(self, message: Settled) -> None:
+        self._settled[message.rank] = message
+        self._agreed[message.rank] = message.agreed_version
+        self._applied[message.rank] = message.applied_version
+
+    def progressed(self, message: Progress) -> None:
+        self._agreed[message.rank] = max(self._agreed[message.rank], message.agreed_version)
+        self._applied[message.rank] = max(self._applied[message.rank], message.applied_version)
+
+    def listed(self, message: Listing) -> None:
+        """Receives the list of one rank. Raises ControlError if the rank has none."""
+        if self.phase is not Phase.LISTING or message.rank not in self._asked or message.version != self.version:
+            raise StaleMessageError(f"a listing of rank {message.rank} that nobody asked for")
+        if message.error:
+            raise EpochFailedError(
+                f"the placement is lost and rank {message.rank} cannot list it: {message.error}",
+                remedy="pass placement_lists to the agent, or start the job as a new attempt",
+            )
+        if message.rows > self._total_rows:
+            raise EpochFailedError(f"rank {message.rank} lists {message.rows} of {self._total_rows} rows")
+        keys, tiers = self._joined.receive_from(message.rank, message.rows, message.rows)
+        if rows_sha256(keys, tiers) != message.sha256:
+            raise EpochFailedError(f"the list of rank {message.rank} is not what it announced")
+        self._listings[message.rank] = (keys, tiers)
+
+    def advance(self, placement_is_known: Callable[[int, int], bool], now: float) -> bool:
+        """Moves on if it can; True if it is LIVE now. Raises ControlError when the phase takes too long."""
+        if self.phase is Phase.SETTLING and len(self._settled) == len(self._sequence):
+            self._join()
+            if placement_is_known(self.version, self.digest):
+                self.phase = Phase.LIVE
+                return True
+            self._ask_for_lists(now)
+            return False
+        if self.phase is Phase.LISTING and len(self._listings) == len(self._asked):
+            self.listed_placement = self._united()
+            self.phase = Phase.LIVE
+            return True
+        if now > self._deadline:
+            missing = [rank for rank in range(len(self._sequence)) if rank not in self._settled]
+            raise ControlError(
+                f"ranks {missing[:8]} did not settle in {self._timeout:g} s"
+                if self.phase is Phase.SETTLING
+                else f"the ranks did not list their placement in {self._timeout:g} s",
+                remedy="a rank may be stopped, or a training step may hang",
+            )
+        return False
+
+    def push(self, chunk: NumberedChunk) -> None:
+        """Announces and broadcasts one chunk."""
+        tiers = delta_tiers(chunk.delta)
+        header = ChunkHeader(
+            **self._fence, command=self._next_command(), plan_id=chunk.plan_id, version=chunk.version,
+            rows=len(chunk.delta), sha256=rows_sha256(chunk.delta.keys, tiers),
+        )  # fmt: skip
+        fault_point("chunk.announce")
+        self._board.command(header)
+        fault_point("chunk.announced")
+        self._joined.broadcast(chunk.delta.keys, tiers)
+        fault_point("chunk.sent")
+
+    def close(self) -> None:
+        """Tells the ranks to leave, and drops the group."""
+        fault_point("epoch.end")
+        self._group = None
+        self._board.end_epoch(self.number)
+        fault_point("epoch.ended")
+
+    @property
+    def _joined(self) -> EpochGroup:
+        if self._group is None:
+            raise ControlError(f"epoch {self.number} has no group")
+        return self._group
+
+    def _join(self) -> None:
+        first = self._settled[0]
+        differing = [
+            f"rank {message.rank} is at version {message.agreed_version}"
+            for message in self._settled.values()
+            if (message.agreed_version, message.agreed_digest) != (first.agreed_version, first.agreed_digest)
+        ]
+        if differing:
+            raise ControlError(
+                f"the ranks do not agree on the placement: rank 0 is at version {first.agreed_version}, "
+                f"{', '.join(sorted(differing)[:8])}",
+                remedy="ranks of one attempt must start together: restart the job as a new attempt",
+            )
+        self.version, self.digest = first.agreed_version, first.agreed_digest
+        fault_point("epoch.settled")
+        self._board.go()
+        fault_point("epoch.go")
+        peer = self.topology.hellos[0].address
+        self._group = EpochGroup(
+            self._board.store, self.number, len(self._sequence), len(self._sequence),
+            address_towards(peer, _DAEMON_PORT_HINT), self._timeout,
+        )  # fmt: skip
+        fault_point("epoch.joined")
+
+    def _ask_for_lists(self, now: float) -> None:
+        """The ranks of one node together know the whole placement; another node is asked at the next try."""
+        layout = self.topology.layout
+        self._asked = tuple(layout.node_ranks(self.number % layout.nodes))
+        self._deadline = now + self._timeout
+        self.phase = Phase.LISTING
+        request = ListRequest(**self._fence, command=self._next_command(), version=self.version, ranks=self._asked)
+        self._board.command(request)
+
+    def _united(self) -> Placement:
+        keys = np.concatenate([keys for keys, _ in self._listings.values()])
+        tiers = np.concatenate([tiers for _, tiers in self._listings.values()])
+        keys, first = np.unique(keys, return_index=True)
+        try:
+            placement = Placement.of(keys, tiers[first], self.version)
+        except PlacementError as error:
+            raise ControlError(f"the ranks' lists make no placement: {error.message}") from error
+        if placement.digest() != self.digest:
+            raise ControlError(
+                f"the {len(placement)} rows that ranks {self._asked[0]}..{self._asked[-1]} list are not the placement "
+                f"that they agreed on (version {self.version})",
+                remedy="asking the next node; if this goes on, start the job as a new attempt",
+            )
+        return placement
+
+    def _next_command(self) -> int:
+        self._commands += 1
+        if self._commands > _KEPT_COMMANDS:
+            self._board.forget_command(self.number, self._commands - _KEPT_COMMANDS)
+        return self._commands

@@ -1,0 +1,311 @@
+"""Which epoch the ranks are in: the daemon's side of the protocol, a tick at a time, in the coordinator's thread.
+
+An epoch goes through::
+
+    (none) --all ranks of an attempt are here--> SETTLING --all settled, group joined--> LIVE
+                                                            `--placement unknown--> LISTING --all listed--> LIVE
+    any phase --a rank says hello anew, is lost, refuses a chunk, or the group fails--> (none)
+
+Chunks are pushed in LIVE only: then every rank has settled, and all agreed versions are equal (see ``inbox``).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.control.daemon.agreement import AgreedPlacement
+from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology
+from flexd.control.daemon.epoch import Epoch, FromRank, Phase
+from flexd.control.daemon.intake import DeltaIntake
+from flexd.control.daemon.journal import PlacementJournal, Segment
+from flexd.control.daemon.membership import Attendance, Membership, Topology
+from flexd.control.daemon.pusher import ChunkPusher
+from flexd.control.daemon.receiver import REFUSED_KINDS, Reception
+from flexd.control.daemon.store import Board
+from flexd.control.daemon.throttle import Throttle
+from flexd.control.protocol.channel import CHANNEL_ERRORS, Backoff, first_line
+from flexd.control.protocol.messages import ChunkRefused, Listing, Progress, Settled, Signer, TapOffer
+from flexd.control.protocol.report import StepReport
+from flexd.core.errors import ControlError, SnapshotError
+from flexd.core.fault_points import fault_point
+from flexd.core.keyspace import KeySpace
+from flexd.core.placement import Delta
+from flexd.planner.delta import moved_bytes
+
+logger = logging.getLogger(__name__)
+
+OnReport = Callable[[int, StepReport], None]
+OnEvent = Callable[[str, Mapping[str, object]], None]
+
+_MESSAGES_PER_TICK = 4096
+DEPOSED = "this daemon leads no more"
+
+
+class Hosted(NamedTuple):
+    """The store that the ranks connect to, and what they have counted on its way in."""
+
+    board: Board
+    intake: DeltaIntake
+
+
+class EpochKeeper:
+    """Begins, feeds and ends epochs. Every method is of the coordinator's thread; the attributes and ``status`` may be
+    read by any.
+
+    Args:
+        instance: this daemon's, new at every start.
+        stopping: set when nothing may be pushed any more.
+        on_report, on_event, throttle, may_act: as in ``Coordinator``.
+
+    Attributes:
+        live: what is registered; None until all ranks of an attempt have been here.
+        agreed: the placement that all ranks have agreed on.
+        present: who is here now.
+        reason: why nothing is pushed; empty while the ranks are ready.
+    """
+
+    def __init__(
+        self,
+        options: ControlOptions,
+        keyspace: KeySpace,
+        journal: PlacementJournal,
+        signer: Signer,
+        instance: str,
+        stopping: threading.Event,
+        on_report: OnReport | None,
+        on_event: OnEvent | None,
+        throttle: Throttle | None,
+        may_act: Callable[[], bool],
+    ) -> None:
+        self._options = options
+        self._keyspace = keyspace
+        self._instance = instance
+        self._stopping = stopping
+        self._may_act = may_act
+        self._on_report = on_report
+        self._on_event = on_event
+        self._members = Membership(
+            options.job, keyspace.digest, len(keyspace.groups), silent_seconds=options.timeout_seconds
+        )
+        self._reception = Reception(options.job, instance, signer, self._members, self.event)
+        self._hosted: Hosted | None = None
+        self._backoff = Backoff()
+        self._counters: Counter[str] = Counter()
+        self._epochs = 0
+        self._next_epoch_at = 0.0
+        segment = journal.segment
+        self._generation = segment.generation if segment else 0
+        self._topology_identity = segment.topology if segment else ""
+        self._applied = 0
+        self.pusher = ChunkPusher(journal, options.window_chunks, options.max_chunk_rows, throttle, self._row_bytes)
+        self.agreed = AgreedPlacement(journal)
+        self.epoch: Epoch | None = None
+        self.live: LiveTopology | None = None
+        self.present = Attendance()
+        self.reason = "no rank has registered"
+
+    @property
+    def alone(self) -> bool:
+        """No rank has registered, or all have left."""
+        return self.epoch is None and not self.present.attempt
+
+    def open(self, hosted: Hosted) -> None:
+        """From now on the ranks can be heard."""
+        self._hosted = hosted
+        self.reason = "no rank has registered"
+
+    def close(self) -> None:
+        self._hosted = None
+
+    def starved(self, seconds: float) -> None:
+        """For so long this process was stopped or starved: the ranks' silence was ours."""
+        self._members.forgive(seconds)
+
+    def status(self) -> ControlStatus:
+        """As ``Coordinator.status``."""
+        live, epoch = self.live, self.epoch
+        attempt, present, expected, missing = self.present
+        ready = live is not None and live.ready
+        if not attempt and live is not None:
+            missing = tuple(range(live.layout.world_size))
+        return ControlStatus(
+            epoch=epoch.number if epoch else 0,
+            epochs=self._epochs,
+            generation=self._generation,
+            attempt=attempt,
+            ranks=expected,
+            ranks_ready=present,
+            agreed_version=self.agreed.version,
+            applied_version=self._applied,
+            paused=self.pusher.paused,
+            refused_messages={kind: self._refused_count(kind) for kind in REFUSED_KINDS},
+            refused_chunks=self._counters["chunks_refused"],
+            digest_mismatches=self._counters["digest_mismatches"],
+            reason="" if ready else self.reason,
+            illegal_transitions=self.pusher.illegal_transitions,
+            missing_ranks=() if ready else missing,
+        )
+
+    @property
+    def _hosting(self) -> Hosted:
+        if self._hosted is None:
+            raise ControlError("the coordinator is not started")
+        return self._hosted
+
+    def tick(self, now: float) -> None:
+        hosted = self._hosting
+        for data in hosted.board.messages(_MESSAGES_PER_TICK):
+            self._reception.take(data, now, hosted.board, self.epoch, self._act)
+        for hello in self._members.expire(now):
+            self.event("rank_lost", attempt=hello.attempt, rank=hello.rank)
+        topology = self._members.complete()
+        self.present = self._members.present()
+        epoch = self.epoch
+        if epoch is not None and (topology is None or topology.nonces != epoch.topology.nonces):
+            self.end("a rank has left or registered anew", failed=False)
+            epoch = None
+        if topology is None:
+            attempt, present, expected, _ = self.present
+            self._not_ready(
+                f"{present} of {expected} ranks of attempt {attempt!r} are here" if attempt else "no rank is registered"
+            )
+        if epoch is None:
+            self.pusher.end_early()
+            if topology is not None and now >= self._next_epoch_at:
+                self._begin_epoch(topology)
+        elif epoch.phase is Phase.LIVE:
+            self._push(epoch)
+            hosted.intake.tick()
+        elif epoch.advance(partial(self.agreed.continue_from, segment=self._segment(epoch.topology)), now):
+            self._go_live(epoch)
+
+    def _row_bytes(self, delta: Delta) -> npt.NDArray[np.int64]:
+        live = self.live
+        if live is None:
+            raise ControlError("no rank is registered")
+        return moved_bytes(delta, self._keyspace, live.layout)
+
+    def _act(self, epoch: Epoch, message: FromRank) -> None:
+        if isinstance(message, Settled):
+            epoch.settled(message)
+        elif isinstance(message, Listing):
+            epoch.listed(message)
+        elif isinstance(message, ChunkRefused):
+            self._counters["chunks_refused"] += 1
+            self.event("chunk_refused", rank=message.rank, version=message.version, reason=message.reason)
+            self.pusher.fail_active(f"rank {message.rank} refused chunk {message.version}: {message.reason}")
+            self.end(f"rank {message.rank} refused chunk {message.version}", failed=False)
+        elif isinstance(message, Progress):
+            epoch.progressed(message)
+            if message.report is not None:
+                self._take_report(message.rank, message.report)
+        elif isinstance(message, TapOffer):
+            self._hosting.intake.offered(message)
+
+    def _take_report(self, rank: int, report: StepReport) -> None:
+        expected = self.pusher.digest_at(report.placement_version)
+        if expected is not None and expected != report.placement_digest:
+            self._counters["digest_mismatches"] += 1
+            self.event("placement_digest_mismatch", rank=rank, version=report.placement_version)
+        if self._on_report is not None:
+            try:
+                self._on_report(rank, report)
+            except Exception:
+                logger.exception("control channel: the report callback failed")
+
+    def _begin_epoch(self, topology: Topology) -> None:
+        if topology.identity != self._topology_identity:
+            self._topology_identity = topology.identity
+            self._generation += 1
+            self.pusher.new_generation(f"the ranks changed: topology generation is {self._generation} now")
+        self._epochs += 1
+        self.epoch = Epoch(
+            self._hosting.board, topology, self._options.job, self._instance, self._generation, self._epochs,
+            self._options.timeout_seconds, self._keyspace.total_rows, self._options.term,
+        )  # fmt: skip
+        self._hosting.intake.begin_epoch(self.epoch.fence, topology)
+        self.reason = "the ranks are settling"
+        self._publish_live(topology, ready=False)
+
+    def _segment(self, topology: Topology) -> Segment:
+        return Segment(topology.attempt, self._generation, self._topology_identity)
+
+    def _go_live(self, epoch: Epoch) -> None:
+        if epoch.listed_placement is not None:
+            self.agreed.adopt(epoch.listed_placement, self._segment(epoch.topology))
+            self.event("placement_listed", version=epoch.version, rows=len(epoch.listed_placement))
+        self.pusher.begin_epoch(epoch.version, epoch.digest)
+        fault_point("epoch.live")
+        self.reason = ""
+        self._backoff.reset()
+        self._publish_live(epoch.topology, ready=True)
+        self.event(
+            "epoch_live", epoch=epoch.number, generation=self._generation, attempt=epoch.topology.attempt,
+            version=epoch.version,
+        )  # fmt: skip
+
+    def _push(self, epoch: Epoch) -> None:
+        agreed, applied = epoch.agreed_by_all, epoch.applied_by_all
+        self.pusher.acknowledge(agreed, applied)
+        self._applied = applied
+        try:
+            self.agreed.advance(agreed)
+        except SnapshotError as error:
+            self.event("journal_not_compacted", reason=str(error))
+        while not self._stopping.is_set():
+            chunk = self.pusher.next_chunk(self._generation)
+            if chunk is None:
+                return
+            # Making a chunk takes time, and the process may have been stopped in it.
+            if not self._may_act():
+                raise ControlError(DEPOSED)
+            epoch.push(chunk)
+
+    def end(self, reason: str, failed: bool = True) -> None:
+        """Everyone drops the group; the next epoch begins after a wait that grows with repeated failure."""
+        epoch, self.epoch = self.epoch, None
+        self.reason = reason
+        if failed:
+            self._next_epoch_at = time.monotonic() + self._backoff.seconds()
+        if epoch is None:
+            return
+        self._hosting.intake.end_epoch()
+        self._not_ready(reason)
+        self.event("epoch_ended", epoch=epoch.number, reason=reason)
+        try:
+            epoch.close()
+        except CHANNEL_ERRORS as error:
+            logger.error("control channel: the store does not answer: %s", first_line(error))
+
+    def _not_ready(self, reason: str) -> None:
+        self.reason = reason
+        live = self.live
+        if live is not None and (live.ready or live.reason != reason):
+            self.live = LiveTopology(
+                live.generation, live.attempt, live.layout, live.replica_slots, ready=False, reason=reason
+            )
+
+    def _publish_live(self, topology: Topology, ready: bool) -> None:
+        self.live = LiveTopology(
+            self._generation, topology.attempt, topology.layout, topology.replica_slots, ready, self.reason
+        )
+
+    def _refused_count(self, kind: str) -> int:
+        return self._reception.refused[kind] + (0 if self._hosted is None else self._hosted.intake.refused[kind])
+
+    def event(self, name: str, **fields: object) -> None:
+        logger.info("control channel: %s %s", name, fields)
+        if self._on_event is not None:
+            try:
+                self._on_event(name, fields)
+            except Exception:
+                logger.exception("control channel: the event callback failed")

@@ -1,0 +1,383 @@
+"""The placement on the daemon's disk: every chunk is durable here before any rank sees it.
+
+So whatever version the ranks say they agreed on, a restarted daemon can rebuild the placement at it. Versions beyond
+the agreed one may have been dropped by all ranks and numbered anew: a record of version v voids the earlier ones >= v.
+
+File format: magic, then frames of ``u32 payload bytes, u32 crc32, payload``; a payload is one JSON line and raw little
+endian arrays. The first frame is a *segment* (a whole placement, of one job attempt), the rest are *chunks*.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.durable import sync_directory
+from flexd.core.errors import PlacementError, SnapshotError
+from flexd.core.fault_points import fault_point
+from flexd.core.placement import Delta, Placement
+
+Int64Array = npt.NDArray[np.int64]
+UInt8Array = npt.NDArray[np.uint8]
+
+_MAGIC = b"FLEXDPJ1"
+_FRAME = struct.Struct("<II")
+_COMPACT_ROWS = 65_536
+"""Chunk rows kept beside the segment before they are worth folding into it (or half the segment, if more)."""
+_OVERLAY_ROWS = 16_384
+"""Rows of recent chunks that are looked up apart before they are merged."""
+
+
+_ROLLBACK_ROWS = 2**21
+_ROLLBACK_CHUNKS = 4_096
+"""What is kept beside the segment so that the newest migration can be taken back: 10 bytes a row, in memory too."""
+_MAX_ID_CHARACTERS = 400
+
+
+@dataclass(frozen=True)
+class JournalledMigration:
+    """The migration that a chunk belongs to.
+
+    Attributes:
+        base_version: of the placement it started from, which all ranks had agreed on.
+        returns_to: of the placement that it goes back to; None for one that goes on.
+    """
+
+    migration_id: str
+    plan_id: str
+    base_version: int
+    returns_to: int | None = None
+
+    @property
+    def undone_at(self) -> int:
+        """The version to go to when it is taken back, or, if it goes back itself, to its end."""
+        return self.base_version if self.returns_to is None else self.returns_to
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    version: int
+    delta: Delta
+    migration: JournalledMigration | None = None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Whose placement this is. ``topology`` names the exact set of rank processes (an opaque digest)."""
+
+    attempt: str
+    generation: int
+    topology: str
+
+
+class PlacementJournal:
+    """Thread-safe. One process at a time may use a directory.
+
+    Args:
+        directory: is made if missing; holds ``placement.journal`` (mode 0600).
+
+    Attributes:
+        truncated_bytes: bytes of a torn or corrupt tail that were cut off on opening; 0 if the file was whole.
+
+    Raises:
+        SnapshotError: the directory or file cannot be read or written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = Path(directory) / "placement.journal"
+        self._lock = threading.RLock()
+        self.truncated_bytes = 0
+        self._segment: Segment | None = None
+        self._base = Placement.empty()
+        self._chunks: list[_Chunk] = []
+        self._overlay = _latest([])
+        self._overlaid = 0
+        self._file: BinaryIO | None = None
+        self._size = 0
+        self._name_synced = True
+        """False while a power cut may still bring the file of before back."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if self._path.exists():
+                self._load()
+        except OSError as error:
+            raise self._error("cannot be read", error) from error
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    @property
+    def segment(self) -> Segment | None:
+        """None before the first ``begin``."""
+        return self._segment
+
+    @property
+    def last_version(self) -> int:
+        """The newest version written; the ranks may not have it."""
+        with self._lock:
+            return self._chunks[-1].version if self._chunks else self._base.version
+
+    @property
+    def newest_migration(self) -> JournalledMigration | None:
+        """Of the newest chunk; None if that is not known (any more)."""
+        with self._lock:
+            return self._chunks[-1].migration if self._chunks else None
+
+    def begin(self, segment: Segment, placement: Placement) -> None:
+        """Starts anew from a whole placement, durably.
+
+        Raises:
+            SnapshotError: it cannot be written: the old content stays. Or the directory cannot be synced: the new
+                content counts, and nothing is appended until it can.
+        """
+        with self._lock:
+            fault_point("journal.begin")
+            self._rewrite(segment, placement, [])
+            fault_point("journal.begun")
+
+    def append(self, version: int, delta: Delta, migration: JournalledMigration | None = None) -> None:
+        """Makes one chunk of ``migration`` durable; voids earlier records of this and later versions.
+
+        Raises:
+            PlacementError: the chunk does not start from the placement at ``version - 1``, or that is not known.
+            SnapshotError: it cannot be written; nothing is recorded.
+        """
+        with self._lock:
+            if self._segment is None or not self._base.version < version <= self.last_version + 1:
+                raise PlacementError(
+                    f"chunk {version} cannot follow versions {self._base.version}..{self.last_version}",
+                    remedy="number chunks from the version that all ranks agreed on",
+                )
+            kept = [chunk for chunk in self._chunks if chunk.version < version]
+            if len(np.unique(delta.keys)) != len(delta) or not np.array_equal(
+                self._tiers_of(delta.keys, kept), delta.old_tiers
+            ):
+                raise PlacementError(
+                    f"chunk {version} of {len(delta)} rows does not start from the placement before it",
+                    remedy="make the delta against the live placement",
+                )
+            chunk = _Chunk(version, delta, migration)
+            fault_point("journal.append")
+            self._write_frame(_chunk_payload(chunk))
+            fault_point("journal.appended")
+            self._chunks = [*kept, chunk]
+
+    def placement_at(self, version: int) -> Placement:
+        """Raises SnapshotError: the journal does not reach back or forward to it."""
+        with self._lock:
+            if not self._base.version <= version <= self.last_version:
+                raise SnapshotError(
+                    f"{self._path}: holds versions {self._base.version}..{self.last_version}, not {version}",
+                    remedy="the ranks are asked for the placement instead",
+                )
+            return _fold(self._base, [chunk for chunk in self._chunks if chunk.version <= version], version)
+
+    def note_agreed(self, version: int) -> None:
+        """All ranks hold ``version`` and will never go back behind it: folds older chunks once they are many. Those of
+        the newest migration are kept as long as they can be (``_ROLLBACK_ROWS``), so that it can be taken back.
+
+        Raises:
+            SnapshotError: the folded file cannot be written; what the journal says stays as it was.
+        """
+        with self._lock:
+            newest = self.newest_migration
+            kept = sum(len(chunk.delta) for chunk in self._chunks)
+            if newest is not None and kept <= _ROLLBACK_ROWS and len(self._chunks) <= _ROLLBACK_CHUNKS:
+                version = min(version, newest.undone_at)
+            rows = sum(len(chunk.delta) for chunk in self._chunks if chunk.version <= version)
+            if self._segment is not None and rows > max(_COMPACT_ROWS, len(self._base) // 2):
+                later = [chunk for chunk in self._chunks if chunk.version > version]
+                self._rewrite(self._segment, self.placement_at(min(version, self.last_version)), later)
+
+    def _tiers_of(self, keys: Int64Array, chunks: list[_Chunk]) -> UInt8Array:
+        """uint8[n]: the tiers after ``chunks``, which are a prefix of what is recorded.
+
+        The older chunks are kept merged (``_overlay``), so that a long migration does not sort them for every chunk.
+        """
+        if self._overlaid > len(chunks):
+            self._overlay, self._overlaid = _latest([]), 0
+        recent = chunks[self._overlaid :]
+        if sum(len(chunk.delta) for chunk in recent) > max(_OVERLAY_ROWS, len(self._overlay[0]) // 4):
+            self._overlay, self._overlaid, recent = _latest(chunks), len(chunks), []
+        tiers = self._base.tiers_of(keys)
+        for changed, latest in (self._overlay, _latest(recent)):
+            if len(changed):
+                at = np.minimum(np.searchsorted(changed, keys), len(changed) - 1)
+                found = changed[at] == keys
+                tiers[found] = latest[at[found]]
+        return tiers
+
+    def _rewrite(self, segment: Segment, base: Placement, chunks: list[_Chunk]) -> None:
+        temporary = self._path.with_suffix(".tmp")
+        header = {
+            "kind": "segment", "attempt": segment.attempt, "generation": segment.generation,
+            "topology": segment.topology, "version": base.version, "rows": len(base),
+        }  # fmt: skip
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(_MAGIC)
+                file.write(_framed(_payload(header, base.keys, base.tiers)))
+                for chunk in chunks:
+                    file.write(_framed(_chunk_payload(chunk)))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self._path)
+            fault_point("journal.renamed")
+            # From here on the file is the new one, whatever fails: what went to the old one would be lost.
+            self.close()
+            self._name_synced = False
+            self._segment, self._base, self._chunks = segment, base, chunks
+            self._overlay, self._overlaid = _latest([]), 0
+            self._open_for_append()
+            self._sync_name()
+        except OSError as error:
+            raise self._error("cannot be written", error) from error
+
+    def _sync_name(self) -> None:
+        if not self._name_synced:
+            sync_directory(self._path.parent)
+            self._name_synced = True
+
+    def _open_for_append(self) -> BinaryIO:
+        self._file = open(self._path, "r+b", buffering=0)  # noqa: SIM115
+        self._size = self._file.seek(0, os.SEEK_END)
+        return self._file
+
+    def _write_frame(self, payload: bytes) -> None:
+        frame = _framed(payload)
+        try:
+            file = self._file or self._open_for_append()
+            # Also cuts off what an earlier failed write may have left.
+            file.truncate(self._size)
+            file.seek(self._size)
+            view = memoryview(frame)
+            while view:
+                view = view[file.write(view) :]
+            os.fsync(file.fileno())
+            self._sync_name()
+        except OSError as error:
+            raise self._error("cannot be written", error) from error
+        self._size += len(frame)
+
+    def _load(self) -> None:
+        size = self._path.stat().st_size
+        good = 0
+        with open(self._path, "rb") as file:
+            if file.read(len(_MAGIC)) == _MAGIC:
+                good = file.tell()
+                for header, arrays in _frames(file):
+                    if not self._take(header, arrays):
+                        break
+                    good = file.tell()
+        if good < size:
+            self.truncated_bytes = size - good
+            os.truncate(self._path, good)
+        if self._segment is None:
+            return  # Nothing of it is usable; ``begin`` writes the file anew.
+        self._open_for_append()
+
+    def _take(self, header: dict[str, Any], arrays: bytes) -> bool:
+        """One frame into memory; False if it does not make sense here."""
+        try:
+            version, rows = int(header["version"]), int(header["rows"])
+            keys = np.frombuffer(arrays, "<i8", rows).astype(np.int64)
+            rest = np.frombuffer(arrays, np.uint8, offset=8 * rows)
+            if header["kind"] == "segment" and self._segment is None and len(rest) == rows:
+                self._segment = Segment(str(header["attempt"]), int(header["generation"]), str(header["topology"]))
+                self._base = Placement.of(keys, rest.copy(), version)
+                return True
+            if header["kind"] != "chunk" or self._segment is None or len(rest) != 2 * rows:
+                return False
+            if not self._base.version < version <= self.last_version + 1:
+                return False
+            while self._chunks and self._chunks[-1].version >= version:
+                self._chunks.pop()
+            delta = Delta(keys, rest[:rows].copy(), rest[rows:].copy())
+            self._chunks.append(_Chunk(version, delta, _migration_of(header)))
+            return True
+        except (KeyError, ValueError, TypeError, PlacementError):
+            return False
+
+    def _error(self, what: str, error: OSError) -> SnapshotError:
+        return SnapshotError(
+            f"{self._path}: {what}: {error.strerror}", remedy="check the state directory's space and permissions"
+        )
+
+
+def _chunk_payload(chunk: _Chunk) -> bytes:
+    delta, migration = chunk.delta, chunk.migration
+    header: dict[str, Any] = {"kind": "chunk", "version": chunk.version, "rows": len(delta)}
+    if migration is not None:
+        header |= {"migration": migration.migration_id, "plan": migration.plan_id, "base": migration.base_version}
+        if migration.returns_to is not None:
+            header["returns_to"] = migration.returns_to
+    return _payload(header, delta.keys, delta.old_tiers, delta.new_tiers)
+
+
+def _migration_of(header: dict[str, Any]) -> JournalledMigration | None:
+    """None for a chunk of an older flexd, or one that does not say it properly: it can be applied all the same."""
+    names, versions = (header.get("migration"), header.get("plan")), (header.get("base"), header.get("returns_to", 0))
+    if not all(isinstance(name, str) and len(name) <= _MAX_ID_CHARACTERS for name in names):
+        return None
+    if not all(isinstance(version, int) and version >= 0 for version in versions):
+        return None
+    return JournalledMigration(str(names[0]), str(names[1]), int(header["base"]), header.get("returns_to"))
+
+
+def _latest(chunks: list[_Chunk]) -> tuple[Int64Array, UInt8Array]:
+    """The last tier of every row that the chunks change: sorted int64[n] keys, uint8[n] tiers."""
+    if not chunks:
+        return np.empty(0, np.int64), np.empty(0, np.uint8)
+    keys = np.concatenate([chunk.delta.keys for chunk in chunks])
+    tiers = np.concatenate([chunk.delta.new_tiers for chunk in chunks])
+    unique, last = np.unique(keys[::-1], return_index=True)
+    return unique, tiers[::-1][last]
+
+
+def _fold(base: Placement, chunks: list[_Chunk], version: int) -> Placement:
+    keys, tiers = _latest(chunks)
+    kept = ~np.isin(base.keys, keys)
+    return Placement.of(np.concatenate([base.keys[kept], keys]), np.concatenate([base.tiers[kept], tiers]), version)
+
+
+def _payload(header: dict[str, Any], keys: Int64Array, *tiers: UInt8Array) -> bytes:
+    line = json.dumps(header, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+    return b"".join([line, keys.astype("<i8").tobytes(), *(part.astype(np.uint8).tobytes() for part in tiers)])
+
+
+def _framed(payload: bytes) -> bytes:
+    return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def _frames(file: BinaryIO) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Whole frames from the file's position on; ends at the first that is torn or corrupt."""
+    size = os.fstat(file.fileno()).st_size
+    while len(head := file.read(_FRAME.size)) == _FRAME.size:
+        length, crc = _FRAME.unpack(head)
+        if length > size - file.tell():
+            return  # Not read: a torn length may be any, and room is made for all of it.
+        payload = file.read(length)
+        if zlib.crc32(payload) != crc:
+            return
+        line, _, arrays = payload.partition(b"\n")
+        try:
+            header = json.loads(line)
+        except ValueError:
+            return
+        if not isinstance(header, dict):
+            return
+        yield header, arrays

@@ -1,0 +1,309 @@
+"""One migration: a plan's delta on its way to the ranks. Its states are those of ``migration_states``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flexd.control.daemon.migration_states import FINAL_STATES, MigrationEvent, MigrationState, Transition, next_state
+from flexd.core.errors import ControlError
+from flexd.core.placement import Delta, Placement
+
+KEPT_TRANSITIONS = 256
+"""Of one migration, in memory: an epoch that ends every few seconds can make any number."""
+RATE_SECONDS = 30.0
+"""The rate of a migration is measured over so long."""
+_RATE_SPACING_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class ChunkedDelta:
+    """A delta in chunks, with what it comes to.
+
+    Attributes:
+        chunks: deltas, in order, each from the placement that the one before leaves.
+        rows: of all chunks. bytes_to_copy: row values and optimizer state of all that are promoted, each once.
+        returns_to: the version whose placement the chunks bring back, if they do.
+    """
+
+    chunks: Iterable[Delta]
+    rows: int
+    bytes_to_copy: int = 0
+    returns_to: int | None = None
+
+
+Chunks = ChunkedDelta | Iterable[Delta]
+ChunkSource = Chunks | Callable[[Placement], Chunks]
+"""The chunks, or a function that makes them from the placement at which the migration starts."""
+
+
+@dataclass(frozen=True)
+class MigrationAbout:
+    """What a migration is for; recorded with it.
+
+    Attributes:
+        migration_id: unique. parent_plan_id: the plan that the live placement came from, "" if none.
+        trigger: kind of what led to it. who: asked for it. reason: in words.
+    """
+
+    migration_id: str
+    parent_plan_id: str = ""
+    trigger: str = ""
+    who: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class MigrationStep:
+    """A named part of a migration; ``completion`` is 0 to 1. Parts overlap: chunks travel one behind the other."""
+
+    name: str
+    completion: float
+
+
+@dataclass(frozen=True)
+class MigrationProgress:
+    """A migration at one moment.
+
+    Attributes:
+        reason: why it ended early; empty otherwise.
+        rows, bytes_to_copy: of its whole delta; 0 if that is not known (yet).
+        chunks_pushed, chunks_agreed, chunks_applied: sent to the ranks; held by all of them for certain; applied by
+            all of them. Chunks taken back because an epoch ended are not counted.
+        rows_pushed, rows_agreed, rows_applied: of these chunks.
+        bytes_pushed: of the pushed chunks, in bytes on the control channel (a rank).
+        copied_bytes: row values and optimizer state of the rows that the applied chunks promote, each once.
+        base_version: of the placement it started from. last_version: the highest that it has pushed; 0 before.
+        created_unix_seconds: submitted. started_unix_seconds, ended_unix_seconds: 0 before.
+        eta_seconds: until all rows are applied, at the rate of the last ``RATE_SECONDS``; None if not known.
+    """
+
+    plan_id: str
+    state: MigrationState
+    reason: str = ""
+    rows: int = 0
+    bytes_to_copy: int = 0
+    chunks_pushed: int = 0
+    chunks_agreed: int = 0
+    chunks_applied: int = 0
+    rows_pushed: int = 0
+    rows_agreed: int = 0
+    rows_applied: int = 0
+    bytes_pushed: int = 0
+    copied_bytes: int = 0
+    base_version: int = 0
+    last_version: int = 0
+    created_unix_seconds: float = 0.0
+    started_unix_seconds: float = 0.0
+    ended_unix_seconds: float = 0.0
+    eta_seconds: float | None = None
+
+    @property
+    def share(self) -> float:
+        """0 to 1: rows that every rank has applied, of all."""
+        if self.state is MigrationState.COMMITTED:
+            return 1.0
+        return min(1.0, self.rows_applied / self.rows) if self.rows else 0.0
+
+    @property
+    def steps(self) -> tuple[MigrationStep, ...]:
+        """``wait`` (for the ranks, and for the migration before), then ``push``, ``agree`` and ``apply`` of its rows;
+        ``stop`` is what an abort waits for: that all pushed rows are applied."""
+        whole = self.rows or self.rows_pushed
+        steps = [MigrationStep("wait", 1.0 if self.started_unix_seconds else 0.0)]
+        for name, rows in (("push", self.rows_pushed), ("agree", self.rows_agreed), ("apply", self.rows_applied)):
+            done = self.state is MigrationState.COMMITTED
+            steps.append(MigrationStep(name, 1.0 if done else min(1.0, rows / whole) if whole else 0.0))
+        if self.state in (MigrationState.ABORTING, MigrationState.ABORTED):
+            done = self.state is MigrationState.ABORTED
+            steps.append(MigrationStep("stop", 1.0 if done else self.rows_applied / max(1, self.rows_pushed)))
+        return tuple(steps)
+
+
+class Migration:
+    """Handle of one ``Coordinator.migrate``. Thread-safe; the coordinator alone changes it.
+
+    Args:
+        on_progress: see ``Coordinator.migrate``.
+        clock, wall_clock: monotonic and Unix seconds.
+    """
+
+    def __init__(
+        self,
+        plan_id: str,
+        source: ChunkSource,
+        generation: int | None = None,
+        on_progress: Callable[[Migration], None] | None = None,
+        about: MigrationAbout | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.plan_id = plan_id
+        self.generation = generation
+        self.about = about or MigrationAbout(plan_id)
+        self._source: ChunkSource | None = source
+        self._on_progress = on_progress
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._chunks: Iterator[Delta] = iter(())
+        self._base: Placement | None = None
+        self._returns_to: int | None = None
+        self._changed = threading.Condition()
+        self._abort_reason = ""
+        self._observer: Callable[[Migration, Transition], None] | None = None
+        self._transitions = 0
+        self._kept: deque[Transition] = deque(maxlen=KEPT_TRANSITIONS)
+        self._rate: deque[tuple[float, int]] = deque()
+        now = wall_clock()
+        self._now = MigrationProgress(plan_id, MigrationState.PENDING, created_unix_seconds=now)
+        self._note(None, None, self.about.reason, now)
+
+    @property
+    def migration_id(self) -> str:
+        return self.about.migration_id
+
+    @property
+    def progress(self) -> MigrationProgress:
+        with self._changed:
+            return replace(self._now, eta_seconds=self._eta_seconds())
+
+    @property
+    def state(self) -> MigrationState:
+        return self._now.state
+
+    @property
+    def reason(self) -> str:
+        return self._now.reason
+
+    @property
+    def done(self) -> bool:
+        return self.state in FINAL_STATES
+
+    @property
+    def transitions(self) -> tuple[Transition, ...]:
+        """The newest ``KEPT_TRANSITIONS``, oldest first."""
+        with self._changed:
+            return tuple(self._kept)
+
+    @property
+    def base(self) -> Placement | None:
+        """The placement it started from; None before it started."""
+        return self._base
+
+    @property
+    def returns_to(self) -> int | None:
+        """The version whose placement it brings back; None if it goes on, or before it started."""
+        return self._returns_to
+
+    def wait(self, timeout_seconds: float) -> MigrationState:
+        """The state when it is final, or when the deadline passes."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._changed:
+            while not self.done and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            return self.state
+
+    def abort(self, reason: str = "aborted") -> None:
+        """Asks to stop at the next chunk; chunks pushed already are applied. No effect once it has ended."""
+        with self._changed:
+            self._abort_reason = self._abort_reason or reason or "aborted"
+
+    @property
+    def abort_reason(self) -> str:
+        """Not empty once ``abort`` was called."""
+        return self._abort_reason
+
+    def observe(self, observer: Callable[[Migration, Transition], None]) -> None:
+        """Coordinator only: ``observer`` is told of every transition, those that were before included. It is called
+        with the migration's lock held, so it must only take note."""
+        with self._changed:
+            for transition in self._kept:
+                observer(self, transition)
+            self._observer = observer
+
+    def fire(self, event: MigrationEvent, reason: str = "") -> None:
+        """Coordinator only. Raises IllegalTransitionError if the state table has no such transition."""
+        with self._changed:
+            before = self.state
+            after = next_state(before, event, f"migration {self.migration_id}")
+            now = self._wall_clock()
+            stamps: dict[str, Any] = {}
+            if event is MigrationEvent.START:
+                stamps["started_unix_seconds"] = now
+                self._rate.append((self._clock(), 0))
+            if after in FINAL_STATES:
+                stamps["ended_unix_seconds"] = now
+                self._source, self._chunks = None, iter(())
+            self._now = replace(self._now, state=after, reason=reason or self._now.reason, **stamps)
+            self._note(event, before, reason, now)
+            self._changed.notify_all()
+
+    def begin(self, placement: Placement) -> None:
+        """Coordinator only: the chunks are made now. What the chunk source raises is passed on."""
+        source = self._source
+        if source is None:
+            raise ControlError(f"migration {self.migration_id} has ended")
+        chunks = source(placement) if callable(source) else source
+        rows = bytes_to_copy = 0
+        if isinstance(chunks, ChunkedDelta):
+            rows, bytes_to_copy, self._returns_to = chunks.rows, chunks.bytes_to_copy, chunks.returns_to
+            chunks = chunks.chunks
+        elif isinstance(chunks, Sequence):
+            rows = sum(len(delta) for delta in chunks)
+        with self._changed:
+            self._chunks, self._base = iter(chunks), placement
+            self._now = replace(self._now, rows=rows, bytes_to_copy=bytes_to_copy, base_version=placement.version)
+
+    def next_chunk(self) -> Delta | None:
+        """Coordinator only: the next chunk that is not empty. What the chunk source raises is passed on."""
+        return next((delta for delta in self._chunks if len(delta)), None)
+
+    def count(self, **changes: int) -> None:
+        """Coordinator only: adds to the counters (``last_version`` is set)."""
+        with self._changed:
+            values = {
+                name: value if name == "last_version" else getattr(self._now, name) + value
+                for name, value in changes.items()
+            }
+            self._now = replace(self._now, **values)  # type: ignore[arg-type]
+            if "rows_applied" in values:
+                self._measure()
+            self._changed.notify_all()
+
+    def notify(self) -> None:
+        """Coordinator only: calls ``on_progress`` (which must not block)."""
+        if self._on_progress is not None:
+            self._on_progress(self)
+
+    def _note(self, event: MigrationEvent | None, before: MigrationState | None, reason: str, now: float) -> None:
+        state = self._now
+        transition = Transition(
+            self._transitions, now, event, before, state.state, reason, state.rows_pushed, state.rows_applied,
+            state.last_version,
+        )  # fmt: skip
+        self._transitions += 1
+        self._kept.append(transition)
+        if self._observer is not None:
+            self._observer(self, transition)
+
+    def _measure(self) -> None:
+        now = self._clock()
+        while len(self._rate) > 1 and self._rate[1][0] <= now - RATE_SECONDS:
+            self._rate.popleft()
+        if len(self._rate) > 1 and now - self._rate[-2][0] < _RATE_SPACING_SECONDS:
+            self._rate.pop()
+        self._rate.append((now, self._now.rows_applied))
+
+    def _eta_seconds(self) -> float | None:
+        now = self._now
+        if now.state not in (MigrationState.PUSHING, MigrationState.APPLYING) or not now.rows or not self._rate:
+            return None
+        at, rows = self._rate[0]
+        done, seconds = now.rows_applied - rows, self._clock() - at
+        if done <= 0 or seconds <= 0:
+            return None
+        return max(0, now.rows - now.rows_applied) * seconds / done

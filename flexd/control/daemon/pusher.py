@@ -1,0 +1,332 @@
+"""Which chunk goes out next: one migration at a time, a bounded number of chunks ahead of the slowest rank. No network.
+
+A chunk has a version from the moment it is journalled. It is *outstanding* until all ranks have applied it; when an
+epoch ends, the chunks that the ranks have not agreed on are void, and those of a running migration go out again under
+new versions.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.control.daemon.journal import JournalledMigration, PlacementJournal
+from flexd.control.daemon.migration import Migration
+from flexd.control.daemon.migration_events import MigrationNews
+from flexd.control.daemon.migration_states import MigrationEvent, MigrationState, Transition
+from flexd.control.daemon.throttle import Throttle
+from flexd.core.errors import FlexdError, IllegalTransitionError, PlacementError
+from flexd.core.fault_points import fault_point
+from flexd.core.placement import Delta
+
+logger = logging.getLogger(__name__)
+
+CHUNK_ROW_BYTES = 10
+"""On the control channel: an int64 key and two uint8 tiers."""
+_KEPT_DIGESTS = 256
+_KEPT_NEWS = 4096
+
+RowBytes = Callable[[Delta], npt.NDArray[np.int64]]
+"""A delta of n rows -> int64 [n]: values and optimizer state that each row's change copies."""
+
+
+def _no_bytes(delta: Delta) -> npt.NDArray[np.int64]:
+    return np.zeros(len(delta), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class NumberedChunk:
+    version: int
+    plan_id: str
+    delta: Delta
+
+
+@dataclass
+class _Outstanding:
+    version: int
+    delta: Delta
+    migration: Migration
+    copied_bytes: int
+    agreed: bool = False
+
+
+class ChunkPusher:
+    """``submit``, ``pause`` and ``resume`` may be called from any thread; the rest belongs to the coordinator's.
+
+    Args:
+        window_chunks: chunks pushed but not yet applied by every rank, at most.
+        max_chunk_rows: a larger chunk fails its migration.
+        throttle: may hold chunks back, or cut them; none holds nothing.
+        row_bytes: what the throttle counts.
+
+    Attributes:
+        illegal_transitions: times that a migration was to go where its state table has no way. Each raised.
+        lost_news: of migrations, that nobody took in time.
+    """
+
+    def __init__(
+        self,
+        journal: PlacementJournal,
+        window_chunks: int,
+        max_chunk_rows: int,
+        throttle: Throttle | None = None,
+        row_bytes: RowBytes = _no_bytes,
+    ) -> None:
+        self._journal = journal
+        self._throttle = throttle or Throttle()
+        self._row_bytes = row_bytes
+        self._window = window_chunks
+        self._max_rows = max_chunk_rows
+        self._lock = threading.Lock()
+        self._next: Migration | None = None
+        self._active: Migration | None = None
+        self._outstanding: deque[_Outstanding] = deque()
+        self._again: deque[Delta] = deque()
+        self._digests: dict[int, int] = {}
+        self._applied_version = 0
+        self._epoch_version = 0
+        """Agreed when the epoch began. Until it is applied, ranks may hold chunks that are not outstanding here: those
+        of an earlier daemon."""
+        self._news: deque[MigrationNews] = deque(maxlen=_KEPT_NEWS)
+        self.illegal_transitions = 0
+        self.lost_news = 0
+        self.version = 0
+        """The newest version pushed."""
+        self.paused = False
+
+    @property
+    def current(self) -> Migration | None:
+        """The migration that is running, or else the one that waits."""
+        return self._active or self._next
+
+    @property
+    def outstanding_chunks(self) -> int:
+        return len(self._outstanding)
+
+    def submit(self, migration: Migration) -> None:
+        """Makes it the next one; a migration still waiting is superseded at once, a running one at its next chunk."""
+        with self._lock:
+            migration.observe(self._take_note)
+            older, self._next = self._next, migration
+            if older is not None and not older.done:
+                self._fire(older, MigrationEvent.SUPERSEDE, f"superseded by plan {migration.plan_id}")
+
+    def begin_epoch(self, version: int, digest: int) -> None:
+        """All ranks have agreed on exactly ``version``, and hold no chunk beyond it."""
+        self.acknowledge(version, 0)
+        void = [chunk for chunk in self._outstanding if chunk.version > version]
+        self._outstanding = deque(chunk for chunk in self._outstanding if chunk.version <= version)
+        for chunk in void:
+            chunk.migration.count(
+                chunks_pushed=-1, rows_pushed=-len(chunk.delta), bytes_pushed=-len(chunk.delta) * CHUNK_ROW_BYTES,
+                last_version=min(version, chunk.migration.progress.last_version),
+            )  # fmt: skip
+        self._tell_if_settled(*(chunk.migration for chunk in void))
+        active = self._active
+        again = [chunk.delta for chunk in void if chunk.migration is active]
+        if active is not None and again and active.state is not MigrationState.ABORTING:
+            self._again.extendleft(reversed(again))
+            if active.state is MigrationState.APPLYING:
+                self._fire(active, MigrationEvent.VOIDED)
+        self.version = self._epoch_version = version
+        self._digests = {version: digest}
+
+    def new_generation(self, reason: str) -> None:
+        """Other ranks, or an empty placement: what was under way means nothing to them."""
+        self._applied_version = 0
+        self._forget_outstanding(reason)
+
+    def fail_active(self, reason: str) -> None:
+        active = self._active
+        if active is not None:
+            self._fire(active, MigrationEvent.FAIL, reason)
+            self._drop_active()
+
+    def stop(self, reason: str) -> None:
+        """No chunk will be pushed any more."""
+        self._forget_outstanding(reason)
+        with self._lock:
+            waiting, self._next = self._next, None
+        if waiting is not None and not waiting.done:
+            self._fire(waiting, MigrationEvent.FAIL, reason)
+
+    def acknowledge(self, agreed_version: int, applied_version: int) -> None:
+        """Every rank has come at least this far."""
+        for chunk in self._outstanding:
+            if not chunk.agreed and chunk.version <= max(agreed_version, applied_version):
+                chunk.agreed = True
+                chunk.migration.count(chunks_agreed=1, rows_agreed=len(chunk.delta))
+        self._applied_version = max(self._applied_version, applied_version)
+        while self._outstanding and self._outstanding[0].version <= applied_version:
+            chunk = self._outstanding.popleft()
+            chunk.migration.count(chunks_applied=1, rows_applied=len(chunk.delta), copied_bytes=chunk.copied_bytes)
+            self._tell_if_settled(chunk.migration)
+            fault_point("chunk.applied")
+
+    def next_chunk(self, generation: int) -> NumberedChunk | None:
+        """The chunk to push now, journalled and numbered; None if there is none or the window is full."""
+        self._advance(generation)
+        active = self._active
+        if active is None or active.state is not MigrationState.PUSHING or self.paused:
+            self._throttle.idle()
+            return None
+        if len(self._outstanding) >= self._window:
+            return None
+        try:
+            delta = self._again.popleft() if self._again else active.next_chunk()
+            if delta is None:
+                self._fire(active, MigrationEvent.EXHAUSTED)
+                self._advance(generation)
+                return None
+            if len(delta) > self._max_rows:
+                raise PlacementError(
+                    f"a chunk of {len(delta)} rows",
+                    remedy=f"cut the delta into chunks of at most {self._max_rows} rows",
+                )
+            copied = self._row_bytes(delta)
+            rows = self._throttle.release(
+                copied,
+                sum(chunk.copied_bytes for chunk in self._outstanding),
+                settled=self._applied_version >= self._epoch_version,
+            )
+            if rows < len(delta):
+                self._again.appendleft(delta.take(slice(rows, None)))
+            if rows == 0:
+                return None
+            delta, copied = delta.take(slice(0, rows)), copied[:rows]
+            self._journal.append(
+                self.version + 1,
+                delta,
+                JournalledMigration(
+                    active.migration_id, active.plan_id, active.progress.base_version, active.returns_to
+                ),
+            )
+        except IllegalTransitionError:
+            raise
+        except Exception as error:
+            # The chunk source is the caller's code: whatever it raises fails this migration, not the daemon.
+            if not isinstance(error, FlexdError):
+                logger.exception("migration %s: its chunks cannot be made", active.plan_id)
+            self.fail_active(str(error))
+            return None
+        self._digests[self.version + 1] = (self._digests.get(self.version, 0) + delta.digest_change()) % 2**64
+        while len(self._digests) > _KEPT_DIGESTS:
+            del self._digests[next(iter(self._digests))]
+        self.version += 1
+        self._outstanding.append(_Outstanding(self.version, delta, active, int(copied.sum())))
+        active.count(
+            chunks_pushed=1, rows_pushed=len(delta), bytes_pushed=len(delta) * CHUNK_ROW_BYTES,
+            last_version=self.version,
+        )  # fmt: skip
+        return NumberedChunk(self.version, active.plan_id, delta)
+
+    def digest_at(self, version: int) -> int | None:
+        """Of the placement at a recent version; None if it is not known any more."""
+        return self._digests.get(version)
+
+    def take_news(self) -> list[MigrationNews]:
+        """Of all migrations since the last call, in order."""
+        news: list[MigrationNews] = []
+        while self._news:
+            news.append(self._news.popleft())
+        return news
+
+    def end_early(self) -> None:
+        """Aborts and supersedes what is due, chunks to push or not."""
+        with self._lock:
+            waiting = self._next
+            if waiting is not None and waiting.abort_reason:
+                self._next = None
+                self._fire(waiting, MigrationEvent.ABORT, waiting.abort_reason)
+                waiting = None
+        active = self._active
+        if active is None:
+            return
+        if active.abort_reason and active.state in (MigrationState.PUSHING, MigrationState.APPLYING):
+            self._again.clear()
+            self._fire(active, MigrationEvent.ABORT, active.abort_reason)
+        elif active.state is MigrationState.PUSHING and waiting is not None:
+            self._fire(active, MigrationEvent.SUPERSEDE, f"superseded by plan {waiting.plan_id}")
+            self._drop_active()
+        if active.state is MigrationState.ABORTING and self._settled(active):
+            self._fire(active, MigrationEvent.STOPPED, self._where(active))
+            self._drop_active()
+
+    def _advance(self, generation: int) -> None:
+        """Every transition that needs no chunk."""
+        self.end_early()
+        active = self._active
+        if active is not None and active.state is MigrationState.APPLYING and self._settled(active):
+            self._fire(active, MigrationEvent.APPLIED)
+            self._drop_active()
+        # The next delta is made from a placement that all ranks are sure to reach.
+        if self._active is None and all(chunk.agreed for chunk in self._outstanding):
+            self._start_next(generation)
+
+    def _start_next(self, generation: int) -> None:
+        with self._lock:
+            migration, self._next = self._next, None
+        if migration is None:
+            return
+        self._active = migration
+        if migration.generation is not None and migration.generation != generation:
+            self.fail_active(f"planned for topology generation {migration.generation}, the ranks are at {generation}")
+            return
+        self._fire(migration, MigrationEvent.START)
+        fault_point("migration.started")
+        try:
+            migration.begin(self._journal.placement_at(self.version))
+        except Exception as error:
+            if not isinstance(error, FlexdError):
+                logger.exception("migration %s: its chunks cannot be made", migration.plan_id)
+            self.fail_active(str(error))
+
+    def _forget_outstanding(self, reason: str) -> None:
+        ended = [chunk.migration for chunk in self._outstanding if chunk.migration is not self._active]
+        self._outstanding.clear()
+        self.fail_active(reason)
+        self._tell_if_settled(*ended)
+
+    def _settled(self, migration: Migration) -> bool:
+        return not any(chunk.migration is migration for chunk in self._outstanding)
+
+    @staticmethod
+    def _where(migration: Migration) -> str:
+        now = migration.progress
+        rows = f"{now.rows_applied} of {now.rows} rows" if now.rows else f"{now.rows_applied} rows"
+        return f"{migration.abort_reason}: stopped at version {now.last_version or now.base_version}, {rows} applied"
+
+    def _fire(self, migration: Migration, event: MigrationEvent, reason: str = "") -> None:
+        try:
+            migration.fire(event, reason)
+        except IllegalTransitionError:
+            # Whatever is wrong with it, the ranks hold a prefix of its delta; the next migration starts from there.
+            self.illegal_transitions += 1
+            if migration is self._active:
+                self._drop_active()
+            raise
+        if migration.done:
+            fault_point("migration.finished")
+        self._tell_if_settled(migration)
+
+    def _take_note(self, migration: Migration, transition: Transition) -> None:
+        self._tell(MigrationNews(migration, transition))
+
+    def _tell_if_settled(self, *migrations: Migration) -> None:
+        for migration in {id(each): each for each in migrations}.values():
+            if migration.done and self._settled(migration):
+                self._tell(MigrationNews(migration, None))
+
+    def _tell(self, news: MigrationNews) -> None:
+        self.lost_news += len(self._news) == _KEPT_NEWS
+        self._news.append(news)
+
+    def _drop_active(self) -> None:
+        self._active = None
+        self._again.clear()

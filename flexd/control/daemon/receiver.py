@@ -1,0 +1,90 @@
+"""Messages of the ranks as they arrive: opened, checked, and refused by kind if they are not in order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from flexd.control.daemon.epoch import Epoch, EpochFailedError, FromRank
+from flexd.control.daemon.membership import Membership
+from flexd.control.daemon.store import Board
+from flexd.control.protocol.messages import Hello, HelloRefused, Signer
+from flexd.core.errors import AuthenticationError, ControlError, ReplayedMessageError, StaleMessageError, TopologyError
+from flexd.core.fault_points import fault_point
+
+REFUSED_KINDS = ("stale", "replayed", "forged", "malformed", "identity")
+"""Of another attempt, generation or epoch; not newer than what its sender has said; signed with no key of ours; no
+message that belongs here; of a rank that contradicts the daemon or its peers."""
+
+
+class Reception:
+    """For the coordinator's thread alone.
+
+    Args:
+        members: registers whose hello is in order.
+        on_event: (name, fields) of what is worth a log line.
+
+    Attributes:
+        refused: messages by kind, see ``REFUSED_KINDS``.
+    """
+
+    def __init__(
+        self, job: str, instance: str, signer: Signer, members: Membership, on_event: Callable[..., None]
+    ) -> None:
+        self._job = job
+        self._instance = instance
+        self._signer = signer
+        self._members = members
+        self._event = on_event
+        self.refused: Counter[str] = Counter()
+
+    def take(
+        self, data: bytes, now: float, board: Board, epoch: Epoch | None, act: Callable[[Epoch, FromRank], None]
+    ) -> None:
+        """One message from the queue. A bad one is counted and changes nothing; ``act`` is given those of the epoch.
+
+        Raises:
+            EpochFailedError: the message is in order, but ends the epoch.
+        """
+        try:
+            message = self._signer.open(data)
+            if message.job != self._job:
+                raise StaleMessageError(f"a {message.kind} message of job {message.job!r}")
+            if isinstance(message, Hello):
+                self._take_hello(message, now, board)
+            elif isinstance(message, FromRank):
+                if epoch is None:
+                    raise StaleMessageError(f"a {message.kind} message outside of any epoch")
+                epoch.check(message)
+                self._members.heard(message.attempt, message.rank, now)
+                act(epoch, message)
+            else:
+                raise ControlError(f"a {message.kind} message from a rank")
+        except EpochFailedError:
+            raise
+        except AuthenticationError:
+            self._refuse("forged")
+        except ReplayedMessageError:
+            self._refuse("replayed")
+        except StaleMessageError:
+            self._refuse("stale")
+        except ControlError:
+            self._refuse("malformed")
+
+    def _take_hello(self, hello: Hello, now: float, board: Board) -> None:
+        if hello.instance != self._instance:
+            raise StaleMessageError("a hello to another daemon")
+        try:
+            if self._members.accept(hello, now):
+                fault_point("hello.taken")
+                self._event("rank_hello", attempt=hello.attempt, rank=hello.rank, version=hello.agreed_version)
+        except TopologyError as error:
+            self._refuse("identity")
+            self._event("rank_refused", attempt=hello.attempt, rank=hello.rank, reason=str(error))
+            board.refuse(HelloRefused(self._job, self._instance, hello.nonce, error.message[:2000], error.remedy))
+
+    def _refuse(self, kind: str) -> None:
+        self.refused[kind] += 1
+        # Anyone who can connect can send rubbish: powers of two keep the log bounded.
+        if self.refused[kind] & (self.refused[kind] - 1) == 0:
+            self._event("message_refused", kind=kind, count=self.refused[kind])

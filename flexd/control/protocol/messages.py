@@ -1,0 +1,372 @@
+"""What travels between daemon and ranks: small signed JSON texts. Nothing is looked into before its signature holds.
+
+Wire form: 64 hex digits of HMAC-SHA256 over the rest, a newline, then canonical JSON (sorted keys, no spaces) with the
+message's ``kind`` and fields. Freshness is mutual: a rank's hello carries a new nonce, the epoch announcement repeats
+the nonces it is for and adds a new token, and everything said in the epoch carries that token; so nothing recorded
+earlier can be replayed, to either side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, ClassVar, TypeVar
+
+from flexd.control.protocol.report import StepReport
+from flexd.core.errors import AuthenticationError, ControlError
+from flexd.core.secrets import Secret, accepted_keys, is_one_of, signing_key
+
+MAX_MESSAGE_BYTES = 64 * 1024
+"""A longer message is refused unread: the largest honest one is an epoch announcement (17 bytes a rank)."""
+
+_MAC_HEX = 64
+_MAX_INT = 2**64
+
+
+@dataclass(frozen=True)
+class Message:
+    """Base of all messages. ``job`` is checked by every receiver."""
+
+    kind: ClassVar[str] = ""
+    job: str
+
+
+@dataclass(frozen=True)
+class DaemonNotice(Message):
+    """Who hosts this store. ``instance`` is new for every start of the daemon; ``term`` is that of its lease, 0 without
+    one. A rank follows the highest term it was told."""
+
+    kind: ClassVar[str] = "daemon"
+    instance: str
+    table_digest: str
+    term: int
+
+
+@dataclass(frozen=True)
+class Hello(Message):
+    """A rank registers; repeated as it stands (``sequence`` counts on) while the rank waits for an epoch.
+
+    Attributes:
+        session: new for every training process. nonce: new for every registration.
+        address: the rank's address as seen on the way to the daemon.
+        can_list: the rank can list its placement if the daemon has lost it.
+    """
+
+    kind: ClassVar[str] = "hello"
+    instance: str
+    attempt: str
+    rank: int
+    world_size: int
+    nodes: int
+    local_ranks: int
+    replica_slots: tuple[int, ...]
+    table_digest: str
+    session: str
+    nonce: str
+    sequence: int
+    agreed_version: int
+    agreed_digest: int
+    address: str
+    can_list: bool
+
+
+@dataclass(frozen=True)
+class HelloRefused(Message):
+    """The daemon does not take this rank, and why."""
+
+    kind: ClassVar[str] = "hello_refused"
+    instance: str
+    nonce: str
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class EpochAnnouncement(Message):
+    """The daemon opens an epoch for exactly the registrations ``nonces`` (by rank)."""
+
+    kind: ClassVar[str] = "epoch"
+    instance: str
+    attempt: str
+    generation: int
+    epoch: int
+    token: str
+    term: int
+    nonces: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EpochMessage(Message):
+    """Base of all that is said inside an epoch: the fence."""
+
+    attempt: str
+    generation: int
+    epoch: int
+    token: str
+    term: int
+
+
+@dataclass(frozen=True)
+class Settled(EpochMessage):
+    """The rank has left the previous epoch and settled its inbox: it takes no chunk before this epoch's first."""
+
+    kind: ClassVar[str] = "settled"
+    rank: int
+    sequence: int
+    agreed_version: int
+    agreed_digest: int
+    applied_version: int
+
+
+@dataclass(frozen=True)
+class Progress(EpochMessage):
+    """The rank is alive and has come this far; with the training steps since the last one, if any."""
+
+    kind: ClassVar[str] = "progress"
+    rank: int
+    sequence: int
+    agreed_version: int
+    applied_version: int
+    report: StepReport | None
+
+
+@dataclass(frozen=True)
+class ChunkRefused(EpochMessage):
+    """The rank has refused a chunk whole."""
+
+    kind: ClassVar[str] = "chunk_refused"
+    rank: int
+    sequence: int
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Listing(EpochMessage):
+    """Answer to ``ListRequest``: the tensors follow over the group. ``error`` says why not, if so."""
+
+    kind: ClassVar[str] = "listing"
+    rank: int
+    sequence: int
+    version: int
+    rows: int
+    sha256: str
+    error: str
+
+
+@dataclass(frozen=True)
+class ChunkHeader(EpochMessage):
+    """A chunk follows over the group: int64[rows] keys, uint8[2 rows] old tiers then new tiers."""
+
+    kind: ClassVar[str] = "chunk"
+    command: int
+    plan_id: str
+    version: int
+    rows: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ListRequest(EpochMessage):
+    """The daemon has lost the placement of ``version``: ``ranks`` list the rows that they know above HOME."""
+
+    kind: ClassVar[str] = "list"
+    command: int
+    version: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TapOffer(EpochMessage):
+    """The rank holds a delta of counted accesses (``flexd.core.counted_accesses``) and sends it when asked to.
+
+    Attributes:
+        session: of the rank's process, which numbers its deltas (``delta``) from 0.
+        urgent: the rank is about to end: do not wait for the next regular snapshot.
+    """
+
+    kind: ClassVar[str] = "tap_offer"
+    rank: int
+    sequence: int
+    session: str
+    delta: int
+    bytes: int
+    pieces: int
+    urgent: bool
+
+
+@dataclass(frozen=True)
+class TapState(EpochMessage):
+    """Where the daemon stands with one rank's deltas.
+
+    Attributes:
+        acknowledged: a snapshot holds all deltas with a smaller number.
+        grant: counts the requests of this epoch, from 1; the newest asks for ``delta``, from its first piece.
+        problem: why no delta is taken, or empty.
+    """
+
+    kind: ClassVar[str] = "tap_state"
+    rank: int
+    session: str
+    acknowledged: int
+    grant: int
+    delta: int
+    problem: str
+
+
+@dataclass(frozen=True)
+class TapPiece(EpochMessage):
+    """Stands before one piece of a granted delta; ``sha256`` of the bytes that follow."""
+
+    kind: ClassVar[str] = "tap_piece"
+    rank: int
+    delta: int
+    grant: int
+    piece: int
+    sha256: str
+
+
+_KINDS: dict[str, type[Message]] = {
+    cls.kind: cls
+    for cls in (
+        DaemonNotice, Hello, HelloRefused, EpochAnnouncement, Settled, Progress, ChunkRefused, Listing, ChunkHeader,
+        ListRequest, TapOffer, TapState, TapPiece,
+    )
+}  # fmt: skip
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+
+class Signer:
+    """Seals and opens messages with the shared secret.
+
+    Without a secret (loopback only) the signature is keyed with the empty string: it still detects damage. A secret
+    file with two keys signs with the first and opens what either has signed.
+    """
+
+    def __init__(self, secret: Secret) -> None:
+        self._secret = secret
+
+    def seal(self, message: Message) -> str:
+        """Raises ControlError if the message is longer than ``MAX_MESSAGE_BYTES``."""
+        body = json.dumps(
+            {"kind": message.kind, **_to_json(message)}, sort_keys=True, separators=(",", ":"), allow_nan=False
+        )
+        text = f"{_mac(signing_key(self._secret), body.encode()).decode()}\n{body}"
+        if len(text) > MAX_MESSAGE_BYTES:
+            raise ControlError(f"a {message.kind} message of {len(text)} bytes is longer than {MAX_MESSAGE_BYTES}")
+        return text
+
+    def open(self, data: bytes) -> Message:
+        """Raises AuthenticationError (bad signature) or ControlError (signed, but no message this version knows)."""
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise ControlError(f"a message of {len(data)} bytes is longer than {MAX_MESSAGE_BYTES}")
+        mac, line_break, body = data[:_MAC_HEX], data[_MAC_HEX : _MAC_HEX + 1], data[_MAC_HEX + 1 :]
+        if line_break != b"\n" or not is_one_of(mac, [_mac(key, body) for key in accepted_keys(self._secret)]):
+            raise AuthenticationError(
+                "a control message is not signed with the shared secret",
+                remedy="give daemon and trainers the same secret file",
+            )
+        return _from_body(body)
+
+    def open_as(self, kind: type[AnyMessage], data: bytes) -> AnyMessage:
+        """As ``open``; also raises ControlError if it is another kind of message."""
+        message = self.open(data)
+        if not isinstance(message, kind):
+            raise ControlError(f"a {message.kind} message where a {kind.kind} message belongs")
+        return message
+
+
+def _mac(key: bytes, body: bytes) -> bytes:
+    return hmac.new(key, body, hashlib.sha256).hexdigest().encode()
+
+
+def seal_with_bytes(signer: Signer, header: TapPiece, data: bytes) -> bytes:
+    """The sealed header, a newline, and the bytes whose digest it names. Raises as ``Signer.seal``."""
+    return signer.seal(header).encode() + b"\n" + data
+
+
+def open_with_bytes(signer: Signer, sealed: bytes, max_data_bytes: int) -> tuple[TapPiece, bytes]:
+    """Back from ``seal_with_bytes``; nothing is looked into before signature and digest hold.
+
+    Raises:
+        AuthenticationError: bad signature, or other bytes than the header names.
+        ControlError: too long, or another kind of message.
+    """
+    if len(sealed) > MAX_MESSAGE_BYTES + len(b"\n") + max_data_bytes:
+        raise ControlError(f"a piece of {len(sealed)} bytes is longer than {max_data_bytes}")
+    # The signature stands on the first line, the header's JSON (which has no line breaks) on the second.
+    end = sealed.find(b"\n", _MAC_HEX + 1, MAX_MESSAGE_BYTES + 1)
+    if end < 0:
+        raise ControlError("a piece without a header")
+    header, data = signer.open_as(TapPiece, sealed[:end]), sealed[end + 1 :]
+    if len(data) > max_data_bytes or not hmac.compare_digest(hashlib.sha256(data).hexdigest(), header.sha256):
+        raise AuthenticationError(
+            "the bytes of a piece are not those that were announced",
+            remedy="look for a fault or an intruder on the control network",
+        )
+    return header, data
+
+
+def _to_json(value: Any) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for item in fields(value):
+        field_value = getattr(value, item.name)
+        out[item.name] = _to_json(field_value) if isinstance(field_value, StepReport) else field_value
+    return out
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"number {text}")
+
+
+def _from_body(body: bytes) -> Message:
+    try:
+        data = json.loads(body, parse_constant=_no_constant)
+        if not isinstance(data, dict):
+            raise ValueError("no JSON object")
+        cls = _KINDS[str(data.pop("kind", ""))]
+        return typing.cast(Message, _build(cls, data))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ControlError(
+            f"a signed control message cannot be read: {error}", remedy="run the same flexd version on both sides"
+        ) from error
+
+
+@cache
+def _hints(cls: Any) -> Mapping[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {item.name: hints[item.name] for item in fields(cls)}
+
+
+def _build(cls: Any, data: dict[str, Any]) -> Any:
+    hints = _hints(cls)
+    if data.keys() != hints.keys():
+        raise ValueError(f"{cls.__name__} with fields {sorted(data)}")
+    return cls(**{name: _checked(hint, data[name], f"{cls.__name__}.{name}") for name, hint in hints.items()})
+
+
+def _checked(hint: Any, value: Any, where: str) -> Any:
+    if isinstance(hint, types.UnionType):
+        return None if value is None else _checked(typing.get_args(hint)[0], value, where)
+    if hint is StepReport and isinstance(value, dict):
+        return _build(StepReport, value)
+    if typing.get_origin(hint) is tuple and isinstance(value, list):
+        inner = typing.get_args(hint)
+        if inner[-1] is not Ellipsis and len(inner) != len(value):
+            raise ValueError(f"{where} has {len(value)} items")
+        return tuple(_checked(inner[0], item, where) for item in value)
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    if hint is int and type(value) is int and abs(value) < _MAX_INT:
+        return value
+    if hint in (str, bool) and type(value) is hint:
+        return value
+    raise ValueError(f"{where} is a {type(value).__name__}")

@@ -1,0 +1,154 @@
+"""Tables, and the one flat key space that all parts of flexd name rows by."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import ConfigError
+
+Int64Array = npt.NDArray[np.int64]
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+_STATE_PER_ELEMENT: dict[str, dict[str, bool]] = {
+    "sgd": {},
+    "rowwise_adagrad": {"sum": False},
+    "adagrad": {"sum": True},
+    "adam": {"exp_avg": True, "exp_avg_sq": True},
+    "rowwise_adam": {"exp_avg": True, "exp_avg_sq": False},
+}
+OPTIMIZERS = tuple(_STATE_PER_ELEMENT)
+
+
+def state_columns(optimizer: str, dim: int) -> dict[str, int]:
+    """Optimizer state kept beside a row of ``dim`` numbers: name in ``torch.optim`` -> float32 (float64 for float64
+    tables) numbers, in the order in which they stand there."""
+    return {name: dim if per_element else 1 for name, per_element in _STATE_PER_ELEMENT[optimizer].items()}
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """One embedding table as every part of flexd sees it."""
+
+    name: str
+    rows: int
+    dim: int
+    dtype: str = "float32"
+    optimizer: str = "sgd"
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("a table has no name", remedy="name every table")
+        if self.rows < 1 or self.dim < 1:
+            raise ConfigError(
+                f"table {self.name!r}: rows={self.rows}, dim={self.dim}", remedy="both must be at least 1"
+            )
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"table {self.name!r}: dtype {self.dtype!r}", remedy=f"one of {', '.join(DTYPE_BYTES)}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(
+                f"table {self.name!r}: optimizer {self.optimizer!r}",
+                remedy=f"one of {', '.join(OPTIMIZERS)}",
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row's values: what an exchange of the row moves in one direction."""
+        return self.dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one row's optimizer state: migrates with the row."""
+        return sum(state_columns(self.optimizer, self.dim).values()) * (8 if self.dtype == "float64" else 4)
+
+
+@dataclass(frozen=True)
+class DimGroup:
+    """Tables of equal dim, dtype and optimizer: one contiguous key range ``[first_key, first_key + rows)``."""
+
+    dim: int
+    dtype: str
+    optimizer: str
+    first_key: int
+    rows: int
+    tables: tuple[int, ...]
+    """Indices into ``KeySpace.tables``, in key order."""
+
+    @property
+    def end_key(self) -> int:
+        return self.first_key + self.rows
+
+
+class KeySpace:
+    """Maps (table, row) to one int64 key and back.
+
+    Groups stand one after another in the order of their first table; within a group the tables stand in the
+    order given. A key therefore depends on the table list alone, not on the number of ranks, so plans and
+    placements keep their meaning when the world size changes. Home rank and node owner are arithmetic on the key
+    (``flexd.core.layout``).
+
+    Raises:
+        ConfigError: no tables, or two of the same name.
+    """
+
+    def __init__(self, tables: Sequence[TableSpec]) -> None:
+        self.tables = tuple(tables)
+        if not self.tables:
+            raise ConfigError("no tables", remedy="list at least one under `tables`")
+        self.index = {table.name: i for i, table in enumerate(self.tables)}
+        if len(self.index) != len(self.tables):
+            names = [table.name for table in self.tables]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ConfigError(f"tables named twice: {', '.join(twice)}", remedy="give each table its own name")
+        members: dict[tuple[int, str, str], list[int]] = {}
+        for i, table in enumerate(self.tables):
+            members.setdefault((table.dim, table.dtype, table.optimizer), []).append(i)
+        self.first_key: Int64Array = np.zeros(len(self.tables), dtype=np.int64)
+        """int64[tables]: the key of each table's row 0."""
+        groups: list[DimGroup] = []
+        key = 0
+        for (dim, dtype, optimizer), indices in members.items():
+            first = key
+            for i in indices:
+                self.first_key[i] = key
+                key += self.tables[i].rows
+            groups.append(DimGroup(dim, dtype, optimizer, first, key - first, tuple(indices)))
+        self.groups = tuple(groups)
+        self.total_rows = key
+
+    def keys(self, table: int, rows: npt.NDArray[np.integer]) -> Int64Array:
+        """Row ids of one table -> int64[n] keys. Rows are not range-checked here."""
+        keys: Int64Array = rows.astype(np.int64, copy=False) + self.first_key[table]
+        return keys
+
+    @cached_property
+    def _order(self) -> Int64Array:
+        return np.argsort(self.first_key, kind="stable").astype(np.int64)
+
+    def table_of(self, keys: Int64Array) -> Int64Array:
+        """int64[n] keys -> int64[n] table indices."""
+        order = self._order
+        tables: Int64Array = order[np.searchsorted(self.first_key[order], keys, side="right") - 1]
+        return tables
+
+    def table_rows(self, keys: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """int64[n] keys -> (int64[n] table indices, int64[n] rows in those tables)."""
+        table = self.table_of(keys)
+        return table, keys - self.first_key[table]
+
+    def group_of(self, keys: Int64Array) -> Int64Array:
+        """int64[n] keys -> int64[n] dim-group indices."""
+        starts = np.array([group.first_key for group in self.groups], dtype=np.int64)
+        return (np.searchsorted(starts, keys, side="right") - 1).astype(np.int64)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of the table list: ranks and daemon must agree on it."""
+        text = json.dumps([[t.name, t.rows, t.dim, t.dtype, t.optimizer] for t in self.tables])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,93 @@
+"""Who holds what: the arithmetic of ranks, nodes, home ranks and node owners."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import TopologyError
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Tier(IntEnum):
+    """Where copies of a row live; the value is what travels in chunks."""
+
+    HOME = 0
+    """One copy, on the home rank."""
+    NODE = 1
+    """One copy in every node, on the node owner."""
+    DEVICE = 2
+    """A copy on every rank."""
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """``nodes`` x ``local_ranks`` ranks, numbered node by node as torchrun does.
+
+    A row's home rank is ``key % world_size``; inside any node its owner is the local rank ``key % local_ranks``,
+    which in the home node is the home rank itself.
+    """
+
+    nodes: int
+    local_ranks: int
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.local_ranks < 1:
+            raise TopologyError(
+                f"layout of {self.nodes} nodes x {self.local_ranks} local ranks is not possible",
+                remedy="both must be at least 1",
+            )
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.local_ranks
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.local_ranks
+
+    def local_rank_of(self, rank: int) -> int:
+        return rank % self.local_ranks
+
+    def rank_of(self, node: int, local_rank: int) -> int:
+        return node * self.local_ranks + local_rank
+
+    def node_ranks(self, node: int) -> list[int]:
+        """The ranks of one node."""
+        return [self.rank_of(node, local) for local in range(self.local_ranks)]
+
+    def rail_ranks(self, local_rank: int) -> list[int]:
+        """The ranks of equal local rank, one of each node."""
+        return [self.rank_of(node, local_rank) for node in range(self.nodes)]
+
+    def home_rank(self, keys: Int64Array) -> Int64Array:
+        """int64[n] keys -> int64[n] home ranks."""
+        return keys % self.world_size
+
+    def home_node(self, keys: Int64Array) -> Int64Array:
+        """int64[n] keys -> int64[n] nodes of the home ranks."""
+        return (keys % self.world_size) // self.local_ranks
+
+    def holds_replica(self, rank: int, keys: Int64Array, tiers: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+        """bool[n]: does ``rank`` keep a replica (a copy beside the home copy) of each row at its tier?"""
+        home = self.home_rank(keys)
+        node = (
+            (tiers == Tier.NODE)
+            & (keys % self.local_ranks == self.local_rank_of(rank))
+            & (home // self.local_ranks != self.node_of(rank))
+        )
+        held: npt.NDArray[np.bool_] = node | ((tiers == Tier.DEVICE) & (home != rank))
+        return held
+
+    def replica_slots_used(self, keys: Int64Array, tiers: npt.NDArray[np.uint8]) -> Int64Array:
+        """int64[world_size]: replica slots that rows at these tiers take on each rank."""
+        home = self.home_rank(keys)
+        world = self.world_size
+        device_by_home = np.bincount(home[tiers == Tier.DEVICE], minlength=world)
+        node_by_home = np.bincount(home[tiers == Tier.NODE], minlength=world).reshape(self.nodes, self.local_ranks)
+        node = node_by_home.sum(axis=0, keepdims=True) - node_by_home
+        used: Int64Array = (device_by_home.sum() - device_by_home + node.reshape(world)).astype(np.int64)
+        return used

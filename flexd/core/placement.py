@@ -1,0 +1,129 @@
+"""The live map row -> tier, the deltas that change it, and the chunks a delta is pushed in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import PlacementError
+from flexd.core.layout import Tier
+
+Int64Array = npt.NDArray[np.int64]
+UInt8Array = npt.NDArray[np.uint8]
+
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+def _row_hash(keys: Int64Array, tiers: UInt8Array) -> npt.NDArray[np.uint64]:
+    """splitmix64 of (key, tier); a HOME row hashes to 0, so only hot rows count."""
+    x = (keys.astype(np.uint64) << np.uint64(2)) + tiers + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * _MIX[0]
+    x = (x ^ (x >> np.uint64(27))) * _MIX[1]
+    x ^= x >> np.uint64(31)
+    return np.where(tiers == Tier.HOME, np.uint64(0), x)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Rows whose tier changes: int64[n] ``keys`` (unique), uint8[n] ``old_tiers`` and ``new_tiers``.
+
+    The order is the order of application; any prefix leaves a valid placement.
+    """
+
+    keys: Int64Array
+    old_tiers: UInt8Array
+    new_tiers: UInt8Array
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @staticmethod
+    def empty() -> Delta:
+        return Delta(np.empty(0, np.int64), np.empty(0, np.uint8), np.empty(0, np.uint8))
+
+    def take(self, index: npt.NDArray[np.int64] | slice) -> Delta:
+        return Delta(self.keys[index], self.old_tiers[index], self.new_tiers[index])
+
+    def chunks(self, rows_per_chunk: int) -> Iterator[Delta]:
+        """Successive slices of at most ``rows_per_chunk`` rows."""
+        for start in range(0, len(self), max(1, rows_per_chunk)):
+            yield self.take(slice(start, start + max(1, rows_per_chunk)))
+
+    def digest_change(self) -> int:
+        """What applying this delta adds to ``Placement.digest`` (mod 2^64)."""
+        after, before = (_row_hash(self.keys, tiers).sum(dtype=np.uint64) for tiers in (self.new_tiers, self.old_tiers))
+        return (int(after) - int(before)) % 2**64
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Hot rows (tier above HOME) as sorted int64[n] ``keys`` with uint8[n] ``tiers``; every other row is HOME.
+
+    ``version`` counts the applied chunks. Immutable: ``apply`` returns the next placement.
+    """
+
+    keys: Int64Array
+    tiers: UInt8Array
+    version: int = 0
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @staticmethod
+    def empty(version: int = 0) -> Placement:
+        return Placement(np.empty(0, np.int64), np.empty(0, np.uint8), version)
+
+    @staticmethod
+    def of(keys: Int64Array, tiers: UInt8Array, version: int = 0) -> Placement:
+        """Sorts, and leaves out HOME rows. Raises PlacementError on repeated keys."""
+        hot = tiers != Tier.HOME
+        keys, tiers = keys[hot], tiers[hot]
+        order = np.argsort(keys, kind="stable")
+        keys, tiers = keys[order], tiers[order]
+        if len(keys) > 1 and bool((keys[1:] == keys[:-1]).any()):
+            raise PlacementError("a row is listed twice in a placement", remedy="list every row once")
+        return Placement(keys.astype(np.int64), tiers.astype(np.uint8), version)
+
+    def tiers_of(self, keys: Int64Array) -> UInt8Array:
+        """int64[n] keys (any order) -> uint8[n] tiers."""
+        tiers = np.zeros(len(keys), dtype=np.uint8)
+        if len(self.keys):
+            at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+            found = self.keys[at] == keys
+            tiers[found] = self.tiers[at[found]]
+        return tiers
+
+    def digest(self) -> int:
+        """Order-free 64-bit digest of the hot rows; two placements with the same rows have the same digest."""
+        return int(_row_hash(self.keys, self.tiers).sum(dtype=np.uint64))
+
+    def apply(self, delta: Delta) -> Placement:
+        """The placement after one chunk, with ``version`` one higher.
+
+        Raises:
+            PlacementError: a row of the delta is not at its ``old_tier`` here, or appears twice.
+        """
+        if not np.array_equal(self.tiers_of(delta.keys), delta.old_tiers):
+            raise PlacementError(
+                f"delta of {len(delta)} rows does not start from placement version {self.version}",
+                remedy="make the delta against the live placement",
+            )
+        kept = ~np.isin(self.keys, delta.keys)
+        return Placement.of(
+            np.concatenate([self.keys[kept], delta.keys]),
+            np.concatenate([self.tiers[kept], delta.new_tiers]),
+            self.version + 1,
+        )
+
+    def delta_to(self, target: Placement) -> Delta:
+        """The rows whose tier differs, demotions first (they free the slots that promotions need), by key."""
+        keys = np.sort(np.concatenate([self.keys, target.keys]))
+        keys = keys[np.concatenate([np.ones(min(1, len(keys)), np.bool_), keys[1:] != keys[:-1]])]
+        old, new = self.tiers_of(keys), target.tiers_of(keys)
+        changed = old != new
+        keys, old, new = keys[changed], old[changed], new[changed]
+        order = np.lexsort((keys, new > old))
+        return Delta(keys[order], old[order], new[order])

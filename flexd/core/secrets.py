@@ -1,0 +1,128 @@
+"""Shared secrets in files: at most two keys, so that one can replace the other while everybody goes on."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from flexd.core.errors import ConfigError
+
+MIN_SECRET_BYTES = 16
+MAX_KEYS = 2
+MAX_FILE_BYTES = 4096
+LOOK_SECONDS = 1.0
+"""Between two looks at whether a file has changed."""
+
+logger = logging.getLogger(__name__)
+
+
+def read_keys(path: str | Path, named_by: str) -> tuple[bytes, ...]:
+    """The keys in a file, one a line, without surrounding white space: the first signs, all are accepted.
+
+    Args:
+        named_by: what gave the path, for the error text (a key path, an argument).
+
+    Raises:
+        ConfigError: the file cannot be read, is empty or too large, has more than ``MAX_KEYS`` keys, or one of them is
+            shorter than ``MIN_SECRET_BYTES``.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"{named_by}: {path}: {error.strerror}", remedy="mount the secret, readable by this user"
+        ) from error
+    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not keys:
+        raise ConfigError(
+            f"{named_by}: {path} is empty", remedy=f"write at least {MIN_SECRET_BYTES} random bytes to it, as hex"
+        )
+    if len(text) > MAX_FILE_BYTES or len(keys) > MAX_KEYS:
+        raise ConfigError(
+            f"{named_by}: {path} has more than {MAX_KEYS} lines or {MAX_FILE_BYTES} bytes",
+            remedy="one key a line: the one in use, and beside it the one that comes or goes",
+        )
+    if min(len(key) for key in keys) < MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"{named_by}: {path} has a key of fewer than {MIN_SECRET_BYTES} bytes",
+            remedy="make one with: openssl rand -hex 32",
+        )
+    return keys
+
+
+class KeyFile:
+    """A secret file that is read again when it changes; a bad new content is logged and the old keys stay. Any thread.
+
+    Args:
+        named_by: as ``read_keys``.
+        clock: monotonic seconds, for tests.
+
+    Raises:
+        ConfigError: as ``read_keys``.
+    """
+
+    def __init__(self, path: str | Path, named_by: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = Path(path)
+        self._named_by = named_by
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen = self._identity()
+        self._keys = read_keys(path, named_by)
+        self._looked_at = clock()
+
+    def keys(self) -> tuple[bytes, ...]:
+        """At least one: the first signs, all are accepted."""
+        with self._lock:
+            now = self._clock()
+            if now - self._looked_at >= LOOK_SECONDS:
+                self._looked_at = now
+                self._look()
+            return self._keys
+
+    def _look(self) -> None:
+        # Taken before reading: a write in between is seen at the next look.
+        identity = self._identity()
+        if identity == self._seen:
+            return
+        self._seen = identity
+        try:
+            self._keys = read_keys(self._path, self._named_by)
+        except ConfigError as error:
+            logger.error("%s; the keys read before stay in use", error)
+        else:
+            logger.info("%s: %s has changed: %d keys are in use", self._named_by, self._path, len(self._keys))
+
+    def _identity(self) -> tuple[int, ...]:
+        try:
+            stat = os.stat(self._path)
+        except OSError:
+            return ()
+        return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+Secret = KeyFile | bytes | None
+"""Where keys come from: a file that may change, a fixed key, or none (loopback only)."""
+
+
+def signing_key(secret: Secret) -> bytes:
+    """What new signatures are made with; empty without a secret."""
+    return accepted_keys(secret)[0]
+
+
+def accepted_keys(secret: Secret) -> tuple[bytes, ...]:
+    """What signatures may be made with; one empty key without a secret."""
+    return secret.keys() if isinstance(secret, KeyFile) else (secret or b"",)
+
+
+def is_one_of(given: bytes, expected: list[bytes]) -> bool:
+    """Whether ``given`` equals any; takes equally long whichever it is."""
+    found = False
+    for candidate in expected:
+        found |= hmac.compare_digest(given, candidate)
+    return found

@@ -1,0 +1,123 @@
+"""Makes the daemon's parts from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flexd.config.model import Config
+from flexd.config.stream import FileLogSource, KafkaSource, TapSource
+from flexd.control.daemon.coordinator import ControlOptions
+from flexd.core.errors import SnapshotError
+from flexd.core.secrets import KeyFile
+from flexd.scaleout.follower import Follower
+from flexd.sketch.set_types import SketchSettings
+from flexd.stream.types import Source
+from flexd.topology.files import load_cluster, load_preset
+from flexd.topology.model import Cluster
+
+DEFAULT_PRESET = "azure-a100-200g"
+
+
+def make_source(config: Config, follower: Follower | None = None) -> Source:
+    """The stream source; a broker is not contacted yet.
+
+    Args:
+        follower: that a consumer group's source asks and tells when partitions come and leave.
+
+    Raises:
+        ConfigError: a client option file cannot be read.
+        StreamError: the options are not usable together, or the client is not installed.
+    """
+    source = config.stream.source
+    if isinstance(source, FileLogSource):
+        from flexd.stream.file_log.log import FileLogSource as FileLog
+
+        return FileLog(source.path)
+    if isinstance(source, KafkaSource):
+        return _kafka_class(source.client)(
+            source.bootstrap_servers,
+            source.topic,
+            source.group_id,
+            on_position_lost=source.on_position_lost,
+            connect_timeout_seconds=source.connect_timeout_seconds,
+            session_timeout_seconds=source.session_timeout_seconds,
+            client_options=source.resolved_client_options(),
+            position_of=None if follower is None else follower.position_of,
+            on_revoked=None if follower is None else follower.on_revoked,
+            on_lost=None if follower is None else follower.on_lost,
+        )
+    if isinstance(source, TapSource):
+        from flexd.stream.tap_source import TapSource as Tap
+
+        return Tap()
+    from flexd.stream.synthetic import SyntheticSource
+
+    return SyntheticSource(
+        [(table.name, table.rows) for table in config.tables],
+        zipf_exponent=source.zipf_exponent,
+        accesses_per_second=source.accesses_per_second,
+        drift_rows_per_second=source.drift_rows_per_second,
+        seed=source.seed,
+    )
+
+
+def _kafka_class(client: str) -> Callable[..., Source]:
+    """Raises StreamError if the library of the client is not installed."""
+    if client == "confluent":
+        from flexd.stream.kafka.confluent import ConfluentSource
+
+        return ConfluentSource
+    from flexd.stream.kafka.source import KafkaSource as KafkaPythonSource
+
+    return KafkaPythonSource
+
+
+def make_state_directory(config: Config) -> None:
+    """Raises SnapshotError if it cannot be made."""
+    directory = config.state.dir
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise SnapshotError(
+            f"state.dir: {directory} cannot be made: {error.strerror}", remedy="give a writable directory"
+        ) from error
+
+
+def make_cluster(config: Config) -> Cluster:
+    """The cluster description of ``topology``.
+
+    Raises:
+        TopologyError: the preset is not known, or the file cannot be read or is malformed.
+    """
+    topology = config.topology
+    if topology.file is not None:
+        return load_cluster(topology.file)
+    return load_preset(topology.preset or DEFAULT_PRESET)
+
+
+def sketch_settings(config: Config) -> SketchSettings:
+    sketch = config.sketch
+    return SketchSettings(
+        memory_bytes=sketch.memory_bytes,
+        half_life_seconds=sketch.half_life_seconds,
+        max_future_seconds=sketch.max_future_seconds,
+        max_hot_rows=sketch.max_hot_rows,
+        conservative=sketch.conservative,
+        late_after_seconds=sketch.late_after_seconds,
+        logarithmic=sketch.logarithmic,
+    )
+
+
+def control_options(config: Config) -> ControlOptions:
+    """Raises ConfigError if the secret file cannot be read or holds no keys."""
+    control = config.control
+    secret_file = control.secret_file
+    secret = None if secret_file is None else KeyFile(secret_file, "control.secret_file")
+    return ControlOptions(
+        job=config.job,
+        listen_host=control.listen_host,
+        listen_port=control.listen_port,
+        secret=secret,
+        timeout_seconds=control.timeout_seconds,
+        max_chunk_rows=max(control.chunk_rows, 1),
+    )

@@ -1,0 +1,142 @@
+"""``flexd.EmbeddingBagCollection``: pooled look-ups over the same rows, exchange and tiers.
+
+Rows are pooled where they are wanted, from the distinct rows that the exchange brings and without expanding them. So a
+row crosses the network once a node and step however many bags hold it, copies of hot rows spare it altogether, and
+tiers, migrations, run-ahead and clipping are those of un-pooled rows. Long bags would send less as partial sums made
+at the homes: the figures are in docs/decisions.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from flexd.core.errors import EmbeddingError
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable, Found, JaggedLike
+from flexd.embedding.jagged import Jagged
+
+POOLINGS = ("sum", "mean")
+
+
+@dataclass(frozen=True)
+class EmbeddingBagTable(EmbeddingTable):
+    """A table whose look-ups are pooled over each sample.
+
+    Attributes:
+        pooling: "sum" or "mean"; a bag without ids is zero in both.
+
+    Raises:
+        EmbeddingError: another pooling.
+    """
+
+    pooling: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.pooling not in POOLINGS:
+            raise EmbeddingError(
+                f"table {self.name!r}: pooling {self.pooling!r}", remedy=f"one of {', '.join(POOLINGS)}"
+            )
+
+
+class EmbeddingBagCollection(EmbeddingCollection):
+    """As ``EmbeddingCollection``, but each feature of a batch becomes one vector a sample, as ``nn.EmbeddingBag`` does.
+
+    The rows travel as in ``EmbeddingCollection``: each distinct row once a rank and once a node; all of ``connect``,
+    ``Tap``, checkpoints and optimizers works on it too.
+
+    Args:
+        tables: ``EmbeddingBagTable``; an ``EmbeddingTable`` is pooled by sum.
+        arguments: those of ``EmbeddingCollection``.
+
+    Raises:
+        TopologyError, EmbeddingError: as ``EmbeddingCollection``.
+    """
+
+    def __init__(self, tables: Sequence[EmbeddingTable], **arguments: Any) -> None:
+        super().__init__(tables, **arguments)
+        self._pooling = {
+            feature: getattr(table, "pooling", "sum") for table in self.tables for feature in table.feature_names
+        }
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(
+        self, features: Mapping[str, JaggedLike], weights: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Ids [n] of each feature -> [batch, dim] sums or means over each sample, in the table's dtype.
+
+        Args:
+            weights: of features pooled by sum: a factor for each id, floating point [n] (``per_sample_weights`` of
+                ``nn.EmbeddingBag``); gradients flow to them. Features without are not weighted. Given on every rank or
+                on none, if only empty; a batch with weights is not looked up ahead by ``flexd.prefetch``.
+
+        Raises:
+            EmbeddingError: on every rank, if on any rank the ids cannot be looked up (as ``EmbeddingCollection``),
+                lengths do not sum to the number of ids, or weights do not fit the ids or are for a mean.
+        """
+        if weights is None:
+            found = self._find(features)
+        else:  # though empty here: whether a batch is looked up ahead must be the same on all ranks
+            found = self._find(features, lambda given: self._check_weights(given, weights))
+        return self._pool(found, self._rows(found, expand=False), weights or {})
+
+    def _pool(
+        self, found: Found, rows: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """One kernel for all features of a dim-group that are pooled alike."""
+        pooled: dict[str, torch.Tensor] = {}
+        for names, distinct, stop in zip(self._features.by_group(found.order), rows, found.route.stops[0], strict=True):
+            asked = torch.arange(stop.rows, device=distinct.device) if stop.expand is None else stop.expand
+            sizes = [found.features[name].values.numel() for name in names]
+            index_of = dict(zip(names, torch.split(asked, sizes), strict=True))
+            for pooling, weighted in (("sum", False), ("mean", False), ("sum", True)):
+                alike = [n for n in names if self._pooling[n] == pooling and (n in weights) == weighted]
+                if not alike:
+                    continue
+                lengths = [found.features[name].lengths for name in alike]
+                bags = functional.embedding_bag(
+                    torch.cat([index_of[name] for name in alike]),
+                    distinct,
+                    Jagged(distinct, torch.cat(lengths)).offsets,
+                    mode=pooling,
+                    include_last_offset=True,
+                    per_sample_weights=torch.cat([weights[n].to(distinct.dtype) for n in alike]) if weighted else None,
+                )
+                pooled |= zip(alike, torch.split(bags, [part.numel() for part in lengths]), strict=True)
+        return {name: pooled[name] for name in found.features}
+
+    def as_features(self, given: Any) -> dict[str, Jagged]:
+        features = super().as_features(given)
+        self._check_lengths(features)
+        return features
+
+    def _check_lengths(self, features: Mapping[str, Jagged]) -> None:
+        for name, jagged in features.items():
+            lengths = jagged.lengths
+            lowest, total = (int(lengths.min()), int(lengths.sum())) if lengths.numel() else (0, 0)
+            if lowest < 0 or total != jagged.values.shape[0]:
+                raise EmbeddingError(
+                    f"rank {self.rank}, feature {name!r}: lengths from {lowest} on sum to {total}, for "
+                    f"{jagged.values.shape[0]} ids",
+                    remedy="lengths are not negative and sum to the number of ids",
+                )
+
+    def _check_weights(self, given: Mapping[str, Jagged], weights: Mapping[str, torch.Tensor]) -> None:
+        for name, factors in weights.items():
+            where = f"rank {self.rank}, weights of feature {name!r}"
+            if name not in given:
+                raise EmbeddingError(f"{where}: the feature is not in the batch", remedy="give its ids too")
+            if self._pooling.get(name) == "mean":
+                raise EmbeddingError(
+                    f"{where}: it is pooled by mean", remedy="pool by sum, with weights that sum to 1 in each bag"
+                )
+            ids = given[name].values
+            if factors.shape != ids.shape or not factors.is_floating_point() or factors.device != ids.device:
+                raise EmbeddingError(
+                    f"{where}: shape {tuple(factors.shape)}, {factors.dtype} on {factors.device}, for ids of shape "
+                    f"{tuple(ids.shape)} on {ids.device}",
+                    remedy="one floating point factor for each id, on the device of the ids",
+                )

@@ -1,0 +1,1 @@
+"""Checkpoints and whole-table views, independent of the number of ranks."""

@@ -1,0 +1,338 @@
+"""Checkpoints of a collection that any number of ranks can load: whole tables, in ``torch.distributed.checkpoint``.
+
+What is saved is a DTensor a table (and one a number of optimizer state), ``Shard(0)`` over all ranks: rows in the order
+of their ids, a contiguous block a rank, under the names that a plain module would have (``embeddings.<table>.weight``).
+So a checkpoint knows nothing of ranks, nodes, tiers or replicas. Saving and loading each take the memory of one more
+copy of this rank's share of the tables and their state, on the device of one's choice.
+
+Replicas are not saved: after loading they are copied anew from their homes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from flexd.core.errors import CheckpointError
+from flexd.core.keyspace import TableSpec, state_columns
+from flexd.embedding.checkpoint.blocks import TableHomes, from_block, to_block
+from flexd.embedding.checkpoint.fingerprint import fingerprint
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.store.store import GroupStore
+
+CPU = torch.device("cpu")
+_WEIGHT = "embeddings.{table}.weight"
+_STATE = "optimizer.{optimizer}.{table}.{column}"
+_STEP = "optimizer.{optimizer}.step"
+_FINGERPRINT = "fingerprint.{table}"
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One tensor of a checkpoint: a column of a table's rows or of its state."""
+
+    key: str
+    spec: TableSpec
+    homes: TableHomes
+    held: torch.Tensor
+    """[slots, c], a view into this rank's store."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.spec.rows, self.held.shape[1]
+
+
+class ShardedState:
+    """A collection as ``torch.distributed.checkpoint`` takes it, beside model and optimizer::
+
+        dcp.save({"model": model, "tables": ShardedState(collection)}, checkpoint_id=path)
+        dcp.load({"model": model, "tables": ShardedState(collection)}, checkpoint_id=path)
+
+    (``collection.state_dict()`` itself holds what is homed on one rank, in the same names on every rank.)
+    """
+
+    def __init__(self, collection: EmbeddingCollection, device: torch.device = CPU) -> None:
+        self._collection = collection
+        self._device = device
+
+    def state_dict(self) -> dict[str, Any]:
+        return sharded_state_dict(self._collection, self._device)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_sharded_state_dict(self._collection, state_dict)
+
+
+def sharded_state_dict(collection: EmbeddingCollection, device: torch.device = CPU) -> dict[str, torch.Tensor]:
+    """Collective. A copy of all tables, optimizer state and step as DTensors on ``device`` (plain tensors without
+    ``torch.distributed``), with a fingerprint of each table."""
+    collection.engine.settle()
+    said: dict[str, torch.Tensor] = {}
+    with collection.traffic.uncounted(), torch.no_grad():
+        for columns in _tables(collection):
+            blocks = [to_block(_world(collection), column.homes, column.held, device) for column in columns]
+            for column, block in zip(columns, blocks, strict=True):
+                said[column.key] = _as_dtensor(block, column.shape)
+            spec = columns[0].spec
+            said[_FINGERPRINT.format(table=spec.name)] = _fingerprint_of(collection, columns[0].homes, blocks)
+        said[_step_key(collection)] = torch.tensor(collection.engine.steps, dtype=torch.int64)
+    return said
+
+
+def load_sharded_state_dict(collection: EmbeddingCollection, state: Mapping[str, Any]) -> None:
+    """Collective. Replaces all tables, optimizer state and step by what ``sharded_state_dict`` of equal tables said.
+
+    Raises:
+        CheckpointError: on every rank, if on any rank tables are missing, of another shape, dtype or optimizer, or a
+            table is not the one that was saved (a torn checkpoint). The collection is as it was.
+    """
+    expected = _shapes(collection)
+    found = {key: (tuple(value.shape), value.dtype) for key, value in state.items() if torch.is_tensor(value)}
+    _agree(collection, _differences(expected, found))
+    with collection.traffic.uncounted(), torch.no_grad():
+        torn = []
+        for columns in _tables(collection):
+            blocks = [_local(state[column.key]) for column in columns]
+            key = _FINGERPRINT.format(table=columns[0].spec.name)
+            if int(_local(state[key])) != int(_fingerprint_of(collection, columns[0].homes, blocks)):
+                torn.append(columns[0].spec.name)
+        if torn:
+            raise CheckpointError(
+                f"tables {', '.join(torn)} are not those that were saved: parts are missing or of another checkpoint",
+                remedy="load another checkpoint",
+            )
+        collection.engine.rows_loaded()
+        for columns in _tables(collection):
+            for column in columns:
+                from_block(_world(collection), column.homes, _local(state[column.key]), column.held)
+    collection.engine.steps = int(_local(state[_step_key(collection)]))
+
+
+def save_checkpoint(
+    collection: EmbeddingCollection, path: str | os.PathLike[str], *, device: torch.device = CPU
+) -> None:
+    """Collective. Writes a checkpoint of the collection alone into a directory that all ranks can reach.
+
+    It is complete once ``.metadata`` is there, which is written last. A directory that holds a checkpoint is refused:
+    a save that breaks off would leave a mixture of the two.
+
+    Raises:
+        CheckpointError: on every rank, if the directory holds a checkpoint or cannot be written.
+    """
+    there = Path(path, ".metadata").exists()
+    _agree(collection, [f"{path} holds a checkpoint already"] if there else [], remedy="save into a new directory")
+    state = sharded_state_dict(collection, device)
+    try:
+        state_dict_saver.save(state, checkpoint_id=path, no_dist=not _distributed())
+    except (Exception, CheckpointException) as error:  # whatever a storage raises; on all ranks if on one
+        raise CheckpointError(f"rank {collection.rank}: cannot write {path}: {_cause(error)}") from error
+
+
+def load_checkpoint(
+    collection: EmbeddingCollection, path: str | os.PathLike[str], *, device: torch.device = CPU
+) -> None:
+    """Collective. Loads what ``save_checkpoint`` wrote, of a job of any number of ranks.
+
+    Raises:
+        CheckpointError: on every rank, if there is no complete checkpoint, or it is of other tables or of another
+            optimizer (the error names the differences). The collection is as it was.
+    """
+    differences: list[str] = []
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+        found = {
+            key: (tuple(value.size), value.properties.dtype)
+            for key, value in metadata.state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata)
+        }
+        differences = _differences(_shapes(collection), found)
+    except Exception as error:  # whatever unreadable bytes lead to
+        differences = [f"{path} holds no complete checkpoint ({type(error).__name__}: {error})"]
+    _agree(collection, differences)
+    state = _empty(collection, device)
+    try:
+        state_dict_loader.load(state, checkpoint_id=path, no_dist=not _distributed())
+    except (Exception, CheckpointException) as error:  # files are missing or cut off
+        raise CheckpointError(
+            f"rank {collection.rank}: cannot read {path}: {_cause(error)}", remedy="load another checkpoint"
+        ) from error
+    load_sharded_state_dict(collection, state)
+
+
+def whole_state_dict(collection: EmbeddingCollection) -> dict[str, torch.Tensor]:
+    """Collective. As ``sharded_state_dict``, whole tables on every rank: for small ones, in any module with an
+    ``nn.Embedding`` at ``embeddings.<table>`` (TorchRec's names)."""
+    return {
+        key: value.full_tensor() if isinstance(value, DTensor) else value
+        for key, value in sharded_state_dict(collection).items()
+    }
+
+
+def load_whole_state_dict(collection: EmbeddingCollection, state: Mapping[str, torch.Tensor], prefix: str = "") -> None:
+    """Collective. Replaces tables by whole ones, of ``whole_state_dict`` or of a plain module; equal on every rank.
+
+    Without optimizer state the collection's becomes what it is before the first step. Other keys are left alone.
+
+    Args:
+        prefix: of ``embeddings.<table>.weight`` in ``state``: "model." for instance.
+
+    Raises:
+        CheckpointError: on every rank, if on any rank tables are missing or of another shape, or there is part of the
+            optimizer's state. The collection is as it was.
+    """
+    tables = _tables(collection)
+    weights = {prefix + columns[0].key: columns[0] for columns in tables}
+    moments = {prefix + column.key: column for columns in tables for column in columns[1:]}
+    step = prefix + _step_key(collection)
+    stateful = any(key in state for key in (*moments, step))
+    wanted = weights | moments if stateful else weights
+    faults = [
+        f"{key} is missing" if key not in state else f"{key} is of shape {tuple(state[key].shape)}, not {column.shape}"
+        for key, column in wanted.items()
+        if key not in state or tuple(state[key].shape) != column.shape
+    ]
+    if stateful and step not in state:
+        faults.append(f"{step} is missing")
+    _agree(collection, faults)
+    collection.engine.rows_loaded()
+    with torch.no_grad():
+        for key, column in wanted.items():
+            homes = column.homes
+            rows = homes.homed(homes.rank, range(homes.rows))
+            column.held[homes.slots(rows)] = state[key][rows.start :: rows.step].to(column.held)
+        if not stateful:
+            for store in collection.engine.stores:
+                store.state.fill_(collection.optimizer.initial_state)
+    collection.engine.steps = int(state[step]) if stateful else 0
+
+
+def _tables(collection: EmbeddingCollection) -> list[list[_Column]]:
+    """Per table its weights, then its state column by column."""
+    return [_columns(collection, store, table) for store in collection.engine.stores for table in store.group.tables]
+
+
+def _columns(collection: EmbeddingCollection, store: GroupStore, table: int) -> list[_Column]:
+    spec = collection.keyspace.tables[table]
+    homes = TableHomes(
+        spec.rows,
+        int(collection.keyspace.first_key[table]),
+        store.first_home_key,
+        collection.layout.world_size,
+        collection.rank,
+    )
+    columns = [_Column(_WEIGHT.format(table=spec.name), spec, homes, store.rows)]
+    widths = state_columns(spec.optimizer, spec.dim)
+    for (name, _), part in zip(widths.items(), torch.split(store.state, list(widths.values()), dim=1), strict=True):
+        key = _STATE.format(optimizer=spec.optimizer, table=spec.name, column=name)
+        columns.append(_Column(key, spec, homes, part))
+    return columns
+
+
+def _world(collection: EmbeddingCollection) -> Any:
+    return collection.engine.groups.world
+
+
+def _step_key(collection: EmbeddingCollection) -> str:
+    return _STEP.format(optimizer=collection.keyspace.tables[0].optimizer)
+
+
+def _shapes(collection: EmbeddingCollection) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Of every tensor of a checkpoint."""
+    tables = _tables(collection)
+    said: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        column.key: (column.shape, column.held.dtype) for columns in tables for column in columns
+    }
+    said |= {_FINGERPRINT.format(table=columns[0].spec.name): ((), torch.int64) for columns in tables}
+    return said | {_step_key(collection): ((), torch.int64)}
+
+
+def _empty(collection: EmbeddingCollection, device: torch.device) -> dict[str, torch.Tensor]:
+    """Tensors as ``sharded_state_dict`` gives, to be filled."""
+    said: dict[str, torch.Tensor] = {}
+    for columns in _tables(collection):
+        for column in columns:
+            rows = len(column.homes.block(collection.rank))
+            block = torch.zeros((rows, column.shape[1]), dtype=column.held.dtype, device=device)
+            said[column.key] = _as_dtensor(block, column.shape)
+    for key, (shape, dtype) in _shapes(collection).items():
+        if key not in said:
+            said[key] = torch.zeros(shape, dtype=dtype)
+    return said
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _as_dtensor(block: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    if not _distributed():
+        return block
+    mesh = DeviceMesh.from_group(dist.group.WORLD, block.device.type)  # type: ignore[arg-type]
+    return DTensor.from_local(block, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+
+
+def _cause(error: BaseException) -> str:
+    """Of a failure on any rank, without its traceback."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _fingerprint_of(collection: EmbeddingCollection, homes: TableHomes, blocks: list[torch.Tensor]) -> torch.Tensor:
+    """Collective. int64 [], of the whole table."""
+    mine = fingerprint(homes.block(homes.rank).start, blocks).to(collection.device).view(1)
+    _world(collection).all_reduce(mine)
+    return mine.view(()).to(CPU)
+
+
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def _differences(expected: Shapes, found: Shapes) -> list[str]:
+    """What a reader needs to see why a checkpoint does not fit."""
+    said = []
+    for key, (shape, dtype) in expected.items():
+        if key not in found:
+            said.append(f"{key} is missing")
+        elif found[key] != (shape, dtype):
+            said.append(f"{key} is {_text(*found[key])} there and {_text(shape, dtype)} here")
+    prefixes = ("embeddings.", "optimizer.")
+    said += [f"{key} is not known here" for key in found if key.startswith(prefixes) and key not in expected]
+    return said
+
+
+def _text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{' x '.join(map(str, shape)) or 'a number'} {str(dtype).removeprefix('torch.')}"
+
+
+def _agree(
+    collection: EmbeddingCollection, faults: list[str], *, remedy: str = "construct the collection as it was saved"
+) -> None:
+    """Collective. Raises CheckpointError on every rank if any has faults."""
+    worst = torch.tensor([collection.rank + 1 if faults else 0], device=collection.device)
+    with collection.traffic.uncounted():
+        _world(collection).all_reduce(worst, dist.ReduceOp.MAX)
+    if faults:
+        more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise CheckpointError(f"rank {collection.rank}: {'; '.join(faults[:5])}{more}", remedy=remedy)
+    if int(worst.item()):
+        raise CheckpointError(
+            f"rank {int(worst.item()) - 1} cannot go on with the checkpoint",
+            remedy=f"see the error of rank {int(worst.item()) - 1}",
+        )

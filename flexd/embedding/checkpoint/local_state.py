@@ -1,0 +1,74 @@
+"""``state_dict`` of a collection: the rows homed on one rank, for that rank of an equally large job.
+
+Keys name the rank (``rank0.group0.rows``): whoever gathers the state dicts of all ranks, as
+``torch.distributed.checkpoint`` does, would otherwise take them for copies of one and keep the first.
+``flexd.embedding.checkpoint.checkpoint`` has the form that any number of ranks can load.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flexd.embedding.engine import RowEngine
+
+
+def save_local(engine: RowEngine, destination: dict[str, Any], prefix: str) -> None:
+    """Collective, if anything is ahead. Puts copies of this rank's home rows, their state and the step there."""
+    engine.settle()
+    own = _own(engine, prefix)
+    for index, store in enumerate(engine.stores):
+        destination[f"{own}group{index}.rows"] = store.rows[: store.home_rows].clone()
+        destination[f"{own}group{index}.state"] = store.state[: store.home_rows].clone()
+    destination[f"{own}shard"] = _shard(engine)
+
+
+def load_local(
+    engine: RowEngine,
+    state: dict[str, Any],
+    prefix: str,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Collective, if anything is ahead. Inverse of ``save_local``; what does not fit is added to the lists, as
+    ``nn.Module._load_from_state_dict`` does."""
+    engine.rows_loaded()
+    own, mine = _own(engine, prefix), _shard(engine)
+    shards = [f"{own}shard", *(key for key in state if key.startswith(prefix) and key.endswith(".shard"))]
+    shard = next((state[key].cpu() for key in shards if key in state), None)
+    if shard is not None and not torch.equal(shard[:3], mine[:3]):
+        errors.append(
+            f"{prefix}shard: saved by rank {int(shard[0])} of {int(shard[1])}, loaded by rank {int(mine[0])} of "
+            f"{int(mine[1])}" + ("" if shard[2] == mine[2] else ", with other tables")
+        )
+        return
+    expected = {f"{own}shard"}
+    for index, store in enumerate(engine.stores):
+        for name, held in (("rows", store.rows), ("state", store.state)):
+            key = f"{own}group{index}.{name}"
+            expected.add(key)
+            value = state.get(key)
+            if value is None:
+                missing.append(key)
+            elif value.shape != (store.home_rows, held.shape[1]):
+                errors.append(f"{key}: shape {tuple(value.shape)}, this rank holds {(store.home_rows, held.shape[1])}")
+            else:
+                held[: store.home_rows].copy_(value)
+    if shard is None:
+        missing.append(f"{own}shard")
+    else:
+        engine.steps = int(shard[3])
+    unexpected.extend(key for key in state if key.startswith(prefix) and key not in expected)
+
+
+def _own(engine: RowEngine, prefix: str) -> str:
+    return f"{prefix}rank{engine.groups.rank}."
+
+
+def _shard(engine: RowEngine) -> torch.Tensor:
+    """int64 [4]: rank, world size and tables that the home rows of this rank follow from, and the step."""
+    groups = engine.groups
+    digest = int(engine.keyspace.digest[:15], 16)
+    return torch.tensor([groups.rank, groups.layout.world_size, digest, engine.steps])

@@ -1,0 +1,1 @@
+"""One look-up's way to the rows it needs: routes, hops and the collectives under them."""

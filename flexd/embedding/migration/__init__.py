@@ -1,0 +1,1 @@
+"""Chunks of a migration, applied between two steps."""

@@ -1,0 +1,363 @@
+"""Applies chunks: copies promoted rows from their homes, recycles the slots of demoted ones, flips the directory.
+
+Everything but the copying is prepared beforehand, in the agent's thread: the next directories, the slots, and what goes
+where. The training thread swaps pointers and copies rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flexd.control.agent.inbox import Prepared
+from flexd.core.errors import PlacementError
+from flexd.core.layout import Tier
+from flexd.core.placement import Delta
+from flexd.embedding.exchange.process_groups import ChainGroups, Peers
+from flexd.embedding.exchange.sent_bytes import Kind, Traffic
+from flexd.embedding.replicas.directory import Directory
+from flexd.embedding.store.store import FreeSlots, GroupStore
+
+Int64Array = npt.NDArray[np.int64]
+UInt8Array = npt.NDArray[np.uint8]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class _Moves:
+    """The rows of one dim-group that change: int64 [n] ``keys`` (ascending), uint8 [n] tiers before and after."""
+
+    store: GroupStore
+    keys: Int64Array
+    old: UInt8Array
+    new: UInt8Array
+
+
+_Rows = list[tuple[torch.Tensor, ...]]
+"""Of each dim-group, per peer of a hop: int64 slots of the rows that it has and the others are given."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Rows that are copied together: home to the node owners over the rail, then inside the node."""
+
+    over_rail: _Rows
+    in_node: _Rows
+
+
+@dataclass(frozen=True)
+class NextPlacement:
+    """What one rank needs to apply a chunk. Nothing of it changes what is applied.
+
+    Attributes:
+        delta: the chunk.
+        base: directories that it goes on from.
+        directories: those of the placement that the chunk leads to.
+        free: replica slots that no row has in it.
+    """
+
+    delta: Delta
+    base: tuple[Directory, ...]
+    directories: tuple[Directory, ...]
+    free: tuple[FreeSlots, ...]
+    blocks: tuple[_Block, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Beside the directories that it goes on from."""
+        fresh = [new for new, old in zip(self.directories, self.base, strict=True) if new is not old]
+        slots = sum(
+            column.nbytes for block in self.blocks for hop in (block.over_rail, block.in_node) for of in hop
+            for column in of
+        )  # fmt: skip
+        return slots + sum(directory.nbytes for directory in fresh) + sum(free.given.nbytes for free in self.free)
+
+
+def _ours(prepared: Prepared) -> NextPlacement:
+    assert isinstance(prepared, NextPlacement)  # noqa: S101
+    return prepared
+
+
+class Migrator:
+    """Collective: every rank applies the same chunks at the same step (``ChunkInbox`` sees to that).
+
+    Args:
+        buffer_bytes: rows and state that are copied at once, at most: more are copied block by block, so that the
+            buffers do not grow with the chunk. Of one row at least.
+    """
+
+    def __init__(self, groups: ChainGroups, stores: Sequence[GroupStore], traffic: Traffic, buffer_bytes: int) -> None:
+        self._groups = groups
+        self._layout = groups.layout
+        self._stores = list(stores)
+        self._traffic = traffic
+        self._buffer_bytes = buffer_bytes
+        self._device = self._stores[0].rows.device
+        self._local = groups.layout.local_rank_of(groups.rank)
+        self.digest = 0
+        """``Placement.digest`` of what is applied."""
+        self.most_rows = 0
+        """Of the chunks of one step, so far."""
+
+    def copied_bytes(self, delta: Delta) -> int:
+        """Row and state bytes that the busiest link copies for a chunk; equal on every rank."""
+        return int(self._bytes_by_row(delta).sum())
+
+    def starts_here(self, keys: Int64Array, old: UInt8Array) -> BoolArray:
+        """bool [n], any thread: can these rows be at these tiers, by what is applied and this rank knows of? It does
+        not know of the NODE rows of other rails."""
+        right = np.ones(len(keys), dtype=np.bool_)
+        for store in self._stores:
+            mine = self._of(store, keys)
+            right[mine] = self._listing(store.directory, keys[mine], old[mine])[0]
+        return right
+
+    def prepare(self, chunk: Delta, after: Prepared | None) -> NextPlacement:
+        """Any thread, while no other prepares. What ``apply`` needs for a chunk.
+
+        Args:
+            after: what was prepared for the chunk before; None: the chunk goes on from what is applied.
+
+        Raises:
+            PlacementError: the chunk does not start from there. Applying it would hand the slots of other rows out
+                twice.
+        """
+        base = tuple(store.directory for store in self._stores) if after is None else _ours(after).directories
+        free = tuple(store.free for store in self._stores) if after is None else _ours(after).free
+        delta = _together([chunk])
+        self.most_rows = max(self.most_rows, len(delta))
+        moved = [
+            self._moved(part, directory, slots)
+            for part, directory, slots in zip(self._by_group(delta), base, free, strict=True)
+        ]
+        directories = tuple(directory for directory, _ in moved)
+        made = NextPlacement(
+            chunk, base, directories, tuple(slots for _, slots in moved), tuple(self._blocks(delta, directories))
+        )
+        if self._device.type == "cuda":  # another stream may use it
+            torch.cuda.current_stream(self._device).synchronize()
+        return made
+
+    def apply(self, chunks: Sequence[Prepared]) -> None:
+        """Makes the placement that follows some chunks, as if they were one: a row is copied at most once, and one
+        all-gather a hop of the chain serves all chunks and dim-groups. Demotions free their slots before promotions
+        take them.
+
+        Raises:
+            PlacementError: they were not prepared for what is applied; nothing has been changed.
+        """
+        prepared = [_ours(one) for one in chunks]
+        last = prepared[-1]
+        applied = [tuple(store.directory for store in self._stores), *(one.directories for one in prepared)]
+        if any(a is not b for one, before in zip(prepared, applied, strict=False)
+               for a, b in zip(one.base, before, strict=True)):  # fmt: skip
+            raise PlacementError(
+                f"rank {self._groups.rank}: chunks were prepared for another placement than the one that is applied",
+                remedy="a fault of flexd: please report it",
+            )
+        for store, directory, free in zip(self._stores, last.directories, last.free, strict=True):
+            store.directory = directory
+            store.free = free.settled()
+        deltas = [one.delta for one in prepared]
+        for block in last.blocks if len(prepared) == 1 else self._blocks(_together(deltas), last.directories):
+            self._copy(block)
+        for delta in deltas:
+            self.digest = (self.digest + delta.digest_change()) % 2**64
+
+    def refresh(self) -> None:
+        """Collective: copies every replica anew from its home, after the home rows were loaded."""
+        for store in self._stores:
+            keys = store.directory.keys.cpu().numpy()
+            for tier in (Tier.NODE, Tier.DEVICE):
+                # One tier at a time: all ranks of a collective list the same rows of it, so their blocks are the same.
+                at = keys[store.directory.at_tier(tier).cpu().numpy()]
+                delta = Delta(at, np.zeros(len(at), np.uint8), np.full(len(at), tier, np.uint8))
+                for block in self._blocks(delta, [store.directory for store in self._stores]):
+                    self._copy(block)
+
+    def placement(self) -> tuple[Int64Array, UInt8Array]:
+        """This rank's part of the placement: (int64 keys, ascending, and uint8 tiers) of its rail's NODE rows and all
+        DEVICE rows."""
+        directories = [store.directory for store in self._stores]
+        keys = np.concatenate([d.keys.cpu().numpy() for d in directories])
+        order = np.argsort(keys)
+        return keys[order], np.concatenate([d.tiers.cpu().numpy() for d in directories])[order]
+
+    @staticmethod
+    def _of(store: GroupStore, keys: Int64Array) -> BoolArray:
+        inside: BoolArray = (keys >= store.group.first_key) & (keys < store.group.end_key)
+        return inside
+
+    def _by_group(self, delta: Delta) -> list[_Moves]:
+        moves = []
+        for store in self._stores:
+            mine = self._of(store, delta.keys)
+            moves.append(_Moves(store, delta.keys[mine], delta.old_tiers[mine], delta.new_tiers[mine]))
+        return moves
+
+    def _bytes_by_row(self, delta: Delta) -> Int64Array:
+        """int64 [n]: of rows and state that travel; equal on every rank."""
+        cost = np.zeros(len(delta), dtype=np.int64)
+        promoted = delta.new_tiers > delta.old_tiers
+        for store in self._stores:
+            cost[promoted & self._of(store, delta.keys)] = store.row_bytes
+        return cost
+
+    def _listed(self, keys: Int64Array, tiers: UInt8Array) -> BoolArray:
+        """Rows that this rank's directory lists: with one node, NODE is what HOME is."""
+        on_rail = (tiers == Tier.NODE) & (keys % self._layout.local_ranks == self._local) & (self._layout.nodes > 1)
+        listed: BoolArray = on_rail | ((tiers == Tier.DEVICE) & (self._layout.world_size > 1))
+        return listed
+
+    def _listing(self, directory: Directory, keys: Int64Array, old: UInt8Array) -> tuple[BoolArray, torch.Tensor]:
+        """(bool [n]: is the row where ``old`` says? int64 positions of the rows that ``old`` says are listed here)."""
+        was = self._listed(keys, old)
+        at, found = directory.find(torch.from_numpy(keys).to(self._device))
+        right = found.cpu().numpy() == was
+        listed = at[torch.from_numpy(was).to(at.device)]
+        if len(directory):
+            right[was] &= directory.tiers_at(listed).cpu().numpy() == old[was]
+        return right, listed
+
+    def _moved(self, moves: _Moves, directory: Directory, free: FreeSlots) -> tuple[Directory, FreeSlots]:
+        """Slots change hands and the next directory lists what is to be; the new replicas hold nothing yet."""
+        store, keys, old, new = moves.store, moves.keys, moves.old, moves.new
+        if len(keys) == 0:
+            return directory, free
+        right, removed = self._listing(directory, keys, old)
+        if not bool(right.all()):
+            raise PlacementError(
+                f"rank {store.rank}: {int((~right).sum())} rows of a chunk of {len(right)} are not at the tier "
+                f"it says, key {int(keys[~right][0])} for one",
+                remedy="a fault of the daemon: please report it with the daemon's journal",
+            )
+        rank = self._groups.rank
+        was, stays = self._listed(keys, old), self._listed(keys, new)
+        had_replica = self._layout.holds_replica(rank, keys, old)
+        has_replica = self._layout.holds_replica(rank, keys, new)
+        slots = np.full(len(keys), -1, dtype=np.int32)
+        slots[was] = directory.slots_at(removed).cpu().numpy()
+        free = free.give(slots[had_replica & ~has_replica])
+        fresh = has_replica & ~had_replica
+        slots[fresh], free = free.take(int(fresh.sum()))
+        at_home = self._layout.home_rank(keys) == rank
+        slots[at_home] = (keys[at_home] - store.first_home_key) // store.world_size
+        following = directory.replace(
+            removed,
+            torch.from_numpy(keys[stays]).to(self._device),
+            torch.from_numpy(slots[stays]).to(self._device),
+            torch.from_numpy(new[stays]).to(self._device),
+        )
+        return following, free
+
+    def _blocks(self, delta: Delta, directories: Sequence[Directory]) -> Iterator[_Block]:
+        """The promoted rows of a delta, in as many blocks as the buffer asks for; ``directories`` list them already."""
+        travels = self._bytes_by_row(delta)
+        before = np.cumsum(travels) - travels
+        widest = max((store.row_bytes for store in self._stores), default=1)
+        room = max(widest, self._buffer_bytes - widest + 1)
+        bounds = np.searchsorted(before, np.arange(0, int(travels.sum()), room), side="left")
+        for start, end in pairwise([*np.unique(bounds).tolist(), len(delta)]):
+            if end > start:
+                yield self._block(delta.take(slice(start, end)), directories)
+
+    def _block(self, block: Delta, directories: Sequence[Directory]) -> _Block:
+        layout, peers = self._layout, self._groups
+        over_rail, in_node = [], []
+        for part, directory in zip(self._by_group(block), directories, strict=True):
+            keys = part.keys
+            promoted = (part.old == Tier.HOME) & (part.new != Tier.HOME)
+            rail_keys = keys[promoted & (keys % layout.local_ranks == self._local)]
+            over_rail.append(
+                self._slots(part.store, directory, rail_keys, layout.home_node(rail_keys), peers.rail.size)
+            )
+            node_keys = keys[(part.old != Tier.DEVICE) & (part.new == Tier.DEVICE)]
+            in_node.append(
+                self._slots(part.store, directory, node_keys, node_keys % layout.local_ranks, peers.node.size)
+            )
+        return _Block(over_rail, in_node)
+
+    def _slots(
+        self, store: GroupStore, directory: Directory, keys: Int64Array, owner: Int64Array, peers: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Slots here of int64 [n] keys, by the peer that has each."""
+        ordered = torch.from_numpy(keys[np.argsort(owner, kind="stable")]).to(self._device)
+        return torch.split(store.locate(ordered, directory)[1], np.bincount(owner, minlength=peers).tolist())
+
+    def _copy(self, block: _Block) -> None:
+        with self._traffic.kind(Kind.MIGRATION):
+            _spread(self._groups.rail, self._stores, block.over_rail)
+            _spread(self._groups.node, self._stores, block.in_node)
+
+
+def _together(deltas: Sequence[Delta]) -> Delta:
+    """What is copied for several deltas applied in order: each row once, ascending by key, at its tier after the last.
+
+    Its tier before is the lowest that it passes: a row that is demoted and promoted again has another slot than before.
+    """
+    keys = np.concatenate([delta.keys for delta in deltas])
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    first = np.flatnonzero(np.concatenate([np.ones(min(1, len(keys)), np.bool_), keys[1:] != keys[:-1]]))
+    if len(first) == 0:
+        return Delta.empty()
+    last = np.concatenate([first[1:], [len(keys)]]) - 1
+    old = np.concatenate([delta.old_tiers for delta in deltas])[order]
+    new = np.concatenate([delta.new_tiers for delta in deltas])[order]
+    return Delta(keys[first], np.minimum.reduceat(old, first), new[last])
+
+
+def _spread(peers: Peers, stores: Sequence[GroupStore], slots: _Rows) -> None:
+    """Collective over ``peers``: every member gets the rows that others have, in one all-gather for all dim-groups.
+
+    A member's part of the buffer has a section for the values and one for the state of each dim-group, as long as the
+    member with most rows needs it. All know who sends what, so nothing but rows travels, and rows are copied straight
+    between the stores and the buffer.
+    """
+    most = [max(len(of_peer) for of_peer in of_peers) for of_peers in slots]
+    if peers.size == 1 or not any(most):
+        return
+    sections: list[_Section] = []
+    end = 0
+    for store, count in zip(stores, most, strict=True):
+        for column in (store.rows, store.state):
+            sections.append(_Section(column, end))
+            end += -(-count * column.shape[1] * column.element_size() // _ALIGNMENT) * _ALIGNMENT
+    mine = torch.zeros(end, dtype=torch.uint8, device=stores[0].rows.device)
+    for section, of_peers in zip(sections, _twice(slots), strict=True):
+        held = of_peers[peers.index]
+        if section.column.shape[1] and len(held):
+            torch.index_select(section.column, 0, held, out=section.rows(mine, len(held)))
+    gathered = peers.all_gather(mine)
+    for section, of_peers in zip(sections, _twice(slots), strict=True):
+        for peer, here in enumerate(of_peers):
+            if peer != peers.index and section.column.shape[1] and len(here):
+                section.column.index_copy_(0, here, section.rows(gathered[peer], len(here)))
+
+
+_ALIGNMENT = 16
+"""Bytes: a section may be viewed as numbers of any width."""
+
+
+@dataclass(frozen=True)
+class _Section:
+    """Where the rows of ``column`` [slots, width] begin in a member's part of a buffer, in bytes."""
+
+    column: torch.Tensor
+    start: int
+
+    def rows(self, part: torch.Tensor, count: int) -> torch.Tensor:
+        """[count, width], a view of uint8 ``part``."""
+        width = self.column.shape[1]
+        end = self.start + count * width * self.column.element_size()
+        return part[self.start : end].view(self.column.dtype).view(count, width)
+
+
+def _twice(slots: Sequence[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
+    """For the two sections of each dim-group."""
+    return [of_peers for of_peers in slots for _ in range(2)]

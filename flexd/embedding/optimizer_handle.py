@@ -1,0 +1,86 @@
+"""The ``torch.optim.Optimizer`` that a trainer steps for the rows of a collection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any, Protocol
+
+import torch
+
+from flexd.embedding.row_optimizers import RowOptimizer
+
+
+class Trained(Protocol):
+    """What a step works on: ``RowEngine``."""
+
+    steps: int
+
+    def push(self, optimizer: RowOptimizer) -> None: ...
+
+    def forget_gradients(self) -> None: ...
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """What a trainer calls ``step()`` on after ``backward()``; learning-rate schedulers work on it.
+
+    ``step`` is collective: every rank of the job calls it the same number of times, whether its batch was empty or
+    not, with equal ``param_groups`` (all settings of the row optimizer are there and may be changed). It pushes the
+    gradients of all backward passes since the last step to the rows' homes, synchronises the replicas and updates
+    both. ``zero_grad`` forgets gradients, as everywhere in torch: of backward passes before it. Call it before or
+    after the forward pass.
+
+    ``state_dict`` holds the settings and the number of steps, which bias correction goes by; the rows' own state is
+    with the rows.
+    """
+
+    def __init__(self, anchor: torch.nn.Parameter, optimizer: RowOptimizer, trained: Trained) -> None:
+        self._rule = optimizer
+        self._trained = trained
+        names = [entry.name for entry in fields(optimizer) if entry.init]  # type: ignore[arg-type]
+        super().__init__([anchor], {name: getattr(optimizer, name) for name in names})
+        self._names = names
+
+    @property
+    def initial_state(self) -> float:
+        """Of every number beside a row that no step has updated."""
+        return self._rule.initial_state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._trained.push(self._current())
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        del set_to_none
+        self._trained.forget_gradients()
+
+    def state_dict(self) -> dict[str, Any]:
+        said = super().state_dict()
+        said["state"] = {0: {"step": torch.tensor(self._trained.steps, dtype=torch.int64)}}
+        return said
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        saved = state_dict["state"].get(0, {})
+        self.state.clear()
+        if "step" in saved:
+            self._trained.steps = int(saved["step"])
+
+    def _current(self) -> RowOptimizer:
+        """The optimizer with the settings of the parameter group, which schedulers change."""
+        group = self.param_groups[0]
+        settings = {
+            name: tuple(group[name]) if isinstance(group[name], list) else _number(group[name]) for name in self._names
+        }
+        changed: RowOptimizer = replace(self._rule, **settings)  # type: ignore[type-var]
+        return changed
+
+
+def _number(value: Any) -> Any:
+    """A learning rate may be a tensor."""
+    return value.item() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,117 @@
+"""One thread that does one job at a time for the training thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+from flexd.core.errors import EmbeddingError
+
+Result = TypeVar("Result")
+
+
+class _Job(Generic[Result]):
+    def __init__(self, work: Callable[[], Result], ready: torch.cuda.Event | None) -> None:
+        self.work = work
+        self.ready = ready
+        self.done = threading.Event()
+        self.result: Result | None = None
+        self.error: BaseException | None = None
+
+
+class Background(Generic[Result]):
+    """``submit`` hands a job over, ``result`` waits for it; at most one is under way.
+
+    On CUDA a job runs on a stream of its own, after what was queued on the submitter's current stream, and what is
+    queued after ``result`` comes after the job. The thread starts with the first job. It is a daemon thread: a
+    collective that never returns must not keep the process.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._name = name
+        self._device = device
+        self._jobs: queue.SimpleQueue[_Job[Result] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._current: _Job[Result] | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._finished: torch.cuda.Event | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Was a job submitted whose result nobody took?"""
+        return self._current is not None
+
+    @property
+    def alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def submit(self, work: Callable[[], Result]) -> None:
+        """Raises EmbeddingError if the last job's result was not taken."""
+        if self._current is not None:
+            raise EmbeddingError(f"{self._name}: a job is under way", remedy="take its result first")
+        ready = None
+        if self._stream is not None:
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record(torch.cuda.current_stream(self._device))
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._current = _Job(work, ready)
+        self._jobs.put(self._current)
+
+    def result(self, timeout_seconds: float) -> Result:
+        """Of the job under way; what it raised is raised here.
+
+        Raises:
+            EmbeddingError: it did not end within the deadline. It stays under way.
+        """
+        job = self._current
+        assert job is not None  # noqa: S101
+        if not job.done.wait(timeout_seconds):
+            raise EmbeddingError(
+                f"{self._name}: not done after {timeout_seconds:g} s",
+                remedy="look for a rank that has stopped or runs other code, or give a longer timeout_seconds",
+            )
+        self._current = None
+        if self._finished is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._finished)
+        if job.error is not None:
+            raise job.error
+        return job.result  # type: ignore[return-value]
+
+    def stop(self, timeout_seconds: float) -> bool:
+        """Ends the thread after the job under way; did it end within the deadline?"""
+        if self._thread is None:
+            return True
+        self._jobs.put(None)
+        self._thread.join(timeout_seconds)
+        ended = not self._thread.is_alive()
+        self._thread = None
+        return ended
+
+    def _run(self) -> None:
+        jobs = self._jobs
+        while (job := jobs.get()) is not None:
+            try:
+                job.result = self._on_stream(job)
+            except BaseException as error:  # raised where the result is taken
+                job.error = error
+            job.done.set()
+            del job
+
+    def _on_stream(self, job: _Job[Result]) -> Result:
+        with torch.no_grad():
+            if self._stream is None:
+                return job.work()
+            with torch.cuda.stream(self._stream):
+                if job.ready is not None:
+                    self._stream.wait_event(job.ready)
+                result = job.work()
+                finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                finished.record(self._stream)
+                self._finished = finished
+                return result

@@ -1,0 +1,166 @@
+"""What a rank's memory is made of, and what it can come to: stated by arithmetic, counted on the live tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+
+import torch
+
+from flexd.control.agent.inbox import PREPARED_BYTES, PREPARED_CHUNKS
+from flexd.core.keyspace import DimGroup
+from flexd.core.layout import RankLayout
+from flexd.embedding.store.store import GroupStore
+
+DIRECTORY_BYTES_PER_ROW = 12
+DIRECTORY_BYTES_PER_ROW_OF_LARGE_GROUP = 16
+"""Of a dim-group of more than 2^31 rows, whose keys need 8 bytes."""
+_LISTING_BYTES_PER_ROW = 8
+"""Of a row whose tier is not that of its neighbours, in the trainer's exchange and in the one ahead."""
+_MERGE_BYTES_PER_ROW = 2
+"""Two masks over the rows of a directory while a chunk is merged into it, beside the next directory."""
+_SECTION_BYTES = 32
+"""Rounding of the two sections of a dim-group in a block."""
+_SLOT_BYTES_PER_ROW = 32
+"""Where the rows of a prepared chunk are copied from and to: 8 bytes on each hop, and as much for its own columns."""
+_CHUNK_BYTES_PER_ROW = 256
+"""Keys, tiers, orders, slots and masks of the rows of a chunk while it is applied."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank. Beside them a rank holds what the model does with the rows it looked up.
+
+    Attributes:
+        home_bytes: home rows with their optimizer state; allocated once.
+        replica_bytes: replica slots with theirs, taken or not; allocated once.
+        free_list_bytes: of the replica slots, in host memory; allocated once.
+        directory_bytes: of the listed rows, now.
+        directory_bytes_at_most: with every replica slot of the job taken, and lists for mixed tiers.
+        working_bytes: tables by which distinct rows are found without sorting and the marks of ``flexd.prefetch``,
+            which are allocated once; and lists of DEVICE rows where NODE rows stand between them, now.
+        prepared_bytes: next directories and slots of the chunks that are prepared and not applied, now.
+        prepared_bytes_at_most: of as many as are prepared ahead, with every replica slot taken.
+        pending_bytes: routes and gradients of the passes that wait for ``optimizer.step``, and what ``flexd.prefetch``
+            holds, now.
+        waiting_bytes: of chunks received and not applied, in host memory, now; the daemon sends
+            ``control.window_chunks`` of ``control.chunk_rows`` at most.
+        migration_bytes_at_most: while chunks are applied: the next directory, and the buffers of one block of copied
+            rows, of which all may have one home. Evenly spread, the buffers take two blocks.
+    """
+
+    home_bytes: int
+    replica_bytes: int
+    free_list_bytes: int
+    directory_bytes: int
+    directory_bytes_at_most: int
+    working_bytes: int
+    prepared_bytes: int
+    prepared_bytes_at_most: int
+    pending_bytes: int
+    waiting_bytes: int
+    migration_bytes_at_most: int
+
+    @property
+    def stored_bytes(self) -> int:
+        """What stays between steps, now."""
+        return (
+            self.home_bytes + self.replica_bytes + self.free_list_bytes + self.directory_bytes + self.working_bytes
+            + self.prepared_bytes
+        )  # fmt: skip
+
+    @property
+    def stated_bytes(self) -> int:
+        """The budget: what rows, directory and migrations come to at most, at any moment, whatever the daemon sends."""
+        return (
+            self.home_bytes
+            + self.replica_bytes
+            + self.free_list_bytes
+            + self.directory_bytes_at_most
+            + self.working_bytes
+            + self.prepared_bytes_at_most
+            + self.migration_bytes_at_most
+        )
+
+    def to_dict(self) -> dict[str, int]:
+        """JSON-able."""
+        named = {item.name: getattr(self, item.name) for item in fields(self)}
+        return named | {"stored_bytes": self.stored_bytes, "stated_bytes": self.stated_bytes}
+
+
+def most_listed_rows(group: DimGroup, layout: RankLayout, replica_slots: int) -> int:
+    """Rows that a rank's directory lists at most, if every rank has ``replica_slots`` for the dim-group.
+
+    A NODE row takes a slot on all but one of the N ranks of its rail. A DEVICE row does on all but one of the world, so
+    on N - 1 ranks of a rail at least; with one node on all but one of the L ranks.
+    """
+    holders = layout.nodes if layout.nodes > 1 else layout.local_ranks
+    return 0 if holders == 1 else min(group.rows, replica_slots * holders // (holders - 1))
+
+
+def tensors_of(held: object) -> Iterator[torch.Tensor]:
+    """The tensors in nested sequences, mappings, dataclasses and plain objects of this package."""
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif isinstance(held, Mapping):
+        for value in held.values():
+            yield from tensors_of(value)
+    elif isinstance(held, list | tuple):
+        for value in held:
+            yield from tensors_of(value)
+    elif is_dataclass(held) or type(held).__module__.startswith("flexd."):
+        yield from tensors_of(vars(held))
+
+
+def rank_memory(
+    stores: Sequence[GroupStore],
+    layout: RankLayout,
+    buffer_bytes: int,
+    chunk_rows: int,
+    pending: object,
+    waiting_bytes: int,
+    working_bytes: int,
+    prepared_bytes: int,
+) -> RankMemory:
+    """The memory of the rank whose dim-groups these are.
+
+    Args:
+        buffer_bytes: of one block of copied rows.
+        chunk_rows: of the largest step's chunks so far.
+        working_bytes, prepared_bytes: as in ``RankMemory``.
+        pending: what the passes that wait hold; a storage that occurs twice is counted once.
+    """
+    directory = at_most = lists = merge = given = 0
+    for store in stores:
+        listed = most_listed_rows(store.group, layout, store.replica_slots)
+        wide = store.group.rows > 2**31
+        row = DIRECTORY_BYTES_PER_ROW_OF_LARGE_GROUP if wide else DIRECTORY_BYTES_PER_ROW
+        directory += store.directory.nbytes
+        at_most += listed * row
+        lists += listed * _LISTING_BYTES_PER_ROW
+        given += 4 * store.replica_slots
+        # One dim-group after another makes its next directory, with one column of the old one beside it.
+        merge = max(merge, listed * (row + (8 if wide else 4) + _MERGE_BYTES_PER_ROW))
+    widest = max(store.row_bytes for store in stores)
+    block = max(buffer_bytes, 2 * widest)
+    # A member's part of an all-gather and the parts of all; nothing is copied in a world of one rank.
+    parts = 0 if layout.world_size == 1 else 1 + max(layout.nodes, layout.local_ranks)
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_of(pending)
+    }
+    return RankMemory(
+        home_bytes=sum(store.home_rows * store.row_bytes for store in stores),
+        replica_bytes=sum(store.replica_slots * store.row_bytes for store in stores),
+        free_list_bytes=sum(4 * store.replica_slots for store in stores),
+        directory_bytes=directory,
+        directory_bytes_at_most=at_most + lists,
+        working_bytes=working_bytes,
+        prepared_bytes=prepared_bytes,
+        prepared_bytes_at_most=max(PREPARED_CHUNKS * (at_most + given), PREPARED_BYTES)
+        + (PREPARED_CHUNKS + 1) * chunk_rows * _SLOT_BYTES_PER_ROW,
+        pending_bytes=sum(storages.values()),
+        waiting_bytes=waiting_bytes,
+        migration_bytes_at_most=merge
+        + (block + _SECTION_BYTES * len(stores)) * parts
+        + chunk_rows * _CHUNK_BYTES_PER_ROW,
+    )

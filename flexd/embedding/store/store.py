@@ -1,0 +1,137 @@
+"""The rows of one dim-group that one rank holds: its home rows, then its replica pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flexd.core.keyspace import DimGroup, state_columns
+from flexd.core.layout import RankLayout
+from flexd.embedding.replicas.directory import Directory, HomeOrder
+
+TORCH_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class FreeSlots:
+    """Replica slots that no row has. Immutable, so that chunks can be prepared one after another before any is applied;
+    ``settled`` makes one that refers to nothing but ``slots`` again, in place.
+
+    Attributes:
+        slots: int32; the first ``count`` are free, what stands behind means nothing.
+        given: int32, free too.
+    """
+
+    slots: npt.NDArray[np.int32]
+    count: int
+    given: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return self.count + len(self.given)
+
+    def give(self, slots: npt.NDArray[np.int32]) -> FreeSlots:
+        return FreeSlots(self.slots, self.count, np.concatenate([self.given, slots]))
+
+    def take(self, number: int) -> tuple[npt.NDArray[np.int32], FreeSlots]:
+        """The caller has checked that there are enough."""
+        of_given = min(number, len(self.given))
+        count = self.count - (number - of_given)
+        taken = np.concatenate([self.given[len(self.given) - of_given :], self.slots[count : self.count]])
+        return taken, FreeSlots(self.slots, count, self.given[: len(self.given) - of_given])
+
+    def settled(self) -> FreeSlots:
+        """All of them in ``slots``. Those that were made from this one stay right: they have at most as large a
+        ``count``, and nothing is written before it."""
+        self.slots[self.count : len(self)] = self.given
+        return FreeSlots(self.slots, len(self), self.given[:0])
+
+
+class GroupStore:
+    """Allocated once: rows [home_rows + replica_slots, dim], state beside them; memory never grows afterwards.
+
+    Home rows stand at ``(key - first_home_key) // world_size``; replica slot s stands at ``home_rows + s``.
+    """
+
+    def __init__(
+        self, group: DimGroup, layout: RankLayout, rank: int, replica_slots: int, device: torch.device
+    ) -> None:
+        self.group = group
+        self.world_size = layout.world_size
+        self.rank = rank
+        self.first_home_key = group.first_key + (rank - group.first_key) % layout.world_size
+        self.home_rows = max(0, -(-(group.end_key - self.first_home_key) // layout.world_size))
+        self.replica_slots = replica_slots
+        self.dtype = TORCH_DTYPES[group.dtype]
+        slots = self.home_rows + replica_slots
+        state_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.rows = torch.zeros((slots, group.dim), dtype=self.dtype, device=device)
+        floats = sum(state_columns(group.optimizer, group.dim).values())
+        self.state = torch.zeros((slots, floats), dtype=state_dtype, device=device)
+        self.directory = Directory.empty(
+            HomeOrder(group.first_key, group.rows, layout, layout.local_rank_of(rank)), device
+        )
+        none = np.empty(0, dtype=np.int32)
+        self.free = FreeSlots(np.arange(slots - 1, self.home_rows - 1, -1, dtype=np.int32), replica_slots, none)
+
+    @property
+    def free_slots(self) -> int:
+        return len(self.free)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row with its state: what a migration copies."""
+        return self.rows.shape[1] * self.rows.element_size() + self.state.shape[1] * self.state.element_size()
+
+    def home_keys(self) -> npt.NDArray[np.int64]:
+        """int64 [home_rows]: the keys homed here, in slot order."""
+        return np.arange(self.home_rows, dtype=np.int64) * self.world_size + self.first_home_key
+
+    def home_slots(self, keys: torch.Tensor) -> torch.Tensor:
+        """int64 keys homed here -> int64 slots."""
+        return (keys - self.first_home_key) // self.world_size
+
+    def locate(
+        self, keys: torch.Tensor, directory: Directory | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """int64 [n] keys of the group -> (bool [n] held here, int64 [n] slot, int64 [n] directory position or -1).
+
+        Slot and position are meaningless where the row is not held.
+
+        Args:
+            directory: of another placement than the one that is applied.
+        """
+        directory = self.directory if directory is None else directory
+        home = keys % self.world_size == self.rank
+        slots = self.home_slots(keys)
+        at, found = directory.find(keys)
+        if len(directory) == 0:
+            return home, slots, at - 1
+        slots = torch.where(found, directory.slots_at(at), slots)
+        return home | found, slots, torch.where(found, at, -1)
+
+    def pack(self, slots: torch.Tensor) -> torch.Tensor:
+        """uint8 [n, row_bytes]: rows and state, for copying to another rank."""
+        rows = self.rows.index_select(0, slots).view(torch.uint8)
+        if self.state.shape[1] == 0:
+            return rows
+        return torch.cat([rows, self.state.index_select(0, slots).view(torch.uint8)], dim=1)
+
+    def unpack(self, packed: torch.Tensor, slots: torch.Tensor) -> None:
+        """Inverse of ``pack`` into ``slots``."""
+        width = self.rows.shape[1] * self.rows.element_size()
+        self.rows.index_copy_(0, slots, _aligned(packed[:, :width]).view(self.rows.dtype))
+        if self.state.shape[1]:
+            self.state.index_copy_(0, slots, _aligned(packed[:, width:]).view(self.state.dtype))
+
+
+def _aligned(columns: torch.Tensor) -> torch.Tensor:
+    """A copy, always: ``contiguous()`` leaves one row as it is, at an offset that no wider number may start at."""
+    return columns.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,73 @@
+"""The thread that keeps a lease, or waits for one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from flexd.core.errors import FlexdError
+from flexd.ha.lease import Lease
+
+_log = logging.getLogger(__name__)
+
+
+class LeaseKeeper:
+    """Attempts the lease every ``renew_seconds`` until ``stop``. Whether it is held: ``Lease.term``.
+
+    A call to the register that hangs holds nobody but this thread: the lease then ends by the clock.
+    """
+
+    def __init__(self, lease: Lease, renew_seconds: float) -> None:
+        self.lease = lease
+        self._renew_seconds = renew_seconds
+        self._stopping = threading.Event()
+        self._not_before = 0.0
+        self.failures = 0
+        """Attempts that could not reach the register."""
+        self.problem = ""
+        """Why the newest attempt failed; empty if it did not."""
+        self._thread = threading.Thread(target=self._run, name="flexd-lease", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def give_up(self, seconds: float) -> None:
+        """Releases the lease and does not ask for it for so long: this process cannot lead at present."""
+        self._not_before = time.monotonic() + seconds
+
+    def stop(self, timeout_seconds: float) -> bool:
+        """Releases the lease and ends the thread; False if it did not end within the deadline (the lease then ends by
+        the clock)."""
+        self._stopping.set()
+        if self._thread.ident is None:
+            return True
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            self._once()
+            if self._stopping.wait(self._renew_seconds):
+                break
+        self._try(self.lease.release)
+
+    def _once(self) -> None:
+        if time.monotonic() < self._not_before:
+            self._try(self.lease.release)
+        else:
+            self._try(self.lease.attempt)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:
+            # Whatever it is, the next attempt may do; without one the lease ends.
+            self.failures += 1
+            text = str(error) if isinstance(error, FlexdError) else repr(error)
+            if text != self.problem:
+                _log.warning("lease: %s", text, exc_info=not isinstance(error, FlexdError))
+            self.problem = text
+        else:
+            self.problem = ""

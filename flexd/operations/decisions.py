@@ -1,0 +1,143 @@
+"""What people have decided, and must outlive the daemon: a pause, a throttle that was chosen, a rollback."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flexd.config.links import ThrottleConfig
+from flexd.config.text import describe_faults
+from flexd.control.daemon.throttle import ThrottleLimits
+from flexd.core.durable import put_aside, replace_file
+from flexd.core.errors import SnapshotError
+
+logger = logging.getLogger("flexd")
+
+MAX_BYTES = 2**16
+MAX_ROLLED_BACK = 64
+FORMAT = 1
+_Words = Annotated[str, Field(max_length=2_000)]
+_Bytes = Annotated[int, Field(ge=1, le=2**50)]
+
+
+class _Stored(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Pause(_Stored):
+    """Planning and pushing are held. ``unix_seconds``: since when."""
+
+    reason: _Words
+    who: _Words = ""
+    unix_seconds: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+
+
+class ChosenThrottle(_Stored):
+    """Limits instead of the configured ones; None: no limit.
+
+    Attributes:
+        configured: ``control.throttle`` as it was then (JSON). When the configuration says something else by now, it
+            was changed after this, and counts.
+    """
+
+    bytes_per_step: _Bytes | None = None
+    bytes_per_second: _Bytes | None = None
+    adaptive: bool = False
+    configured: _Words = ""
+
+    @property
+    def limits(self) -> ThrottleLimits:
+        return ThrottleLimits(self.bytes_per_step, self.bytes_per_second)
+
+    def holds_under(self, throttle: ThrottleConfig) -> bool:
+        """Whether it was chosen while the configuration said the same."""
+        return self.configured == throttle.model_dump_json()
+
+
+class AskedRollback(_Stored):
+    """Migrations that were under way when their rollback was asked for: one of them, at most, has been started. It
+    says nothing once another migration has pushed a chunk."""
+
+    migration_ids: Annotated[tuple[_Words, ...], Field(min_length=1, max_length=MAX_ROLLED_BACK)]
+
+
+class Decisions(_Stored):
+    """All that is decided now; None: nothing."""
+
+    format: Annotated[int, Field(ge=FORMAT, le=FORMAT)] = FORMAT
+    pause: Pause | None = None
+    throttle: ChosenThrottle | None = None
+    rollback: AskedRollback | None = None
+
+
+class DecisionFile:
+    """``decisions.json`` of the state directory. Thread-safe.
+
+    A file that is not usable is put aside as ``decisions.json.unusable``, and nothing is decided.
+
+    Attributes:
+        now: what is decided, on disk or not.
+        failures: writes that failed since the start; ``retry`` tries again. set_aside: files that were not usable.
+        problem: why the newest write failed; empty if it did not.
+
+    Raises:
+        SnapshotError: there is a file, and it cannot be read for another reason than what is in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self.failures = self.set_aside = 0
+        self.problem = ""
+        self.now = self._read()
+
+    def decide(self, **changed: Pause | ChosenThrottle | AskedRollback | None) -> None:
+        """Changes fields of ``now``: in effect at once; durable when it returns, or else ``problem`` says why not."""
+        with self._lock:
+            self.now = self.now.model_copy(update=changed)
+            self._write()
+
+    def retry(self) -> None:
+        """Writes again what could not be written."""
+        with self._lock:
+            if self.problem:
+                self._write()
+
+    def _read(self) -> Decisions:
+        try:
+            with self._path.open("rb") as file:
+                content = file.read(MAX_BYTES + 1)
+        except FileNotFoundError:
+            return Decisions()
+        except OSError as error:
+            raise SnapshotError(
+                f"{self._path}: cannot be read: {error.strerror}",
+                remedy="let the daemon's user read it, or move it away",
+            ) from error
+        try:
+            if len(content) > MAX_BYTES:
+                raise ValueError(f"more than {MAX_BYTES} bytes")
+            return Decisions.model_validate_json(content)
+        except ValueError as error:
+            faults = describe_faults(error, Decisions, {}) if isinstance(error, ValidationError) else [str(error)]
+            self.set_aside += 1
+            put_aside(self._path)
+            logger.error(
+                "%s is not usable (%s): it is kept as *.unusable; no pause, throttle or rollback is taken from it",
+                self._path, "; ".join(faults)[:500],
+            )  # fmt: skip
+            return Decisions()
+
+    def _write(self) -> None:
+        try:
+            replace_file(self._path, [self.now.model_dump_json().encode() + b"\n"])
+        except SnapshotError as error:
+            self.failures += 1
+            logger.log(logging.DEBUG if self.problem else logging.ERROR, "decisions outlive no restart yet: %s", error)
+            self.problem = str(error)
+        else:
+            self.problem = ""

@@ -1,0 +1,97 @@
+"""Is enough known to plan from? Too little seen makes a plan worse than none: it would move rows for noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexd.config.planner import PlannerConfig
+from flexd.core.errors import PlanError
+from flexd.sketch.profile import Profile
+
+GATE_NAMES = ("samples", "coverage", "window", "lag", "sketch_error")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One measure of a profile against what the configuration asks for.
+
+    Attributes:
+        name: one of ``GATE_NAMES``.
+        key: of the configuration.
+        measured: accesses, share, seconds, messages or share, as the name says.
+        required: the bound.
+        at_most: the bound is an upper one.
+        words: what is wrong if it is closed.
+        remedy: what to do then.
+    """
+
+    name: str
+    key: str
+    measured: float
+    required: float
+    at_most: bool
+    words: str
+    remedy: str
+
+    @property
+    def open(self) -> bool:
+        return self.measured <= self.required if self.at_most else self.measured >= self.required
+
+
+def gates(profile: Profile, settings: PlannerConfig) -> tuple[Gate, ...]:
+    """All of them, open or closed, always in the same order."""
+    seen = [table for table in profile.tables if table.weight > 0]
+    weight = sum(table.weight for table in seen)
+    coverage = sum(table.coverage * table.weight for table in seen) / weight if weight else 0.0
+    error = sketch_error(profile)
+    return (
+        Gate(
+            "samples", "planner.min_samples", profile.samples, settings.min_samples, False,
+            f"the profile is thin: {profile.samples} accesses seen, planner.min_samples is {settings.min_samples}",
+            "wait for more of the stream, or lower planner.min_samples",
+        ),
+        Gate(
+            "coverage", "planner.min_coverage", coverage, settings.min_coverage, False,
+            f"the profile explains {coverage:.0%} of the accesses, planner.min_coverage is {settings.min_coverage:.0%}",
+            "raise sketch.memory_bytes or sketch.max_hot_rows, or lower planner.min_coverage",
+        ),
+        Gate(
+            "window", "planner.min_window_seconds", profile.window_seconds, settings.min_window_seconds, False,
+            f"the accesses seen span {profile.window_seconds:.0f} s, planner.min_window_seconds is "
+            f"{settings.min_window_seconds:.0f}",
+            "wait for more of the stream, or lower planner.min_window_seconds",
+        ),
+        Gate(
+            "lag", "planner.max_lag_messages", profile.lag_messages, settings.max_lag_messages, True,
+            f"{profile.lag_messages} messages of the stream are not read yet, planner.max_lag_messages is "
+            f"{settings.max_lag_messages}",
+            "wait until the daemon has caught up, add followers, or raise planner.max_lag_messages",
+        ),
+        Gate(
+            "sketch_error", "planner.max_sketch_error", error, settings.max_sketch_error, True,
+            f"the counts of the listed rows may be wrong by {error:.0%}, planner.max_sketch_error is "
+            f"{settings.max_sketch_error:.0%}",
+            "raise sketch.memory_bytes, lower sketch.max_hot_rows, or raise planner.max_sketch_error",
+        ),
+    )  # fmt: skip
+
+
+def sketch_error(profile: Profile) -> float:
+    """Mean width of the listed rows' bounds, as a share of their accesses, 0-1: each row's width counts up to the row's
+    own share, and tables count by their accesses. 0 without listed rows."""
+    wide = listed = 0.0
+    for table in profile.tables:
+        width = np.minimum(table.hot_upper - table.hot_lower, table.hot_share)
+        wide += float(np.clip(width, 0.0, None).sum()) * table.weight
+        listed += float(table.hot_share.sum()) * table.weight
+    return wide / listed if listed > 0 else 0.0
+
+
+def check(checked: Sequence[Gate]) -> None:
+    """Raises PlanError that names every closed gate."""
+    closed = [gate for gate in checked if not gate.open]
+    if closed:
+        raise PlanError("; ".join(gate.words for gate in closed), remedy="; ".join(gate.remedy for gate in closed))

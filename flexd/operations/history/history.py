@@ -1,0 +1,203 @@
+"""Takes the news of migrations from the coordinator's thread and has another thread write them down."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexd.control.daemon.migration_events import MigrationNews
+from flexd.control.daemon.migration_states import MigrationState
+from flexd.core.errors import SnapshotError
+from flexd.operations.history.records import ActionRecord, HistoryEntry, MigrationRecord, TransitionRecord
+from flexd.operations.history.store import HistoryStore
+
+MAX_WAITING = 4096
+"""Entries not written yet; the oldest are lost beyond it."""
+RETRY_SECONDS = 5.0
+FRESH_SECONDS = 1.0
+"""How long a reader waits for what was recorded before it asked."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HistoryFigures:
+    """Since the start.
+
+    Attributes:
+        entries: written. lost: dropped unwritten, since too many waited. failures: writes that failed, and are tried
+            again. set_aside: files that were not usable. problem: why the newest write failed; None if it did not.
+    """
+
+    entries: int = 0
+    lost: int = 0
+    failures: int = 0
+    set_aside: int = 0
+    problem: str | None = None
+
+
+class MigrationHistory:
+    """Thread-safe. ``record`` never touches the disk; entries are on disk within milliseconds, or ``flush`` says no.
+
+    Args:
+        path: the SQLite file.
+        keep: migrations kept, and other actions, at most.
+        on_event: told (name, fields) of a file that was set aside; from any thread, must not block.
+    """
+
+    def __init__(
+        self, path: Path, keep: int, on_event: Callable[..., None] | None = None, retry_seconds: float = RETRY_SECONDS
+    ) -> None:
+        self._store = HistoryStore(path, keep, self._set_aside)
+        self._on_event = on_event
+        self._retry_seconds = retry_seconds
+        self._changed = threading.Condition()
+        self._waiting: deque[HistoryEntry | ActionRecord] = deque()
+        self._recorded = 0
+        self._written = 0
+        """Of ``_recorded``: written or lost."""
+        self._entries = self._lost = self._failures = self._aside = 0
+        self._problem: str | None = None
+        self._stopping = False
+        self._opened = False
+        self._thread = threading.Thread(target=self._run, name="flexd-history", daemon=True)
+
+    def start(self) -> None:
+        """Opens the file in the background; a file that cannot be opened is tried again and again."""
+        self._thread.start()
+
+    def stop(self, timeout_seconds: float) -> bool:
+        """Writes what waits and ends; False if it did not end within the deadline."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread.ident is None:
+            return True
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    @property
+    def figures(self) -> HistoryFigures:
+        with self._changed:
+            return HistoryFigures(self._entries, self._lost, self._failures, self._aside, self._problem)
+
+    def record(self, news: MigrationNews) -> None:
+        """From the coordinator's thread; see ``Coordinator``."""
+        transition = news.transition
+        entry = HistoryEntry(
+            MigrationRecord.of(news.migration, settled=transition is None),
+            None if transition is None else TransitionRecord.of(transition),
+        )
+        self._add(entry)
+
+    def note(self, action: ActionRecord) -> None:
+        """Something else than a migration; from any thread."""
+        self._add(action)
+
+    def _add(self, entry: HistoryEntry | ActionRecord) -> None:
+        with self._changed:
+            self._recorded += 1
+            self._waiting.append(entry)
+            if len(self._waiting) > MAX_WAITING:
+                self._waiting.popleft()
+                self._lost += 1
+                self._written += 1
+            self._changed.notify_all()
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Waits until what was recorded before is on disk; False at the deadline, or if nothing is being written."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._changed:
+            wanted = self._recorded
+            while self._written < wanted or not self._opened:
+                left = deadline - time.monotonic()
+                if left <= 0 or self._problem is not None or not self._thread.is_alive():
+                    return False
+                self._changed.wait(left)
+            return True
+
+    def newest(self, limit: int, state: MigrationState | None = None) -> tuple[MigrationRecord, ...]:
+        """The newest migrations first. Raises SnapshotError if the file cannot be read."""
+        self.flush(FRESH_SECONDS)
+        return self._store.newest(limit, state)
+
+    def find(self, migration_id: str) -> tuple[MigrationRecord, tuple[TransitionRecord, ...]] | None:
+        """A migration and its transitions, None if there is none. Raises SnapshotError if the file cannot be read."""
+        self.flush(FRESH_SECONDS)
+        return self._store.find(migration_id)
+
+    def newest_actions(self, limit: int) -> tuple[ActionRecord, ...]:
+        """The newest first. Raises SnapshotError if the file cannot be read."""
+        self.flush(FRESH_SECONDS)
+        return self._store.newest_actions(limit)
+
+    def keep(self, migrations: int) -> None:
+        """Another bound, from the next entry on."""
+        self._store.keep = migrations
+
+    def _run(self) -> None:
+        try:
+            self._attempt([])
+            while (entries := self._due()) is not None:
+                if self._attempt(entries):
+                    with self._changed:
+                        self._entries += len(entries)
+                        self._written += len(entries)
+                        self._changed.notify_all()
+                else:
+                    self._put_back(entries)
+        finally:
+            self._store.close()
+
+    def _due(self) -> list[HistoryEntry | ActionRecord] | None:
+        """What waits, as soon as something does and the file is usable; None to end."""
+        with self._changed:
+            retry_at = time.monotonic() + self._retry_seconds if self._problem else 0.0
+            while not self._stopping:
+                left = retry_at - time.monotonic()
+                if self._waiting and left <= 0:
+                    break
+                self._changed.wait(left if self._waiting or left > 0 else None)
+            if not self._waiting or (self._stopping and self._problem is not None):
+                return None
+            entries = list(self._waiting)
+            self._waiting.clear()
+            return entries
+
+    def _attempt(self, entries: list[HistoryEntry | ActionRecord]) -> bool:
+        try:
+            self._store.open()
+            if entries:
+                self._store.write(entries)
+        except SnapshotError as error:
+            with self._changed:
+                self._failures += 1
+                first = self._problem is None
+                self._problem = str(error)
+                self._changed.notify_all()
+            logger.log(logging.ERROR if first else logging.DEBUG, "%s", error)
+            return False
+        with self._changed:
+            self._problem, self._opened = None, True
+            self._changed.notify_all()
+        return True
+
+    def _put_back(self, entries: list[HistoryEntry | ActionRecord]) -> None:
+        with self._changed:
+            self._waiting.extendleft(reversed(entries))
+            while len(self._waiting) > MAX_WAITING:
+                self._waiting.popleft()
+                self._lost += 1
+                self._written += 1
+
+    def _set_aside(self, reason: str) -> None:
+        with self._changed:
+            self._aside += 1
+        logger.error("the migration history was not usable (%s): it is kept as *.unusable, and begun anew", reason)
+        if self._on_event is not None:
+            self._on_event("history_set_aside", {"reason": reason})

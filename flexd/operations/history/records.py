@@ -1,0 +1,128 @@
+"""One migration and its transitions, and what else was asked for, as they are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flexd.control.daemon.migration import Migration
+from flexd.control.daemon.migration_states import Transition
+
+ActionKind = Literal["pause", "resume", "throttle", "reload", "override"]
+MAX_DETAIL_CHARACTERS = 2_000
+
+
+@dataclass(frozen=True)
+class ActionRecord:
+    """Something that was asked of the daemon and is no migration.
+
+    Attributes:
+        kind: an ``ActionKind``; an override is of gates that were closed.
+        who: asked for it. reason: in their words. detail: what it came to; cut to ``MAX_DETAIL_CHARACTERS``.
+    """
+
+    unix_seconds: float
+    kind: str
+    who: str
+    reason: str
+    detail: str
+
+    @staticmethod
+    def of(unix_seconds: float, kind: ActionKind, who: str, reason: str, detail: str = "") -> ActionRecord:
+        return ActionRecord(unix_seconds, kind, who, reason, detail[:MAX_DETAIL_CHARACTERS])
+
+
+@dataclass(frozen=True)
+class MigrationRecord:
+    """A migration as it was when its newest entry was written.
+
+    Attributes:
+        migration_id: unique. plan_id, parent_plan_id: what it carried out, and the plan before it ("" if none).
+        who: asked for it. trigger: kind of what led to it. reason: in words.
+        state: name of a ``MigrationState``. problem: why it ended early, "" if it did not.
+        rows: of its whole delta, 0 if not known. rows_pushed, rows_applied, chunks_pushed, chunks_applied: of these.
+        copied_bytes: row values and optimizer state of the promoted rows that were applied, each once.
+        pushed_bytes: on the control channel, to one rank.
+        base_version, last_version: of the placement it started from, and the highest it pushed; 0 before.
+        created_unix_seconds, started_unix_seconds, ended_unix_seconds: 0 before.
+        settled: no chunk of it is on its way: the figures are final.
+    """
+
+    migration_id: str
+    plan_id: str
+    parent_plan_id: str
+    who: str
+    trigger: str
+    reason: str
+    state: str
+    problem: str
+    rows: int
+    rows_pushed: int
+    rows_applied: int
+    chunks_pushed: int
+    chunks_applied: int
+    copied_bytes: int
+    pushed_bytes: int
+    base_version: int
+    last_version: int
+    created_unix_seconds: float
+    started_unix_seconds: float
+    ended_unix_seconds: float
+    settled: bool
+
+    @property
+    def seconds(self) -> float | None:
+        """From its submission to its end; None if it has not ended."""
+        if self.ended_unix_seconds == 0.0:
+            return None
+        return max(0.0, self.ended_unix_seconds - self.created_unix_seconds)
+
+    @staticmethod
+    def of(migration: Migration, settled: bool) -> MigrationRecord:
+        about, now = migration.about, migration.progress
+        return MigrationRecord(
+            migration_id=about.migration_id, plan_id=now.plan_id, parent_plan_id=about.parent_plan_id, who=about.who,
+            trigger=about.trigger, reason=about.reason, state=now.state.name, problem=now.reason, rows=now.rows,
+            rows_pushed=now.rows_pushed, rows_applied=now.rows_applied, chunks_pushed=now.chunks_pushed,
+            chunks_applied=now.chunks_applied, copied_bytes=now.copied_bytes, pushed_bytes=now.bytes_pushed,
+            base_version=now.base_version, last_version=now.last_version,
+            created_unix_seconds=now.created_unix_seconds, started_unix_seconds=now.started_unix_seconds,
+            ended_unix_seconds=now.ended_unix_seconds, settled=settled,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TransitionRecord:
+    """One transition; see ``Transition``. ``event`` and ``before`` are "" for the submission."""
+
+    number: int
+    unix_seconds: float
+    event: str
+    before: str
+    after: str
+    reason: str
+    rows_pushed: int
+    rows_applied: int
+    version: int
+
+    @staticmethod
+    def of(transition: Transition) -> TransitionRecord:
+        return TransitionRecord(
+            number=transition.number,
+            unix_seconds=transition.unix_seconds,
+            event=transition.event.value if transition.event else "",
+            before=transition.before.name if transition.before else "",
+            after=transition.after.name,
+            reason=transition.reason,
+            rows_pushed=transition.rows_pushed,
+            rows_applied=transition.rows_applied,
+            version=transition.version,
+        )
+
+
+@dataclass(frozen=True)
+class HistoryEntry:
+    """What is written at one time: the migration as it is, and the transition that brought it there, if any."""
+
+    record: MigrationRecord
+    transition: TransitionRecord | None

@@ -1,0 +1,75 @@
+"""Which plans moved rows: an append-only file of JSON lines that outlives the daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from flexd.core.errors import SnapshotError
+
+MAX_ENTRIES = 1_000
+
+
+class PlanLog:
+    """Bounded: past twice ``MAX_ENTRIES`` the oldest are dropped. A torn line (a crash) is left out.
+
+    Raises:
+        SnapshotError: the file cannot be read or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            content = path.read_bytes() if path.exists() else b""
+        except OSError as error:
+            raise SnapshotError(f"plan log {path}: {error}", remedy="move the file away") from error
+        lines = content.splitlines()
+        entries = [entry for line in lines if (entry := _entry(line)) is not None]
+        self.entries: list[dict[str, Any]] = entries[-MAX_ENTRIES:]
+        self._lines = len(lines)
+        # What is appended to a torn line would be lost with it.
+        self._rewrite = bool(content) and not content.endswith(b"\n")
+
+    @property
+    def newest(self) -> dict[str, Any] | None:
+        return self.entries[-1] if self.entries else None
+
+    def append(self, entry: dict[str, Any]) -> None:
+        """Durable when it returns."""
+        self.entries.append(entry)
+        try:
+            if self._rewrite or self._lines >= 2 * MAX_ENTRIES:
+                self._rewrite = True
+                self.entries = self.entries[-MAX_ENTRIES:]
+                temporary = self._path.with_suffix(".tmp")
+                self._write(temporary, self.entries, "w")
+                temporary.replace(self._path)
+                self._lines, self._rewrite = len(self.entries), False
+            else:
+                # Until it is known to be whole: an append that fails may leave half a line.
+                self._rewrite = True
+                self._write(self._path, [entry], "a")
+                self._lines, self._rewrite = self._lines + 1, False
+        except OSError as error:
+            raise SnapshotError(
+                f"plan log {self._path}: {error.strerror}", remedy="make room in the state directory"
+            ) from error
+
+    @staticmethod
+    def _write(path: Path, entries: list[dict[str, Any]], mode: str) -> None:
+        with open(
+            os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if mode == "a" else os.O_TRUNC), 0o600), mode
+        ) as f:
+            f.writelines(json.dumps(entry) + "\n" for entry in entries)
+            f.flush()
+            os.fsync(f.fileno())
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None

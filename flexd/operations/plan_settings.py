@@ -1,0 +1,44 @@
+"""The configuration in the planner's own terms."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexd.config.planner import PlannerConfig
+from flexd.core.layout import Tier
+from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.solver.limits import PlanLimits, RowPin
+
+_EXCHANGES = {
+    "chain": Exchange.CHAIN,
+    "direct": Exchange.DIRECT_DEDUP,
+    "direct_no_dedup": Exchange.DIRECT,
+}
+
+
+def running_exchange(settings: PlannerConfig) -> Exchange:
+    """What the trainers run, by the name they gave it."""
+    return _EXCHANGES[settings.exchange]
+
+
+def training_shape(settings: PlannerConfig) -> TrainingShape:
+    """How the job trains. The collection pushes the gradients of all micro-batches of a step once."""
+    return TrainingShape(
+        micro_batches=settings.micro_batches,
+        merged_backward=True,
+        comm_dtype=settings.comm_dtype,
+        frozen_tables=frozenset(settings.frozen_tables),
+    )
+
+
+def plan_limits(settings: PlannerConfig) -> PlanLimits:
+    """Pins, excluded tables and budgets of tables."""
+    return PlanLimits(
+        pins=tuple(
+            RowPin(pin.table, Tier[pin.tier], None if pin.rows is None else np.array(pin.rows, dtype=np.int64))
+            for pin in settings.pins
+        ),
+        exclude_tables=frozenset(settings.exclude_tables),
+        table_slots=dict(settings.table_budgets),
+    )

@@ -1,0 +1,256 @@
+"""When a plan may be made, from what, and how it becomes a migration."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from flexd.config.model import Config
+from flexd.control.daemon.coordinator import Coordinator, LiveTopology
+from flexd.core.errors import PlanError
+from flexd.core.keyspace import KeySpace
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
+from flexd.operations.drift import ProfileMaker
+from flexd.operations.executions import Execution, Executions
+from flexd.operations.gates import Gate, check, gates
+from flexd.operations.plan_log import PlanLog
+from flexd.operations.plan_settings import plan_limits, running_exchange, training_shape
+from flexd.operations.proposals import Proposal, Proposals, outdated, refuse_if
+from flexd.operations.step_reports import TrainingMonitor
+from flexd.operations.triggers import Trigger
+from flexd.planner.drift import Drift, PlacementTraffic, placement_traffic
+from flexd.planner.explain import explain
+from flexd.planner.explanation import TableExplanation
+from flexd.planner.plan import Plan, make_plan
+from flexd.sketch.profile import Profile
+from flexd.topology.model import Cluster
+
+PLAN_OUTCOMES = ("changed", "unchanged", "refused")
+
+
+class Planning:
+    """Makes plans, hands them to the coordinator, and keeps account. Thread-safe; one plan at a time.
+
+    Args:
+        on_planned: told of every plan that is carried out, or was found to change nothing: what its target costs under
+            the profile it was made from.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        keyspace: KeySpace,
+        cluster: Cluster,
+        profile: ProfileMaker,
+        coordinator: Coordinator,
+        training: TrainingMonitor,
+        log: PlanLog,
+        on_planned: Callable[[PlacementTraffic], None] = lambda reference: None,
+    ) -> None:
+        self._config = config
+        self._keyspace = keyspace
+        self.cluster = cluster
+        self._profile = profile
+        self._coordinator = coordinator
+        self._training = training
+        self._on_planned = on_planned
+        self.check(config)
+        self._making = threading.Lock()
+        self._serial = 0
+        self.last_plan: Plan | None = None
+        self.last_live: Placement = Placement.empty()
+        self.last_profile: Profile | None = None
+        self.outcomes: Counter[str] = Counter()
+        self.overridden: Counter[str] = Counter()
+        self.proposals = Proposals()
+        self.last_gates: tuple[Gate, ...] = ()
+        self.seconds = 0.0
+        self._profiled_at = math.nan
+        self.executions = Executions(config.control, keyspace, coordinator, log)
+
+    def check(self, config: Config) -> None:
+        """Raises ConfigError or PlanError if plans could not be made with it."""
+        plan_limits(config.planner).check(self._keyspace)
+        training_shape(config.planner).check_names(self._keyspace)
+
+    def adopt(self, config: Config) -> None:
+        """Other settings, from the next plan on."""
+        self._config = config
+        self.executions.adopt(config.control)
+
+    def profile_age_seconds(self) -> float:
+        """Since the newest profile was made; NaN before the first."""
+        return time.monotonic() - self._profiled_at
+
+    def live_topology(self) -> LiveTopology:
+        live = self._coordinator.live()
+        if live is None or not live.ready:
+            raise PlanError(
+                f"no plan without ranks: {self._coordinator.status().reason}",
+                remedy="start the training, or check that it uses this daemon's control address",
+            )
+        return live
+
+    def propose(self, trigger: Trigger, *, dry_run: bool = False, force: bool = False) -> Proposal:
+        """A plan from what is known now, kept for ``apply``; recorded as the newest unless it is a dry run. Nothing is
+        moved.
+
+        Args:
+            dry_run: made even if gates are closed.
+            force: the same, for a plan that is meant to be carried out.
+
+        Raises:
+            PlanError: the ranks are not all there, the accesses of a step are not known, or a gate is closed.
+        """
+        with self._making:
+            started = time.monotonic()
+            try:
+                plan, profile, live, layout = self._make(trigger.reason, checked=not (dry_run or force))
+                traffic = self._price(profile, plan.target, layout)
+            except PlanError:
+                self.outcomes["refused"] += not dry_run
+                raise
+            finally:
+                if not dry_run:
+                    self.seconds += time.monotonic() - started
+            self.last_profile = profile
+            proposal = Proposal(plan, live, self.last_gates, trigger, traffic, dry_run)
+            self.proposals.keep(proposal)
+            if not dry_run:
+                self.last_plan, self.last_live = plan, live
+            return proposal
+
+    def apply(self, plan_id: str, trigger: Trigger, *, force: bool = False) -> tuple[Proposal, Execution | None]:
+        """Carries a kept proposal out, if it still holds.
+
+        Args:
+            force: also if gates were closed when it was made.
+
+        Raises:
+            ApiError: no such proposal is kept (404).
+            PlanError: the ranks, the placement or the accesses have moved on, or a gate was closed.
+        """
+        proposal = self.proposals.get(plan_id)
+        plan_id = proposal.plan.plan_id
+        refuse_if(self.outdated(proposal), plan_id)
+        if not force:
+            check(proposal.gates)
+        with self._making:
+            refuse_if(self._drifted(proposal), plan_id)
+        return proposal, self.carry_out(proposal, trigger)
+
+    def outdated(self, proposal: Proposal) -> str:
+        """Why it cannot be carried out any more, whatever the accesses are; empty if it can."""
+        return outdated(
+            proposal, self._coordinator.live(), self._coordinator.placement(), migrating=self.migrating(),
+            age_seconds=time.time() - proposal.plan.created_unix_seconds,
+            max_age_seconds=self._config.planner.max_proposal_age_seconds,
+        )  # fmt: skip
+
+    def _drifted(self, proposal: Proposal) -> str:
+        """Whether its target costs more by now than the drift threshold allows a live placement."""
+        threshold = self._config.planner.drift_threshold
+        if threshold is None:
+            return ""
+        layout = self.live_topology().layout
+        profile = self._profile(proposal.traffic.accesses_per_step, layout)
+        self._profiled_at = time.monotonic()
+        beyond = Drift(proposal.traffic, self._price(profile, proposal.plan.target, layout)).beyond(threshold)
+        return "" if beyond is None else f"the accesses have moved on since it was made: {beyond}"
+
+    def _price(self, profile: Profile, placement: Placement, layout: RankLayout) -> PlacementTraffic:
+        settings = self._config.planner
+        return placement_traffic(
+            profile, self._keyspace, layout, self.cluster, placement, training_shape(settings),
+            running_exchange(settings),
+        )  # fmt: skip
+
+    def explain(self, table: str, row: int | None, hottest: int) -> tuple[TableExplanation, tuple[Gate, ...]]:
+        """Of a plan made now, which is not recorded: one row of a table, or its hottest ones. Nothing is moved.
+        Made even if gates are closed, like a dry run; they are in the answer.
+
+        Raises:
+            PlanError: no plan can be made, or the table was not looked up yet.
+        """
+        with self._making:
+            plan, profile, live, layout = self._make("explain", checked=False)
+            measured = self.last_gates
+        settings = self._config.planner
+        explained = explain(
+            plan, profile, live, self._keyspace, layout, horizon_steps=settings.horizon_steps, table=table,
+            rows=None if row is None else [row], hottest=hottest, limits=plan_limits(settings),
+            shape=training_shape(settings),
+        )  # fmt: skip
+        return explained, measured
+
+    def accesses_per_step(self, world_size: int) -> float | None:
+        """Of the whole job with so many ranks; None if not known yet."""
+        return self._training.accesses_per_step(world_size) or self._config.planner.batch_accesses_per_step
+
+    def migrating(self) -> bool:
+        """Whether the ranks are on their way to another placement."""
+        return self.executions.migrating
+
+    def _make(self, reason: str, *, checked: bool) -> tuple[Plan, Profile, Placement, RankLayout]:
+        topology = self.live_topology()
+        settings = self._config.planner
+        per_step = self.accesses_per_step(topology.layout.world_size)
+        if not per_step:
+            raise PlanError(
+                "the accesses of a training step are not known yet",
+                remedy="wait for the ranks' first report, or set planner.batch_accesses_per_step",
+            )
+        profile = self._profile(per_step, topology.layout)
+        self._profiled_at = time.monotonic()
+        self.last_gates = gates(profile, settings)
+        if checked:
+            check(self.last_gates)
+        live = self._coordinator.placement()
+        self._serial += 1
+        plan = make_plan(
+            profile,
+            self._keyspace,
+            topology.layout,
+            self.cluster,
+            topology.replica_slots,
+            live,
+            plan_id=f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self._serial}",
+            parent_id=self.executions.live_plan_id,
+            topology_generation=topology.generation,
+            horizon_steps=settings.horizon_steps,
+            now_unix_seconds=time.time(),
+            reason=reason,
+            shape=training_shape(settings),
+            limits=plan_limits(settings),
+            exchange=running_exchange(settings),
+        )
+        return plan, profile, live, topology.layout
+
+    def carry_out(self, proposal: Proposal, trigger: Trigger | None = None) -> Execution | None:
+        """Starts the plan's migration, which supersedes the one in flight; None if the plan changes nothing.
+
+        Args:
+            trigger: what led to it; by default what led to the plan.
+
+        Raises:
+            PlanError: the ranks are not all there.
+            ControlError: the coordinator is stopping.
+        """
+        plan, trigger = proposal.plan, trigger or proposal.trigger
+        if len(plan.delta) == 0:
+            self.proposals.drop(plan.plan_id)
+            self._on_planned(proposal.traffic)
+            self.outcomes["unchanged"] += 1
+            return None
+        overridden = tuple(gate.name for gate in proposal.closed_gates)
+        execution = self.executions.start(plan, trigger, overridden, self.live_topology())
+        self.proposals.drop(plan.plan_id)
+        self._on_planned(proposal.traffic)
+        self.outcomes["changed"] += 1
+        self.overridden.update(overridden)
+        return execution

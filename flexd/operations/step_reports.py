@@ -1,0 +1,125 @@
+"""What the ranks report of their steps, summed for metrics and averaged for the planner."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from dataclasses import dataclass, replace
+
+from flexd.control.protocol.report import StepReport
+from flexd.operations.recent_traffic import TrafficTimeline
+from flexd.server.figures import LINKS, TRAFFIC_KINDS, RankFigures, TrainingFigures
+
+_RECENT_STEPS = 50
+"""The lookups of a step are averaged over about so many of a rank's newest steps."""
+
+
+@dataclass(frozen=True)
+class RankTraining:
+    """One rank as it reported; averages over about ``_RECENT_STEPS`` of its newest steps.
+
+    Attributes:
+        version: of its placement. step: its newest.
+        accesses_per_step, replica_accesses_per_step: look-ups, and those that rows above HOME answered.
+        step_seconds, intra_bytes, inter_bytes: of a step; bytes sent of all kinds.
+        heard_at: monotonic seconds.
+    """
+
+    version: int
+    step: int
+    accesses_per_step: float
+    replica_accesses_per_step: float
+    step_seconds: float
+    intra_bytes: float
+    inter_bytes: float
+    heard_at: float
+
+    @staticmethod
+    def of(report: StepReport, known: RankTraining | None) -> RankTraining:
+        steps = max(1, report.steps)
+        weight = 1.0 if known is None else min(1.0, report.steps / _RECENT_STEPS)
+
+        def average(total: float, before: float) -> float:
+            return before + weight * (total / steps - before)
+
+        intra = report.all_to_all_intra_bytes + report.sync_intra_bytes + report.migration_intra_bytes
+        inter = report.all_to_all_inter_bytes + report.sync_inter_bytes + report.migration_inter_bytes
+        return RankTraining(
+            version=report.placement_version,
+            step=report.step,
+            accesses_per_step=average(sum(report.accesses_by_tier), known.accesses_per_step if known else 0.0),
+            replica_accesses_per_step=average(
+                sum(report.accesses_by_tier[1:]), known.replica_accesses_per_step if known else 0.0
+            ),
+            step_seconds=average(report.step_seconds, known.step_seconds if known else 0.0),
+            intra_bytes=average(intra, known.intra_bytes if known else 0.0),
+            inter_bytes=average(inter, known.inter_bytes if known else 0.0),
+            heard_at=time.monotonic(),
+        )
+
+    def figures(self) -> RankFigures:
+        accesses = self.accesses_per_step
+        share = self.replica_accesses_per_step / accesses if accesses > 0 else math.nan
+        return RankFigures(self.step_seconds, self.inter_bytes, share)
+
+
+class TrainingMonitor:
+    """Thread-safe. Totals run since the daemon started; the averages are of the present topology generation."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ranks: dict[int, RankTraining] = {}
+        self.timeline = TrafficTimeline()
+        self._totals = TrainingFigures(sent_bytes={(kind, link): 0 for kind in TRAFFIC_KINDS for link in LINKS})
+
+    def add(self, rank: int, report: StepReport) -> None:
+        """Takes one report in. Lookups of a rank are summed over tiers and averaged with exponential weights."""
+        self.timeline.add(report)
+        with self._lock:
+            self._ranks[rank] = RankTraining.of(report, self._ranks.get(rank))
+            old = self._totals
+            self._totals = TrainingFigures(
+                accesses_by_tier=(
+                    old.accesses_by_tier[0] + report.accesses_by_tier[0],
+                    old.accesses_by_tier[1] + report.accesses_by_tier[1],
+                    old.accesses_by_tier[2] + report.accesses_by_tier[2],
+                ),
+                sent_bytes={
+                    (kind, link): sent + int(getattr(report, f"{kind}_{link}_bytes"))
+                    for (kind, link), sent in old.sent_bytes.items()
+                },
+                steps=old.steps + report.steps,
+                step_seconds=old.step_seconds + report.step_seconds,
+                apply_seconds=old.apply_seconds + report.apply_seconds,
+                newest_step=max(old.newest_step, report.step),
+            )
+
+    def new_generation(self) -> None:
+        """Other ranks are there now: what the old ones averaged no longer holds."""
+        with self._lock:
+            self._ranks.clear()
+
+    def accesses_per_step(self, world_size: int) -> float | None:
+        """Lookups of the whole job in one step; None until any rank has reported.
+
+        Ranks that have not reported yet are taken to do what the others do.
+        """
+        with self._lock:
+            if not self._ranks:
+                return None
+            return world_size * sum(rank.accesses_per_step for rank in self._ranks.values()) / len(self._ranks)
+
+    def ranks(self) -> dict[int, RankTraining]:
+        """Those of the present topology generation that have reported, in order."""
+        with self._lock:
+            return dict(sorted(self._ranks.items()))
+
+    def versions(self) -> dict[int, int]:
+        """Placement version by rank, as each reported it last."""
+        with self._lock:
+            return {rank: known.version for rank, known in sorted(self._ranks.items())}
+
+    def figures(self) -> TrainingFigures:
+        with self._lock:
+            return replace(self._totals, by_rank={rank: known.figures() for rank, known in sorted(self._ranks.items())})

@@ -1,0 +1,327 @@
+"""What a placement costs a step: bytes and seconds, itemised by tier, phase and link (docs/cost-model.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from operator import add
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import PlanError
+from flexd.core.layout import RankLayout, Tier
+from flexd.planner.model.balance import RankBytes, rank_bytes, sums_by_home
+from flexd.planner.model.prices import exposed_share, latencies, prices, slower_link_only
+from flexd.planner.model.rank_memory import step_buffers
+from flexd.planner.model.row_bytes import (
+    EXCHANGE_PHASES,
+    ID_BYTES,
+    SYNC_PHASES,
+    Exchange,
+    Phase,
+    Where,
+    traffic_table,
+)
+from flexd.planner.model.workload import ROWS, STATISTICS, SYNCED, GroupLoad
+from flexd.topology.model import Cluster
+
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+UInt8Array = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class CostBreakdown:
+    """Per rank and optimizer step: the mean over the ranks, and the busiest rank (``peak``), which a step waits for.
+
+    Attributes:
+        rows: float64[3], rows by tier (those the profile knows of).
+        bytes: float64[3, 6, 3], sent, by (tier, phase, link); link SELF holds the row bytes answered without traffic.
+        transfer_seconds: float64[3, 6, 3], those bytes at the bandwidth of their collective.
+        latency_seconds: float64[6, 3], fixed cost of the collectives, by (phase, link).
+        exposed_share: float64[6], by phase, what compute does not hide.
+        peak_bytes, peak_transfer_seconds: float64[3, 6, 3], the same of the rank that sends or receives most in each
+            phase and on each link (not the same rank everywhere).
+        buffer_bytes: float64[buffer, world], memory of each rank during a pass (``memory.Buffer``).
+        all_at_home: gradients of all dim-groups travel narrower than they are added: copies are summed at their homes.
+    """
+
+    rows: Float64Array
+    bytes: Float64Array
+    transfer_seconds: Float64Array
+    latency_seconds: Float64Array
+    exposed_share: Float64Array
+    peak_bytes: Float64Array
+    peak_transfer_seconds: Float64Array
+    buffer_bytes: Float64Array
+    all_at_home: bool = False
+
+    @property
+    def phase_seconds(self) -> Float64Array:
+        """float64[6, 3]: time by (phase, link), hidden or not."""
+        seconds: Float64Array = self.transfer_seconds.sum(axis=0) + self.latency_seconds
+        return seconds
+
+    @property
+    def total_seconds(self) -> float:
+        """All communication, hidden or not."""
+        return float(self.phase_seconds.sum())
+
+    @property
+    def exposed_seconds(self) -> float:
+        """What the step waits for if all ranks are equally busy: what the optimiser minimises."""
+        return float(self.exposed_share @ self.phase_seconds.sum(axis=1))
+
+    @property
+    def peak_exposed_seconds(self) -> float:
+        """What the step waits for: every collective takes as long as its busiest rank."""
+        seconds = self.peak_transfer_seconds.sum(axis=0) + self.latency_seconds
+        return float(self.exposed_share @ seconds.sum(axis=1))
+
+    @property
+    def imbalance(self) -> float:
+        """Busiest rank over mean, of the exposed time: at least 1."""
+        mean = self.exposed_seconds
+        return self.peak_exposed_seconds / mean if mean > 0 else 1.0
+
+    @property
+    def forward_seconds(self) -> float:
+        """Requests and rows: nothing computes until they are done."""
+        return float(self.phase_seconds[[Phase.FORWARD_IDS, Phase.FORWARD_ROWS]].sum())
+
+    @property
+    def backward_seconds(self) -> float:
+        return float(self.phase_seconds[Phase.BACKWARD_ROWS].sum())
+
+    @property
+    def sync_seconds(self) -> float:
+        return float(self.phase_seconds[list(SYNC_PHASES)].sum())
+
+    @property
+    def ids_sent(self) -> float:
+        """Keys requested over either link."""
+        return float(self.bytes[:, Phase.FORWARD_IDS, 1:].sum()) / ID_BYTES
+
+    def all_to_all_bytes(self, where: Where) -> float:
+        """Requests, rows and gradients of rows that are asked of other ranks."""
+        return float(self.bytes[:, list(EXCHANGE_PHASES), where].sum()) - self._replica_gradients(where)
+
+    def sync_bytes(self, where: Where) -> float:
+        """What copies cost: gradients on their way to the home beside those above, sums on their way back, bits."""
+        return float(self.bytes[:, list(SYNC_PHASES), where].sum()) + self._replica_gradients(where)
+
+    def _replica_gradients(self, where: Where) -> float:
+        """Of NODE rows inside a node the gradients go where the rows came from: that is no synchronisation."""
+        tiers = [Tier.DEVICE] if where == Where.INTRA_NODE else [Tier.NODE, Tier.DEVICE]
+        return float(self.bytes[tiers, Phase.BACKWARD_ROWS, where].sum())
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able, with units in the names."""
+        links = {"intra_node": Where.INTRA_NODE, "inter_node": Where.INTER_NODE}
+        return {
+            "exposed_seconds": self.exposed_seconds,
+            "peak_exposed_seconds": self.peak_exposed_seconds,
+            "imbalance": self.imbalance,
+            "total_seconds": self.total_seconds,
+            "forward_seconds": self.forward_seconds,
+            "backward_seconds": self.backward_seconds,
+            "sync_seconds": self.sync_seconds,
+            "ids_sent": self.ids_sent,
+            "buffer_bytes": float(self.buffer_bytes.sum(axis=0).max()),
+            "bytes": {
+                name: {"all_to_all": self.all_to_all_bytes(where), "sync": self.sync_bytes(where)}
+                for name, where in links.items()
+            },
+            "phases": {
+                phase.name.lower(): {
+                    name: {
+                        "bytes": float(self.bytes[:, phase, where].sum()),
+                        "busiest_rank_bytes": float(self.peak_bytes[:, phase, where].sum()),
+                        "seconds": float(self.phase_seconds[phase, where]),
+                    }
+                    for name, where in links.items()
+                }
+                for phase in Phase
+            },
+            "tiers": {
+                tier.name: {
+                    "rows": float(self.rows[tier]),
+                    "self_bytes": float(self.bytes[tier, :, Where.SELF].sum()),
+                    "intra_node_bytes": float(self.bytes[tier, :, Where.INTRA_NODE].sum()),
+                    "inter_node_bytes": float(self.bytes[tier, :, Where.INTER_NODE].sum()),
+                    "seconds": float(self.transfer_seconds[tier].sum()),
+                }
+                for tier in Tier
+            },
+        }
+
+
+@dataclass(frozen=True)
+class LoadSums:
+    """One dim-group's load with what is summed from it again and again."""
+
+    load: GroupLoad
+    layout: RankLayout
+
+    @cached_property
+    def listed(self) -> Float64Array:
+        """float64[statistics, h]."""
+        return self.load.listed_statistics(self.layout)
+
+    @cached_property
+    def home_rank(self) -> Int64Array:
+        """int64[h]."""
+        return self.layout.home_rank(self.load.keys)
+
+    @cached_property
+    def _listed_sum(self) -> Float64Array:
+        summed: Float64Array = self.listed.sum(axis=1)
+        return summed
+
+    @cached_property
+    def _bin_sum(self) -> Float64Array:
+        summed: Float64Array = self.load.bin_statistics(self.layout) @ self.load.bin_rows
+        return summed
+
+    @cached_property
+    def has_trained(self) -> bool:
+        """Is any row of it trained, or all frozen?"""
+        return bool(self._listed_sum[SYNCED] + self._bin_sum[SYNCED] > 0)
+
+    def even(self, unlisted: Float64Array) -> Float64Array:
+        """float64[tier, statistic] of the rows that are not listed; ``unlisted`` float64[tier] of them above HOME."""
+        sums = np.zeros((len(Tier), STATISTICS))
+        sums[Tier.HOME] = self._bin_sum
+        if unlisted.any():
+            one = self.load.tail_statistics(self.layout)
+            sums += unlisted[:, None] * one
+            sums[Tier.HOME] = np.maximum(sums[Tier.HOME] - unlisted.sum() * one, 0.0)
+        return sums
+
+    def total(self) -> Float64Array:
+        """float64[statistic] over all rows."""
+        summed: Float64Array = self._listed_sum + self._bin_sum
+        return summed
+
+    def by_tier(self, tiers: UInt8Array, even: Float64Array) -> Float64Array:
+        """float64[tier, statistic] summed over all rows."""
+        sums = even.copy()
+        sums[Tier.HOME] += self._listed_sum
+        for tier in (Tier.NODE, Tier.DEVICE):
+            moved = self.listed[:, np.flatnonzero(tiers == tier)].sum(axis=1)
+            sums[tier] += moved
+            sums[Tier.HOME] -= moved
+        return np.maximum(sums, 0.0)
+
+
+def joint_cost(
+    sums: Sequence[LoadSums],
+    tiers: Sequence[UInt8Array],
+    cluster: Cluster,
+    exchange: Exchange = Exchange.CHAIN,
+    unlisted: Sequence[Float64Array] | None = None,
+) -> CostBreakdown:
+    """Cost of all dim-groups, which share the collectives of a step.
+
+    Args:
+        sums: of each dim-group; equal layout and micro-batches.
+        tiers: uint8[h] of each group's listed rows.
+        unlisted: of each group float64[3], rows above HOME that are not listed, by tier (default: none).
+
+    Raises:
+        PlanError: no dim-group.
+    """
+    if not sums:
+        raise PlanError("no dim-group to price", remedy="give the loads of all dim-groups")
+    layout = sums[0].layout
+    nothing = np.zeros(len(Tier))
+    by_tier, sent, of_ranks = [], [], []
+    for i, group in enumerate(sums):
+        even = group.even(nothing if unlisted is None else unlisted[i])
+        table = traffic_table(layout, group.load.wire_bytes, exchange, narrow=group.load.narrow_wire)
+        by_tier.append(group.by_tier(tiers[i], even))
+        sent.append(np.einsum("tpls,ts->tpl", table, by_tier[-1]))
+        wanted = [int(statistic) for statistic in np.flatnonzero(table.any(axis=(0, 1, 2)))]
+        by_home = sums_by_home(group.listed, tiers[i], group.home_rank, even, layout, wanted)
+        of_ranks.append(rank_bytes(by_home, table, layout, exchange))
+    rows, ranks = reduce(add, by_tier), reduce(add, of_ranks)
+    return cost_of_ranks(ranks, sums, cluster, exchange, rows, reduce(add, sent))
+
+
+def cost_of_ranks(
+    ranks: RankBytes,
+    sums: Sequence[LoadSums],
+    cluster: Cluster,
+    exchange: Exchange,
+    by_tier: Float64Array | None = None,
+    sent: Float64Array | None = None,
+) -> CostBreakdown:
+    """Cost of the bytes of each rank.
+
+    Args:
+        sums: the loads behind them, for the collectives of a step.
+        by_tier: float64[tier, statistic] over all rows; default: all at HOME.
+        sent: float64[tier, phase, link] mean over the ranks; default: of ``ranks``.
+    """
+    micro_batches = sums[0].load.micro_batches
+    if by_tier is None:
+        by_tier = np.zeros((len(Tier), STATISTICS))
+        by_tier[Tier.HOME] = reduce(add, (group.total() for group in sums))
+    mean = ranks.sent.mean(axis=3) if sent is None else sent
+    peak = np.maximum(ranks.busiest(), 0.0)
+    seconds = mean * prices(mean, cluster, micro_batches)
+    peak_seconds = peak * prices(peak, cluster, micro_batches)
+    if exchange is not Exchange.CHAIN:
+        seconds, peak_seconds = (slower_link_only(part) for part in (seconds, peak_seconds))
+    synced = {int(tier) for tier in np.flatnonzero(by_tier[:, SYNCED] > 0)}
+    return CostBreakdown(
+        rows=by_tier[:, ROWS],
+        bytes=mean,
+        transfer_seconds=seconds,
+        latency_seconds=step_latencies(sums, cluster, exchange, synced),
+        exposed_share=exposed_share(cluster),
+        peak_bytes=peak,
+        peak_transfer_seconds=peak_seconds,
+        all_at_home=all(group.load.narrow_wire for group in sums),
+        buffer_bytes=step_buffers(
+            ranks, [group.load for group in sums], [group.total() for group in sums], exchange, sums[0].layout
+        ),
+    )
+
+
+def step_latencies(
+    sums: Sequence[LoadSums], cluster: Cluster, exchange: Exchange, replicated: set[int]
+) -> Float64Array:
+    """float64[6, 3]: ``latencies`` for these loads."""
+    first = sums[0].load
+    passes = 1 if first.merged_backward else first.micro_batches
+    return latencies(
+        cluster,
+        sums[0].layout,
+        exchange,
+        replicated,
+        micro_batches=first.micro_batches,
+        backward_passes=passes if any(group.has_trained for group in sums) else 0,
+        node_requests=Tier.NODE in replicated,
+        narrow={group.load.narrow_wire for group in sums},
+    )
+
+
+def group_cost(
+    load: GroupLoad,
+    tiers: UInt8Array,
+    layout: RankLayout,
+    cluster: Cluster,
+    exchange: Exchange = Exchange.CHAIN,
+    unlisted: Float64Array | None = None,
+) -> CostBreakdown:
+    """Cost of one dim-group alone.
+
+    Args:
+        tiers: uint8[h] tiers of ``load.keys``.
+        unlisted: float64[3] rows above HOME that are not among them, by tier (default: none).
+    """
+    return joint_cost([LoadSums(load, layout)], [tiers], cluster, exchange, None if unlisted is None else [unlisted])

@@ -1,0 +1,119 @@
+"""Seconds a byte and a collective: the cluster's curves applied to a step's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.layout import RankLayout, Tier
+from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, Phase, Where
+from flexd.topology.model import Cluster, Collective, Link
+
+Float64Array = npt.NDArray[np.float64]
+
+LINKS = {Where.INTRA_NODE: Link.INTRA_NODE, Where.INTER_NODE: Link.INTER_NODE}
+
+
+def exposed_share(cluster: Cluster) -> Float64Array:
+    """float64[phase]: what compute does not hide."""
+    exposed = cluster.exposed
+    share = {
+        Phase.FORWARD_IDS: exposed.forward,
+        Phase.FORWARD_ROWS: exposed.forward,
+        Phase.BACKWARD_ROWS: exposed.backward,
+    }
+    return np.array([share.get(phase, exposed.sync) for phase in Phase])
+
+
+def prices(sent: Float64Array, cluster: Cluster, micro_batches: int = 1) -> Float64Array:
+    """float64[3, 6, 3] bytes by (tier, phase, link) -> seconds per byte of each item, same shape.
+
+    A message carries all tiers and dim-groups: of an exchange phase those of one micro-batch, of a synchronisation
+    phase those of a step. Touched bits travel with ids and rows. Inside a node SYNC_ROWS are reduce-scattered and
+    all-gathered (FlexShard's), each priced as half of the bytes.
+    """
+    result = np.zeros((len(Tier), len(Phase), len(Where)))
+    for where, link in LINKS.items():
+        all_to_all = cluster.curve(link, Collective.ALL_TO_ALL)
+        sizes = sent[:, :, where].sum(axis=0)
+        for phase in EXCHANGE_PHASES:
+            result[:, phase, where] = all_to_all.seconds_per_byte(float(sizes[phase]) / micro_batches)
+        result[:, Phase.SYNC_MASK, where] = result[:, Phase.FORWARD_ROWS, where]
+        result[:, Phase.SYNC_SUMS, where] = all_to_all.seconds_per_byte(float(sizes[Phase.SYNC_SUMS]))
+        reduced = float(sizes[Phase.SYNC_ROWS])
+        if where == Where.INTER_NODE:
+            price = cluster.curve(link, Collective.ALL_REDUCE).seconds_per_byte(reduced)
+        else:
+            price = cluster.curve(link, Collective.ALL_GATHER).seconds_per_byte(reduced / 2)
+        result[:, Phase.SYNC_ROWS, where] = price
+    return result
+
+
+def slower_link_only(seconds: Float64Array) -> Float64Array:
+    """float64[3, 6, 3] with only the slower link left in each all-to-all over the world.
+
+    Such a one moves both links' bytes at the same time: HOME rows of a direct exchange, and the gradients and sums of
+    DEVICE rows beside one with dedup.
+    """
+    result = seconds.copy()
+    world = [(Tier.HOME, phase) for phase in EXCHANGE_PHASES]
+    world += [(Tier.DEVICE, Phase.BACKWARD_ROWS), (Tier.DEVICE, Phase.SYNC_SUMS)]
+    for tier, phase in world:
+        faster = np.arange(len(Where)) != int(seconds[tier, phase].argmax())
+        result[tier, phase, faster] = 0.0
+    return result
+
+
+def latencies(
+    cluster: Cluster,
+    layout: RankLayout,
+    exchange: Exchange,
+    replicated: Collection[int],
+    *,
+    micro_batches: int = 1,
+    backward_passes: int = 1,
+    node_requests: bool = False,
+    narrow: Collection[bool] = (False,),
+) -> Float64Array:
+    """float64[6, 3]: fixed seconds by (phase, link) of one optimizer step; all dim-groups share the collectives.
+
+    An exchange is three all-to-alls forward (sizes, ids, rows) in each micro-batch, and one in each backward pass, on
+    each hop that exists.
+
+    Args:
+        replicated: the tiers that hold trained rows: those above HOME are synchronised.
+        backward_passes: 0 if every table is frozen, 1 if micro-batches are merged, else as many as those.
+        node_requests: a direct exchange asks node owners for NODE rows in an all-to-all of its own.
+        narrow: of the dim-groups (``GroupLoad.narrow_wire``): which of all-reduce and all-to-all of sums there are.
+    """
+    result = np.zeros((len(Phase), len(Where)))
+    multi_node, multi_rank = layout.nodes > 1, layout.local_ranks > 1
+    every_hop = [Where.INTRA_NODE] * multi_rank + [Where.INTER_NODE] * multi_node
+    hops = every_hop if exchange is Exchange.CHAIN or node_requests else every_hop[-1:]
+    all_to_all = {where: cluster.curve(LINKS[where], Collective.ALL_TO_ALL).latency_seconds for where in every_hop}
+    for where in hops:
+        result[Phase.FORWARD_IDS, where] = 2 * all_to_all[where] * micro_batches
+        result[Phase.FORWARD_ROWS, where] = all_to_all[where] * micro_batches
+        result[Phase.BACKWARD_ROWS, where] = all_to_all[where] * backward_passes
+    if not {Tier.NODE, Tier.DEVICE}.intersection(replicated):
+        return result
+    everywhere = Tier.DEVICE in replicated
+    if exchange is Exchange.DIRECT_DEDUP:
+        for where in every_hop[-1:] * everywhere:
+            result[Phase.SYNC_SUMS, where] = all_to_all[where]
+        all_reduces = multi_node and Tier.NODE in replicated
+    else:
+        all_reduces = multi_node and (exchange is Exchange.DIRECT or not all(narrow))
+        if exchange is Exchange.CHAIN and multi_node and any(narrow):
+            result[Phase.SYNC_SUMS, Where.INTER_NODE] = all_to_all[Where.INTER_NODE]
+        if everywhere and multi_rank and exchange is Exchange.CHAIN:
+            result[Phase.SYNC_SUMS, Where.INTRA_NODE] = all_to_all[Where.INTRA_NODE]
+        elif everywhere and multi_rank:
+            gather = cluster.curve(Link.INTRA_NODE, Collective.ALL_GATHER).latency_seconds
+            result[Phase.SYNC_ROWS, Where.INTRA_NODE] = 2 * gather
+    if all_reduces:
+        once = cluster.curve(Link.INTER_NODE, Collective.ALL_REDUCE).latency_seconds
+        result[Phase.SYNC_ROWS, Where.INTER_NODE] = once
+    return result

@@ -1,0 +1,182 @@
+"""Memory of each rank: what it stores of the tables, and the buffers of a step (docs/cost-model.md, Memory)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.keyspace import KeySpace
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Placement
+from flexd.planner.model.balance import RankBytes
+from flexd.planner.model.row_bytes import Exchange, Phase, Where
+from flexd.planner.model.workload import BACK_PER_RANK, BACK_RETURNED, PER_RANK, RETURNED, GroupLoad
+
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+
+DIRECTORY_BYTES = 12
+"""A row in a rank's directory, at most: its place in its dim-group 4 (8 beyond 2^31 rows), slot and tier 4, and 4 for a
+DEVICE row of the rank's own rail where NODE rows stand between them."""
+
+
+class Buffer(IntEnum):
+    """What a rank holds during one pass (a micro-batch), beside what it stores."""
+
+    ROWS = 0
+    """The rows it looked up, each once if the exchange merges them."""
+    GRADIENTS = 1
+    """Their gradients."""
+    EXCHANGE = 2
+    """Ids sent and received, which the backward pass needs again, and rows or gradients sent and received."""
+    SYNC = 3
+    """Gradients of the touched replicated rows that it holds."""
+
+
+def step_buffers(
+    ranks: RankBytes, loads: Sequence[GroupLoad], totals: Sequence[Float64Array], exchange: Exchange, layout: RankLayout
+) -> Float64Array:
+    """float64[buffer, world]: expected bytes; all are taken to be held at the same time.
+
+    Args:
+        ranks: bytes of an optimizer step.
+        totals: of each load float64[statistic] over all its rows.
+    """
+    forward_passes = loads[0].micro_batches
+    back_passes = 1 if loads[0].merged_backward else forward_passes
+    direct = exchange is Exchange.DIRECT
+    buffers = np.zeros((len(Buffer), layout.world_size))
+    for load, total in zip(loads, totals, strict=True):
+        buffers[Buffer.ROWS] += load.wire_bytes * total[RETURNED if direct else PER_RANK] / forward_passes
+        buffers[Buffer.GRADIENTS] += load.wire_bytes * total[BACK_RETURNED if direct else BACK_PER_RANK] / back_passes
+    both = (ranks.sent + ranks.received)[:, :, Where.INTRA_NODE :].sum(axis=(0, 2))
+    rows = np.maximum(both[Phase.FORWARD_ROWS] / forward_passes, both[Phase.BACKWARD_ROWS] / back_passes)
+    buffers[Buffer.EXCHANGE] = both[Phase.FORWARD_IDS] / forward_passes + rows
+    buffers[Buffer.SYNC] = _synchronised(ranks, exchange, layout)
+    return buffers
+
+
+def _synchronised(ranks: RankBytes, exchange: Exchange, layout: RankLayout) -> Float64Array:
+    """float64[world]: the summed gradients of replicated rows on each holder."""
+    sent, received = ranks.sent[:, Phase.SYNC_SUMS], ranks.received[:, Phase.SYNC_SUMS]
+    nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
+
+    def told(tier: Tier, where: Where, peers: int) -> Float64Array:
+        """A holder is sent every sum but those of its own rows, which it sends to each of its peers."""
+        rows: Float64Array = received[tier, where] + sent[tier, where] / max(peers - 1, 1)
+        return rows
+
+    reduced = _all_reduced(ranks.sent[:, Phase.SYNC_ROWS], layout)
+    if exchange is Exchange.DIRECT:
+        return reduced
+    if exchange is Exchange.DIRECT_DEDUP:
+        links = [Where.INTRA_NODE, Where.INTER_NODE]
+        everywhere: Float64Array = (received[Tier.DEVICE, links] + sent[Tier.DEVICE, links] / (world - 1)).sum(axis=0)
+        return reduced + everywhere
+    if nodes == 1:
+        return told(Tier.DEVICE, Where.INTRA_NODE, local)
+    return (
+        reduced
+        + told(Tier.NODE, Where.INTER_NODE, nodes)
+        + _of_node(told(Tier.DEVICE, Where.INTER_NODE, nodes), layout)
+    )
+
+
+def _all_reduced(sent: Float64Array, layout: RankLayout) -> Float64Array:
+    """float64[world]: the union's gradients on each holder, from float64[tier, link, world] bytes of its all-reduce.
+
+    An all-reduce of s bytes over g ranks sends 2 (g-1)/g s a rank; that of DEVICE rows is done by rail.
+    """
+    nodes, local = layout.nodes, layout.local_ranks
+    if nodes > 1:
+        between = sent[Tier.NODE, Where.INTER_NODE] + _of_node(sent[Tier.DEVICE, Where.INTER_NODE], layout)
+        union: Float64Array = between * nodes / (2 * (nodes - 1))
+        return union
+    if local > 1:
+        inside: Float64Array = sent[Tier.DEVICE, Where.INTRA_NODE] * local / (2 * (local - 1))
+        return inside
+    return np.zeros(layout.world_size)
+
+
+def _of_node(of_ranks: Float64Array, layout: RankLayout) -> Float64Array:
+    """float64[world] -> float64[world]: summed over the ranks of each one's node."""
+    by_node = of_ranks.reshape(layout.nodes, layout.local_ranks).sum(axis=1)
+    return np.repeat(by_node, layout.local_ranks)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of each rank.
+
+    Attributes:
+        home: float64[world], home rows with their optimizer state.
+        replicas: float64[world], replica slots with theirs, taken or not: they are set aside when training starts.
+        directory: float64[world], of replicated rows.
+        buffers: float64[buffer, world], of a step.
+    """
+
+    home: Float64Array
+    replicas: Float64Array
+    directory: Float64Array
+    buffers: Float64Array
+
+    @property
+    def stored(self) -> Float64Array:
+        """float64[world]: what stays between steps."""
+        return self.home + self.replicas + self.directory
+
+    @property
+    def total(self) -> Float64Array:
+        """float64[world]."""
+        total: Float64Array = self.stored + self.buffers.sum(axis=0)
+        return total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Of the fullest rank, JSON-able."""
+        at = int(self.total.argmax())
+        return {
+            "total_bytes": float(self.total[at]),
+            "home_bytes": float(self.home[at]),
+            "replica_bytes": float(self.replicas[at]),
+            "directory_bytes": float(self.directory[at]),
+            "buffer_bytes": {buffer.name.lower(): float(self.buffers[buffer, at]) for buffer in Buffer},
+        }
+
+
+def placement_memory(
+    keyspace: KeySpace,
+    layout: RankLayout,
+    slots: Sequence[Int64Array],
+    placement: Placement,
+    buffers: Float64Array,
+) -> RankMemory:
+    """Memory of flexd's ranks with these rows above HOME.
+
+    Args:
+        slots: of each dim-group int64[world], replica slots of the ranks.
+        buffers: ``step_buffers`` of that placement.
+    """
+    world = layout.world_size
+    home, replicas = np.zeros(world), np.zeros(world)
+    for group, of_ranks in zip(keyspace.groups, slots, strict=True):
+        spec = keyspace.tables[group.tables[0]]
+        row_bytes = spec.row_bytes + spec.state_bytes
+        home += home_rows(group.first_key, group.end_key, world) * row_bytes
+        replicas += of_ranks * row_bytes
+    # A directory has home copies too: all DEVICE rows, and the NODE rows of the rank's rail.
+    device = int(np.count_nonzero(placement.tiers == Tier.DEVICE))
+    rail = np.bincount(placement.keys[placement.tiers == Tier.NODE] % layout.local_ranks, minlength=layout.local_ranks)
+    directory = DIRECTORY_BYTES * (device + np.tile(rail, layout.nodes)).astype(np.float64)
+    return RankMemory(home, replicas, directory, buffers)
+
+
+def home_rows(first_key: int, end_key: int, world: int) -> Int64Array:
+    """int64[world]: keys of [first_key, end_key) at home on each rank."""
+    rank = np.arange(world, dtype=np.int64)
+    count: Int64Array = (end_key - 1 - rank) // world - (first_key - 1 - rank) // world
+    return count

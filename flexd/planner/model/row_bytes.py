@@ -1,0 +1,174 @@
+"""Which bytes a row puts on which link at each tier: the one table that costs and the optimiser both use.
+
+A traffic table is float64[tier, phase, link, statistic]: bytes per rank and optimizer step of one row at that tier, as
+factors of its statistics (``workload``). Bytes are those a rank sends, averaged over the ranks; how they spread over
+the ranks is ``balance``. Derivations: docs/cost-model.md.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.layout import RankLayout, Tier
+from flexd.planner.model.workload import (
+    ACCESSES,
+    ANYWHERE,
+    BACK_PER_NODE,
+    BACK_PER_RANK,
+    BACK_RETURNED,
+    PER_NODE,
+    PER_RANK,
+    RETURNED,
+    STATISTICS,
+    SYNCED,
+)
+
+Float64Array = npt.NDArray[np.float64]
+
+ID_BYTES = 8
+"""One requested key on one hop."""
+
+
+class Exchange(Enum):
+    """How looked-up rows travel."""
+
+    CHAIN = "chain"
+    """Self, node owner, home: what flexd runs."""
+    DIRECT = "direct"
+    """Every rank to every home, every access."""
+    DIRECT_DEDUP = "direct_dedup"
+    """Every rank to every home, each row once a rank."""
+
+
+class Phase(IntEnum):
+    """The parts of a step's communication."""
+
+    FORWARD_IDS = 0
+    """Requests: keys on their way to the station that holds the row."""
+    FORWARD_ROWS = 1
+    """Row values on their way back."""
+    BACKWARD_ROWS = 2
+    """Gradients on their way to the home rank, or of replicated rows to the rank of the node that holds them."""
+    SYNC_MASK = 3
+    """Which replicated rows were touched: one bit a row, with ids towards the home and with rows back."""
+    SYNC_ROWS = 4
+    """Gradients of the touched replicated rows, all-reduced."""
+    SYNC_SUMS = 5
+    """Their sums, from where they were made up to the copies that took no part."""
+
+
+class Where(IntEnum):
+    """Link of a traffic table."""
+
+    SELF = 0
+    """Answered where it was asked: no traffic."""
+    INTRA_NODE = 1
+    INTER_NODE = 2
+
+
+EXCHANGE_PHASES = (Phase.FORWARD_IDS, Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS)
+SYNC_PHASES = (Phase.SYNC_MASK, Phase.SYNC_ROWS, Phase.SYNC_SUMS)
+SHAPE = (len(Tier), len(Phase), len(Where), STATISTICS)
+
+
+def traffic_table(layout: RankLayout, row_bytes: int, exchange: Exchange, *, narrow: bool = False) -> Float64Array:
+    """float64[tier, phase, link, statistic] of this exchange, with rows of ``row_bytes`` on the wire; ``narrow``: in a
+    dtype that gradients are not added in."""
+    if exchange is Exchange.CHAIN:
+        return chain_traffic(layout, row_bytes, narrow=narrow)
+    return direct_traffic(layout, row_bytes, dedup=exchange is Exchange.DIRECT_DEDUP)
+
+
+def chain_traffic(layout: RankLayout, row_bytes: int, *, narrow: bool = False) -> Float64Array:
+    """The chain self -> node owner -> home (DESIGN section 4), by tier.
+
+    Gradients of replicated rows climb to the node owner as those of HOME rows do, the owners of a rail all-reduce them,
+    and the ranks of a node that hold copies are sent the sums. With ``narrow`` the owners send them to the home
+    instead, and the home the sums.
+    """
+    nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
+    table = np.zeros(SHAPE)
+    # Hop 1: a rank is its own node's owner of one row in L. Hop 2: an owner is the home in one node of N.
+    hop1, hop2 = (local - 1) / local, (nodes - 1) / (nodes * local)
+    for phase, size, rank, node in (
+        (Phase.FORWARD_IDS, ID_BYTES, PER_RANK, PER_NODE),
+        (Phase.FORWARD_ROWS, row_bytes, PER_RANK, PER_NODE),
+        (Phase.BACKWARD_ROWS, row_bytes, BACK_PER_RANK, BACK_PER_NODE),
+    ):
+        table[Tier.HOME, phase, Where.INTRA_NODE, rank] = size * hop1
+        table[Tier.NODE, phase, Where.INTRA_NODE, rank] = size * hop1
+        table[Tier.HOME, phase, Where.INTER_NODE, node] = size * hop2
+    table[Tier.HOME, Phase.FORWARD_ROWS, Where.SELF, PER_RANK] = row_bytes / world
+    table[Tier.NODE, Phase.FORWARD_ROWS, Where.SELF, PER_RANK] = row_bytes / local
+    table[Tier.DEVICE, Phase.FORWARD_ROWS, Where.SELF, PER_RANK] = row_bytes
+    table[Tier.DEVICE, Phase.BACKWARD_ROWS, Where.INTRA_NODE, BACK_PER_RANK] = row_bytes * hop1
+    table[Tier.DEVICE, Phase.SYNC_MASK, Where.INTRA_NODE, SYNCED] = 2 * hop1 / 8
+    table[Tier.DEVICE, Phase.SYNC_SUMS, Where.INTRA_NODE, ANYWHERE] = row_bytes * hop1
+    for tier in (Tier.NODE, Tier.DEVICE):
+        table[tier, Phase.SYNC_MASK, Where.INTER_NODE, SYNCED] = 2 * hop2 / 8
+        if narrow:
+            table[tier, Phase.BACKWARD_ROWS, Where.INTER_NODE, BACK_PER_NODE] = row_bytes * hop2
+            table[tier, Phase.SYNC_SUMS, Where.INTER_NODE, ANYWHERE] = row_bytes * hop2
+        else:
+            # An all-reduce of s bytes over g ranks sends 2 (g-1)/g s a rank.
+            table[tier, Phase.SYNC_ROWS, Where.INTER_NODE, ANYWHERE] = 2 * row_bytes * hop2
+    return table
+
+
+def direct_traffic(layout: RankLayout, row_bytes: int, *, dedup: bool) -> Float64Array:
+    """Every rank asks every home, as row-wise sharded modules do; with ``dedup`` for each row once a pass.
+
+    NODE rows are asked of the node owner, which every rank must know for that; DEVICE rows are held by the rank itself.
+    Without dedup a sum-pooled table's rows are summed at the station that holds them. Copies are synchronised by
+    all-reduce, as FlexShard publishes it (arXiv 2301.02959, section 3); flexd's own direct exchange with dedup sums
+    gradients of DEVICE rows at their homes.
+    """
+    world, local = layout.world_size, layout.local_ranks
+    table = np.zeros(SHAPE)
+    forward, back = (PER_RANK, BACK_PER_RANK) if dedup else (RETURNED, BACK_RETURNED)
+    shares = {Where.INTRA_NODE: (local - 1) / world, Where.INTER_NODE: (world - local) / world}
+    for phase, size, statistic in (
+        (Phase.FORWARD_IDS, ID_BYTES, PER_RANK if dedup else ACCESSES),
+        (Phase.FORWARD_ROWS, row_bytes, forward),
+        (Phase.BACKWARD_ROWS, row_bytes, back),
+    ):
+        for where, share in shares.items():
+            table[Tier.HOME, phase, where, statistic] = size * share
+        table[Tier.NODE, phase, Where.INTRA_NODE, statistic] = size * (local - 1) / local
+    table[Tier.HOME, Phase.FORWARD_ROWS, Where.SELF, forward] = row_bytes / world
+    table[Tier.NODE, Phase.FORWARD_ROWS, Where.SELF, forward] = row_bytes / local
+    table[Tier.DEVICE, Phase.FORWARD_ROWS, Where.SELF, forward] = row_bytes
+    _add_all_reduce(table, layout, row_bytes)
+    if dedup:
+        for where, share in shares.items():
+            table[Tier.DEVICE, Phase.BACKWARD_ROWS, where, BACK_PER_RANK] = row_bytes * share
+            table[Tier.DEVICE, Phase.SYNC_MASK, where, SYNCED] = 2 * share / 8
+            table[Tier.DEVICE, Phase.SYNC_ROWS, where] = 0.0
+            table[Tier.DEVICE, Phase.SYNC_SUMS, where, ANYWHERE] = row_bytes * share
+    return table
+
+
+def _add_all_reduce(table: Float64Array, layout: RankLayout, row_bytes: int) -> None:
+    """An all-reduce of s bytes over g ranks sends 2 (g-1)/g s a rank; a reduce-scatter or all-gather half of that."""
+    nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
+    hop1, hop2 = (local - 1) / local, (nodes - 1) / (nodes * local)
+    table[Tier.NODE, Phase.SYNC_MASK, Where.INTER_NODE, SYNCED] = 2 * hop2 / 8
+    table[Tier.NODE, Phase.SYNC_ROWS, Where.INTER_NODE, ANYWHERE] = 2 * hop2 * row_bytes
+    mask = 2 * (world - 1) / world / 8
+    inter_share = 1 / local if nodes > 1 else 0.0
+    table[Tier.DEVICE, Phase.SYNC_MASK, Where.INTER_NODE, SYNCED] = mask * inter_share
+    table[Tier.DEVICE, Phase.SYNC_MASK, Where.INTRA_NODE, SYNCED] = mask * (1 - inter_share)
+    table[Tier.DEVICE, Phase.SYNC_ROWS, Where.INTRA_NODE, ANYWHERE] = 2 * hop1 * row_bytes
+    table[Tier.DEVICE, Phase.SYNC_ROWS, Where.INTER_NODE, ANYWHERE] = 2 * hop2 * row_bytes
+
+
+def migration_bytes(layout: RankLayout, moved_bytes: int) -> Float64Array:
+    """float64[tier]: bytes a rank sends to bring one row of ``moved_bytes`` to the tier, by all-gather from its home.
+
+    NODE: over the rail, one rail of L; DEVICE: over the world. HOME is reached by forgetting copies: 0.
+    """
+    nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
+    return np.array([0.0, moved_bytes * (nodes - 1) / (nodes * local), moved_bytes * (world - 1) / world])

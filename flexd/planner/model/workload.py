@@ -1,0 +1,332 @@
+"""The profile as the cost model needs it: per dim-group, how often a rank looks each row up in one step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import PlanError
+from flexd.core.keyspace import KeySpace
+from flexd.core.layout import RankLayout
+from flexd.planner.model.training_shape import TrainingShape
+from flexd.sketch.profile import Profile, TableProfile
+
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+
+(
+    ROWS,
+    ACCESSES,
+    PER_RANK,
+    PER_NODE,
+    ANYWHERE,
+    SYNCED,
+    RETURNED,
+    BACK_RETURNED,
+    BACK_PER_RANK,
+    BACK_PER_NODE,
+) = range(10)
+"""Statistics of a row in one optimizer step (docs/cost-model.md has the formulas):
+
+ROWS 1, so that sums count rows. ACCESSES look-ups of a rank. PER_RANK, PER_NODE: forward passes in which a given rank,
+or any rank of a given node, looks the row up. ANYWHERE: probability that any rank does and the row is trained. SYNCED:
+1 if it is trained. RETURNED: rows that a rank gets back for its look-ups if nothing is merged (fewer than look-ups
+where the other side pools). The BACK ones count what travels in the backward pass.
+"""
+STATISTICS = 10
+
+
+@dataclass(frozen=True)
+class GroupLoad:
+    """The expected accesses to the rows of one dim-group, per rank and optimizer step.
+
+    Attributes:
+        group: index into ``KeySpace.groups``.
+        row_bytes: one row's values.
+        state_bytes: one row's optimizer state.
+        keys: int64[h], rows listed one by one, ascending.
+        accesses, accesses_lower, accesses_upper: float64[h], estimate and bounds.
+        bin_accesses, bin_rows: float64[k], accesses of one row of each frequency bin of the other rows, and its rows.
+        comm_row_bytes: one row's values on the wire; 0: as stored.
+        narrow_wire: they travel in a dtype narrower than what gradients are added in.
+        micro_batches, merged_backward: of the training shape.
+        trained, returned: float64[h], 0 for rows of frozen tables; rows that come back for a look-up (1 un-pooled).
+            None: 1 for all.
+        bin_trained, bin_returned: float64[k], the same for the bins.
+    """
+
+    group: int
+    row_bytes: int
+    state_bytes: int
+    keys: Int64Array
+    accesses: Float64Array
+    accesses_lower: Float64Array
+    accesses_upper: Float64Array
+    bin_accesses: Float64Array
+    bin_rows: Float64Array
+    comm_row_bytes: int = 0
+    narrow_wire: bool = False
+    micro_batches: int = 1
+    merged_backward: bool = False
+    trained: Float64Array | None = None
+    returned: Float64Array | None = None
+    bin_trained: Float64Array | None = None
+    bin_returned: Float64Array | None = None
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of one row in a message."""
+        return self.comm_row_bytes or self.row_bytes
+
+    @property
+    def tail_accesses(self) -> float:
+        """Mean accesses of a row that is not listed; what is assumed of one about which nothing else is known."""
+        rows = float(self.bin_rows.sum())
+        return float(self.bin_accesses @ self.bin_rows) / rows if rows > 0 else 0.0
+
+    def listed_statistics(self, layout: RankLayout, accesses: Float64Array | None = None) -> Float64Array:
+        """float64[STATISTICS, h] of the listed rows, with their estimates unless other accesses are given."""
+        return self._statistics(self.accesses if accesses is None else accesses, layout, self.trained, self.returned)
+
+    def bin_statistics(self, layout: RankLayout) -> Float64Array:
+        """float64[STATISTICS, k] of one row of each bin."""
+        return self._statistics(self.bin_accesses, layout, self.bin_trained, self.bin_returned)
+
+    def tail_statistics(self, layout: RankLayout) -> Float64Array:
+        """float64[STATISTICS] of a row of which nothing is known; taken to be trained."""
+        return self._statistics(np.array([self.tail_accesses]), layout, None, None)[:, 0]
+
+    def _statistics(
+        self,
+        accesses: Float64Array,
+        layout: RankLayout,
+        trained: Float64Array | None,
+        returned: Float64Array | None,
+    ) -> Float64Array:
+        return statistics(
+            accesses,
+            layout,
+            micro_batches=self.micro_batches,
+            merged_backward=self.merged_backward,
+            trained=trained,
+            returned=returned,
+        )
+
+
+def statistics(
+    accesses: Float64Array,
+    layout: RankLayout,
+    *,
+    micro_batches: int = 1,
+    merged_backward: bool = False,
+    trained: Float64Array | None = None,
+    returned: Float64Array | None = None,
+) -> Float64Array:
+    """float64[n] accesses per rank and optimizer step -> float64[STATISTICS, n].
+
+    A row that each of g ranks looks up Poisson(a) times is among their keys with probability 1 - exp(-g a): for one
+    rank (g = 1), the ranks of a node (g = L), all (g = W). In each of K micro-batches a / K of the look-ups happen. See
+    docs/cost-model.md.
+    """
+    result = np.empty((STATISTICS, len(accesses)))
+    result[ROWS] = result[SYNCED] = 1.0
+    result[ACCESSES] = result[RETURNED] = accesses
+    if returned is not None:
+        result[RETURNED] *= returned
+    result[BACK_RETURNED] = result[RETURNED]
+    for forward, backward, ranks in ((PER_RANK, BACK_PER_RANK, 1), (PER_NODE, BACK_PER_NODE, layout.local_ranks)):
+        result[forward] = -micro_batches * np.expm1(-ranks / micro_batches * accesses)
+        result[backward] = -np.expm1(-ranks * accesses) if merged_backward else result[forward]
+    result[ANYWHERE] = -np.expm1(-layout.world_size * accesses)
+    if trained is not None:
+        for statistic in (ANYWHERE, SYNCED, BACK_RETURNED, BACK_PER_RANK, BACK_PER_NODE):
+            result[statistic] *= trained
+    return result
+
+
+def make_loads(
+    profile: Profile,
+    keyspace: KeySpace,
+    layout: RankLayout,
+    shape: TrainingShape | None = None,
+    also_list: Int64Array | None = None,
+) -> tuple[GroupLoad, ...]:
+    """One load per dim-group, in the order of ``KeySpace.groups``.
+
+    Args:
+        shape: how the job trains; default ``TrainingShape()``.
+        also_list: int64[n] keys that are listed whether the profile lists them or not (pinned rows). Of a row that it
+            does not list, the mean frequency of its table's unlisted rows is assumed.
+
+    Raises:
+        PlanError: the profile's tables are not the key space's, nothing was accessed yet, the accesses of a step are
+            unknown, or a share is NaN, negative or of a row outside its table.
+    """
+    shape = shape or TrainingShape()
+    parts = _checked_parts(profile, keyspace, layout, shape, also_list)
+    return tuple(
+        _load(index, [parts[table] for table in group.tables if table in parts], keyspace, shape)
+        for index, group in enumerate(keyspace.groups)
+    )
+
+
+def make_table_loads(
+    profile: Profile, keyspace: KeySpace, layout: RankLayout, shape: TrainingShape | None = None
+) -> tuple[GroupLoad, ...]:
+    """The same, one load per table, for strategies that place tables. ``group`` is the table's dim-group.
+
+    Raises:
+        PlanError: as ``make_loads``.
+    """
+    shape = shape or TrainingShape()
+    parts = _checked_parts(profile, keyspace, layout, shape, None)
+    group_of = {table: index for index, group in enumerate(keyspace.groups) for table in group.tables}
+    return tuple(
+        _load(group_of[table], [parts[table]] if table in parts else [], keyspace, shape, table)
+        for table in range(len(keyspace.tables))
+    )
+
+
+@dataclass(frozen=True)
+class _TablePart:
+    keys: Int64Array
+    hot: Float64Array
+    """float64[3, h]: estimate, lower, upper."""
+    bin_accesses: Float64Array
+    bin_rows: Float64Array
+    trained: float
+    returned: float
+
+
+def _checked_parts(
+    profile: Profile, keyspace: KeySpace, layout: RankLayout, shape: TrainingShape, also_list: Int64Array | None
+) -> dict[int, _TablePart]:
+    """Index of each table with accesses (or with rows in ``also_list``) -> its part."""
+    names = [table.table for table in profile.tables]
+    if names != [table.name for table in keyspace.tables]:
+        raise PlanError(
+            f"the profile lists other tables than the key space ({len(names)} against {len(keyspace.tables)}, or in "
+            "another order)",
+            remedy="make the profile with the job's own table list",
+        )
+    shape.check_names(keyspace)
+    if not any(table.weight > 0 for table in profile.tables):
+        raise PlanError("the profile is empty: no access was seen yet", remedy="wait until the stream delivers")
+    also = np.empty(0, np.int64) if also_list is None else np.unique(also_list)
+    also_table, also_rows = keyspace.table_rows(also)
+    parts = {}
+    for index, table in enumerate(profile.tables):
+        if table.weight > 0:
+            parts[index] = _table_part(table, index, keyspace, layout, shape, also_rows[also_table == index])
+    return parts
+
+
+def _table_part(
+    table: TableProfile,
+    table_index: int,
+    keyspace: KeySpace,
+    layout: RankLayout,
+    shape: TrainingShape,
+    also_rows: Int64Array,
+) -> _TablePart:
+    _check_table(table, keyspace.tables[table_index].rows)
+    shares = np.stack([table.hot_share, table.hot_lower, table.hot_upper]).astype(np.float64)
+    rows = table.hot_rows
+    bin_share, bin_rows = table.bin_share.astype(np.float64), table.bin_rows.astype(np.float64)
+    # What neither rows nor bins explain is spread evenly over the rest of the table: the least favourable to replicas.
+    rest_share = 1.0 - float(shares[0].sum()) - float(bin_share @ bin_rows)
+    if rest_share > 1e-9:
+        unlisted = max(keyspace.tables[table_index].rows - len(rows) - float(bin_rows.sum()), 1.0)
+        bin_share = np.append(bin_share, rest_share / unlisted)
+        bin_rows = np.append(bin_rows, unlisted)
+    more = also_rows[~np.isin(also_rows, rows)] if len(also_rows) else also_rows
+    if len(more):
+        unlisted = float(bin_rows.sum())
+        mean = float(bin_share @ bin_rows) / unlisted if unlisted > 0 else 0.0
+        rows = np.concatenate([rows, more])
+        shares = np.concatenate([shares, np.full((3, len(more)), mean)], axis=1)
+        bin_rows = bin_rows * max(1.0 - len(more) / unlisted, 0.0) if unlisted > 0 else bin_rows
+    per_rank = table.accesses_per_step / layout.world_size
+    bags = shape.bags_per_step.get(table.table)
+    return _TablePart(
+        keys=keyspace.keys(table_index, rows),
+        hot=shares * per_rank,
+        bin_accesses=bin_share * per_rank,
+        bin_rows=bin_rows,
+        trained=0.0 if table.table in shape.frozen_tables else 1.0,
+        returned=1.0 if bags is None else _sums_per_access(per_rank, bags, layout.world_size),
+    )
+
+
+def _sums_per_access(accesses: float, bags: float, homes: int) -> float:
+    """Rows that come back for one look-up if every home sums what it holds of a bag.
+
+    A bag has m = accesses / bags / homes rows at one home, Poisson: the home answers with one row if it has any.
+    """
+    mean = accesses / bags / homes
+    return float(-np.expm1(-mean) / mean) if mean > 0 else 1.0
+
+
+def _check_table(table: TableProfile, table_rows: int) -> None:
+    if not math.isfinite(table.accesses_per_step) or table.accesses_per_step < 0:
+        raise PlanError(
+            f"table {table.table!r}: accesses per step are unknown ({table.accesses_per_step!r})",
+            remedy="set planner.batch_accesses_per_step, or wait for the ranks' first report",
+        )
+    rows = table.hot_rows
+    if not all(
+        np.isfinite(share).all() and (share >= 0).all() for share in (table.hot_share, table.hot_lower, table.hot_upper)
+    ):
+        raise PlanError(f"table {table.table!r}: a hot row's share is NaN or negative", remedy="report this profile")
+    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= table_rows):
+        raise PlanError(f"table {table.table!r}: a hot row lies outside the table", remedy="check the table's rows")
+    ascending = np.sort(rows)
+    if bool((ascending[1:] == ascending[:-1]).any()):
+        raise PlanError(f"table {table.table!r}: a hot row is listed twice", remedy="report this profile")
+    for bins in (table.bin_share, table.bin_rows):
+        if not (np.isfinite(bins).all() and (bins >= 0).all()):
+            raise PlanError(f"table {table.table!r}: a bin is NaN or negative", remedy="report this profile")
+
+
+def _load(
+    group_index: int, parts: list[_TablePart], keyspace: KeySpace, shape: TrainingShape, table: int | None = None
+) -> GroupLoad:
+    spec = keyspace.tables[keyspace.groups[group_index].tables[0] if table is None else table]
+    keys = np.concatenate([np.empty(0, np.int64), *(part.keys for part in parts)])
+    hot = np.concatenate([np.empty((3, 0)), *(part.hot for part in parts)], axis=1)
+    # Hot rows come by frequency; most callers want them by key.
+    order = np.argsort(keys, kind="stable")
+    plain = all(part.trained == 1.0 for part in parts)
+    unpooled = all(part.returned == 1.0 for part in parts)
+
+    def of_rows(name: str) -> Float64Array:
+        every = [np.full(len(part.keys), getattr(part, name)) for part in parts]
+        values: Float64Array = np.concatenate([np.empty(0), *every])[order]
+        return values
+
+    def of_bins(name: str) -> Float64Array:
+        every = [np.full(len(part.bin_rows), getattr(part, name)) for part in parts]
+        return np.concatenate([np.empty(0), *every])
+
+    return GroupLoad(
+        group=group_index,
+        row_bytes=spec.row_bytes,
+        state_bytes=spec.state_bytes,
+        keys=keys[order],
+        accesses=hot[0, order],
+        accesses_lower=np.minimum(hot[1, order], hot[0, order]),
+        accesses_upper=np.maximum(hot[2, order], hot[0, order]),
+        bin_accesses=np.concatenate([np.empty(0), *(part.bin_accesses for part in parts)]),
+        bin_rows=np.concatenate([np.empty(0), *(part.bin_rows for part in parts)]),
+        comm_row_bytes=shape.wire_row_bytes(spec),
+        narrow_wire=shape.narrow_wire(spec),
+        micro_batches=shape.micro_batches,
+        merged_backward=shape.merged_backward,
+        trained=None if plain else of_rows("trained"),
+        returned=None if unpooled else of_rows("returned"),
+        bin_trained=None if plain else of_bins("trained"),
+        bin_returned=None if unpooled else of_bins("returned"),
+    )

@@ -1,0 +1,1 @@
+"""The optimiser: which rows get copies under the replica budget."""

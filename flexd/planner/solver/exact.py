@@ -1,0 +1,112 @@
+"""Exact choice among the few rows about which prices leave doubt: a mixed integer program (HiGHS through scipy).
+
+Rows far from every threshold are where they belong at any good price; what a price cannot do is to pack the last slots
+of ranks and tables whose limits differ (a multi-dimensional knapsack). So all rows but the *core* keep their tiers, and
+the core is chosen anew in the slots that this leaves. With all rows in the core the choice is optimal, the bound tight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.layout import RankLayout, Tier
+
+if TYPE_CHECKING:
+    from scipy.sparse import coo_matrix
+
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+UInt8Array = npt.NDArray[np.uint8]
+
+_CORE_ROWS = 192
+_CORE_ENTRIES = 3_072
+"""Core rows x limits: with many ranks fewer rows are chosen anew, so that it stays a matter of milliseconds."""
+_LEAST_CORE_ROWS = 24
+_BRANCHES = 16
+"""Of the search tree: a limit of time would make plans depend on the machine."""
+_SCALE = 1e5
+"""Of the largest gain: HiGHS stops within 1e-6 of the optimum."""
+_SLACK = 1e-9
+"""By which a bound of HiGHS may be too tight, as a share of the gain."""
+
+
+def core_rows(limits: int) -> int:
+    """Rows that are chosen exactly with so many limits (of ranks and of tables on ranks); 0: too many limits."""
+    rows = min(_CORE_ROWS, _CORE_ENTRIES // max(limits, 1))
+    return rows if rows >= _LEAST_CORE_ROWS else 0
+
+
+@dataclass(frozen=True)
+class Core:
+    """Rows to choose tiers for, and the slots that are free for them.
+
+    Attributes:
+        keys: int64[n].
+        decision: float64[tier, n] gains; -inf where a tier is not allowed, HOME is 0.
+        slots: int64[world], at least 0.
+        budget: int64[n], index into ``budgets`` of the row's table, or -1; None: no table has a budget.
+        budgets: int64[b, world], at least 0.
+    """
+
+    layout: RankLayout
+    keys: Int64Array
+    decision: Float64Array
+    slots: Int64Array
+    budget: Int64Array | None
+    budgets: Int64Array
+
+    def best(self) -> tuple[UInt8Array, float] | None:
+        """(uint8[n] tiers within all limits, the most that any such tiers gain).
+
+        The tiers are the best there are unless the search was cut off. None: it was, before it found any.
+        """
+        tier, row = np.nonzero(self.decision > 0)
+        if not len(row):
+            return np.zeros(len(self.keys), np.uint8), 0.0
+        # Imported with the first plan: it would take an eighth of the daemon's start.
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import coo_matrix
+
+        gain = self.decision[tier, row]
+        scale = _SCALE / float(gain.max())
+        limits, most = self._limits(tier, row)
+        once = coo_matrix((np.ones(len(row)), (row, np.arange(len(row)))), shape=(len(self.keys), len(row)))
+        result = milp(
+            -gain * scale,
+            constraints=[LinearConstraint(limits.tocsr(), ub=most), LinearConstraint(once.tocsr(), ub=1.0)],
+            integrality=np.ones(len(row)),
+            bounds=Bounds(0.0, 1.0),
+            options={"mip_rel_gap": 0.0, "node_limit": _BRANCHES},
+        )
+        if result.x is None:
+            return None
+        chosen = np.round(result.x) > 0
+        if bool((limits @ chosen > most).any()) or bool((once @ chosen > 1).any()):
+            return None
+        tiers = np.zeros(len(self.keys), np.uint8)
+        tiers[row[chosen]] = tier[chosen]
+        total = float(gain[chosen].sum())
+        bound = float("nan") if result.mip_dual_bound is None else -float(result.mip_dual_bound) / scale
+        return tiers, max(bound, total) + _SLACK * total if np.isfinite(bound) else np.inf
+
+    def _limits(self, tier: Int64Array, row: Int64Array) -> tuple[coo_matrix, Float64Array]:
+        """(which (tier, row) takes a slot of which limit, slots of each limit): ranks, then ranks by table."""
+        from scipy.sparse import coo_matrix
+
+        world, local = self.layout.world_size, self.layout.local_ranks
+        home, ranks = self.layout.home_rank(self.keys[row]), np.arange(world)[:, None]
+        on_rail = (ranks % local == home % local) & (ranks // local != home // local)
+        limit, at = np.nonzero(np.where(tier == Tier.NODE, on_rail, ranks != home))
+        entries, most = [(limit, at)], [self.slots]
+        if self.budget is not None:
+            of_table = self.budget[row[at]]
+            mine = of_table >= 0
+            entries.append(((1 + of_table[mine]) * world + limit[mine], at[mine]))
+            most.extend(self.budgets)
+        limit, at = (np.concatenate(parts) for parts in zip(*entries, strict=True))
+        shape = (world * len(most), len(row))
+        return coo_matrix((np.ones(len(at)), (limit, at)), shape=shape), np.concatenate(most).astype(np.float64)

@@ -1,0 +1,279 @@
+"""The optimiser: the tier of every listed row that makes the step's exposed communication shortest.
+
+Time is linear in the rows once the price of a byte is known, so a row's *gain* at a tier (its time at HOME minus its
+time there) does not depend on the other rows; only the replica slots tie rows together (``assign``, ``quota``), and the
+fixed cost of synchronising a tier at all, which dim-groups share, ties the dim-groups together. There are four sets of
+tiers that may be synchronised; each is solved for all dim-groups, and the best is taken. The Lagrangian relaxation
+(``relaxation``) bounds what any tiers could gain.
+
+Which tiers exist: with one node the node owner is the home, so NODE would be HOME; with one rank a node NODE and DEVICE
+hold the same copies, and NODE is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import PlanError
+from flexd.core.layout import RankLayout, Tier
+from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost, step_latencies
+from flexd.planner.model.gains import canonical_tiers, decision_gains, usable_tiers
+from flexd.planner.model.prices import exposed_share
+from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.workload import GroupLoad
+from flexd.planner.solver.assign import Assignment
+from flexd.planner.solver.limits import FREE, GroupLimits
+from flexd.topology.model import Cluster
+
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+UInt8Array = npt.NDArray[np.uint8]
+
+_PRICE_ROUNDS = 4
+"""At most: prices depend on the message sizes, which depend on the plan."""
+
+
+@dataclass(frozen=True)
+class JointChoice:
+    """Tiers for all dim-groups.
+
+    Attributes:
+        tiers: of each group uint8[h], of the load's listed rows.
+        gains: of each group float64[h], exposed seconds a step that the row saves at its tier against HOME (0 at HOME).
+        cost: of these tiers.
+        home: of the same exchange with every row at HOME that is not pinned elsewhere.
+        objective_seconds: what was minimised: exposed seconds (mean over the ranks) with the row bounds, plus migration
+            over the horizon.
+        lower_bound_seconds: no tiers within the limits have a smaller objective (at the prices of these tiers'
+            messages; for a cluster without size-dependent bandwidths: at all).
+    """
+
+    tiers: tuple[UInt8Array, ...]
+    gains: tuple[Float64Array, ...]
+    cost: CostBreakdown
+    home: CostBreakdown
+    objective_seconds: float
+    lower_bound_seconds: float
+
+
+@dataclass(frozen=True)
+class TierChoice:
+    """``JointChoice`` of a single dim-group."""
+
+    tiers: UInt8Array
+    gains: Float64Array
+    cost: CostBreakdown
+    objective_seconds: float
+    lower_bound_seconds: float
+
+
+def choose_tiers(
+    load: GroupLoad,
+    layout: RankLayout,
+    cluster: Cluster,
+    replica_slots: int | Int64Array | GroupLimits,
+    live_tiers: UInt8Array,
+    horizon_steps: float,
+    exchange: Exchange = Exchange.CHAIN,
+) -> TierChoice:
+    """The best tiers for one dim-group alone; see ``choose_jointly``."""
+    limits = replica_slots if isinstance(replica_slots, GroupLimits) else GroupLimits.of(replica_slots, layout)
+    joint = choose_jointly([LoadSums(load, layout)], cluster, [limits], [live_tiers], horizon_steps, exchange)
+    return TierChoice(joint.tiers[0], joint.gains[0], joint.cost, joint.objective_seconds, joint.lower_bound_seconds)
+
+
+def choose_jointly(
+    sums: Sequence[LoadSums],
+    cluster: Cluster,
+    limits: Sequence[GroupLimits],
+    live_tiers: Sequence[UInt8Array],
+    horizon_steps: float,
+    exchange: Exchange = Exchange.CHAIN,
+) -> JointChoice:
+    """The best tiers for all dim-groups within their limits.
+
+    A row that is now below a tier must pay with its lower access bound, and pay for its migration within
+    ``horizon_steps``; a row that is there now stays as long as its upper bound pays. So rows near the threshold do not
+    flap. The result never costs more (in the mean over the ranks) than the same exchange with every row at HOME and
+    pinned rows at their pins, and changes nothing that fits unless the change pays by this measure.
+
+    Args:
+        live_tiers: of each group uint8[h], tiers of the listed rows now.
+
+    Raises:
+        PlanError: a horizon that is not above 0, or pinned rows that do not fit.
+    """
+    if not horizon_steps > 0:
+        raise PlanError(f"horizon_steps: {horizon_steps}", remedy="give a number of steps above 0")
+    layout = sums[0].layout
+    live = [canonical_tiers(tiers, layout) for tiers in live_tiers]
+    problem = _Problem(tuple(sums), cluster, tuple(limits), tuple(live), horizon_steps, exchange)
+    sent = problem.first_sizes()
+    best: JointChoice | None = None
+    for _ in range(1 if cluster.is_affine else _PRICE_ROUNDS):
+        choice = problem.solve(sent)
+        if best is None or choice.objective_seconds < best.objective_seconds:
+            best = choice
+        sizes = choice.cost.bytes
+        if np.array_equal(np.where(sizes > 0, sizes, sent), sent):
+            break
+        sent = np.where(sizes > 0, sizes, sent)
+    if best is None:
+        raise PlanError("no tiers were tried", remedy="report this")
+    return best
+
+
+@dataclass(frozen=True)
+class _Group:
+    """One dim-group at given prices."""
+
+    sums: LoadSums
+    assignment: Assignment
+    plain: Float64Array
+    live: UInt8Array
+
+    @cached_property
+    def trained(self) -> npt.NDArray[np.bool_] | None:
+        """bool[h]; None if all rows are."""
+        trained = self.sums.load.trained
+        return None if trained is None else trained > 0
+
+    def allowing(self, tiers: frozenset[Tier]) -> Float64Array:
+        """float64[tier, h]: the gains, with -inf at other tiers than these. Rows never synchronised may take any."""
+        decision = self.assignment.decision
+        usable = self.assignment.allowed
+        if set(usable) <= tiers:
+            return decision
+        decision = decision.copy()
+        for tier in (Tier.NODE, Tier.DEVICE):
+            if tier not in tiers or tier not in usable:
+                closed = slice(None) if self.trained is None or tier not in usable else self.trained
+                decision[tier, closed] = -np.inf
+        return decision
+
+    def total(self, gains: Float64Array, tiers: UInt8Array) -> float:
+        """Gains of the rows that are not pinned."""
+        chosen = np.flatnonzero((tiers != self.assignment.base) & (tiers != Tier.HOME))
+        return float(gains[tiers[chosen], chosen].sum())
+
+    def synced(self, tiers: UInt8Array) -> frozenset[Tier]:
+        """Tiers above HOME that hold trained rows."""
+        at = tiers if self.trained is None else tiers[self.trained]
+        return frozenset(tier for tier in (Tier.NODE, Tier.DEVICE) if bool((at == tier).any()))
+
+    def solve(self, tiers: frozenset[Tier]) -> tuple[UInt8Array, float]:
+        """(tiers of the rows, the most they could gain) if only rows at these tiers are synchronised."""
+        chosen, bound = self.assignment.best(self.allowing(tiers))
+        live_gain = self.total(self.assignment.decision, self.live)
+        if (
+            live_gain >= self.total(self.assignment.decision, chosen)
+            and self.live.any()
+            and self.synced(self.live) <= tiers
+            and self.assignment.limits.fits(self.sums.load.keys, self.live, self.sums.layout)
+        ):
+            chosen, bound = self.live, max(bound, live_gain)
+        if self.total(self.plain, chosen) <= 0:
+            # Upper bounds may keep rows that the estimates would not; not if nothing is won by them together.
+            chosen = self.assignment.base
+        return chosen, bound
+
+
+@dataclass(frozen=True)
+class _Problem:
+    sums: tuple[LoadSums, ...]
+    cluster: Cluster
+    limits: tuple[GroupLimits, ...]
+    live: tuple[UInt8Array, ...]
+    horizon_steps: float
+    exchange: Exchange
+
+    @property
+    def layout(self) -> RankLayout:
+        return self.sums[0].layout
+
+    def cost(self, tiers: Sequence[UInt8Array]) -> CostBreakdown:
+        return joint_cost(self.sums, tiers, self.cluster, self.exchange)
+
+    def first_sizes(self) -> Float64Array:
+        """Message sizes before any plan: the exchange with all rows at HOME, the sync of as many rows as fit."""
+        home = [np.zeros(len(group.load.keys), np.uint8) for group in self.sums]
+        sizes = self.cost(home).bytes
+        if self.cluster.is_affine:
+            return sizes
+        for tier in usable_tiers(self.layout, self.exchange):
+            filled = []
+            for group, limits in zip(self.sums, self.limits, strict=True):
+                tiers = np.zeros(len(group.load.keys), np.uint8)
+                tiers[np.argsort(-group.load.accesses, kind="stable")[: int(limits.slots.min(initial=0))]] = tier
+                filled.append(tiers)
+            sizes[tier] = self.cost(filled).bytes[tier]
+        return sizes
+
+    def fixed_seconds(self, synced: frozenset[Tier]) -> float:
+        """Exposed latency of synchronising these tiers."""
+        with_sync, without = (
+            step_latencies(self.sums, self.cluster, self.exchange, {int(tier) for tier in tiers})
+            for tiers in (synced, frozenset[Tier]())
+        )
+        return float(exposed_share(self.cluster) @ (with_sync - without).sum(axis=1))
+
+    def sets_of_tiers(self, pinned: frozenset[Tier], frozen: bool) -> Iterator[frozenset[Tier]]:
+        """Sets of tiers that may be synchronised; the empty one matters only to rows that are not."""
+        usable = usable_tiers(self.layout, self.exchange)
+        for size in range(0 if frozen or pinned else 1, len(usable) + 1):
+            for chosen in combinations(usable, size):
+                if pinned <= frozenset(chosen) or size == len(usable):
+                    yield frozenset(chosen) | pinned
+
+    def groups(self, sent: Float64Array) -> list[_Group]:
+        usable = usable_tiers(self.layout, self.exchange)
+        result = []
+        for sums, limits, live in zip(self.sums, self.limits, self.live, strict=True):
+            decision, plain = decision_gains(sums, live, self.cluster, sent, self.exchange, self.horizon_steps)
+            if limits.fixed is not None:
+                fixed = np.where(limits.fixed == FREE, FREE, canonical_tiers(limits.fixed % len(Tier), self.layout))
+                limits = GroupLimits(limits.slots, fixed.astype(np.uint8), limits.budget, limits.budgets)
+            result.append(_Group(sums, Assignment(self.layout, sums.load.keys, decision, limits, usable), plain, live))
+        return result
+
+    def solve(self, sent: Float64Array) -> JointChoice:
+        groups = self.groups(sent)
+        home_tiers = [group.assignment.base for group in groups]
+        home = self.cost(home_tiers)
+        pinned = frozenset[Tier]().union(*(group.synced(group.assignment.base) for group in groups))
+        pinned_seconds = self.fixed_seconds(pinned)
+        best_tiers, best_cost, best_objective, best_value = home_tiers, home, home.exposed_seconds, 0.0
+        bound = 0.0
+        for tiers_open in self.sets_of_tiers(pinned, any(group.trained is not None for group in groups)):
+            solved = [group.solve(tiers_open) for group in groups]
+            tiers = [chosen for chosen, _ in solved]
+            fixed = self.fixed_seconds(tiers_open) - pinned_seconds
+            bound = max(bound, sum(most for _, most in solved) - fixed)
+            if all(chosen is base for chosen, base in zip(tiers, home_tiers, strict=True)):
+                continue
+            cost = self.cost(tiers)
+            decided = sum(g.total(g.assignment.decision, t) for g, t in zip(groups, tiers, strict=True))
+            plain = sum(g.total(g.plain, t) for g, t in zip(groups, tiers, strict=True))
+            objective = cost.exposed_seconds + (plain - decided)
+            if objective < best_objective and cost.exposed_seconds < home.exposed_seconds:
+                synced = frozenset[Tier]().union(*(g.synced(t) for g, t in zip(groups, tiers, strict=True)))
+                best_value = decided - (self.fixed_seconds(synced | pinned) - pinned_seconds)
+                best_tiers, best_cost, best_objective = tiers, cost, objective
+        gains = [
+            np.take_along_axis(group.plain, tiers[None, :].astype(np.int64), axis=0)[0]
+            for group, tiers in zip(groups, best_tiers, strict=True)
+        ]
+        return JointChoice(
+            tiers=tuple(best_tiers),
+            gains=tuple(gains),
+            cost=best_cost,
+            home=home,
+            objective_seconds=best_objective,
+            lower_bound_seconds=best_objective - max(bound - best_value, 0.0),
+        )

@@ -1,0 +1,245 @@
+"""What a follower sends: the counts of some stretches of the stream, as one checksummed frame."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import ScaleOutError, SnapshotError, StreamError
+from flexd.ingest.message_counts import Tally
+from flexd.sketch import frame
+from flexd.sketch.frame import Arrays
+
+FORMAT = 1
+MAX_PARTITIONS = 65_536
+MAX_OFFSET = 2**62
+_MAX_PARTITION_CHARS = 512
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+_SPARSE_FROM_BYTES = 4096
+_GAPS, _VALUES, _SHAPE = "@gaps", "@values", "@shape"
+_UNSIGNED = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32))
+_REMEDY = "run the same flexd on both sides"
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Messages of one partition, from a position to another.
+
+    Attributes:
+        start: position before the first; None is the earliest message there is.
+        end: position after the last. Below ``start`` if the log lost its data on the way and was begun again.
+    """
+
+    start: int | None
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class Delta:
+    """What one follower has counted since its previous delta.
+
+    Attributes:
+        follower: its name, unique in the job. session: new for every start of its process.
+        sequence: counts its deltas; the same one repeated has the same number.
+        job, tables: of its configuration; must be the leader's. ``tables`` is the digest of the key space.
+        stretches: what was counted, by partition. Empty: nothing was, the rest is news of the follower.
+        tally: what became of these messages.
+        lag_messages: not read yet in its partitions. partitions: that it reads now.
+        leaving: the follower stops; its silence is no fault.
+        sketch_meta, arrays: ``SketchSet.state`` of the counts; both empty if ``stretches`` is.
+    """
+
+    follower: str
+    session: str
+    sequence: int
+    job: str
+    tables: str
+    stretches: Mapping[str, Stretch]
+    tally: Tally
+    lag_messages: int
+    partitions: tuple[str, ...]
+    leaving: bool
+    sketch_meta: Mapping[str, Any]
+    arrays: Arrays
+
+
+def encode(delta: Delta) -> bytes:
+    """One frame; arrays that are mostly zero take 2 to 8 bytes for each number that is not.
+
+    Raises:
+        ScaleOutError: a value that a frame cannot hold.
+    """
+    arrays: Arrays = {}
+    for name, array in delta.arrays.items():
+        arrays.update(_packed(name, array))
+    meta = {
+        "delta": FORMAT,
+        "follower": delta.follower,
+        "session": delta.session,
+        "sequence": delta.sequence,
+        "job": delta.job,
+        "tables": delta.tables,
+        "stretches": {name: [stretch.start, stretch.end] for name, stretch in delta.stretches.items()},
+        "tally": delta.tally.document(),
+        "lag_messages": delta.lag_messages,
+        "partitions": list(delta.partitions),
+        "leaving": delta.leaving,
+        "sketches": dict(delta.sketch_meta),
+    }
+    try:
+        return b"".join(frame.encode(meta, arrays))
+    except SnapshotError as error:
+        raise ScaleOutError(f"delta cannot be encoded: {error}", reason="malformed") from error
+
+
+def decode(data: bytes, max_bytes: int) -> Delta:
+    """The delta, whole or not at all.
+
+    Args:
+        max_bytes: that its arrays may take unpacked; bounds what is allocated.
+
+    Raises:
+        ScaleOutError: ``malformed`` if it is not what ``encode`` gives, ``too_large`` beyond ``max_bytes``.
+    """
+    try:
+        meta, arrays = frame.decode(data, "delta", _REMEDY)
+        if meta["delta"] != FORMAT:
+            raise ValueError(f"format {str(meta['delta'])[:20]}, this flexd reads {FORMAT}")
+        delta = Delta(
+            follower=_name(meta["follower"]),
+            session=_name(meta["session"]),
+            sequence=_whole(meta["sequence"]),
+            job=_name(meta["job"]),
+            tables=_name(meta["tables"]),
+            stretches=_stretches(meta["stretches"]),
+            tally=Tally.from_document(meta["tally"]),
+            lag_messages=_whole(meta["lag_messages"]),
+            partitions=_partitions(meta["partitions"]),
+            leaving=meta["leaving"] is True,
+            sketch_meta=dict(meta["sketches"]),
+            arrays=_unpacked(arrays, max_bytes),
+        )
+        if bool(delta.sketch_meta) != bool(delta.stretches):
+            raise ValueError("counts without stretches, or stretches without counts")
+    except (SnapshotError, StreamError) as error:
+        raise ScaleOutError(str(error), reason="malformed") from error
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ScaleOutError(f"malformed delta: {error!r}"[:500], reason="malformed", remedy=_REMEDY) from error
+    return delta
+
+
+def _packed(name: str, array: npt.NDArray[Any]) -> Arrays:
+    """The array as it is, or as (distances between its non-zero numbers, these numbers, shape) if that is smaller."""
+    if array.nbytes < _SPARSE_FROM_BYTES or array.dtype.kind not in "iu":
+        return {name: array}
+    flat = array.reshape(-1)
+    # Most deltas touch little: counting is several times cheaper than listing, and decides.
+    touched = int(np.count_nonzero(flat))
+    if touched * 2 >= array.nbytes:
+        return {name: array}
+    at = np.flatnonzero(flat)
+    gaps = _narrow(np.diff(at, prepend=-1) - 1)
+    values = _narrow(flat[at])
+    if gaps.dtype not in _UNSIGNED or gaps.nbytes + values.nbytes >= array.nbytes:
+        return {name: array}
+    shape = np.array([*array.shape, _dtype_code(array.dtype)], dtype=np.int64)
+    return {name + _GAPS: gaps, name + _VALUES: values, name + _SHAPE: shape}
+
+
+def _unpacked(arrays: Arrays, max_bytes: int) -> Arrays:
+    out: Arrays = {}
+    left = max_bytes
+    for name, array in arrays.items():
+        if name.endswith((_GAPS, _VALUES)):
+            continue
+        if not name.endswith(_SHAPE):
+            left -= array.nbytes
+            out[name] = array
+        else:
+            base = name.removesuffix(_SHAPE)
+            numbers = [int(number) for number in array]
+            shape, dtype = numbers[:-1], _CODES[numbers[-1]]
+            if any(number < 0 for number in shape):
+                raise ValueError(f"array {base[:80]!r} of a negative shape")
+            size = 1
+            for number in shape:
+                size *= number
+            left -= size * dtype.itemsize
+            if left >= 0:
+                out[base] = _expanded(arrays[base + _GAPS], arrays[base + _VALUES], size, dtype).reshape(shape)
+        if left < 0:
+            raise ScaleOutError(
+                f"delta unpacks to more than {max_bytes} bytes", reason="too_large",
+                remedy="give all daemons of a job the same sketch settings",
+            )  # fmt: skip
+    return out
+
+
+def _expanded(gaps: npt.NDArray[Any], values: npt.NDArray[Any], size: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    if gaps.shape != values.shape or gaps.ndim != 1 or gaps.dtype.kind != "u" or values.dtype.kind not in "iu":
+        raise ValueError("a sparse array whose parts do not fit each other")
+    at = np.cumsum(gaps.astype(np.int64) + 1) - 1
+    # Distances are below 2^32 each, so that the sum of as many as fit a request cannot pass 2^63.
+    if len(at) and not (gaps.dtype in _UNSIGNED and int(at[-1]) < size):
+        raise ValueError("a sparse array with numbers outside its shape")
+    info = np.iinfo(dtype)
+    if len(values) and not (info.min <= int(values.min()) and int(values.max()) <= info.max):
+        raise ValueError("a sparse array with numbers beyond its type")
+    out = np.zeros(size, dtype=dtype)
+    out[at] = values
+    return out
+
+
+def _narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """In the smallest unsigned type that holds all; as they are if none does."""
+    if not len(values) or int(values.min()) >= 0:
+        highest = int(values.max(initial=0))
+        for dtype in _UNSIGNED:
+            if highest <= np.iinfo(dtype).max:
+                return values.astype(dtype)
+    return values
+
+
+_CODES = tuple(np.dtype(name) for name in ("|u1", "<u2", "<u4", "<u8", "<i4", "<i8"))
+
+
+def _dtype_code(dtype: np.dtype[Any]) -> int:
+    return _CODES.index(dtype.newbyteorder("<"))
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_OFFSET:
+        raise ValueError(f"number {str(value)[:40]}")
+    return value
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not _NAME.match(value):
+        raise ValueError(f"name {str(value)[:40]!r}")
+    return value
+
+
+def _partition(value: object) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= _MAX_PARTITION_CHARS:
+        raise ValueError(f"partition {str(value)[:40]!r}")
+    return value
+
+
+def _partitions(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > MAX_PARTITIONS:
+        raise ValueError("list of partitions")
+    return tuple(_partition(name) for name in value)
+
+
+def _stretches(value: Mapping[str, Any]) -> dict[str, Stretch]:
+    if len(value) > MAX_PARTITIONS:
+        raise ValueError("too many partitions")
+    return {
+        _partition(name): Stretch(None if start is None else _whole(start), _whole(end))
+        for name, (start, end) in value.items()
+    }

@@ -1,0 +1,148 @@
+"""Brings one delta at a time to the leader, in a thread of its own, again and again until there is an answer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from flexd.core.errors import FlexdError, ScaleOutError
+from flexd.scaleout.leader import REASONS
+from flexd.scaleout.push_answer import Answer
+
+_log = logging.getLogger(__name__)
+
+FAILURE_REASONS = (*REASONS, "unreachable", "other")
+"""Every label of an attempt without a final answer."""
+
+_BACKOFF_SECONDS = (0.1, 5.0)
+
+
+class Link(Protocol):
+    """The way to the leader."""
+
+    def offer(self, data: bytes) -> Answer:
+        """One attempt, within a bounded time.
+
+        Raises:
+            ScaleOutError: no answer: the leader is away, refused the request, or answers nonsense.
+        """
+
+    def close(self) -> None:
+        """Releases connections."""
+
+
+class Courier:
+    """``send`` from one thread; ``take`` from the same. An answer that refuses for another reason than ``position`` is
+    no end: a person has to mend something, and the delta is offered again.
+
+    Args:
+        link: taken over; closed at ``stop``.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._changed = threading.Condition()
+        self._make: Callable[[], bytes] | None = None
+        self._answer: Answer | None = None
+        self._stopping = threading.Event()
+        self._hurry = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.problem: str | None = None
+        """Why the last attempt brought no final answer, or None."""
+        self.attempts = 0
+        self.failures: dict[str, int] = {}
+        """Attempts without a final answer, by reason of ``FAILURE_REASONS``."""
+        self.bytes_sent = 0
+        self.answered_at: float | None = None
+        """Monotonic seconds of the newest final answer."""
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="flexd-courier", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_seconds: float) -> bool:
+        """Gives up what is on its way; True if the thread ended within the deadline."""
+        self._stopping.set()
+        self._hurry.set()
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def send(self, make: Callable[[], bytes]) -> None:
+        """Hands a delta over.
+
+        Args:
+            make: encodes it; called once, in the courier's thread.
+
+        Raises:
+            ScaleOutError: the previous one has not been taken.
+        """
+        with self._changed:
+            if self._make is not None or self._answer is not None:
+                raise ScaleOutError("a delta is on its way already", reason="internal_error")
+            self._make = make
+            self._changed.notify_all()
+
+    def hurry(self) -> None:
+        """Ends a wait between two attempts."""
+        self._hurry.set()
+
+    def take(self, timeout_seconds: float = 0.0) -> Answer | None:
+        """The answer, once; None if there is none within the deadline."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._answer is not None or self._stopping.is_set(), timeout_seconds)
+            answer, self._answer = self._answer, None
+            return answer
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            with self._changed:
+                self._changed.wait_for(lambda: self._make is not None or self._stopping.is_set())
+                make = self._make
+            if make is None:
+                break
+            answer = self._deliver(make)
+            with self._changed:
+                if answer is not None:
+                    self._make, self._answer = None, answer
+                self._changed.notify_all()
+        self._link.close()
+
+    def _deliver(self, make: Callable[[], bytes]) -> Answer | None:
+        """None only when stopped."""
+        data: bytes | None = None
+        wait_seconds = _BACKOFF_SECONDS[0]
+        while not self._stopping.is_set():
+            self._hurry.clear()
+            self.attempts += 1
+            try:
+                data = make() if data is None else data
+                self.bytes_sent += len(data)
+                answer = self._link.offer(data)
+                if answer.outcome != "refused" or answer.reason == "position":
+                    self.problem, self.answered_at = None, time.monotonic()
+                    return answer
+                self._fail(answer.reason, f"the leader refuses: {answer.message}")
+            except ScaleOutError as error:
+                self._fail(error.reason, str(error))
+            except Exception as error:
+                text = str(error) if isinstance(error, FlexdError) else repr(error)
+                self._fail("internal_error", text)
+                _log.debug("courier", exc_info=True)
+            self._hurry.wait(wait_seconds)
+            wait_seconds = min(2 * wait_seconds, _BACKOFF_SECONDS[1])
+        return None
+
+    def _fail(self, reason: str, text: str) -> None:
+        # A leader of another release may name reasons of its own.
+        known = reason if reason in FAILURE_REASONS else "other"
+        self.failures[known] = self.failures.get(known, 0) + 1
+        if self.problem is None:
+            _log.warning("leader: %s", text)
+        self.problem = text

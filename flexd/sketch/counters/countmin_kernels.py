@@ -1,0 +1,330 @@
+"""The loops of the count-min counters: 32-bit cells, of which two neighbours become one of 62 bits when one is full.
+
+A pair is *joined* once either cell would reach 2^31 (SALSA: Basat et al., *Self-Adjusting Lean Streaming Analytics*,
+ICDE 2021): the top bit of both words says so, and their 31-bit halves hold one value, the low half in the even word.
+So heavy cells cost no memory beyond their pair and no look-up elsewhere, and nothing wraps. A joined cell is larger
+than any other as a plain 32-bit number, so the minimum of four words is right as long as one of them is not joined.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from flexd.sketch.counters.cache_prefetch import prefetch
+from flexd.sketch.counters.hashing import cell_positions, distinct_halves
+
+BLOCK_IDS = 256
+"""Hashed at once, while the cells of the block before are counted: their cache lines (64 KiB) fit the second level."""
+DEPTH = 4
+_HALF = np.uint64(2**31 - 1)
+_FULL = np.uint64(2**31)
+_MOST = np.uint64(2**62 - 1)
+_TOP32 = np.uint32(31)
+_FLAG = np.uint32(2**31)
+_ONE = np.uint64(1)
+_PLAIN_SPLIT_UNITS = np.uint64(2**24)
+"""A joined pair of plain counters is parted only when this small: both get the sum, and joining again adds them."""
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _value(cells: Any, at: Any) -> Any:
+    word = cells[at]
+    if word >> _TOP32:
+        low = at & ~_ONE
+        return ((np.uint64(cells[low | _ONE]) & _HALF) << np.uint64(31)) | (np.uint64(cells[low]) & _HALF)
+    return np.uint64(word)
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _join(cells: Any, at: Any, value: Any) -> None:
+    low = at & ~_ONE
+    value = min(value, _MOST)
+    cells[low] = np.uint32(value & _HALF) | _FLAG
+    cells[low | _ONE] = np.uint32(value >> np.uint64(31)) | _FLAG
+
+
+@numba.njit(cache=True, nogil=True)
+def _set(cells: Any, at: Any, value: Any, conservative: bool) -> int:
+    """Raises one cell to ``value``; returns 1 if its pair was joined for that."""
+    if cells[at] >> _TOP32:
+        _join(cells, at, value)
+        return 0
+    if value < _FULL:
+        cells[at] = np.uint32(value)
+        return 0
+    neighbour = np.uint64(cells[at ^ _ONE])
+    _join(cells, at, max(value, neighbour) if conservative else value + neighbour)
+    return 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _keep(rows: Any, start: int, count: int, limit: Any, kept: Any) -> tuple[int, int]:
+    """Copies the ids inside the table; returns how many they are and how many are below 0."""
+    bad = 0
+    for i in range(count):
+        row: Any = np.int64(rows[start + i])
+        kept[i] = row
+        bad += np.uint64(row) >= limit
+    if bad == 0:
+        return count, 0
+    inside = 0
+    negative = 0
+    for i in range(count):
+        row = np.int64(rows[start + i])
+        kept[inside] = row
+        inside += np.uint64(row) < limit
+        negative += row < 0
+    return inside, negative
+
+
+@numba.njit(cache=True, nogil=True)
+def _least(registers: Any) -> Any:
+    least = registers[0]
+    for i in range(registers.size):
+        least = min(least, registers[i])
+    return least
+
+
+@numba.njit(cache=True, nogil=True)
+def _see(kept: Any, count: int, registers: Any, least: Any, slots: Any, bits: Any, rare: Any) -> None:
+    """A register holds 1 + the most leading zeros seen; it grows only if that many bits are all zero. So no id with
+    fewer zeros than ``least``, the smallest register or a smaller number, changes any."""
+    distinct_halves(kept, count, slots, bits)
+    mask = np.uint64(registers.size - 1)
+    rares: Any = 0
+    # In two shifts: one by 64 is undefined, and the smallest register is 0 at first.
+    rest = np.uint64(63) - np.uint64(min(least, 63))
+    for i in range(count):
+        rare[rares] = i
+        rares += np.int64((bits[i] >> rest) >> _ONE == 0)
+    for j in range(rares):
+        i = rare[j]
+        slot = np.uint64(slots[i]) & mask
+        rank = registers[slot]
+        if rank == 0 or (rank < 63 and bits[i] >> (np.uint64(64) - np.uint64(rank)) == 0):
+            zeros = np.uint64(0)
+            while zeros < np.uint64(62) and (bits[i] >> (np.uint64(63) - zeros)) & _ONE == 0:
+                zeros += _ONE
+            registers[slot] = np.uint8(zeros + _ONE)
+
+
+@numba.njit(cache=True, nogil=True)
+def add(
+    rows: Any,
+    start: Any,
+    limit: Any,
+    cells: Any,
+    log2_width: int,
+    units: Any,
+    conservative: bool,
+    registers: Any,
+    threshold: Any,
+    candidates: Any,
+    candidate_count: int,
+) -> tuple[int, int, int, int, int]:
+    """See ``CountMin.add``; also returns the pairs joined."""
+    band = threshold + np.uint64(2) * units
+    units32 = np.uint32(units)
+    fits = np.uint32(units < _FULL)
+    position = np.zeros((DEPTH, BLOCK_IDS), np.uint32)
+    next_position = np.zeros((DEPTH, BLOCK_IDS), np.uint32)
+    kept = np.empty(BLOCK_IDS, np.int64)
+    next_kept = np.empty(BLOCK_IDS, np.int64)
+    heavy = np.empty(BLOCK_IDS, np.int64)
+    slots = np.empty(BLOCK_IDS, np.uint16)
+    bits = np.empty(BLOCK_IDS, np.uint64)
+    rare = np.empty(BLOCK_IDS, np.int64)
+    negative: Any = 0
+    outside: Any = 0
+    joined: Any = 0
+    n = rows.size
+    size: Any = min(BLOCK_IDS, n - start)
+    count, below = _keep(rows, start, size, limit, kept)
+    least = _least(registers)
+    _see(kept, count, registers, least, slots, bits, rare)
+    cell_positions(kept, count, log2_width, position)
+    while start < n and candidate_count + BLOCK_IDS <= candidates.size:
+        next_start = start + size
+        next_size = min(BLOCK_IDS, n - next_start)
+        next_count, next_below = _keep(rows, next_start, next_size, limit, next_kept)
+        _see(next_kept, next_count, registers, least, slots, bits, rare)
+        cell_positions(next_kept, next_count, log2_width, next_position)
+        heavies: Any = np.uint64(0)
+        p0, p1, p2, p3 = position[0], position[1], position[2], position[3]
+        n0, n1, n2, n3 = next_position[0], next_position[1], next_position[2], next_position[3]
+        # Unsigned indices, as everywhere in this loop: signed ones are checked for being counted from the end.
+        for i in range(np.uint64(count)):
+            # A position left over from an earlier block costs a needless request and no branch.
+            prefetch(cells, np.uint64(n0[i]))
+            prefetch(cells, np.uint64(n1[i]))
+            prefetch(cells, np.uint64(n2[i]))
+            prefetch(cells, np.uint64(n3[i]))
+            a = np.uint64(p0[i])
+            b = np.uint64(p1[i])
+            c = np.uint64(p2[i])
+            d = np.uint64(p3[i])
+            va = cells[a]
+            vb = cells[b]
+            vc = cells[c]
+            vd = cells[d]
+            before = min(min(va, vb), min(vc, vd))
+            after = np.uint32(before + units32)
+            # Heavy rows are put off instead of branched to, which would be mispredicted for every other access.
+            full = before | after
+            if not conservative:
+                most = max(max(va, vb), max(vc, vd))
+                full = most | np.uint32(most + units32)
+            light = np.uint32((full >> _TOP32) ^ np.uint32(1)) & fits
+            heavy[heavies] = i
+            heavies += np.uint64(np.uint32(1) - light)
+            if conservative:
+                raised = np.uint32(after * light)
+                cells[a] = max(va, raised)
+                cells[b] = max(vb, raised)
+                cells[c] = max(vc, raised)
+                cells[d] = max(vd, raised)
+            else:
+                more = np.uint32(units32 * light)
+                cells[a] = np.uint32(va + more)
+                cells[b] = np.uint32(vb + more)
+                cells[c] = np.uint32(vc + more)
+                cells[d] = np.uint32(vd + more)
+            if light and np.uint64(before) < band and np.uint64(after) >= threshold:
+                candidates[candidate_count] = kept[i]
+                candidate_count += 1
+        for j in range(heavies):
+            i = heavy[j]
+            a = np.uint64(position[0, i])
+            b = np.uint64(position[1, i])
+            c = np.uint64(position[2, i])
+            d = np.uint64(position[3, i])
+            xa = _value(cells, a)
+            xb = _value(cells, b)
+            xc = _value(cells, c)
+            xd = _value(cells, d)
+            least = min(min(xa, xb), min(xc, xd))
+            goal = least + units
+            if conservative:
+                if xa < goal:
+                    joined += _set(cells, a, goal, True)
+                if xb < goal:
+                    joined += _set(cells, b, goal, True)
+                if xc < goal:
+                    joined += _set(cells, c, goal, True)
+                if xd < goal:
+                    joined += _set(cells, d, goal, True)
+            else:
+                joined += _set(cells, a, xa + units, False)
+                joined += _set(cells, b, xb + units, False)
+                joined += _set(cells, c, xc + units, False)
+                joined += _set(cells, d, xd + units, False)
+            if least < band and goal >= threshold:
+                candidates[candidate_count] = kept[i]
+                candidate_count += 1
+        negative += below
+        outside += size - count - below
+        start, size, count, below = next_start, next_size, next_count, next_below
+        position, next_position = next_position, position
+        kept, next_kept = next_kept, kept
+    return start, negative, outside, candidate_count, joined
+
+
+@numba.njit(cache=True, nogil=True)
+def query(rows: Any, cells: Any, log2_width: int, out: Any) -> None:
+    """Estimates of int64[n] rows into uint64[n]."""
+    position = np.empty((DEPTH, BLOCK_IDS), np.uint32)
+    for start in range(0, rows.size, BLOCK_IDS):
+        count = min(BLOCK_IDS, rows.size - start)
+        cell_positions(rows[start:], count, log2_width, position)
+        for i in range(count):
+            least = _value(cells, np.uint64(position[0, i]))
+            for d in range(1, DEPTH):
+                least = min(least, _value(cells, np.uint64(position[d, i])))
+            out[start + i] = least
+
+
+@numba.njit(cache=True, nogil=True)
+def values(cells: Any, out: Any) -> None:
+    """uint32[n] words -> uint64[n] values; both cells of a joined pair have the pair's."""
+    for i in range(cells.size):
+        out[i] = _value(cells, np.uint64(i))
+
+
+@numba.njit(cache=True, nogil=True)
+def store(numbers: Any, cells: Any, conservative: bool) -> int:
+    """uint64[n] values -> words; returns the pairs joined. What does not fit a word joins its neighbour as counting
+    would."""
+    joined = 0
+    for pair in range(cells.size // 2):
+        low = np.uint64(2 * pair)
+        a = numbers[low]
+        b = numbers[low | _ONE]
+        if a < _FULL and b < _FULL:
+            cells[low] = np.uint32(a)
+            cells[low | _ONE] = np.uint32(b)
+        else:
+            _join(cells, low, max(a, b) if conservative else a + b)
+            joined += 1
+    return joined
+
+
+@numba.njit(cache=True, nogil=True)
+def rescale(cells: Any, bits: Any, conservative: bool) -> int:
+    """Divides by ``2^bits`` (1 to 62), rounding up; parts what fits one word again. Returns the pairs still joined."""
+    joined = 0
+    up = (_ONE << bits) - _ONE
+    limit = _FULL if conservative else _PLAIN_SPLIT_UNITS
+    for pair in range(cells.size // 2):
+        low = np.uint64(2 * pair)
+        if cells[low] >> _TOP32:
+            value = (_value(cells, low) + up) >> bits
+            if value < limit:
+                cells[low] = np.uint32(value)
+                cells[low | _ONE] = np.uint32(value)
+            else:
+                _join(cells, low, value)
+                joined += 1
+        else:
+            cells[low] = np.uint32((np.uint64(cells[low]) + up) >> bits)
+            cells[low | _ONE] = np.uint32((np.uint64(cells[low | _ONE]) + up) >> bits)
+    return joined
+
+
+@numba.njit(cache=True, nogil=True)
+def merge(cells: Any, other: Any, conservative: bool) -> int:
+    """Adds the other's cells; returns the pairs joined now."""
+    joined = 0
+    for pair in range(cells.size // 2):
+        low = np.uint64(2 * pair)
+        mine = cells[low] >> _TOP32
+        theirs = other[low] >> _TOP32
+        a = _value(cells, low)
+        b = _value(cells, low | _ONE)
+        x = _value(other, low)
+        y = _value(other, low | _ONE)
+        if not mine and not theirs and a + x < _FULL and b + y < _FULL:
+            cells[low] = np.uint32(a + x)
+            cells[low | _ONE] = np.uint32(b + y)
+        else:
+            if conservative:
+                total = max(a + x, b + y)
+            else:
+                total = (a if mine else a + b) + (x if theirs else x + y)
+            _join(cells, low, total)
+            joined += 1
+    return joined
+
+
+@numba.njit(cache=True, nogil=True)
+def joined_pairs(cells: Any) -> int:
+    """Joined pairs, or -1 if the words of some pair disagree on whether they are one."""
+    joined = 0
+    for pair in range(cells.size // 2):
+        first = cells[2 * pair] >> _TOP32
+        if first != cells[2 * pair + 1] >> _TOP32:
+            return -1
+        joined += first
+    return joined

@@ -1,0 +1,295 @@
+"""One exact counter a row: 4 bytes, and 16 more for the few rows that outgrow them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import SketchError
+from flexd.sketch.counters.cache_prefetch import prefetch
+
+Int64Array = npt.NDArray[np.int64]
+UInt32Array = npt.NDArray[np.uint32]
+
+CARRY_BITS = 31
+"""``low`` holds less than 2^31 units between calls; what exceeds it is carried to ``high``."""
+_CARRY_MASK = np.uint32(2**CARRY_BITS - 1)
+_PENDING_CARRIES = 8_192
+CHECK_IDS = 8_192
+"""Ids counted between two looks at how long the side list has become."""
+_MIN_SIDE_ROWS = 1024
+_BLOCK_IDS = 4096
+_AHEAD_IDS = 96
+"""Asked for before they are counted: a processor runs ahead over a few dozen instructions only, ten ids."""
+
+
+@numba.njit(cache=True, nogil=True)
+def _add(
+    rows: Any, start: int, low: Any, units: Any, block_ids: int, carries: Any, carried: int
+) -> tuple[int, int, int, int]:
+    limit = np.uint64(low.size)
+    top = np.uint32(31)
+    negative = 0
+    outside = 0
+    n = rows.size
+    last = np.uint64(max(n - 1, 0))
+    while start < n and carried + block_ids <= carries.size:
+        end = min(start + block_ids, n)
+        seen = np.uint32(0)
+        for i in range(start, end):
+            prefetch(low, np.uint64(np.int64(rows[min(np.uint64(i + _AHEAD_IDS), last)])))
+            row = rows[i]
+            at = np.uint64(np.int64(row))
+            if at < limit:
+                value = np.uint32(low[at] + units)
+                low[at] = value
+                seen |= value
+            elif row < 0:
+                negative += 1
+            else:
+                outside += 1
+        # The top bit stands in for a carry flag, so that the loop above has no second branch.
+        if seen >> top:
+            for i in range(start, end):
+                at = np.uint64(np.int64(rows[i]))
+                if at < limit and low[at] >> top:
+                    low[at] &= np.uint32(2147483647)
+                    carries[carried] = np.int64(at)
+                    carried += 1
+        start = end
+    return start, negative, outside, carried
+
+
+@numba.njit(cache=True, nogil=True)
+def _shift_low(low: Any, bits: int) -> None:
+    """Halves round down, so that a row which is never seen again ends at 0."""
+    half = np.uint64((1 << (bits - 1)) - 1)
+    for i in range(low.size):
+        low[i] = np.uint32((np.uint64(low[i]) + half) >> np.uint64(bits))
+
+
+@numba.njit(cache=True, nogil=True)
+def _merge_low(low: Any, other: Any, start: int, carries: Any) -> tuple[int, int]:
+    top = np.uint32(31)
+    carried = 0
+    i = start
+    while i < low.size and carried < carries.size:
+        value = np.uint32(low[i] + other[i])
+        if value >> top:
+            value &= np.uint32(2147483647)
+            carries[carried] = i
+            carried += 1
+        low[i] = value
+        i += 1
+    return i, carried
+
+
+def _shift(units: Int64Array, bits: int) -> Int64Array:
+    return (units + ((1 << (bits - 1)) - 1)) >> bits
+
+
+def side_rows_allowed(rows: int) -> int:
+    """Rows that may outgrow 31 bits before the unit of a decayed table is made coarser."""
+    return max(_MIN_SIDE_ROWS, rows // 64)
+
+
+def bytes_of(rows: int) -> int:
+    """Most memory of a counter whose side list is kept to ``side_rows_allowed``, looked at every ``CHECK_IDS`` ids."""
+    side_rows = min(rows, side_rows_allowed(rows) + _PENDING_CARRIES + CHECK_IDS)
+    return 4 * rows + 16 * side_rows + 8 * _PENDING_CARRIES
+
+
+class DenseCounter:
+    """Whole units a row, exact up to 2^62.
+
+    Why whole units and not floats: a float32 counter stops counting at 2^24 equal increments and drifts long before;
+    a float64 one takes twice the memory; and integer sums do not depend on the order of arrival, so that counters
+    rebuilt after a crash, or merged from several daemons, are equal bit by bit. Units that do not fit 31 bits are
+    carried to a sorted side list, which an access reaches once in 2^31 units (8,192 accesses or more).
+
+    Args:
+        rows: rows of the table.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._low: UInt32Array = np.zeros(rows, dtype=np.uint32)
+        self._high_rows: Int64Array = np.empty(0, dtype=np.int64)
+        self._high_carries: Int64Array = np.empty(0, dtype=np.int64)
+        self._pending: Int64Array = np.empty(_PENDING_CARRIES, dtype=np.int64)
+        self._pending_count = 0
+
+    @property
+    def rows(self) -> int:
+        return len(self._low)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return self._low.nbytes + self._high_rows.nbytes + self._high_carries.nbytes + self._pending.nbytes
+
+    @property
+    def side_rows(self) -> int:
+        """Rows in the side list; up to 8,192 carries may still wait to enter it."""
+        return len(self._high_rows)
+
+    def add(self, rows: npt.NDArray[np.int32] | Int64Array, units: int) -> tuple[int, int]:
+        """Adds ``units`` to each row named, once for every time it is named.
+
+        Args:
+            rows: int32[n] or int64[n], contiguous; ids outside the table are not counted.
+            units: 0 to 2^31 / 4096.
+
+        Returns:
+            (ids below 0, ids beyond the table).
+
+        Raises:
+            SketchError: ``units`` out of range.
+        """
+        if not 0 <= units <= 2**CARRY_BITS // _BLOCK_IDS:
+            raise SketchError(f"{units} units an access", remedy="rescale the counter first")
+        readonly = rows.view()
+        readonly.flags.writeable = False
+        start, negative, outside = 0, 0, 0
+        while start < len(rows):
+            start, below, beyond, self._pending_count = _add(
+                readonly, start, self._low, np.uint32(units), _BLOCK_IDS, self._pending, self._pending_count
+            )
+            negative += below
+            outside += beyond
+            if self._pending_count + _BLOCK_IDS > _PENDING_CARRIES:
+                self._settle()
+        return negative, outside
+
+    def add_units(self, rows: Int64Array, units: Int64Array) -> None:
+        """Adds to each row its own number of units.
+
+        Args:
+            rows: int64[n] rows of the table, without repeats. units: int64[n], 0 to 2^61.
+        """
+        sums = self._low[rows].astype(np.int64) + units
+        self._low[rows] = (sums & int(_CARRY_MASK)).astype(np.uint32)
+        carries = sums >> CARRY_BITS
+        over = np.flatnonzero(carries)
+        self._carry(rows[over], carries[over])
+
+    def rescale(self, bits: int) -> None:
+        """Divides all counters by ``2^bits``, to the nearest unit."""
+        if bits <= 0:
+            return
+        self._settle()
+        bits = min(bits, 63)
+        high = self._high_units()
+        if bits > 32:
+            self._low[:] = 0
+        else:
+            _shift_low(self._low, bits)
+        self._set_high(self._high_rows, _shift(high, bits) if bits < 62 else np.zeros_like(high))
+
+    def merge(self, other: DenseCounter) -> None:
+        """Adds the other's counters, which must be at the same scale. The other is left as it is.
+
+        Raises:
+            SketchError: another number of rows.
+        """
+        if other.rows != self.rows:
+            raise SketchError(
+                f"counters of {self.rows} and {other.rows} rows cannot be merged", remedy="use one table list"
+            )
+        self._settle()
+        start = 0
+        while start < self.rows:
+            start, self._pending_count = _merge_low(self._low, other._low, start, self._pending)
+            self._settle()
+        self._carry(other._high_rows, other._high_carries)
+        waiting, times = np.unique(other._pending[: other._pending_count], return_counts=True)
+        self._carry(waiting, times.astype(np.int64))
+
+    def query(self, rows: Int64Array) -> Int64Array:
+        """int64[n] rows of the table -> int64[n] units."""
+        self._settle()
+        units = self._low[rows].astype(np.int64)
+        if len(self._high_rows):
+            at = np.minimum(np.searchsorted(self._high_rows, rows), len(self._high_rows) - 1)
+            units += np.where(self._high_rows[at] == rows, self._high_carries[at] << CARRY_BITS, 0)
+        return units
+
+    def split(self) -> tuple[UInt32Array, Int64Array, Int64Array]:
+        """(uint32[rows] units of the rows not in the side list and 0 for the others, int64[h] side-list rows in
+        ascending order, int64[h] their units). The first array is a copy."""
+        self._settle()
+        low = self._low.copy()
+        low[self._high_rows] = 0
+        return low, self._high_rows, self._high_units()
+
+    def copy(self) -> DenseCounter:
+        self._settle()
+        twin = DenseCounter(0)
+        twin._low = self._low.copy()
+        twin._high_rows, twin._high_carries = self._high_rows, self._high_carries
+        return twin
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """Copies of the arrays: ``low`` uint32[rows], ``high_rows`` int64[h], ``high_carries`` int64[h]."""
+        self._settle()
+        return {
+            "low": self._low.copy(),
+            "high_rows": self._high_rows.copy(),
+            "high_carries": self._high_carries.copy(),
+        }
+
+    def load(self, arrays: dict[str, npt.NDArray[Any]]) -> None:
+        """Takes over what ``state`` gave.
+
+        Raises:
+            SketchError: arrays of another table or damaged ones.
+        """
+        low, rows, carries = arrays["low"], arrays["high_rows"], arrays["high_carries"]
+        fits = (
+            low.shape == self._low.shape
+            and low.dtype == np.uint32
+            and rows.shape == carries.shape
+            and rows.dtype == carries.dtype == np.int64
+            and (len(rows) == 0 or (int(rows[0]) >= 0 and int(rows[-1]) < self.rows))
+            and bool((np.diff(rows) > 0).all())
+            and bool((carries > 0).all())
+        )
+        if not fits:
+            raise SketchError(
+                f"saved counters do not fit a table of {self.rows} rows", remedy="start from empty counters"
+            )
+        self._low, self._high_rows, self._high_carries = low.copy(), rows.copy(), carries.copy()
+        self._pending_count = 0
+
+    def _high_units(self) -> Int64Array:
+        return (self._high_carries << CARRY_BITS) + self._low[self._high_rows]
+
+    def _set_high(self, rows: Int64Array, units: Int64Array) -> None:
+        self._low[rows] = (units & int(_CARRY_MASK)).astype(np.uint32)
+        kept = units >> CARRY_BITS > 0
+        self._high_rows, self._high_carries = rows[kept], units[kept] >> CARRY_BITS
+
+    def _settle(self) -> None:
+        if self._pending_count:
+            rows, times = np.unique(self._pending[: self._pending_count], return_counts=True)
+            self._pending_count = 0
+            self._carry(rows, times.astype(np.int64))
+
+    def _carry(self, rows: Int64Array, times: Int64Array) -> None:
+        if len(rows):
+            both, where = np.unique(np.concatenate([self._high_rows, rows]), return_inverse=True)
+            carries = np.zeros(len(both), dtype=np.int64)
+            carries[where[: len(self._high_rows)]] = self._high_carries
+            carries[where[len(self._high_rows) :]] += times
+            self._high_rows, self._high_carries = both, carries
+
+
+def warm_up() -> None:
+    """Compiles the kernels (or loads them from numba's cache), so that the first messages do not wait for it."""
+    for rows in (np.zeros(4, dtype=np.int32), np.zeros(4, dtype=np.int64)):
+        counter = DenseCounter(4)
+        counter.add(rows, 1)
+        counter.rescale(1)
+        counter.merge(counter.copy())

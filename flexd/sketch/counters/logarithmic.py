@@ -1,0 +1,301 @@
+"""A logarithmic counter for every row: 3, 4 or 8 bits that say how often, give or take, and need no list of ids."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import SketchError
+from flexd.sketch.counters import logarithmic_kernels as kernels
+
+UInt8Array = npt.NDArray[np.uint8]
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+
+BASES = {3: 1.4, 4: 1.25, 8: 1.04}
+"""Bits of a counter -> how much larger each level's step is than the one before."""
+CHECK_IDS = 8_192
+"""Ids counted between two looks at how many rows are at the top level."""
+TOP_SHARE = 1 / 32
+"""Of the rows, how many may be at the top level before the unit is doubled."""
+
+
+def relative_error(bits: int) -> float:
+    """Relative standard error of a counter's estimate (Morris, *Counting large numbers of events in small registers*,
+    CACM 1978; Flajolet, *Approximate counting: a detailed analysis*, BIT 1985): sqrt((base - 1) / 2)."""
+    return math.sqrt((BASES[bits] - 1) / 2)
+
+
+@cache
+def level_values(bits: int) -> Float64Array:
+    """float64[2^bits] what each level stands for, in steps: (base^level - 1) / (base - 1). Read-only."""
+    values: Float64Array = (BASES[bits] ** np.arange(1 << bits, dtype=np.float64) - 1) / (BASES[bits] - 1)
+    values.flags.writeable = False
+    return values
+
+
+class LogCounter:
+    """Unbiased approximate counts: an access of weight w takes a row from the level of value v to the one at or below
+    v + w, or to the one above that, at random so that the mean is v + w.
+
+    The levels are those of Morris's counter, times ``step`` units; the step doubles once more than ``TOP_SHARE`` of the
+    rows have reached the top level, and every counter is rounded, up or down at random, to the new levels. What a row
+    at the top gets beyond that level is not counted by row, but ``total_units`` is of all accesses, exactly.
+
+    Random numbers come from the number of draws made (``logarithmic_kernels``), which is saved: equal streams in equal
+    order give equal bits, across a restart too.
+
+    Args:
+        rows: rows of the table; ids outside are not counted.
+        bits: 3, 4 or 8.
+        seed: of the random numbers; counters that are merged must not draw alike.
+
+    Raises:
+        SketchError: another number of bits.
+    """
+
+    def __init__(self, rows: int, bits: int, seed: int) -> None:
+        if bits not in BASES:
+            raise SketchError(f"logarithmic counters of {bits} bits", remedy="use 3, 4 or 8")
+        self.rows = rows
+        self.bits = bits
+        self.total_units = 0
+        """Units added, by all rows together."""
+        self.step = 0.0
+        """Units of the first level; 0 before any access."""
+        self._draws = (seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64
+        self._packed: UInt8Array = np.zeros(packed_bytes(rows, bits), dtype=np.uint8)
+        self._counts: Int64Array = np.zeros(1 << bits, dtype=np.int64)
+        self._counts[0] = rows
+
+    @property
+    def top_rows(self) -> int:
+        """Rows at the top level."""
+        return int(self._counts[-1])
+
+    @property
+    def nbytes(self) -> int:
+        return self._packed.nbytes
+
+    @property
+    def values(self) -> Float64Array:
+        """float64[2^bits] units that each level stands for."""
+        return level_values(self.bits) * self.step
+
+    def add(self, rows: npt.NDArray[np.int32] | Int64Array, units: int) -> tuple[int, int]:
+        """Adds ``units`` to each row named, once for every time it is named.
+
+        Args:
+            rows: int32[n] or int64[n], contiguous; ids outside the table are not counted.
+            units: 0 or more.
+
+        Returns:
+            (ids below 0, ids beyond the table).
+        """
+        if units < 0:
+            raise SketchError(f"{units} units an access", remedy="add 0 or more")
+        if units and not self.step:
+            self.step = float(units)
+        readonly = rows.view()
+        readonly.flags.writeable = False
+        negative, outside = 0, 0
+        weight = units / self.step if units else 0.0
+        for start in range(0, len(rows), CHECK_IDS):
+            end = min(start + CHECK_IDS, len(rows))
+            below, beyond = kernels.add(
+                readonly, start, end, np.uint64(self.rows), self._packed, self._counts, self.bits,
+                level_values(self.bits), weight, np.uint64(self._draws),
+            )  # fmt: skip
+            self._drawn(end - start)
+            negative += below
+            outside += beyond
+            if self.top_rows > self._top_allowed():
+                self._relieve()
+                weight = units / self.step
+        self.total_units += units * (len(rows) - negative - outside)
+        return negative, outside
+
+    def add_weights(self, rows: Int64Array, units: Float64Array, total_units: int) -> None:
+        """Adds to each row its own number of units, with the same mean as access by access and less variance.
+
+        Args:
+            rows: int64[n] rows of the table, without repeats. units: float64[n], 0 or more.
+            total_units: what all of them together count as.
+        """
+        self.total_units += total_units
+        if not self.step:
+            self.step = float(units[units > 0].min(initial=np.inf))
+            if not math.isfinite(self.step):
+                self.step = 0.0
+                return
+        for start in range(0, len(rows), CHECK_IDS):
+            part = np.ascontiguousarray(rows[start : start + CHECK_IDS], dtype=np.int64)
+            weights = units[start : start + CHECK_IDS] / self.step
+            kernels.add_weights(
+                part, weights, self._packed, self._counts, self.bits, level_values(self.bits), np.uint64(self._draws)
+            )
+            self._drawn(len(part))
+            self._relieve()
+
+    def rescale(self, bits: int) -> None:
+        """Divides all counters by ``2^bits``. Levels stay as they are: what one stands for changes."""
+        if bits > 0:
+            self.step = math.ldexp(self.step, -bits) if self.step else 0.0
+            self.total_units = (self.total_units + (1 << (bits - 1))) >> bits
+
+    def merge(self, other: LogCounter) -> None:
+        """Adds the other's counters, which must be at the same scale; the mean is kept. The other is left as it is.
+
+        Raises:
+            SketchError: another number of rows or bits.
+        """
+        if (other.rows, other.bits) != (self.rows, self.bits):
+            raise SketchError(
+                f"logarithmic counters of {self.rows} rows x {self.bits} bits and {other.rows} x {other.bits} cannot "
+                "be merged",
+                remedy="give all daemons of a job the same tables and sketch settings",
+            )
+        self.total_units += other.total_units
+        if not other.step:
+            return
+        before = (self._packed, self.step)
+        step = max(self.step, other.step)
+        self._combine(other, *before, step)
+        if self.top_rows > self._top_allowed():
+            # Once more, with a step at which no sum is beyond the top.
+            self._combine(other, *before, 2 * step)
+            self._relieve()
+
+    def _combine(self, other: LogCounter, packed: UInt8Array, own_step: float, step: float) -> None:
+        values = level_values(self.bits)
+        sums = (values[:, None] * own_step + values * other.step) / step
+        self._packed = packed.copy()
+        kernels.combine(self._packed, other._packed, self.rows, self.bits, sums, values, np.uint64(self._draws))
+        self._drawn(self.rows)
+        self.step = step
+        self._count_levels()
+
+    def levels(self, rows: Int64Array) -> UInt8Array:
+        """int64[n] rows of the table -> uint8[n]."""
+        out = np.empty(len(rows), dtype=np.uint8)
+        kernels.read(self._packed, np.ascontiguousarray(rows, dtype=np.int64), self.bits, out)
+        return out
+
+    def histogram(self) -> Int64Array:
+        """int64[2^bits] rows at each level."""
+        return self._counts.copy()
+
+    def rows_of_levels(self, room: Int64Array) -> Int64Array:
+        """int64[2^bits] how many rows of each level are wanted -> their ids, highest level first, then ascending.
+
+        No level may have fewer rows than are wanted of it.
+        """
+        ends = np.cumsum(room[::-1])[::-1]
+        rows = np.empty(int(room.sum()), dtype=np.int64)
+        kernels.collect(self._packed, self.rows, self.bits, ends - room, ends, rows)
+        return rows
+
+    def level_errors(self, units: float, *, equal: bool) -> Float64Array:
+        """float64[2^bits] relative standard error of the estimate of each level.
+
+        An access of u steps, at a level whose gap to the next is g, adds (g - u) u to the variance while u < g, and
+        g^2 / 6 on average if it is wider; the gap is linear in the count, so this is integrated up to the level. High
+        levels approach ``relative_error``.
+
+        Args:
+            units: of a typical access. equal: all accesses weighed the same, so that steps as wide as one are exact.
+        """
+        values = level_values(self.bits)
+        weight = units / self.step if self.step and units > 0 else 1.0
+        gaps = np.append(np.diff(values), (values[-1] - values[-2]) * BASES[self.bits])
+        growth = np.maximum(gaps - weight, 0.0 if equal else gaps**2 / (6 * weight))
+        if not equal:
+            growth = np.minimum(growth, gaps)
+        variance = np.append(0.0, np.cumsum(np.diff(values) * (growth[:-1] + growth[1:]) / 2))
+        # Within the first gap nothing is random if one access crosses it.
+        variance -= variance[1] if equal and weight >= 1 else 0.0
+        errors: Float64Array = np.sqrt(np.maximum(variance, 0.0)) / np.maximum(values, 1.0)
+        return errors
+
+    def copy(self) -> LogCounter:
+        twin = LogCounter(0, self.bits, 0)
+        twin.rows, twin.total_units, twin.step = self.rows, self.total_units, self.step
+        twin._draws, twin._packed, twin._counts = self._draws, self._packed.copy(), self._counts.copy()
+        return twin
+
+    def state(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        """(JSON-able, {``levels``: uint8, packed}), copied."""
+        meta = {
+            "bits": self.bits,
+            "step": self.step.hex(),
+            "total_units": self.total_units,
+            "draws": f"{self._draws:x}",
+        }
+        return meta, {"levels": self._packed.copy()}
+
+    def load(self, meta: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> None:
+        """Takes over what ``state`` gave.
+
+        Raises:
+            SketchError: it is of another table or number of bits, or makes no sense.
+            KeyError, TypeError, ValueError: fields are missing or malformed.
+        """
+        packed, step, total = arrays["levels"], float.fromhex(meta["step"]), int(meta["total_units"])
+        draws = int(meta["draws"], 16)
+        fits = (
+            packed.dtype == np.uint8
+            and packed.shape == self._packed.shape
+            and int(meta["bits"]) == self.bits
+            and 0 <= step < math.inf
+            and total >= 0
+            and 0 <= draws < 2**64
+            and (step > 0 or not packed.any())
+        )
+        if not fits:
+            raise SketchError(
+                f"saved counters do not fit {self.rows} rows of {self.bits} bits", remedy="start from empty counters"
+            )
+        self._packed, self.step, self.total_units, self._draws = packed.copy(), step, total, draws
+        self._count_levels()
+
+    def _top_allowed(self) -> int:
+        return max(1, int(self.rows * TOP_SHARE))
+
+    def _relieve(self) -> None:
+        while self.top_rows > self._top_allowed():
+            self._relevel(2 * self.step)
+
+    def _relevel(self, step: float) -> None:
+        values = level_values(self.bits)
+        kernels.relevel(self._packed, self.rows, self.bits, values * (self.step / step), values, np.uint64(self._draws))
+        self._drawn(self.rows)
+        self.step = step
+        self._count_levels()
+
+    def _count_levels(self) -> None:
+        self._counts = np.zeros(1 << self.bits, dtype=np.int64)
+        kernels.histogram(self._packed, self.rows, self.bits, self._counts)
+
+    def _drawn(self, draws: int) -> None:
+        self._draws = (self._draws + draws) % 2**64
+
+
+def packed_bytes(rows: int, bits: int) -> int:
+    """Memory of the counters of a table."""
+    return (rows * bits + 7) // 8 + 1
+
+
+def warm_up() -> None:
+    """Compiles the kernels (or loads them from numba's cache)."""
+    for bits in BASES:
+        for rows in (np.zeros(4, dtype=np.int32), np.zeros(4, dtype=np.int64)):
+            counter = LogCounter(64, bits, 0)
+            counter.add(rows, 1)
+        counter.add_weights(np.arange(4, dtype=np.int64), np.ones(4), 4)
+        counter.merge(counter.copy())
+        counter._relevel(2 * counter.step)
+        counter.levels(counter.rows_of_levels(counter.histogram()))

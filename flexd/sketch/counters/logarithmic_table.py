@@ -1,0 +1,177 @@
+"""A table of which every row has a logarithmic counter: read out with the help of the sample of accesses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.keyspace import TableSpec
+from flexd.sketch.budget import TableChoice
+from flexd.sketch.counters.logarithmic import LogCounter
+from flexd.sketch.decay import UNIT_BITS, ForwardDecay
+from flexd.sketch.profile import TableProfile
+from flexd.sketch.tables import Arrays, RowArray, TableSketch
+
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+
+QUARTILE = 0.6745
+"""Standard deviations: half of the estimates of a normal error lie within. The planner takes the bounds to promote and
+to keep a row. Wider ones would keep rows at home that are worth a copy, for counters this coarse; a counter's error
+stays the same from profile to profile until its row is accessed, so it does not make a row flap."""
+
+
+@dataclass(frozen=True)
+class _Excess:
+    """What the rows at the top level have beyond it.
+
+    Attributes:
+        rows: int64[k] of them, the sampled ones, ascending.
+        units: float64[k], of each. sampled: int64[k], accesses of each in the sample.
+        rest: units of each other row at the top level.
+        units_an_access: that one sampled access stands for.
+    """
+
+    rows: Int64Array
+    units: Float64Array
+    sampled: Int64Array
+    rest: float
+    units_an_access: float
+
+    def of(self, rows: Int64Array) -> tuple[Float64Array, Int64Array]:
+        """int64[n] rows at the top level -> (float64[n] units, int64[n] sampled accesses)."""
+        if not len(self.rows):
+            return np.full(len(rows), self.rest), np.zeros(len(rows), dtype=np.int64)
+        at = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
+        found = self.rows[at] == rows
+        return np.where(found, self.units[at], self.rest), np.where(found, self.sampled[at], 0)
+
+
+class LogTable(TableSketch):
+    """Logarithmic counters. What the rows at the top level have beyond it is known in total, since all accesses
+    together are counted exactly, and is shared among them as they are in the sample."""
+
+    unit_bits = UNIT_BITS
+    coarsest_units = 1
+
+    def __init__(self, spec: TableSpec, choice: TableChoice, seed: int) -> None:
+        super().__init__(spec, choice, seed)
+        self._counter = LogCounter(spec.rows, choice.counter_bits, seed)
+
+    def add_weights(self, rows: Int64Array, units: Float64Array, total_units: int) -> None:
+        """As ``LogCounter.add_weights``."""
+        self._counter.add_weights(rows, units, total_units)
+
+    def query(self, rows: Int64Array, decay: ForwardDecay) -> Float64Array:
+        """int64[n] rows of the table -> float64[n] decayed accesses: unbiased up to the top level."""
+        counter = self._counter
+        levels, values = counter.levels(rows), counter.values
+        units = values[levels]
+        at_top = np.flatnonzero(levels == len(values) - 1)
+        if len(at_top):
+            units[at_top] += self._excess(counter.histogram()).of(rows[at_top])[0]
+        result: Float64Array = units * self._unit_weight(decay)
+        return result
+
+    def _excess(self, histogram: Int64Array) -> _Excess:
+        """The share of the sampled rows is as they are in the sample, but for what rows never sampled have: as much as
+        those sampled once (Good, *The population frequencies of species*, Biometrika 1953)."""
+        counter = self._counter
+        beyond = max(0.0, float(counter.total_units) - float(histogram @ counter.values))
+        top_rows = int(histogram[-1])
+        sampled = self._sample.rows()
+        rows, times = np.unique(sampled[counter.levels(sampled) == len(histogram) - 1], return_counts=True)
+        accesses = int(times.sum())
+        others = top_rows - len(rows)
+        unseen = (int((times == 1).sum()) / accesses if accesses else 1.0) if others else 0.0
+        return _Excess(
+            rows,
+            beyond * (1 - unseen) * times / max(1, accesses),
+            times,
+            beyond * unseen / others if others else 0.0,
+            beyond / max(1, accesses),
+        )
+
+    def _profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile:
+        counter = self._counter
+        total = float(counter.total_units)
+        if total == 0:
+            return self._nothing()
+        histogram, values = counter.histogram(), counter.values
+        top = len(values) - 1
+        excess = self._excess(histogram)
+        # All rows at the top level: which of them are the hottest is decided here.
+        above = np.cumsum(histogram[::-1])[::-1] - histogram
+        room = np.clip(max_hot_rows - above, 0, histogram)
+        room[0], room[top] = 0, histogram[top]
+        rows = counter.rows_of_levels(room)
+        level = np.repeat(np.arange(top, -1, -1), room[::-1])
+        units, half = values[level], QUARTILE * self._level_errors(decay)[level]
+        lower, upper = units * np.exp(-half), units * np.exp(half)
+        first = int(histogram[top])
+        beyond, sampled = excess.of(rows[:first])
+        # Of counts with a power-law tail, a fifth to a quarter of those at the top have not earned it yet (Bayes,
+        # prior 1 / x^2, errors of half an octave): the top level is their lower quartile.
+        lower[:first] = units[:first]
+        units[:first] += beyond
+        upper[:first] += excess.units_an_access * (sampled + 1 + QUARTILE * np.sqrt(sampled + 1))
+        order = np.concatenate([np.lexsort((rows[:first], -units[:first])), np.arange(first, len(rows))])
+        listed, spilled = order[:max_hot_rows], units[order[max_hot_rows:]]
+        left = (histogram - room)[1:]
+        bin_rows, bin_units = left[left > 0][::-1].astype(np.float64), values[1:][left > 0][::-1]
+        if len(spilled):
+            bin_rows = np.append(float(len(spilled)), bin_rows)
+            bin_units = np.append(float(spilled.mean()), bin_units)
+        explained = float(units.sum() - spilled.sum() + bin_rows @ bin_units)
+        # Estimates add up to a little more or less than what is known to have been counted.
+        whole = max(total, explained)
+        share = units[listed] / whole
+        return TableProfile(
+            table=self.spec.name,
+            rows=self.spec.rows,
+            weight=total * self._unit_weight(decay),
+            accesses_per_step=0.0,
+            hot_rows=rows[listed],
+            hot_share=share,
+            hot_lower=np.minimum(lower[listed] / whole, share),
+            hot_upper=np.clip(upper[listed] / whole, share, 1.0),
+            bin_share=bin_units / whole,
+            bin_rows=bin_rows,
+            distinct_rows=float(self.spec.rows - histogram[0]),
+            coverage=min(1.0, explained / whole),
+        )
+
+    def _level_errors(self, decay: ForwardDecay) -> Float64Array:
+        access_units = float(self.access_units(decay.newest_seconds, decay))
+        if decay.half_life_seconds is None:
+            return self._counter.level_errors(access_units, equal=True)
+        # An access of a steady stream weighs half of one made now on average.
+        return self._counter.level_errors(access_units / 2, equal=False)
+
+    def _counter_bytes(self) -> int:
+        return self._counter.nbytes
+
+    def _copy_counts(self, twin: LogTable) -> None:
+        twin._counter = self._counter.copy()
+
+    def _count(self, rows: RowArray, time: float, decay: ForwardDecay) -> tuple[int, int]:
+        return self._counter.add(rows, self.access_units(time, decay))
+
+    def _crowded(self) -> bool:
+        return False
+
+    def _rescale(self, bits: int) -> None:
+        self._counter.rescale(bits)
+
+    def _merge_counts(self, other: LogTable) -> None:
+        self._counter.merge(other._counter)
+
+    def _state(self) -> tuple[dict[str, Any], Arrays]:
+        meta, arrays = self._counter.state()
+        return {"kind": "logarithmic", **meta}, arrays
+
+    def _load(self, meta: dict[str, Any], arrays: Arrays) -> None:
+        self._counter.load(meta, arrays)

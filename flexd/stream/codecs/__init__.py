@@ -1,0 +1,1 @@
+"""Messages of the stream as bytes, and back."""

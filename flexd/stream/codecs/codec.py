@@ -1,0 +1,394 @@
+"""Messages as bytes: one Arrow IPC record batch a message for programs, JSON lines for people."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from flexd.core.errors import CodecError, StreamError
+from flexd.stream.codecs import arrow_frame, arrow_plain
+from flexd.stream.types import AccessBatch, Int32Array, RowArray
+
+REASONS = (
+    "bad_event_time",
+    "bad_json",
+    "bad_lengths",
+    "bad_source_rank",
+    "bad_table_name",
+    "compressed",
+    "corrupt",
+    "empty",
+    "not_arrow_or_json",
+    "null_value",
+    "too_large",
+    "too_many_entries",
+    "truncated",
+    "wrong_schema",
+    "wrong_type",
+)
+"""Every value that ``CodecError.reason`` takes."""
+
+MAX_ENTRIES = 65_536
+"""Table entries of one message. Without it, a message of empty entries would cost 20 times its size in objects."""
+MAX_TABLE_NAME_CHARS = 256
+MAX_EVENT_TIME_SECONDS = 1e11
+"""Year 5138: larger values are milliseconds or worse by mistake, and would age every counter to nothing."""
+
+_MAX_SCHEMAS = 64
+_MAX_SCHEMA_BYTES = 2**16
+_UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+_COLUMNS = ("table", "rows", "source_rank", "event_time")
+_JSON_KEYS = frozenset((*_COLUMNS, "sequence_lengths"))
+
+_FLOAT64 = pa.float64()
+
+
+class _Known(NamedTuple):
+    """A schema that was walked, read and checked; ``plain`` if its messages can be read without Arrow."""
+
+    schema: pa.Schema
+    plain: tuple[arrow_plain.Column, ...] | None
+
+
+_schemas: dict[bytes, _Known] = {}
+"""By their bytes: producers repeat theirs in every message."""
+
+
+def encode_arrow(batches: Sequence[AccessBatch]) -> bytes:
+    """One message: an Arrow IPC stream of one record batch, one entry a batch.
+
+    Columns: ``table`` utf8, ``rows`` list<int64> (list<int32> if all are), ``source_rank`` int32, ``event_time``
+    float64 Unix seconds, and ``sequence_lengths`` list<int32> if any batch has them.
+
+    Raises:
+        StreamError: no batches, or more entries or ids than one message holds.
+    """
+    _check_encodable(batches)
+    wide = any(b.rows.dtype == np.int64 for b in batches)
+    columns = [
+        pa.array([b.table for b in batches], type=pa.utf8()),
+        _list_array([b.rows for b in batches], np.dtype(np.int64 if wide else np.int32)),
+        pa.array(np.array([b.source_rank for b in batches], dtype=np.int32)),
+        pa.array(np.array([b.event_time_seconds for b in batches], dtype=np.float64)),
+    ]
+    with_lengths = any(b.sequence_lengths is not None for b in batches)
+    if with_lengths:
+        none = np.empty(0, dtype=np.int32)
+        lengths = [none if b.sequence_lengths is None else b.sequence_lengths for b in batches]
+        missing = np.array([b.sequence_lengths is None for b in batches])
+        columns.append(_list_array(lengths, np.dtype(np.int32), missing))
+    schema, schema_bytes = _OUR_SCHEMAS[wide, with_lengths]
+    batch = pa.RecordBatch.from_arrays(columns, schema=schema)
+    return b"".join((schema_bytes, batch.serialize()))
+
+
+def encode_json(batches: Sequence[AccessBatch]) -> bytes:
+    """One message: one JSON object a line, keys as the columns of ``encode_arrow``. Raises StreamError as it does."""
+    _check_encodable(batches)
+    lines = []
+    for batch in batches:
+        entry: dict[str, Any] = {
+            "table": batch.table,
+            "rows": batch.rows.tolist(),
+            "source_rank": batch.source_rank,
+            "event_time": batch.event_time_seconds,
+        }
+        if batch.sequence_lengths is not None:
+            entry["sequence_lengths"] = batch.sequence_lengths.tolist()
+        lines.append(json.dumps(entry, separators=(",", ":")))
+    return ("\n".join(lines) + "\n").encode()
+
+
+def decode(payload: bytes | memoryview, max_message_bytes: int) -> list[AccessBatch]:
+    """The table entries of one message, in order; Arrow row ids share the payload's memory where it is aligned.
+
+    A message is decoded whole or not at all. Memory is bounded by a small multiple of ``max_message_bytes``,
+    whatever the bytes are. Unknown columns and JSON keys are refused, so that a misspelt optional one is noticed.
+
+    Raises:
+        CodecError: ``reason`` is one of ``REASONS``.
+    """
+    if len(payload) > max_message_bytes:
+        _fail("too_large", f"{len(payload)} bytes, at most {max_message_bytes} are read")
+    head = bytes(payload[:4])
+    if not head:
+        _fail("empty", "no bytes")
+    if head[:1] in b"{ \t\r\n":
+        return _decode_json(payload)
+    if len(head) < 4 and arrow_frame.CONTINUATION.startswith(head):
+        _fail("truncated", f"{len(head)} bytes of an Arrow message")
+    if head != arrow_frame.CONTINUATION:
+        _fail("not_arrow_or_json", f"begins with {head!r}")
+    return _decode_arrow(payload)
+
+
+def _fail(reason: str, message: str) -> NoReturn:
+    raise CodecError(f"message cannot be decoded ({reason}): {message}", reason=reason)
+
+
+def _check_encodable(batches: Sequence[AccessBatch]) -> None:
+    if not 0 < len(batches) <= MAX_ENTRIES:
+        raise StreamError(f"{len(batches)} entries in a message", remedy=f"send 1 to {MAX_ENTRIES}")
+    if sum(len(b.rows) for b in batches) >= 2**31:
+        raise StreamError("more than 2^31 - 1 row ids in a message", remedy="send several messages")
+
+
+def _list_array(
+    parts: Sequence[RowArray], dtype: np.dtype[Any], missing: npt.NDArray[np.bool_] | None = None
+) -> pa.ListArray:
+    offsets = np.zeros(len(parts) + 1, dtype=np.int32)
+    np.cumsum([len(part) for part in parts], out=offsets[1:])
+    values = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    mask = None if missing is None else pa.array(missing)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.ascontiguousarray(values, dtype=dtype)), mask=mask)
+
+
+def _our_schema(wide: bool, with_lengths: bool) -> tuple[pa.Schema, bytes]:
+    fields = [
+        ("table", pa.utf8()),
+        ("rows", pa.list_(pa.int64() if wide else pa.int32())),
+        ("source_rank", pa.int32()),
+        ("event_time", pa.float64()),
+    ]
+    if with_lengths:
+        fields.append(("sequence_lengths", pa.list_(pa.int32())))
+    schema = pa.schema(fields)
+    return schema, schema.serialize().to_pybytes()
+
+
+_OUR_SCHEMAS = {(wide, lengths): _our_schema(wide, lengths) for wide in (False, True) for lengths in (False, True)}
+
+
+# ---- Arrow ----
+
+
+def _decode_arrow(payload: bytes | memoryview) -> list[AccessBatch]:
+    try:
+        key = bytes(payload[: arrow_frame.schema_bytes(payload)])
+        known = _schemas.get(key)
+        if known is None:
+            arrow_frame.walk(payload)
+            known = _new_schema(key)
+        # Whether the schema was known must make no difference: a replay after a restart judges every message alike.
+        if known.plain is not None:
+            read = arrow_plain.read(payload, len(key), known.plain, MAX_ENTRIES)
+            batches = None if read is None else _plain_entries(read)
+            if batches is not None:
+                return batches
+        frames = arrow_frame.walk(payload, len(key))
+        buffer = pa.py_buffer(payload)
+        if frames.dictionaries:
+            batch = pa.ipc.open_stream(buffer).read_next_batch()
+        else:
+            batch = pa.ipc.read_record_batch(buffer.slice(frames.batch_start), known.schema)
+        if not 0 < batch.num_rows <= MAX_ENTRIES:
+            reason = "empty" if batch.num_rows == 0 else "too_many_entries"
+            _fail(reason, f"{batch.num_rows} entries, 1 to {MAX_ENTRIES} are read")
+        batch.validate(full=True)
+        return _entries(known.schema, batch.columns)
+    except arrow_frame.FrameError as error:
+        _fail(error.reason, str(error))
+    except CodecError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+        _fail("corrupt", f"Arrow refuses it: {str(error)[:200]}")
+
+
+def _new_schema(key: bytes) -> _Known:
+    schema = pa.ipc.read_schema(pa.py_buffer(key))
+    _check_schema(schema)
+    known = _Known(schema, arrow_plain.plain_columns(schema) if arrow_frame.is_little_endian(key) else None)
+    if len(_schemas) >= _MAX_SCHEMAS:
+        _schemas.clear()
+    if len(key) <= _MAX_SCHEMA_BYTES:
+        _schemas[key] = known
+    return known
+
+
+def _check_schema(schema: pa.Schema) -> None:
+    names = schema.names
+    if sorted(names) not in (sorted(_COLUMNS), sorted(_JSON_KEYS)):
+        _fail("wrong_schema", f"columns {str(names)[:200]}, expected {list(_COLUMNS)} and optionally sequence_lengths")
+    types = dict(zip(names, schema.types, strict=True))
+    table = types["table"]
+    if pa.types.is_dictionary(table):
+        table = table.value_type
+    allowed = {
+        "table": pa.types.is_string(table) or pa.types.is_large_string(table),
+        "rows": _is_list_of(types["rows"], pa.int32(), pa.int64()),
+        "source_rank": types["source_rank"] == pa.int32(),
+        "event_time": types["event_time"] == pa.float64() or pa.types.is_timestamp(types["event_time"]),
+        "sequence_lengths": "sequence_lengths" not in types or _is_list_of(types["sequence_lengths"], pa.int32()),
+    }
+    for name, right in allowed.items():
+        if not right:
+            _fail("wrong_type", f"column {name!r} is {str(types[name])[:200]}")
+
+
+def _is_list_of(kind: pa.DataType, *values: pa.DataType) -> bool:
+    return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and kind.value_type in values
+
+
+def _plain_entries(read: arrow_plain.Columns) -> list[AccessBatch] | None:
+    """The entries if nothing is wrong with them; otherwise None, and the same checks below say what."""
+    tables, rows, ranks, times, lengths = read
+    right = min(map(len, tables)) > 0 and max(map(len, tables)) <= MAX_TABLE_NAME_CHARS and min(ranks) >= 0
+    if not right or not all(0 <= time <= MAX_EVENT_TIME_SECONDS for time in times):
+        return None
+    try:
+        if lengths is None:
+            return list(map(AccessBatch, tables, rows, ranks, times))
+        return list(map(AccessBatch, tables, rows, ranks, times, lengths))
+    except StreamError:
+        return None
+
+
+def _entries(schema: pa.Schema, columns: list[pa.Array]) -> list[AccessBatch]:
+    by_name = dict(zip(schema.names, columns, strict=True))
+    for name in _COLUMNS:
+        if by_name[name].null_count:
+            _fail("null_value", f"column {name!r} has null entries")
+    tables = _tables(by_name["table"])
+    rows = _lists("rows", by_name["rows"])
+    ranks = by_name["source_rank"].to_pylist()
+    if min(ranks) < 0:
+        _fail("bad_source_rank", f"source_rank {min(ranks)}")
+    times = _event_times(by_name["event_time"])
+    lengths: list[Any] = [None] * len(tables)
+    if "sequence_lengths" in by_name:
+        column = by_name["sequence_lengths"]
+        lengths = _lists("sequence_lengths", column)
+        if column.null_count:
+            there = column.is_valid().to_pylist()
+            lengths = [part if valid else None for part, valid in zip(lengths, there, strict=True)]
+    try:
+        return [
+            AccessBatch(table, part, rank, time, length)
+            for table, part, rank, time, length in zip(tables, rows, ranks, times, lengths, strict=True)
+        ]
+    except StreamError as error:
+        _fail("bad_lengths", error.message)
+
+
+def _tables(column: pa.Array) -> list[str]:
+    # A dictionary is decoded once: expanding a long name for every entry could be large.
+    if isinstance(column, pa.DictionaryArray):
+        if column.dictionary.null_count:
+            _fail("null_value", "the dictionary of column 'table' has nulls")
+        if len(column.dictionary) > MAX_ENTRIES:
+            _fail("too_many_entries", f"{len(column.dictionary)} names in the dictionary of column 'table'")
+        names = column.dictionary.to_pylist()
+        tables = [names[i] for i in column.indices.to_pylist()]
+    else:
+        tables = column.to_pylist()
+    _check_tables(tables)
+    return tables
+
+
+def _check_tables(tables: list[str]) -> None:
+    longest = max(map(len, tables))
+    if longest > MAX_TABLE_NAME_CHARS or not all(tables):
+        _fail("bad_table_name", f"table name of {longest} characters, 1 to {MAX_TABLE_NAME_CHARS} are allowed")
+
+
+def _lists(name: str, column: pa.Array) -> list[npt.NDArray[Any]]:
+    child = column.values
+    if child.null_count:
+        _fail("null_value", f"column {name!r} has null values")
+    values = child.to_numpy()
+    if not values.flags.aligned:
+        values = values.copy()
+    if len(column) == 1:
+        first, last = column.offsets.to_pylist()
+        return [values[first:last]]
+    offsets = column.offsets.to_numpy().tolist()
+    return [values[first:last] for first, last in itertools.pairwise(offsets)]
+
+
+def _event_times(column: pa.Array) -> list[float]:
+    kind = column.type
+    if kind == _FLOAT64:
+        seconds: list[float] = column.to_pylist()
+    else:
+        seconds = (column.cast(pa.int64()).to_numpy() / _UNITS_PER_SECOND[kind.unit]).tolist()
+    # Written so that NaN fails too.
+    if not all(0 <= time <= MAX_EVENT_TIME_SECONDS for time in seconds):
+        _fail("bad_event_time", f"event_time {seconds[:4]}, Unix seconds are expected")
+    return seconds
+
+
+# ---- JSON ----
+
+
+def _decode_json(payload: bytes | memoryview) -> list[AccessBatch]:
+    try:
+        lines = [line for line in bytes(payload).decode().splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        _fail("bad_json", f"no UTF-8: {error.reason} at byte {error.start}")
+    if not lines:
+        _fail("empty", "only white space")
+    if len(lines) > MAX_ENTRIES:
+        _fail("too_many_entries", f"{len(lines)} lines, at most {MAX_ENTRIES} are read")
+    return [_json_entry(line) for line in lines]
+
+
+def _json_entry(line: str) -> AccessBatch:
+    try:
+        entry = json.loads(line, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        _fail("bad_json", str(error)[:200])
+    if not isinstance(entry, dict):
+        _fail("wrong_type", f"a line is a {type(entry).__name__}, expected an object")
+    missing = [key for key in _COLUMNS if key not in entry]
+    unknown = [key for key in entry if key not in _JSON_KEYS]
+    if missing or unknown:
+        _fail("wrong_schema", f"missing keys {missing}, unknown keys {str(unknown)[:200]}")
+    table, rank, time = entry["table"], entry["source_rank"], entry["event_time"]
+    if any(entry[key] is None for key in _COLUMNS):
+        _fail("null_value", "a required key is null")
+    if not isinstance(table, str):
+        _fail("wrong_type", f"table is a {type(table).__name__}")
+    _check_tables([table])
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        _fail("wrong_type", f"source_rank is a {type(rank).__name__}")
+    if not 0 <= rank < 2**31:
+        _fail("bad_source_rank", f"source_rank {str(rank)[:40]}")
+    if not isinstance(time, int | float) or isinstance(time, bool):
+        _fail("wrong_type", f"event_time is a {type(time).__name__}")
+    if not 0 <= time <= MAX_EVENT_TIME_SECONDS:
+        _fail("bad_event_time", f"event_time {str(time)[:40]}, Unix seconds are expected")
+    rows = _json_ints("rows", entry["rows"], pa.int64())
+    lengths: Int32Array | None = None
+    if entry.get("sequence_lengths") is not None:
+        lengths = _json_ints("sequence_lengths", entry["sequence_lengths"], pa.int32())
+    try:
+        return AccessBatch(table, rows, rank, float(time), lengths)
+    except StreamError as error:
+        _fail("bad_lengths", error.message)
+
+
+def _json_ints(key: str, value: object, kind: pa.DataType) -> npt.NDArray[Any]:
+    """Arrow infers one type for the whole list or refuses it; numpy would take booleans among integers."""
+    if not isinstance(value, list):
+        _fail("wrong_type", f"{key} is a {type(value).__name__}, expected a list of integers")
+    try:
+        array = pa.array(value)
+        if value and not (pa.types.is_integer(array.type) or pa.types.is_null(array.type)):
+            _fail("wrong_type", f"{key} holds {array.type}, expected integers")
+        array = array.cast(kind)
+    except (pa.ArrowException, OverflowError, ValueError, TypeError) as error:
+        _fail("wrong_type", f"{key}: {str(error)[:200]}")
+    if array.null_count:
+        _fail("null_value", f"{key} has null values")
+    values: npt.NDArray[Any] = array.to_numpy()
+    return values
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

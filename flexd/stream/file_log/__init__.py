@@ -1,0 +1,1 @@
+"""The embedded stream: append-only segment files with offsets, one directory a partition, no broker."""

@@ -1,0 +1,334 @@
+"""The embedded stream: append-only segment files with offsets, one directory a partition, no broker."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from flexd.core.errors import StreamError
+from flexd.stream.buffers import ReusedBuffers
+from flexd.stream.file_log import segments
+from flexd.stream.file_log.partition_reader import OnPositionLost, PartitionReader
+from flexd.stream.types import Message, Positions
+
+_log = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = (0.001, 0.05)
+"""Between two looks at a log that has nothing new, doubling from the one to the other."""
+_KEPT_BUFFERS = 4
+"""One is read into while messages of others wait for the threads that count."""
+
+
+class FileLogSink:
+    """Appends to one partition. One writer a partition, enforced with a file lock.
+
+    Records are buffered and written when ``flush_bytes`` have gathered, when the oldest has waited ``flush_seconds``
+    (looked at on every ``send``) or on ``flush``. What was written survives the death of the process, and with
+    ``fsync`` that of the machine. A new writer starts a new segment after the last intact record, so a record that a
+    dying writer left torn is never continued.
+
+    Args:
+        directory: the log; made if missing.
+        partition: letters, digits, dot, dash, underscore.
+        segment_bytes: a new segment is begun beyond this size.
+        max_bytes: oldest whole segments are dropped beyond this total; None keeps all.
+
+    Raises:
+        StreamError: bad name, another writer has the partition, or the directory cannot be written.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        partition: str,
+        *,
+        segment_bytes: int = 64 * 2**20,
+        max_bytes: int | None = None,
+        flush_bytes: int = 256 * 2**10,
+        flush_seconds: float = 0.05,
+        fsync: bool = False,
+    ) -> None:
+        if not segments.is_partition_name(partition):
+            raise StreamError(
+                f"file log {directory}: partition name {partition!r}",
+                remedy="use at most 128 letters, digits, dots, dashes and underscores",
+            )
+        self._directory = Path(directory) / partition
+        self._segment_bytes = segment_bytes
+        self._max_bytes = max_bytes
+        self._flush_bytes = flush_bytes
+        self._flush_seconds = flush_seconds
+        self._fsync = fsync
+        self._buffer = bytearray()
+        self._buffered_since = 0.0
+        self._written_bytes = 0
+        self._fd = -1
+        self._closed = False
+        self._lock_fd = -1
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._lock_fd = self._lock()
+            self._next_offset = self._recover()
+            self._begin_segment()
+        except OSError as error:
+            self._release()
+            raise StreamError(
+                f"file log {self._directory}: cannot be written: {error}", remedy="check the path, its owner and space"
+            ) from error
+        except StreamError:
+            self._release()
+            raise
+
+    @property
+    def next_offset(self) -> int:
+        """Offset that the next message gets."""
+        return self._next_offset
+
+    @property
+    def messages_failed(self) -> int:
+        """Always 0: what was taken stays buffered until it is written."""
+        return 0
+
+    def send(self, payload: bytes) -> None:
+        """Appends one message. See ``Sink``; a full disk is reported here and nothing is taken until it is writable."""
+        if self._closed:
+            raise StreamError(f"file log {self._directory}: the writer is closed")
+        if len(payload) > segments.MAX_RECORD_BYTES:
+            raise StreamError(
+                f"file log {self._directory}: message of {len(payload)} bytes",
+                remedy=f"send at most {segments.MAX_RECORD_BYTES}",
+            )
+        now = time.monotonic()
+        if len(self._buffer) >= self._flush_bytes:
+            self._write()
+        if not self._buffer:
+            self._buffered_since = now
+        for piece in segments.frame(self._next_offset, payload):
+            self._buffer += piece
+        self._next_offset += 1
+        if len(self._buffer) >= self._flush_bytes or now - self._buffered_since >= self._flush_seconds:
+            # The message is taken: if the disk is full now, the next send says so.
+            try:
+                self._write()
+            except StreamError as error:
+                _log.warning("%s", error)
+
+    def flush(self, timeout_seconds: float = 0.0) -> None:
+        """Writes what is buffered. The deadline is not used: local files have none."""
+        self._write()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._write()
+        finally:
+            self._release()
+
+    def _lock(self) -> int:
+        fd = os.open(self._directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise StreamError(
+                f"file log {self._directory}: another process writes this partition",
+                remedy="give each writer its own partition",
+            ) from error
+        return fd
+
+    def _recover(self) -> int:
+        bases = segments.base_offsets(self._directory)
+        if not bases:
+            return 0
+        fd = os.open(segments.segment_path(self._directory, bases[-1]), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return segments.last_offset_after(fd, bases[-1])
+        finally:
+            os.close(fd)
+
+    def _begin_segment(self) -> None:
+        """Opens the segment that starts at ``next_offset`` (nothing may be buffered) and drops old ones."""
+        # A segment of that name can only hold a torn record: no reader was given anything of it.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        fd = os.open(segments.segment_path(self._directory, self._next_offset), flags, 0o644)
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = fd
+        self._written_bytes = 0
+        if self._fsync:
+            directory_fd = os.open(self._directory, os.O_RDONLY)
+            os.fsync(directory_fd)
+            os.close(directory_fd)
+        if self._max_bytes is not None:
+            self._drop_oldest(self._max_bytes)
+
+    def _drop_oldest(self, max_bytes: int) -> None:
+        paths = [segments.segment_path(self._directory, base) for base in segments.base_offsets(self._directory)]
+        sizes = [path.stat().st_size for path in paths]
+        total = sum(sizes)
+        for path, size in zip(paths[:-1], sizes[:-1], strict=True):
+            if total <= max_bytes:
+                return
+            path.unlink()
+            total -= size
+
+    def _write(self) -> None:
+        """Writes the buffer; keeps exactly the bytes that were not written if that fails."""
+        if not self._buffer:
+            return
+        try:
+            while self._buffer:
+                written = os.write(self._fd, self._buffer)
+                del self._buffer[:written]
+                self._written_bytes += written
+            if self._fsync:
+                os.fdatasync(self._fd)
+            if self._written_bytes >= self._segment_bytes:
+                self._begin_segment()
+        except OSError as error:
+            raise StreamError(
+                f"file log {self._directory}: cannot be written: {error}",
+                remedy="free some space; sending continues then",
+            ) from error
+
+    def _release(self) -> None:
+        for fd in (self._fd, self._lock_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._lock_fd = -1
+
+
+class FileLogSource:
+    """Reads all partitions of a file log while they are written. See ``Source`` for the contract.
+
+    What a bad record costs: a torn one at the end of the newest segment is not there yet; at the end of an older
+    segment it was never completed and its offset is used again, so nothing is lost. A corrupt record anywhere else is
+    skipped: the reader looks for the next intact header, and the offsets in between are counted in ``messages_lost``.
+
+    When the log no longer holds the position (its segments were dropped, or the log is shorter than it was),
+    ``on_position_lost`` decides, as for Kafka: go on at the earliest or the latest message, or raise.
+
+    Args:
+        directory: the log; may appear later, as may partitions.
+        max_poll_bytes: a poll returns at most this many bytes of records, or one record.
+        discovery_seconds: time between looks for new partitions.
+
+    Raises:
+        StreamError: ``directory`` is a file.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        on_position_lost: OnPositionLost = "earliest",
+        max_poll_bytes: int = 2 * 2**20,
+        max_poll_messages: int = 4096,
+        discovery_seconds: float = 0.5,
+    ) -> None:
+        self._directory = Path(directory)
+        if self._directory.exists() and not self._directory.is_dir():
+            raise StreamError(f"file log {directory}: not a directory", remedy="give the directory of the log")
+        self._on_position_lost: OnPositionLost = on_position_lost
+        self._max_poll_bytes = max_poll_bytes
+        self._max_poll_messages = max_poll_messages
+        self._discovery_seconds = discovery_seconds
+        self._next_discovery = 0.0
+        self._buffers = ReusedBuffers(_KEPT_BUFFERS)
+        self._restored: Positions = {}
+        self._readers: dict[str, PartitionReader] = {}
+        self._turn = 0
+        self._pause_seconds = _PAUSE_SECONDS[0]
+        self._problem: str | None = None
+        self._closed = False
+
+    @property
+    def problem(self) -> str | None:
+        return self._problem or next((r.problem for r in self._readers.values() if r.problem is not None), None)
+
+    @property
+    def messages_lost(self) -> int:
+        return sum(reader.messages_lost for reader in self._readers.values())
+
+    @property
+    def positions_lost(self) -> int:
+        return sum(reader.positions_lost for reader in self._readers.values())
+
+    def poll(self, timeout_seconds: float) -> list[Message]:
+        if self._closed:
+            raise StreamError(f"file log {self._directory}: the source is closed")
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            self._discover()
+            messages = self._read()
+            if messages:
+                self._pause_seconds = _PAUSE_SECONDS[0]
+                return messages
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return messages
+            time.sleep(min(self._pause_seconds, left))
+            self._pause_seconds = min(self._pause_seconds * 2, _PAUSE_SECONDS[1])
+
+    def restore(self, positions: Mapping[str, int]) -> None:
+        self._restored = dict(positions)
+        for reader in self._readers.values():
+            reader.close()
+        self._readers = {}
+        self._next_discovery = 0.0
+
+    def positions(self) -> Positions:
+        return {**self._restored, **{name: reader.next_offset for name, reader in self._readers.items()}}
+
+    def lag(self) -> int:
+        self._discover()
+        return sum(reader.lag() for reader in self._readers.values())
+
+    def commit(self, positions: Mapping[str, int]) -> str | None:
+        return None
+
+    def close(self) -> None:
+        self._closed = True
+        for reader in self._readers.values():
+            reader.close()
+
+    def _discover(self) -> None:
+        now = time.monotonic()
+        if now < self._next_discovery:
+            return
+        self._next_discovery = now + self._discovery_seconds
+        try:
+            with os.scandir(self._directory) as entries:
+                names = sorted(e.name for e in entries if segments.is_partition_name(e.name) and e.is_dir())
+            self._problem = None
+        except OSError as error:
+            self._problem = f"file log {self._directory}: {error.strerror or error}"
+            return
+        for name in names:
+            if name not in self._readers:
+                offset = self._restored.get(name)
+                self._readers[name] = PartitionReader(
+                    self._directory / name, name, offset, self._on_position_lost, self._buffers
+                )
+
+    def _read(self) -> list[Message]:
+        readers = list(self._readers.values())
+        messages: list[Message] = []
+        bytes_left = self._max_poll_bytes
+        self._turn += 1
+        for i in range(len(readers)):
+            reader = readers[(self._turn + i) % len(readers)]
+            # Every partition gets a share, so that one long backlog does not starve the others.
+            share = max(bytes_left // (len(readers) - i), 2**16)
+            part = reader.read(share, self._max_poll_messages - len(messages))
+            messages += part
+            bytes_left -= sum(len(m.payload) for m in part)
+            if bytes_left <= 0 or len(messages) >= self._max_poll_messages:
+                break
+        return messages

@@ -1,0 +1,1 @@
+"""The stream over Kafka: source, sink and what they share."""

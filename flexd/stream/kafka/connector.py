@@ -1,0 +1,195 @@
+"""Builds a client in a thread with a deadline, again and again until it works: constructors of clients can hang."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from flexd.core.errors import StreamError
+
+_log = logging.getLogger(__name__)
+
+Client = TypeVar("Client")
+
+
+class Connector(Generic[Client]):
+    """Owns at most one client. Belongs to one thread; ``problem`` may be read from any.
+
+    An attempt that outlives its deadline is abandoned: its thread may hang for ever, and disposes of the client if it
+    ever gets one. At most ``max_hung`` such threads exist; then no new attempt is made until one ends.
+
+    Args:
+        name: names the peer in messages.
+        make: builds the client; may block without bound.
+        dispose: closes a client; may block.
+        timeout_seconds: deadline of one attempt.
+        fatal: exceptions of ``make`` that no retry can mend.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Client],
+        dispose: Callable[[Client], None],
+        *,
+        timeout_seconds: float,
+        fatal: tuple[type[BaseException], ...] = (ValueError, TypeError),
+        first_backoff_seconds: float = 0.25,
+        max_backoff_seconds: float = 10.0,
+        max_hung: int = 4,
+    ) -> None:
+        self._name = name
+        self._make = make
+        self._dispose = dispose
+        self._timeout_seconds = timeout_seconds
+        self._fatal = fatal
+        self._first_backoff_seconds = first_backoff_seconds
+        self._max_backoff_seconds = max_backoff_seconds
+        self._max_hung = max_hung
+        self._client: Client | None = None
+        self._attempt: _Attempt[Client] | None = None
+        self._hung: list[_Attempt[Client]] = []
+        self._backoff_seconds = first_backoff_seconds
+        self._next_attempt = 0.0
+        self._closed = False
+        self.problem: str | None = None
+
+    @property
+    def client(self) -> Client | None:
+        """The client if there is one, without waiting or connecting."""
+        return self._client
+
+    def get(self, timeout_seconds: float) -> Client | None:
+        """The client, or None if there is none within the deadline (``problem`` says why).
+
+        Raises:
+            StreamError: the arguments of the client are wrong, or the connector is closed.
+        """
+        if self._client is not None:
+            return self._client
+        if self._closed:
+            raise StreamError(f"{self._name}: closed")
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            if self._attempt is None:
+                wait = min(self._next_attempt, deadline) - time.monotonic()
+                if wait > 0:
+                    time.sleep(wait)
+                if time.monotonic() < self._next_attempt or not self._begin():
+                    return None
+            if self._finish(deadline) or time.monotonic() >= deadline:
+                return self._client
+
+    def close(self, timeout_seconds: float) -> None:
+        """Disposes of the client, waiting no longer than the deadline."""
+        self._closed = True
+        client, self._client = self._client, None
+        if self._attempt is not None:
+            if self._attempt.abandon():
+                client = self._attempt.client
+            self._attempt = None
+        if client is None:
+            return
+        self._dispose_beside(client).join(timeout_seconds)
+
+    def discard(self) -> None:
+        """Gives the client up, without waiting: it is disposed of in a thread, and the next ``get`` makes another."""
+        client, self._client = self._client, None
+        if client is not None:
+            self._dispose_beside(client)
+
+    def _begin(self) -> bool:
+        self._hung = [attempt for attempt in self._hung if not attempt.done.is_set()]
+        if len(self._hung) >= self._max_hung:
+            self.problem = (
+                f"{self._name}: {len(self._hung)} connection attempts hang; the peer accepts but never answers"
+            )
+            self._delay()
+            return False
+        self._attempt = _Attempt(self._make, self._quietly_dispose)
+        return True
+
+    def _finish(self, deadline: float) -> bool:
+        """Waits for the running attempt. True if it ended, well or not."""
+        attempt = self._attempt
+        if attempt is None:
+            return True
+        limit = attempt.started + self._timeout_seconds
+        attempt.done.wait(max(0.0, min(deadline, limit) - time.monotonic()))
+        if not attempt.done.is_set():
+            if time.monotonic() < limit:
+                self.problem = self.problem or f"{self._name}: connecting"
+                return False
+            if not attempt.abandon():
+                self._hung.append(attempt)
+                self._attempt = None
+                self.problem = f"{self._name}: no answer within {self._timeout_seconds:g} s"
+                self._delay()
+                return False
+        self._attempt = None
+        if attempt.error is None:
+            self._client = attempt.client
+            self.problem = None
+            self._backoff_seconds = self._first_backoff_seconds
+            return True
+        if isinstance(attempt.error, self._fatal):
+            raise StreamError(
+                f"{self._name}: {attempt.error}", remedy="check the address and the client options"
+            ) from attempt.error
+        self.problem = f"{self._name}: {type(attempt.error).__name__}: {attempt.error}"
+        self._delay()
+        return False
+
+    def _delay(self) -> None:
+        self._next_attempt = time.monotonic() + self._backoff_seconds
+        self._backoff_seconds = min(self._backoff_seconds * 2, self._max_backoff_seconds)
+
+    def _dispose_beside(self, client: Client) -> threading.Thread:
+        thread = threading.Thread(target=self._quietly_dispose, args=(client,), name="flexd-disconnect", daemon=True)
+        thread.start()
+        return thread
+
+    def _quietly_dispose(self, client: Client) -> None:
+        try:
+            self._dispose(client)
+        except Exception as error:
+            _log.info("%s: closing the client failed: %s", self._name, error)
+
+
+class _Attempt(Generic[Client]):
+    """One run of ``make`` in its own thread."""
+
+    def __init__(self, make: Callable[[], Client], dispose: Callable[[Client], None]) -> None:
+        self.started = time.monotonic()
+        self.done = threading.Event()
+        self.client: Client | None = None
+        self.error: Exception | None = None
+        self._make = make
+        self._dispose = dispose
+        self._lock = threading.Lock()
+        self._abandoned = False
+        threading.Thread(target=self._run, name="flexd-connect", daemon=True).start()
+
+    def abandon(self) -> bool:
+        """From now on a client that comes is disposed of. True if one had come before: that one is not."""
+        with self._lock:
+            if self.done.is_set():
+                return True
+            self._abandoned = True
+            return False
+
+    def _run(self) -> None:
+        client: Client | None = None
+        try:
+            client = self._make()
+        except Exception as error:
+            self.error = error
+        with self._lock:
+            self.client = client
+            self.done.set()
+            unwanted = client if self._abandoned else None
+        if unwanted is not None:
+            self._dispose(unwanted)

@@ -1,0 +1,205 @@
+"""Accesses to a Kafka topic."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from kafka import KafkaProducer
+from kafka.errors import (
+    InvalidRecordError,
+    InvalidTimestampError,
+    KafkaError,
+    KafkaTimeoutError,
+    MessageSizeTooLargeError,
+    PolicyViolationError,
+    RecordListTooLargeError,
+)
+
+from flexd.core.errors import StreamError
+from flexd.stream.kafka.connector import Connector
+from flexd.stream.kafka.options import FATAL, ClientOption, checked
+
+_log = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 5.0
+_THE_MESSAGE_ITSELF = (
+    InvalidRecordError, InvalidTimestampError, MessageSizeTooLargeError, PolicyViolationError, RecordListTooLargeError,
+)  # fmt: skip
+"""Errors that say nothing about the producer."""
+_FIRST_PATIENCE_SECONDS = 1.0
+_MAX_PATIENCE_SECONDS = 60.0
+
+
+class KafkaSink:
+    """Sends messages to a topic, spread over its partitions. See ``Sink`` for the contract.
+
+    The client is connected on the first ``send``; while the broker is away ``send`` raises at once between attempts.
+
+    Messages are delivered at most once each: the client's idempotent producer repeats what was not acknowledged, under
+    a sequence number by which the broker drops what it has already. A broker that has lost its log has lost the
+    producer too, and refuses it for good. So a producer of which nothing is delivered any more, for errors that no
+    repetition mends, is replaced after a second (then two, four, ... to a minute, until a message is delivered). What
+    it had not delivered is not sent again but counted as failed; those that were on their way when it was closed may
+    have arrived nevertheless.
+
+    Args:
+        max_unacknowledged_bytes: beyond this ``send`` waits up to ``max_wait_seconds`` for the broker, then raises.
+        client_options: passed to kafka-python as they are, over our defaults.
+
+    Attributes:
+        producers_replaced: how often that was.
+
+    Raises:
+        StreamError: ``client_options`` sets what is ours to set.
+    """
+
+    def __init__(
+        self,
+        bootstrap_servers: str,
+        topic: str,
+        *,
+        connect_timeout_seconds: float = 15.0,
+        max_wait_seconds: float = 1.0,
+        max_unacknowledged_bytes: int = 32 * 2**20,
+        client_options: Mapping[str, ClientOption] | None = None,
+    ) -> None:
+        self._topic = topic
+        self._name = f"Kafka topic {topic!r} at {bootstrap_servers}"
+        self._max_wait_seconds = max_wait_seconds
+        self._max_unacknowledged_bytes = max_unacknowledged_bytes
+        options: dict[str, Any] = {
+            "bootstrap_servers": [server.strip() for server in bootstrap_servers.split(",")],
+            "bootstrap_timeout_ms": int(connect_timeout_seconds * 1000),
+            "max_block_ms": int(max_wait_seconds * 1000),
+            "max_request_size": 16 * 2**20,
+            "batch_size": 2**20,
+            "linger_ms": 5,
+            "request_timeout_ms": 10_000,
+            "delivery_timeout_ms": 30_000,
+            "reconnect_backoff_max_ms": 2_000,
+            "metrics_enabled": False,
+            **checked(client_options),
+        }
+        self._connector: Connector[_Producer] = Connector(
+            self._name,
+            lambda: _Producer(**options),
+            _dispose,
+            timeout_seconds=connect_timeout_seconds,
+            fatal=FATAL,
+        )
+        self._acknowledged = threading.Condition()
+        self._unacknowledged_bytes = 0
+        self._failed = 0
+        self.producers_replaced = 0
+        self._failing_since: float | None = None
+        self._patience_seconds = _FIRST_PATIENCE_SECONDS
+        self._spent: KafkaError | None = None
+
+    @property
+    def messages_failed(self) -> int:
+        return self._failed
+
+    def send(self, payload: bytes) -> None:
+        self._replace_spent()
+        producer = self._connector.get(self._max_wait_seconds)
+        if producer is None:
+            raise StreamError(self._connector.problem or f"{self._name}: not connected", remedy="check the broker")
+        with self._acknowledged:
+            if not self._acknowledged.wait_for(self._has_room, self._max_wait_seconds):
+                raise StreamError(
+                    f"{self._name}: {self._unacknowledged_bytes} bytes unacknowledged", remedy="check the broker"
+                )
+            self._unacknowledged_bytes += len(payload)
+        try:
+            future = producer.send(self._topic, value=payload)
+        except (KafkaError, OSError) as error:
+            self._release(len(payload))
+            raise StreamError(f"{self._name}: {type(error).__name__}: {error}", remedy="check the broker") from error
+        number = self.producers_replaced
+        future.add_callback(lambda _: self._on_delivered(len(payload), number))
+        future.add_errback(lambda error: self._on_failed(len(payload), number, error))
+
+    def flush(self, timeout_seconds: float) -> None:
+        with self._acknowledged:
+            if self._unacknowledged_bytes == 0:
+                return
+        producer = self._connector.get(0.0)
+        if producer is None:
+            raise StreamError(f"{self._name}: not connected", remedy="check the broker")
+        try:
+            producer.flush(timeout_seconds)
+        except KafkaError as error:
+            raise StreamError(
+                f"{self._name}: not delivered within {timeout_seconds:g} s", remedy="check the broker"
+            ) from error
+
+    def close(self) -> None:
+        self._connector.close(_CLOSE_SECONDS)
+
+    def _has_room(self) -> bool:
+        return self._unacknowledged_bytes < self._max_unacknowledged_bytes
+
+    def _replace_spent(self) -> None:
+        with self._acknowledged:
+            error, self._spent = self._spent, None
+            if error is None:
+                return
+            self.producers_replaced += 1
+            self._failing_since = None
+            self._patience_seconds = min(2 * self._patience_seconds, _MAX_PATIENCE_SECONDS)
+        _log.warning(
+            "%s: a new producer, the last one delivers no more: %s: %s", self._name, type(error).__name__, error
+        )
+        self._connector.discard()
+
+    # ---- on the client's thread ----
+
+    def _on_delivered(self, payload_bytes: int, number: int) -> None:
+        with self._acknowledged:
+            if number == self.producers_replaced:
+                self._failing_since, self._spent = None, None
+                self._patience_seconds = _FIRST_PATIENCE_SECONDS
+            self._release(payload_bytes)
+
+    def _on_failed(self, payload_bytes: int, number: int, error: BaseException) -> None:
+        with self._acknowledged:
+            self._failed += 1
+            if number == self.producers_replaced and _is_the_producers(error):
+                now = time.monotonic()
+                self._failing_since = now if self._failing_since is None else self._failing_since
+                if now - self._failing_since >= self._patience_seconds:
+                    self._spent = error
+            self._release(payload_bytes)
+
+    def _release(self, payload_bytes: int) -> None:
+        with self._acknowledged:
+            self._unacknowledged_bytes -= payload_bytes
+            self._acknowledged.notify_all()
+
+
+def _is_the_producers(error: BaseException) -> bool:
+    """Whether the error may be one that a new producer does not have."""
+    return isinstance(error, KafkaError) and not error.retriable and not isinstance(error, _THE_MESSAGE_ITSELF)
+
+
+class _Producer(KafkaProducer):  # type: ignore[misc]
+    """Whose ``close`` ends its thread in any case: the client's own raises before it does, if messages are left."""
+
+    closing = False
+
+    def flush(self, timeout: float | None = None) -> None:
+        if not self.closing:
+            super().flush(timeout)
+
+
+def _dispose(producer: _Producer) -> None:
+    """What is not delivered within half of ``_CLOSE_SECONDS`` fails."""
+    with contextlib.suppress(KafkaTimeoutError):
+        producer.flush(_CLOSE_SECONDS / 2)
+    producer.closing = True
+    producer.close(timeout=_CLOSE_SECONDS / 4)

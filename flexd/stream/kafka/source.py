@@ -1,0 +1,370 @@
+"""Accesses from Kafka: a consumer-group source whose positions are the caller's."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kafka import KafkaConsumer
+from kafka.consumer.subscription_state import AsyncConsumerRebalanceListener
+from kafka.errors import (
+    KafkaError,
+    KafkaTimeoutError,
+    LogTruncationError,
+    NoOffsetForPartitionError,
+    OffsetOutOfRangeError,
+)
+from kafka.structs import OffsetAndMetadata, TopicPartition
+
+from flexd.core.errors import PositionLostError
+from flexd.stream.file_log.partition_reader import OnPositionLost
+from flexd.stream.kafka.broker_probe import ANSWER_SECONDS, SILENT_SECONDS, BrokerProbe
+from flexd.stream.kafka.connector import Connector
+from flexd.stream.kafka.group_positions import GroupPositions
+from flexd.stream.kafka.handover import Handover, OnPartitions, PositionOf
+from flexd.stream.kafka.options import FATAL, ClientOption, checked
+from flexd.stream.types import Message, Positions
+
+_log = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 5.0
+_TELL_SECONDS = 0.01
+
+
+class KafkaSource:
+    """Reads a topic in a consumer group. See ``Source`` for the contract; partitions are named ``topic/number``.
+
+    The group decides which partitions this process reads; where it reads them is never taken from the broker: a newly
+    assigned partition starts at its restored position, at the position already reached here, or at the earliest
+    message. So a lost commit or a rebalance repeats nothing.
+
+    A position that the broker no longer has is noticed in three ways: the broker says so (retention, truncation), or
+    it silently answers nothing while its high-water mark is below the position (a broker that lost its memory). Then
+    ``on_position_lost`` decides. A topic made anew that has grown beyond the old position cannot be told from the old.
+
+    While the broker cannot be reached ``poll`` returns nothing, and ``problem`` says so after about five seconds.
+
+    Args:
+        client_options: passed to kafka-python as they are, over our defaults.
+        position_of, on_revoked, on_lost: what a member of a group of daemons asks and tells; see ``Handover``.
+
+    Raises:
+        StreamError: ``client_options`` sets what is ours to set.
+    """
+
+    def __init__(
+        self,
+        bootstrap_servers: str,
+        topic: str,
+        group_id: str,
+        *,
+        on_position_lost: OnPositionLost = "earliest",
+        connect_timeout_seconds: float = 15.0,
+        session_timeout_seconds: float = 10.0,
+        client_options: Mapping[str, ClientOption] | None = None,
+        max_poll_messages: int = 2000,
+        max_poll_bytes: int = 16 * 2**20,
+        position_of: PositionOf | None = None,
+        on_revoked: OnPartitions | None = None,
+        on_lost: OnPartitions | None = None,
+    ) -> None:
+        self._topic = topic
+        self._name = f"Kafka topic {topic!r} at {bootstrap_servers}"
+        self._session_timeout_seconds = session_timeout_seconds
+        self._max_poll_messages = max_poll_messages
+        session_ms = int(session_timeout_seconds * 1000)
+        self._options: dict[str, Any] = {
+            "bootstrap_servers": [server.strip() for server in bootstrap_servers.split(",")],
+            "group_id": group_id,
+            "enable_auto_commit": False,
+            # Resets are our decision, so that they are counted: the client must raise instead.
+            "auto_offset_reset": "none",
+            "allow_auto_create_topics": False,
+            "bootstrap_timeout_ms": int(connect_timeout_seconds * 1000),
+            "session_timeout_ms": session_ms,
+            "heartbeat_interval_ms": max(session_ms // 3, 1),
+            "fetch_max_bytes": max_poll_bytes,
+            "max_partition_fetch_bytes": max_poll_bytes // 2,
+            "receive_message_max_bytes": 128 * 2**20,
+            "metadata_max_age_ms": 10_000,
+            "reconnect_backoff_max_ms": 2_000,
+            "metrics_enabled": False,
+            **checked(client_options),
+        }
+        self._connector: Connector[KafkaConsumer] = Connector(
+            self._name,
+            self._connect,
+            self._disconnect,
+            timeout_seconds=connect_timeout_seconds,
+            fatal=FATAL,
+        )
+        # Below the time the coordinator waits for a member to join again (kafka-python: 300 s), and not so long that
+        # one stuck member stops the whole group.
+        self._handover = Handover(position_of, on_revoked, on_lost, wait_seconds=max(session_timeout_seconds, 5.0))
+        self._book = GroupPositions(self._name, on_position_lost)
+        self._probe: BrokerProbe[object] = BrokerProbe((KafkaError, OSError))
+        self._stale_highwater: dict[str, int | None] = {}
+        self._last_answer = time.monotonic()
+        self._problem: str | None = None
+        self._commit_problem: str | None = None
+        self._closed = False
+        self.commits_failed = 0
+
+    @property
+    def problem(self) -> str | None:
+        return self._connector.problem or self._problem or self._handover.problem or self._commit_problem
+
+    @property
+    def messages_lost(self) -> int:
+        return self._book.messages_lost
+
+    @property
+    def positions_lost(self) -> int:
+        return self._book.positions_lost
+
+    def poll(self, timeout_seconds: float) -> list[Message]:
+        deadline = time.monotonic() + timeout_seconds
+        consumer = self._connector.get(timeout_seconds)
+        if consumer is None:
+            return []
+        self._handover.tell()
+        self._resolve(consumer)
+        self._probe_if_silent(consumer)
+        try:
+            records = consumer.poll(
+                timeout_ms=max(0, int((deadline - time.monotonic()) * 1000)), max_records=self._max_poll_messages
+            )
+        except OffsetOutOfRangeError as error:
+            self._lose_positions(consumer, error.args[0], "the broker no longer has it")
+            return []
+        except LogTruncationError as error:
+            self._lose_positions(consumer, error.divergent_offsets, "the broker's log was truncated")
+            return []
+        except NoOffsetForPartitionError:
+            self._seek(consumer, consumer.assignment())
+            return []
+        except (KafkaError, OSError) as error:
+            self._problem = f"{self._name}: {type(error).__name__}: {error}"
+            time.sleep(max(0.0, min(0.1, deadline - time.monotonic())))
+            return []
+        messages = [message for part, got in records.items() for message in self._accept(consumer, part, got)]
+        if messages:
+            self._last_answer = time.monotonic()
+            self._problem = None
+        else:
+            self._check_highwater(consumer)
+        return messages
+
+    def restore(self, positions: Mapping[str, int]) -> None:
+        consumer = self._connector.get(0.0)
+        self._book.restore(positions)
+        if consumer is not None:
+            self._seek(consumer, consumer.assignment())
+
+    def positions(self) -> Positions:
+        return self._book.all()
+
+    def lag(self) -> int:
+        """Over the partitions assigned here, from the high-water marks of the last answers."""
+        consumer = None if self._closed else self._connector.get(0.0)
+        if consumer is None:
+            return 0
+        total = 0
+        for partition in consumer.assignment():
+            highwater = _highwater(consumer, partition)
+            if highwater is not None:
+                total += max(0, highwater - (self._book.get(self._key(partition)) or 0))
+        return total
+
+    def commit(self, positions: Mapping[str, int]) -> str | None:
+        consumer = self._connector.get(0.0)
+        if consumer is None:
+            return self._connector.problem
+        offsets = {
+            partition: OffsetAndMetadata(positions[key], "", -1)
+            for partition in consumer.assignment()
+            if (key := self._key(partition)) in positions
+        }
+        self._commit_problem = None
+        if offsets:
+            try:
+                consumer.commit(offsets, timeout_ms=int(min(self._session_timeout_seconds, 5.0) * 1000))
+            except KafkaError as error:
+                # Rebalance in progress, session expired, broker away: the next commit covers it.
+                self.commits_failed += 1
+                self._commit_problem = f"{self._name}: commit failed: {type(error).__name__}: {error}"
+        return self._commit_problem
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            consumer = self._connector.client
+            if consumer is not None:
+                self._handover.announce_revoked([self._key(partition) for partition in consumer.assignment()])
+            self._handover.tell()
+        self._connector.close(_CLOSE_SECONDS)
+
+    def _disconnect(self, consumer: KafkaConsumer) -> None:
+        # A question to a client that is gone would never end. One that came too late is disposed of here too, while
+        # the source goes on with another: the probe outlives it.
+        self._probe.finish()
+        consumer.close(autocommit=False, timeout_ms=int(_CLOSE_SECONDS * 500))
+
+    def _connect(self) -> KafkaConsumer:
+        consumer = KafkaConsumer(**self._options)
+        consumer.subscribe([self._topic], listener=_Rebalance(self, consumer))
+        return consumer
+
+    def _key(self, partition: TopicPartition) -> str:
+        return f"{partition.topic}/{partition.partition}"
+
+    def _seek(self, consumer: KafkaConsumer, partitions: Iterable[TopicPartition]) -> None:
+        """Puts partitions where they belong. Also called on the client's thread: must not wait for the broker."""
+        partitions = list(partitions)
+        paused = self._handover.unanswered(map(self._key, partitions))
+        for partition in partitions:
+            key = self._key(partition)
+            self._stale_highwater[key] = _highwater(consumer, partition)
+            # A partition that was taken away in this moment comes back through the listener.
+            with contextlib.suppress(KafkaError, ValueError, KeyError):
+                start = self._book.start(key)
+                if key in paused:
+                    # The place is not read from; without one the client would complain on every poll.
+                    consumer.pause(partition)
+                    consumer.seek(partition, start if isinstance(start, int) else 0)
+                elif isinstance(start, int):
+                    consumer.seek(partition, start)
+                elif start == "end":
+                    consumer.seek_to_end(partition)
+                else:
+                    consumer.seek_to_beginning(partition)
+
+    def _resolve(self, consumer: KafkaConsumer) -> None:
+        """Lets the partitions go on whose positions have been told."""
+        keys, answer = self._handover.ask()
+        if not keys:
+            return
+        self._book.move(answer)
+        mine = [partition for partition in consumer.assignment() if self._key(partition) in keys]
+        self._seek(consumer, mine)
+        for partition in mine:
+            with contextlib.suppress(KafkaError, ValueError, KeyError):
+                consumer.resume(partition)
+
+    def _accept(self, consumer: KafkaConsumer, partition: TopicPartition, records: list[Any]) -> list[Message]:
+        key = self._key(partition)
+        position = self._book.get(key)
+        if position is not None and records[0].offset < position:
+            records = [record for record in records if record.offset >= position]
+        taken = self._book.up_to_gap(key, [record.offset for record in records]) if records else 0
+        if taken:
+            self._book.accept(key, records[0].offset, records[taken - 1].offset)
+        if taken < len(records):
+            self._seek(consumer, [partition])
+        return [Message(key, record.offset, record.value or b"") for record in records[:taken]]
+
+    def _check_highwater(self, consumer: KafkaConsumer) -> None:
+        lost: dict[TopicPartition, int] = {}
+        ends: dict[TopicPartition, int] = {}
+        assignment = consumer.assignment()
+        unanswered = self._handover.unanswered(map(self._key, assignment))
+        for partition in assignment:
+            key = self._key(partition)
+            highwater = _highwater(consumer, partition)
+            position = None if key in unanswered else self._book.get(key)
+            # A mark from before the last seek says nothing about the position after it.
+            if highwater is None or position is None or highwater == self._stale_highwater.get(key):
+                continue
+            if position > highwater:
+                lost[partition] = position
+                ends[partition] = highwater
+        if lost:
+            self._lose_positions(consumer, lost, "the broker's log ends before it", ends)
+
+    def _lose_positions(
+        self,
+        consumer: KafkaConsumer,
+        lost: Mapping[TopicPartition, object],
+        cause: str,
+        ends: Mapping[TopicPartition, int] | None = None,
+    ) -> None:
+        known = None if ends is None else {self._key(partition): end for partition, end in ends.items()}
+        try:
+            self._book.lose(map(self._key, lost), cause, known)
+        except PositionLostError as error:
+            self._problem = error.message
+            raise
+        self._seek(consumer, lost)
+
+    def _probe_if_silent(self, consumer: KafkaConsumer) -> None:
+        """The client hides an unreachable broker: after a silent while it is asked for something it must answer."""
+        outcome = self._probe.take()
+        if outcome is not None and outcome.began > self._last_answer:
+            if outcome.error is None:
+                self._problem = None
+                self._last_answer = time.monotonic()
+            else:
+                self._problem = f"{self._name}: broker does not answer ({_reason(outcome.error)})"
+        if time.monotonic() - self._last_answer < SILENT_SECONDS:
+            return
+        assignment = sorted(consumer.assignment())
+        if assignment:
+            # Runs on the client's own thread, as a poll does: any other may wait for it.
+            self._probe.begin(
+                lambda deadline: consumer.beginning_offsets(
+                    assignment[:1], timeout_ms=max(1, int((deadline - time.monotonic()) * 1000))
+                )
+            )
+        else:
+            self._problem = (
+                f"{self._name}: no partition assigned (topic missing, group joining, or more members than partitions)"
+            )
+
+
+class _Rebalance(AsyncConsumerRebalanceListener):  # type: ignore[misc]
+    """Runs on the client's own thread, which must go on sending heartbeats: it waits by giving the thread back. The
+    polling thread waits inside ``KafkaConsumer.poll`` meanwhile, so a third one runs the callback.
+    """
+
+    def __init__(self, source: KafkaSource, consumer: KafkaConsumer) -> None:
+        self._source = source
+        self._consumer = consumer
+
+    async def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:
+        source = self._source
+        if source._closed:
+            return
+        told = source._handover.announce_revoked([source._key(partition) for partition in revoked])
+        if told is None:
+            return
+        threading.Thread(target=source._handover.tell, name="flexd-hand-over", daemon=True).start()
+        deadline = time.monotonic() + source._handover.wait_seconds
+        while not told.is_set():
+            if time.monotonic() >= deadline:
+                _log.warning("%s: partitions leave before their state was handed over", source._name)
+                return
+            await self._consumer._net.sleep(_TELL_SECONDS)
+
+    async def on_partitions_lost(self, lost: set[TopicPartition]) -> None:
+        self._source._handover.announce_lost([self._source._key(partition) for partition in lost])
+
+    async def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
+        self._source._handover.assigned([self._source._key(partition) for partition in assigned])
+        self._source._seek(self._consumer, assigned)
+
+
+def _reason(error: Exception) -> str:
+    return f"nothing within {ANSWER_SECONDS:g} s" if isinstance(error, KafkaTimeoutError) else type(error).__name__
+
+
+def _highwater(consumer: KafkaConsumer, partition: TopicPartition) -> int | None:
+    """None if the partition was taken away in this moment or has not been fetched yet."""
+    try:
+        highwater: int | None = consumer.highwater(partition)
+    except (KafkaError, KeyError):
+        return None
+    return highwater
