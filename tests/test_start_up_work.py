@@ -20,7 +20,7 @@ def test_kernels_run_without_scipy_which_can_be_imported_later() -> None:
     """scipy's linear algebra is most of a second of a start on a slow machine; the planner needs scipy's solver."""
     printed = _prints(
         "import sys\n"
-        "from flexd.daemon.fast_start import import_numba\n"
+        "from flexd.core.fast_start import import_numba\n"
         "import_numba()\n"
         "from flexd.sketch.table_set import warm_up\n"
         "warm_up()\n"
@@ -37,7 +37,7 @@ def test_kernels_run_without_scipy_which_can_be_imported_later() -> None:
 def test_the_collector_rests_until_it_is_released() -> None:
     printed = _prints(
         "import gc\n"
-        "from flexd.daemon.fast_start import hold_collector, release_collector\n"
+        "from flexd.core.fast_start import hold_collector, release_collector\n"
         "hold_collector()\n"
         "print(gc.isenabled())\n"
         "release_collector()\n"

@@ -17,7 +17,7 @@ from flexd.cli.options import OutputOption
 from flexd.cli.view import Facts, OutputFormat, emit, show
 from flexd.core import units
 from flexd.core.errors import ConfigError
-from flexd.daemon.fast_start import hold_collector, import_numba
+from flexd.core.fast_start import hold_collector, import_numba
 
 if TYPE_CHECKING:
     from flexd.config.model import Config

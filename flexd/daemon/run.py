@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from flexd.config.model import Config
 from flexd.control.protocol.channel import load_transports
 from flexd.core import fault_points as faults
+from flexd.core.fast_start import release_collector
 from flexd.daemon.allocator import keep_freed_memory
 from flexd.daemon.config_file import ConfigFile
-from flexd.daemon.fast_start import release_collector
 from flexd.daemon.logs import set_up_logging
 from flexd.daemon.service import Daemon
 
