@@ -11,7 +11,7 @@ LONG_FIRST = (
     "e2e/test_exactly_once.py", "embedding/test_run_ahead.py", "examples/test_examples.py", "embedding/test_exact.py",
     "stream/test_broker_probe.py", "server/test_status_page.py", "e2e/test_secrets_stay_secret.py",
     "control/test_protocol_model.py", "stream/test_kafka.py", "embedding/test_checkpoint.py",
-    "stream/test_confluent.py", "control/test_inbox.py", "e2e/test_bad_input.py", "embedding/test_broken_ranks.py",
+    "control/test_inbox.py", "e2e/test_bad_input.py", "embedding/test_broken_ranks.py",
 )  # fmt: skip
 """Files that take long, those that wait and those that compute by turns: left for the end, they would run alone."""
 

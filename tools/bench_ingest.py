@@ -59,10 +59,6 @@ def open_source(order: dict[str, Any]) -> Source:
     if order["source"] == "file log":
         return FileLogSource(Path(order["path"]), discovery_seconds=0.05)
     group = f"bench-{uuid.uuid4().hex[:8]}"
-    if order["source"] == "confluent":
-        from flexd.stream.kafka.confluent import ConfluentSource
-
-        return ConfluentSource(order["bootstrap"], order["topic"], group)
     from flexd.stream.kafka.source import KafkaSource
 
     return KafkaSource(order["bootstrap"], order["topic"], group)
@@ -160,9 +156,8 @@ def measure(rows: int, count: int, repeats: int) -> dict[str, float]:
                 for task in os.listdir(f"/proc/{broker.pid}/task"):
                     os.sched_setaffinity(int(task), cores[1:])
             produce(broker.bootstrap_servers, messages)
-            for client in ("kafka-python", "confluent"):
-                order = {"source": client, "bootstrap": broker.bootstrap_servers, "topic": TABLE, "cores": cores[:1]}
-                record(f"{client} {label}", order)
+            order = {"source": "kafka-python", "bootstrap": broker.bootstrap_servers, "topic": TABLE}
+            record(f"kafka-python {label}", {**order, "cores": cores[:1]})
     return figures
 
 

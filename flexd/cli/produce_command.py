@@ -160,10 +160,6 @@ def _of_config(path: Path, config: Config) -> _Target:
             remedy="give --log or --kafka",
         )
     options = source.resolved_client_options()
-    if options and source.client != "kafka-python":
-        raise ConfigError(
-            f"{path}: stream.source.client_options are those of another client", remedy="produce with --kafka"
-        )
     from flexd.stream.kafka.options import for_a_producer
 
     return _Target(kafka=source.bootstrap_servers, topic=source.topic, options=for_a_producer(options))

@@ -37,11 +37,8 @@ class KafkaSource(Section):
     """Deadline of the first connection."""
     session_timeout_seconds: Seconds = 10.0
     """Without a heartbeat for so long the broker gives the partitions to others."""
-    client: Literal["kafka-python", "confluent"] = "kafka-python"
-    """The client library. ``confluent`` (librdkafka, faster) needs ``pip install 'flexd[confluent]'``."""
     client_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Passed to the client as they are: ``security_protocol``, ``sasl_*``, ``ssl_*`` ... for kafka-python,
-    ``security.protocol`` ... for confluent."""
+    """Passed to kafka-python as they are: ``security_protocol``, ``sasl_*``, ``ssl_*`` and others."""
     client_option_files: dict[str, Path] = Field(default_factory=dict)
     """Client options whose text is read from a file, so that no secret stands in the configuration:
     ``{sasl_plain_password: /run/secrets/kafka-password}``. A closing line break is dropped."""

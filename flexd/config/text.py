@@ -18,7 +18,7 @@ MAX_CONFIG_BYTES = 16 * 2**20
 _SECRET = re.compile(
     r"password|passphrase|secret|token|credential|jaas|oauthbearer[._]config|api[._]?key|[._]pem$", re.IGNORECASE
 )
-"""Also what librdkafka takes as text: a private key (``ssl.key.pem``), settings that hold a secret among others."""
+"""Includes options of other Kafka clients (``ssl.key.pem``): their values stay hidden when given by mistake."""
 _REDACTED = "(not shown)"
 
 

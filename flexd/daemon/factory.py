@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from flexd.config.model import Config
 from flexd.config.stream import FileLogSource, KafkaSource, TapSource
 from flexd.control.daemon.coordinator import ControlOptions
@@ -26,7 +24,7 @@ def make_source(config: Config, follower: Follower | None = None) -> Source:
 
     Raises:
         ConfigError: a client option file cannot be read.
-        StreamError: the options are not usable together, or the client is not installed.
+        StreamError: the options are not usable together.
     """
     source = config.stream.source
     if isinstance(source, FileLogSource):
@@ -34,7 +32,9 @@ def make_source(config: Config, follower: Follower | None = None) -> Source:
 
         return FileLog(source.path)
     if isinstance(source, KafkaSource):
-        return _kafka_class(source.client)(
+        from flexd.stream.kafka.source import KafkaSource as Kafka
+
+        return Kafka(
             source.bootstrap_servers,
             source.topic,
             source.group_id,
@@ -59,17 +59,6 @@ def make_source(config: Config, follower: Follower | None = None) -> Source:
         drift_rows_per_second=source.drift_rows_per_second,
         seed=source.seed,
     )
-
-
-def _kafka_class(client: str) -> Callable[..., Source]:
-    """Raises StreamError if the library of the client is not installed."""
-    if client == "confluent":
-        from flexd.stream.kafka.confluent import ConfluentSource
-
-        return ConfluentSource
-    from flexd.stream.kafka.source import KafkaSource as KafkaPythonSource
-
-    return KafkaPythonSource
 
 
 def make_state_directory(config: Config) -> None:

@@ -133,7 +133,7 @@ class Demo:
     def run(self) -> RunRecord:
         options, setup = self._options, self.setup
         if setup.kafka:
-            from flexd.stream.kafka.topic import ensure_topic
+            from flexd.stream.kafka.topic_admin import ensure_topic
 
             ensure_topic(setup.kafka, setup.topic, partitions=setup.world_size, timeout_seconds=20.0)
         restart_at = None

@@ -32,7 +32,7 @@ def versions(config: Config) -> Iterator[Finding]:
     needed = [*NEEDED]
     source = config.stream.source
     if isinstance(source, KafkaSource):
-        needed.append("kafka-python" if source.client == "kafka-python" else "confluent-kafka")
+        needed.append("kafka-python")
     missing, found = [], []
     for name in needed:
         try:
@@ -40,8 +40,7 @@ def versions(config: Config) -> Iterator[Finding]:
         except PackageNotFoundError:
             missing.append(name)
     if missing:
-        extra = "daemon,confluent" if "confluent-kafka" in missing else "daemon"
-        yield fault("versions", f"not installed: {', '.join(missing)}", f"pip install 'flexd[{extra}]'")
+        yield fault("versions", f"not installed: {', '.join(missing)}", "pip install 'flexd[daemon]'")
     yield ok("versions", f"flexd {flexd.__version__}, Python {platform.python_version()}, {', '.join(found)}")
 
 

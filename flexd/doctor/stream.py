@@ -51,10 +51,15 @@ def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
             return
         yield ok("stream", f"{sample.name}: {_partitions(sample.partitions)}")
     elif isinstance(source, KafkaSource):
-        from flexd.stream.kafka.inspection import look
+        from flexd.stream.kafka.topic_admin import inspect_topic
 
-        found = look(source.bootstrap_servers, source.topic, source.client, source.resolved_client_options(),
-                     messages=MAX_MESSAGES, timeout_seconds=timeout_seconds)  # fmt: skip
+        found = inspect_topic(
+            source.bootstrap_servers,
+            source.topic,
+            source.resolved_client_options(),
+            messages=MAX_MESSAGES,
+            timeout_seconds=timeout_seconds,
+        )
         yield ok("broker", f"{source.bootstrap_servers} answers")
         if found.partitions == 0:
             yield fault(

@@ -23,7 +23,7 @@ from flexd.demo.ports import free_ports
 from flexd.demo.processes import Ranks
 from flexd.demo.runner import Demo
 from flexd.stream.kafka.sink import KafkaSink
-from flexd.stream.kafka.topic import ensure_topic
+from flexd.stream.kafka.topic_admin import ensure_topic
 
 sys.path.insert(0, str(ROOT / "tools"))
 from tansu_broker import TansuBroker

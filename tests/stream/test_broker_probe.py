@@ -1,4 +1,4 @@
-"""A quiet topic is not a dead broker, and a dead broker is noticed: for both clients, however short a poll is."""
+"""A quiet topic is not a dead broker, and a dead broker is noticed, however short a poll is."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ import time
 import pytest
 
 from flexd.core.errors import StreamError
-from flexd.stream.kafka import broker_probe, confluent
+from flexd.stream.kafka import broker_probe
 from flexd.stream.kafka import source as kafka
 from flexd.stream.kafka.broker_probe import BrokerProbe
-from flexd.stream.kafka.confluent import ConfluentSource
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.source import KafkaSource
 
 POLL_SECONDS = 0.05
 
 
-def source_at(client: str, address: str, topic: str, options: dict[str, str] | None = None):
-    if client == "confluent":
-        return ConfluentSource(address, topic, "g", session_timeout_seconds=6.0)
+def source_at(address: str, topic: str, options: dict[str, str] | None = None):
     return KafkaSource(address, topic, "g", session_timeout_seconds=6.0, client_options=options)
 
 
@@ -44,12 +41,11 @@ def poll_until(source, condition, seconds: float = 60.0) -> list[bytes]:
     return payloads
 
 
-@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
-def test_a_quiet_topic_of_a_slow_broker_is_no_problem(slow_broker, client):
+def test_a_quiet_topic_of_a_slow_broker_is_no_problem(slow_broker):
     address, make_topic = slow_broker
     topic, options = make_topic(), {"api_version": "2.3"}
     send(address, topic, [b"first"], options)
-    source = source_at(client, address, topic, options)
+    source = source_at(address, topic, options)
     try:
         assert poll_until(source, len) == [b"first"]
         assert source.problem is None
@@ -65,11 +61,10 @@ def test_a_quiet_topic_of_a_slow_broker_is_no_problem(slow_broker, client):
         source.close()
 
 
-@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
-def test_a_stopped_broker_is_noticed_and_the_source_can_be_closed(own_tansu, client):
+def test_a_stopped_broker_is_noticed_and_the_source_can_be_closed(own_tansu):
     own_tansu.create_topic("quiet", 1)
     send(own_tansu.bootstrap_servers, "quiet", [b"first"])
-    source = source_at(client, own_tansu.bootstrap_servers, "quiet")
+    source = source_at(own_tansu.bootstrap_servers, "quiet")
     assert poll_until(source, len) == [b"first"]
     os.kill(own_tansu.pid, signal.SIGSTOP)
     poll_until(source, lambda _: source.problem is not None)
@@ -151,10 +146,9 @@ def test_finishing_waits_for_the_question():
     assert not probe._thread.is_alive()
 
 
-@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
-def test_a_client_that_came_too_late_takes_no_probe_with_it(client):
+def test_a_client_that_came_too_late_takes_no_probe_with_it():
     """Its attempt to connect was given up; the source goes on with the client of another."""
-    source, asked = source_at(client, "127.0.0.1:1", "t"), []
+    source, asked = source_at("127.0.0.1:1", "t"), []
     late = LateClient()
     source._disconnect(late)
     assert late.closed
@@ -171,12 +165,10 @@ class LateClient:
         self.closed = True
 
 
-@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
-def test_an_answer_that_a_message_overtook_says_nothing(client, monkeypatch):
+def test_an_answer_that_a_message_overtook_says_nothing(monkeypatch):
     """No broker: the source is asked directly what it makes of an answer."""
-    for module in (kafka, confluent):
-        monkeypatch.setattr(module, "SILENT_SECONDS", 1e6)
-    source = source_at(client, "127.0.0.1:1", "t")
+    monkeypatch.setattr(kafka, "SILENT_SECONDS", 1e6)
+    source = source_at("127.0.0.1:1", "t")
     failed = StreamError("broker gone")
     source._probe = BrokerProbe((StreamError,))
 

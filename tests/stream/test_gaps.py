@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from kafka import KafkaConsumer
 from tansu_broker import TansuBroker
 
-from flexd.stream.kafka import confluent
-from flexd.stream.kafka.confluent import ConfluentSource
 from flexd.stream.kafka.group_positions import GAP_SECONDS, TRUSTED_GAPS, GroupPositions
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.source import KafkaSource
@@ -103,7 +101,7 @@ def broker() -> Any:
         yield broker
 
 
-def read(source: KafkaSource | ConfluentSource) -> list[int]:
+def read(source: KafkaSource) -> list[int]:
     got: list[int] = []
     deadline = time.monotonic() + 40
     while (not got or got[-1] < COUNT - 1) and time.monotonic() < deadline:
@@ -117,7 +115,7 @@ def group() -> str:
 
 
 @pytest.mark.parametrize("offset", [0, 7, COUNT - 2])
-def test_kafka_python_looks_again(broker: TansuBroker, monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
+def test_a_message_that_appears_late_is_read(broker: TansuBroker, monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
     late = Late(offset, 0.1)
     poll = KafkaConsumer.poll
 
@@ -128,37 +126,6 @@ def test_kafka_python_looks_again(broker: TansuBroker, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(KafkaConsumer, "poll", hiding)
     source = KafkaSource(broker.bootstrap_servers, "t", group(), session_timeout_seconds=2.0)
-    source.restore({KEY: 0})
-    assert read(source) == list(range(COUNT))
-    assert late.hidden > 0
-    assert source._book.gaps_filled == 1
-
-
-@pytest.mark.parametrize("offset", [0, 7, COUNT - 2])
-def test_librdkafka_looks_again(broker: TansuBroker, monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
-    # In a silence it fetches from its position again anyway; a stream that goes on has none.
-    monkeypatch.setattr(confluent, "SILENT_SECONDS", 1e6)
-    late = Late(offset, 0.1)
-
-    class Hiding:
-        def __init__(self, consumer: Any) -> None:
-            self._consumer = consumer
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._consumer, name)
-
-        def consume(self, *arguments: Any) -> list[Any]:
-            got = self._consumer.consume(*arguments)
-            return [each for each in got if each.error() is not None or late.shows(each.offset())]
-
-    source = ConfluentSource(broker.bootstrap_servers, "t", group(), session_timeout_seconds=2.0)
-    get = source._connector.get
-
-    def wrapped(timeout_seconds: float) -> Any:
-        consumer = get(timeout_seconds)
-        return None if consumer is None else Hiding(consumer)
-
-    source._connector.get = wrapped  # type: ignore[method-assign]
     source.restore({KEY: 0})
     assert read(source) == list(range(COUNT))
     assert late.hidden > 0

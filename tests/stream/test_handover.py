@@ -8,7 +8,6 @@ import uuid
 
 import pytest
 
-from flexd.stream.kafka.confluent import ConfluentSource
 from flexd.stream.kafka.handover import Handover
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.source import KafkaSource
@@ -182,8 +181,7 @@ def members_come_and_go(open_source, produce) -> None:
     assert not second.unsent, "closing hands over too"
 
 
-@pytest.mark.parametrize("kind", [KafkaSource, ConfluentSource])
-def test_members_of_a_group_hand_partitions_over(tansu, kind):
+def test_members_of_a_group_hand_partitions_over(tansu):
     topic = f"topic-{uuid.uuid4().hex[:8]}"
     tansu.create_topic(topic, 2)
     group = f"group-{uuid.uuid4().hex[:8]}"
@@ -195,7 +193,7 @@ def test_members_of_a_group_hand_partitions_over(tansu, kind):
         sink.flush(10.0)
 
     members_come_and_go(
-        lambda **hooks: kind(tansu.bootstrap_servers, topic, group, session_timeout_seconds=3.0, **hooks),
+        lambda **hooks: KafkaSource(tansu.bootstrap_servers, topic, group, session_timeout_seconds=3.0, **hooks),
         produce,
     )
     sink.close()

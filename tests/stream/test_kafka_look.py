@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from flexd.core.errors import StreamError
-from flexd.stream.kafka.inspection import look
 from flexd.stream.kafka.sink import KafkaSink
+from flexd.stream.kafka.topic_admin import inspect_topic
 
 
-@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
-def test_the_newest_messages_of_every_partition(tansu, client):
-    topic = f"look-{client}"
+def test_the_newest_messages_of_every_partition(tansu):
+    topic = "look"
     tansu.create_topic(topic, partitions=2)
     sink = KafkaSink(tansu.bootstrap_servers, topic)
     for number in range(12):
@@ -19,23 +18,22 @@ def test_the_newest_messages_of_every_partition(tansu, client):
         # One batch each: this broker counts offsets by batches.
         sink.flush(20)
     sink.close()
-    found = look(tansu.bootstrap_servers, topic, client, {}, messages=4, timeout_seconds=20)
+    found = inspect_topic(tansu.bootstrap_servers, topic, {}, messages=4, timeout_seconds=20)
     assert (found.partitions, found.messages) == (2, 12)
-    everything = look(tansu.bootstrap_servers, topic, client, {}, messages=100, timeout_seconds=20)
+    everything = inspect_topic(tansu.bootstrap_servers, topic, {}, messages=100, timeout_seconds=20)
     assert sorted(int(payload) for payload in everything.payloads) == list(range(12))
     assert 1 <= len(found.payloads) <= 4
     assert 11 in [int(payload) for payload in found.payloads]
-    missing = look(tansu.bootstrap_servers, "not-there", client, {}, messages=10, timeout_seconds=20)
+    missing = inspect_topic(tansu.bootstrap_servers, "not-there", {}, messages=10, timeout_seconds=20)
     assert (missing.partitions, missing.payloads) == (0, ())
 
 
-@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
-def test_a_broker_that_is_not_there_is_named_within_the_deadline(client):
+def test_a_broker_that_is_not_there_is_named_within_the_deadline():
     with pytest.raises(StreamError, match=r"127\.0\.0\.1:1"):
-        look("127.0.0.1:1", "t", client, {}, messages=1, timeout_seconds=1.5)
+        inspect_topic("127.0.0.1:1", "t", {}, messages=1, timeout_seconds=1.5)
 
 
 def test_options_that_the_client_does_not_know_are_an_error_with_a_remedy(tansu):
     with pytest.raises(StreamError) as refused:
-        look(tansu.bootstrap_servers, "t", "kafka-python", {"nonsense": 1}, messages=1, timeout_seconds=5)
+        inspect_topic(tansu.bootstrap_servers, "t", {"nonsense": 1}, messages=1, timeout_seconds=5)
     assert "client_options" in refused.value.remedy

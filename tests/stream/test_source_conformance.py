@@ -48,10 +48,7 @@ def synthetic():
     return Stream(lambda: SyntheticSource(tables, accesses_per_second=2000, accesses_per_message=8), None)
 
 
-def kafka_stream(
-    bootstrap: str, topic: str, session_seconds: float, confluent: bool = False, **client_options: str
-) -> tuple[Stream, Sink]:
-    from flexd.stream.kafka.confluent import ConfluentSource
+def kafka_stream(bootstrap: str, topic: str, session_seconds: float, **client_options: str) -> tuple[Stream, Sink]:
     from flexd.stream.kafka.sink import KafkaSink
     from flexd.stream.kafka.source import KafkaSource
 
@@ -60,8 +57,6 @@ def kafka_stream(
     sent = [0]
 
     def open_source() -> Source:
-        if confluent:
-            return ConfluentSource(bootstrap, topic, group, session_timeout_seconds=session_seconds)
         return KafkaSource(
             bootstrap, topic, group, session_timeout_seconds=session_seconds, client_options=client_options
         )
@@ -93,24 +88,7 @@ def kafka_mock(mock_broker):
     sink.close()
 
 
-@pytest.fixture
-def confluent_tansu(tansu):
-    topic = f"topic-{uuid.uuid4().hex[:8]}"
-    tansu.create_topic(topic, PARTITIONS)
-    stream, sink = kafka_stream(tansu.bootstrap_servers, topic, 3.0, confluent=True)
-    yield stream
-    sink.close()
-
-
-@pytest.fixture
-def confluent_mock(mock_broker):
-    address, make_topic = mock_broker
-    stream, sink = kafka_stream(address, make_topic(), 6.0, confluent=True, api_version="2.3")
-    yield stream
-    sink.close()
-
-
-@pytest.fixture(params=["file_log", "synthetic", "kafka_tansu", "kafka_mock", "confluent_tansu", "confluent_mock"])
+@pytest.fixture(params=["file_log", "synthetic", "kafka_tansu", "kafka_mock"])
 def stream(request):
     return request.getfixturevalue(request.param)
 

@@ -32,10 +32,6 @@ def _open_source(order: Mapping[str, Any]) -> Any:
 
         return FileLogSource(Path(order["path"]), discovery_seconds=0.01)
     options = {"session_timeout_seconds": 3.0, "on_position_lost": "fail"}
-    if order["source"] == "confluent":
-        from flexd.stream.kafka.confluent import ConfluentSource
-
-        return ConfluentSource(order["bootstrap"], order["topic"], order["group"], **options)
     from flexd.stream.kafka.source import KafkaSource
 
     return KafkaSource(order["bootstrap"], order["topic"], order["group"], max_poll_messages=50, **options)

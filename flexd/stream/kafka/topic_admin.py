@@ -1,0 +1,124 @@
+"""Create a topic, and inspect one without joining a consumer group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
+from kafka.admin import NewTopic
+from kafka.errors import KafkaError, TopicAlreadyExistsError
+
+from flexd.core.errors import StreamError
+
+
+@dataclass(frozen=True)
+class TopicInspection:
+    """The state of a topic.
+
+    Attributes:
+        partitions: number of partitions; 0 if the topic does not exist.
+        messages: messages that the broker keeps, computed from the first and last offsets.
+        payloads: the newest messages.
+    """
+
+    partitions: int
+    messages: int
+    payloads: tuple[bytes, ...]
+
+
+def ensure_topic(bootstrap_servers: str, topic: str, *, partitions: int, timeout_seconds: float) -> None:
+    """Create the topic unless it exists.
+
+    Raises:
+        StreamError: the broker cannot be reached or refuses, within the deadline.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    failure: Exception | None = None
+    while time.monotonic() < deadline:
+        try:
+            client = KafkaAdminClient(
+                bootstrap_servers=bootstrap_servers.split(","),
+                request_timeout_ms=5_000,
+                bootstrap_timeout_ms=5_000,
+            )
+            try:
+                client.create_topics([NewTopic(topic, partitions, 1)], timeout_ms=5_000)
+            finally:
+                client.close()
+            return
+        except TopicAlreadyExistsError:
+            return
+        except (KafkaError, OSError, AssertionError) as error:
+            failure = error
+            time.sleep(0.3)
+    raise StreamError(
+        f"topic {topic!r} cannot be created at {bootstrap_servers} in {timeout_seconds:g} s: {failure}",
+        remedy="check the address, and that the user may create topics",
+    )
+
+
+def inspect_topic(
+    bootstrap_servers: str,
+    topic: str,
+    client_options: Mapping[str, Any],
+    *,
+    messages: int,
+    timeout_seconds: float,
+) -> TopicInspection:
+    """Count the partitions of a topic and read its newest messages.
+
+    Joins no consumer group and commits nothing, so the topic's readers are not disturbed.
+
+    Args:
+        client_options: passed to kafka-python, over the defaults.
+        messages: maximum number of messages to read, spread over the partitions.
+
+    Raises:
+        StreamError: the broker cannot be reached, refuses, or exceeds the deadline.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    consumer = None
+    try:
+        consumer = KafkaConsumer(
+            **{
+                "bootstrap_servers": [server.strip() for server in bootstrap_servers.split(",")],
+                "group_id": None,
+                "enable_auto_commit": False,
+                "allow_auto_create_topics": False,
+                "bootstrap_timeout_ms": int(1000 * _seconds_left(deadline)),
+                "request_timeout_ms": 10_000,
+                "metrics_enabled": False,
+                **client_options,
+            }
+        )
+        numbers = consumer.partitions_for_topic(topic)
+        if not numbers:
+            return TopicInspection(0, 0, ())
+        partitions = [TopicPartition(topic, number) for number in sorted(numbers)]
+        consumer.assign(partitions)
+        first, last = consumer.beginning_offsets(partitions), consumer.end_offsets(partitions)
+        each = max(1, messages // len(partitions))
+        for partition in partitions:
+            consumer.seek(partition, max(first[partition], last[partition] - each))
+        kept = sum(last[partition] - first[partition] for partition in partitions)
+        payloads: list[bytes] = []
+        wanted = min(messages, sum(min(each, last[p] - first[p]) for p in partitions))
+        while len(payloads) < wanted and time.monotonic() < deadline:
+            for records in consumer.poll(timeout_ms=int(1000 * min(1.0, _seconds_left(deadline)))).values():
+                payloads += [record.value or b"" for record in records]
+        return TopicInspection(len(partitions), kept, tuple(payloads[:messages]))
+    except (KafkaError, OSError, ValueError, AssertionError) as error:
+        raise StreamError(
+            f"{bootstrap_servers}: {type(error).__name__}: {error}",
+            remedy="check stream.source.bootstrap_servers, the network, and client_options",
+        ) from error
+    finally:
+        if consumer is not None:
+            consumer.close(autocommit=False, timeout_ms=2_000)
+
+
+def _seconds_left(deadline: float) -> float:
+    return max(0.1, deadline - time.monotonic())
