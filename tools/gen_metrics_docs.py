@@ -12,8 +12,8 @@ from typing import Any
 from generated import write_or_check
 from prometheus_client.core import Metric
 
-from flexd.control.daemon.receiver import REFUSED_KINDS
-from flexd.control.daemon.throttle import Wait
+from flexd.control.daemon.message_receiver import REFUSED_KINDS
+from flexd.control.daemon.throttle import ThrottleReason
 from flexd.daemon.label_values import MIGRATION_STATES, SCALE_OUT_REFUSALS
 from flexd.ingest.stats import MESSAGE_REASONS, ROW_REASONS
 from flexd.operations.gates import GATE_NAMES
@@ -54,7 +54,7 @@ KNOWN_VALUES = {
     ("flexd_plan_gate_open", "gate"): GATE_NAMES,
     ("flexd_plan_gates_overridden", "gate"): GATE_NAMES,
     ("flexd_migrations", "state"): MIGRATION_STATES,
-    ("flexd_throttle_waiting_seconds", "wait"): tuple(wait.value for wait in Wait),
+    ("flexd_throttle_waiting_seconds", "wait"): tuple(wait.value for wait in ThrottleReason),
     ("flexd_control_refused_messages", "kind"): REFUSED_KINDS,
     ("flexd_scale_out_refused", "reason"): SCALE_OUT_REFUSALS,
     ("flexd_scale_out_push_failures", "reason"): FAILURE_REASONS,

@@ -20,7 +20,7 @@ from flexd.server.migration_history import (
     RollbackPreview,
     TransitionReport,
 )
-from flexd.server.migration_report import MigrationReport, StepReport
+from flexd.server.migration_report import MigrationReport, MigrationStepReport
 
 _UNKNOWN = ("parent_plan_id", "trigger", "problem", "started_unix_seconds", "ended_unix_seconds")
 """Empty in a record where the API says null."""
@@ -36,7 +36,7 @@ def migration_report(execution: Execution) -> MigrationReport:
     return ended_report(planned).model_copy(
         update={
             "progress": 1.0 if record.state == MigrationState.COMMITTED.name else _share(planned),
-            "steps": tuple(StepReport(name=step.name, completion=step.completion) for step in progress.steps),
+            "steps": tuple(MigrationStepReport(name=step.name, completion=step.completion) for step in progress.steps),
             "eta_seconds": progress.eta_seconds,
             "bytes": progress.bytes_to_copy or (0 if plan is None else plan.migration_bytes),
         }

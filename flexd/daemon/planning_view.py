@@ -6,7 +6,7 @@ import math
 import time
 
 from flexd.control.daemon.pace import StepTimes
-from flexd.control.daemon.throttle import Wait
+from flexd.control.daemon.throttle import ThrottleReason
 from flexd.daemon.label_values import with_zeros
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.gates import GATE_NAMES, Gate
@@ -90,7 +90,7 @@ def throttle_status(figures: PacingFigures) -> ThrottleStatus:
         state=None if figures.state is None else figures.state.value,
         why=figures.why or None,
         waits_for=None if throttle.waits_for is None else throttle.waits_for.value,
-        waiting_seconds={wait.value: throttle.waiting_seconds[wait] for wait in Wait},
+        waiting_seconds={wait.value: throttle.waiting_seconds[wait] for wait in ThrottleReason},
         released_bytes=throttle.released_bytes,
         baseline=_times(figures.baseline),
         recent=_times(figures.recent),
@@ -109,10 +109,10 @@ def throttle_figures(figures: PacingFigures) -> ThrottleFigures:
         bytes_per_step=math.nan if figures.bytes_per_step is None else figures.bytes_per_step,
         bytes_per_second=math.nan if figures.limits.bytes_per_second is None else figures.limits.bytes_per_second,
         adaptive=figures.adaptive,
-        paused=throttle.waits_for is Wait.PAUSE,
+        paused=throttle.waits_for is ThrottleReason.PAUSE,
         released_bytes=throttle.released_bytes,
         released_chunks=throttle.released_chunks,
-        waiting_seconds={wait.value: throttle.waiting_seconds[wait] for wait in Wait},
+        waiting_seconds={wait.value: throttle.waiting_seconds[wait] for wait in ThrottleReason},
         decisions={"slowed": figures.slowed, "sped": figures.sped, "paused": figures.pauses},
         step_seconds=quantiles,
     )

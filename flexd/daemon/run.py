@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexd.config.model import Config
-from flexd.control.protocol.channel import load_transports
+from flexd.control.protocol.store_client import load_transports
 from flexd.core import fault_points as faults
 from flexd.core.fast_start import release_collector
 from flexd.daemon.allocator import keep_freed_memory

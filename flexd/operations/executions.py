@@ -12,7 +12,7 @@ import numpy as np
 from flexd.config.links import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
-from flexd.control.daemon.migration import ChunkedDelta, Migration, MigrationAbout
+from flexd.control.daemon.migration import ChunkedDelta, Migration, MigrationMetadata
 from flexd.core.errors import ApiError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
@@ -131,7 +131,7 @@ class Executions:
 
         return self._submit(
             plan.plan_id, chunks, plan.topology_generation,
-            MigrationAbout(plan.plan_id, plan.parent_id, trigger.kind.value, trigger.who, trigger.reason),
+            MigrationMetadata(plan.plan_id, plan.parent_id, trigger.kind.value, trigger.who, trigger.reason),
             lambda migration: Execution(plan, migration, trigger, overridden),
         )  # fmt: skip
 
@@ -207,7 +207,7 @@ class Executions:
             return self._chunked(delta, live.layout, None if there is None else there.version)
 
         return self._submit(
-            name, chunks, generation, MigrationAbout(name, plan_id, trigger.kind.value, trigger.who, trigger.reason),
+            name, chunks, generation, MigrationMetadata(name, plan_id, trigger.kind.value, trigger.who, trigger.reason),
             lambda started: Execution(None, started, trigger),
         )  # fmt: skip
 
@@ -238,7 +238,7 @@ class Executions:
         plan_id: str,
         chunks: Callable[[Placement], ChunkedDelta],
         generation: int | None,
-        about: MigrationAbout,
+        metadata: MigrationMetadata,
         made: Callable[[Migration], Execution],
     ) -> Execution:
         def on_progress(migration: Migration) -> None:
@@ -246,7 +246,7 @@ class Executions:
                 self._ended(made(migration))
 
         with self._lock:
-            execution = made(self._coordinator.migrate(plan_id, chunks, on_progress, generation, about))
+            execution = made(self._coordinator.migrate(plan_id, chunks, on_progress, generation, metadata))
             self.last = execution
             self._open = [*(each for each in self._open if not each.migration.done), execution][-_KEPT_OPEN:]
             return execution
@@ -263,7 +263,7 @@ class Executions:
         self.live_plan_id = migration.plan_id
         entry: dict[str, object] = {
             "plan_id": migration.plan_id,
-            "parent_id": migration.about.parent_plan_id,
+            "parent_id": migration.metadata.parent_plan_id,
             "reason": trigger.reason,
             "trigger": trigger.kind.value,
             "who": trigger.who,

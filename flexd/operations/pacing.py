@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from flexd.config.links import ControlConfig
 from flexd.control.daemon.pace import PaceController, PaceSettings, PaceState, StepTimes, StepWindow
-from flexd.control.daemon.throttle import Pace, Throttle, ThrottleFigures, ThrottleLimits
+from flexd.control.daemon.throttle import PaceLimit, Throttle, ThrottleLimits, ThrottleSnapshot
 from flexd.control.protocol.report import StepReport
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class PacingFigures:
     bytes_per_step: int | None
     state: PaceState | None
     why: str
-    throttle: ThrottleFigures
+    throttle: ThrottleSnapshot
     baseline: StepTimes | None
     recent: StepTimes | None
     slowed: int
@@ -129,10 +129,10 @@ class MigrationPacing:
 
     def _set_pace(self) -> None:
         if not self._adaptive:
-            self._throttle.set_pace(Pace())
+            self._throttle.set_pace(PaceLimit())
             return
         running = self._controller.state is PaceState.RUNNING
-        self._throttle.set_pace(Pace(self._controller.bytes_per_step, paused=not running))
+        self._throttle.set_pace(PaceLimit(self._controller.bytes_per_step, paused=not running))
 
     def ranks_are(self, generation: int) -> None:
         """Which topology generation is live. Steps of other ranks take another time."""

@@ -15,7 +15,7 @@ MigrationStateName = Literal[
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class StepReport(Model):
+class MigrationStepReport(Model):
     """A part of a migration. Parts overlap: chunks travel one behind the other."""
 
     name: str
@@ -43,7 +43,7 @@ class MigrationReport(Model):
     """Where it stands."""
     progress: Share = 0.0
     """Share of its rows that every rank has applied."""
-    steps: tuple[StepReport, ...] = ()
+    steps: tuple[MigrationStepReport, ...] = ()
     """Its parts: ``wait`` for its turn, ``push``, ``agree`` and ``apply`` of its rows, ``stop`` after an abort."""
     eta_seconds: Measured = None
     """Until every rank has applied it, at the present rate; null if that is not known."""

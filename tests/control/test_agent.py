@@ -16,17 +16,12 @@ from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox
 from flexd.control.agent.rank_connection import RankConnection
 from flexd.control.daemon.migration_states import MigrationState
-from flexd.control.protocol.channel import (
-    MAX_ABANDONED_CLIENTS,
-    Backoff,
-    EpochGroup,
-    Keys,
-    StoreClient,
-    StoreConnector,
-    parse_address,
-)
+from flexd.control.protocol.epoch_group import EpochGroup
 from flexd.control.protocol.messages import EpochAnnouncement, Progress, Signer
+from flexd.control.protocol.network import Backoff, parse_address
 from flexd.control.protocol.report import fold_reports
+from flexd.control.protocol.store_client import MAX_ABANDONED_CLIENTS, StoreClient, StoreConnector
+from flexd.control.protocol.store_keys import Keys
 from flexd.core.errors import ControlError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
@@ -118,7 +113,7 @@ def test_a_contradicting_rank_is_told_why(host: Callable[..., Any], change: Any,
         assert hosted.coordinator.live() is None
         assert refused(hosted, "identity") >= 2
         until(
-            lambda: not any("refused/" in key for key in hosted.coordinator._keeper._hosted.board._server.list_keys())
+            lambda: not any("refused/" in key for key in hosted.coordinator._keeper._hosted.store._server.list_keys())
         )
 
 

@@ -317,7 +317,7 @@ def test_the_store_does_not_grow(host: Callable[..., Any]) -> None:
             assert migration.wait(30) is MigrationState.COMMITTED
             end_epoch(hosted)
             until(lambda turn=turn: hosted.names().count("epoch_live") == turn + 2, what=ranks.state())
-            counts.append(len(hosted.coordinator._keeper._hosted.board._server.list_keys()))
+            counts.append(len(hosted.coordinator._keeper._hosted.store._server.list_keys()))
         assert hosted.coordinator.status().epochs >= 3
         assert max(counts) <= counts[0] + 2
         assert max(counts) < 100

@@ -9,23 +9,23 @@ from ranks_in_threads import target
 
 from flexd.control.daemon.journal import PlacementJournal, Segment
 from flexd.control.daemon.migration import ChunkedDelta, Migration, MigrationStep
-from flexd.control.daemon.migration_states import FINAL_STATES, TRANSITIONS, MigrationEvent, MigrationState
+from flexd.control.daemon.migration_states import FINAL_STATES, TRANSITIONS, MigrationState, TransitionEvent
 from flexd.control.daemon.pusher import ChunkPusher
 from flexd.core.errors import ControlError, IllegalTransitionError
 from flexd.core.placement import Placement
 
 
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(MigrationState, MigrationEvent)))
-def test_only_the_tables_transitions_are_possible(state: MigrationState, event: MigrationEvent) -> None:
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(MigrationState, TransitionEvent)))
+def test_only_the_tables_transitions_are_possible(state: MigrationState, event: TransitionEvent) -> None:
     paths = {
         MigrationState.PENDING: [],
-        MigrationState.PUSHING: [MigrationEvent.START],
-        MigrationState.APPLYING: [MigrationEvent.START, MigrationEvent.EXHAUSTED],
-        MigrationState.COMMITTED: [MigrationEvent.START, MigrationEvent.EXHAUSTED, MigrationEvent.APPLIED],
-        MigrationState.SUPERSEDED: [MigrationEvent.SUPERSEDE],
-        MigrationState.ABORTING: [MigrationEvent.START, MigrationEvent.ABORT],
-        MigrationState.ABORTED: [MigrationEvent.ABORT],
-        MigrationState.FAILED: [MigrationEvent.FAIL],
+        MigrationState.PUSHING: [TransitionEvent.START],
+        MigrationState.APPLYING: [TransitionEvent.START, TransitionEvent.EXHAUSTED],
+        MigrationState.COMMITTED: [TransitionEvent.START, TransitionEvent.EXHAUSTED, TransitionEvent.APPLIED],
+        MigrationState.SUPERSEDED: [TransitionEvent.SUPERSEDE],
+        MigrationState.ABORTING: [TransitionEvent.START, TransitionEvent.ABORT],
+        MigrationState.ABORTED: [TransitionEvent.ABORT],
+        MigrationState.FAILED: [TransitionEvent.FAIL],
     }
     migration = Migration("p", [])
     for step in paths[state]:
@@ -48,7 +48,7 @@ def test_nothing_leaves_a_final_state() -> None:
 def test_wait_returns_at_the_end_or_at_the_deadline() -> None:
     migration = Migration("p", [])
     assert migration.wait(0.01) is MigrationState.PENDING
-    threading.Timer(0.05, lambda: migration.fire(MigrationEvent.ABORT)).start()
+    threading.Timer(0.05, lambda: migration.fire(TransitionEvent.ABORT)).start()
     assert migration.wait(10) is MigrationState.ABORTED
 
 
@@ -87,7 +87,7 @@ def test_chunks_are_numbered_journalled_and_bounded(tmp_path: Path) -> None:
     it.push_all()
     assert migration.state is MigrationState.COMMITTED
     assert it.pusher.digest_at(5) == target(1, 50).digest()
-    news = it.pusher.take_news()
+    news = it.pusher.drain_events()
     assert [each.transition.after if each.transition else None for each in news] == [
         MigrationState.PENDING,
         MigrationState.PUSHING,
@@ -164,7 +164,7 @@ def test_progress_has_steps_and_the_time_left_at_the_measured_rate() -> None:
     migration = Migration("p", lambda _: chunks, clock=lambda: now[0])
     assert migration.progress.eta_seconds is None
     assert [step.completion for step in migration.progress.steps] == [0.0, 0.0, 0.0, 0.0]
-    migration.fire(MigrationEvent.START)
+    migration.fire(TransitionEvent.START)
     migration.begin(Placement.empty(7))
     progress = migration.progress
     assert (progress.rows, progress.bytes_to_copy, progress.base_version) == (50, 3200, 7)
@@ -188,7 +188,7 @@ def test_progress_has_steps_and_the_time_left_at_the_measured_rate() -> None:
     _applied(migration, 20)
     # The rate is of the last RATE_SECONDS, not of the whole life: 20 rows in about 30 s.
     assert migration.progress.eta_seconds == pytest.approx(20 * 31 / 20, rel=0.1)
-    migration.fire(MigrationEvent.ABORT)
+    migration.fire(TransitionEvent.ABORT)
     assert migration.progress.eta_seconds is None
     assert migration.progress.steps[-1] == MigrationStep("stop", pytest.approx(30 / 50))
 
@@ -199,7 +199,7 @@ def test_an_illegal_transition_is_counted_and_the_next_migration_runs(tmp_path: 
     it.pusher.submit(broken)
     it.pusher.next_chunk(1)
     # Somebody else has moved it on.
-    broken.fire(MigrationEvent.FAIL, "behind the pusher's back")
+    broken.fire(TransitionEvent.FAIL, "behind the pusher's back")
     with pytest.raises(IllegalTransitionError, match="no fail in state failed"):
         it.pusher.fail_active("refused")
     assert it.pusher.illegal_transitions == 1
@@ -248,7 +248,7 @@ def test_chunks_of_an_aborted_migration_that_are_void_are_not_pushed_again(tmp_p
     progress = migration.progress
     assert (progress.rows_pushed, progress.rows_applied, progress.last_version) == (10 * agreed, 10 * agreed, agreed)
     assert f"stopped at version {agreed}, {10 * agreed} of 50 rows applied" in migration.reason
-    assert it.pusher.take_news()[-1].transition is None
+    assert it.pusher.drain_events()[-1].transition is None
 
 
 def test_figures_are_final_when_the_last_chunk_is(tmp_path: Path) -> None:
@@ -259,11 +259,11 @@ def test_figures_are_final_when_the_last_chunk_is(tmp_path: Path) -> None:
     it.pusher.submit(Migration("q", []))
     it.push_all()
     assert older.state is MigrationState.SUPERSEDED
-    assert not [news for news in it.pusher.take_news() if news.transition is None]
+    assert not [news for news in it.pusher.drain_events() if news.transition is None]
     it.pusher.acknowledge(3, 2)
-    assert it.pusher.take_news() == []
+    assert it.pusher.drain_events() == []
     it.pusher.acknowledge(3, 3)
-    (settled,) = it.pusher.take_news()
+    (settled,) = it.pusher.drain_events()
     assert (settled.migration, settled.transition, older.progress.rows_applied) == (older, None, 30)
     it.pusher.stop("the end")
-    assert not [news for news in it.pusher.take_news() if news.migration is older]
+    assert not [news for news in it.pusher.drain_events() if news.migration is older]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from protocol_model import MUTATIONS, Bounds, explore
 
-from flexd.control.daemon.migration_states import FINAL_STATES, TRANSITIONS, MigrationEvent, MigrationState
+from flexd.control.daemon.migration_states import FINAL_STATES, TRANSITIONS, MigrationState, TransitionEvent
 
 # (bounds, states): a model that shrinks by accident checks less than it says.
 BOUNDS = (
@@ -42,6 +42,6 @@ def test_every_rule_of_the_protocol_is_needed(mutation: str) -> None:
 def test_the_table_is_closed() -> None:
     assert {state for state, _ in TRANSITIONS} == set(MigrationState) - FINAL_STATES
     assert set(TRANSITIONS.values()) == set(MigrationState) - {MigrationState.PENDING}
-    assert {event for _, event in TRANSITIONS} == set(MigrationEvent)
+    assert {event for _, event in TRANSITIONS} == set(TransitionEvent)
     for state in set(MigrationState) - FINAL_STATES:
-        assert TRANSITIONS[state, MigrationEvent.FAIL] is MigrationState.FAILED
+        assert TRANSITIONS[state, TransitionEvent.FAIL] is MigrationState.FAILED

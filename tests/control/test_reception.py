@@ -9,10 +9,10 @@ from typing import Any, cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexd.control.daemon.control_store import ControlStore
 from flexd.control.daemon.epoch import Epoch
-from flexd.control.daemon.membership import Attendance, Membership, Topology
-from flexd.control.daemon.receiver import REFUSED_KINDS, Reception
-from flexd.control.daemon.store import Board
+from flexd.control.daemon.membership import Membership, RankPresence, Topology
+from flexd.control.daemon.message_receiver import REFUSED_KINDS, MessageReceiver
 from flexd.control.protocol.messages import Hello, Progress, Signer
 
 KEY = b"a secret for the tests"
@@ -24,16 +24,16 @@ CHANGES: dict[str, dict[str, object]] = {"old_epoch": {"epoch": 6}, "old_token":
 
 
 class _Announced:
-    """What of a board an epoch uses that nobody has settled for."""
+    """What of a store an epoch uses that nobody has settled for."""
 
     def announce(self, _: object) -> None: ...
 
 
-def opened() -> tuple[Reception, Epoch, Membership]:
+def opened() -> tuple[MessageReceiver, Epoch, Membership]:
     members = Membership("job", "d", 1, silent_seconds=1e9)
-    board = cast(Board, _Announced())
-    epoch = Epoch(board, Topology(HELLOS), "job", "i", 3, 7, 1.0, 100)
-    return Reception("job", "i", Signer(KEY), members, lambda *_, **__: None), epoch, members
+    store = cast(ControlStore, _Announced())
+    epoch = Epoch(store, Topology(HELLOS), "job", "i", 3, 7, 1.0, 100)
+    return MessageReceiver("job", "i", Signer(KEY), members, lambda *_, **__: None), epoch, members
 
 
 @given(st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 1), st.integers(0, 2**16)), max_size=40))
@@ -89,7 +89,7 @@ def test_whatever_happens_on_the_way_each_message_acts_once_and_in_order(steps: 
         assert numbers == sorted(set(numbers))
     assert Counter({kind: count for kind, count in reception.refused.items() if count}) == +expected
     assert set(reception.refused) <= set(REFUSED_KINDS)
-    assert members.present() == Attendance()
+    assert members.present() == RankPresence()
 
 
 def test_a_hello_is_taken_once() -> None:
@@ -101,7 +101,7 @@ def test_a_hello_is_taken_once() -> None:
     members.expire(2e9)
     reception.take(data, 2e9, cast(Any, None), None, lambda *_: None)
     assert dict(reception.refused) == {"replayed": 3}
-    assert members.present() == Attendance()
+    assert members.present() == RankPresence()
 
 
 def test_every_epoch_has_a_token_of_its_own() -> None:

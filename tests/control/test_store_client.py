@@ -15,7 +15,7 @@ import pytest
 from stopped import state_of, stop
 from torch.distributed import Store
 
-from flexd.control.protocol.channel import StoreClient
+from flexd.control.protocol.store_client import StoreClient
 from flexd.core.errors import ControlError
 
 SERVER = """

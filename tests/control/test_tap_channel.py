@@ -10,10 +10,11 @@ import pytest
 from ranks_in_threads import SECRET, Ranks, until
 from torch.distributed import TCPStore
 
-from flexd.control.agent.outbox import DeltaOutbox
-from flexd.control.agent.shipper import PIECE_BYTES
-from flexd.control.protocol.channel import Keys, job_store
+from flexd.control.agent.tap_outbox import TapOutbox
+from flexd.control.agent.tap_sender import PIECE_BYTES
 from flexd.control.protocol.messages import MAX_MESSAGE_BYTES, Signer, TapPiece, open_with_bytes, seal_with_bytes
+from flexd.control.protocol.store_client import job_store
+from flexd.control.protocol.store_keys import Keys
 from flexd.core.errors import AuthenticationError, ControlError
 from flexd.core.layout import RankLayout
 from flexd.stream.tap_source import TapSource
@@ -65,7 +66,7 @@ class TappedRanks(Ranks):
 
     def __init__(self, port: int) -> None:
         super().__init__(port, TWO)
-        self.outboxes = [DeltaOutbox() for _ in self.ranks]
+        self.outboxes = [TapOutbox() for _ in self.ranks]
         for rank, outbox in zip(self.ranks, self.outboxes, strict=True):
             rank.agent._side.outbox = outbox
 
@@ -138,8 +139,8 @@ def test_tampered_pieces_are_counted_and_the_delta_comes_whole_in_the_end(daemon
             sealed[-1] ^= 1
         return bytes(sealed)
 
-    monkeypatch.setattr("flexd.control.agent.shipper.seal_with_bytes", tamper)
-    monkeypatch.setattr("flexd.control.daemon.intake._RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("flexd.control.agent.tap_sender.seal_with_bytes", tamper)
+    monkeypatch.setattr("flexd.control.daemon.tap_receiver._RETRY_SECONDS", 0.05)
     with TappedRanks(it.hosted.port) as ranks:
         ranks.outboxes[0].put(b"the real thing")
         until(lambda: len(it.counted) == 1, what=ranks.state())
@@ -225,7 +226,7 @@ def test_any_changed_byte_of_a_piece_is_refused():
 
 
 def test_an_outbox_holds_one_delta_and_forgets_only_that():
-    outbox = DeltaOutbox()
+    outbox = TapOutbox()
     assert outbox.put(b"a") == 0
     with pytest.raises(ValueError, match="holds"):
         outbox.put(b"b")

@@ -15,7 +15,7 @@ from flexd.control.daemon.journal import PlacementJournal, Segment
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.control.daemon.pusher import ChunkPusher
-from flexd.control.daemon.throttle import BURST_SECONDS, Pace, Throttle, ThrottleLimits, Wait
+from flexd.control.daemon.throttle import BURST_SECONDS, PaceLimit, Throttle, ThrottleLimits, ThrottleReason
 from flexd.core.errors import ControlError
 from flexd.core.placement import Delta, Placement
 
@@ -42,7 +42,7 @@ def test_a_step_limit_cuts_the_chunk_and_holds_the_next_until_the_first_is_appli
     throttle = Throttle(ThrottleLimits(bytes_per_step=250))
     assert throttle.release(rows(100, 100, 100, 100), 0) == 2
     assert throttle.release(rows(100, 100), 200) == 0
-    assert throttle.figures().waits_for is Wait.STEP
+    assert throttle.figures().waits_for is ThrottleReason.STEP
     assert throttle.release(rows(50, 100), 200) == 0, "what is cut by the limit is not cut further: two rows fit"
     assert throttle.release(rows(50), 200) == 1
     assert throttle.release(rows(100, 100), 0) == 2
@@ -70,13 +70,13 @@ def test_a_step_limit_waits_for_chunks_of_an_earlier_daemon() -> None:
 
 def test_a_pace_can_only_lower_the_limit_and_a_pause_holds_all() -> None:
     throttle = Throttle(ThrottleLimits(bytes_per_step=100))
-    throttle.set_pace(Pace(bytes_per_step=40))
+    throttle.set_pace(PaceLimit(bytes_per_step=40))
     assert throttle.bytes_per_step == 40
-    throttle.set_pace(Pace(bytes_per_step=4000))
+    throttle.set_pace(PaceLimit(bytes_per_step=4000))
     assert throttle.bytes_per_step == 100
-    throttle.set_pace(Pace(bytes_per_step=40, paused=True))
+    throttle.set_pace(PaceLimit(bytes_per_step=40, paused=True))
     assert throttle.release(rows(0), 0) == 0
-    assert throttle.figures().waits_for is Wait.PAUSE
+    assert throttle.figures().waits_for is ThrottleReason.PAUSE
 
 
 @pytest.mark.parametrize("limits", [{"bytes_per_step": 0}, {"bytes_per_second": 0}, {"bytes_per_second": -5}])
@@ -96,7 +96,7 @@ def test_waiting_is_accounted_by_cause() -> None:
     clock.now += 0.75
     throttle.idle()
     waited = throttle.figures().waiting_seconds
-    assert waited == {Wait.STEP: pytest.approx(0.75), Wait.SECOND: 0.0, Wait.PAUSE: 0.0}
+    assert waited == {ThrottleReason.STEP: pytest.approx(0.75), ThrottleReason.SECOND: 0.0, ThrottleReason.PAUSE: 0.0}
 
 
 @settings(max_examples=60, deadline=None)
@@ -169,7 +169,7 @@ def test_time_without_anything_to_let_go_is_no_waiting_and_a_silence_counts_for_
     throttle.release(rows(10), 10)
     clock.now += 60.0
     throttle.release(rows(10), 0)
-    assert throttle.figures().waiting_seconds[Wait.STEP] == pytest.approx(0.25 + 1.0)
+    assert throttle.figures().waiting_seconds[ThrottleReason.STEP] == pytest.approx(0.25 + 1.0)
 
 
 @dataclass
@@ -244,7 +244,7 @@ def test_no_step_applies_more_than_the_cap_and_all_arrives(
 
 def test_a_held_migration_is_superseded_all_the_same(tmp_path: Path) -> None:
     it = Pushed(tmp_path, Throttle())
-    it.throttle.set_pace(Pace(paused=True))
+    it.throttle.set_pace(PaceLimit(paused=True))
     first = Migration("p", lambda p: p.delta_to(target(1, 30)).chunks(10))
     it.pusher.submit(first)
     it.push()
@@ -253,7 +253,7 @@ def test_a_held_migration_is_superseded_all_the_same(tmp_path: Path) -> None:
     it.pusher.submit(second)
     it.push()
     assert first.state is MigrationState.SUPERSEDED
-    it.throttle.set_pace(Pace())
+    it.throttle.set_pace(PaceLimit())
     it.push()
     it.step()
     it.push()
@@ -269,6 +269,6 @@ def test_a_restarted_daemon_waits_until_the_ranks_have_applied_what_they_had_agr
     it.pusher.submit(Migration("p", lambda p: p.delta_to(target(2, 30)).chunks(60)))
     it.pusher.acknowledge(3, 2)
     assert it.pusher.next_chunk(1) is None, "the third chunk may be applied at the next step: nothing beside it"
-    assert it.throttle.figures().waits_for is Wait.STEP
+    assert it.throttle.figures().waits_for is ThrottleReason.STEP
     it.pusher.acknowledge(3, 3)
     assert it.pusher.next_chunk(1) is not None

@@ -15,7 +15,7 @@ from flexd.cli.explain_view import explain_blocks
 from flexd.config.load import parse_config
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator_types import LiveTopology
-from flexd.control.daemon.migration_states import MigrationEvent
+from flexd.control.daemon.migration_states import TransitionEvent
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import ControlError, PlanError
 from flexd.core.layout import RankLayout
@@ -223,7 +223,7 @@ def test_a_plan_that_changes_nothing_pushes_nothing(setting: Setting) -> None:
 def test_a_migration_that_ends_early_is_logged_with_what_was_applied(setting: Setting) -> None:
     plan, execution = setting.carry_out("first")
     assert execution is not None
-    setting.coordinator.carry_out(execution.migration, chunks=2, end=MigrationEvent.SUPERSEDE)
+    setting.coordinator.carry_out(execution.migration, chunks=2, end=TransitionEvent.SUPERSEDE)
     (entry,) = PlanLog(setting.log_path).entries
     assert entry["state"] == "superseded"
     assert 0 < entry["rows_applied"] < len(plan.delta)
@@ -234,7 +234,7 @@ def test_a_migration_that_ends_early_is_logged_with_what_was_applied(setting: Se
 def test_a_migration_that_never_began_is_no_plan_that_moved_rows(setting: Setting) -> None:
     _, execution = setting.carry_out("first")
     assert execution is not None
-    execution.migration.fire(MigrationEvent.SUPERSEDE, "by another")
+    execution.migration.fire(TransitionEvent.SUPERSEDE, "by another")
     execution.migration.notify()
     assert PlanLog(setting.log_path).entries == []
     assert setting.planning.executions.live_plan_id == ""

@@ -14,7 +14,7 @@ from flexd_processes import until
 
 from flexd.config.model import Config
 from flexd.control.daemon import coordinator as coordinator_module
-from flexd.control.protocol.channel import StoreClient, StoreConnector
+from flexd.control.protocol.store_client import StoreClient, StoreConnector
 from flexd.daemon.service import Daemon
 from flexd.demo.ports import free_ports
 

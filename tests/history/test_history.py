@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexd.control.daemon.migration import Migration, MigrationAbout
-from flexd.control.daemon.migration_events import MigrationNews
-from flexd.control.daemon.migration_states import MigrationEvent, MigrationState, Transition
+from flexd.control.daemon.migration import Migration, MigrationMetadata
+from flexd.control.daemon.migration_events import MigrationEvent
+from flexd.control.daemon.migration_states import MigrationState, Transition, TransitionEvent
 from flexd.core.errors import SnapshotError
 from flexd.core.placement import Delta
 from flexd.operations.history import history as history_module
@@ -23,7 +23,7 @@ from flexd.operations.history.history import MigrationHistory
 from flexd.operations.history.records import ActionRecord
 from flexd.operations.history.store import ENDED_UNSEEN
 
-E = MigrationEvent
+E = TransitionEvent
 FLUSH_SECONDS = 20.0
 
 
@@ -37,11 +37,11 @@ class Kept:
         )
         self.history.start()
 
-    def migration(self, name: str, *events: MigrationEvent, who: str = "ada", settle: bool = True) -> Migration:
+    def migration(self, name: str, *events: TransitionEvent, who: str = "ada", settle: bool = True) -> Migration:
         """One with 30 rows that goes through ``events``; 20 rows are pushed and 10 applied before the second one."""
         chunks = [Delta(np.arange(30), np.zeros(30, np.uint8), np.ones(30, np.uint8))]
         migration = Migration(
-            f"plan-{name}", chunks, about=MigrationAbout(name, "parent", "manual", who, f"reason of {name}")
+            f"plan-{name}", chunks, metadata=MigrationMetadata(name, "parent", "manual", who, f"reason of {name}")
         )
         migration.observe(self._told)
         for number, event in enumerate(events):
@@ -50,11 +50,11 @@ class Kept:
                 migration.count(rows_applied=10, chunks_applied=1, copied_bytes=640)
             migration.fire(event, f"because of {event.value}")
         if settle and migration.done:
-            self.history.record(MigrationNews(migration, None))
+            self.history.record(MigrationEvent(migration, None))
         return migration
 
     def _told(self, migration: Migration, transition: Transition) -> None:
-        self.history.record(MigrationNews(migration, transition))
+        self.history.record(MigrationEvent(migration, transition))
 
     def written(self) -> None:
         assert self.history.flush(FLUSH_SECONDS), self.history.figures

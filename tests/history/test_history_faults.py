@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from flexd.control.daemon.migration import Migration, MigrationAbout
-from flexd.control.daemon.migration_events import MigrationNews
-from flexd.control.daemon.migration_states import MigrationEvent
+from flexd.control.daemon.migration import Migration, MigrationMetadata
+from flexd.control.daemon.migration_events import MigrationEvent
+from flexd.control.daemon.migration_states import TransitionEvent
 from flexd.core.errors import SnapshotError
 from flexd.operations.history import history as history_module
 from flexd.operations.history import store as store_module
@@ -270,7 +270,7 @@ def test_of_entries_that_go_together_all_are_written_or_none(tmp_path: Path) -> 
 def test_the_newest_is_the_last_that_was_recorded_whatever_the_clock_said(tmp_path: Path) -> None:
     store = HistoryStore(tmp_path / "migrations.sqlite", 10, lambda _: None)
     for name, clock in (("a", 50.0), ("b", 7.0), ("c", 20.0)):
-        migration = Migration(f"plan-{name}", [], about=MigrationAbout(name, "", "manual", "ann", ""))
+        migration = Migration(f"plan-{name}", [], metadata=MigrationMetadata(name, "", "manual", "ann", ""))
         record = replace(MigrationRecord.of(migration, settled=False), created_unix_seconds=clock)
         store.write([HistoryEntry(record, None)])
     assert [each.migration_id for each in store.newest(9)] == ["c", "b", "a"]
@@ -281,10 +281,10 @@ def test_the_newest_is_the_last_that_was_recorded_whatever_the_clock_said(tmp_pa
 def test_a_migration_is_settled_when_that_is_told(make: Callable[..., MigrationHistory]) -> None:
     history = make()
     history.start()
-    migration = Migration("plan", [], about=MigrationAbout("m", "", "manual", "ann", ""))
-    migration.observe(lambda of, transition: history.record(MigrationNews(of, transition)))
-    migration.fire(MigrationEvent.START, "")
-    migration.fire(MigrationEvent.FAIL, "")
+    migration = Migration("plan", [], metadata=MigrationMetadata("m", "", "manual", "ann", ""))
+    migration.observe(lambda of, transition: history.record(MigrationEvent(of, transition)))
+    migration.fire(TransitionEvent.START, "")
+    migration.fire(TransitionEvent.FAIL, "")
     assert [each.settled for each in history.newest(9)] == [False], "a chunk may still be on its way"
-    history.record(MigrationNews(migration, None))
+    history.record(MigrationEvent(migration, None))
     assert [each.settled for each in history.newest(9)] == [True]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from flexd.control.daemon.migration import Migration, MigrationAbout
-from flexd.control.daemon.migration_events import MigrationNews
-from flexd.control.daemon.migration_states import MigrationEvent
+from flexd.control.daemon.migration import Migration, MigrationMetadata
+from flexd.control.daemon.migration_events import MigrationEvent
+from flexd.control.daemon.migration_states import TransitionEvent
 from flexd.core.placement import Delta
 from flexd.operations.history.history import MigrationHistory
 
@@ -23,11 +23,11 @@ def test_the_log_beside_the_file_stays_small(tmp_path: Path) -> None:
     largest = 0
     for number in range(_MIGRATIONS):
         chunk = Delta(np.arange(3), np.zeros(3, np.uint8), np.ones(3, np.uint8))
-        about = MigrationAbout(f"m{number}", "parent", "manual", "ada", "x" * 300)
-        migration = Migration(f"plan-{number}", [chunk], about=about)
-        migration.observe(lambda of, transition: history.record(MigrationNews(of, transition)))
-        migration.fire(MigrationEvent.START, "y" * 300)
-        migration.fire(MigrationEvent.FAIL, "z" * 300)
+        metadata = MigrationMetadata(f"m{number}", "parent", "manual", "ada", "x" * 300)
+        migration = Migration(f"plan-{number}", [chunk], metadata=metadata)
+        migration.observe(lambda of, transition: history.record(MigrationEvent(of, transition)))
+        migration.fire(TransitionEvent.START, "y" * 300)
+        migration.fire(TransitionEvent.FAIL, "z" * 300)
         assert history.flush(_FLUSH_SECONDS)
         largest = max(largest, sum(file.stat().st_size for file in tmp_path.iterdir()))
     assert history.stop(_FLUSH_SECONDS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from flexd.control.daemon.coordinator_types import ControlStatus, LiveTopology
-from flexd.control.daemon.migration import Migration, MigrationAbout
-from flexd.control.daemon.migration_states import MigrationEvent
+from flexd.control.daemon.migration import Migration, MigrationMetadata
+from flexd.control.daemon.migration_states import TransitionEvent
 from flexd.core.errors import ControlError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
@@ -51,19 +51,24 @@ class FakeCoordinator:
         """There is no journal."""
 
     def migrate(
-        self, plan_id: str, chunks: Any, on_progress: Any, generation: int | None, about: MigrationAbout | None = None
+        self,
+        plan_id: str,
+        chunks: Any,
+        on_progress: Any,
+        generation: int | None,
+        metadata: MigrationMetadata | None = None,
     ) -> Migration:
         if self.refuses:
             raise ControlError("the coordinator is stopping")
-        migration = Migration(plan_id, chunks, generation, on_progress, about)
+        migration = Migration(plan_id, chunks, generation, on_progress, metadata)
         self.migrations.append(migration)
         if self.obedient:
             self.carry_out(migration)
         return migration
 
-    def carry_out(self, migration: Migration, chunks: int = 1_000, end: MigrationEvent | None = None) -> None:
+    def carry_out(self, migration: Migration, chunks: int = 1_000, end: TransitionEvent | None = None) -> None:
         """Applies so many chunks, then ends the migration as the coordinator does."""
-        migration.fire(MigrationEvent.START)
+        migration.fire(TransitionEvent.START)
         migration.begin(self.now)
         for _ in range(chunks):
             delta = migration.next_chunk()
@@ -77,9 +82,9 @@ class FakeCoordinator:
             migration.notify()
         if end is None:
             migration.count(copied_bytes=migration.progress.bytes_to_copy)
-            migration.fire(MigrationEvent.EXHAUSTED)
-            end = MigrationEvent.APPLIED
-        migration.fire(end, "" if end is MigrationEvent.APPLIED else "told to")
+            migration.fire(TransitionEvent.EXHAUSTED)
+            end = TransitionEvent.APPLIED
+        migration.fire(end, "" if end is TransitionEvent.APPLIED else "told to")
         migration.notify()
 
     def start(self) -> None:

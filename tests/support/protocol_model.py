@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flexd.control.daemon.migration_states import FINAL_STATES, MigrationEvent, MigrationState, next_state
+from flexd.control.daemon.migration_states import FINAL_STATES, MigrationState, TransitionEvent, next_state
 
-S, E = MigrationState, MigrationEvent
+S, E = MigrationState, TransitionEvent
 Chunk = tuple[str, int]
 """(plan, number of the chunk in its plan)."""
 
@@ -105,7 +105,7 @@ class Outcome:
     edges: int
     violation: str
     trace: tuple[str, ...]
-    taken: frozenset[tuple[MigrationState, MigrationEvent]]
+    taken: frozenset[tuple[MigrationState, TransitionEvent]]
     stuck: int
 
 
@@ -119,7 +119,7 @@ class Model:
     def __init__(self, bounds: Bounds, mutation: str = "") -> None:
         self.bounds = bounds
         self.mutation = mutation
-        self.taken: set[tuple[MigrationState, MigrationEvent]] = set()
+        self.taken: set[tuple[MigrationState, TransitionEvent]] = set()
 
     def first(self) -> State:
         plans = tuple((plan, S.PENDING, -1) for plan in list(self.bounds.chunks)[:1])
@@ -330,7 +330,7 @@ class Model:
             return self._ended(state, E.STOPPED)
         return None
 
-    def _ended(self, state: State, event: MigrationEvent) -> State:
+    def _ended(self, state: State, event: TransitionEvent) -> State:
         daemon = state.daemon
         said = -1 if daemon.new_job else daemon.applied
         return self._fire(state, daemon.active, event, said)._replace(
@@ -345,7 +345,7 @@ class Model:
     def _state_of(state: State, plan: str) -> MigrationState:
         return next(now for name, now, _ in state.migrations if name == plan)
 
-    def _fire(self, state: State, plan: str, event: MigrationEvent, said: int = -1) -> State:
+    def _fire(self, state: State, plan: str, event: TransitionEvent, said: int = -1) -> State:
         """By the code's table: raises IllegalTransitionError where it has no way."""
         now = self._state_of(state, plan)
         after = next_state(now, event, plan)

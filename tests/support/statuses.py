@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexd.server.drift_status import DriftStatus
-from flexd.server.migration_report import MigrationReport, StepReport
+from flexd.server.migration_report import MigrationReport, MigrationStepReport
 from flexd.server.plan_report import PlanReport
 from flexd.server.sketch_status import ProfileStatus, SketchStatus, TableSketchStatus
 from flexd.server.status import PlacementStatus, SnapshotStatus, Status, StreamStatus, TopologyStatus
@@ -61,7 +61,10 @@ MIGRATING = HEALTHY.model_copy(
             update={
                 "state": "PUSHING",
                 "progress": 0.25,
-                "steps": (StepReport(name="push", completion=0.5), StepReport(name="apply", completion=0.25)),
+                "steps": (
+                    MigrationStepReport(name="push", completion=0.5),
+                    MigrationStepReport(name="apply", completion=0.25),
+                ),
                 "eta_seconds": 30.0,
                 "rows_applied": 375,
                 "chunks_pushed": 2,

@@ -10,11 +10,11 @@ import logging
 import threading
 
 from flexd.control.agent.inbox import ChunkInbox
-from flexd.control.agent.outbox import DeltaOutbox
-from flexd.control.agent.rank_connection import PlacementLists, RankConnection, RankSide
+from flexd.control.agent.rank_connection import AgentContext, PlacementLists, RankConnection
 from flexd.control.agent.rendezvous import Rendezvous
-from flexd.control.protocol.channel import CHANNEL_ERRORS, Backoff, first_line
+from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.control.protocol.messages import Signer
+from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, first_line
 from flexd.control.protocol.report import RankIdentity, StepReport
 from flexd.core.errors import AuthenticationError, StaleMessageError, TopologyError
 from flexd.core.secrets import Secret
@@ -53,9 +53,9 @@ class Agent:
         timeout_seconds: float = 15.0,
         poll_seconds: float = 0.05,
         placement_lists: PlacementLists | None = None,
-        outbox: DeltaOutbox | None = None,
+        outbox: TapOutbox | None = None,
     ) -> None:
-        self._side = RankSide(
+        self._side = AgentContext(
             inbox, identity, Rendezvous(address, identity.job, timeout_seconds), Signer(secret), timeout_seconds,
             poll_seconds, placement_lists, outbox,
         )  # fmt: skip

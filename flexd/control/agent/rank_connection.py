@@ -22,19 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.control.agent.inbox import ChunkInbox
-from flexd.control.agent.outbox import DeltaOutbox
 from flexd.control.agent.rendezvous import Rendezvous
-from flexd.control.agent.shipper import DeltaShipper
-from flexd.control.protocol.channel import (
-    CHANNEL_ERRORS,
-    Backoff,
-    EpochGroup,
-    Hint,
-    Keys,
-    address_towards,
-    new_token,
-    rows_sha256,
-)
+from flexd.control.agent.tap_outbox import TapOutbox
+from flexd.control.agent.tap_sender import TapSender
+from flexd.control.protocol.epoch_group import EpochGroup, rows_sha256
 from flexd.control.protocol.messages import (
     ChunkHeader,
     ChunkRefused,
@@ -50,7 +41,9 @@ from flexd.control.protocol.messages import (
     Settled,
     Signer,
 )
+from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, address_towards, new_token
 from flexd.control.protocol.report import PendingReports, RankIdentity
+from flexd.control.protocol.store_keys import Hint, Keys
 from flexd.core.errors import AuthenticationError, ChunkRefusedError, ControlError, StaleMessageError, TopologyError
 from flexd.core.placement import Delta
 
@@ -67,7 +60,7 @@ BUSY_SECONDS, BUSY_POLL_SECONDS = 0.5, 0.005
 
 
 @dataclass
-class RankSide:
+class AgentContext:
     """What a rank keeps from one connection to the next. Shared by the agent's callers and its one thread.
 
     Attributes:
@@ -84,7 +77,7 @@ class RankSide:
     timeout_seconds: float
     poll_seconds: float
     lists: PlacementLists | None
-    outbox: DeltaOutbox | None
+    outbox: TapOutbox | None
     reports: PendingReports = field(default_factory=PendingReports)
     stopping: threading.Event = field(default_factory=threading.Event)
     counters: Counter[str] = field(default_factory=Counter)
@@ -100,7 +93,7 @@ class RankSide:
 class RankConnection:
     """One connection to one instance of the daemon, from the notice to the first error."""
 
-    def __init__(self, side: RankSide, backoff: Backoff) -> None:
+    def __init__(self, side: AgentContext, backoff: Backoff) -> None:
         self._side = side
         self._backoff = backoff
         self._inbox = side.inbox
@@ -236,11 +229,11 @@ class RankConnection:
                 self._send_progress(final=True)
                 return
 
-    def _shipper(self) -> DeltaShipper | None:
+    def _shipper(self) -> TapSender | None:
         side = self._side
         if side.outbox is None:
             return None
-        return DeltaShipper(
+        return TapSender(
             side.outbox, self._signer, self._store, self._fence(), self._me.rank, side.session, self._push,
             self._next_sequence,
         )  # fmt: skip
@@ -332,7 +325,7 @@ class RankConnection:
     def _is_read(self) -> bool:
         """Has the daemon looked at its queue since this rank's last report? If not, the report waits, folded with
         those that follow: the queue stays bounded whatever holds the daemon up."""
-        turn, last = self._store.get(Keys.TURN), self._last_turn
+        turn, last = self._store.get(Keys.POLLS), self._last_turn
         self._last_turn = turn
         return turn != last
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 from collections import deque
 
-from flexd.control.protocol.channel import StoreClient, StoreConnector, parse_address
 from flexd.control.protocol.messages import DaemonNotice
+from flexd.control.protocol.network import parse_address
+from flexd.control.protocol.store_client import StoreClient, StoreConnector
 from flexd.core.errors import ControlError, StaleMessageError
 
 MAX_ADDRESSES = 16

@@ -12,16 +12,17 @@ import threading
 import time
 from collections.abc import Callable
 
+from flexd.control.daemon.control_store import ControlStore
 from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology
-from flexd.control.daemon.epoch_manager import DEPOSED, EpochKeeper, Hosted, OnEvent, OnReport
-from flexd.control.daemon.intake import DeltaIntake
+from flexd.control.daemon.epoch_manager import DEPOSED, EpochManager, Hosted, OnEvent, OnReport
 from flexd.control.daemon.journal import JournalledMigration, PlacementJournal
-from flexd.control.daemon.migration import ChunkSource, Migration, MigrationAbout
-from flexd.control.daemon.migration_events import NewsTeller, OnMigration
-from flexd.control.daemon.store import Board
+from flexd.control.daemon.migration import ChunkSource, Migration, MigrationMetadata
+from flexd.control.daemon.migration_events import MigrationEventDispatcher, OnMigration
+from flexd.control.daemon.tap_receiver import TapReceiver
 from flexd.control.daemon.throttle import Throttle
-from flexd.control.protocol.channel import CHANNEL_ERRORS, first_line, listen, load_transports, new_token
 from flexd.control.protocol.messages import DaemonNotice, Signer
+from flexd.control.protocol.network import CHANNEL_ERRORS, first_line, listen, new_token
+from flexd.control.protocol.store_client import load_transports
 from flexd.core.errors import ControlError
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Placement
@@ -69,12 +70,12 @@ class Coordinator:
         self._signer = Signer(options.secret)
         self._instance = new_token()
         self._stopping = threading.Event()
-        self._keeper = EpochKeeper(
+        self._keeper = EpochManager(
             options, keyspace, journal, self._signer, self._instance, self._stopping, on_report, on_event, throttle,
             may_act,
         )  # fmt: skip
         self._pusher = self._keeper.pusher
-        self._news = NewsTeller(self._keeper.event, on_migration)
+        self._news = MigrationEventDispatcher(self._keeper.event, on_migration)
         self._port = 0
         self._listen_fd: int | None = None
         self._failure = ""
@@ -124,7 +125,7 @@ class Coordinator:
         chunks: ChunkSource,
         on_progress: Callable[[Migration], None] | None = None,
         generation: int | None = None,
-        about: MigrationAbout | None = None,
+        metadata: MigrationMetadata | None = None,
     ) -> Migration:
         """Starts pushing as soon as the ranks are live; supersedes the migration before it at its next chunk.
 
@@ -133,9 +134,9 @@ class Coordinator:
                 them from the placement at which this migration starts (an older one may still change it until then).
             on_progress: called in the coordinator's thread after every change; must not block.
             generation: fail if the ranks are of another topology generation by then.
-            about: recorded with it; by default its plan's id is its own.
+            metadata: recorded with it; by default its plan's id is its own.
         """
-        migration = Migration(plan_id, chunks, generation, on_progress, about)
+        migration = Migration(plan_id, chunks, generation, on_progress, metadata)
         if self._stopping.is_set() or self._failure:
             raise ControlError(self._failure or "the coordinator is stopping", remedy="start the daemon again")
         self._pusher.submit(migration)
@@ -173,10 +174,12 @@ class Coordinator:
         listen_fd, self._listen_fd = self._listen_fd, None
         assert listen_fd is not None  # noqa: S101
         options = self._options
-        board = Board(options.listen_host, self._port, listen_fd, options.job, self._signer, options.timeout_seconds)
-        intake = DeltaIntake(board, self._tap, on_urgent=lambda: self._keeper.event("tap_urgent"))
-        board.publish(DaemonNotice(options.job, self._instance, self._keyspace.digest, options.term))
-        self._keeper.open(Hosted(board, intake))
+        store = ControlStore(
+            options.listen_host, self._port, listen_fd, options.job, self._signer, options.timeout_seconds
+        )
+        intake = TapReceiver(store, self._tap, on_urgent=lambda: self._keeper.event("tap_urgent"))
+        store.publish(DaemonNotice(options.job, self._instance, self._keyspace.digest, options.term))
+        self._keeper.open(Hosted(store, intake))
         self._keeper.event("hosting", port=self._port)
         if self._journal.truncated_bytes:
             self._keeper.event("journal_truncated", bytes=self._journal.truncated_bytes)
@@ -225,4 +228,4 @@ class Coordinator:
         return max(self._options.tick_seconds, _ALONE_SECONDS if self._keeper.alone else 0.0)
 
     def _tell_progress(self) -> None:
-        self._news.tell(self._pusher.take_news(), self._pusher.current)
+        self._news.tell(self._pusher.drain_events(), self._pusher.current)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flexd.control.daemon.control_store import ControlStore
 from flexd.control.daemon.membership import Topology
 from flexd.control.daemon.pusher import NumberedChunk
-from flexd.control.daemon.store import Board
-from flexd.control.protocol.channel import EpochGroup, address_towards, delta_tiers, new_token, rows_sha256
+from flexd.control.protocol.epoch_group import EpochGroup, delta_tiers, rows_sha256
 from flexd.control.protocol.messages import (
     ChunkHeader,
     ChunkRefused,
@@ -24,6 +24,7 @@ from flexd.control.protocol.messages import (
     Settled,
     TapOffer,
 )
+from flexd.control.protocol.network import address_towards, new_token
 from flexd.core.errors import ControlError, PlacementError, ReplayedMessageError, StaleMessageError
 from flexd.core.fault_points import fault_point
 from flexd.core.placement import Placement
@@ -56,7 +57,7 @@ class Epoch:
 
     def __init__(
         self,
-        board: Board,
+        store: ControlStore,
         topology: Topology,
         job: str,
         instance: str,
@@ -66,7 +67,7 @@ class Epoch:
         total_rows: int,
         term: int = 0,
     ) -> None:
-        self._board = board
+        self._store = store
         self.topology = topology
         self.number = number
         self.phase = Phase.SETTLING
@@ -90,7 +91,7 @@ class Epoch:
         self._group: EpochGroup | None = None
         self._commands = 0
         fault_point("epoch.begin")
-        board.announce(EpochAnnouncement(instance=instance, nonces=topology.nonces, **self._fence))
+        store.announce(EpochAnnouncement(instance=instance, nonces=topology.nonces, **self._fence))
         fault_point("epoch.announced")
 
     @property
@@ -172,7 +173,7 @@ class Epoch:
             rows=len(chunk.delta), sha256=rows_sha256(chunk.delta.keys, tiers),
         )  # fmt: skip
         fault_point("chunk.announce")
-        self._board.command(header)
+        self._store.command(header)
         fault_point("chunk.announced")
         self._joined.broadcast(chunk.delta.keys, tiers)
         fault_point("chunk.sent")
@@ -181,7 +182,7 @@ class Epoch:
         """Tells the ranks to leave, and drops the group."""
         fault_point("epoch.end")
         self._group = None
-        self._board.end_epoch(self.number)
+        self._store.end_epoch(self.number)
         fault_point("epoch.ended")
 
     @property
@@ -205,11 +206,11 @@ class Epoch:
             )
         self.version, self.digest = first.agreed_version, first.agreed_digest
         fault_point("epoch.settled")
-        self._board.go()
+        self._store.go()
         fault_point("epoch.go")
         peer = self.topology.hellos[0].address
         self._group = EpochGroup(
-            self._board.store, self.number, len(self._sequence), len(self._sequence),
+            self._store.torch_store, self.number, len(self._sequence), len(self._sequence),
             address_towards(peer, _DAEMON_PORT_HINT), self._timeout,
         )  # fmt: skip
         fault_point("epoch.joined")
@@ -221,7 +222,7 @@ class Epoch:
         self._deadline = now + self._timeout
         self.phase = Phase.LISTING
         request = ListRequest(**self._fence, command=self._next_command(), version=self.version, ranks=self._asked)
-        self._board.command(request)
+        self._store.command(request)
 
     def _united(self) -> Placement:
         keys = np.concatenate([keys for keys, _ in self._listings.values()])
@@ -242,5 +243,5 @@ class Epoch:
     def _next_command(self) -> int:
         self._commands += 1
         if self._commands > _KEPT_COMMANDS:
-            self._board.forget_command(self.number, self._commands - _KEPT_COMMANDS)
+            self._store.forget_command(self.number, self._commands - _KEPT_COMMANDS)
         return self._commands

@@ -22,18 +22,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexd.control.daemon.agreement import AgreedPlacement
+from flexd.control.daemon.agreed_placement import AgreedPlacement
+from flexd.control.daemon.control_store import ControlStore
 from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology
 from flexd.control.daemon.epoch import Epoch, FromRank, Phase
-from flexd.control.daemon.intake import DeltaIntake
 from flexd.control.daemon.journal import PlacementJournal, Segment
-from flexd.control.daemon.membership import Attendance, Membership, Topology
+from flexd.control.daemon.membership import Membership, RankPresence, Topology
+from flexd.control.daemon.message_receiver import REFUSED_KINDS, MessageReceiver
 from flexd.control.daemon.pusher import ChunkPusher
-from flexd.control.daemon.receiver import REFUSED_KINDS, Reception
-from flexd.control.daemon.store import Board
+from flexd.control.daemon.tap_receiver import TapReceiver
 from flexd.control.daemon.throttle import Throttle
-from flexd.control.protocol.channel import CHANNEL_ERRORS, Backoff, first_line
 from flexd.control.protocol.messages import ChunkRefused, Listing, Progress, Settled, Signer, TapOffer
+from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, first_line
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import ControlError, SnapshotError
 from flexd.core.fault_points import fault_point
@@ -53,11 +53,11 @@ DEPOSED = "this daemon leads no more"
 class Hosted(NamedTuple):
     """The store that the ranks connect to, and what they have counted on its way in."""
 
-    board: Board
-    intake: DeltaIntake
+    store: ControlStore
+    intake: TapReceiver
 
 
-class EpochKeeper:
+class EpochManager:
     """Begins, feeds and ends epochs. Every method is of the coordinator's thread; the attributes and ``status`` may be
     read by any.
 
@@ -96,7 +96,7 @@ class EpochKeeper:
         self._members = Membership(
             options.job, keyspace.digest, len(keyspace.groups), silent_seconds=options.timeout_seconds
         )
-        self._reception = Reception(options.job, instance, signer, self._members, self.event)
+        self._reception = MessageReceiver(options.job, instance, signer, self._members, self.event)
         self._hosted: Hosted | None = None
         self._backoff = Backoff()
         self._counters: Counter[str] = Counter()
@@ -110,7 +110,7 @@ class EpochKeeper:
         self.agreed = AgreedPlacement(journal)
         self.epoch: Epoch | None = None
         self.live: LiveTopology | None = None
-        self.present = Attendance()
+        self.present = RankPresence()
         self.reason = "no rank has registered"
 
     @property
@@ -163,8 +163,8 @@ class EpochKeeper:
 
     def tick(self, now: float) -> None:
         hosted = self._hosting
-        for data in hosted.board.messages(_MESSAGES_PER_TICK):
-            self._reception.take(data, now, hosted.board, self.epoch, self._act)
+        for data in hosted.store.messages(_MESSAGES_PER_TICK):
+            self._reception.take(data, now, hosted.store, self.epoch, self._act)
         for hello in self._members.expire(now):
             self.event("rank_lost", attempt=hello.attempt, rank=hello.rank)
         topology = self._members.complete()
@@ -229,7 +229,7 @@ class EpochKeeper:
             self.pusher.new_generation(f"the ranks changed: topology generation is {self._generation} now")
         self._epochs += 1
         self.epoch = Epoch(
-            self._hosting.board, topology, self._options.job, self._instance, self._generation, self._epochs,
+            self._hosting.store, topology, self._options.job, self._instance, self._generation, self._epochs,
             self._options.timeout_seconds, self._keyspace.total_rows, self._options.term,
         )  # fmt: skip
         self._hosting.intake.begin_epoch(self.epoch.fence, topology)

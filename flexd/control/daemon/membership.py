@@ -56,7 +56,7 @@ class _Member:
     heard_at: float
 
 
-class Attendance(NamedTuple):
+class RankPresence(NamedTuple):
     """Who of an attempt is here; empty without any attempt.
 
     Attributes:
@@ -159,14 +159,14 @@ class Membership:
                 return Topology(tuple(members[rank].hello for rank in sorted(members)))
         return None
 
-    def present(self) -> Attendance:
+    def present(self) -> RankPresence:
         """Of the newest attempt."""
         if not self._attempts:
-            return Attendance()
+            return RankPresence()
         attempt, members = list(self._attempts.items())[-1]
         expected = next(iter(members.values())).hello.world_size
         missing = () if len(members) == expected else tuple(rank for rank in range(expected) if rank not in members)
-        return Attendance(attempt, len(members), expected, missing)
+        return RankPresence(attempt, len(members), expected, missing)
 
     def _check(self, hello: Hello) -> None:
         fault = ""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flexd.control.daemon.migration_states import FINAL_STATES, MigrationEvent, MigrationState, Transition, next_state
+from flexd.control.daemon.migration_states import FINAL_STATES, MigrationState, Transition, TransitionEvent, next_state
 from flexd.core.errors import ControlError
 from flexd.core.placement import Delta, Placement
 
@@ -42,7 +42,7 @@ ChunkSource = Chunks | Callable[[Placement], Chunks]
 
 
 @dataclass(frozen=True)
-class MigrationAbout:
+class MigrationMetadata:
     """What a migration is for; recorded with it.
 
     Attributes:
@@ -138,13 +138,13 @@ class Migration:
         source: ChunkSource,
         generation: int | None = None,
         on_progress: Callable[[Migration], None] | None = None,
-        about: MigrationAbout | None = None,
+        metadata: MigrationMetadata | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.plan_id = plan_id
         self.generation = generation
-        self.about = about or MigrationAbout(plan_id)
+        self.metadata = metadata or MigrationMetadata(plan_id)
         self._source: ChunkSource | None = source
         self._on_progress = on_progress
         self._clock = clock
@@ -160,11 +160,11 @@ class Migration:
         self._rate: deque[tuple[float, int]] = deque()
         now = wall_clock()
         self._now = MigrationProgress(plan_id, MigrationState.PENDING, created_unix_seconds=now)
-        self._note(None, None, self.about.reason, now)
+        self._note(None, None, self.metadata.reason, now)
 
     @property
     def migration_id(self) -> str:
-        return self.about.migration_id
+        return self.metadata.migration_id
 
     @property
     def progress(self) -> MigrationProgress:
@@ -225,14 +225,14 @@ class Migration:
                 observer(self, transition)
             self._observer = observer
 
-    def fire(self, event: MigrationEvent, reason: str = "") -> None:
+    def fire(self, event: TransitionEvent, reason: str = "") -> None:
         """Coordinator only. Raises IllegalTransitionError if the state table has no such transition."""
         with self._changed:
             before = self.state
             after = next_state(before, event, f"migration {self.migration_id}")
             now = self._wall_clock()
             stamps: dict[str, Any] = {}
-            if event is MigrationEvent.START:
+            if event is TransitionEvent.START:
                 stamps["started_unix_seconds"] = now
                 self._rate.append((self._clock(), 0))
             if after in FINAL_STATES:
@@ -279,7 +279,7 @@ class Migration:
         if self._on_progress is not None:
             self._on_progress(self)
 
-    def _note(self, event: MigrationEvent | None, before: MigrationState | None, reason: str, now: float) -> None:
+    def _note(self, event: TransitionEvent | None, before: MigrationState | None, reason: str, now: float) -> None:
         state = self._now
         transition = Transition(
             self._transitions, now, event, before, state.state, reason, state.rows_pushed, state.rows_applied,

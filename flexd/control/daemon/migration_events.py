@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class MigrationNews:
+class MigrationEvent:
     """One thing that has become of a migration.
 
     Attributes:
@@ -26,10 +26,10 @@ class MigrationNews:
 
 _RUNNING = frozenset({MigrationState.PUSHING, MigrationState.APPLYING, MigrationState.ABORTING})
 
-OnMigration = Callable[[MigrationNews], None]
+OnMigration = Callable[[MigrationEvent], None]
 
 
-class NewsTeller:
+class MigrationEventDispatcher:
     """For the coordinator's thread alone.
 
     Args:
@@ -41,7 +41,7 @@ class NewsTeller:
         self._on_event = on_event
         self._on_migration = on_migration
 
-    def tell(self, news: Iterable[MigrationNews], current: Migration | None) -> None:
+    def tell(self, news: Iterable[MigrationEvent], current: Migration | None) -> None:
         """Passes on ``news``; migrations whose figures are final, and the ``current`` one, call ``on_progress``."""
         for each in news:
             if each.transition is not None:
@@ -60,7 +60,7 @@ class NewsTeller:
     def _log(self, migration: Migration, transition: Transition) -> None:
         self._on_event(
             f"migration_{transition.after.value}", migration_id=migration.migration_id, plan_id=migration.plan_id,
-            before=transition.before.value if transition.before else "", who=migration.about.who,
+            before=transition.before.value if transition.before else "", who=migration.metadata.who,
             reason=transition.reason, rows=migration.progress.rows, rows_pushed=transition.rows_pushed,
             rows_applied=transition.rows_applied, version=transition.version,
         )  # fmt: skip

@@ -34,7 +34,7 @@ class MigrationState(Enum):
     FAILED = "failed"
 
 
-class MigrationEvent(Enum):
+class TransitionEvent(Enum):
     START = "start"
     EXHAUSTED = "exhausted"
     VOIDED = "voided"
@@ -45,9 +45,9 @@ class MigrationEvent(Enum):
     FAIL = "fail"
 
 
-_S, _E = MigrationState, MigrationEvent
+_S, _E = MigrationState, TransitionEvent
 
-TRANSITIONS: Mapping[tuple[MigrationState, MigrationEvent], MigrationState] = MappingProxyType(
+TRANSITIONS: Mapping[tuple[MigrationState, TransitionEvent], MigrationState] = MappingProxyType(
     {
         (_S.PENDING, _E.START): _S.PUSHING,
         (_S.PENDING, _E.SUPERSEDE): _S.SUPERSEDED,
@@ -69,7 +69,7 @@ TRANSITIONS: Mapping[tuple[MigrationState, MigrationEvent], MigrationState] = Ma
 FINAL_STATES = frozenset({_S.COMMITTED, _S.ABORTED, _S.SUPERSEDED, _S.FAILED})
 
 
-def next_state(state: MigrationState, event: MigrationEvent, what: str = "migration") -> MigrationState:
+def next_state(state: MigrationState, event: TransitionEvent, what: str = "migration") -> MigrationState:
     """Raises IllegalTransitionError if the table has no such transition; ``what`` names the migration in it."""
     after = TRANSITIONS.get((state, event))
     if after is None:
@@ -90,7 +90,7 @@ class Transition:
 
     number: int
     unix_seconds: float
-    event: MigrationEvent | None
+    event: TransitionEvent | None
     before: MigrationState | None
     after: MigrationState
     reason: str

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from flexd.control.daemon.journal import JournalledMigration, PlacementJournal
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_events import MigrationNews
-from flexd.control.daemon.migration_states import MigrationEvent, MigrationState, Transition
+from flexd.control.daemon.migration_events import MigrationEvent
+from flexd.control.daemon.migration_states import MigrationState, Transition, TransitionEvent
 from flexd.control.daemon.throttle import Throttle
 from flexd.core.errors import FlexdError, IllegalTransitionError, PlacementError
 from flexd.core.fault_points import fault_point
@@ -67,7 +67,7 @@ class ChunkPusher:
 
     Attributes:
         illegal_transitions: times that a migration was to go where its state table has no way. Each raised.
-        lost_news: of migrations, that nobody took in time.
+        lost_events: of migrations, that nobody took in time.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class ChunkPusher:
         self._epoch_version = 0
         """Agreed when the epoch began. Until it is applied, ranks may hold chunks that are not outstanding here: those
         of an earlier daemon."""
-        self._news: deque[MigrationNews] = deque(maxlen=_KEPT_NEWS)
+        self._news: deque[MigrationEvent] = deque(maxlen=_KEPT_NEWS)
         self.illegal_transitions = 0
-        self.lost_news = 0
+        self.lost_events = 0
         self.version = 0
         """The newest version pushed."""
         self.paused = False
@@ -115,7 +115,7 @@ class ChunkPusher:
             migration.observe(self._take_note)
             older, self._next = self._next, migration
             if older is not None and not older.done:
-                self._fire(older, MigrationEvent.SUPERSEDE, f"superseded by plan {migration.plan_id}")
+                self._fire(older, TransitionEvent.SUPERSEDE, f"superseded by plan {migration.plan_id}")
 
     def begin_epoch(self, version: int, digest: int) -> None:
         """All ranks have agreed on exactly ``version``, and hold no chunk beyond it."""
@@ -133,7 +133,7 @@ class ChunkPusher:
         if active is not None and again and active.state is not MigrationState.ABORTING:
             self._again.extendleft(reversed(again))
             if active.state is MigrationState.APPLYING:
-                self._fire(active, MigrationEvent.VOIDED)
+                self._fire(active, TransitionEvent.VOIDED)
         self.version = self._epoch_version = version
         self._digests = {version: digest}
 
@@ -145,7 +145,7 @@ class ChunkPusher:
     def fail_active(self, reason: str) -> None:
         active = self._active
         if active is not None:
-            self._fire(active, MigrationEvent.FAIL, reason)
+            self._fire(active, TransitionEvent.FAIL, reason)
             self._drop_active()
 
     def stop(self, reason: str) -> None:
@@ -154,7 +154,7 @@ class ChunkPusher:
         with self._lock:
             waiting, self._next = self._next, None
         if waiting is not None and not waiting.done:
-            self._fire(waiting, MigrationEvent.FAIL, reason)
+            self._fire(waiting, TransitionEvent.FAIL, reason)
 
     def acknowledge(self, agreed_version: int, applied_version: int) -> None:
         """Every rank has come at least this far."""
@@ -181,7 +181,7 @@ class ChunkPusher:
         try:
             delta = self._again.popleft() if self._again else active.next_chunk()
             if delta is None:
-                self._fire(active, MigrationEvent.EXHAUSTED)
+                self._fire(active, TransitionEvent.EXHAUSTED)
                 self._advance(generation)
                 return None
             if len(delta) > self._max_rows:
@@ -230,9 +230,9 @@ class ChunkPusher:
         """Of the placement at a recent version; None if it is not known any more."""
         return self._digests.get(version)
 
-    def take_news(self) -> list[MigrationNews]:
+    def drain_events(self) -> list[MigrationEvent]:
         """Of all migrations since the last call, in order."""
-        news: list[MigrationNews] = []
+        news: list[MigrationEvent] = []
         while self._news:
             news.append(self._news.popleft())
         return news
@@ -243,19 +243,19 @@ class ChunkPusher:
             waiting = self._next
             if waiting is not None and waiting.abort_reason:
                 self._next = None
-                self._fire(waiting, MigrationEvent.ABORT, waiting.abort_reason)
+                self._fire(waiting, TransitionEvent.ABORT, waiting.abort_reason)
                 waiting = None
         active = self._active
         if active is None:
             return
         if active.abort_reason and active.state in (MigrationState.PUSHING, MigrationState.APPLYING):
             self._again.clear()
-            self._fire(active, MigrationEvent.ABORT, active.abort_reason)
+            self._fire(active, TransitionEvent.ABORT, active.abort_reason)
         elif active.state is MigrationState.PUSHING and waiting is not None:
-            self._fire(active, MigrationEvent.SUPERSEDE, f"superseded by plan {waiting.plan_id}")
+            self._fire(active, TransitionEvent.SUPERSEDE, f"superseded by plan {waiting.plan_id}")
             self._drop_active()
         if active.state is MigrationState.ABORTING and self._settled(active):
-            self._fire(active, MigrationEvent.STOPPED, self._where(active))
+            self._fire(active, TransitionEvent.STOPPED, self._where(active))
             self._drop_active()
 
     def _advance(self, generation: int) -> None:
@@ -263,7 +263,7 @@ class ChunkPusher:
         self.end_early()
         active = self._active
         if active is not None and active.state is MigrationState.APPLYING and self._settled(active):
-            self._fire(active, MigrationEvent.APPLIED)
+            self._fire(active, TransitionEvent.APPLIED)
             self._drop_active()
         # The next delta is made from a placement that all ranks are sure to reach.
         if self._active is None and all(chunk.agreed for chunk in self._outstanding):
@@ -278,7 +278,7 @@ class ChunkPusher:
         if migration.generation is not None and migration.generation != generation:
             self.fail_active(f"planned for topology generation {migration.generation}, the ranks are at {generation}")
             return
-        self._fire(migration, MigrationEvent.START)
+        self._fire(migration, TransitionEvent.START)
         fault_point("migration.started")
         try:
             migration.begin(self._journal.placement_at(self.version))
@@ -302,7 +302,7 @@ class ChunkPusher:
         rows = f"{now.rows_applied} of {now.rows} rows" if now.rows else f"{now.rows_applied} rows"
         return f"{migration.abort_reason}: stopped at version {now.last_version or now.base_version}, {rows} applied"
 
-    def _fire(self, migration: Migration, event: MigrationEvent, reason: str = "") -> None:
+    def _fire(self, migration: Migration, event: TransitionEvent, reason: str = "") -> None:
         try:
             migration.fire(event, reason)
         except IllegalTransitionError:
@@ -316,15 +316,15 @@ class ChunkPusher:
         self._tell_if_settled(migration)
 
     def _take_note(self, migration: Migration, transition: Transition) -> None:
-        self._tell(MigrationNews(migration, transition))
+        self._tell(MigrationEvent(migration, transition))
 
     def _tell_if_settled(self, *migrations: Migration) -> None:
         for migration in {id(each): each for each in migrations}.values():
             if migration.done and self._settled(migration):
-                self._tell(MigrationNews(migration, None))
+                self._tell(MigrationEvent(migration, None))
 
-    def _tell(self, news: MigrationNews) -> None:
-        self.lost_news += len(self._news) == _KEPT_NEWS
+    def _tell(self, news: MigrationEvent) -> None:
+        self.lost_events += len(self._news) == _KEPT_NEWS
         self._news.append(news)
 
     def _drop_active(self) -> None:

@@ -30,7 +30,7 @@ _LONGEST_WAIT_COUNTED = 1.0
 """Seconds between two looks: a longer silence (no epoch) is nothing that the throttle held up."""
 
 
-class Wait(Enum):
+class ThrottleReason(Enum):
     """What a chunk waits for."""
 
     STEP = "bytes_per_step"
@@ -61,7 +61,7 @@ class ThrottleLimits:
 
 
 @dataclass(frozen=True)
-class Pace:
+class PaceLimit:
     """What the adaptive controller allows; it can only lower what the limits allow.
 
     Attributes:
@@ -74,7 +74,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class ThrottleFigures:
+class ThrottleSnapshot:
     """Since the start.
 
     Attributes:
@@ -85,8 +85,8 @@ class ThrottleFigures:
 
     released_bytes: int
     released_chunks: int
-    waiting_seconds: dict[Wait, float]
-    waits_for: Wait | None
+    waiting_seconds: dict[ThrottleReason, float]
+    waits_for: ThrottleReason | None
 
 
 class Throttle:
@@ -100,13 +100,13 @@ class Throttle:
         self._clock = clock
         self._lock = threading.Lock()
         self._limits = limits or ThrottleLimits()
-        self._pace = Pace()
+        self._pace = PaceLimit()
         self._filled_at = clock()
         self._tokens = self._burst
         self._released_bytes = 0
         self._released_chunks = 0
-        self._seconds: dict[Wait, float] = dict.fromkeys(Wait, 0.0)
-        self._waits_for: Wait | None = None
+        self._seconds: dict[ThrottleReason, float] = dict.fromkeys(ThrottleReason, 0.0)
+        self._waits_for: ThrottleReason | None = None
         self._looked_at = self._filled_at
 
     @property
@@ -114,7 +114,7 @@ class Throttle:
         return self._limits
 
     @property
-    def pace(self) -> Pace:
+    def pace(self) -> PaceLimit:
         return self._pace
 
     @property
@@ -131,7 +131,7 @@ class Throttle:
             self._limits = limits
             self._tokens = self._burst if before is None else min(self._tokens, self._burst)
 
-    def set_pace(self, pace: Pace) -> None:
+    def set_pace(self, pace: PaceLimit) -> None:
         """Holds from the next chunk on."""
         self._pace = pace
 
@@ -159,16 +159,16 @@ class Throttle:
         with self._lock:
             self._account(None)
 
-    def figures(self) -> ThrottleFigures:
+    def figures(self) -> ThrottleSnapshot:
         with self._lock:
-            return ThrottleFigures(self._released_bytes, self._released_chunks, dict(self._seconds), self._waits_for)
+            return ThrottleSnapshot(self._released_bytes, self._released_chunks, dict(self._seconds), self._waits_for)
 
     def _fitting(
         self, row_bytes: npt.NDArray[np.int64], outstanding_bytes: int, settled: bool
-    ) -> tuple[int, int, Wait | None]:
+    ) -> tuple[int, int, ThrottleReason | None]:
         """(rows, their bytes, what they wait for)."""
         if self._pace.paused:
-            return 0, 0, Wait.PAUSE
+            return 0, 0, ThrottleReason.PAUSE
         step, second = self.bytes_per_step, self._limits.bytes_per_second
         ends = np.cumsum(row_bytes)
         rows = len(row_bytes)
@@ -179,9 +179,9 @@ class Throttle:
         if copied == 0:
             return rows, 0, None
         if step is not None and (not settled or (outstanding_bytes > 0 and outstanding_bytes + copied > step)):
-            return 0, 0, Wait.STEP
+            return 0, 0, ThrottleReason.STEP
         if second is not None and self._tokens < min(copied, self._burst):
-            return 0, 0, Wait.SECOND
+            return 0, 0, ThrottleReason.SECOND
         return rows, copied, None
 
     @property
@@ -198,7 +198,7 @@ class Throttle:
             self._tokens = min(self._burst, self._tokens + rate * max(0.0, now - self._filled_at))
         self._filled_at = now
 
-    def _account(self, wait: Wait | None) -> None:
+    def _account(self, wait: ThrottleReason | None) -> None:
         now = self._clock()
         if self._waits_for is not None:
             self._seconds[self._waits_for] += min(max(0.0, now - self._looked_at), _LONGEST_WAIT_COUNTED)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flexd.control.agent.outbox import DeltaOutbox
+from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.core.counted_accesses import MAX_VALUES, CountedBatch, RowCounts, TableCounts, encode, fold, values_of
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection
@@ -112,7 +112,7 @@ class Tap:
         self.collection = collection
         self.sampled = sampled
         self.choices: tuple[TapChoice, ...] = choose(collection.keyspace.tables, max_bytes, sampled)
-        self.outbox = DeltaOutbox()
+        self.outbox = TapOutbox()
         self._interval_seconds = interval_seconds
         self._interval_steps = interval_steps
         self._clock = clock

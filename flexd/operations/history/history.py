@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexd.control.daemon.migration_events import MigrationNews
+from flexd.control.daemon.migration_events import MigrationEvent
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import SnapshotError
 from flexd.operations.history.records import ActionRecord, HistoryEntry, MigrationRecord, TransitionRecord
@@ -86,7 +86,7 @@ class MigrationHistory:
         with self._changed:
             return HistoryFigures(self._entries, self._lost, self._failures, self._aside, self._problem)
 
-    def record(self, news: MigrationNews) -> None:
+    def record(self, news: MigrationEvent) -> None:
         """From the coordinator's thread; see ``Coordinator``."""
         transition = news.transition
         entry = HistoryEntry(

@@ -79,7 +79,7 @@ class MigrationRecord:
 
     @staticmethod
     def of(migration: Migration, settled: bool) -> MigrationRecord:
-        about, now = migration.about, migration.progress
+        about, now = migration.metadata, migration.progress
         return MigrationRecord(
             migration_id=about.migration_id, plan_id=now.plan_id, parent_plan_id=about.parent_plan_id, who=about.who,
             trigger=about.trigger, reason=about.reason, state=now.state.name, problem=now.reason, rows=now.rows,

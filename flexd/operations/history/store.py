@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import astuple, fields
 from pathlib import Path
 
-from flexd.control.daemon.migration_states import FINAL_STATES, MigrationEvent, MigrationState
+from flexd.control.daemon.migration_states import FINAL_STATES, MigrationState, TransitionEvent
 from flexd.core.errors import SnapshotError
 from flexd.operations.history.records import ActionRecord, HistoryEntry, MigrationRecord, TransitionRecord
 
@@ -240,7 +240,7 @@ class HistoryStore:
                     "SELECT COALESCE(MAX(number), -1) + 1 FROM transitions WHERE serial = ?", (serial,)
                 ).fetchone()
                 failed = TransitionRecord(
-                    number, time.time(), MigrationEvent.FAIL.value, state, MigrationState.FAILED.name, ENDED_UNSEEN,
+                    number, time.time(), TransitionEvent.FAIL.value, state, MigrationState.FAILED.name, ENDED_UNSEEN,
                     pushed, applied, version,
                 )  # fmt: skip
                 connection.execute(_ADD_TRANSITION, (serial, *astuple(failed)))

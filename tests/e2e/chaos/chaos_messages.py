@@ -7,7 +7,8 @@ from datetime import timedelta
 
 from torch.distributed import QueueEmptyError, Store, TCPStore
 
-from flexd.control.protocol.channel import Hint, Keys, job_store
+from flexd.control.protocol.store_client import job_store
+from flexd.control.protocol.store_keys import Hint, Keys
 
 _MESSAGES = 40
 

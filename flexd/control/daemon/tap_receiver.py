@@ -1,6 +1,6 @@
 """The daemon's side of shipping counted accesses: asks the ranks for their deltas, a bounded number of bytes at a time.
 
-The conversation is drawn in ``flexd.control.agent.shipper``. Everything here belongs to the coordinator's thread.
+The conversation is drawn in ``flexd.control.agent.tap_sender``. Everything here belongs to the coordinator's thread.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from flexd.control.agent.shipper import PIECE_BYTES
+from flexd.control.agent.tap_sender import PIECE_BYTES
+from flexd.control.daemon.control_store import ControlStore
 from flexd.control.daemon.membership import Topology
-from flexd.control.daemon.store import Board
 from flexd.control.protocol.messages import TapOffer, TapState, open_with_bytes
 from flexd.core.counted_accesses import MAX_PAYLOAD_BYTES
 from flexd.core.errors import AuthenticationError, ControlError, StaleMessageError
@@ -41,7 +41,7 @@ class _Wish:
     told: TapState | None = None
 
 
-class DeltaIntake:
+class TapReceiver:
     """One job's deltas, epoch after epoch.
 
     Args:
@@ -49,8 +49,8 @@ class DeltaIntake:
         on_urgent: called when a rank that is about to end waits for a snapshot; must not block.
     """
 
-    def __init__(self, board: Board, source: TapSource | None, on_urgent: Callable[[], None]) -> None:
-        self._board = board
+    def __init__(self, store: ControlStore, source: TapSource | None, on_urgent: Callable[[], None]) -> None:
+        self._store = store
         self._source = source
         self._on_urgent = on_urgent
         self._wishes: dict[int, _Wish] = {}
@@ -143,10 +143,10 @@ class DeltaIntake:
     def _receive(self, wish: _Wish) -> bool:
         offer, number = wish.offer, len(wish.pieces)
         grant = self._grant_of(wish)
-        sealed = self._board.take_tap_piece(offer.epoch, offer.rank, grant, number)
+        sealed = self._store.take_tap_piece(offer.epoch, offer.rank, grant, number)
         if sealed is None:
             return False
-        header, data = open_with_bytes(self._board.signer, sealed, PIECE_BYTES)
+        header, data = open_with_bytes(self._store.signer, sealed, PIECE_BYTES)
         said = (header.rank, header.delta, header.grant, header.piece)
         if said != (offer.rank, offer.delta, grant, number):
             raise StaleMessageError(f"a piece of rank {offer.rank} that was not asked for")
@@ -165,7 +165,7 @@ class DeltaIntake:
     def _refuse(self, wish: _Wish, kind: str) -> None:
         self.refused[kind] += 1
         for piece in range(wish.offer.pieces):
-            self._board.take_tap_piece(wish.offer.epoch, wish.offer.rank, self._grant_of(wish), piece)
+            self._store.take_tap_piece(wish.offer.epoch, wish.offer.rank, self._grant_of(wish), piece)
         wish.granted, wish.pieces = False, []
         wish.not_before = time.monotonic() + _RETRY_SECONDS
 
@@ -180,5 +180,5 @@ class DeltaIntake:
             delta=wish.offer.delta, problem=problem,
         )  # fmt: skip
         if state != wish.told:
-            self._board.tell_tap(state)
+            self._store.tell_tap(state)
             wish.told = state

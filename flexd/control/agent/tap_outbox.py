@@ -15,7 +15,7 @@ class Delta:
     payload: bytes
 
 
-class DeltaOutbox:
+class TapOutbox:
     """Holds at most one delta. ``put`` and ``free`` belong to the tap's thread, the rest to the agent's.
 
     A delta leaves only when the daemon has said that a snapshot holds it; until then the same bytes under the same

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from flexd.control.daemon.control_store import ControlStore
 from flexd.control.daemon.epoch import Epoch, EpochFailedError, FromRank
 from flexd.control.daemon.membership import Membership
-from flexd.control.daemon.store import Board
 from flexd.control.protocol.messages import Hello, HelloRefused, Signer
 from flexd.core.errors import AuthenticationError, ControlError, ReplayedMessageError, StaleMessageError, TopologyError
 from flexd.core.fault_points import fault_point
@@ -17,7 +17,7 @@ REFUSED_KINDS = ("stale", "replayed", "forged", "malformed", "identity")
 message that belongs here; of a rank that contradicts the daemon or its peers."""
 
 
-class Reception:
+class MessageReceiver:
     """For the coordinator's thread alone.
 
     Args:
@@ -39,7 +39,7 @@ class Reception:
         self.refused: Counter[str] = Counter()
 
     def take(
-        self, data: bytes, now: float, board: Board, epoch: Epoch | None, act: Callable[[Epoch, FromRank], None]
+        self, data: bytes, now: float, store: ControlStore, epoch: Epoch | None, act: Callable[[Epoch, FromRank], None]
     ) -> None:
         """One message from the queue. A bad one is counted and changes nothing; ``act`` is given those of the epoch.
 
@@ -51,7 +51,7 @@ class Reception:
             if message.job != self._job:
                 raise StaleMessageError(f"a {message.kind} message of job {message.job!r}")
             if isinstance(message, Hello):
-                self._take_hello(message, now, board)
+                self._take_hello(message, now, store)
             elif isinstance(message, FromRank):
                 if epoch is None:
                     raise StaleMessageError(f"a {message.kind} message outside of any epoch")
@@ -71,7 +71,7 @@ class Reception:
         except ControlError:
             self._refuse("malformed")
 
-    def _take_hello(self, hello: Hello, now: float, board: Board) -> None:
+    def _take_hello(self, hello: Hello, now: float, store: ControlStore) -> None:
         if hello.instance != self._instance:
             raise StaleMessageError("a hello to another daemon")
         try:
@@ -81,7 +81,7 @@ class Reception:
         except TopologyError as error:
             self._refuse("identity")
             self._event("rank_refused", attempt=hello.attempt, rank=hello.rank, reason=str(error))
-            board.refuse(HelloRefused(self._job, self._instance, hello.nonce, error.message[:2000], error.remedy))
+            store.refuse(HelloRefused(self._job, self._instance, hello.nonce, error.message[:2000], error.remedy))
 
     def _refuse(self, kind: str) -> None:
         self.refused[kind] += 1

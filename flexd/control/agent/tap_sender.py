@@ -18,9 +18,10 @@ from collections.abc import Callable, Mapping
 from hashlib import sha256
 from typing import Any
 
-from flexd.control.agent.outbox import DeltaOutbox
-from flexd.control.protocol.channel import Keys, StoreClient
+from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.control.protocol.messages import Message, Signer, TapOffer, TapPiece, TapState, seal_with_bytes
+from flexd.control.protocol.store_client import StoreClient
+from flexd.control.protocol.store_keys import Keys
 from flexd.core.errors import StaleMessageError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 PIECE_BYTES = 2**20
 
 
-class DeltaShipper:
+class TapSender:
     """Of one rank in one epoch; belongs to the agent's thread.
 
     Args:
@@ -39,7 +40,7 @@ class DeltaShipper:
 
     def __init__(
         self,
-        outbox: DeltaOutbox,
+        outbox: TapOutbox,
         signer: Signer,
         store: StoreClient,
         fence: Mapping[str, Any],

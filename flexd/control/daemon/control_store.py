@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from flexd.control.protocol.channel import Hint, Keys, host_store, job_store
 from flexd.control.protocol.messages import (
     ChunkHeader,
     DaemonNotice,
@@ -15,13 +14,15 @@ from flexd.control.protocol.messages import (
     Signer,
     TapState,
 )
+from flexd.control.protocol.store_client import host_store, job_store
+from flexd.control.protocol.store_keys import Hint, Keys
 
 _KEPT_REFUSALS = 1024
 _REPEAT_TURNS = 50
 """Looks at the queue after which everything is announced anew; a second of the default tick."""
 
 
-class Board:
+class ControlStore:
     """Hosts the store and holds its keys, of which there is a bounded number. For the coordinator's thread alone.
 
     Args:
@@ -32,7 +33,7 @@ class Board:
         self.signer = signer
         self._server = host_store(host, port, timeout_seconds, listen_fd)
         self._prefix = Keys.prefix(job)
-        self.store = job_store(self._server, job)
+        self.torch_store = job_store(self._server, job)
         self._refusals: deque[str] = deque()
         self._turn = 0
         self._notice: DaemonNotice | None = None
@@ -43,32 +44,32 @@ class Board:
     def publish(self, notice: DaemonNotice) -> None:
         """Ranks register from now on."""
         self._notice = notice
-        self.store.set(Keys.NOTICE, self.signer.seal(notice))
+        self.torch_store.set(Keys.NOTICE, self.signer.seal(notice))
 
     def messages(self, limit: int) -> Iterator[bytes]:
         """At most ``limit`` messages that wait in the queue."""
         from torch.distributed import QueueEmptyError
 
         self._turn += 1
-        self.store.set(Keys.TURN, str(self._turn))
+        self.torch_store.set(Keys.POLLS, str(self._turn))
         if self._turn % _REPEAT_TURNS == 0:
             self._repeat()
-        for _ in range(min(limit, self.store.queue_len(Keys.INBOUND))):
+        for _ in range(min(limit, self.torch_store.queue_len(Keys.INBOUND))):
             try:
-                yield self.store.queue_pop(Keys.INBOUND, False)
+                yield self.torch_store.queue_pop(Keys.INBOUND, False)
             except QueueEmptyError:
                 return
 
     def refuse(self, refusal: HelloRefused) -> None:
         key = Keys.refused(refusal.nonce)
-        self.store.set(key, self.signer.seal(refusal))
+        self.torch_store.set(key, self.signer.seal(refusal))
         self._refusals.append(key)
         while len(self._refusals) > _KEPT_REFUSALS:
-            self.store.delete_key(self._refusals.popleft())
+            self.torch_store.delete_key(self._refusals.popleft())
 
     def announce(self, announcement: EpochAnnouncement) -> None:
         self._announcement = announcement
-        self.store.set(Keys.EPOCH, self.signer.seal(announcement))
+        self.torch_store.set(Keys.EPOCH, self.signer.seal(announcement))
         self._write_hint(Hint(announcement.epoch))
 
     def go(self) -> None:
@@ -76,23 +77,23 @@ class Board:
         self._write_hint(Hint(self.hint.epoch, True))
 
     def command(self, message: ChunkHeader | ListRequest) -> None:
-        self.store.set(Keys.command(message.epoch, message.command), self.signer.seal(message))
+        self.torch_store.set(Keys.command(message.epoch, message.command), self.signer.seal(message))
         self._write_hint(Hint(message.epoch, True, message.command))
 
     def forget_command(self, epoch: int, command: int) -> None:
         """No rank will read it any more."""
-        self.store.delete_key(Keys.command(epoch, command))
+        self.torch_store.delete_key(Keys.command(epoch, command))
 
     def tell_tap(self, state: TapState) -> None:
-        self.store.set(Keys.tap_state(state.epoch, state.rank), self.signer.seal(state))
+        self.torch_store.set(Keys.tap_state(state.epoch, state.rank), self.signer.seal(state))
 
     def take_tap_piece(self, epoch: int, rank: int, grant: int, piece: int) -> bytes | None:
         """The piece as it was written, and its key is gone; None if it is not there yet."""
         key = Keys.tap_piece(epoch, rank, grant, piece)
-        if not self.store.check([key]):
+        if not self.torch_store.check([key]):
             return None
-        data = bytes(self.store.get(key))
-        self.store.delete_key(key)
+        data = bytes(self.torch_store.get(key))
+        self.torch_store.delete_key(key)
         return data
 
     def end_epoch(self, ended: int) -> None:
@@ -108,11 +109,11 @@ class Board:
         """Anyone who reaches the store can overwrite what ranks read. They believe nothing that is not signed, but
         would wait for ever for what is."""
         if self._notice is not None:
-            self.store.set(Keys.NOTICE, self.signer.seal(self._notice))
+            self.torch_store.set(Keys.NOTICE, self.signer.seal(self._notice))
         if self._announcement is not None and self._announcement.epoch == self.hint.epoch:
-            self.store.set(Keys.EPOCH, self.signer.seal(self._announcement))
+            self.torch_store.set(Keys.EPOCH, self.signer.seal(self._announcement))
         self._write_hint(self.hint)
 
     def _write_hint(self, hint: Hint) -> None:
-        self.store.set(Keys.HINT, hint.text())
+        self.torch_store.set(Keys.HINT, hint.text())
         self.hint = hint

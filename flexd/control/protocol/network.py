@@ -1,0 +1,81 @@
+"""Addresses, listening sockets, retry waits and the errors that end a connection."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+
+from flexd.core.errors import ControlError, FlexdError
+
+CHANNEL_ERRORS = (FlexdError, RuntimeError, OSError)
+"""Everything that ends an epoch or a connection; torch's own errors are RuntimeErrors."""
+
+
+def new_token() -> str:
+    """Return 64 random bits as hex."""
+    return os.urandom(8).hex()
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error: torch appends stack traces to its own."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Parse ``host:port`` or ``[v6]:port``. Raises ControlError."""
+    host, separator, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65_536:
+        raise ControlError(f"control address {address!r}", remedy="give it as host:port")
+    return host, int(port)
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return this machine's own address on the route to ``host``, which its peers can reach, without a name look-up."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def listen(host: str, port: int) -> tuple[int, int]:
+    """Bind a listening socket and return (file descriptor, port). Raises ControlError.
+
+    A TCPStore that opens its own socket listens on every interface, whatever host it is given, so it gets this one.
+    """
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ControlError(
+            f"control.listen_host {host!r}: {error}", remedy="give an address of this machine"
+        ) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen(1024)
+        port = int(listener.getsockname()[1])
+        return listener.detach(), port
+    except OSError as error:
+        listener.close()
+        raise ControlError(
+            f"cannot listen on {host}:{port}: {error.strerror}",
+            remedy="another daemon may be running; set control.listen_host and control.listen_port",
+        ) from error
+
+
+class Backoff:
+    """Waits of ``first`` seconds doubling to ``longest``, each shortened at random by up to a half."""
+
+    def __init__(self, first: float = 0.05, longest: float = 2.0) -> None:
+        self._first = first
+        self._longest = longest
+        self._next = first
+
+    def seconds(self) -> float:
+        wait, self._next = self._next, min(self._longest, self._next * 2)
+        return wait * random.uniform(0.5, 1.0)
+
+    def reset(self) -> None:
+        self._next = self._first
