@@ -45,8 +45,8 @@ def planning_block(planning: PlanningStatus) -> Facts:
     if planning.window_changes_unix_seconds is not None:
         what = "closes" if planning.window_open else "opens"
         facts.append(("window", f"{what} at {units.when(planning.window_changes_unix_seconds)}"))
-    if planning.waits_for_window:
-        facts.append(("waits", planning.waits_for_window))
+    if planning.waiting_for_window:
+        facts.append(("waits", planning.waiting_for_window))
     if planning.refused:
         facts.append(("no plan", planning.refused))
     facts += [("too thin", words) for words in gate_sentences(planning.gates) if words not in (planning.refused or "")]

@@ -23,20 +23,20 @@ from flexd.config.availability import FileLease, KubernetesLease
 from flexd.config.model import Config
 from flexd.core.errors import ApiError, ConfigError, FlexdError
 from flexd.core.process_start import Started
-from flexd.daemon import factory as parts
+from flexd.daemon import factory
 from flexd.daemon.active_daemon import whoever_is_in_charge
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.leadership import Leadership
 from flexd.daemon.service import HEALTHY_TICK_SECONDS, TICK_SECONDS, Daemon
-from flexd.daemon.shutdown_budget import Ending
-from flexd.daemon.signal_flag import Asked
+from flexd.daemon.shutdown_budget import ShutdownBudget
+from flexd.daemon.signal_flag import SignalFlag
 from flexd.daemon.standby import Standby
 from flexd.daemon.terms import highest_term, open_term
-from flexd.ha.file_store import FileLeaseRegister
-from flexd.ha.keeper import LeaseKeeper
-from flexd.ha.kubernetes_store import KubernetesLeaseRegister
+from flexd.ha.file_store import FileLeaseStore
+from flexd.ha.keeper import LeaseRenewer
+from flexd.ha.kubernetes_store import KubernetesLeaseStore
 from flexd.ha.lease import Lease
-from flexd.ha.lease_store import LeaseRegister
+from flexd.ha.lease_store import LeaseStore
 from flexd.server.answers import ProbeResult
 from flexd.server.api import DaemonApi
 from flexd.server.availability_status import AvailabilityStatus
@@ -55,7 +55,7 @@ _SHARE_LEASE = 0.05
 _SHARE_SERVER = 0.05
 
 
-class AvailableDaemon:
+class HighAvailabilityDaemon:
     """``start``, then ``run_until_stopped``; ``ask_to_stop`` from anywhere. Its API answers in both roles.
 
     Raises:
@@ -66,22 +66,22 @@ class AvailableDaemon:
         self._config = config
         self._file = file or ConfigFile(config)
         self._started = Started()
-        parts.make_state_directory(config)
+        factory.make_state_directory(config)
         self._state_dir = config.state.dir
         settings = config.high_availability
-        self._register = make_register(config)
+        self._register = make_lease_store(config)
         # New for every start: a process that comes again is another holder, with a term of its own.
         identity = f"{settings.identity or socket.gethostname()}/{os.getpid()}-{os.urandom(4).hex()}"
         lease = Lease(self._register, identity, settings.duration_seconds, lambda: highest_term(self._state_dir))
-        self._keeper = LeaseKeeper(lease, settings.renew_seconds)
+        self._keeper = LeaseRenewer(lease, settings.renew_seconds)
         self._standby = Standby(config, self._keeper, self._started)
         self._leading: Daemon | None = None
         self._turn = threading.Lock()
         """No settings are adopted while a turn of leading begins."""
         self._term = self._failed_term = 0
-        self._takeovers = self._depositions = 0
+        self._leadership_acquisitions = self._leadership_losses = 0
         self._taking_over = False
-        self._stopping, self._reload_asked = Asked(), Asked()
+        self._stopping, self._reload_asked = SignalFlag(), SignalFlag()
         self._ticked_at = time.monotonic()
         self._front = _Front(self, whoever_is_in_charge(self._in_charge))
         self._server = DaemonServer(self._front.api, Metrics(self.figures), config.server)
@@ -127,11 +127,11 @@ class AvailableDaemon:
             elif lease.holds(self._term):
                 self._leading.tick()
             else:
-                self._depositions += 1
+                self._leadership_losses += 1
                 logger.warning("term %d is over: %s", self._term, self._standby.reason)
                 # The loop does not tick meanwhile, and that must not look like a fault.
                 self._stand_down(min(self._config.shutdown_seconds, HEALTHY_TICK_SECONDS / 2))
-        ending = Ending(self._config.shutdown_seconds)
+        ending = ShutdownBudget(self._config.shutdown_seconds)
         ending.part("leading", self._stand_down, keep=_SHARE_LEASE + _SHARE_SERVER)
         # Only now: whoever takes over finds the last snapshot, and nobody who still writes.
         ending.part("lease", self._keeper.stop, keep=_SHARE_SERVER)
@@ -154,7 +154,7 @@ class AvailableDaemon:
             self._keeper.give_up(2 * lease.duration_seconds)
             return
         self._standby.problem = ""
-        self._takeovers += 1
+        self._leadership_acquisitions += 1
         logger.info("term %d: %s leads", term, lease.identity)
 
     def _stand_down(self, seconds: float) -> bool:
@@ -182,7 +182,7 @@ class AvailableDaemon:
     def _reloaded(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
         leading = self._leading
         if leading is None:
-            logger.info("config reload asked for by %s: %s", who or "somebody", reason)
+            logger.info("config reload asked for by %s: %s", who or "anonymous", reason)
         else:
             leading.reloaded(who, reason, outcome)
 
@@ -204,8 +204,8 @@ class AvailableDaemon:
             lease=lease.where,
             term=0 if seen is None else seen.term,
             holder=None if seen is None or not seen.holder else seen.holder,
-            takeovers=self._takeovers,
-            depositions=self._depositions,
+            leadership_acquisitions=self._leadership_acquisitions,
+            leadership_losses=self._leadership_losses,
             problem=self._keeper.problem or self._standby.problem or None,
         )
         return self._in_charge().status().model_copy(update={"high_availability": shown, "config": self._file.status()})
@@ -217,8 +217,8 @@ class AvailableDaemon:
         availability = AvailabilityFigures(
             leading=daemon is not None,
             term=keeper.lease.term,
-            takeovers=self._takeovers,
-            depositions=self._depositions,
+            leadership_acquisitions=self._leadership_acquisitions,
+            leadership_losses=self._leadership_losses,
             lease_failures=keeper.failures,
         )
         return replace(figures, availability=availability, config=self._file.figures())
@@ -233,7 +233,7 @@ class AvailableDaemon:
 class _Front:
     """The API of whoever is in charge, with what this process adds to it in both roles."""
 
-    def __init__(self, daemon: AvailableDaemon, rest: DaemonApi) -> None:
+    def __init__(self, daemon: HighAvailabilityDaemon, rest: DaemonApi) -> None:
         self.status = daemon.status
         self.health = daemon.health
         self.reload = daemon.reload
@@ -248,12 +248,12 @@ class _Front:
         return self  # type: ignore[return-value]
 
 
-def make_register(config: Config) -> LeaseRegister:
+def make_lease_store(config: Config) -> LeaseStore:
     """Where ``high_availability.lease`` says. Raises LeaseError if it cannot be used, ConfigError if there is none."""
     settings = config.high_availability
     lease = settings.lease
     if isinstance(lease, FileLease):
-        return FileLeaseRegister(lease.path or Path(config.state.dir) / "lease")
+        return FileLeaseStore(lease.path or Path(config.state.dir) / "lease")
     if isinstance(lease, KubernetesLease):
-        return KubernetesLeaseRegister(lease.name, lease.namespace, timeout_seconds=settings.renew_seconds)
+        return KubernetesLeaseStore(lease.name, lease.namespace, timeout_seconds=settings.renew_seconds)
     raise ConfigError("high_availability.lease.kind: none", remedy="set it to file or kubernetes")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from flexd.config.links import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.core.errors import FlexdError
-from flexd.operations.decisions import ChosenThrottle, DecisionFile, Pause
+from flexd.operations.decisions import DecisionFile, Pause, ThrottleOverride
 from flexd.operations.history.history import MigrationHistory
 from flexd.operations.history.records import ActionKind, ActionRecord
 from flexd.operations.pacing import MigrationPacing, changed
@@ -21,7 +21,7 @@ from flexd.server.verbs import PauseState
 logger = logging.getLogger("flexd")
 
 RETRY_SECONDS = 5.0
-SOMEBODY = "somebody"
+ANONYMOUS = "anonymous"
 
 
 class ControlVerbs:
@@ -53,9 +53,9 @@ class ControlVerbs:
         """Since the daemon started."""
         pause, throttle = decisions.now.pause, decisions.now.throttle
         if pause is not None:
-            logger.info("paused since before the start, by %s: %s", pause.who or SOMEBODY, pause.reason)
+            logger.info("paused since before the start, by %s: %s", pause.who or ANONYMOUS, pause.reason)
             coordinator.pause()
-        if throttle is not None and throttle.holds_under(control.throttle):
+        if throttle is not None and throttle.matches_config(control.throttle):
             logger.info("throttle as chosen before the start: %s, adaptive %s", throttle.limits, throttle.adaptive)
             pacing.change(throttle.limits, throttle.adaptive)
         self._drop_overtaken_throttle()
@@ -120,7 +120,7 @@ class ControlVerbs:
             limits = changed(self._pacing.limits, bytes_per_step, bytes_per_second)
             adapts = self._pacing.adaptive if adaptive is None else adaptive
             self._pacing.change(limits, adapts)
-            chosen = ChosenThrottle(
+            chosen = ThrottleOverride(
                 bytes_per_step=limits.bytes_per_step, bytes_per_second=limits.bytes_per_second, adaptive=adapts,
                 configured=self._control.throttle.model_dump_json(),
             )  # fmt: skip
@@ -155,13 +155,13 @@ class ControlVerbs:
 
     def note(self, kind: ActionKind, who: str, reason: str, detail: str = "") -> None:
         """Into the log and the history."""
-        who = who or SOMEBODY
+        who = who or ANONYMOUS
         words = "; ".join(each for each in (reason, detail) if each)
         logger.info("%s by %s: %s", kind, who, words or "no reason given")
         self._history.note(ActionRecord.of(self._wall_clock(), kind, who, reason, detail))
 
     def _drop_overtaken_throttle(self) -> None:
         throttle = self._decisions.now.throttle
-        if throttle is not None and not throttle.holds_under(self._control.throttle):
+        if throttle is not None and not throttle.matches_config(self._control.throttle):
             logger.info("throttle: control.throttle was changed since %s was chosen, and counts", throttle.limits)
             self._decisions.decide(throttle=None)

@@ -9,13 +9,13 @@ from flexd import __version__
 from flexd.config.model import Config
 from flexd.core.errors import ApiError, FlexdError
 from flexd.core.process_start import Started
-from flexd.daemon import factory as parts
+from flexd.daemon import factory
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.follower_inspection import FollowerInspection
 from flexd.daemon.scale_out import remote_follower
 from flexd.daemon.scale_out_view import follower_figures, follower_status
-from flexd.daemon.shutdown_budget import Ending
-from flexd.daemon.signal_flag import Asked
+from flexd.daemon.shutdown_budget import ShutdownBudget
+from flexd.daemon.signal_flag import SignalFlag
 from flexd.daemon.view import ingest_figures, stream_status
 from flexd.server.answers import ProbeResult
 from flexd.server.config_report import ReloadReport
@@ -47,11 +47,11 @@ class FollowerDaemon:
         self._config = config
         self._file = file or ConfigFile(config)
         self._started = Started()
-        parts.make_state_directory(config)
+        factory.make_state_directory(config)
         self._unit = remote_follower(config)
         self.inspect = FollowerInspection(config)
         self._server = DaemonServer(self, Metrics(self._figures), config.server)
-        self._stopping, self._reload_asked = Asked(), Asked()
+        self._stopping, self._reload_asked = SignalFlag(), SignalFlag()
 
     @property
     def address(self) -> str:
@@ -74,7 +74,7 @@ class FollowerDaemon:
 
     def reload(self, reason: str = "", who: str = "") -> ReloadReport:
         """Of the hot keys a follower has use for few: log lines, snapshots and its own end. It keeps no history."""
-        logger.info("config reload asked for by %s: %s", who or "somebody", reason)
+        logger.info("config reload asked for by %s: %s", who or "anonymous", reason)
         return self._file.reload(self._adopt)
 
     def preview_reload(self) -> ReloadReport:
@@ -93,7 +93,7 @@ class FollowerDaemon:
                 with contextlib.suppress(FlexdError):  # It is logged and counted.
                     self.reload(who="SIGHUP")
         seconds = self._config.shutdown_seconds
-        ending = Ending(seconds)
+        ending = ShutdownBudget(seconds)
         ending.part("ingest", self._unit.stop, keep=1.0 - _SHARE_INGEST)
         ending.part("API", self._server.stop)
         return ending.in_time

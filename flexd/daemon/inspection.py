@@ -20,7 +20,7 @@ from flexd.ingest import Ingestor
 from flexd.operations.drift import DriftMonitor
 from flexd.operations.planning import Planning
 from flexd.operations.recent_traffic import INTERVAL_SECONDS, TrafficInterval
-from flexd.operations.step_reports import RankTraining, TrainingMonitor
+from flexd.operations.step_reports import RankAverages, TrainingMonitor
 from flexd.server.config_report import ConfigReport
 from flexd.server.plan_report import RowsByTier, TierName
 from flexd.server.rank_report import RankPage, RankReport
@@ -232,7 +232,7 @@ def _tiers_of(placement: Placement, keys: Int64Array) -> npt.NDArray[np.uint8]:
     return tiers
 
 
-def _rank(rank: int, node: int, local_rank: int, known: RankTraining | None, version: int) -> RankReport:
+def _rank(rank: int, node: int, local_rank: int, known: RankAverages | None, version: int) -> RankReport:
     if known is None:
         return RankReport(rank=rank, node=node, local_rank=local_rank)
     accesses = known.accesses_per_step

@@ -44,7 +44,7 @@ def alone(config: Config) -> Leadership:
     return Leadership(directory)
 
 
-class FencedSnapshots(SnapshotStore):
+class FencedSnapshotStore(SnapshotStore):
     """Snapshots that count only if they were complete while the lease was held.
 
     Whoever takes over starts from what is there then. A snapshot that was completed later is not among it, so the

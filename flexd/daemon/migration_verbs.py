@@ -20,10 +20,10 @@ from flexd.daemon.migration_view import (
     rollback_preview,
 )
 from flexd.operations.autoplan import AutoPlanner
-from flexd.operations.decisions import MAX_ROLLED_BACK, AskedRollback, DecisionFile
+from flexd.operations.decisions import MAX_ROLLED_BACK, DecisionFile, RequestedRollback
 from flexd.operations.executions import Abort, Execution, Executions
 from flexd.operations.history.history import MigrationHistory
-from flexd.operations.rollback_recovery import LateRollbacks
+from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.server.migration_history import AbortOutcome, AbortPreview, AbortResult, MigrationDetail, MigrationList
 from flexd.server.migration_report import MigrationStateName
 
@@ -45,7 +45,7 @@ class MigrationVerbs:
         coordinator: Coordinator,
         auto: AutoPlanner,
         stopping: threading.Event,
-        late: LateRollbacks,
+        late: RollbackRecovery,
         decisions: DecisionFile,
     ) -> None:
         self._executions = executions
@@ -84,11 +84,11 @@ class MigrationVerbs:
             raise ApiError("the daemon is shutting down", status=503)
         deadline = time.monotonic() + wait_seconds
         if rollback and not self._executions.migrating and self._late.interrupted is not None:
-            return self._late_rollback(reason, wait_seconds, deadline, who or "somebody")
+            return self._late_rollback(reason, wait_seconds, deadline, who or "anonymous")
         live = self._coordinator.live()
         under_way = self._executions.under_way(rollback, live)
         self._write_down(under_way if rollback else ())
-        done = self._executions.abort(reason, who or "somebody", rollback, live)
+        done = self._executions.abort(reason, who or "anonymous", rollback, live)
         # Else the next interval could start it again before anybody has looked.
         self._auto.by_hand(executed=True)
         self._wait(done.stopped.migration, deadline)
@@ -107,25 +107,25 @@ class MigrationVerbs:
         if self._stopping.is_set():
             raise ApiError("the daemon is shutting down", status=503)
         if rollback and not self._executions.migrating and self._late.interrupted is not None:
-            interrupted, recorded, way_back = self._late.would_begin()
+            interrupted, recorded, rollback_plan = self._late.preview()
             stopped = interrupted_report(interrupted) if recorded is None else ended_report(recorded)
             return AbortPreview(
                 migration=stopped,
                 rows_pushed=0 if recorded is None else recorded.rows_pushed,
-                rollback=rollback_preview(way_back),
+                rollback=rollback_preview(rollback_plan),
             )
-        outlook = self._executions.would_abort(rollback, self._coordinator.live())
+        outlook = self._executions.preview_abort(rollback, self._coordinator.live())
         return AbortPreview(
             migration=migration_report(outlook.stopped),
             rows_pushed=outlook.stopped.migration.progress.rows_pushed,
             waiting=tuple(each.migration.migration_id for each in outlook.waiting),
-            rollback=None if outlook.way_back is None else rollback_preview(outlook.way_back),
+            rollback=None if outlook.rollback_plan is None else rollback_preview(outlook.rollback_plan),
         )
 
     def _write_down(self, to_be_undone: Sequence[Execution]) -> None:
         """Before any of them ends: the daemon may die before it has turned back, and the next one shall."""
         ids = tuple(execution.migration.migration_id for execution in to_be_undone[-MAX_ROLLED_BACK:])
-        asked = AskedRollback(migration_ids=ids) if ids else None
+        asked = RequestedRollback(migration_ids=ids) if ids else None
         if asked != self._decisions.now.rollback:
             self._decisions.decide(rollback=asked)
 

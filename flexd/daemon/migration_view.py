@@ -8,8 +8,8 @@ from typing import Any
 
 from flexd.control.daemon.journal import JournalledMigration
 from flexd.control.daemon.migration_states import MigrationState
-from flexd.operations.executions import Execution, WayBack
-from flexd.operations.history.history import HistoryFigures
+from flexd.operations.executions import Execution, RollbackPlan
+from flexd.operations.history.history import HistorySnapshot
 from flexd.operations.history.records import ActionRecord, MigrationRecord, TransitionRecord
 from flexd.operations.history.store import ENDED_UNSEEN
 from flexd.server.figures import HistoryFigures as HistoryFiguresReport
@@ -64,13 +64,13 @@ def interrupted_report(migration: JournalledMigration) -> MigrationReport:
     )  # fmt: skip
 
 
-def rollback_preview(way_back: WayBack) -> RollbackPreview:
+def rollback_preview(rollback_plan: RollbackPlan) -> RollbackPreview:
     """What a rollback would move."""
-    delta = way_back.delta
+    delta = rollback_plan.delta
     promotions = int((delta.new_tiers > delta.old_tiers).sum())
     return RollbackPreview(
-        to_version=way_back.to_version, promotions=promotions, demotions=len(delta) - promotions,
-        bytes=way_back.bytes_to_copy,
+        to_version=rollback_plan.to_version, promotions=promotions, demotions=len(delta) - promotions,
+        bytes=rollback_plan.bytes_to_copy,
     )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def migration_detail(record: MigrationRecord, transitions: Sequence[TransitionRe
     )
 
 
-def history_figures(figures: HistoryFigures) -> HistoryFiguresReport:
+def history_figures(figures: HistorySnapshot) -> HistoryFiguresReport:
     """For the metrics page."""
     return HistoryFiguresReport(figures.entries, figures.lost, figures.failures, figures.set_aside)
 

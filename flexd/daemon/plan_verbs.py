@@ -132,4 +132,4 @@ class PlanVerbs:
 
 
 def _by_hand(reason: str, who: str) -> Trigger:
-    return Trigger(TriggerKind.MANUAL, reason, who or "somebody")
+    return Trigger(TriggerKind.MANUAL, reason, who or "anonymous")

@@ -10,7 +10,7 @@ from flexd.control.daemon.throttle import ThrottleReason
 from flexd.daemon.label_values import with_zeros
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.gates import GATE_NAMES, Gate
-from flexd.operations.pacing import PacingFigures
+from flexd.operations.pacing import PacingSnapshot
 from flexd.operations.planning import Planning
 from flexd.operations.proposals import Proposal
 from flexd.operations.triggers import TriggerKind
@@ -50,13 +50,13 @@ def proposal_reports(planning: Planning) -> tuple[ProposalReport, ...]:
 
 def planning_status(planning: Planning, auto: AutoPlanner) -> PlanningStatus:
     triggers, now = auto.triggers, time.time()
-    settings, waiting = triggers.settings, triggers.waits_for_window
+    settings, waiting = triggers.settings, triggers.waiting_for_window
     return PlanningStatus(
         auto=settings.auto,
         held=triggers.held(now) or None,
         window_open=settings.calendar.is_open(now),
         window_changes_unix_seconds=settings.calendar.next_change(now),
-        waits_for_window=None if waiting is None else waiting.reason,
+        waiting_for_window=None if waiting is None else waiting.reason,
         refused=auto.refusal or None,
         gates=tuple(gate_report(gate) for gate in planning.last_gates),
         triggers={kind.value: triggers.fired[kind] for kind in TriggerKind},
@@ -80,7 +80,7 @@ def _times(times: StepTimes | None) -> StepTimeReport | None:
     return None if times is None else StepTimeReport(p50_seconds=times.p50_seconds, p90_seconds=times.p90_seconds)
 
 
-def throttle_status(figures: PacingFigures) -> ThrottleStatus:
+def throttle_status(figures: PacingSnapshot) -> ThrottleStatus:
     throttle = figures.throttle
     return ThrottleStatus(
         bytes_per_step=figures.limits.bytes_per_step,
@@ -98,7 +98,7 @@ def throttle_status(figures: PacingFigures) -> ThrottleStatus:
     )
 
 
-def throttle_figures(figures: PacingFigures) -> ThrottleFigures:
+def throttle_figures(figures: PacingSnapshot) -> ThrottleFigures:
     throttle = figures.throttle
     quantiles = {
         (kind, name): math.nan if times is None else getattr(times, f"{name}_seconds")

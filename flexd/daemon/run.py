@@ -16,7 +16,7 @@ from flexd.daemon.logs import set_up_logging
 from flexd.daemon.service import Daemon
 
 if TYPE_CHECKING:
-    from flexd.daemon.availability import AvailableDaemon
+    from flexd.daemon.availability import HighAvailabilityDaemon
     from flexd.daemon.follower_service import FollowerDaemon
 
 
@@ -38,14 +38,14 @@ def run_daemon(config: Config, path: Path | None = None) -> int:
     return 0 if daemon.run_until_stopped() else 1
 
 
-def _daemon_of(config: Config, file: ConfigFile) -> Daemon | AvailableDaemon | FollowerDaemon:
+def _daemon_of(config: Config, file: ConfigFile) -> Daemon | HighAvailabilityDaemon | FollowerDaemon:
     # Each role imports only what it needs: a start should take less than two seconds.
     if config.scale_out.role == "follower":
         from flexd.daemon.follower_service import FollowerDaemon
 
         return FollowerDaemon(config, file)
     if config.high_availability.enabled:
-        from flexd.daemon.availability import AvailableDaemon
+        from flexd.daemon.availability import HighAvailabilityDaemon
 
-        return AvailableDaemon(config, file)
+        return HighAvailabilityDaemon(config, file)
     return Daemon(config, file=file)

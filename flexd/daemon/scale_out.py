@@ -9,7 +9,7 @@ from flexd.config.base import split_address
 from flexd.config.model import Config
 from flexd.config.stream import KafkaSource
 from flexd.core.secrets import KeyFile
-from flexd.daemon import factory as parts
+from flexd.daemon import factory
 from flexd.ingest import Ingestor, IngestStats
 from flexd.ingest.counters import settings_of_one
 from flexd.ingest.dead_letters import DeadLetterFile
@@ -32,7 +32,7 @@ def scale_out_secret(config: Config) -> KeyFile | None:
 
 def shared_settings(config: Config) -> SketchSettings:
     """Of one set of counters: what daemons with equal ``sketch`` sections exchange, whatever their threads."""
-    return settings_of_one(parts.sketch_settings(config), config.sketch.ingest_threads)
+    return settings_of_one(factory.sketch_settings(config), config.sketch.ingest_threads)
 
 
 def dead_letters(config: Config) -> DeadLetterFile:
@@ -65,14 +65,14 @@ class FollowerUnit:
                 max_unacknowledged_seconds=settings.max_unacknowledged_seconds,
                 settle_seconds=settings.settle_seconds,
             ),
-            lambda follower: parts.make_source(config, follower),
+            lambda follower: factory.make_source(config, follower),
             self._courier,
             grouped=isinstance(config.stream.source, KafkaSource),
         )
         self.ingestor = Ingestor(
             self._follower,
             config.keyspace().tables,
-            parts.sketch_settings(config),
+            factory.sketch_settings(config),
             None,
             dead_letters=dead_letters(config),
             poll_seconds=config.stream.poll_seconds,

@@ -16,17 +16,17 @@ from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import ApiError, FlexdError
 from flexd.core.process_start import Started
-from flexd.daemon import factory as parts
+from flexd.daemon import factory
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.control_verbs import ControlVerbs
 from flexd.daemon.explained import explanation
 from flexd.daemon.inspection import Inspection
-from flexd.daemon.leadership import FencedSnapshots, Leadership, alone
+from flexd.daemon.leadership import FencedSnapshotStore, Leadership, alone
 from flexd.daemon.migration_verbs import MigrationVerbs
 from flexd.daemon.plan_verbs import PlanVerbs
 from flexd.daemon.scale_out import LeaderUnit, shared_settings
-from flexd.daemon.shutdown_budget import Ending
-from flexd.daemon.signal_flag import Asked
+from flexd.daemon.shutdown_budget import ShutdownBudget
+from flexd.daemon.signal_flag import SignalFlag
 from flexd.daemon.state_lock import StateLock
 from flexd.daemon.view import Condition, DaemonView
 from flexd.ingest import Ingestor
@@ -38,7 +38,7 @@ from flexd.operations.history.history import MigrationHistory
 from flexd.operations.pacing import MigrationPacing
 from flexd.operations.plan_log import PlanLog
 from flexd.operations.planning import Planning
-from flexd.operations.rollback_recovery import LateRollbacks
+from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.operations.step_reports import TrainingMonitor
 from flexd.server.answers import ProbeResult
 from flexd.server.config_report import ReloadReport
@@ -84,22 +84,22 @@ class Daemon:
         self._file = file or ConfigFile(config)
         self._started = Started()
         keyspace = config.keyspace()
-        parts.make_state_directory(config)
+        factory.make_state_directory(config)
         self._leadership = leadership or alone(config)
         state, holds = self._leadership.state_dir, self._leadership.holds
         self._state_lock = StateLock(state)
-        cluster = parts.make_cluster(config)
-        control = replace(parts.control_options(config), term=self._leadership.term)
+        cluster = factory.make_cluster(config)
+        control = replace(factory.control_options(config), term=self._leadership.term)
         letters = config.stream.dead_letters
         self._training = TrainingMonitor()
         self._journal = PlacementJournal(state / "placement")
         self._leader = LeaderUnit(config) if config.scale_out.role == "leader" else None
-        source = parts.make_source(config) if self._leader is None else self._leader.ledger
-        self._snapshots = FencedSnapshots(state / "snapshots", config.state.keep_snapshots, holds)
+        source = factory.make_source(config) if self._leader is None else self._leader.ledger
+        self._snapshots = FencedSnapshotStore(state / "snapshots", config.state.keep_snapshots, holds)
         self._ingestor = Ingestor(
             source,
             keyspace.tables,
-            parts.sketch_settings(config) if self._leader is None else shared_settings(config),
+            factory.sketch_settings(config) if self._leader is None else shared_settings(config),
             self._snapshots,
             dead_letters=DeadLetterFile(
                 letters.path or state / "dead-letters.jsonl", letters.max_bytes, letters.max_message_bytes
@@ -138,7 +138,7 @@ class Daemon:
             config.planner, keyspace, cluster, self._ingestor.profile, self._coordinator, self._planning.migrating,
             self._planning.accesses_per_step, self._ingestor.restored.get("drift_reference"),
         )  # fmt: skip
-        late = LateRollbacks(self._planning.executions, plan_log, self._history, self._coordinator, decisions)
+        late = RollbackRecovery(self._planning.executions, plan_log, self._history, self._coordinator, decisions)
         self._auto = AutoPlanner(config.planner, self._planning, self._drift, self._coordinator.live, late.go_on)
         self._view = DaemonView(
             config, keyspace.total_rows, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
@@ -150,7 +150,7 @@ class Daemon:
         )  # fmt: skip
         self._server = None if leadership else DaemonServer(self, Metrics(self.figures), config.server)
         self._stopping = threading.Event()
-        self._stop_asked, self._reload_asked = Asked(), Asked()
+        self._stop_asked, self._reload_asked = SignalFlag(), SignalFlag()
         self._ticked_at = time.monotonic()
         self.planning = PlanVerbs(
             self._planning, self._auto, self._pacing, self._coordinator, self._view, self._stopping, self._control
@@ -224,7 +224,7 @@ class Daemon:
         """The channel first, so that no chunk is begun that the last snapshot does not know; the API last, so that
         somebody can watch. Returns whether every part ended within the deadline."""
         self._stopping.set()
-        ending, after = Ending(seconds), _SHARE_INGEST + _SHARE_DRIFT + _SHARE_HISTORY + _SHARE_SERVER
+        ending, after = ShutdownBudget(seconds), _SHARE_INGEST + _SHARE_DRIFT + _SHARE_HISTORY + _SHARE_SERVER
         ending.part("control channel", self._coordinator.stop, keep=after)
         if self._leader is not None:
             ending.part("scale-out", self._leader.stop, keep=after - _SHARE_LEADER)

@@ -9,7 +9,7 @@ LEAST_SHARE = 0.02
 """Of the seconds, that a part gets even if those before it have taken all: it may need next to nothing."""
 
 
-class Ending:
+class ShutdownBudget:
     """What a part does not need of its time, the parts after it have; what they leave, those that were late have.
 
     Args:

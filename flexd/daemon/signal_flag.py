@@ -6,7 +6,7 @@ import contextlib
 from queue import Empty, SimpleQueue
 
 
-class Asked:
+class SignalFlag:
     """A flag that one thread waits for and any code may set, signal handlers of that thread too.
 
     ``threading.Event`` is no such flag: a handler runs between two instructions of the main thread, and where these

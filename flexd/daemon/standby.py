@@ -9,7 +9,7 @@ from flexd.config.model import Config
 from flexd.core.errors import ApiError
 from flexd.core.process_start import Started
 from flexd.daemon.active_daemon import refusing
-from flexd.ha.keeper import LeaseKeeper
+from flexd.ha.keeper import LeaseRenewer
 from flexd.server.answers import ProbeResult
 from flexd.server.figures import DaemonFigures
 from flexd.server.status import Status, StreamStatus
@@ -18,7 +18,7 @@ from flexd.server.status import Status, StreamStatus
 class Standby:
     """Implements ``DaemonApi``: the status and the probes; every other verb is refused with the leader's name."""
 
-    def __init__(self, config: Config, keeper: LeaseKeeper, started: Started) -> None:
+    def __init__(self, config: Config, keeper: LeaseRenewer, started: Started) -> None:
         self._config = config
         self._keeper = keeper
         self._started = started

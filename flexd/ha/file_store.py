@@ -29,8 +29,8 @@ _READ_TRIES = 8
 _ABANDONED_SECONDS = 3600.0
 
 
-class FileLeaseRegister:
-    """Implements ``LeaseRegister``. Files have mode 0600: all daemons run as one user.
+class FileLeaseStore:
+    """Implements ``LeaseStore``. Files have mode 0600: all daemons run as one user.
 
     Args:
         directory: is made if missing.

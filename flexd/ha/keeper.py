@@ -13,7 +13,7 @@ from flexd.ha.lease import Lease
 _log = logging.getLogger(__name__)
 
 
-class LeaseKeeper:
+class LeaseRenewer:
     """Attempts the lease every ``renew_seconds`` until ``stop``. Whether it is held: ``Lease.term``.
 
     A call to the register that hangs holds nobody but this thread: the lease then ends by the clock.

@@ -33,8 +33,8 @@ _REMEDIES: Mapping[int, str] = {
 }
 
 
-class KubernetesLeaseRegister:
-    """Implements ``LeaseRegister``. For one thread at a time.
+class KubernetesLeaseStore:
+    """Implements ``LeaseStore``. For one thread at a time.
 
     Args:
         name: of the Lease object; is created if missing.

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 
 from flexd.core.errors import LeaseError
-from flexd.ha.lease_store import MAX_TERM, LeaseRecord, LeaseRegister
+from flexd.ha.lease_store import MAX_TERM, LeaseRecord, LeaseStore
 
 CLOCK_MARGIN = 0.05
 """Share of the duration by which a holder stops believing early."""
@@ -43,7 +43,7 @@ class Lease:
 
     def __init__(
         self,
-        register: LeaseRegister,
+        register: LeaseStore,
         identity: str,
         duration_seconds: float,
         lowest_term: Callable[[], int] = lambda: 0,

@@ -28,7 +28,7 @@ class LeaseRecord:
     revision: str
 
 
-class LeaseRegister(Protocol):
+class LeaseStore(Protocol):
     """Shared by all daemons that may lead. Clocks play no part here: see ``flexd.ha.lease``."""
 
     @property

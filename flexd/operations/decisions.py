@@ -36,7 +36,7 @@ class Pause(_Stored):
     unix_seconds: Annotated[float, Field(allow_inf_nan=False)] = 0.0
 
 
-class ChosenThrottle(_Stored):
+class ThrottleOverride(_Stored):
     """Limits instead of the configured ones; None: no limit.
 
     Attributes:
@@ -53,12 +53,12 @@ class ChosenThrottle(_Stored):
     def limits(self) -> ThrottleLimits:
         return ThrottleLimits(self.bytes_per_step, self.bytes_per_second)
 
-    def holds_under(self, throttle: ThrottleConfig) -> bool:
+    def matches_config(self, throttle: ThrottleConfig) -> bool:
         """Whether it was chosen while the configuration said the same."""
         return self.configured == throttle.model_dump_json()
 
 
-class AskedRollback(_Stored):
+class RequestedRollback(_Stored):
     """Migrations that were under way when their rollback was asked for: one of them, at most, has been started. It
     says nothing once another migration has pushed a chunk."""
 
@@ -70,8 +70,8 @@ class Decisions(_Stored):
 
     format: Annotated[int, Field(ge=FORMAT, le=FORMAT)] = FORMAT
     pause: Pause | None = None
-    throttle: ChosenThrottle | None = None
-    rollback: AskedRollback | None = None
+    throttle: ThrottleOverride | None = None
+    rollback: RequestedRollback | None = None
 
 
 class DecisionFile:
@@ -95,7 +95,7 @@ class DecisionFile:
         self.problem = ""
         self.now = self._read()
 
-    def decide(self, **changed: Pause | ChosenThrottle | AskedRollback | None) -> None:
+    def decide(self, **changed: Pause | ThrottleOverride | RequestedRollback | None) -> None:
         """Changes fields of ``now``: in effect at once; durable when it returns, or else ``problem`` says why not."""
         with self._lock:
             self.now = self.now.model_copy(update=changed)

@@ -58,7 +58,7 @@ class Abort:
 
 
 @dataclass(frozen=True)
-class WayBack:
+class RollbackPlan:
     """What a rollback would move if it began now.
 
     Attributes:
@@ -73,17 +73,17 @@ class WayBack:
 
 
 @dataclass(frozen=True)
-class AbortOutlook:
+class AbortPreview:
     """What an abort would come to now.
 
     Attributes:
         stopped: the migration that runs, or else the newest that waits. waiting: the others, oldest first.
-        way_back: if there is one to begin.
+        rollback_plan: if there is one to begin.
     """
 
     stopped: Execution
     waiting: tuple[Execution, ...]
-    way_back: WayBack | None
+    rollback_plan: RollbackPlan | None
 
 
 class Executions:
@@ -152,7 +152,7 @@ class Executions:
         stopped = _stopped(under_way)
         return Abort(stopped, self._roll_back(stopped, reason, who, live) if rollback and live is not None else None)
 
-    def would_abort(self, rollback: bool, live: LiveTopology | None) -> AbortOutlook:
+    def preview_abort(self, rollback: bool, live: LiveTopology | None) -> AbortPreview:
         """What ``abort`` would come to now. Changes nothing.
 
         Raises:
@@ -160,8 +160,8 @@ class Executions:
         """
         under_way = self.under_way(rollback, live)
         stopped = _stopped(under_way)
-        way_back = self.way_back(stopped.migration.base, live) if rollback and live is not None else None
-        return AbortOutlook(stopped, tuple(each for each in under_way if each is not stopped), way_back)
+        rollback_plan = self.rollback_plan(stopped.migration.base, live) if rollback and live is not None else None
+        return AbortPreview(stopped, tuple(each for each in under_way if each is not stopped), rollback_plan)
 
     def under_way(self, rollback: bool, live: LiveTopology | None) -> list[Execution]:
         """What ``abort`` would end now, oldest first. Raises as ``abort``."""
@@ -211,12 +211,12 @@ class Executions:
             lambda started: Execution(None, started, trigger),
         )  # fmt: skip
 
-    def way_back(self, base: Placement | None, live: LiveTopology) -> WayBack:
+    def rollback_plan(self, base: Placement | None, live: LiveTopology) -> RollbackPlan:
         """What a rollback to ``base`` (None: where the ranks are) would move if it began now."""
         now = self._coordinator.placement()
         delta = self._delta_to(base, now, live)
         to_copy = int(moved_bytes(delta, self._keyspace, live.layout).sum())
-        return WayBack(now.version if base is None else base.version, delta, to_copy)
+        return RollbackPlan(now.version if base is None else base.version, delta, to_copy)
 
     def _delta_to(self, base: Placement | None, placement: Placement, live: LiveTopology) -> Delta:
         target = placement if base is None else replace(base, version=placement.version)

@@ -26,7 +26,7 @@ _INCREASES = 16
 
 
 @dataclass(frozen=True)
-class PacingFigures:
+class PacingSnapshot:
     """The throttle and its controller at one moment.
 
     Attributes:
@@ -174,10 +174,10 @@ class MigrationPacing:
     def adaptive(self) -> bool:
         return self._adaptive
 
-    def figures(self) -> PacingFigures:
+    def figures(self) -> PacingSnapshot:
         with self._lock:
             controller = self._controller
-            return PacingFigures(
+            return PacingSnapshot(
                 limits=self._throttle.limits,
                 adaptive=self._adaptive,
                 bytes_per_step=self._throttle.bytes_per_step,

@@ -13,8 +13,15 @@ from flexd.control.daemon.journal import JournalledMigration
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError, FlexdError, SnapshotError
 from flexd.core.placement import Placement
-from flexd.operations.decisions import AskedRollback, DecisionFile
-from flexd.operations.executions import ROLLBACK, Execution, Executions, WayBack, nothing_under_way, rollback_trigger
+from flexd.operations.decisions import DecisionFile, RequestedRollback
+from flexd.operations.executions import (
+    ROLLBACK,
+    Execution,
+    Executions,
+    RollbackPlan,
+    nothing_under_way,
+    rollback_trigger,
+)
 from flexd.operations.history.history import MigrationHistory
 from flexd.operations.history.records import MigrationRecord
 from flexd.operations.plan_log import PlanLog
@@ -27,7 +34,7 @@ _AGAIN = re.compile(r"-\d+$")
 
 
 @dataclass(frozen=True)
-class LateRollback:
+class RecoveredRollback:
     """A rollback that an earlier daemon has left to this one.
 
     Attributes:
@@ -41,7 +48,7 @@ class LateRollback:
     rollback: Execution
 
 
-class LateRollbacks:
+class RollbackRecovery:
     """Thread-safe. Where to is in the journal of placements; a history that cannot be read is not in the way."""
 
     def __init__(
@@ -83,7 +90,7 @@ class LateRollbacks:
         logger.info("%s goes on with the rollback that was asked for", done.rollback.migration.migration_id)
         return True
 
-    def begin(self, reason: str, who: str) -> LateRollback:
+    def begin(self, reason: str, who: str) -> RecoveredRollback:
         """Goes back to where the ``interrupted`` migration started, or on to where it was going if that was a rollback.
 
         Raises:
@@ -94,21 +101,21 @@ class LateRollbacks:
         interrupted, base, live = self._where_to()
         recorded = self._recorded(interrupted.migration_id)
         if not self._was_asked_for(interrupted):
-            self._decisions.decide(rollback=AskedRollback(migration_ids=(interrupted.migration_id,)))
+            self._decisions.decide(rollback=RequestedRollback(migration_ids=(interrupted.migration_id,)))
         started = self._executions.start_rollback(
             self._free_name(interrupted), interrupted.plan_id, lambda: base, live.generation,
             rollback_trigger(interrupted.migration_id, reason, who), live,
         )  # fmt: skip
-        return LateRollback(interrupted, recorded, started)
+        return RecoveredRollback(interrupted, recorded, started)
 
-    def would_begin(self) -> tuple[JournalledMigration, MigrationRecord | None, WayBack]:
+    def preview(self) -> tuple[JournalledMigration, MigrationRecord | None, RollbackPlan]:
         """What ``begin`` would come to now. Changes nothing.
 
         Raises:
             ApiError: as ``begin``.
         """
         interrupted, base, live = self._where_to()
-        return interrupted, self._recorded(interrupted.migration_id), self._executions.way_back(base, live)
+        return interrupted, self._recorded(interrupted.migration_id), self._executions.rollback_plan(base, live)
 
     def _where_to(self) -> tuple[JournalledMigration, Placement, LiveTopology]:
         interrupted, live = self.interrupted, self._coordinator.live()

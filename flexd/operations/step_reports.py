@@ -16,7 +16,7 @@ _RECENT_STEPS = 50
 
 
 @dataclass(frozen=True)
-class RankTraining:
+class RankAverages:
     """One rank as it reported; averages over about ``_RECENT_STEPS`` of its newest steps.
 
     Attributes:
@@ -36,7 +36,7 @@ class RankTraining:
     heard_at: float
 
     @staticmethod
-    def of(report: StepReport, known: RankTraining | None) -> RankTraining:
+    def of(report: StepReport, known: RankAverages | None) -> RankAverages:
         steps = max(1, report.steps)
         weight = 1.0 if known is None else min(1.0, report.steps / _RECENT_STEPS)
 
@@ -45,7 +45,7 @@ class RankTraining:
 
         intra = report.all_to_all_intra_bytes + report.sync_intra_bytes + report.migration_intra_bytes
         inter = report.all_to_all_inter_bytes + report.sync_inter_bytes + report.migration_inter_bytes
-        return RankTraining(
+        return RankAverages(
             version=report.placement_version,
             step=report.step,
             accesses_per_step=average(sum(report.accesses_by_tier), known.accesses_per_step if known else 0.0),
@@ -69,7 +69,7 @@ class TrainingMonitor:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ranks: dict[int, RankTraining] = {}
+        self._ranks: dict[int, RankAverages] = {}
         self.timeline = TrafficTimeline()
         self._totals = TrainingFigures(sent_bytes={(kind, link): 0 for kind in TRAFFIC_KINDS for link in LINKS})
 
@@ -77,7 +77,7 @@ class TrainingMonitor:
         """Takes one report in. Lookups of a rank are summed over tiers and averaged with exponential weights."""
         self.timeline.add(report)
         with self._lock:
-            self._ranks[rank] = RankTraining.of(report, self._ranks.get(rank))
+            self._ranks[rank] = RankAverages.of(report, self._ranks.get(rank))
             old = self._totals
             self._totals = TrainingFigures(
                 accesses_by_tier=(
@@ -110,7 +110,7 @@ class TrainingMonitor:
                 return None
             return world_size * sum(rank.accesses_per_step for rank in self._ranks.values()) / len(self._ranks)
 
-    def ranks(self) -> dict[int, RankTraining]:
+    def ranks(self) -> dict[int, RankAverages]:
         """Those of the present topology generation that have reported, in order."""
         with self._lock:
             return dict(sorted(self._ranks.items()))

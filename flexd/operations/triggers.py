@@ -89,7 +89,7 @@ class Triggers:
         self._proposed_for_drift = False
 
     @property
-    def waits_for_window(self) -> Trigger | None:
+    def waiting_for_window(self) -> Trigger | None:
         """Fires when the maintenance window opens."""
         return self._waiting
 

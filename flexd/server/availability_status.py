@@ -20,9 +20,9 @@ class AvailabilityStatus(Model):
     """The newest term that was seen."""
     holder: str | None = None
     """Who has it; null if it was given back."""
-    takeovers: int = 0
+    leadership_acquisitions: int = 0
     """Times that this process began to lead."""
-    depositions: int = 0
+    leadership_losses: int = 0
     """Times that it lost the lease while it led."""
     problem: str | None = None
     """Why the lease cannot be reached, or why this daemon could not lead."""

@@ -351,14 +351,14 @@ class AvailabilityFigures:
 
     Attributes:
         term: of the lease it holds; 0 if it holds none.
-        takeovers, depositions: times it began to lead, and lost the lease while it led.
+        leadership_acquisitions, leadership_losses: times it began to lead, and lost the lease while it led.
         lease_failures: attempts that could not reach the lease.
     """
 
     leading: bool
     term: int
-    takeovers: int
-    depositions: int
+    leadership_acquisitions: int
+    leadership_losses: int
     lease_failures: int
 
 

@@ -75,7 +75,7 @@ class PlanningStatus(Model):
     """Whether the maintenance windows allow it now."""
     window_changes_unix_seconds: Measured = None
     """When that changes next; null if it does not within two weeks."""
-    waits_for_window: str | None = None
+    waiting_for_window: str | None = None
     """The trigger that fires when the window opens."""
     refused: str | None = None
     """Why the newest try made no plan, if it did not."""

@@ -99,7 +99,7 @@ def test_the_status_says_what_holds_the_daemon_back():
         planning_block(
             PlanningStatus(
                 auto=False, held="planner.auto is false", window_open=False, window_changes_unix_seconds=1.7e9,
-                waits_for_window="interval", refused="the profile is thin", gates=(gate,),
+                waiting_for_window="interval", refused="the profile is thin", gates=(gate,),
                 proposals=(
                     ProposalReport(plan_id="seen", dry_run=True),
                     ProposalReport(plan_id="own", reason="interval", closed_gates=("lag",)),

@@ -25,7 +25,7 @@ from flexd.operations.decisions import DecisionFile
 from flexd.operations.executions import Execution, Executions
 from flexd.operations.history.history import MigrationHistory
 from flexd.operations.plan_log import PlanLog
-from flexd.operations.rollback_recovery import LateRollbacks
+from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.planner.solver.limits import SlotBudgets
 
@@ -55,7 +55,7 @@ class Setting:
         auto: Any = SimpleNamespace(by_hand=lambda executed: self.by_hand.append(executed))
         self.stopping = threading.Event()
         self.decisions = DecisionFile(directory / "decisions.json")
-        self.late = LateRollbacks(self.executions, self.log, self.history, self.coordinator, self.decisions)
+        self.late = RollbackRecovery(self.executions, self.log, self.history, self.coordinator, self.decisions)
         self.verbs = MigrationVerbs(
             self.executions, self.history, self.coordinator, auto, self.stopping, self.late, self.decisions
         )

@@ -15,10 +15,10 @@ from flexd_processes import until
 from flexd.config.load import parse_config
 from flexd.config.model import Config
 from flexd.core.errors import ConfigError, LeaseError
-from flexd.daemon.availability import AvailableDaemon, make_register
+from flexd.daemon.availability import HighAvailabilityDaemon, make_lease_store
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.terms import open_term
-from flexd.ha.file_store import FileLeaseRegister
+from flexd.ha.file_store import FileLeaseStore
 from flexd.ha.lease import Lease
 
 SECONDS = 1.5
@@ -44,7 +44,7 @@ def _config(directory: Path, **sections: Any) -> Config:
 
 class Running:
     def __init__(self, config: Config, file: ConfigFile | None = None) -> None:
-        self.daemon = AvailableDaemon(config, file)
+        self.daemon = HighAvailabilityDaemon(config, file)
         self.daemon.start()
         self.ended: bool | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -130,7 +130,7 @@ def test_a_pause_and_a_throttle_hold_under_the_next_leader_where_it_shares_their
 def test_both_roles_say_what_a_reload_would_take(start: Callable[..., Running], tmp_path: Path, leads: bool) -> None:
     config = _config(tmp_path)
     if not leads:
-        register = FileLeaseRegister(tmp_path / "lease")
+        register = FileLeaseStore(tmp_path / "lease")
         assert register.replace(register.read(), "other", 1, 3600.0) is not None
     path = tmp_path / "flexd.yaml"
     written = config.model_dump(mode="json")
@@ -151,7 +151,7 @@ def test_both_roles_say_what_a_reload_would_take(start: Callable[..., Running], 
 def test_a_leader_whose_lease_is_taken_stands_by(start: Callable[[Config], Running], tmp_path: Path) -> None:
     running = start(_config(tmp_path))
     until(lambda: running.daemon.leads)
-    thief = FileLeaseRegister(tmp_path / "lease")
+    thief = FileLeaseStore(tmp_path / "lease")
 
     def steal() -> bool:
         seen = thief.read()
@@ -160,7 +160,7 @@ def test_a_leader_whose_lease_is_taken_stands_by(start: Callable[[Config], Runni
     until(steal)
     until(lambda: not running.daemon.leads)
     shown = running.status()["high_availability"]
-    assert (shown["role"], shown["depositions"]) == ("standby", 1)
+    assert (shown["role"], shown["leadership_losses"]) == ("standby", 1)
     until(lambda: running.daemon.leads)
     assert running.status()["high_availability"]["term"] == 8, "once the thief has been silent for long enough"
 
@@ -174,7 +174,7 @@ def test_a_lease_that_cannot_be_renewed_ends_by_the_clock(
     def broken(*_: object) -> None:
         raise LeaseError("the volume is gone")
 
-    monkeypatch.setattr(FileLeaseRegister, "replace", broken)
+    monkeypatch.setattr(FileLeaseStore, "replace", broken)
     until(lambda: not running.daemon.leads)
     assert running.status()["high_availability"]["problem"] == "the volume is gone"
     assert any("the volume is gone" in reason for reason in running.get("/readyz").json()["reasons"])
@@ -195,7 +195,7 @@ def test_a_daemon_that_cannot_lead_leaves_the_lease_to_others(
         running = start(_config(tmp_path))
         until(lambda: "No space left" in (running.status()["high_availability"]["problem"] or ""))
         assert not running.daemon.leads
-        other = Lease(FileLeaseRegister(tmp_path / "lease"), "other", SECONDS)
+        other = Lease(FileLeaseStore(tmp_path / "lease"), "other", SECONDS)
         until(other.attempt)
     assert running.get("/healthz").status_code == 200
 
@@ -211,4 +211,4 @@ def test_terms_go_on_where_the_state_directory_has_seen_higher_ones(
 
 def test_without_a_lease_there_is_no_register(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kind: none"):
-        make_register(_config(tmp_path, high_availability={}))
+        make_lease_store(_config(tmp_path, high_availability={}))

@@ -11,8 +11,7 @@ from flexd.config.load import parse_config
 from flexd.config.model import Config
 from flexd.core.errors import ConfigError, FlexdError, SnapshotError, TopologyError
 from flexd.core.secrets import KeyFile
-from flexd.daemon import Daemon
-from flexd.daemon import factory as parts
+from flexd.daemon import Daemon, factory
 from flexd.stream.file_log.log import FileLogSource
 from flexd.stream.kafka.source import KafkaSource
 from flexd.stream.synthetic import SyntheticSource
@@ -38,7 +37,7 @@ def _config(**sections: Any) -> Config:
     ],
 )
 def test_the_source_is_the_configured_one(source: dict[str, Any], kind: type) -> None:
-    made = parts.make_source(_config(stream={"source": source}))
+    made = factory.make_source(_config(stream={"source": source}))
     assert isinstance(made, kind)
     made.close()
 
@@ -49,31 +48,31 @@ def test_a_client_option_file_that_is_missing_is_named(tmp_path: Path) -> None:
         "client_option_files": {"sasl_plain_password": str(tmp_path / "nothing")},
     }  # fmt: skip
     with pytest.raises(ConfigError, match="sasl_plain_password"):
-        parts.make_source(_config(stream={"source": source}))
+        factory.make_source(_config(stream={"source": source}))
 
 
 def test_an_unknown_preset_is_refused_with_those_there_are() -> None:
     with pytest.raises(TopologyError, match="azure-a100-200g") as error:
-        parts.make_cluster(_config(topology={"preset": "no-such-cluster"}))
+        factory.make_cluster(_config(topology={"preset": "no-such-cluster"}))
     assert "no-such-cluster" in str(error.value)
 
 
 def test_the_default_cluster_is_a_preset() -> None:
-    assert parts.make_cluster(_config()).name == parts.DEFAULT_PRESET
+    assert factory.make_cluster(_config()).name == factory.DEFAULT_PRESET
 
 
 def test_a_topology_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(FlexdError, match=r"cluster\.yaml"):
-        parts.make_cluster(_config(topology={"file": str(tmp_path / "cluster.yaml")}))
+        factory.make_cluster(_config(topology={"file": str(tmp_path / "cluster.yaml")}))
 
 
 def test_the_secret_is_read_without_its_line_break(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b"correct horse battery\n")
-    secret = parts.control_options(_config(control={"secret_file": str(path)})).secret
+    secret = factory.control_options(_config(control={"secret_file": str(path)})).secret
     assert isinstance(secret, KeyFile)
     assert secret.keys() == (b"correct horse battery",)
-    assert parts.control_options(_config()).secret is None
+    assert factory.control_options(_config()).secret is None
 
 
 @pytest.mark.parametrize(("content", "said"), [(None, "No such file"), (b"", "is empty"), (b" \n", "is empty")])
@@ -82,7 +81,7 @@ def test_a_secret_that_is_none_is_refused(tmp_path: Path, content: bytes | None,
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError, match="control.secret_file.*" + said) as error:
-        parts.control_options(_config(control={"secret_file": str(path)}))
+        factory.control_options(_config(control={"secret_file": str(path)}))
     assert error.value.remedy
 
 
@@ -93,7 +92,7 @@ def test_sketch_and_control_settings_are_passed_on() -> None:
         },
         control={"listen_port": 0, "timeout_seconds": 3.0, "chunk_rows": 11},
     )  # fmt: skip
-    sketch, control = parts.sketch_settings(config), parts.control_options(config)
+    sketch, control = factory.sketch_settings(config), factory.control_options(config)
     assert (sketch.memory_bytes, sketch.half_life_seconds) == (2**21, None)
     assert (sketch.max_hot_rows, sketch.max_future_seconds) == (7, 9.0)
     assert (control.job, control.listen_port, control.timeout_seconds, control.max_chunk_rows) == ("j", 0, 3.0, 11)
@@ -120,7 +119,7 @@ def test_tls_and_sasl_settings_reach_the_client(tmp_path: Path) -> None:
         "client_option_files": files,
     }  # fmt: skip
     config = _config(stream={"source": source})
-    made = parts.make_source(config)
+    made = factory.make_source(config)
     given = made._options  # type: ignore[attr-defined]
     assert {name: given.get(name) for name in plain | from_file} == plain | from_file
     assert "s3cret" not in str(config.document()) + repr(config)

@@ -16,7 +16,7 @@ from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.core import durable
 from flexd.core.errors import ConfigError, SnapshotError
 from flexd.daemon.control_verbs import ControlVerbs
-from flexd.operations.decisions import MAX_BYTES, AskedRollback, ChosenThrottle, DecisionFile, Decisions, Pause
+from flexd.operations.decisions import MAX_BYTES, DecisionFile, Decisions, Pause, RequestedRollback, ThrottleOverride
 from flexd.operations.history.records import ActionRecord
 from flexd.operations.pacing import MigrationPacing
 from flexd.server.config_report import ReloadReport
@@ -24,8 +24,8 @@ from flexd.server.config_report import ReloadReport
 CONFIGURED = ThrottleConfig(bytes_per_second=9_000)
 DECIDED = Decisions(
     pause=Pause(reason="night", who="ann", unix_seconds=5.0),
-    throttle=ChosenThrottle(bytes_per_step=7, adaptive=True, configured=CONFIGURED.model_dump_json()),
-    rollback=AskedRollback(migration_ids=("p2", "p3")),
+    throttle=ThrottleOverride(bytes_per_step=7, adaptive=True, configured=CONFIGURED.model_dump_json()),
+    rollback=RequestedRollback(migration_ids=("p2", "p3")),
 )
 
 
@@ -81,7 +81,7 @@ def test_everything_is_recorded_with_who_and_why(tmp_path: Path) -> None:
     it.verbs.overrode("ann", "campaign", "p1", ("samples", "lag"))
     it.verbs.overrode("ann", "campaign", "p2", ())
     assert [(each.kind, each.who, each.reason) for each in it.actions] == [
-        ("pause", "ann", "night"), ("resume", "bob", "morning"), ("throttle", "somebody", "quiet now"),
+        ("pause", "ann", "night"), ("resume", "bob", "morning"), ("throttle", "anonymous", "quiet now"),
         ("reload", "SIGHUP", ""), ("reload", "ann", "try"), ("override", "ann", "campaign"),
     ]  # fmt: skip
     details = [each.detail for each in it.actions]

@@ -16,7 +16,7 @@ from flexd.control.daemon.journal import PlacementJournal, Segment
 from flexd.core.errors import SnapshotError
 from flexd.core.placement import Placement
 from flexd.daemon import terms
-from flexd.daemon.leadership import FencedSnapshots, alone
+from flexd.daemon.leadership import FencedSnapshotStore, alone
 from flexd.daemon.terms import highest_term, open_term
 from flexd.sketch.snapshot import SnapshotStore
 
@@ -257,9 +257,9 @@ def test_a_daemon_without_a_lease_does_not_go_back_in_time(tmp_path: Path) -> No
 @pytest.mark.parametrize("answers", [[False], [True, False]])
 def test_a_snapshot_counts_only_if_the_lease_outlives_it(tmp_path: Path, answers: list[bool]) -> None:
     left = list(answers)
-    store = FencedSnapshots(tmp_path, 3, lambda: left.pop(0))
+    store = FencedSnapshotStore(tmp_path, 3, lambda: left.pop(0))
     with pytest.raises(SnapshotError, match="leads no more"):
         store.save({}, {"a": np.arange(3)})
     assert left == []
     assert len(store.paths()) == len(answers) - 1, "one that is there all the same is not told of"
-    assert FencedSnapshots(tmp_path, 3, lambda: True).save({}, {"a": np.arange(3)}).exists()
+    assert FencedSnapshotStore(tmp_path, 3, lambda: True).save({}, {"a": np.arange(3)}).exists()

@@ -71,10 +71,10 @@ def test_what_waited_for_a_window_is_forgotten_where_nothing_starts_by_itself() 
     held = ask(triggers, 5.0, CLOSED, drift=lambda: "drift 1.20 > 1.05")
     assert held is not None
     triggers.made(held, GENERATION)
-    assert triggers.waits_for_window is not None
+    assert triggers.waiting_for_window is not None
     triggers.adopt(TriggerSettings(100.0, 1.0, auto=False, calendar=NIGHT), 6.0)
     triggers.adopt(TriggerSettings(100.0, 1.0, auto=True, calendar=NIGHT), 6.0)
-    assert triggers.waits_for_window is None
+    assert triggers.waiting_for_window is None
 
 
 def test_drift_that_was_proposed_waits_for_something_carried_out_whatever_else_is_proposed() -> None:
@@ -109,7 +109,7 @@ def test_propose_only_holds_everything_and_says_why() -> None:
     assert due is not None
     assert due.held == "planner.auto is false"
     triggers.made(due, GENERATION)
-    assert triggers.waits_for_window is None, "no window will open"
+    assert triggers.waiting_for_window is None, "no window will open"
 
 
 def test_drift_proposes_once_until_something_is_carried_out() -> None:

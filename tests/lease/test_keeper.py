@@ -12,13 +12,13 @@ import pytest
 
 from flexd.core.errors import LeaseError
 from flexd.ha import keeper as keeper_module
-from flexd.ha.keeper import LeaseKeeper
+from flexd.ha.keeper import LeaseRenewer
 
 SECONDS = 20.0
 """Deadline of whatever is waited for."""
 
 
-class Asked:
+class FakeLease:
     """A lease that notes what is asked of it; ``fault`` is raised instead."""
 
     def __init__(self) -> None:
@@ -41,17 +41,17 @@ class Asked:
 
 
 @pytest.fixture
-def lease() -> Asked:
-    return Asked()
+def lease() -> FakeLease:
+    return FakeLease()
 
 
 @pytest.fixture
-def keep(lease: Asked) -> Iterator[Callable[..., LeaseKeeper]]:
-    made: list[LeaseKeeper] = []
+def keep(lease: FakeLease) -> Iterator[Callable[..., LeaseRenewer]]:
+    made: list[LeaseRenewer] = []
 
-    def start(renew_seconds: float = 0.005) -> LeaseKeeper:
+    def start(renew_seconds: float = 0.005) -> LeaseRenewer:
         of: Any = lease
-        made.append(LeaseKeeper(of, renew_seconds))
+        made.append(LeaseRenewer(of, renew_seconds))
         made[-1].start()
         return made[-1]
 
@@ -69,7 +69,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def test_the_lease_is_asked_for_again_and_again_and_given_back_at_the_end(
-    lease: Asked, keep: Callable[..., LeaseKeeper]
+    lease: FakeLease, keep: Callable[..., LeaseRenewer]
 ) -> None:
     keeper = keep()
     until(lambda: len(lease.calls) >= 3)
@@ -80,7 +80,7 @@ def test_the_lease_is_asked_for_again_and_again_and_given_back_at_the_end(
 
 
 def test_the_first_try_waits_for_nothing_and_the_end_for_no_pause(
-    lease: Asked, keep: Callable[..., LeaseKeeper]
+    lease: FakeLease, keep: Callable[..., LeaseRenewer]
 ) -> None:
     keeper = keep(3600.0)
     until(lambda: lease.calls)
@@ -90,7 +90,7 @@ def test_the_first_try_waits_for_nothing_and_the_end_for_no_pause(
 
 @pytest.mark.parametrize("fault", [LeaseError("no answer"), ValueError("made up")])
 def test_faults_are_counted_told_once_and_tried_again(
-    lease: Asked, keep: Callable[..., LeaseKeeper], caplog: pytest.LogCaptureFixture, fault: Exception
+    lease: FakeLease, keep: Callable[..., LeaseRenewer], caplog: pytest.LogCaptureFixture, fault: Exception
 ) -> None:
     lease.fault = fault
     keeper = keep()
@@ -108,7 +108,7 @@ def test_faults_are_counted_told_once_and_tried_again(
 
 
 def test_a_lease_that_was_given_up_is_not_asked_for_until_the_time_is_over(
-    lease: Asked, keep: Callable[..., LeaseKeeper], monkeypatch: pytest.MonkeyPatch
+    lease: FakeLease, keep: Callable[..., LeaseRenewer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
     monkeypatch.setattr(keeper_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -124,7 +124,7 @@ def test_a_lease_that_was_given_up_is_not_asked_for_until_the_time_is_over(
     until(lambda: lease.calls[-1] == "attempt")
 
 
-def test_a_call_that_hangs_holds_nobody_but_the_thread(lease: Asked, keep: Callable[..., LeaseKeeper]) -> None:
+def test_a_call_that_hangs_holds_nobody_but_the_thread(lease: FakeLease, keep: Callable[..., LeaseRenewer]) -> None:
     lease.hang.clear()
     keeper = keep()
     until(lambda: lease.calls)
@@ -135,7 +135,7 @@ def test_a_call_that_hangs_holds_nobody_but_the_thread(lease: Asked, keep: Calla
     assert lease.calls == ["attempt", "release"]
 
 
-def test_a_keeper_that_never_started_has_ended(lease: Asked) -> None:
+def test_a_keeper_that_never_started_has_ended(lease: FakeLease) -> None:
     of: Any = lease
-    assert LeaseKeeper(of, 1.0).stop(0.0) is True
+    assert LeaseRenewer(of, 1.0).stop(0.0) is True
     assert lease.calls == []

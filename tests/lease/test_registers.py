@@ -18,12 +18,12 @@ from fake_kubernetes import FakeKubernetes
 
 from flexd.core.errors import LeaseError
 from flexd.ha import kubernetes_store as kubernetes
-from flexd.ha.file_store import FileLeaseRegister
-from flexd.ha.kubernetes_store import KubernetesLeaseRegister
+from flexd.ha.file_store import FileLeaseStore
+from flexd.ha.kubernetes_store import KubernetesLeaseStore
 from flexd.ha.lease import Lease
-from flexd.ha.lease_store import LeaseRecord, LeaseRegister
+from flexd.ha.lease_store import LeaseRecord, LeaseStore
 
-Make = Callable[[], LeaseRegister]
+Make = Callable[[], LeaseStore]
 
 
 @pytest.fixture
@@ -37,14 +37,14 @@ def server(tmp_path: Path) -> Iterator[FakeKubernetes]:
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     """Makes one more register over the same record, as another process would."""
     server = FakeKubernetes(tmp_path) if request.param == "kubernetes" else None
-    made: list[LeaseRegister] = []
+    made: list[LeaseStore] = []
 
-    def one() -> LeaseRegister:
-        register: LeaseRegister
+    def one() -> LeaseStore:
+        register: LeaseStore
         if server is None:
-            register = FileLeaseRegister(tmp_path / "lease")
+            register = FileLeaseStore(tmp_path / "lease")
         else:
-            register = KubernetesLeaseRegister("flexd-j", api_url=server.url, account=server.account)
+            register = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
         made.append(register)
         return register
 
@@ -111,7 +111,7 @@ def test_of_many_who_have_seen_the_same_one_wins(make: Make) -> None:
         start = threading.Barrier(len(registers))
 
         def try_it(
-            name: str, register: LeaseRegister, seen: LeaseRecord | None = seen, turn: int = turn,
+            name: str, register: LeaseStore, seen: LeaseRecord | None = seen, turn: int = turn,
             start: threading.Barrier = start, won: list[str] = won,
         ) -> None:  # fmt: skip
             if register.read() != seen:
@@ -159,7 +159,7 @@ def test_a_lease_goes_from_one_to_the_other(make: Make) -> None:
 
 
 def test_the_kubernetes_object_is_readable_for_people_and_keeps_what_others_put_there(server: FakeKubernetes) -> None:
-    register = KubernetesLeaseRegister("flexd-j", api_url=server.url, account=server.account)
+    register = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
     first = register.replace(None, "pod-1", 4, 14.2)
     stored = server.objects["jobs", "flexd-j"]
     assert stored["spec"]["holderIdentity"] == "pod-1"
@@ -181,7 +181,7 @@ def test_the_kubernetes_object_is_readable_for_people_and_keeps_what_others_put_
 
 
 def test_a_new_token_is_used_at_once(server: FakeKubernetes) -> None:
-    register = KubernetesLeaseRegister("flexd-j", api_url=server.url, account=server.account)
+    register = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
     assert register.read() is None
     server.rotate("second")
     assert register.read() is None
@@ -194,7 +194,7 @@ def test_a_new_token_is_used_at_once(server: FakeKubernetes) -> None:
 
 @pytest.mark.parametrize("status", [403, 404, 429, 500, 302])
 def test_what_the_server_refuses_is_an_error_with_a_remedy(server: FakeKubernetes, status: int) -> None:
-    register = KubernetesLeaseRegister("flexd-j", api_url=server.url, account=server.account)
+    register = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
     server.status = status
     if status != 404:
         with pytest.raises(LeaseError, match=str(status)):
@@ -206,7 +206,7 @@ def test_what_the_server_refuses_is_an_error_with_a_remedy(server: FakeKubernete
 
 
 def test_a_deleted_object_is_a_conflict_and_then_nothing(server: FakeKubernetes) -> None:
-    register = KubernetesLeaseRegister("flexd-j", api_url=server.url, account=server.account)
+    register = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
     first = register.replace(None, "a", 6, 5.0)
     server.objects.clear()
     assert register.replace(first, "a", 6, 5.0) is None
@@ -234,7 +234,7 @@ def test_a_deleted_object_is_a_conflict_and_then_nothing(server: FakeKubernetes)
     ],
 )
 def test_an_object_that_is_no_lease_is_refused(server: FakeKubernetes, change: dict[str, Any]) -> None:
-    register = KubernetesLeaseRegister("flexd-j", api_url=server.url, account=server.account)
+    register = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
     register.replace(None, "a", 1, 5.0)
     server.objects["jobs", "flexd-j"] |= change
     with pytest.raises(LeaseError, match="no lease"):
@@ -245,9 +245,9 @@ def test_an_object_that_is_no_lease_is_refused(server: FakeKubernetes, change: d
 def test_outside_of_a_pod_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(LeaseError, match="service account"):
-        KubernetesLeaseRegister("x", account=tmp_path)
+        KubernetesLeaseStore("x", account=tmp_path)
     with pytest.raises(LeaseError, match="this is no pod"):
-        KubernetesLeaseRegister("x", namespace="jobs", account=tmp_path)
+        KubernetesLeaseStore("x", namespace="jobs", account=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_only_the_api_server_of_the_cluster_is_told_the_token(tmp_path: Path, kn
     authority.issue_cert("127.0.0.1").configure_cert(context)
     server = FakeKubernetes(tmp_path, context)
     (authority if known else trustme.CA()).cert_pem.write_to_path(str(server.account / "ca.crt"))
-    register = KubernetesLeaseRegister("flexd-j", api_url=server.url, account=server.account, timeout_seconds=10.0)
+    register = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account, timeout_seconds=10.0)
     try:
         if known:
             assert _content(register.replace(None, "a", 1, 5.0)) == ("a", 1, 5.0)
@@ -285,7 +285,7 @@ def test_nobody_on_the_way_is_told_the_token(
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
         monkeypatch.setenv(name.lower(), "http://127.0.0.1:1")
-    register = KubernetesLeaseRegister("flexd-j", api_url=server.url, account=server.account)
+    register = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
     assert register.read() is None
     (tmp_path / "other").mkdir()
     other = FakeKubernetes(tmp_path / "other")
@@ -302,21 +302,21 @@ def test_nobody_on_the_way_is_told_the_token(
 def test_a_server_that_hangs_is_given_up(server: FakeKubernetes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        register = KubernetesLeaseRegister("x", api_url=url, account=server.account, timeout_seconds=0.1)
+        register = KubernetesLeaseStore("x", api_url=url, account=server.account, timeout_seconds=0.1)
         with pytest.raises(LeaseError, match="does not answer"):
             register.read()
         register.close()
 
 
 def test_a_server_that_is_not_there(server: FakeKubernetes, tmp_path: Path) -> None:
-    register = KubernetesLeaseRegister("x", api_url="http://127.0.0.1:1", account=server.account)
+    register = KubernetesLeaseStore("x", api_url="http://127.0.0.1:1", account=server.account)
     with pytest.raises(LeaseError, match="does not answer"):
         register.read()
     register.close()
 
 
 def test_files_of_the_directory_are_private_and_few(tmp_path: Path) -> None:
-    register = FileLeaseRegister(tmp_path / "lease")
+    register = FileLeaseStore(tmp_path / "lease")
     record = None
     for _ in range(30):
         record = register.replace(record, "a", 1, 5.0)
@@ -337,14 +337,14 @@ def test_files_of_the_directory_are_private_and_few(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_an_error(tmp_path: Path, content: str) -> None:
-    register = FileLeaseRegister(tmp_path)
+    register = FileLeaseStore(tmp_path)
     (tmp_path / "lease-7").write_text(content)
     with pytest.raises(LeaseError, match="lease-7 is no lease"):
         register.read()
 
 
 def test_other_files_of_the_directory_are_no_leases(tmp_path: Path) -> None:
-    register = FileLeaseRegister(tmp_path)
+    register = FileLeaseStore(tmp_path)
     for name in ("lease-9.bak", "my-lease-9", "lease-", "lease-" + "9" * 19):
         (tmp_path / name).write_text("{}")
     assert register.read() is None
@@ -353,7 +353,7 @@ def test_other_files_of_the_directory_are_no_leases(tmp_path: Path) -> None:
 
 
 def test_a_record_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    register = FileLeaseRegister(tmp_path / "lease")
+    register = FileLeaseStore(tmp_path / "lease")
     done = watch_disk(monkeypatch)
     assert register.replace(None, "a", 1, 5.0) is not None
     assert done[0].startswith("sync .")
@@ -364,7 +364,7 @@ def test_a_record_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch:
 def test_a_record_that_others_removed_during_a_look_is_looked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register = FileLeaseRegister(tmp_path)
+    register = FileLeaseStore(tmp_path)
     record = register.replace(None, "a", 1, 5.0)
     listed = [9, 9, 1]
     monkeypatch.setattr(register, "_highest", lambda: listed.pop(0))
@@ -379,7 +379,7 @@ def test_half_made_files_of_the_dead_are_removed(tmp_path: Path) -> None:
     old.touch()
     young.touch()
     os.utime(old, (1, 1))
-    FileLeaseRegister(tmp_path)
+    FileLeaseStore(tmp_path)
     assert not old.exists()
     assert young.exists()
 
@@ -387,4 +387,4 @@ def test_half_made_files_of_the_dead_are_removed(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(LeaseError, match="cannot be made"):
-        FileLeaseRegister(tmp_path / "file" / "lease")
+        FileLeaseStore(tmp_path / "file" / "lease")

@@ -19,7 +19,7 @@ import yaml
 
 from flexd.config.load import load_config
 from flexd.config.model import Config
-from flexd.daemon import factory as parts
+from flexd.daemon import factory
 from flexd.demo.ports import free_ports
 from flexd.demo.processes import DaemonProcess
 from flexd.sketch.snapshot import SnapshotStore
@@ -122,13 +122,13 @@ def saved_sketches(config: Config) -> SketchSet:
     assert loaded is not None
     assert loaded.problems == []
     return SketchSet.from_state(
-        config.keyspace().tables, parts.sketch_settings(config), loaded.meta["sketches"], loaded.arrays
+        config.keyspace().tables, factory.sketch_settings(config), loaded.meta["sketches"], loaded.arrays
     )
 
 
 def counted_by_hand(config: Config, log: Path) -> SketchSet:
     """Counters fed with every message of a file log once, in the order of the log's partitions."""
-    sketches = SketchSet.of(config.keyspace().tables, parts.sketch_settings(config))
+    sketches = SketchSet.of(config.keyspace().tables, factory.sketch_settings(config))
     source = FileLogSource(log)
     try:
         while messages := source.poll(0.5):

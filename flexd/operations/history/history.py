@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class HistoryFigures:
+class HistorySnapshot:
     """Since the start.
 
     Attributes:
@@ -82,9 +82,9 @@ class MigrationHistory:
         return not self._thread.is_alive()
 
     @property
-    def figures(self) -> HistoryFigures:
+    def figures(self) -> HistorySnapshot:
         with self._changed:
-            return HistoryFigures(self._entries, self._lost, self._failures, self._aside, self._problem)
+            return HistorySnapshot(self._entries, self._lost, self._failures, self._aside, self._problem)
 
     def record(self, news: MigrationEvent) -> None:
         """From the coordinator's thread; see ``Coordinator``."""

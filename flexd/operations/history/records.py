@@ -79,10 +79,12 @@ class MigrationRecord:
 
     @staticmethod
     def of(migration: Migration, settled: bool) -> MigrationRecord:
-        about, now = migration.metadata, migration.progress
+        metadata, now = migration.metadata, migration.progress
         return MigrationRecord(
-            migration_id=about.migration_id, plan_id=now.plan_id, parent_plan_id=about.parent_plan_id, who=about.who,
-            trigger=about.trigger, reason=about.reason, state=now.state.name, problem=now.reason, rows=now.rows,
+            migration_id=metadata.migration_id, plan_id=now.plan_id, parent_plan_id=metadata.parent_plan_id,
+            who=metadata.who,
+            
+            trigger=metadata.trigger, reason=metadata.reason, state=now.state.name, problem=now.reason, rows=now.rows,
             rows_pushed=now.rows_pushed, rows_applied=now.rows_applied, chunks_pushed=now.chunks_pushed,
             chunks_applied=now.chunks_applied, copied_bytes=now.copied_bytes, pushed_bytes=now.bytes_pushed,
             base_version=now.base_version, last_version=now.last_version,

@@ -14,7 +14,7 @@ from flexd_processes import until
 
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.core.errors import SnapshotError
-from flexd.daemon import factory as parts
+from flexd.daemon import factory
 from flexd.ingest.counters import restored_set
 from flexd.sketch.decay import UNIT_BITS
 from flexd.sketch.snapshot import SnapshotStore
@@ -101,12 +101,12 @@ class Checker:
             if loaded is None:
                 return False
             positions = loaded.meta["positions"]
-            tables, settings = world.config.keyspace().tables, parts.sketch_settings(world.config)
+            tables, settings = world.config.keyspace().tables, factory.sketch_settings(world.config)
             found = restored_set(tables, settings, loaded.meta["sketches"], loaded.arrays)
             return found.samples >= published
 
         published = sum(int(accesses.sum()) for accesses in logged.accesses.values())
-        found = SketchSet.of(world.config.keyspace().tables, parts.sketch_settings(world.config))
+        found = SketchSet.of(world.config.keyspace().tables, factory.sketch_settings(world.config))
         until(saved, 40.0, lambda: f"{found.samples} of {published} accesses are counted\n{world.where()}")
         wrong = []
         if found.samples != published:
@@ -160,7 +160,7 @@ class Checker:
 
     def _count_log(self) -> Log:
         config = self._world.config
-        half_life = parts.sketch_settings(config).half_life_seconds
+        half_life = factory.sketch_settings(config).half_life_seconds
         assert half_life is not None
         log = Log(half_life)
         for payload in self._world.log():

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from flexd.daemon.shutdown_budget import LEAST_SHARE, Ending
+from flexd.daemon.shutdown_budget import LEAST_SHARE, ShutdownBudget
 
 
 class Parts:
     def __init__(self) -> None:
         self.now = 100.0
         self.given: list[float] = []
-        self.ending = Ending(20.0, lambda: self.now)
+        self.ending = ShutdownBudget(20.0, lambda: self.now)
 
     def part(self, needs: float) -> Callable[[float], bool]:
         """It takes so many seconds, or all that it gets."""

@@ -8,12 +8,12 @@ import threading
 import time
 from pathlib import Path
 
-from flexd.daemon.signal_flag import Asked
+from flexd.daemon.signal_flag import SignalFlag
 
 STORM = """
 import signal, sys, time
-from flexd.daemon.signal_flag import Asked
-asked = Asked()
+from flexd.daemon.signal_flag import SignalFlag
+asked = SignalFlag()
 count = 0
 def handler(*_):
     global count
@@ -44,7 +44,7 @@ def test_a_storm_of_signals_finds_no_moment_in_which_it_hangs() -> None:
 
 
 def test_it_is_waited_for_from_another_thread() -> None:
-    asked = Asked()
+    asked = SignalFlag()
     assert not asked.is_set()
     assert asked.wait(0.01) is False
     threading.Timer(0.1, asked.set).start()
@@ -59,7 +59,7 @@ def test_it_is_waited_for_from_another_thread() -> None:
 
 
 def test_what_nobody_waits_for_does_not_pile_up() -> None:
-    asked = Asked()
+    asked = SignalFlag()
     for _ in range(1_000):
         asked.set()
         asked.clear()
