@@ -6,8 +6,8 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from flexd.core.counted_accesses import CountedBatch
 from flexd.core.errors import CodecError
+from flexd.core.tap_counts import TapCounts
 from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.ingest.message_counts import MAX_REASONS, Tally
 from flexd.ingest.stats import ROW_REASONS
@@ -18,7 +18,7 @@ from flexd.stream.types import AccessBatch, Message
 
 _log = logging.getLogger(__name__)
 
-Decode = Callable[[bytes | memoryview, int], Sequence[AccessBatch | CountedBatch]]
+Decode = Callable[[bytes | memoryview, int], Sequence[AccessBatch | TapCounts]]
 
 
 class Shard:
@@ -70,8 +70,8 @@ class Shard:
         """What became of the messages so far (any thread; exact between two messages)."""
         return Tally(self._messages, self._bytes, self._batches, self._counts, dict(self._rejected))
 
-    def _count(self, batch: AccessBatch | CountedBatch) -> IngestCounts:
-        if isinstance(batch, CountedBatch):
+    def _count(self, batch: AccessBatch | TapCounts) -> IngestCounts:
+        if isinstance(batch, TapCounts):
             return ingest_counts(self.sketches, batch)
         return self.sketches.ingest(
             batch.table, batch.rows, batch.source_rank, batch.event_time_seconds, batch.sequence_lengths

@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flexd.core import counted_accesses as counted
-from flexd.sketch.counters import weighted
+from flexd.core import tap_counts
 from flexd.stream.codecs import codec
 
-MESSAGE_REASONS = tuple(sorted({*codec.REASONS, *counted.REASONS, *weighted.REASONS, "internal_error"}))
+MESSAGE_REASONS = tuple(sorted({*codec.REASONS, *tap_counts.REASONS, "internal_error"}))
 """Every reason for which a whole message is not counted."""
 ROW_REASONS = ("unknown_table", "negative_row", "row_out_of_range")
 

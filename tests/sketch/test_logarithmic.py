@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.core.counted_accesses import CellCounts, CountedBatch, LengthCounts, RowCounts
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
+from flexd.core.tap_counts import LengthCounts, TableCounts, TapCounts
 from flexd.sketch import interop
 from flexd.sketch.counters.logarithmic import BASES, TOP_SHARE, LogCounter, level_values, packed_bytes, relative_error
 from flexd.sketch.counters.weighted import ingest_counts
@@ -266,23 +266,10 @@ def test_rows_near_the_top_are_not_cut_off_by_merging():
 def test_counts_of_a_tap_are_right_on_average():
     sketches = SketchSet(TABLE, 80_000, None)
     rows = np.arange(5_000)
-    counts = RowCounts("t", rows, np.full(5_000, 9), LengthCounts.none())
-    assert ingest_counts(sketches, CountedBatch(0, T0, (counts,))).accepted == 45_000
+    counts = TableCounts("t", rows, np.full(5_000, 9), LengthCounts.none())
+    assert ingest_counts(sketches, TapCounts(0, T0, (counts,))).accepted == 45_000
     _mean_within(sketches.query("t", rows), 9)
     assert sketches.profile().tables[0].weight == 45_000
-
-
-def test_cells_of_a_tap_count_by_their_sample():
-    sketches = SketchSet(TABLE, 300_000, None)
-    random = np.random.default_rng(0)
-    ids = random.integers(0, 500, 40_000)
-    cells = CellCounts(
-        "t", 8, np.zeros(4 << 8, np.int64), np.zeros(4096, np.uint8), random.choice(ids, 5_000), 40_000,
-        LengthCounts.none(),
-    )  # fmt: skip
-    assert ingest_counts(sketches, CountedBatch(0, T0, (cells,))).accepted == 40_000
-    assert sketches.query("t", np.arange(500)).sum() == pytest.approx(40_000, rel=0.05)
-    assert sketches.profile().tables[0].weight == 40_000
 
 
 def test_there_is_no_data_sketches_image_of_it():

@@ -15,8 +15,8 @@ from flexd.control.agent.tap_sender import PIECE_BYTES
 from flexd.control.daemon.control_store import ControlStore
 from flexd.control.daemon.membership import Topology
 from flexd.control.protocol.messages import TapOffer, TapState, open_with_bytes
-from flexd.core.counted_accesses import MAX_PAYLOAD_BYTES
 from flexd.core.errors import AuthenticationError, ControlError, StaleMessageError
+from flexd.core.tap_counts import MAX_PAYLOAD_BYTES
 from flexd.stream.tap_source import DeltaState, TapSource, partition_of
 
 MAX_GRANTED_BYTES = MAX_PAYLOAD_BYTES

@@ -185,7 +185,7 @@ class ListRequest(EpochMessage):
 
 @dataclass(frozen=True)
 class TapOffer(EpochMessage):
-    """The rank holds a delta of counted accesses (``flexd.core.counted_accesses``) and sends it when asked to.
+    """The rank holds a delta of counted accesses (``flexd.core.tap_counts``) and sends it when asked to.
 
     Attributes:
         session: of the rank's process, which numbers its deltas (``delta``) from 0.

@@ -1,4 +1,4 @@
-"""Counting what has been counted already: rows with counts, or the cells of a count-min, instead of every id."""
+"""Adds the counts of a tap to the sketches: rows with counts instead of single ids."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.counted_accesses import CellCounts, CountedBatch, LengthCounts, RowCounts, TableCounts
-from flexd.core.errors import CodecError, SketchError
-from flexd.sketch.counters.countmin import BLOCK_IDS, DEPTH, CountMin
+from flexd.core.tap_counts import LengthCounts, TableCounts, TapCounts
+from flexd.sketch.counters.countmin import BLOCK_IDS
 from flexd.sketch.counters.logarithmic_table import LogTable
 from flexd.sketch.quantiles import KllQuantiles
 from flexd.sketch.set_types import IngestCounts
 from flexd.sketch.table_set import SketchSet
 from flexd.sketch.tables import CountMinTable, DenseTable
-
-REASONS = ("cells_of_exact_table",)
-"""Every value that ``CodecError.reason`` takes here."""
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -28,28 +24,16 @@ MAX_LENGTHS = 2**18
 error of at most 2^-18 in rank, a thousandth of the sketch's own."""
 
 
-def ingest_counts(sketches: SketchSet, batch: CountedBatch) -> IngestCounts:
-    """Counts what ``SketchSet.ingest`` would have counted from the ids, as of the batch's event time.
+def ingest_counts(sketches: SketchSet, counts: TapCounts) -> IngestCounts:
+    """Count what ``SketchSet.ingest`` would have counted from the ids, as of the event time of ``counts``.
 
-    Exact tables end up equal bit by bit. In a count-min, estimates are never too low: rows with counts are added
-    conservatively, cells are summed. In logarithmic counters they are right on average; of cells for such a table, the
-    sample that comes with them is counted, each access for as many as it stands for. Accesses of an unknown table or of
-    rows outside it are counted as such.
-
-    Raises:
-        CodecError: cells for a table that is counted exactly here. Nothing of the batch is counted then.
+    Exact tables end up equal bit by bit. In a count-min, rows are added conservatively, so estimates are never too low.
+    In logarithmic counters they are right on average. Accesses of an unknown table or of rows outside it are counted
+    as such.
     """
-    for counts in batch.tables:
-        index = sketches._index.get(counts.table)
-        if index is not None and isinstance(counts, CellCounts) and isinstance(sketches._tables[index], DenseTable):
-            raise CodecError(
-                f"table {counts.table!r} is counted exactly here, rank {batch.source_rank} sends count-min cells of it",
-                reason="cells_of_exact_table",
-                remedy="give the Tap more max_bytes, or the daemon less sketch.memory_bytes",
-            )
     total = IngestCounts()
-    for counts in batch.tables:
-        total += _ingest_table(sketches, counts, batch.source_rank, batch.event_time_seconds)
+    for table in counts.tables:
+        total += _ingest_table(sketches, table, counts.source_rank, counts.event_time_seconds)
     return total
 
 
@@ -68,29 +52,16 @@ def _ingest_table(sketches: SketchSet, counts: TableCounts, source_rank: int, se
     when = admission.event_time_seconds
     sketch.make_room(when, decay)
     units = sketch.access_units(when, decay)
-    outside = 0
-    if isinstance(counts, RowCounts):
-        inside = int(np.searchsorted(counts.rows, sketch.spec.rows))
-        outside = int(counts.counts[inside:].sum())
-        rows, times = counts.rows[:inside], counts.counts[:inside]
-        if isinstance(sketch, DenseTable):
-            sketch._counter.add_units(rows, times * units)
-        elif isinstance(sketch, LogTable):
-            sketch.add_weights(rows, times.astype(np.float64) * units, int(times.sum()) * units)
-        elif isinstance(sketch, CountMinTable):
-            _add_rows(sketch, rows, times, units)
-        sampled, stands_for = _spread(rows, times, SAMPLED_ACCESSES * sketch._sample.capacity)
-    else:
-        sampled = counts.sampled[counts.sampled < sketch.spec.rows]
-        stands_for = counts.accesses / max(1, len(counts.sampled))
-        if isinstance(sketch, LogTable):
-            # Cells are of no row in particular. The sample is right on average for each, and the total is exact.
-            rows, times = np.unique(sampled, return_counts=True)
-            sketch.add_weights(rows, times.astype(np.float64) * (stands_for * units), counts.accesses * units)
-        elif isinstance(sketch, CountMinTable):
-            _add_cells(sketch, counts, units, sampled)
-        else:
-            raise SketchError(f"cells of table {counts.table!r}, which has none")
+    inside = int(np.searchsorted(counts.rows, sketch.spec.rows))
+    outside = int(counts.counts[inside:].sum())
+    rows, times = counts.rows[:inside], counts.counts[:inside]
+    if isinstance(sketch, DenseTable):
+        sketch._counter.add_units(rows, times * units)
+    elif isinstance(sketch, LogTable):
+        sketch.add_weights(rows, times.astype(np.float64) * units, int(times.sum()) * units)
+    elif isinstance(sketch, CountMinTable):
+        _add_rows(sketch, rows, times, units)
+    sampled, stands_for = _spread(rows, times, SAMPLED_ACCESSES * sketch._sample.capacity)
     sketch.relieve(when, decay)
     accepted = counts.accesses - outside
     if len(sampled):
@@ -120,37 +91,6 @@ def _add_with_units(sketch: CountMinTable, rows: Int64Array, units: int) -> None
         )
         if hot.buffered + BLOCK_IDS > len(hot.buffer):
             hot.absorb(sketch._counter.query)
-
-
-def _add_cells(sketch: CountMinTable, counts: CellCounts, units: int, sampled: Int64Array) -> None:
-    mine = sketch._counter
-    other = CountMin(mine.rows, mine.log2_width, conservative=mine.conservative)
-    cells = resized(counts.cells, counts.log2_width, mine.log2_width)
-    other.load_values((cells * units).astype(np.uint64).reshape(DEPTH, -1), counts.accesses * units)
-    mine.merge(other)
-    np.maximum(sketch._distinct.registers, counts.registers, out=sketch._distinct.registers)
-    hot = sketch._hot
-    candidates = np.unique(sampled)
-    candidates = candidates[mine.query(candidates) >= hot.threshold]
-    room = len(hot.buffer)
-    for start in range(0, len(candidates), room):
-        hot.absorb(mine.query)
-        part = candidates[start : start + room]
-        hot.buffer[: len(part)] = part
-        hot.buffered = len(part)
-    hot.absorb(mine.query)
-
-
-def resized(cells: Int64Array, log2_width: int, wanted: int) -> Int64Array:
-    """int64[4 * 2^k] cells of one width as cells of another that never say less.
-
-    A bucket number is the low bits of the hash, so a narrower sketch's cell is the sum of the wider one's cells that
-    share its low bits; and a wider one's cell holds at most what the narrower one's has.
-    """
-    by_row = cells.reshape(DEPTH, -1)
-    if wanted <= log2_width:
-        return np.ascontiguousarray(by_row.reshape(DEPTH, -1, 1 << wanted).sum(axis=1).reshape(-1))
-    return np.tile(by_row, (1, 1 << (wanted - log2_width))).reshape(-1)
 
 
 def _spread(rows: Int64Array, times: Int64Array, at_most: int) -> tuple[Int64Array, float]:

@@ -1,22 +1,22 @@
-"""Both kinds of message that a stream may carry: accesses one by one, and counted ones."""
+"""Decodes both kinds of message that a stream may carry: single accesses, and the counts of a tap."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexd.core import counted_accesses as counted
-from flexd.core.counted_accesses import CountedBatch
+from flexd.core import tap_counts
+from flexd.core.tap_counts import TapCounts
 from flexd.stream.codecs import codec
 from flexd.stream.types import AccessBatch
 
 
-def decode(payload: bytes | memoryview, max_message_bytes: int) -> Sequence[AccessBatch | CountedBatch]:
-    """What a message holds, told apart by its first bytes. Counted accesses have a limit of their own
-    (``counted.MAX_PAYLOAD_BYTES``): one message stands for a whole interval of a rank.
+def decode(payload: bytes | memoryview, max_message_bytes: int) -> Sequence[AccessBatch | TapCounts]:
+    """Decode a message of the kind that its first bytes name. Counts of a tap have a size limit of their own
+    (``tap_counts.MAX_PAYLOAD_BYTES``): one message stands for a whole interval of a rank.
 
     Raises:
-        CodecError: ``reason`` is one of ``codec.REASONS`` or ``counted.REASONS``.
+        CodecError: ``reason`` is one of ``codec.REASONS`` or ``tap_counts.REASONS``.
     """
-    if counted.is_counted(payload):
-        return [counted.decode(payload)]
+    if tap_counts.is_tap_counts(payload):
+        return [tap_counts.decode(payload)]
     return codec.decode(payload, max_message_bytes)

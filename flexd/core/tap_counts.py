@@ -1,0 +1,279 @@
+"""The counts that a rank's ``Tap`` ships to the daemon instead of every id: values and wire format.
+
+Wire format: ``MAGIC``, a little-endian uint32 length, a JSON header of that length, then one zlib stream. The stream
+holds every array of the header's tables one after another as LEB128 varints, ascending row ids as differences: counts
+of a skewed table take one to two bytes for each distinct row, where the ids took four or eight for each access.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import CodecError, StreamError
+from flexd.core.varints import VARINT_BYTES, from_varints, to_varints
+
+Int64Array = npt.NDArray[np.int64]
+
+MAGIC = b"FXC1"
+MAX_VALUES = 2**24
+"""Numbers in one message: bounds what its reader allocates (8 bytes each)."""
+MAX_PAYLOAD_BYTES = 128 * 2**20
+MAX_TABLES = 65_536
+MAX_TABLE_NAME_CHARS = 256
+MAX_COUNT = 2**40
+"""Of one row in one message: in units of a decayed sketch (2^18 an access) it still fits 62 bits."""
+MAX_ROW = 2**44
+MAX_EVENT_TIME_SECONDS = 1e11
+"""Equal to the limit of the other codecs: larger values are milliseconds or worse by mistake."""
+MAX_SEQUENCE_LENGTH = 2**20
+
+REASONS = ("counted_corrupt", "counted_header", "counted_too_large", "counted_values", "bad_event_time")
+"""Every value that ``CodecError.reason`` takes here."""
+
+_HEAD = struct.Struct("<4sI")
+_MAX_HEADER_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class LengthCounts:
+    """Exact histogram of sequence lengths.
+
+    Attributes:
+        lengths: int64[m], ascending without repeats.
+        counts: int64[m], positive.
+    """
+
+    lengths: Int64Array
+    counts: Int64Array
+
+    @staticmethod
+    def none() -> LengthCounts:
+        return LengthCounts(np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class TableCounts:
+    """Exact accesses of one table.
+
+    Attributes:
+        rows: int64[n], ascending without repeats.
+        counts: int64[n], positive.
+        lengths: lengths of the sequences that contained the accesses.
+    """
+
+    table: str
+    rows: Int64Array
+    counts: Int64Array
+    lengths: LengthCounts
+
+    @property
+    def accesses(self) -> int:
+        return int(self.counts.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class TapCounts:
+    """The look-ups of one rank in one interval.
+
+    Attributes:
+        event_time_seconds: the middle of the interval, Unix seconds: all accesses count as of it. At half-life H an
+            access dated up to d away from its own time weighs ``2^(d/H)`` times what it should; over an interval of
+            length I the sum is off by less than ``(I ln 2 / H)^2 / 24``.
+        tables: at most one entry a table.
+    """
+
+    source_rank: int
+    event_time_seconds: float
+    tables: tuple[TableCounts, ...]
+
+    @property
+    def accesses(self) -> int:
+        return sum(table.accesses for table in self.tables)
+
+
+def encode(counts: TapCounts) -> bytes:
+    """Return one message.
+
+    Raises:
+        StreamError: more than ``MAX_VALUES`` numbers or ``MAX_TABLES`` tables.
+    """
+    arrays: list[Int64Array] = []
+    tables: list[dict[str, Any]] = []
+    for table in counts.tables:
+        tables.append({"table": table.table, "lengths": len(table.lengths.lengths), "rows": len(table.rows)})
+        arrays += [_differences(table.rows), table.counts, _differences(table.lengths.lengths), table.lengths.counts]
+    values = np.concatenate(arrays) if arrays else np.empty(0, np.int64)
+    if len(values) > MAX_VALUES or len(tables) > MAX_TABLES:
+        raise StreamError(f"{len(values)} numbers of {len(tables)} tables in a message", remedy="send several")
+    body = to_varints(values)
+    header = {
+        "source_rank": counts.source_rank, "event_time": counts.event_time_seconds, "body_bytes": len(body),
+        "tables": tables,
+    }  # fmt: skip
+    text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+    return b"".join((_HEAD.pack(MAGIC, len(text)), text, zlib.compress(body, 1)))
+
+
+def is_tap_counts(payload: bytes | memoryview) -> bool:
+    """Return whether the payload starts like a message of ``TapCounts``."""
+    return bytes(payload[: len(MAGIC)]) == MAGIC
+
+
+def decode(payload: bytes | memoryview) -> TapCounts:
+    """Return the message's counts, or refuse it whole. Memory is bounded by ``MAX_VALUES`` for any bytes.
+
+    Raises:
+        CodecError: ``reason`` is one of ``REASONS``.
+    """
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        _fail("counted_too_large", f"{len(payload)} bytes, at most {MAX_PAYLOAD_BYTES} are read")
+    header, body_at = _header(payload)
+    entries = header["tables"]
+    sizes = [size for entry in entries for size in _array_sizes(entry)]
+    total = sum(sizes)
+    if total > MAX_VALUES:
+        _fail("counted_too_large", f"{total} numbers, at most {MAX_VALUES} are read")
+    body_bytes = header["body_bytes"]
+    if not total <= body_bytes <= total * VARINT_BYTES:
+        _fail("counted_header", f"{body_bytes} bytes for {total} numbers")
+    values = _numbers(_inflate(payload[body_at:], body_bytes), total)
+    arrays = iter(np.split(values, np.cumsum(sizes)[:-1]) if sizes else [])
+    tables = tuple(_table(entry["table"], arrays) for entry in entries)
+    if len({table.table for table in tables}) != len(tables):
+        _fail("counted_header", "a table is named twice")
+    return TapCounts(header["source_rank"], float(header["event_time"]), tables)
+
+
+def merge(older: TableCounts, newer: TableCounts) -> TableCounts:
+    """Return the sum of two counts of one table.
+
+    Raises:
+        StreamError: the counts are of different tables.
+    """
+    if older.table != newer.table:
+        raise StreamError(
+            f"counts of {older.table!r} and {newer.table!r} do not add up", remedy="merge counts of one table"
+        )
+    rows, counts = _added(older.rows, older.counts, newer.rows, newer.counts)
+    lengths = _added(older.lengths.lengths, older.lengths.counts, newer.lengths.lengths, newer.lengths.counts)
+    return TableCounts(older.table, rows, counts, LengthCounts(*lengths))
+
+
+def value_count(tables: Sequence[TableCounts]) -> int:
+    """Return how many numbers a message of these tables holds (at most ``MAX_VALUES``)."""
+    return sum(2 * len(table.lengths.lengths) + 2 * len(table.rows) for table in tables)
+
+
+def _added(
+    rows_a: Int64Array, counts_a: Int64Array, rows_b: Int64Array, counts_b: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    rows, where = np.unique(np.concatenate([rows_a, rows_b]), return_inverse=True)
+    counts = np.zeros(len(rows), np.int64)
+    counts[where[: len(rows_a)]] = counts_a
+    counts[where[len(rows_a) :]] += counts_b
+    return rows, counts
+
+
+def _fail(reason: str, message: str) -> NoReturn:
+    raise CodecError(f"counts of a tap cannot be decoded ({reason}): {message}", reason=reason)
+
+
+def _header(payload: bytes | memoryview) -> tuple[Mapping[str, Any], int]:
+    """Return the checked header and the offset of the body."""
+    if len(payload) < _HEAD.size or not is_tap_counts(payload):
+        _fail("counted_header", "the first bytes are of another format")
+    _, length = _HEAD.unpack(bytes(payload[: _HEAD.size]))
+    end = _HEAD.size + length
+    if length > _MAX_HEADER_BYTES or end > len(payload):
+        _fail("counted_header", f"a header of {length} bytes in {len(payload)}")
+    try:
+        header = json.loads(bytes(payload[_HEAD.size : end]))
+    except (ValueError, RecursionError) as error:
+        _fail("counted_header", str(error)[:200])
+    if not isinstance(header, dict) or header.keys() != {"source_rank", "event_time", "body_bytes", "tables"}:
+        _fail("counted_header", "unexpected fields")
+    tables = header["tables"]
+    if not isinstance(tables, list) or len(tables) > MAX_TABLES or not all(isinstance(entry, dict) for entry in tables):
+        _fail("counted_header", f"tables is not a list of at most {MAX_TABLES} objects")
+    _whole(header["source_rank"], 0, 2**31 - 1, "source_rank")
+    _whole(header["body_bytes"], 0, MAX_VALUES * VARINT_BYTES, "body_bytes")
+    seconds = header["event_time"]
+    # Written so that NaN fails too.
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_EVENT_TIME_SECONDS:
+        _fail("bad_event_time", f"event_time {str(seconds)[:40]}, Unix seconds are expected")
+    return header, end
+
+
+def _array_sizes(entry: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    """Return the lengths of a table's arrays: rows, counts, sequence lengths, counts of the sequence lengths."""
+    if entry.keys() != {"table", "lengths", "rows"}:
+        _fail("counted_header", f"fields {str(sorted(entry))[:200]} of a table")
+    name = entry["table"]
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_TABLE_NAME_CHARS:
+        _fail("counted_header", f"table name {str(name)[:40]!r}")
+    rows = _whole(entry["rows"], 0, MAX_VALUES, "rows")
+    lengths = _whole(entry["lengths"], 0, MAX_VALUES, "lengths")
+    return rows, rows, lengths, lengths
+
+
+def _whole(value: object, lowest: int, highest: int, name: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
+        _fail("counted_header", f"{name} {str(value)[:40]}, {lowest} to {highest} are read")
+    return value
+
+
+def _table(name: str, arrays: Iterator[Int64Array]) -> TableCounts:
+    rows, counts = _from_differences(next(arrays), MAX_ROW, name), _counts(next(arrays), name)
+    # 2^24 counts of at most 2^40 each can pass 2^63 by themselves.
+    if len(counts) and float(counts.sum(dtype=np.float64)) > MAX_COUNT:
+        _fail("counted_values", f"table {name!r}: more than {MAX_COUNT} accesses")
+    lengths = _from_differences(next(arrays), MAX_SEQUENCE_LENGTH, name)
+    return TableCounts(name, rows, counts, LengthCounts(lengths, _counts(next(arrays), name)))
+
+
+def _counts(values: Int64Array, name: str) -> Int64Array:
+    if len(values) and not (int(values.min()) >= 1 and int(values.max()) <= MAX_COUNT):
+        _fail("counted_values", f"table {name!r}: counts of {int(values.min())} to {int(values.max())}")
+    return values
+
+
+def _differences(ascending: Int64Array) -> Int64Array:
+    return np.diff(ascending, prepend=0)
+
+
+def _from_differences(differences: Int64Array, highest: int, name: str) -> Int64Array:
+    """Invert ``_differences``; the result must be ascending without repeats and within 0..highest."""
+    if not len(differences):
+        return differences
+    if float(differences.sum(dtype=np.float64)) > highest:
+        _fail("counted_values", f"table {name!r}: a row or length beyond {highest}")
+    if len(differences) > 1 and int(differences[1:].min()) < 1:
+        _fail("counted_values", f"table {name!r}: rows or lengths are not in ascending order")
+    return np.cumsum(differences)
+
+
+def _numbers(body: bytes, count: int) -> Int64Array:
+    try:
+        return from_varints(body, count)
+    except ValueError as error:
+        _fail("counted_corrupt", str(error))
+
+
+def _inflate(data: bytes | memoryview, size: int) -> bytes:
+    decompressor = zlib.decompressobj()
+    try:
+        # The limit of one byte more than announced reveals a longer stream without unpacking it.
+        body = decompressor.decompress(data, size + 1)
+    except zlib.error as error:
+        _fail("counted_corrupt", str(error))
+    if len(body) != size or not decompressor.eof or decompressor.unused_data:
+        _fail("counted_corrupt", f"{len(body)} bytes unpacked, {size} announced")
+    return body

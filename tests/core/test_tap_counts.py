@@ -1,0 +1,160 @@
+"""Wire format of the counts of a tap: round trips, damaged and malicious bytes, sums."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flexd.core import tap_counts
+from flexd.core.errors import CodecError, StreamError
+from flexd.core.tap_counts import LengthCounts, TableCounts, TapCounts
+from flexd.core.varints import to_varints
+from flexd.stream.codecs.any_message import decode as decode_any
+
+
+def pairs(highest: int, lowest: int = 0) -> st.SearchStrategy[tuple[np.ndarray, np.ndarray]]:
+    return st.dictionaries(
+        st.integers(lowest, highest), st.integers(1, 2**30), max_size=40
+    ).map(lambda d: (np.array(sorted(d), np.int64), np.array([d[k] for k in sorted(d)], np.int64)))  # fmt: skip
+
+
+@st.composite
+def tables(draw: st.DrawFn, name: str) -> TableCounts:
+    return TableCounts(name, *draw(pairs(tap_counts.MAX_ROW)), LengthCounts(*draw(pairs(4096))))
+
+
+def batch_of(*found: TableCounts) -> TapCounts:
+    return TapCounts(3, 1.7e9, found)
+
+
+def decoded(payload: bytes) -> TapCounts | str:
+    """Return the decoded counts, or the reason of the refusal."""
+    try:
+        return tap_counts.decode(payload)
+    except CodecError as error:
+        return error.reason
+
+
+def equal(a: TableCounts, b: TableCounts) -> bool:
+    return (
+        a.table == b.table
+        and a.accesses == b.accesses
+        and np.array_equal(a.rows, b.rows)
+        and np.array_equal(a.counts, b.counts)
+        and np.array_equal(a.lengths.lengths, b.lengths.lengths)
+        and np.array_equal(a.lengths.counts, b.lengths.counts)
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.tuples(tables("item"), tables("shop")), st.integers(0, 2**31 - 1), st.floats(0, 1e11))
+def test_decode_inverts_encode(found, rank, seconds):
+    back = tap_counts.decode(memoryview(tap_counts.encode(TapCounts(rank, seconds, found))))
+    assert (back.source_rank, back.event_time_seconds) == (rank, seconds)
+    assert [equal(a, b) for a, b in zip(back.tables, found, strict=True)] == [True, True]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_damaged_messages_are_refused_by_reason_or_hold_ascending_rows(data):
+    whole = bytearray(
+        tap_counts.encode(batch_of(TableCounts("t", np.arange(9), np.arange(1, 10), LengthCounts.none())))
+    )
+    for _ in range(data.draw(st.integers(1, 3))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    truncated = bytes(whole[: data.draw(st.integers(0, len(whole)))])
+    batch = decoded(truncated)
+    if isinstance(batch, TapCounts):
+        assert all(t.accesses >= 0 and (np.diff(t.rows) > 0).all() for t in batch.tables)
+    else:
+        assert batch in tap_counts.REASONS
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_decoded_or_refused_by_reason(noise):
+    for payload in (noise, tap_counts.MAGIC + noise):
+        batch = decoded(payload)
+        assert isinstance(batch, TapCounts) or batch in tap_counts.REASONS
+
+
+def message(header: dict, values: list[int], body: bytes | None = None) -> bytes:
+    raw = to_varints(np.array(values, np.int64)) if body is None else body
+    text = json.dumps({"source_rank": 0, "event_time": 1.0, "body_bytes": len(raw), **header}).encode()
+    return struct.pack("<4sI", tap_counts.MAGIC, len(text)) + text + zlib.compress(raw)
+
+
+ONE = {"table": "t", "rows": 2, "lengths": 0}
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        (message({"tables": [ONE]}, [5, 0, 1, 1]), "counted_values"),  # a row twice
+        (message({"tables": [ONE]}, [5, 1, 0, 1]), "counted_values"),  # no access
+        (message({"tables": [ONE]}, [5, 2**62, 1, 1]), "counted_values"),
+        (message({"tables": [ONE]}, [5, 1, 2**41, 1]), "counted_values"),
+        (message({"tables": [ONE]}, [5, 1, 2**40, 2**40]), "counted_values"),
+        (message({"tables": [ONE, ONE]}, [5, 1, 1, 1] * 2), "counted_header"),  # twice the same table
+        (message({"tables": [ONE]}, [5, 1, 1]), "counted_header"),
+        (message({"tables": [ONE]}, [], b"\x81\x81\x01\x01"), "counted_corrupt"),
+        (message({"tables": [ONE]}, [], b"\x05\x01\x01\x81"), "counted_corrupt"),
+        (message({"tables": [ONE], "body_bytes": 5}, [5, 1, 1, 1]), "counted_corrupt"),
+        (message({"tables": [{**ONE, "rows": tap_counts.MAX_VALUES}]}, [1]), "counted_too_large"),
+        (message({"tables": [{**ONE, "rows": -1}]}, [1]), "counted_header"),
+        (message({"tables": [{**ONE, "more": 1}]}, [1]), "counted_header"),
+        (message({"tables": [{**ONE, "table": ""}]}, [5, 1, 1, 1]), "counted_header"),
+        (message({"tables": [], "event_time": float("nan")}, []), "bad_event_time"),
+        (message({"tables": [], "event_time": 1e13}, []), "bad_event_time"),
+        (message({"tables": [], "source_rank": -1}, []), "counted_header"),
+    ],
+)
+def test_each_malformed_message_is_refused_with_its_reason(payload, reason):
+    with pytest.raises(CodecError) as caught:
+        tap_counts.decode(payload)
+    assert caught.value.reason == reason
+
+
+def test_a_decompression_bomb_is_not_unpacked():
+    text = json.dumps({"source_rank": 0, "event_time": 1.0, "body_bytes": 4, "tables": [ONE]}).encode()
+    bomb = struct.pack("<4sI", tap_counts.MAGIC, len(text)) + text + zlib.compress(bytes(200 * 2**20), 1)
+    with pytest.raises(CodecError) as caught:
+        tap_counts.decode(bomb)
+    assert caught.value.reason == "counted_corrupt"
+
+
+def test_the_stream_codec_decodes_both_kinds_of_message():
+    (batch,) = decode_any(
+        tap_counts.encode(batch_of(TableCounts("t", np.arange(3), np.ones(3, np.int64), LengthCounts.none()))), 16
+    )
+    assert isinstance(batch, TapCounts)
+    with pytest.raises(CodecError) as caught:
+        decode_any(b"nothing", 100)
+    assert caught.value.reason == "not_arrow_or_json"
+
+
+@settings(max_examples=50, deadline=None)
+@given(pairs(1000), pairs(1000), pairs(50), pairs(50))
+def test_merged_counts_add_up(a, b, lengths_a, lengths_b):
+    both = tap_counts.merge(
+        TableCounts("t", *a, LengthCounts(*lengths_a)), TableCounts("t", *b, LengthCounts(*lengths_b))
+    )
+    expected: dict[int, int] = {}
+    for rows, counts in (a, b):
+        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+            expected[row] = expected.get(row, 0) + count
+    assert dict(zip(both.rows.tolist(), both.counts.tolist(), strict=True)) == expected
+    assert (np.diff(both.rows) > 0).all()
+    assert both.lengths.counts.sum() == lengths_a[1].sum() + lengths_b[1].sum()
+
+
+def test_counts_of_two_tables_do_not_merge():
+    one = TableCounts("t", np.arange(2), np.ones(2, np.int64), LengthCounts.none())
+    other = TableCounts("u", np.arange(2), np.ones(2, np.int64), LengthCounts.none())
+    with pytest.raises(StreamError):
+        tap_counts.merge(one, other)

@@ -1,0 +1,195 @@
+"""The tap counts every look-up of training, and no step waits or fails because of it."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import flexd
+from flexd.core import tap_counts
+from flexd.core.errors import ConfigError, EmbeddingError
+from flexd.core.tap_counts import TapCounts
+from flexd.embedding.tap.counters import TableCounter
+
+
+def collection() -> flexd.EmbeddingCollection:
+    return flexd.EmbeddingCollection([
+        flexd.EmbeddingTable("item", 20_000, 4, features=("history", "target")), flexd.EmbeddingTable("shop", 50, 4)
+    ])  # fmt: skip
+
+
+class Job:
+    """Train a collection that has a tap, and keep the exact counts."""
+
+    def __init__(self, **options: object) -> None:
+        self.seconds = 100.0
+        self.collection = collection()
+        self.tap = flexd.Tap(self.collection, **{"clock": lambda: self.seconds, "interval_seconds": 1e9, **options})
+        self.exact = {"item": np.zeros(20_000, np.int64), "shop": np.zeros(50, np.int64)}
+        self.rng = np.random.default_rng(0)
+
+    def features(self, n: int = 60) -> dict[str, flexd.Jagged]:
+        draw = {name: (self.rng.zipf(1.3, n) % 50).astype(np.int64) * scale for name, scale in
+                (("history", 300), ("target", 7), ("shop", 1))}  # fmt: skip
+        return {name: flexd.Jagged(torch.from_numpy(ids), torch.tensor([n - 10, 10])) for name, ids in draw.items()}
+
+    def step(self) -> None:
+        features = self.features()
+        out = self.collection(features)
+        sum(part.values.sum() for part in out.values()).backward()
+        self.collection.optimizer.step()
+        for name, jagged in features.items():
+            np.add.at(self.exact["shop" if name == "shop" else "item"], jagged.values.numpy(), 1)
+        self.seconds += 1
+
+    def drain(self, deltas: list[TapCounts], seconds: float = 20.0) -> None:
+        """Acknowledge messages like a daemon until the tap has handed over all its counts."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            delta = self.tap.outbox.current()
+            if delta is not None:
+                deltas.append(tap_counts.decode(delta.payload))
+                self.tap.outbox.acknowledge(delta.sequence)
+            elif self.tap._full is None and self.tap._spare is not None and not self.tap._pending:
+                return
+            time.sleep(0.002)
+        raise AssertionError("the tap does not hand over")
+
+    def totals(self, deltas: list[TapCounts]) -> dict[str, np.ndarray]:
+        found = {name: np.zeros_like(rows) for name, rows in self.exact.items()}
+        for batch in deltas:
+            for table in batch.tables:
+                found[table.table][table.rows] += table.counts
+        return found
+
+    def check(self, deltas: list[TapCounts]) -> None:
+        for name, rows in self.totals(deltas).items():
+            assert np.array_equal(rows, self.exact[name]), name
+
+
+def test_every_interval_is_counted_exactly_and_dated_at_its_middle():
+    job = Job(interval_steps=5)
+    job.tap.start()
+    deltas: list[TapCounts] = []
+    for _ in range(4):
+        for _ in range(5):
+            job.step()
+        job.drain(deltas)
+    job.check(deltas)
+    assert [batch.event_time_seconds for batch in deltas] == [102.0, 107.0, 112.0, 117.0]
+    assert {batch.source_rank for batch in deltas} == {0}
+    item = next(table for table in deltas[0].tables if table.table == "item")
+    assert (item.lengths.lengths.tolist(), item.lengths.counts.tolist()) == ([10, 50], [10, 10])
+    assert job.tap.counters.accesses == 20 * 180
+    assert not job.tap.close(0.0) or job.tap.counters.deltas == 4
+
+
+def test_without_acknowledgements_counts_add_up_in_bounded_memory_and_no_step_waits():
+    job = Job(interval_steps=1)
+    job.tap.start()
+    for _ in range(60):
+        job.step()
+    deadline = time.monotonic() + 20
+    while job.tap._full is not None or job.tap._spare is None or not job.tap._pending:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    first = job.tap.outbox.current()
+    assert first is not None
+    assert first.sequence == 0
+    held = sum(tap_counts.value_count([table]) for table in job.tap._pending.values())
+    assert held <= 2 * (20_000 + 50) + 4 * 4097, "pending counts are bounded by the tables' rows"
+    deltas: list[TapCounts] = []
+    while job.tap._counting.steps and not job.tap._swap():
+        time.sleep(0.002)
+    job.drain(deltas)
+    job.check(deltas)
+    assert len(deltas) < 10, "pending intervals are merged"
+
+
+def test_only_training_look_ups_are_counted():
+    job = Job(interval_steps=1)
+    with torch.no_grad():
+        job.collection(job.features())
+    job.collection.eval()
+    job.collection(job.features())
+    job.collection.train()
+    with pytest.raises(EmbeddingError):
+        job.collection({"shop": flexd.Jagged(torch.tensor([50]), torch.tensor([1]))})
+    assert job.tap.counters.accesses == 0
+    assert job.tap._counting.steps == 0
+
+
+def test_a_step_that_cannot_be_counted_still_trains(monkeypatch, caplog):
+    job = Job()
+    monkeypatch.setattr(TableCounter, "add", lambda *_: 1 / 0)
+    job.step()
+    job.step()
+    assert job.collection.steps == 2
+    assert job.tap.counters.failures == 2
+    assert job.tap.counters.accesses == 0
+
+
+def test_counters_never_pass_32_bits(monkeypatch):
+    monkeypatch.setattr("flexd.embedding.tap.tap.MAX_BUFFER_ACCESSES", 400)
+    job = Job()
+    for _ in range(8):  # the thread is not running: after one buffer changes hands there is no other
+        job.step()
+    assert job.tap._full is not None
+    counters = job.tap.counters
+    assert counters.dropped > 0, "dropped accesses are counted; no counter wraps around"
+    assert counters.accesses + counters.dropped == 8 * 180
+    assert job.tap._counting.accesses <= 400
+
+
+def test_counts_too_large_for_one_message_are_split(monkeypatch):
+    monkeypatch.setattr("flexd.embedding.tap.tap.MAX_VALUES", 40)
+    job = Job(interval_steps=2)
+    job.tap.start()
+    deltas: list[TapCounts] = []
+    for _ in range(4):
+        job.step()
+    # The thread may not have been done with the first interval when the second one ended.
+    while job.tap._counting.steps and not job.tap._swap():
+        time.sleep(0.002)
+    job.drain(deltas)
+    job.check(deltas)
+    assert len(deltas) > 2
+    assert max(tap_counts.value_count(batch.tables) for batch in deltas) <= 40
+    lengths = sum(int(t.lengths.counts.sum()) for b in deltas for t in b.tables)
+    assert lengths == 4 * 3 * 2
+
+
+def test_close_without_a_daemon_returns_at_its_deadline():
+    job = Job(interval_steps=1)
+    job.tap.start()
+    job.step()
+    started = time.monotonic()
+    assert not job.tap.close(0.3)
+    assert time.monotonic() - started < 10
+    assert job.collection.after_lookup is None
+
+
+@pytest.mark.parametrize("options", [{"interval_seconds": 0.0}, {"interval_steps": 0}])
+def test_an_interval_that_is_not_positive_is_refused(options):
+    with pytest.raises(ConfigError, match="interval"):
+        flexd.Tap(collection(), **options)
+
+
+def test_tables_that_do_not_fit_the_memory_are_refused_by_name():
+    tables = collection()
+    with pytest.raises(ConfigError, match=r"table 'item' \(20000 rows\) needs 192776 bytes") as caught:
+        flexd.Tap(tables, max_bytes=200_000)
+    assert "max_bytes=225952" in caught.value.remedy
+    assert tables.after_lookup is None, "a refused tap leaves the collection as it was"
+    flexd.Tap(tables, max_bytes=225_952)
+
+
+def test_a_second_tap_and_a_tap_of_another_collection_are_refused():
+    job = Job()
+    with pytest.raises(ConfigError, match="has a tap already"):
+        flexd.Tap(job.collection)
+    with pytest.raises(ConfigError, match="of another collection"):
+        flexd.connect(collection(), "127.0.0.1:1", job="j", attempt="a", tap=job.tap)
