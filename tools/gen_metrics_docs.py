@@ -18,12 +18,13 @@ from flexd.daemon.label_values import MIGRATION_STATES, SCALE_OUT_REFUSALS
 from flexd.ingest.stats import MESSAGE_REASONS, ROW_REASONS
 from flexd.operations.gates import GATE_NAMES
 from flexd.operations.planning import PLAN_OUTCOMES
+from flexd.operations.step_reports import LINKS, TRAFFIC_KINDS
 from flexd.operations.triggers import TriggerKind
 from flexd.scaleout.delta_sender import FAILURE_REASONS
 from flexd.server import figures
 from flexd.server.access import REFUSED_REASONS
 from flexd.server.api_metrics import RefusalsCollector
-from flexd.server.figures import LINKS, TIER_NAMES, TRAFFIC_KINDS, DaemonFigures
+from flexd.server.figures import TIER_NAMES, DaemonFigures
 from flexd.server.metrics import MAX_LABEL_VALUES, FiguresCollector
 
 TARGET = Path(__file__).parents[1] / "docs" / "metrics.md"

@@ -12,21 +12,24 @@ from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
 
+from flexd.api.abort import AbortPreview, AbortResult
+from flexd.api.base import MAX_REASON_CHARACTERS
+from flexd.api.config import ConfigReport, ReloadReport
+from flexd.api.errors import ErrorBody
+from flexd.api.explanation import Explanation
+from flexd.api.migration import MigrationDetail, MigrationList
+from flexd.api.pause import PauseState
+from flexd.api.plan import PlanReport
+from flexd.api.planning import ProposalList
+from flexd.api.rank import RankPage
+from flexd.api.replan import ReplanResult
+from flexd.api.status import Status
+from flexd.api.table import HotRowPage, TableOrder, TablePage
+from flexd.api.throttle import ThrottleStatus
+from flexd.api.timeline import Timeline
 from flexd.cli.credentials import CA_VARIABLE, Credentials
 from flexd.cli.exit_codes import DaemonRefusedError, DaemonTimeoutError, DaemonUnreachableError
 from flexd.core.errors import ConfigError
-from flexd.server.answers import ErrorBody
-from flexd.server.config_report import ConfigReport, ReloadReport
-from flexd.server.explain_report import Explanation
-from flexd.server.migration_history import AbortPreview, AbortResult, MigrationDetail, MigrationList
-from flexd.server.plan_report import PlanReport
-from flexd.server.planning_report import ProposalList
-from flexd.server.rank_report import RankPage
-from flexd.server.status import Status
-from flexd.server.table_report import HotRowPage, TableOrder, TablePage
-from flexd.server.throttle_report import ThrottleStatus
-from flexd.server.timeline_report import Timeline
-from flexd.server.verbs import MAX_REASON_CHARACTERS, PauseState, ReplanResult
 
 DEFAULT_URL = "http://127.0.0.1:9464"
 URL_VARIABLE = "FLEXD_URL"

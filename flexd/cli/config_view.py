@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flexd.api.config import KeyChange, ReloadReport
 from flexd.cli.view import Block, Facts, Table
-from flexd.server.config_report import KeyChange, ReloadReport
 
 ABSENT = "(absent)"
 

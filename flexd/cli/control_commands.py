@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from flexd.api.pause import PauseState
+from flexd.api.status import Status
 from flexd.cli.confirm import DryRunOption, YesOption, confirm, must_ask
 from flexd.cli.exit_codes import exit_code_of_outcome
 from flexd.cli.options import BY_HAND, OutputOption, ReasonOption, SocketOption, UrlOption, connect, who
@@ -12,8 +14,6 @@ from flexd.cli.planning_commands import ForceOption, TimeoutOption, WaitOption
 from flexd.cli.progress import migration_progress
 from flexd.cli.status_view import replan_blocks
 from flexd.cli.view import OutputFormat, Sentences, emit
-from flexd.server.status import Status
-from flexd.server.verbs import PauseState
 
 
 def replan(

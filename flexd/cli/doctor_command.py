@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flexd.api.status import Status
 from flexd.cli.client import DaemonClient
 from flexd.cli.exit_codes import DaemonRefusedError, ExitCode
 from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
@@ -17,7 +18,6 @@ from flexd.core import units
 from flexd.core.errors import ApiError, ConfigError
 from flexd.doctor import finding
 from flexd.doctor.finding import Finding, Level
-from flexd.server.status import Status
 
 if TYPE_CHECKING:
     from flexd.config.model import Config

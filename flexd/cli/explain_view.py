@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from flexd.api.base import TierName
+from flexd.api.explanation import Explanation, RowReport, ThresholdReport
 from flexd.cli.planning_view import gate_sentences
 from flexd.cli.view import Block, Facts, Sentences, Table
 from flexd.core import units
-from flexd.server.explain_report import Explanation, RowReport, ThresholdReport
-from flexd.server.plan_report import TierName
 
 TIERS: tuple[TierName, ...] = ("HOME", "NODE", "DEVICE")
 

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
+from flexd.api.migration import MAX_LISTED
 from flexd.cli.confirm import DryRunOption, YesOption, confirm, must_ask
 from flexd.cli.exit_codes import exit_code_of_outcome
 from flexd.cli.migration_view import abort_blocks, abort_preview_blocks, abort_sentence, detail_blocks, history_blocks
 from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect, who
 from flexd.cli.progress import migration_progress
 from flexd.cli.view import OutputFormat, emit
-from flexd.server.migration_history import MAX_LISTED
 
 app = typer.Typer(help="Migrations of this daemon and of those before it.", no_args_is_help=True, rich_markup_mode=None)
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
+from flexd.api.abort import AbortPreview, AbortResult
+from flexd.api.migration import ActionEntry, MigrationDetail, MigrationEntry, MigrationList, TransitionReport
 from flexd.cli.status_view import migration_facts
 from flexd.cli.view import Block, Facts, Sentences, Table
 from flexd.core import units
-from flexd.server.migration_history import (
-    AbortPreview,
-    AbortResult,
-    ActionEntry,
-    MigrationDetail,
-    MigrationEntry,
-    MigrationList,
-    TransitionReport,
-)
 
 _NUMBERS = frozenset(("rows", "bytes", "took"))
 _SPARE = ("who", "bytes", "took")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from flexd.api.base import TierName
+from flexd.api.plan import CostReport, LinkName, MemoryReport, PhaseCost, PlanReport
 from flexd.cli.planning_view import gate_sentences
 from flexd.cli.view import Block, Facts, Sentences, Table
 from flexd.core import units
-from flexd.server.plan_report import CostReport, LinkName, MemoryReport, PhaseCost, PlanReport, TierName
 
 TIERS: tuple[TierName, ...] = ("NODE", "DEVICE")
 LINKS: tuple[LinkName, ...] = ("intra_node", "inter_node")

@@ -101,14 +101,14 @@ def throttle(
     client = connect(url, socket)
     adapts = None if adaptive is None else adaptive == "on"
     if dry_run:
-        change = ThrottleChange.of(client.throttle(), bytes_per_step, bytes_per_second, adapts)
+        change = ThrottleChange.between(client.throttle(), bytes_per_step, bytes_per_second, adapts)
         emit(change, throttle_change_blocks(change), output)
         return
     if bytes_per_step is None and bytes_per_second is None and adapts is None:
         answer = client.throttle()
     else:
         if must_ask(yes):
-            change = ThrottleChange.of(client.throttle(), bytes_per_step, bytes_per_second, adapts)
+            change = ThrottleChange.between(client.throttle(), bytes_per_step, bytes_per_second, adapts)
             confirm(f"{throttle_sentence(change)} Change?", yes)
         answer = client.set_throttle(bytes_per_step, bytes_per_second, adapts, reason=reason, who=who())
     emit(answer, throttle_blocks(answer), output)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from flexd.api.planning import GateReport, PlanningStatus, ProposalList, ProposalReport
 from flexd.cli.view import Block, Facts, Sentences, Table
 from flexd.core import units
-from flexd.server.planning_report import GateReport, PlanningStatus, ProposalList, ProposalReport
 
 
 def proposal_blocks(proposals: ProposalList) -> list[Block]:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+from flexd.api.migration import MigrationReport
 from flexd.cli.client import DaemonClient
 from flexd.core import units
 from flexd.core.errors import FlexdError
-from flexd.server.migration_report import MigrationReport
 
 _EVERY_SECONDS = 0.5
 _CELLS = 30

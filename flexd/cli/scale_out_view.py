@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from flexd.api.scale_out import FollowerStatus, LeaderLinkStatus, ScaleOutStatus
 from flexd.cli.view import Block, Facts, Table
 from flexd.core import units
-from flexd.server.scale_out_status import FollowerStatus, LeaderLinkStatus, ScaleOutStatus
 
 MAX_PARTITIONS_SHOWN = 6
 

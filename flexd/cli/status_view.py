@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from flexd.api.leadership import AvailabilityStatus
+from flexd.api.migration import MigrationReport
+from flexd.api.replan import ReplanResult
+from flexd.api.sketch import TableSketchStatus
+from flexd.api.status import Status
 from flexd.cli.plan_view import plan_facts
 from flexd.cli.planning_view import planning_block
 from flexd.cli.scale_out_view import scale_out_block
 from flexd.cli.throttle_view import throttle_blocks
 from flexd.cli.view import PROBLEM, Block, Facts, Sentences, Table
 from flexd.core import units
-from flexd.server.availability_status import AvailabilityStatus
-from flexd.server.migration_report import MigrationReport
-from flexd.server.sketch_status import TableSketchStatus
-from flexd.server.status import Status
-from flexd.server.verbs import ReplanResult
 
 MAX_TABLES = 20
 """The largest counters; the rest is one line (`-o json` lists all)."""

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
+from flexd.api.table import MAX_PAGE_ENTRIES
 from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
 from flexd.cli.table_view import rank_blocks, row_blocks, table_blocks
 from flexd.cli.view import OutputFormat
 from flexd.cli.watch import Answer, WatchOption, emit_watched
-from flexd.server.table_report import MAX_PAGE_ENTRIES
 
 
 class Order(StrEnum):

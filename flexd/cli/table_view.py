@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from flexd.api.base import RowsByTier
+from flexd.api.rank import RankPage
+from flexd.api.table import HotRowPage, TablePage
 from flexd.cli.view import Block, Facts, Sentences, Table
 from flexd.core import units
-from flexd.server.plan_report import RowsByTier
-from flexd.server.rank_report import RankPage
-from flexd.server.table_report import HotRowPage, TablePage
 
 
 def table_blocks(page: TablePage) -> list[Block]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from flexd.api.base import Model
+from flexd.api.throttle import StepTimeReport, ThrottleStatus
 from flexd.cli.view import Block, Facts, Table
 from flexd.core import units
-from flexd.server.model import Model
-from flexd.server.throttle_report import StepTimeReport, ThrottleStatus
 
 
 class ThrottleSettings(Model):
@@ -28,7 +28,7 @@ class ThrottleChange(Model):
     """As it would be."""
 
     @staticmethod
-    def of(
+    def between(
         now: ThrottleStatus, bytes_per_step: int | None, bytes_per_second: int | None, adaptive: bool | None
     ) -> ThrottleChange:
         """None keeps a setting, 0 lifts a limit."""

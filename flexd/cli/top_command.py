@@ -9,16 +9,16 @@ from typing import Annotated
 import typer
 from pydantic import Field
 
+from flexd.api.base import Model
+from flexd.api.rank import RankPage
+from flexd.api.status import Status
+from flexd.api.table import TablePage
+from flexd.api.timeline import Timeline
 from flexd.cli.client import DaemonClient
 from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
 from flexd.cli.top_view import RANKS, TABLES, top_blocks
 from flexd.cli.view import Block, OutputFormat, emit
 from flexd.core.errors import FlexdError
-from flexd.server.model import Model
-from flexd.server.rank_report import RankPage
-from flexd.server.status import Status
-from flexd.server.table_report import TablePage
-from flexd.server.timeline_report import Timeline
 
 
 class Screen(Model):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flexd.api.rank import RankPage
+from flexd.api.status import Status
+from flexd.api.table import TablePage
+from flexd.api.timeline import Timeline, TrafficSample
 from flexd.cli.progress import progress_line
 from flexd.cli.view import Block, Facts, Table
 from flexd.core import units
-from flexd.server.rank_report import RankPage
-from flexd.server.status import Status
-from flexd.server.table_report import TablePage
-from flexd.server.timeline_report import Timeline, TrafficSample
 
 TABLES = 8
 RANKS = 16

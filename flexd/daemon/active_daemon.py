@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-from flexd.server.api import DaemonApi
+from flexd.api.interface import DaemonApi
 
 
 class _Verb:

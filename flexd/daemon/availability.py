@@ -19,6 +19,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from flexd.api.config import ReloadReport
+from flexd.api.errors import ProbeResult
+from flexd.api.interface import DaemonApi
+from flexd.api.leadership import AvailabilityStatus
+from flexd.api.status import Status
 from flexd.config.availability import FileLease, KubernetesLease
 from flexd.config.model import Config
 from flexd.core.errors import ApiError, ConfigError, FlexdError
@@ -37,14 +42,9 @@ from flexd.ha.keeper import LeaseRenewer
 from flexd.ha.kubernetes_store import KubernetesLeaseStore
 from flexd.ha.lease import Lease
 from flexd.ha.lease_store import LeaseStore
-from flexd.server.answers import ProbeResult
-from flexd.server.api import DaemonApi
-from flexd.server.availability_status import AvailabilityStatus
-from flexd.server.config_report import ReloadReport
 from flexd.server.figures import AvailabilityFigures, DaemonFigures
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
-from flexd.server.status import Status
 
 logger = logging.getLogger("flexd")
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from flexd.api.config import ConfigStatus, KeyChange, ReloadReport
 from flexd.config.load import load_config
 from flexd.config.model import Config
 from flexd.config.reload import Merged, merge
 from flexd.config.text import describe_faults
 from flexd.core.errors import ConfigError, FlexdError
 from flexd.daemon.logs import set_up_logging
-from flexd.server.config_report import ConfigStatus, KeyChange, ReloadReport
 from flexd.server.figures import ConfigFigures
 
 logger = logging.getLogger("flexd")

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from flexd.api.config import ReloadReport
+from flexd.api.pause import PauseState
 from flexd.config.links import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.core.errors import FlexdError
@@ -14,9 +16,7 @@ from flexd.operations.decisions import DecisionFile, Pause, ThrottleOverride
 from flexd.operations.history.history import MigrationHistory
 from flexd.operations.history.records import ActionKind, ActionRecord
 from flexd.operations.pacing import MigrationPacing, changed
-from flexd.server.config_report import ReloadReport
 from flexd.server.figures import DecisionFigures
-from flexd.server.verbs import PauseState
 
 logger = logging.getLogger("flexd")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flexd.api.base import TierName
+from flexd.api.explanation import Explanation, RowReport, ThresholdReport
 from flexd.core.layout import Tier
 from flexd.daemon.planning_view import gate_report
 from flexd.operations.gates import Gate
 from flexd.planner.explanation import RowExplanation, TableExplanation
-from flexd.server.explain_report import Explanation, RowReport, ThresholdReport
-from flexd.server.plan_report import TierName
 
 _NAMES: dict[Tier, TierName] = {Tier.HOME: "HOME", Tier.NODE: "NODE", Tier.DEVICE: "DEVICE"}
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from flexd import __version__
+from flexd.api.config import ConfigReport
+from flexd.api.rank import RankPage
+from flexd.api.table import HotRowPage, TableOrder, TablePage
+from flexd.api.timeline import Timeline
 from flexd.config.model import Config
 from flexd.core.errors import ApiError
-from flexd.server.config_report import ConfigReport
-from flexd.server.rank_report import RankPage
-from flexd.server.table_report import HotRowPage, TableOrder, TablePage
-from flexd.server.timeline_report import Timeline
 
 
 class FollowerInspection:

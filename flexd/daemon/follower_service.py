@@ -6,6 +6,15 @@ import contextlib
 import logging
 
 from flexd import __version__
+from flexd.api.config import ReloadReport
+from flexd.api.errors import ProbeResult
+from flexd.api.explanation import Explanation
+from flexd.api.interface import MigrationsApi, PlanningApi
+from flexd.api.pause import PauseState
+from flexd.api.plan import PlanReport
+from flexd.api.replan import ReplanResult
+from flexd.api.sketch import SketchStatus, TableSketchStatus
+from flexd.api.status import Status
 from flexd.config.model import Config
 from flexd.core.errors import ApiError, FlexdError
 from flexd.core.process_start import Started
@@ -17,18 +26,9 @@ from flexd.daemon.scale_out_view import follower_figures, follower_status
 from flexd.daemon.shutdown_budget import ShutdownBudget
 from flexd.daemon.signal_flag import SignalFlag
 from flexd.daemon.view import ingest_figures, stream_status
-from flexd.server.answers import ProbeResult
-from flexd.server.config_report import ReloadReport
-from flexd.server.explain_report import Explanation
 from flexd.server.figures import DaemonFigures, SketchFigures
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
-from flexd.server.migrations_api import MigrationsApi
-from flexd.server.plan_report import PlanReport
-from flexd.server.planning_api import PlanningApi
-from flexd.server.sketch_status import SketchStatus, TableSketchStatus
-from flexd.server.status import Status
-from flexd.server.verbs import PauseState, ReplanResult
 
 logger = logging.getLogger("flexd")
 

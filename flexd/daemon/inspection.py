@@ -10,6 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd import __version__
+from flexd.api.base import RowsByTier, TierName
+from flexd.api.config import ConfigReport
+from flexd.api.rank import RankPage, RankReport
+from flexd.api.table import HotRow, HotRowPage, TableOrder, TablePage, TableReport
+from flexd.api.timeline import PlanMark, Timeline, TrafficSample
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.core.errors import ApiError
@@ -21,11 +26,6 @@ from flexd.operations.drift import DriftMonitor
 from flexd.operations.planning import Planning
 from flexd.operations.recent_traffic import INTERVAL_SECONDS, TrafficInterval
 from flexd.operations.step_reports import RankAverages, TrainingMonitor
-from flexd.server.config_report import ConfigReport
-from flexd.server.plan_report import RowsByTier, TierName
-from flexd.server.rank_report import RankPage, RankReport
-from flexd.server.table_report import HotRow, HotRowPage, TableOrder, TablePage, TableReport
-from flexd.server.timeline_report import PlanMark, Timeline, TrafficSample
 from flexd.sketch.budget import TableChoice
 
 ID_BYTES = 8

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+from flexd.api.abort import AbortOutcome, AbortPreview, AbortResult
+from flexd.api.migration import MigrationDetail, MigrationList, MigrationStateName
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import MigrationState
@@ -24,8 +26,6 @@ from flexd.operations.decisions import MAX_ROLLED_BACK, DecisionFile, RequestedR
 from flexd.operations.executions import Abort, Execution, Executions
 from flexd.operations.history.history import MigrationHistory
 from flexd.operations.rollback_recovery import RollbackRecovery
-from flexd.server.migration_history import AbortOutcome, AbortPreview, AbortResult, MigrationDetail, MigrationList
-from flexd.server.migration_report import MigrationStateName
 
 LATEST = "latest"
 _LOOK_SECONDS = 0.5

@@ -6,6 +6,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from flexd.api.abort import RollbackPreview
+from flexd.api.migration import (
+    ActionEntry,
+    MigrationDetail,
+    MigrationEntry,
+    MigrationReport,
+    MigrationStep,
+    TransitionReport,
+)
 from flexd.control.daemon.journal import JournalledMigration
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.operations.executions import Execution, RollbackPlan
@@ -13,14 +22,6 @@ from flexd.operations.history.history import HistorySnapshot
 from flexd.operations.history.records import ActionRecord, MigrationRecord, TransitionRecord
 from flexd.operations.history.store import ENDED_UNSEEN
 from flexd.server.figures import HistoryFigures as HistoryFiguresReport
-from flexd.server.migration_history import (
-    ActionEntry,
-    MigrationDetail,
-    MigrationEntry,
-    RollbackPreview,
-    TransitionReport,
-)
-from flexd.server.migration_report import MigrationReport, MigrationStepReport
 
 _UNKNOWN = ("parent_plan_id", "trigger", "problem", "started_unix_seconds", "ended_unix_seconds")
 """Empty in a record where the API says null."""
@@ -36,7 +37,7 @@ def migration_report(execution: Execution) -> MigrationReport:
     return ended_report(planned).model_copy(
         update={
             "progress": 1.0 if record.state == MigrationState.COMMITTED.name else _share(planned),
-            "steps": tuple(MigrationStepReport(name=step.name, completion=step.completion) for step in progress.steps),
+            "steps": tuple(MigrationStep(name=step.name, completion=step.completion) for step in progress.steps),
             "eta_seconds": progress.eta_seconds,
             "bytes": progress.bytes_to_copy or (0 if plan is None else plan.migration_bytes),
         }

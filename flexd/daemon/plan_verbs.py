@@ -6,6 +6,10 @@ import threading
 import time
 from collections.abc import Mapping
 
+from flexd.api.plan import PlanReport
+from flexd.api.planning import ProposalList
+from flexd.api.replan import ReplanOutcome, ReplanResult
+from flexd.api.throttle import ThrottleStatus
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError
@@ -18,10 +22,6 @@ from flexd.operations.pacing import MigrationPacing
 from flexd.operations.planning import Planning
 from flexd.operations.proposals import Proposal
 from flexd.operations.triggers import Trigger, TriggerKind
-from flexd.server.plan_report import PlanReport
-from flexd.server.planning_report import ProposalList
-from flexd.server.throttle_report import ThrottleStatus
-from flexd.server.verbs import ReplanOutcome, ReplanResult
 
 _OUTCOMES: Mapping[MigrationState, ReplanOutcome] = {
     MigrationState.COMMITTED: "committed",

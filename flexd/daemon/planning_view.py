@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 
+from flexd.api.planning import GateReport, PlanningStatus, ProposalReport
+from flexd.api.throttle import StepTimeReport, ThrottleStatus
 from flexd.control.daemon.pace import StepTimes
 from flexd.control.daemon.throttle import ThrottleReason
 from flexd.daemon.label_values import with_zeros
@@ -15,8 +17,6 @@ from flexd.operations.planning import Planning
 from flexd.operations.proposals import Proposal
 from flexd.operations.triggers import TriggerKind
 from flexd.server.figures import PlanningFigures, ThrottleFigures
-from flexd.server.planning_report import GateReport, PlanningStatus, ProposalReport
-from flexd.server.throttle_report import StepTimeReport, ThrottleStatus
 
 
 def gate_report(gate: Gate) -> GateReport:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from flexd.api.scale_out import FollowerStatus, LeaderLinkStatus, ScaleOutStatus
 from flexd.daemon.label_values import SCALE_OUT_REFUSALS, with_zeros
 from flexd.daemon.scale_out import LeaderUnit
 from flexd.scaleout.delta_sender import FAILURE_REASONS
 from flexd.scaleout.follower import FollowerStats
 from flexd.server import figures as f
-from flexd.server.scale_out_status import FollowerStatus, LeaderLinkStatus, ScaleOutStatus
 
 
 def leader_status(unit: LeaderUnit) -> ScaleOutStatus:

@@ -9,6 +9,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from flexd.api.config import ReloadReport
+from flexd.api.errors import ProbeResult
+from flexd.api.explanation import Explanation
+from flexd.api.pause import PauseState
+from flexd.api.plan import PlanReport
+from flexd.api.replan import ReplanResult
+from flexd.api.status import Status
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.journal import PlacementJournal
@@ -40,15 +47,9 @@ from flexd.operations.plan_log import PlanLog
 from flexd.operations.planning import Planning
 from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.operations.step_reports import TrainingMonitor
-from flexd.server.answers import ProbeResult
-from flexd.server.config_report import ReloadReport
-from flexd.server.explain_report import Explanation
 from flexd.server.figures import DaemonFigures
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
-from flexd.server.plan_report import PlanReport
-from flexd.server.status import Status
-from flexd.server.verbs import PauseState, ReplanResult
 from flexd.stream.tap_source import TapSource
 
 logger = logging.getLogger("flexd")

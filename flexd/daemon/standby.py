@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from flexd import __version__
+from flexd.api.errors import ProbeResult
+from flexd.api.status import Status, StreamStatus
 from flexd.config.model import Config
 from flexd.core.errors import ApiError
 from flexd.core.process_start import Started
 from flexd.daemon.active_daemon import refusing
 from flexd.ha.keeper import LeaseRenewer
-from flexd.server.answers import ProbeResult
 from flexd.server.figures import DaemonFigures
-from flexd.server.status import Status, StreamStatus
 
 
 class Standby:

@@ -8,6 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flexd import __version__
+from flexd.api.base import TierName
+from flexd.api.drift import DriftStatus, TableDriftStatus
+from flexd.api.migration import MigrationReport
+from flexd.api.plan import PlanReport
+from flexd.api.sketch import ProfileStatus, SketchStatus, TableSketchStatus
+from flexd.api.status import PlacementStatus, SnapshotStatus, Status, StreamStatus, TopologyStatus
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.core.layout import Tier
@@ -36,11 +42,6 @@ from flexd.operations.proposals import Proposal
 from flexd.operations.step_reports import TrainingMonitor
 from flexd.planner.plan import Plan
 from flexd.server import figures as f
-from flexd.server.drift_status import DriftStatus, TableDriftStatus
-from flexd.server.migration_report import MigrationReport
-from flexd.server.plan_report import PlanReport, TierName
-from flexd.server.sketch_status import ProfileStatus, SketchStatus, TableSketchStatus
-from flexd.server.status import PlacementStatus, SnapshotStatus, Status, StreamStatus, TopologyStatus
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.profile import Profile
 from flexd.sketch.sources import TableSources
@@ -284,7 +285,8 @@ class DaemonView:
             throttle=throttle_figures(self._pacing.figures()),
             migration=self._migration_figures(),
             placement=self._placement_figures(),
-            training=self._training.figures(),
+            training=self._training.totals(),
+            ranks=self._training.ranks(),
             control=self._control_figures(),
             snapshot=self._snapshot_figures(),
             scale_out=None if self._leader is None else leader_figures(self._leader),

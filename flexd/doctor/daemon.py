@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import flexd
+from flexd.api.status import Status
 from flexd.doctor.finding import Finding, fault, ok, warning
-from flexd.server.status import Status
 
 
 def daemon(status: Status, differing_keys: int) -> Iterator[Finding]:

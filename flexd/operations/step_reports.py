@@ -1,16 +1,18 @@
-"""What the ranks report of their steps, summed for metrics and averaged for the planner."""
+"""Step reports of the ranks, summed for metrics and averaged for the planner."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from flexd.control.protocol.report import StepReport
 from flexd.operations.recent_traffic import TrafficTimeline
-from flexd.server.figures import LINKS, TRAFFIC_KINDS, RankFigures, TrainingFigures
 
+TRAFFIC_KINDS = ("all_to_all", "sync", "migration")
+LINKS = ("intra", "inter")
 _RECENT_STEPS = 50
 """The lookups of a step are averaged over about so many of a rank's newest steps."""
 
@@ -58,10 +60,32 @@ class RankAverages:
             heard_at=time.monotonic(),
         )
 
-    def figures(self) -> RankFigures:
+    @property
+    def replica_share(self) -> float:
+        """Share of the look-ups that rows above HOME answered; NaN without look-ups."""
         accesses = self.accesses_per_step
-        share = self.replica_accesses_per_step / accesses if accesses > 0 else math.nan
-        return RankFigures(self.step_seconds, self.inter_bytes, share)
+        return self.replica_accesses_per_step / accesses if accesses > 0 else math.nan
+
+
+@dataclass(frozen=True)
+class TrainingTotals:
+    """Measurements of the ranks, summed over ranks since the daemon started.
+
+    Attributes:
+        accesses_by_tier: lookups answered from (HOME, NODE, DEVICE) rows.
+        sent_bytes: (kind, link) -> bytes; kind of ``TRAFFIC_KINDS``, link of ``LINKS``.
+        steps: steps of all ranks.
+        step_seconds: their wall time.
+        apply_seconds: of which spent in applying chunks.
+        newest_step: the newest step that any rank reported.
+    """
+
+    accesses_by_tier: tuple[int, int, int] = (0, 0, 0)
+    sent_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    steps: int = 0
+    step_seconds: float = 0.0
+    apply_seconds: float = 0.0
+    newest_step: int = 0
 
 
 class TrainingMonitor:
@@ -71,7 +95,7 @@ class TrainingMonitor:
         self._lock = threading.Lock()
         self._ranks: dict[int, RankAverages] = {}
         self.timeline = TrafficTimeline()
-        self._totals = TrainingFigures(sent_bytes={(kind, link): 0 for kind in TRAFFIC_KINDS for link in LINKS})
+        self._totals = TrainingTotals(sent_bytes={(kind, link): 0 for kind in TRAFFIC_KINDS for link in LINKS})
 
     def add(self, rank: int, report: StepReport) -> None:
         """Takes one report in. Lookups of a rank are summed over tiers and averaged with exponential weights."""
@@ -79,7 +103,7 @@ class TrainingMonitor:
         with self._lock:
             self._ranks[rank] = RankAverages.of(report, self._ranks.get(rank))
             old = self._totals
-            self._totals = TrainingFigures(
+            self._totals = TrainingTotals(
                 accesses_by_tier=(
                     old.accesses_by_tier[0] + report.accesses_by_tier[0],
                     old.accesses_by_tier[1] + report.accesses_by_tier[1],
@@ -120,6 +144,7 @@ class TrainingMonitor:
         with self._lock:
             return {rank: known.version for rank, known in sorted(self._ranks.items())}
 
-    def figures(self) -> TrainingFigures:
+    def totals(self) -> TrainingTotals:
+        """Return the sums since the daemon started."""
         with self._lock:
-            return replace(self._totals, by_rank={rank: known.figures() for rank, known in sorted(self._ranks.items())})
+            return self._totals

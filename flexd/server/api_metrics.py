@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from flexd.server.families import counters
+from flexd.api.families import counters
 
 
 class RefusalsCollector(Collector):

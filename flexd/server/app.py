@@ -11,23 +11,24 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 import flexd
+from flexd.api.base import CommandRequest, build_models
+from flexd.api.config import ReloadReport
+from flexd.api.errors import ErrorBody, ErrorDetail, ProbeResult, error_body, http_status
+from flexd.api.explanation import MAX_EXPLAINED_ROWS, Explanation
+from flexd.api.interface import DaemonApi
+from flexd.api.pause import PauseRequest, PauseState
+from flexd.api.plan import PlanReport
+from flexd.api.replan import ReplanRequest, ReplanResult, replan_status
+from flexd.api.status import Status
 from flexd.core.errors import FlexdError
 from flexd.server.access import asked_by
-from flexd.server.answers import ErrorBody, ErrorDetail, ProbeResult
-from flexd.server.api import DaemonApi, error_body, http_status
-from flexd.server.config_report import ReloadReport
-from flexd.server.explain_report import MAX_EXPLAINED_ROWS, Explanation
 from flexd.server.guard import RequestGuard
 from flexd.server.inspect_routes import add_inspection
 from flexd.server.metrics import Metrics
 from flexd.server.migration_routes import add_migrations
-from flexd.server.model import build_models
 from flexd.server.page import add_page
-from flexd.server.plan_report import PlanReport
 from flexd.server.planning_routes import add_planning
-from flexd.server.routing import ERRORS, MAX_SLOW_CALLS, VERB_ERRORS, SlowCalls, json_answer, refusal
-from flexd.server.status import Status
-from flexd.server.verbs import AskedRequest, PauseRequest, PauseState, ReplanRequest, ReplanResult, replan_status
+from flexd.server.routing import ERRORS, MAX_SLOW_CALLS, VERB_ERRORS, SlowCalls, json_response, refusal
 
 _log = logging.getLogger(__name__)
 
@@ -65,13 +66,13 @@ def create_app(
     @app.get("/v1/status", response_model=Status, responses=ERRORS)
     def status() -> Response:
         """Health, stream, sketch, live ranks, placement, newest plan and migration."""
-        return json_answer(api.status())
+        return json_response(api.status())
 
     @app.get("/v1/plan", response_model=PlanReport, responses=VERB_ERRORS)
     def plan() -> Response:
         """Dry run: what a re-plan would change now, and why. Moves nothing."""
         with slow.one():
-            return json_answer(api.plan())
+            return json_response(api.plan())
 
     @app.get(
         "/v1/explain",
@@ -85,7 +86,7 @@ def create_app(
     ) -> Response:
         """Why a row, or the hottest rows of a table, are in their tiers. Moves nothing."""
         with slow.one():
-            return json_answer(api.explain(table, row, hottest))
+            return json_response(api.explain(table, row, hottest))
 
     @app.post(
         "/v1/replan",
@@ -96,29 +97,29 @@ def create_app(
         """Plans now, starts the migration and waits at most ``wait_seconds`` for its end."""
         with slow.one():
             result = api.replan(request.reason, request.wait_seconds, force=request.force, who=asked_by(request.who))
-        return json_answer(result, replan_status(result))
+        return json_response(result, replan_status(result))
 
     @app.post("/v1/pause", response_model=PauseState, responses=VERB_ERRORS)
     def pause(request: PauseRequest) -> Response:
         """Holds planning and pushing at the next chunk; ingest goes on."""
-        return json_answer(api.pause(request.reason, asked_by(request.who)))
+        return json_response(api.pause(request.reason, asked_by(request.who)))
 
     @app.post("/v1/resume", response_model=PauseState, responses=VERB_ERRORS)
-    def resume(request: AskedRequest | None = None) -> Response:
+    def resume(request: CommandRequest | None = None) -> Response:
         """Ends a pause."""
-        asked = request or AskedRequest()
-        return json_answer(api.resume(asked.reason, asked_by(asked.who)))
+        asked = request or CommandRequest()
+        return json_response(api.resume(asked.reason, asked_by(asked.who)))
 
     @app.get("/v1/config/reload", response_model=ReloadReport, responses=VERB_ERRORS)
     def preview_reload() -> Response:
         """Dry run: what would be taken from the configuration file now, and what would wait for a restart."""
-        return json_answer(api.preview_reload())
+        return json_response(api.preview_reload())
 
     @app.post("/v1/config/reload", response_model=ReloadReport, responses=VERB_ERRORS)
-    def reload(request: AskedRequest | None = None) -> Response:
+    def reload(request: CommandRequest | None = None) -> Response:
         """Reads the configuration file again. A file that is wrong changes nothing."""
-        asked = request or AskedRequest()
-        return json_answer(api.reload(asked.reason, asked_by(asked.who)))
+        asked = request or CommandRequest()
+        return json_response(api.reload(asked.reason, asked_by(asked.who)))
 
     app.add_middleware(RequestGuard, loopback_only=loopback_only, on_refused=on_refused)
     return app
@@ -141,7 +142,7 @@ def _add_probes(app: FastAPI, api: DaemonApi, metrics: Metrics) -> None:
             # A probe that fails to answer is a "no", not a fault of the caller; the kubelet acts on the status alone.
             _log.exception("probe failed")
             result = ProbeResult(ok=False, reasons=(f"{type(error).__name__}: {error}",))
-        return json_answer(result, 200 if result.ok else 503)
+        return json_response(result, 200 if result.ok else 503)
 
     responses: dict[int | str, dict[str, object]] = {503: {"model": ProbeResult, "description": "No; with reasons."}}
 
@@ -167,7 +168,7 @@ def _add_probes(app: FastAPI, api: DaemonApi, metrics: Metrics) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(FlexdError)
     async def refused(_: Request, error: FlexdError) -> Response:
-        return json_answer(error_body(error), http_status(error))
+        return json_response(error_body(error), http_status(error))
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> Response:
@@ -175,12 +176,12 @@ def _add_error_handlers(app: FastAPI) -> None:
             f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}" for fault in error.errors()[:8]
         )
         detail = ErrorDetail(type="RequestError", message=faults[:2000], remedy="see /openapi.json")
-        return json_answer(ErrorBody(error=detail), 422)
+        return json_response(ErrorBody(error=detail), 422)
 
     @app.exception_handler(HTTPException)
     async def no_such_thing(_: Request, error: HTTPException) -> Response:
         detail = ErrorDetail(type="HttpError", message=str(error.detail), remedy="see /openapi.json")
-        response = json_answer(ErrorBody(error=detail), error.status_code)
+        response = json_response(ErrorBody(error=detail), error.status_code)
         response.headers.update(error.headers or {})
         return response
 
@@ -190,4 +191,4 @@ def _add_error_handlers(app: FastAPI) -> None:
         detail = ErrorDetail(
             type="InternalError", message=f"the daemon failed: {type(error).__name__}", remedy="see the daemon's log"
         )
-        return json_answer(ErrorBody(error=detail), 500)
+        return json_response(ErrorBody(error=detail), 500)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from flexd.operations.step_reports import RankAverages, TrainingTotals
+
 TIER_NAMES = ("home", "node", "device")
-TRAFFIC_KINDS = ("all_to_all", "sync", "migration")
-LINKS = ("intra", "inter")
 
 
 @dataclass(frozen=True)
@@ -224,43 +224,6 @@ class PlacementFigures:
 
 
 @dataclass(frozen=True)
-class RankFigures:
-    """One rank; averages over its newest steps.
-
-    Attributes:
-        step_seconds, inter_bytes: of a step; bytes that it sent to other nodes.
-        replica_share: of its look-ups that rows above HOME answered, NaN without look-ups.
-    """
-
-    step_seconds: float
-    inter_bytes: float
-    replica_share: float
-
-
-@dataclass(frozen=True)
-class TrainingFigures:
-    """What the ranks measured, summed over ranks since the daemon started.
-
-    Attributes:
-        accesses_by_tier: lookups answered from (HOME, NODE, DEVICE) rows.
-        sent_bytes: (kind, link) -> bytes; kind of ``TRAFFIC_KINDS``, link of ``LINKS``.
-        steps: steps of all ranks.
-        step_seconds: their wall time.
-        apply_seconds: of which spent in applying chunks.
-        newest_step: the newest step that any rank reported.
-        by_rank: of the present ranks that have reported.
-    """
-
-    accesses_by_tier: tuple[int, int, int] = (0, 0, 0)
-    sent_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    steps: int = 0
-    step_seconds: float = 0.0
-    apply_seconds: float = 0.0
-    newest_step: int = 0
-    by_rank: Mapping[int, RankFigures] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class ControlFigures:
     """The control channel since the daemon started.
 
@@ -389,7 +352,8 @@ class DaemonFigures:
     migration: MigrationFigures = MigrationFigures()
     decisions: DecisionFigures = DecisionFigures()
     placement: PlacementFigures = PlacementFigures()
-    training: TrainingFigures = TrainingFigures()
+    training: TrainingTotals = field(default_factory=TrainingTotals)
+    ranks: Mapping[int, RankAverages] = field(default_factory=dict)
     control: ControlFigures = ControlFigures()
     snapshot: SnapshotFigures = SnapshotFigures()
     scale_out: ScaleOutFigures | None = None

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from flexd.api.errors import error_body
 from flexd.config.base import is_loopback
 from flexd.core.errors import ApiError
-from flexd.server.api import error_body
 
 MAX_REQUEST_BYTES = 64 * 1024
 BODY_SECONDS = 10.0

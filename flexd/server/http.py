@@ -15,11 +15,11 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
+from flexd.api.interface import DaemonApi
 from flexd.config.base import is_loopback, split_address
 from flexd.config.server import ServerConfig
 from flexd.core.errors import ApiError
 from flexd.server.access import AccessControl, Refusals
-from flexd.server.api import DaemonApi
 from flexd.server.api_metrics import RefusalsCollector
 from flexd.server.app import create_app, create_metrics_app
 from flexd.server.metrics import Metrics

@@ -7,12 +7,12 @@ from typing import Annotated
 
 from fastapi import FastAPI, Query, Response
 
-from flexd.server.config_report import ConfigReport
-from flexd.server.inspect_api import InspectApi
-from flexd.server.rank_report import RankPage
-from flexd.server.routing import VERB_ERRORS, SlowCalls, json_answer, refusal
-from flexd.server.table_report import MAX_PAGE_ENTRIES, HotRowPage, TableOrder, TablePage
-from flexd.server.timeline_report import Timeline
+from flexd.api.config import ConfigReport
+from flexd.api.interface import InspectApi
+from flexd.api.rank import RankPage
+from flexd.api.table import MAX_PAGE_ENTRIES, HotRowPage, TableOrder, TablePage
+from flexd.api.timeline import Timeline
+from flexd.server.routing import VERB_ERRORS, SlowCalls, json_response, refusal
 
 Offset = Annotated[int, Query(ge=0, le=2**40)]
 Limit = Annotated[int, Query(ge=1, le=MAX_PAGE_ENTRIES)]
@@ -25,12 +25,12 @@ def add_inspection(app: FastAPI, inspect: Callable[[], InspectApi], slow: SlowCa
     @app.get("/v1/config", response_model=ConfigReport, responses=VERB_ERRORS)
     def config() -> Response:
         """The effective configuration, defaults included, secrets replaced."""
-        return json_answer(inspect().config())
+        return json_response(inspect().config())
 
     @app.get("/v1/tables", response_model=TablePage, responses=VERB_ERRORS)
     def tables(offset: Offset = 0, limit: Limit = 100, order: TableOrder = "accesses") -> Response:
         """The tables: how they are counted, how much they are accessed, where their rows are."""
-        return json_answer(inspect().tables(offset, limit, order))
+        return json_response(inspect().tables(offset, limit, order))
 
     @app.get(
         "/v1/rows",
@@ -40,14 +40,14 @@ def add_inspection(app: FastAPI, inspect: Callable[[], InspectApi], slow: SlowCa
     def rows(table: Annotated[str, Query(max_length=256)], offset: Offset = 0, limit: Limit = 100) -> Response:
         """The hot rows of one table with their tiers, the most accessed first."""
         with slow.one():
-            return json_answer(inspect().rows(table, offset, limit))
+            return json_response(inspect().rows(table, offset, limit))
 
     @app.get("/v1/topology", response_model=RankPage, responses=VERB_ERRORS)
     def topology(offset: Offset = 0, limit: Limit = 100) -> Response:
         """The ranks one by one: placement version, step, traffic and balance."""
-        return json_answer(inspect().ranks(offset, limit))
+        return json_response(inspect().ranks(offset, limit))
 
     @app.get("/v1/timeline", response_model=Timeline, responses=VERB_ERRORS)
     def timeline() -> Response:
         """Traffic of the last half hour against row-wise sharding, and the plans that moved rows."""
-        return json_answer(inspect().timeline())
+        return json_response(inspect().timeline())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
@@ -16,16 +16,15 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from flexd.api.families import MAX_LABEL_VALUES as MAX_LABEL_VALUES
+from flexd.api.families import counter as _counter
+from flexd.api.families import counters as _counters
+from flexd.api.families import gauge as _gauge
+from flexd.api.families import gauges as _gauges
+from flexd.operations.step_reports import LINKS, TRAFFIC_KINDS, RankAverages, TrainingTotals
 from flexd.server.availability_metrics import availability_metrics
-from flexd.server.families import MAX_LABEL_VALUES as MAX_LABEL_VALUES
-from flexd.server.families import counter as _counter
-from flexd.server.families import counters as _counters
-from flexd.server.families import gauge as _gauge
-from flexd.server.families import gauges as _gauges
 from flexd.server.figures import (
-    LINKS,
     TIER_NAMES,
-    TRAFFIC_KINDS,
     ControlFigures,
     DaemonFigures,
     DriftFigures,
@@ -35,7 +34,6 @@ from flexd.server.figures import (
     PlanFigures,
     SketchFigures,
     SnapshotFigures,
-    TrainingFigures,
 )
 from flexd.server.planning_metrics import decision_metrics, planning_metrics, throttle_metrics
 from flexd.server.scale_out_metrics import scale_out_metrics
@@ -88,7 +86,7 @@ class FiguresCollector(Collector):
         yield from throttle_metrics(figures.throttle)
         yield from decision_metrics(figures.decisions)
         yield from _placement(figures.placement)
-        yield from _training(figures.training)
+        yield from _training(figures.training, figures.ranks)
         yield from _control(figures.control)
         yield from _snapshot(figures.snapshot)
         if figures.scale_out is not None:
@@ -291,7 +289,7 @@ def _placement(placement: PlacementFigures) -> Iterator[Metric]:
     )
 
 
-def _training(training: TrainingFigures) -> Iterator[Metric]:
+def _training(training: TrainingTotals, by_rank: Mapping[int, RankAverages]) -> Iterator[Metric]:
     yield _counters(
         "flexd_training_accesses",
         "Lookups, by the tier of the row that answered.",
@@ -317,7 +315,7 @@ def _training(training: TrainingFigures) -> Iterator[Metric]:
         "flexd_training_apply_seconds", "Step time spent in applying chunks, over all ranks.", training.apply_seconds
     )
     yield _gauge("flexd_training_step", "The newest step that any rank reported.", training.newest_step)
-    ranks = training.by_rank.items()
+    ranks = by_rank.items()
     for name, text, values in (
         ("step_seconds", "Wall time of a step.", {str(rank): known.step_seconds for rank, known in ranks}),
         ("inter_node_bytes", "Sent to other nodes in a step.", {str(rank): known.inter_bytes for rank, known in ranks}),

@@ -7,19 +7,11 @@ from typing import Annotated
 
 from fastapi import FastAPI, Path, Query, Response
 
+from flexd.api.abort import AbortPreview, AbortRequest, AbortResult, abort_status
+from flexd.api.interface import MigrationsApi
+from flexd.api.migration import MAX_LISTED, MigrationDetail, MigrationList, MigrationStateName
 from flexd.server.access import asked_by
-from flexd.server.migration_history import (
-    MAX_LISTED,
-    AbortPreview,
-    AbortRequest,
-    AbortResult,
-    MigrationDetail,
-    MigrationList,
-    abort_status,
-)
-from flexd.server.migration_report import MigrationStateName
-from flexd.server.migrations_api import MigrationsApi
-from flexd.server.routing import VERB_ERRORS, SlowCalls, json_answer, refusal
+from flexd.server.routing import VERB_ERRORS, SlowCalls, json_response, refusal
 
 
 def add_migrations(app: FastAPI, migrations: Callable[[], MigrationsApi], slow: SlowCalls) -> None:
@@ -30,7 +22,7 @@ def add_migrations(app: FastAPI, migrations: Callable[[], MigrationsApi], slow: 
         limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100, state: MigrationStateName | None = None
     ) -> Response:
         """The migrations of this daemon and of those before it, the newest first."""
-        return json_answer(migrations().migrations(limit, state))
+        return json_response(migrations().migrations(limit, state))
 
     @app.get(
         "/v1/migrations/{migration_id}",
@@ -39,13 +31,13 @@ def add_migrations(app: FastAPI, migrations: Callable[[], MigrationsApi], slow: 
     )
     def migration(migration_id: Annotated[str, Path(max_length=200)]) -> Response:
         """One of them with every change of its state; ``latest`` is the newest."""
-        return json_answer(migrations().migration(migration_id))
+        return json_response(migrations().migration(migration_id))
 
     @app.get("/v1/abort", response_model=AbortPreview, responses=VERB_ERRORS)
     def preview_abort(rollback: bool = False) -> Response:
         """Dry run: which migration would stop and where, and what a rollback would take back."""
         with slow.one():
-            return json_answer(migrations().preview_abort(rollback=rollback))
+            return json_response(migrations().preview_abort(rollback=rollback))
 
     @app.post(
         "/v1/abort",
@@ -59,4 +51,4 @@ def add_migrations(app: FastAPI, migrations: Callable[[], MigrationsApi], slow: 
                 rollback=request.rollback, reason=request.reason, wait_seconds=request.wait_seconds,
                 who=asked_by(request.who),
             )  # fmt: skip
-        return json_answer(result, abort_status(result))
+        return json_response(result, abort_status(result))

@@ -7,13 +7,13 @@ from typing import Annotated
 
 from fastapi import FastAPI, Path, Response
 
+from flexd.api.interface import PlanningApi
+from flexd.api.plan import PlanReport
+from flexd.api.planning import ProposalList
+from flexd.api.replan import ApplyRequest, ReplanResult, replan_status
+from flexd.api.throttle import ThrottleRequest, ThrottleStatus
 from flexd.server.access import asked_by
-from flexd.server.plan_report import PlanReport
-from flexd.server.planning_api import PlanningApi
-from flexd.server.planning_report import ProposalList
-from flexd.server.routing import VERB_ERRORS, SlowCalls, json_answer, refusal
-from flexd.server.throttle_report import ThrottleRequest, ThrottleStatus
-from flexd.server.verbs import ApplyRequest, ReplanResult, replan_status
+from flexd.server.routing import VERB_ERRORS, SlowCalls, json_response, refusal
 
 _NO_SUCH: dict[int | str, dict[str, object]] = {
     **VERB_ERRORS,
@@ -28,12 +28,12 @@ def add_planning(app: FastAPI, planning: Callable[[], PlanningApi], slow: SlowCa
     @app.get("/v1/proposals", response_model=ProposalList, responses=VERB_ERRORS)
     def proposals() -> Response:
         """The plans that are kept and can be applied."""
-        return json_answer(planning().proposals())
+        return json_response(planning().proposals())
 
     @app.get("/v1/proposals/{plan_id}", response_model=PlanReport, responses=_NO_SUCH)
     def proposal(plan_id: PlanId) -> Response:
         """One of them; ``latest`` is the newest."""
-        return json_answer(planning().proposal(plan_id))
+        return json_response(planning().proposal(plan_id))
 
     @app.post(
         "/v1/proposals/{plan_id}/apply",
@@ -46,12 +46,12 @@ def add_planning(app: FastAPI, planning: Callable[[], PlanningApi], slow: SlowCa
             result = planning().apply(
                 plan_id, request.reason, request.wait_seconds, force=request.force, who=asked_by(request.who)
             )
-        return json_answer(result, replan_status(result))
+        return json_response(result, replan_status(result))
 
     @app.get("/v1/throttle", response_model=ThrottleStatus, responses=VERB_ERRORS)
     def throttle() -> Response:
         """What holds migrations back."""
-        return json_answer(planning().throttle())
+        return json_response(planning().throttle())
 
     @app.post("/v1/throttle", response_model=ThrottleStatus, responses=VERB_ERRORS)
     def set_throttle(request: ThrottleRequest) -> Response:
@@ -61,4 +61,4 @@ def add_planning(app: FastAPI, planning: Callable[[], PlanningApi], slow: SlowCa
             request.bytes_per_step, request.bytes_per_second, request.adaptive, reason=request.reason,
             who=asked_by(request.who),
         )  # fmt: skip
-        return json_answer(status)
+        return json_response(status)

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from fastapi import Response
 from pydantic import BaseModel
 
+from flexd.api.errors import ErrorBody
 from flexd.core.errors import ApiError
-from flexd.server.answers import ErrorBody
 
 MAX_SLOW_CALLS = 8
 """Plans and waits for migrations at one time: they hold a thread each, and the probes need threads too."""
@@ -65,5 +65,5 @@ class SlowCalls:
             self._free.release()
 
 
-def json_answer(model: BaseModel, status_code: int = 200) -> Response:
+def json_response(model: BaseModel, status_code: int = 200) -> Response:
     return Response(model.model_dump_json(), status_code=status_code, media_type="application/json")

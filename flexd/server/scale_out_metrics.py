@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
-from flexd.server.families import counter, counters, gauge, gauges
+from flexd.api.families import counter, counters, gauge, gauges
 from flexd.server.figures import ScaleOutFigures
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 
+from flexd.api.sketch import SketchStatus, TableSketchStatus
+from flexd.api.status import Status, StreamStatus
 from flexd.cli.status_view import status_blocks
 from flexd.cli.view import show
-from flexd.server.sketch_status import SketchStatus, TableSketchStatus
-from flexd.server.status import Status, StreamStatus
 
 
 def test_how_a_table_is_counted_and_how_far_it_may_be_off():

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from flexd.api.abort import AbortPreview, RollbackPreview
+from flexd.api.migration import MigrationReport
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.migration_view import abort_sentence
 from flexd.core.errors import ApiError
-from flexd.server.migration_history import AbortPreview, RollbackPreview
-from flexd.server.migration_report import MigrationReport
 
 
 def report(state, **fields):

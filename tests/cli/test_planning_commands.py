@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from flexd.api.plan import PlanReport
+from flexd.api.planning import GateReport, PlanningStatus, ProposalList, ProposalReport
+from flexd.api.throttle import StepTimeReport, ThrottleStatus
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.plan_view import plan_blocks
 from flexd.cli.planning_view import planning_block, proposal_blocks
 from flexd.cli.throttle_view import ThrottleChange, throttle_blocks, throttle_sentence
 from flexd.cli.view import Sentences
 from flexd.core.errors import PlanError
-from flexd.server.plan_report import PlanReport
-from flexd.server.planning_report import GateReport, PlanningStatus, ProposalList, ProposalReport
-from flexd.server.throttle_report import StepTimeReport, ThrottleStatus
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -137,10 +137,10 @@ def test_a_dry_run_of_the_throttle_shows_before_and_after(flexd_command, url, da
 
 def test_the_question_says_what_changes_of_the_throttle():
     now = ThrottleStatus(bytes_per_step=1_000_000, adaptive=True)
-    assert throttle_sentence(ThrottleChange.of(now, 0, 5000, False)) == (
+    assert throttle_sentence(ThrottleChange.between(now, 0, 5000, False)) == (
         "a step: 1 MB -> as much as the ranks apply; a second: no limit -> 5 kB; adaptive: on -> off."
     )
-    assert throttle_sentence(ThrottleChange.of(now, None, None, True)) == "The throttle is so already."
+    assert throttle_sentence(ThrottleChange.between(now, None, None, True)) == "The throttle is so already."
 
 
 def test_the_throttle_says_why_a_migration_waits():

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from flexd.api.config import KeyChange, ReloadReport
 from flexd.cli.config_view import flat, reload_blocks, reload_sentence
 from flexd.cli.exit_codes import ExitCode
 from flexd.core.errors import ConfigError
-from flexd.server.config_report import KeyChange, ReloadReport
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flexd.api.rank import RankPage
+from flexd.api.table import HotRowPage, TablePage
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.table_view import rank_blocks, row_blocks, table_blocks
 from flexd.cli.view import OutputFormat, Sentences
 from flexd.cli.watch import emit_watched
 from flexd.core.errors import ApiError
-from flexd.server.rank_report import RankPage
-from flexd.server.table_report import HotRowPage, TablePage
 
 REPOSITORY = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"

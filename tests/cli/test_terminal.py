@@ -12,8 +12,8 @@ import pexpect
 import pytest
 from statuses import STATUSES
 
+from flexd.api.pause import PauseState
 from flexd.cli.exit_codes import ExitCode
-from flexd.server.verbs import PauseState
 
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 30

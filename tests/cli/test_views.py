@@ -8,6 +8,10 @@ import json
 import numpy as np
 import pytest
 
+from flexd.api.migration import MigrationReport
+from flexd.api.plan import PlanReport
+from flexd.api.sketch import SketchStatus, TableSketchStatus
+from flexd.api.status import PlacementStatus, SnapshotStatus, Status, StreamStatus, TopologyStatus
 from flexd.cli.plan_view import plan_blocks
 from flexd.cli.status_view import MAX_MISSING_RANKS, MAX_TABLES, migration_facts, status_blocks
 from flexd.cli.view import Table, show
@@ -15,10 +19,6 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.planner.plan import make_plan
-from flexd.server.migration_report import MigrationReport
-from flexd.server.plan_report import PlanReport
-from flexd.server.sketch_status import SketchStatus, TableSketchStatus
-from flexd.server.status import PlacementStatus, SnapshotStatus, Status, StreamStatus, TopologyStatus
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.files import load_preset
 

@@ -20,7 +20,7 @@ def test_nothing_is_known_before_the_first_report() -> None:
     monitor = TrainingMonitor()
     assert monitor.accesses_per_step(4) is None
     assert monitor.versions() == {}
-    assert monitor.figures().steps == 0
+    assert monitor.totals().steps == 0
 
 
 def test_ranks_that_have_not_reported_are_taken_to_do_what_the_others_do() -> None:
@@ -56,14 +56,14 @@ def test_another_generation_forgets_averages_and_versions_but_not_the_totals() -
     monitor.new_generation()
     assert monitor.accesses_per_step(2) is None
     assert monitor.versions() == {}
-    assert monitor.figures().newest_step == 5
+    assert monitor.totals().newest_step == 5
 
 
 def test_totals_are_sums_over_ranks_and_reports() -> None:
     monitor = TrainingMonitor()
     monitor.add(0, report(5, steps=2))
     monitor.add(1, report(4, steps=3, accesses=(1, 2, 3)))
-    figures = monitor.figures()
+    figures = monitor.totals()
     assert figures.accesses_by_tier == (61, 32, 13)
     assert figures.steps == 5
     assert figures.step_seconds == pytest.approx(2.5)

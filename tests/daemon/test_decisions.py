@@ -11,6 +11,7 @@ import httpx
 import pytest
 from flexd_processes import RunningDaemon, flexd
 
+from flexd.api.config import ReloadReport
 from flexd.config.links import ControlConfig, ThrottleConfig
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.core import durable
@@ -19,7 +20,6 @@ from flexd.daemon.control_verbs import ControlVerbs
 from flexd.operations.decisions import MAX_BYTES, DecisionFile, Decisions, Pause, RequestedRollback, ThrottleOverride
 from flexd.operations.history.records import ActionRecord
 from flexd.operations.pacing import MigrationPacing
-from flexd.server.config_report import ReloadReport
 
 CONFIGURED = ThrottleConfig(bytes_per_second=9_000)
 DECIDED = Decisions(

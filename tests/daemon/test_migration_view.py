@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from flexd.api.migration import ActionEntry, MigrationEntry, TransitionReport
 from flexd.daemon.migration_view import action_entry, ended_report, migration_detail, migration_entry
 from flexd.operations.history.records import ActionRecord, MigrationRecord, TransitionRecord
-from flexd.server.migration_history import ActionEntry, MigrationEntry, TransitionReport
 
 RECORD = MigrationRecord(
     migration_id="m", plan_id="p", parent_plan_id="before", who="ada", trigger="drift", reason="why", state="ABORTED",

@@ -13,6 +13,7 @@ import pytest
 from executions_setting import LAYOUT, SECONDS, Setting
 from ranks_in_threads import Ranks, same_content, target, until
 
+from flexd.api.abort import AbortResult
 from flexd.control.daemon import journal as journal_module
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import MigrationState
@@ -21,7 +22,6 @@ from flexd.core.errors import ApiError, SnapshotError
 from flexd.operations import decisions as decisions_module
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.history.store import ENDED_UNSEEN
-from flexd.server.migration_history import AbortResult
 
 
 class Gate(Throttle):

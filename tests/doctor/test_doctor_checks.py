@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from flexd.api.status import Status, StreamStatus
 from flexd.config.load import parse_config
 from flexd.config.model import Config
 from flexd.core.errors import StreamError
 from flexd.doctor import finding, host, stream
 from flexd.doctor.daemon import daemon
 from flexd.doctor.finding import Finding, Level
-from flexd.server.status import Status, StreamStatus
 from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch

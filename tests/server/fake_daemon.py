@@ -9,14 +9,15 @@ from fake_inspection import FakeInspection
 from fake_migrations import FakeMigrations
 from fake_planning import FakePlanning
 
-from flexd.server.answers import ProbeResult
-from flexd.server.config_report import KeyChange, ReloadReport
-from flexd.server.explain_report import Explanation, RowReport, ThresholdReport
+from flexd.api.config import KeyChange, ReloadReport
+from flexd.api.errors import ProbeResult
+from flexd.api.explanation import Explanation, RowReport, ThresholdReport
+from flexd.api.migration import MigrationReport
+from flexd.api.pause import PauseState
+from flexd.api.plan import PlanReport, ReplicationReport
+from flexd.api.replan import ReplanResult
+from flexd.api.status import Status, StreamStatus
 from flexd.server.figures import DaemonFigures
-from flexd.server.migration_report import MigrationReport
-from flexd.server.plan_report import PlanReport, ReplicationReport
-from flexd.server.status import Status, StreamStatus
-from flexd.server.verbs import PauseState, ReplanResult
 
 OK = ProbeResult(ok=True)
 RELOADED = ReloadReport(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexd.core.errors import ApiError
-from flexd.server.migration_history import (
-    AbortPreview,
-    AbortResult,
+from flexd.api.abort import AbortPreview, AbortResult, RollbackPreview
+from flexd.api.migration import (
     ActionEntry,
     MigrationDetail,
     MigrationEntry,
     MigrationList,
-    RollbackPreview,
+    MigrationReport,
+    MigrationStateName,
+    MigrationStep,
     TransitionReport,
 )
-from flexd.server.migration_report import MigrationReport, MigrationStateName, MigrationStepReport
+from flexd.core.errors import ApiError
 
 ENDED = MigrationEntry(
     migration_id="p7", plan_id="p7", parent_plan_id="p6", trigger="drift", who="flexd", reason="drift 1.20 > 1.05",
@@ -79,7 +79,7 @@ class FakeMigrations:
             outcome = "rolled_back" if rollback else "stopped"
         stopped = MigrationReport(
             migration_id="p8", plan_id="p8", state="ABORTED", progress=2 / 9, rows=9000, rows_applied=2000,
-            steps=(MigrationStepReport(name="stop", completion=1.0),), base_version=16, last_version=18,
+            steps=(MigrationStep(name="stop", completion=1.0),), base_version=16, last_version=18,
         )  # fmt: skip
         back = MigrationReport(migration_id="p8.rollback", plan_id="p8.rollback", state="COMMITTED", progress=1.0)
         return AbortResult(

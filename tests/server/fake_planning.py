@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from flexd.api.plan import PlanReport
+from flexd.api.planning import GateReport, ProposalList, ProposalReport
+from flexd.api.replan import ReplanResult
+from flexd.api.throttle import ThrottleStatus
 from flexd.core.errors import ApiError
-from flexd.server.plan_report import PlanReport
-from flexd.server.planning_report import GateReport, ProposalList, ProposalReport
-from flexd.server.throttle_report import ThrottleStatus
-from flexd.server.verbs import ReplanResult
 
 KEPT = ProposalReport(
     plan_id="p7", created_unix_seconds=1_700_000_000.0, trigger="drift", reason="drift 1.20 > 1.05 (table items)",

@@ -13,6 +13,7 @@ from api_contract import RESPONSE_CHECKS, asks_for_something, for_every_request,
 from fake_daemon import FakeDaemon
 from schemathesis import checks
 
+from flexd.api.errors import http_status
 from flexd.config.server import ServerConfig, TokenConfig
 from flexd.core.errors import (
     ApiError,
@@ -24,7 +25,6 @@ from flexd.core.errors import (
     StreamError,
     TopologyError,
 )
-from flexd.server.api import http_status
 from flexd.server.app import create_app
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics

@@ -9,13 +9,13 @@ import time
 import httpx
 import pytest
 
+from flexd.api.errors import ErrorBody, ProbeResult
+from flexd.api.plan import PlanReport
+from flexd.api.status import Status
 from flexd.core.errors import ApiError, ControlError, EmbeddingError, PlanError
 from flexd.server import guard
-from flexd.server.answers import ErrorBody, ProbeResult
 from flexd.server.guard import MAX_REQUEST_BYTES
-from flexd.server.plan_report import PlanReport
 from flexd.server.routing import MAX_SLOW_CALLS
-from flexd.server.status import Status
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from flexd.api.errors import ErrorBody
+from flexd.api.table import MAX_PAGE_ENTRIES, HotRowPage, TablePage
 from flexd.core.errors import ApiError
-from flexd.server.answers import ErrorBody
-from flexd.server.table_report import MAX_PAGE_ENTRIES, HotRowPage, TablePage
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from flexd.operations.step_reports import RankAverages, TrainingTotals
 from flexd.server.figures import (
     ControlFigures,
     DaemonFigures,
@@ -17,10 +18,8 @@ from flexd.server.figures import (
     MigrationFigures,
     PlacementFigures,
     PlanFigures,
-    RankFigures,
     SketchFigures,
     SnapshotFigures,
-    TrainingFigures,
 )
 from flexd.server.metrics import MAX_LABEL_VALUES, Metrics
 
@@ -48,15 +47,15 @@ FULL = DaemonFigures(
     plan=PlanFigures({"changed": 2, "refused": 1}, 0.75, 0.004, 0.002, 60.0),
     migration=MigrationFigures({"committed": 2}, 300, 4096, 6, 0.5),
     placement=PlacementFigures(6, {1: 6, 0: 5}, (90, 7, 3), 0),
-    training=TrainingFigures(
+    training=TrainingTotals(
         (60, 30, 10),
         {("all_to_all", "inter"): 123, ("sync", "intra"): 45},
         40,
         8.5,
         0.1,
         21,
-        {3: RankFigures(0.5, 1000.0, 0.75)},
     ),
+    ranks={3: RankAverages(1, 1, 8.0, 6.0, 0.5, 0.0, 1000.0, 0.0)},
     control=ControlFigures(3, 2, 4, 3, {"stale": 1}, 0),
     snapshot=SnapshotFigures(12.0, 9, 1, 5000, 0.25),
 )

@@ -14,7 +14,7 @@ def test_an_app_has_built_them_all() -> None:
         "from fake_daemon import FakeDaemon\n"
         "from flexd.server.app import create_app\n"
         "from flexd.server.metrics import Metrics\n"
-        "from flexd.server.model import Model\n"
+        "from flexd.api.base import Model\n"
         "def below(model):\n"
         "    return [model] + [each for made in model.__subclasses__() for each in below(made)]\n"
         "waiting = sum(not model.__pydantic_complete__ for model in below(Model)[1:])\n"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from flexd.api.plan import PlanReport
+from flexd.api.planning import ProposalList
+from flexd.api.throttle import ThrottleStatus
 from flexd.core.errors import PlanError
-from flexd.server.plan_report import PlanReport
-from flexd.server.planning_report import ProposalList
-from flexd.server.throttle_report import ThrottleStatus
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from fake_daemon import FakeDaemon
 from fake_inspection import STRANGE
 from ops_tools import tool
 
+from flexd.api.migration import MigrationReport
+from flexd.api.plan import PlanReport
+from flexd.api.status import PlacementStatus, Status, StreamStatus, TopologyStatus
 from flexd.config.server import ServerConfig
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
-from flexd.server.migration_report import MigrationReport
-from flexd.server.plan_report import PlanReport
-from flexd.server.status import PlacementStatus, Status, StreamStatus, TopologyStatus
 
 DEADLINE_MS = 20_000
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flexd.server.drift_status import DriftStatus
-from flexd.server.migration_report import MigrationReport, MigrationStepReport
-from flexd.server.plan_report import PlanReport
-from flexd.server.sketch_status import ProfileStatus, SketchStatus, TableSketchStatus
-from flexd.server.status import PlacementStatus, SnapshotStatus, Status, StreamStatus, TopologyStatus
+from flexd.api.drift import DriftStatus
+from flexd.api.migration import MigrationReport, MigrationStep
+from flexd.api.plan import PlanReport
+from flexd.api.sketch import ProfileStatus, SketchStatus, TableSketchStatus
+from flexd.api.status import PlacementStatus, SnapshotStatus, Status, StreamStatus, TopologyStatus
 
 _PLAN = PlanReport(plan_id="p7", reason="drift", promotions=1200, demotions=300)
 _COMMITTED = MigrationReport(
@@ -61,10 +61,7 @@ MIGRATING = HEALTHY.model_copy(
             update={
                 "state": "PUSHING",
                 "progress": 0.25,
-                "steps": (
-                    MigrationStepReport(name="push", completion=0.5),
-                    MigrationStepReport(name="apply", completion=0.25),
-                ),
+                "steps": (MigrationStep(name="push", completion=0.5), MigrationStep(name="apply", completion=0.25)),
                 "eta_seconds": 30.0,
                 "rows_applied": 375,
                 "chunks_pushed": 2,

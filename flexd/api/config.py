@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexd.server.model import Measured, Model
+from flexd.api.base import FiniteOrNone, Model
 
 
 class KeyChange(Model):
@@ -40,7 +40,7 @@ class ConfigStatus(Model):
 
     file: str | None = None
     """Null for a daemon that was made without one."""
-    read_unix_seconds: Measured = None
+    read_unix_seconds: FiniteOrNone = None
     """When it was last read and taken."""
     pending: tuple[str, ...] = ()
     """Key paths in which it differs from what runs, until a restart."""

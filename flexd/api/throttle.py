@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from flexd.server.model import Measured, Model
-from flexd.server.verbs import MAX_REASON_CHARACTERS, MAX_WHO_CHARACTERS
+from flexd.api.base import CommandRequest, FiniteOrNone, Model
 
 
 class StepTimeReport(Model):
     """Seconds of a training step, over the reports of all ranks."""
 
-    p50_seconds: Measured = None
+    p50_seconds: FiniteOrNone = None
     """Median."""
-    p90_seconds: Measured = None
+    p90_seconds: FiniteOrNone = None
     """Nine of ten are quicker."""
 
 
@@ -48,18 +47,12 @@ class ThrottleStatus(Model):
     """Of the adaptive controller since the daemon started."""
 
 
-class ThrottleRequest(BaseModel):
-    """Body of ``POST /v1/throttle``: what is left out stays as it is."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+class ThrottleRequest(CommandRequest):
+    """Body of ``POST /v1/throttle``. Settings that are left out stay unchanged."""
 
     bytes_per_step: Annotated[int, Field(ge=0, le=2**50)] | None = None
     """At one step boundary of every rank; 0 lifts the limit."""
     bytes_per_second: Annotated[int, Field(ge=0, le=2**50)] | None = None
     """In the long run; 0 lifts the limit."""
     adaptive: bool | None = None
-    """Whether step times slow it down further."""
-    reason: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = ""
-    """Recorded."""
-    who: Annotated[str, Field(max_length=MAX_WHO_CHARACTERS)] = ""
-    """Asks for it; recorded."""
+    """Whether step times slow migrations down further."""

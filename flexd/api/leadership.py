@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from flexd.server.model import Model
+from flexd.api.base import Model
 
 
 class AvailabilityStatus(Model):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from flexd.server.model import Measured, Model
+from flexd.api.base import FiniteOrNone, Model
 
 TriggerName = Literal["interval", "drift", "topology", "manual"]
 
@@ -18,9 +18,9 @@ class GateReport(Model):
     """``samples``, ``coverage``, ``window``, ``lag`` or ``sketch_error``."""
     key: str
     """Of the configuration."""
-    measured: Measured = None
+    measured: FiniteOrNone = None
     """Accesses, share, seconds, messages or share."""
-    required: Measured = None
+    required: FiniteOrNone = None
     """The bound."""
     at_most: bool = False
     """Whether it is an upper bound."""
@@ -35,7 +35,7 @@ class ProposalReport(Model):
 
     plan_id: str
     """What ``flexd apply`` takes."""
-    created_unix_seconds: Measured = None
+    created_unix_seconds: FiniteOrNone = None
     """When it was made."""
     trigger: TriggerName = "manual"
     """What it was made for."""
@@ -49,7 +49,7 @@ class ProposalReport(Model):
     """Rows that lose copies."""
     migration_bytes: int = 0
     """Row values and optimizer state that it would copy."""
-    saved_seconds: Measured = None
+    saved_seconds: FiniteOrNone = None
     """Of a step's exposed communication, by its model."""
     closed_gates: tuple[str, ...] = ()
     """It is carried out with ``--force`` only."""
@@ -73,7 +73,7 @@ class PlanningStatus(Model):
     """Why the daemon starts no migration by itself now, if so."""
     window_open: bool = True
     """Whether the maintenance windows allow it now."""
-    window_changes_unix_seconds: Measured = None
+    window_changes_unix_seconds: FiniteOrNone = None
     """When that changes next; null if it does not within two weeks."""
     waiting_for_window: str | None = None
     """The trigger that fires when the window opens."""

@@ -6,9 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from flexd.server.model import Measured, Model
-from flexd.server.plan_report import RowsByTier, TierName
-from flexd.server.planning_report import GateReport
+from flexd.api.base import FiniteOrNone, Model, RowsByTier, TierName
+from flexd.api.planning import GateReport
 
 MAX_EXPLAINED_ROWS = 1000
 WhyName = Literal["saves", "pinned", "excluded", "no_gain", "slot_price", "migration", "latency"]
@@ -25,19 +24,19 @@ class RowReport(Model):
     """Whether the profile lists the row by itself; if not, the mean of the table's unlisted rows stands in."""
     place: int = 0
     """1 for the most frequent row of the table; 0 if not listed."""
-    accesses_per_step: Measured = None
+    accesses_per_step: FiniteOrNone = None
     """Estimate."""
-    accesses_lower: Measured = None
+    accesses_lower: FiniteOrNone = None
     """Lower bound: what a promotion must pay with."""
-    accesses_upper: Measured = None
+    accesses_upper: FiniteOrNone = None
     """Upper bound: what a demotion must not pay with."""
-    per_rank: Measured = None
+    per_rank: FiniteOrNone = None
     """Probability (or number of micro-batches) that one rank looks it up in a step: u."""
-    per_node: Measured = None
+    per_node: FiniteOrNone = None
     """The same for any rank of one node: v."""
-    anywhere: Measured = None
+    anywhere: FiniteOrNone = None
     """The same for any rank: w."""
-    seconds: dict[TierName, Measured] = Field(default_factory=dict)
+    seconds: dict[TierName, FiniteOrNone] = Field(default_factory=dict)
     """Exposed communication that the row costs a step in each tier."""
     live: TierName = "HOME"
     """Tier now."""
@@ -58,11 +57,11 @@ class ThresholdReport(Model):
     """The tier."""
     slots: int = 0
     """Replica slots that one row takes over all ranks."""
-    slot_seconds: Measured = None
+    slot_seconds: FiniteOrNone = None
     """Price of a slot: exposed seconds a step that the least useful replica earns with it; 0 while slots are free."""
-    promote_accesses: Measured = None
+    promote_accesses: FiniteOrNone = None
     """From here on a row below the tier is promoted; null if no frequency pays."""
-    demote_accesses: Measured = None
+    demote_accesses: FiniteOrNone = None
     """Below this a row of the tier is demoted."""
 
 
@@ -73,11 +72,11 @@ class Explanation(Model):
     """Name."""
     rows: int = 0
     """Rows of the table."""
-    accesses_per_step: Measured = None
+    accesses_per_step: FiniteOrNone = None
     """Look-ups of the whole job in one step."""
-    distinct_rows: Measured = None
+    distinct_rows: FiniteOrNone = None
     """Rows seen at all."""
-    coverage: Measured = None
+    coverage: FiniteOrNone = None
     """Share of the accesses that the profile explains."""
     live_rows: RowsByTier = Field(default_factory=dict)
     """Rows by tier now."""
@@ -87,7 +86,7 @@ class Explanation(Model):
     """Replica slots in use on the fullest rank, in the plan, of the table's dim-group."""
     slots: int = 0
     """Replica slots of a rank for that dim-group."""
-    sync_latency_seconds: Measured = None
+    sync_latency_seconds: FiniteOrNone = None
     """Fixed cost of synchronising replicas at all, a step."""
     thresholds: tuple[ThresholdReport, ...] = ()
     """By tier above HOME that this job can use."""

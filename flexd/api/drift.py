@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexd.server.model import Measured, Model
+from flexd.api.base import FiniteOrNone, Model
 
 
 class TableDriftStatus(Model):
@@ -10,7 +10,7 @@ class TableDriftStatus(Model):
 
     table: str
     """Name of the table."""
-    ratio: Measured = None
+    ratio: FiniteOrNone = None
     """Exposed seconds of its bytes, now / at planning; null if it caused none then."""
     exposed_seconds: float = 0.0
     """Per step, now; without the collectives' latencies."""
@@ -21,23 +21,23 @@ class TableDriftStatus(Model):
 class DriftStatus(Model):
     """What the live placement costs now against what it cost when it was planned."""
 
-    ratio: Measured = None
+    ratio: FiniteOrNone = None
     """Exposed seconds of a step, now / at planning: above 1 the placement has got worse; null before the first look."""
-    threshold: Measured = None
+    threshold: FiniteOrNone = None
     """Above it a new plan is made; null if drift makes none."""
-    exposed_seconds_then: Measured = None
+    exposed_seconds_then: FiniteOrNone = None
     """Per step, under the profile of the plan."""
-    exposed_seconds: Measured = None
+    exposed_seconds: FiniteOrNone = None
     """Per step, now."""
-    inter_node_bytes_then: Measured = None
+    inter_node_bytes_then: FiniteOrNone = None
     """Per rank and step, under the profile of the plan."""
-    inter_node_bytes: Measured = None
+    inter_node_bytes: FiniteOrNone = None
     """Per rank and step, now."""
-    total_bytes_then: Measured = None
+    total_bytes_then: FiniteOrNone = None
     """Over all links."""
-    total_bytes: Measured = None
+    total_bytes: FiniteOrNone = None
     """Over all links, now."""
-    age_seconds: Measured = None
+    age_seconds: FiniteOrNone = None
     """Since the newest look."""
     tables: tuple[TableDriftStatus, ...] = ()
     """One entry a table, in the configured order."""

@@ -6,9 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from flexd.server.model import Measured, Model
-from flexd.server.plan_report import RowsByTier, TierName
-from flexd.server.sketch_status import SketchKind
+from flexd.api.base import FiniteOrNone, Model, RowsByTier, TierName
+from flexd.api.sketch import SketchKind
 
 MAX_PAGE_ENTRIES = 1000
 """Entries of one page, at most."""
@@ -34,7 +33,7 @@ class TableReport(Model):
     """Index of its dim-group."""
     accesses: int = 0
     """Counted, undecayed."""
-    share: Measured = None
+    share: FiniteOrNone = None
     """Of all accesses counted, 0-1; null before the first."""
     placed_rows: RowsByTier = Field(default_factory=dict)
     """Rows in each tier."""
@@ -42,11 +41,11 @@ class TableReport(Model):
     """How its rows are counted."""
     counter_bytes: int
     """Memory of the counter."""
-    distinct_rows: Measured = None
+    distinct_rows: FiniteOrNone = None
     """Rows seen, by the newest profile; null before the first."""
-    coverage: Measured = None
+    coverage: FiniteOrNone = None
     """Of its accesses, by the newest profile, that listed rows and bins explain."""
-    drift_ratio: Measured = None
+    drift_ratio: FiniteOrNone = None
     """Exposed seconds of its bytes, now / when the live placement was planned."""
 
 
@@ -70,11 +69,11 @@ class HotRow(Model):
     """Id in the table."""
     key: int
     """In the job's key space."""
-    share: Measured = None
+    share: FiniteOrNone = None
     """Of the table's accesses, decayed."""
-    share_lower: Measured = None
+    share_lower: FiniteOrNone = None
     """Lower bound of the share."""
-    share_upper: Measured = None
+    share_upper: FiniteOrNone = None
     """Upper bound of the share."""
     tier: TierName
     """Where its copies are now."""
@@ -93,7 +92,7 @@ class HotRowPage(Model):
     """Rows that the counters list."""
     offset: int
     """Places before the first entry."""
-    weight: Measured = None
+    weight: FiniteOrNone = None
     """Decayed accesses of the table."""
     placed_rows: RowsByTier = Field(default_factory=dict)
     """Rows of the table in each tier."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from flexd.server.model import Measured, Model
-from flexd.server.plan_report import RowsByTier
+from flexd.api.base import FiniteOrNone, Model, RowsByTier
 
 
 class TrafficSample(Model):
@@ -17,15 +16,15 @@ class TrafficSample(Model):
     """Steps of all ranks."""
     accesses: RowsByTier = Field(default_factory=dict)
     """Look-ups by the tier of the row that answered, a rank and step."""
-    inter_node_bytes: Measured = None
+    inter_node_bytes: FiniteOrNone = None
     """Sent to other nodes for rows and their synchronisation, a rank and step; null without steps."""
-    intra_node_bytes: Measured = None
+    intra_node_bytes: FiniteOrNone = None
     """The same inside the nodes."""
-    migration_bytes: Measured = None
+    migration_bytes: FiniteOrNone = None
     """Sent to migrate rows, over both links, a rank and step."""
-    row_wise_inter_node_bytes: Measured = None
+    row_wise_inter_node_bytes: FiniteOrNone = None
     """What every rank asking every home for every look-up would send between nodes; null until ranks are known."""
-    step_seconds: Measured = None
+    step_seconds: FiniteOrNone = None
     """Wall time of a step, the mean of all ranks."""
 
 

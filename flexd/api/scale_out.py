@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from flexd.server.model import Measured, Model
+from flexd.api.base import FiniteOrNone, Model
 
 
 class FollowerStatus(Model):
@@ -18,7 +18,7 @@ class FollowerStatus(Model):
     """That it reads."""
     lag_messages: int = 0
     """That it has not read in them, as of its last push."""
-    last_push_seconds: Measured = None
+    last_push_seconds: FiniteOrNone = None
     """Since its last push."""
     silent: bool = False
     """Whether that is longer than ``scale_out.silent_after_seconds``."""
@@ -51,7 +51,7 @@ class LeaderLinkStatus(Model):
     """Attempts that brought no final answer, by reason."""
     bytes: int = 0
     """Sent."""
-    last_answer_seconds: Measured = None
+    last_answer_seconds: FiniteOrNone = None
     """Since the newest answer."""
     partitions: tuple[str, ...] = ()
     """Read here."""

@@ -7,69 +7,67 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from flexd.server.model import Measured, Model
-from flexd.server.planning_report import GateReport, TriggerName
+from flexd.api.base import FiniteOrNone, Model, RowsByTier, TierName
+from flexd.api.planning import GateReport, TriggerName
 
-TierName = Literal["HOME", "NODE", "DEVICE"]
 LinkName = Literal["intra_node", "inter_node"]
-RowsByTier = dict[TierName, int]
 
 
 class LinkBytes(Model):
     """Sent by one rank in one step on one class of link."""
 
-    all_to_all: Measured = None
+    all_to_all: FiniteOrNone = None
     """Bytes of ids and rows in the exchange, forward and backward."""
-    sync: Measured = None
+    sync: FiniteOrNone = None
     """Bytes of replica synchronisation."""
 
 
 class PhaseCost(Model):
     """One phase of a step on one class of link."""
 
-    bytes: Measured = None
+    bytes: FiniteOrNone = None
     """Sent by one rank in one step."""
-    busiest_rank_bytes: Measured = None
+    busiest_rank_bytes: FiniteOrNone = None
     """Sent or received by the rank that has most of it."""
-    seconds: Measured = None
+    seconds: FiniteOrNone = None
     """Predicted time, hidden or not."""
 
 
 class TierCost(Model):
     """What the rows of one tier cost in a step."""
 
-    rows: Measured = None
+    rows: FiniteOrNone = None
     """Rows that the profile knows of."""
-    self_bytes: Measured = None
+    self_bytes: FiniteOrNone = None
     """Answered without traffic."""
-    intra_node_bytes: Measured = None
+    intra_node_bytes: FiniteOrNone = None
     """Sent by one rank inside its node."""
-    inter_node_bytes: Measured = None
+    inter_node_bytes: FiniteOrNone = None
     """Sent by one rank to other nodes."""
-    seconds: Measured = None
+    seconds: FiniteOrNone = None
     """Predicted time, without latency."""
 
 
 class CostReport(Model):
     """Predicted communication of one rank in one step."""
 
-    exposed_seconds: Measured = None
+    exposed_seconds: FiniteOrNone = None
     """What compute does not hide, in the mean over the ranks: what plans are compared by."""
-    peak_exposed_seconds: Measured = None
+    peak_exposed_seconds: FiniteOrNone = None
     """The same where every collective takes as long as its busiest rank."""
-    imbalance: Measured = None
+    imbalance: FiniteOrNone = None
     """Busiest rank over mean, at least 1."""
-    total_seconds: Measured = None
+    total_seconds: FiniteOrNone = None
     """Hidden or not."""
-    forward_seconds: Measured = None
+    forward_seconds: FiniteOrNone = None
     """Of the forward exchange."""
-    backward_seconds: Measured = None
+    backward_seconds: FiniteOrNone = None
     """Of the backward exchange."""
-    sync_seconds: Measured = None
+    sync_seconds: FiniteOrNone = None
     """Of replica synchronisation."""
-    ids_sent: Measured = None
+    ids_sent: FiniteOrNone = None
     """Row ids that one rank requests."""
-    buffer_bytes: Measured = None
+    buffer_bytes: FiniteOrNone = None
     """Memory of the fullest rank for the step: rows, gradients, messages."""
     bytes: dict[LinkName, LinkBytes] = Field(default_factory=dict)
     """By class of link."""
@@ -84,33 +82,33 @@ class ReplicationReport(Model):
 
     words: tuple[str, ...] = ()
     """The same in sentences."""
-    replicated_rows: Measured = None
+    replicated_rows: FiniteOrNone = None
     """Rows above HOME."""
-    saved_exposed_seconds: Measured = None
+    saved_exposed_seconds: FiniteOrNone = None
     """All in all."""
-    ids_not_sent: Measured = None
+    ids_not_sent: FiniteOrNone = None
     """Requests that are not sent."""
-    ids_not_sent_seconds: Measured = None
+    ids_not_sent_seconds: FiniteOrNone = None
     """Their time."""
-    forward_freed_seconds: Measured = None
+    forward_freed_seconds: FiniteOrNone = None
     """Less time in the forward exchange."""
-    forward_freed_inter_node_bytes: Measured = None
+    forward_freed_inter_node_bytes: FiniteOrNone = None
     """Fewer bytes between nodes in the forward exchange."""
-    backward_freed_seconds: Measured = None
+    backward_freed_seconds: FiniteOrNone = None
     """Less time in the backward exchange."""
-    sync_seconds: Measured = None
+    sync_seconds: FiniteOrNone = None
     """What the synchronisation takes instead."""
-    inter_node_all_to_all_bytes_saved: Measured = None
+    inter_node_all_to_all_bytes_saved: FiniteOrNone = None
     """Fewer all-to-all bytes between nodes."""
-    inter_node_sync_bytes_added: Measured = None
+    inter_node_sync_bytes_added: FiniteOrNone = None
     """What is synchronised between nodes instead."""
-    all_to_all_bytes_per_second: Measured = None
+    all_to_all_bytes_per_second: FiniteOrNone = None
     """Of one rank between nodes, at the size at hand."""
-    all_reduce_bytes_per_second: Measured = None
+    all_reduce_bytes_per_second: FiniteOrNone = None
     """Of one rank between nodes, at the size at hand."""
-    all_to_all_wire_share: Measured = None
+    all_to_all_wire_share: FiniteOrNone = None
     """Share of the wire that an all-to-all reaches."""
-    all_reduce_wire_share: Measured = None
+    all_reduce_wire_share: FiniteOrNone = None
     """Share of the wire that an all-reduce reaches."""
 
 
@@ -121,22 +119,22 @@ class ExchangeReport(Model):
     """The exchange that the plan is priced under: what the job runs."""
     recommended: str = "chain"
     """The cheapest by the model; the next start of the job may use it."""
-    recommended_exposed_seconds: Measured = None
+    recommended_exposed_seconds: FiniteOrNone = None
     """What a step would wait for then."""
 
 
 class MemoryReport(Model):
     """Memory of the rank that needs most, with the plan in place."""
 
-    total_bytes: Measured = None
+    total_bytes: FiniteOrNone = None
     """All of the below."""
-    home_bytes: Measured = None
+    home_bytes: FiniteOrNone = None
     """Home rows with optimizer state."""
-    replica_bytes: Measured = None
+    replica_bytes: FiniteOrNone = None
     """Replica slots with optimizer state, taken or not."""
-    directory_bytes: Measured = None
+    directory_bytes: FiniteOrNone = None
     """The list of replicated rows."""
-    buffer_bytes: dict[str, Measured] = Field(default_factory=dict)
+    buffer_bytes: dict[str, FiniteOrNone] = Field(default_factory=dict)
     """During a step, expected: ``rows``, ``gradients``, ``exchange``, ``sync``."""
 
 
@@ -155,7 +153,7 @@ class PlanReport(Model):
     """Asked for it; ``flexd`` for the daemon itself."""
     gates: tuple[GateReport, ...] = ()
     """Whether enough was known to plan; empty where only the plan is known."""
-    created_unix_seconds: Measured = None
+    created_unix_seconds: FiniteOrNone = None
     """When it was made."""
     topology_generation: int = 0
     """The live ranks it was made for."""
@@ -175,13 +173,13 @@ class PlanReport(Model):
     """Rows that lose copies."""
     migration_bytes: int = 0
     """Row values and optimizer state that the migration copies."""
-    migration_seconds: Measured = None
+    migration_seconds: FiniteOrNone = None
     """Predicted time of the migration, by bandwidth alone."""
-    objective_seconds: Measured = None
+    objective_seconds: FiniteOrNone = None
     """What the planner minimises: exposed time, with row bounds and the migration over the horizon."""
-    lower_bound_seconds: Measured = None
+    lower_bound_seconds: FiniteOrNone = None
     """No plan within the replica slots has a smaller objective."""
-    gap: Measured = None
+    gap: FiniteOrNone = None
     """How far above the lower bound the plan can be at most, as a share of the objective."""
     before: CostReport = CostReport()
     """The live placement under the profile as it is now."""

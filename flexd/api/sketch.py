@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from flexd.server.model import Measured, Model
+from flexd.api.base import FiniteOrNone, Model
 
 SketchKind = Literal["dense", "logarithmic", "count_min"]
 
@@ -18,11 +18,11 @@ class TableSketchStatus(Model):
     """``dense`` counts every row exactly, ``logarithmic`` every row in a few bits, ``count_min`` is bounded."""
     bytes: int
     """Memory of the counter."""
-    error_bound: Measured = None
+    error_bound: FiniteOrNone = None
     """Largest over-estimate of a count-min, as a share of the table's accesses; 0 for the other kinds."""
-    error_probability: Measured = None
+    error_probability: FiniteOrNone = None
     """Probability that one row's estimate exceeds the bound; 0 for the other kinds."""
-    relative_error: Measured = None
+    relative_error: FiniteOrNone = None
     """Relative standard error of one row's estimate by logarithmic counters; 0 for the other kinds."""
     counter_bits: int = 0
     """Of each row's logarithmic counter; 0 for the other kinds."""
@@ -32,10 +32,10 @@ class TableSketchStatus(Model):
     """Rows that can be listed one by one."""
     sampled_accesses: int = 0
     """Accesses kept to tell where they come from."""
-    affinity: Measured = None
+    affinity: FiniteOrNone = None
     """How much more often than the nodes' shares give two accesses of a row come from the same node: 0 not at all, 1
     every row belongs to one node; null before a profile, or if no row was sampled twice."""
-    affinity_error: Measured = None
+    affinity_error: FiniteOrNone = None
     """Standard error of the affinity."""
 
 
@@ -46,11 +46,11 @@ class ProfileStatus(Model):
     """Counts the profiles made; goes on over restarts."""
     samples: int = 0
     """Accesses behind it, undecayed."""
-    coverage: Measured = None
+    coverage: FiniteOrNone = None
     """Smallest share of a table's accesses that listed rows and bins explain, 0-1."""
-    age_seconds: Measured = None
+    age_seconds: FiniteOrNone = None
     """Since it was made."""
-    window_seconds: Measured = None
+    window_seconds: FiniteOrNone = None
     """Event time between the oldest and the newest access."""
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from flexd.server.availability_status import AvailabilityStatus
-from flexd.server.config_report import ConfigStatus
-from flexd.server.drift_status import DriftStatus
-from flexd.server.migration_report import MigrationReport
-from flexd.server.model import Measured, Model
-from flexd.server.plan_report import PlanReport, RowsByTier
-from flexd.server.planning_report import PlanningStatus
-from flexd.server.scale_out_status import ScaleOutStatus
-from flexd.server.sketch_status import SketchStatus
-from flexd.server.throttle_report import ThrottleStatus
+from flexd.api.base import FiniteOrNone, Model, RowsByTier
+from flexd.api.config import ConfigStatus
+from flexd.api.drift import DriftStatus
+from flexd.api.leadership import AvailabilityStatus
+from flexd.api.migration import MigrationReport
+from flexd.api.plan import PlanReport
+from flexd.api.planning import PlanningStatus
+from flexd.api.scale_out import ScaleOutStatus
+from flexd.api.sketch import SketchStatus
+from flexd.api.throttle import ThrottleStatus
 
 
 class StreamStatus(Model):
@@ -23,9 +23,9 @@ class StreamStatus(Model):
     """Kind of the source: ``file_log``, ``kafka``, ``synthetic`` or ``tap``."""
     lag_messages: int = 0
     """Messages in the stream that are not read yet."""
-    messages_per_second: Measured = None
+    messages_per_second: FiniteOrNone = None
     """Recent rate."""
-    accesses_per_second: Measured = None
+    accesses_per_second: FiniteOrNone = None
     """Recent rate."""
     messages: int = 0
     """Messages read since the daemon started."""
@@ -38,7 +38,7 @@ class StreamStatus(Model):
     adjusted_accesses: dict[str, int] = Field(default_factory=dict)
     """Accesses counted by rule: ``late`` (older than ``sketch.late_after_seconds``, at their own time),
     ``future_clamped`` (dated too far ahead, as of the newest event)."""
-    newest_event_unix_seconds: Measured = None
+    newest_event_unix_seconds: FiniteOrNone = None
     """Newest event time seen."""
     problem: str | None = None
     """Why the source cannot be read at the moment, if so."""
@@ -83,7 +83,7 @@ class PlacementStatus(Model):
 class SnapshotStatus(Model):
     """How much would be read again after a crash."""
 
-    age_seconds: Measured = None
+    age_seconds: FiniteOrNone = None
     """Since the newest durable snapshot; null before the first."""
     written: int = 0
     """Snapshots written since the daemon started."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexd.server.model import Measured, Model
+from flexd.api.base import FiniteOrNone, Model
 
 
 class RankReport(Model):
@@ -20,17 +20,17 @@ class RankReport(Model):
     """Placement versions that the daemon is ahead of it."""
     step: int | None = None
     """The newest it reported."""
-    heard_seconds_ago: Measured = None
+    heard_seconds_ago: FiniteOrNone = None
     """Since its newest report."""
-    step_seconds: Measured = None
+    step_seconds: FiniteOrNone = None
     """Wall time of a step."""
-    accesses_per_step: Measured = None
+    accesses_per_step: FiniteOrNone = None
     """Look-ups of a step."""
-    replica_share: Measured = None
+    replica_share: FiniteOrNone = None
     """Of its look-ups that rows above HOME answered, 0-1."""
-    intra_node_bytes_per_step: Measured = None
+    intra_node_bytes_per_step: FiniteOrNone = None
     """Sent inside the node in a step, of all kinds."""
-    inter_node_bytes_per_step: Measured = None
+    inter_node_bytes_per_step: FiniteOrNone = None
     """Sent to other nodes in a step, of all kinds."""
 
 
@@ -55,7 +55,7 @@ class RankPage(Model):
     """Name of the cluster description that prices plans."""
     placement_version: int = 0
     """That every rank has agreed on."""
-    imbalance: Measured = None
+    imbalance: FiniteOrNone = None
     """Bytes that the busiest rank sends in a step, over the mean of those that have reported."""
     total: int = 0
     """Ranks that there are."""

@@ -1,0 +1,61 @@
+"""The base classes and shared types of the API models."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+MAX_REASON_CHARACTERS = 500
+MAX_WHO_CHARACTERS = 200
+
+TierName = Literal["HOME", "NODE", "DEVICE"]
+RowsByTier = dict[TierName, int]
+Share = Annotated[float, Field(ge=0, le=1)]
+Reason = Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)]
+Who = Annotated[str, Field(max_length=MAX_WHO_CHARACTERS)]
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+FiniteOrNone = Annotated[float | None, BeforeValidator(_finite_or_none)]
+"""A number that may be unknown: NaN and infinities, which JSON cannot express, become null."""
+
+
+class Model(BaseModel):
+    """A resource or a part of one.
+
+    Unknown fields are ignored, so that an older command line reads a newer daemon. Validators are built when a model
+    is first used, because a command uses a few of sixty.
+    """
+
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+    @classmethod
+    def from_object(cls, source: object, **fields: Any) -> Self:
+        """Build the model from the attributes of ``source`` that are fields by name; ``fields`` take precedence."""
+        names = (name for name in cls.model_fields if name not in fields and hasattr(source, name))
+        return cls(**{name: getattr(source, name) for name in names}, **fields)
+
+
+class CommandRequest(BaseModel):
+    """The body of a command. Unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    reason: Reason = ""
+    """Recorded."""
+    who: Who = ""
+    """The person or program that sends the request; recorded."""
+
+
+def build_models() -> None:
+    """Build the remaining validators before several threads use them: only newer pydantic does that under a lock."""
+    waiting = Model.__subclasses__()
+    while waiting:
+        model = waiting.pop()
+        model.model_rebuild()
+        waiting += model.__subclasses__()

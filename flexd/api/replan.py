@@ -1,0 +1,59 @@
+"""Plans that are carried out: re-plan and apply."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from flexd.api.base import CommandRequest, Model, Reason
+from flexd.api.migration import MigrationReport
+from flexd.api.plan import PlanReport
+
+WaitSeconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
+
+
+class ReplanRequest(CommandRequest):
+    """Body of ``POST /v1/replan``."""
+
+    reason: Reason = "asked for by hand"
+    """Recorded with the plan."""
+    wait_seconds: WaitSeconds = 0.0
+    """How long to wait for the migration to end; 0 returns as soon as the plan is made."""
+    force: bool = False
+    """Plan from a profile that is too thin (a closed gate) as well; recorded."""
+
+
+class ApplyRequest(CommandRequest):
+    """Body of ``POST /v1/proposals/{plan_id}/apply``."""
+
+    reason: Reason = "applied by hand"
+    """Recorded with the migration."""
+    wait_seconds: WaitSeconds = 0.0
+    """How long to wait for the migration to end; 0 returns as soon as it is started."""
+    force: bool = False
+    """Carry the plan out although its profile was too thin; recorded."""
+
+
+ReplanOutcome = Literal["unchanged", "accepted", "committed", "superseded", "aborted", "failed", "timed_out"]
+
+
+class ReplanResult(Model):
+    """What became of a re-plan."""
+
+    outcome: ReplanOutcome
+    """``unchanged``: nothing to move. ``accepted``: the migration runs (no wait was asked for). ``committed``: every
+    rank has applied it. ``timed_out``: still running at the end of the wait; it goes on."""
+    plan: PlanReport | None = None
+    """The plan."""
+    migration: MigrationReport | None = None
+    """Its migration, if anything moves."""
+    placement_version: int = 0
+    """The version that every rank has agreed on."""
+    message: str = ""
+    """One sentence for people."""
+
+
+def replan_status(result: ReplanResult) -> int:
+    """The HTTP status it is answered with: 202 while the migration goes on."""
+    return 202 if result.outcome in ("accepted", "timed_out") else 200
