@@ -50,7 +50,7 @@ bench-control: $(STAMP)
 SEED ?= 1
 MINUTES ?= 5
 chaos: $(STAMP)
-	$(BIN)/python tests/e2e/chaos/soak.py --seed $(SEED) --minutes $(MINUTES) $(CHAOS)
+	PYTHONPATH=.:tools $(BIN)/python -m tests.e2e.chaos.soak --seed $(SEED) --minutes $(MINUTES) $(CHAOS)
 
 bench-pause: $(STAMP)
 	$(BIN)/python tools/bench_pause.py $(BENCH)

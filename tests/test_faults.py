@@ -16,7 +16,7 @@ from flexd.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
-from flexd import faults
+from flexd.core import fault_points as faults
 faults.arm()
 for passage in range(1, 4):
     print(passage, flush=True)

@@ -7,7 +7,6 @@ import threading
 
 import numpy as np
 import pytest
-from test_ingest import DEADLINE, LOG, SETTINGS, T0, TABLES, FakeSource, _ingestor, _wait
 
 from flexd.core.errors import SketchError
 from flexd.ingest import Ingestor, loop
@@ -16,6 +15,7 @@ from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_set import SketchSet
 from flexd.stream.codecs.codec import decode, encode_arrow
 from flexd.stream.types import AccessBatch
+from tests.test_ingest import DEADLINE, LOG, SETTINGS, T0, TABLES, FakeSource, _ingestor, _wait
 
 UNDECAYED = dataclasses.replace(SETTINGS, half_life_seconds=None, memory_bytes=6_000_000, logarithmic=False)
 

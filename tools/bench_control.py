@@ -62,7 +62,7 @@ _SETTLED_MEMORY_BYTES = 24 * 2**20
 @contextmanager
 def children(count: int, target: Any, *arguments: Any) -> Iterator[list[Connection]]:
     """Runs ``target(number, pipe, *arguments)`` in so many processes; they are killed at the end."""
-    context = preloaded("control_ranks", Path(__file__).parent)
+    context = preloaded("control_ranks")
     pipes, processes = [], []
     try:
         for number in range(count):

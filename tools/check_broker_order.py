@@ -12,9 +12,6 @@ import multiprocessing
 import sys
 import time
 from multiprocessing.queues import Queue
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tansu_broker import TansuBroker
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from tansu_broker import TansuBroker
 

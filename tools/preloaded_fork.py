@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import sys
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
-from pathlib import Path
 
 
-def preloaded(module: str, folder: Path) -> ForkServerContext:
-    """A context whose server has imported ``module``, which lies in ``folder``. The first call of a process decides."""
+def preloaded(module: str) -> ForkServerContext:
+    """Return a context whose server has imported ``module``. The first call of a process decides which."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([module])
     # Before Python 3.13 the server is not told where this process finds modules, and passes over what it cannot find.
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([before] if before else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
         forkserver.ensure_running()
     finally:

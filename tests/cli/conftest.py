@@ -11,14 +11,11 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "server"))
-
-from fake_daemon import FakeDaemon
-
 from flexd.cli.main import main
 from flexd.config.server import ServerConfig
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
+from tests.support.fake_daemon import FakeDaemon
 
 REPOSITORY = Path(__file__).parents[2]
 Flexd = Callable[..., subprocess.CompletedProcess[str]]

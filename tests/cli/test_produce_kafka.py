@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from flexd_processes import flexd, until
 from tansu_broker import TansuBroker
 
 from flexd.cli.exit_codes import ExitCode
@@ -20,6 +19,7 @@ from flexd.config.load import load_config
 from flexd.daemon.factory import make_source
 from flexd.stream.codecs.codec import decode
 from flexd.stream.trace import Trace, load_trace
+from tests.support.flexd_processes import flexd, until
 
 EVENTS, MESSAGE = 1000, 64
 TOPIC, PARTITIONS = "accesses", 3

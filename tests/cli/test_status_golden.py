@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from statuses import STATUSES
+
+from tests.support.statuses import STATUSES
 
 GOLDEN = Path(__file__).parent / "golden"
 

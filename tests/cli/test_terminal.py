@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pexpect
 import pytest
-from statuses import STATUSES
 
 from flexd.api.pause import PauseState
 from flexd.cli.exit_codes import ExitCode
+from tests.support.statuses import STATUSES
 
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 30

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ranks_in_threads import SECRET, TABLES
 
 from flexd.control.daemon.coordinator import ControlOptions, Coordinator
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.stream.tap_source import TapSource
+from tests.support.ranks_in_threads import SECRET, TABLES
 
 
 class Hosted:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks_in_threads import SECRET, TABLES, Ranks, identity, same_content, step_report, target, until
 
 from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox
@@ -25,6 +24,7 @@ from flexd.control.protocol.store_keys import Keys
 from flexd.core.errors import ControlError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
+from tests.support.ranks_in_threads import SECRET, TABLES, Ranks, identity, same_content, step_report, target, until
 
 PAIR = RankLayout(2, 1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,20 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks_in_threads import Ranks, same_content, target, until
 
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.layout import RankLayout
+from tests.support.ranks_in_threads import Ranks, same_content, target, until
+from tests.support.repository import child_environment
 
-HERE = Path(__file__).parent
 
-
-def spawn(script: str, *arguments: object) -> subprocess.Popen[str]:
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent.parent)])}
+def spawn(module: str, *arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(HERE / script), *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ,
+        [sys.executable, "-m", f"tests.support.{module}", *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=child_environment(),
     )  # fmt: skip
 
 
@@ -35,7 +32,7 @@ class DaemonProcess:
 
     def __init__(self, directory: Path, port: int = 0, seed: int = 1, timeout_seconds: float = 3.0) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.process = spawn("daemon_process.py", port, directory, seed, 5, timeout_seconds)
+        self.process = spawn("daemon_process", port, directory, seed, 5, timeout_seconds)
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -130,7 +127,7 @@ def test_training_goes_on_while_the_daemon_is_stopped(daemons: Callable[..., Dae
 
 
 def run_ranks(daemon_port: int, store_file: Path, attempt: str, seconds: float) -> list[subprocess.Popen[str]]:
-    return [spawn("rank_process.py", daemon_port, store_file, rank, 2, attempt, seconds) for rank in range(2)]
+    return [spawn("rank_process", daemon_port, store_file, rank, 2, attempt, seconds) for rank in range(2)]
 
 
 @pytest.mark.timeout(120)

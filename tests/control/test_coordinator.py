@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks_in_threads import Ranks, same_content, target, until
 
 from flexd.control.daemon import coordinator as coordinator_module
 from flexd.control.daemon.migration import ChunkSource
@@ -15,6 +14,7 @@ from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ControlError, PlacementError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
+from tests.support.ranks_in_threads import Ranks, same_content, target, until
 
 
 def test_a_delta_reaches_every_rank(host: Callable[..., Any]) -> None:

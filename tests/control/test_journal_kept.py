@@ -10,12 +10,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
-from disk_order import watch_disk
 
 from flexd.control.daemon import journal as journal_module
 from flexd.control.daemon.journal import JournalledMigration, PlacementJournal, Segment
 from flexd.core.errors import SnapshotError
 from flexd.core.placement import Delta, Placement
+from tests.support.disk_order import watch_disk
 
 SEGMENT = Segment("a1", 3, "topology")
 ROWS = 4

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from ranks_in_threads import SECRET, step_report
 
 from flexd.control.protocol import messages as m
 from flexd.core.errors import AuthenticationError, ControlError
 from flexd.core.placement import Placement
+from tests.support.ranks_in_threads import SECRET, step_report
 
 FENCE = ("job", "a1", 2, 7, "token", 3)
 EVERY_KIND: list[m.Message] = [

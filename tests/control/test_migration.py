@@ -5,7 +5,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from ranks_in_threads import target
 
 from flexd.control.daemon.journal import PlacementJournal, Segment
 from flexd.control.daemon.migration import ChunkedDelta, Migration, MigrationStep
@@ -13,6 +12,7 @@ from flexd.control.daemon.migration_states import FINAL_STATES, TRANSITIONS, Mig
 from flexd.control.daemon.pusher import ChunkPusher
 from flexd.core.errors import ControlError, IllegalTransitionError
 from flexd.core.placement import Placement
+from tests.support.ranks_in_threads import target
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(MigrationState, TransitionEvent)))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from protocol_model import MUTATIONS, Bounds, explore
 
 from flexd.control.daemon.migration_states import FINAL_STATES, TRANSITIONS, MigrationState, TransitionEvent
+from tests.support.protocol_model import MUTATIONS, Bounds, explore
 
 # (bounds, states): a model that shrinks by accident checks less than it says.
 BOUNDS = (

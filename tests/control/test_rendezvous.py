@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks_in_threads import Ranks, same_content, target, until
 
 from flexd.control.agent.rendezvous import Rendezvous, parse_addresses
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.control.protocol.messages import DaemonNotice
 from flexd.core.errors import ControlError, StaleMessageError
 from flexd.core.layout import RankLayout
+from tests.support.ranks_in_threads import Ranks, same_content, target, until
 
 PAIR = RankLayout(2, 1)
 

@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from stopped import state_of, stop
 from torch.distributed import Store
 
 from flexd.control.protocol.store_client import StoreClient
 from flexd.core.errors import ControlError
+from tests.support.stopped import state_of, stop
 
 SERVER = """
 import sys, time

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 import pytest
-from ranks_in_threads import SECRET, Ranks, until
 from torch.distributed import TCPStore
 
 from flexd.control.agent.tap_outbox import TapOutbox
@@ -18,6 +17,7 @@ from flexd.control.protocol.store_keys import Keys
 from flexd.core.errors import AuthenticationError, ControlError
 from flexd.core.layout import RankLayout
 from flexd.stream.tap_source import TapSource
+from tests.support.ranks_in_threads import SECRET, Ranks, until
 
 TWO = RankLayout(1, 2)
 

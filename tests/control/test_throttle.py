@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks_in_threads import target
 
 from flexd.control.daemon.journal import PlacementJournal, Segment
 from flexd.control.daemon.migration import Migration
@@ -18,6 +17,7 @@ from flexd.control.daemon.pusher import ChunkPusher
 from flexd.control.daemon.throttle import BURST_SECONDS, PaceLimit, Throttle, ThrottleLimits, ThrottleReason
 from flexd.core.errors import ControlError
 from flexd.core.placement import Delta, Placement
+from tests.support.ranks_in_threads import target
 
 
 @dataclass

@@ -6,8 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ranks_in_threads import SECRET, TABLES, Ranks, step_report, target, until
-
 from flexd.config.links import ControlConfig, ThrottleConfig
 from flexd.control.daemon.coordinator import ControlOptions, Coordinator
 from flexd.control.daemon.journal import PlacementJournal
@@ -17,6 +15,7 @@ from flexd.control.protocol.report import StepReport
 from flexd.core.placement import Placement
 from flexd.operations.pacing import MigrationPacing
 from flexd.planner.delta import moved_bytes
+from tests.support.ranks_in_threads import SECRET, TABLES, Ranks, step_report, target, until
 
 LARGEST_ROW = 64
 

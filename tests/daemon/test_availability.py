@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from flexd_processes import until
 
 from flexd.config.load import parse_config
 from flexd.config.model import Config
@@ -20,6 +19,7 @@ from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.terms import open_term
 from flexd.ha.file_store import FileLeaseStore
 from flexd.ha.lease import Lease
+from tests.support.flexd_processes import until
 
 SECONDS = 1.5
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from api_contract import RESPONSE_CHECKS, for_every_request, operations_of
 
 from flexd.config.load import parse_config
 from flexd.daemon import Daemon
+from tests.support.api_contract import RESPONSE_CHECKS, for_every_request, operations_of
 
 READ, ADMIN = "the token of the dashboard", "the token of the operator"
 

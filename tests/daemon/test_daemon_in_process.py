@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,11 +11,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from flexd_processes import saved_sketches, weights
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "control"))
-
-from ranks_in_threads import Ranks
 
 from flexd.config.load import parse_config
 from flexd.config.model import Config
@@ -25,6 +19,8 @@ from flexd.daemon import Daemon
 from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
+from tests.support.flexd_processes import saved_sketches, weights
+from tests.support.ranks_in_threads import Ranks
 
 SHUTDOWN_SECONDS = 20.0
 

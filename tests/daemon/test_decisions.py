@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from flexd_processes import RunningDaemon, flexd
 
 from flexd.api.config import ReloadReport
 from flexd.config.links import ControlConfig, ThrottleConfig
@@ -20,6 +19,7 @@ from flexd.daemon.control_verbs import ControlVerbs
 from flexd.operations.decisions import MAX_BYTES, DecisionFile, Decisions, Pause, RequestedRollback, ThrottleOverride
 from flexd.operations.history.records import ActionRecord
 from flexd.operations.pacing import MigrationPacing
+from tests.support.flexd_processes import RunningDaemon, flexd
 
 CONFIGURED = ThrottleConfig(bytes_per_second=9_000)
 DECIDED = Decisions(

@@ -13,8 +13,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from drift_setting import CLUSTER, PER_STEP, ROWS, Setting, accesses, config_of
-from fake_coordinator import FakeCoordinator
 
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.core.layout import RankLayout
@@ -23,6 +21,8 @@ from flexd.daemon import Daemon
 from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
+from tests.support.drift_setting import CLUSTER, PER_STEP, ROWS, Setting, accesses, config_of
+from tests.support.fake_coordinator import FakeCoordinator
 
 
 @pytest.fixture

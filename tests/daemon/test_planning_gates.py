@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_coordinator import FakeCoordinator
 
 from flexd.cli.explain_view import explain_blocks
 from flexd.config.load import parse_config
@@ -31,6 +30,7 @@ from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
 from flexd.sketch.table_set import SketchSet
 from flexd.topology.scale import scale_model
+from tests.support.fake_coordinator import FakeCoordinator
 
 ROWS = 2_000
 

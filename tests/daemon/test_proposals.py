@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_planning_gates import Setting
 
 from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator_types import LiveTopology
@@ -22,6 +21,7 @@ from flexd.operations.plan_log import PlanLog
 from flexd.operations.proposals import MAX_OF_A_KIND, outdated
 from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.sketch.profile import Profile, TableProfile
+from tests.daemon.test_planning_gates import Setting
 
 ANN = Trigger(TriggerKind.MANUAL, "applied by hand", "ann@host")
 

@@ -14,13 +14,13 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from flexd_processes import RunningDaemon, flexd, until
 
 from flexd.config.load import load_config
 from flexd.config.model import Config
 from flexd.core.errors import ConfigError, FlexdError
 from flexd.daemon import Daemon
 from flexd.daemon.config_file import ConfigFile
+from tests.support.flexd_processes import RunningDaemon, flexd, until
 
 SETTINGS: dict[str, Any] = {
     "job": "j",

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy.typing as npt
 import pytest
-from executions_setting import LAYOUT, SECONDS, Setting
-from ranks_in_threads import Ranks, same_content, target, until
 
 from flexd.api.abort import AbortResult
 from flexd.control.daemon import journal as journal_module
@@ -22,6 +20,8 @@ from flexd.core.errors import ApiError, SnapshotError
 from flexd.operations import decisions as decisions_module
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.history.store import ENDED_UNSEEN
+from tests.support.executions_setting import LAYOUT, SECONDS, Setting
+from tests.support.ranks_in_threads import Ranks, same_content, target, until
 
 
 class Gate(Throttle):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from disk_order import watch_disk
 
 from flexd.config.load import parse_config
 from flexd.control.daemon.journal import PlacementJournal, Segment
@@ -19,6 +18,7 @@ from flexd.daemon import terms
 from flexd.daemon.leadership import FencedSnapshotStore, alone
 from flexd.daemon.terms import highest_term, open_term
 from flexd.sketch.snapshot import SnapshotStore
+from tests.support.disk_order import watch_disk
 
 
 def _fill(directory: Path) -> None:

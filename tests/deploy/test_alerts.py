@@ -7,8 +7,9 @@ import subprocess
 from pathlib import Path
 
 import yaml
-from deployed import known_metrics
-from ops_tools import ROOT, run_tool
+
+from tests.support.deployed import known_metrics
+from tests.support.ops_tools import ROOT, run_tool
 
 RULES = ROOT / "deploy" / "prometheus" / "flexd.rules.yaml"
 TESTS = ROOT / "deploy" / "prometheus" / "flexd.tests.yaml"

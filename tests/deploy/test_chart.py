@@ -7,7 +7,9 @@ import json
 import gen_chart_readme
 import pytest
 import yaml
-from deployed import (
+
+from flexd.config.load import parse_config
+from tests.support.deployed import (
     CHART,
     check_daemon,
     check_references,
@@ -18,9 +20,7 @@ from deployed import (
     pod_templates,
     rendered,
 )
-from ops_tools import ROOT, run_tool
-
-from flexd.config.load import parse_config
+from tests.support.ops_tools import ROOT, run_tool
 
 VALUES = sorted((CHART / "ci").glob("*.yaml"))
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import yaml
-from ops_tools import ROOT
 
 from flexd.config.base import split_address
 from flexd.config.load import load_config
+from tests.support.ops_tools import ROOT
 
 DEPLOY = ROOT / "deploy"
 SERVICES = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]

@@ -7,9 +7,10 @@ from collections import Counter
 
 import pytest
 import yaml
-from dashboards import DASHBOARDS, load, panels, queries
-from deployed import known_metrics
-from ops_tools import ROOT, run_tool
+
+from tests.support.dashboards import DASHBOARDS, load, panels, queries
+from tests.support.deployed import known_metrics
+from tests.support.ops_tools import ROOT, run_tool
 
 BOARDS = [load(path) for path in DASHBOARDS]
 UNITS = {"short", "s", "bytes", "Bps", "ops", "percentunit"}

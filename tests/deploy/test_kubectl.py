@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from deployed import CHART, CUSTOM, KUBERNETES, Document, documents
-from kubernetes_discovery import KubernetesDiscovery
-from ops_tools import ROOT, run_tool, tool
+
+from tests.support.deployed import CHART, CUSTOM, KUBERNETES, Document, documents
+from tests.support.kubernetes_discovery import KubernetesDiscovery
+from tests.support.ops_tools import ROOT, run_tool, tool
 
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
 VALUES = sorted((CHART / "ci").glob("*.yaml"))

@@ -7,7 +7,9 @@ import re
 
 import pytest
 import yaml
-from deployed import (
+from kubernetes_validate import ValidationError
+
+from tests.support.deployed import (
     CHART,
     check_daemon,
     check_references,
@@ -18,8 +20,7 @@ from deployed import (
     pod_templates,
     read,
 )
-from kubernetes_validate import ValidationError
-from ops_tools import ROOT, run_tool
+from tests.support.ops_tools import ROOT, run_tool
 
 MANIFESTS = ROOT / "deploy" / "kubernetes"
 FILES = sorted(MANIFESTS.glob("*.yaml"))

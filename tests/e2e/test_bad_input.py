@@ -12,11 +12,11 @@ import httpx
 import numpy as np
 import pyarrow as pa
 import pytest
-from flexd_processes import RunningDaemon, dead_letters, saved_sketches, weights
 
 from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch, Sink
+from tests.support.flexd_processes import RunningDaemon, dead_letters, saved_sketches, weights
 
 ROWS = 5_000
 DEAD_LETTER_BYTES = 200_000

@@ -20,11 +20,11 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from flexd_processes import until
 from numba.core.caching import UserProvidedCacheLocator
-from ops_tools import ROOT
 
 from flexd.demo.ports import free_ports
+from tests.support.flexd_processes import until
+from tests.support.ops_tools import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(220)]
 

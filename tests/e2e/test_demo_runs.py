@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flexd_processes import counted_by_hand, demo, flexd, run, saved_sketches, until, weights
 
 from flexd.config.load import load_config
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.demo.processes import DaemonProcess
+from tests.support.flexd_processes import counted_by_hand, demo, flexd, run, saved_sketches, until, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

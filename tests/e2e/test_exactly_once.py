@@ -8,17 +8,14 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import ingest_server
 import numpy as np
 import pytest
-from ingest_server import IngestServer, end, saved_counters, wait_for_status
-from tcp_cut import TcpCut
+from tansu_broker import TansuBroker
 
 from flexd.demo.ports import free_ports
 from flexd.stream.codecs.codec import encode_arrow
@@ -26,9 +23,9 @@ from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.source import KafkaSource
 from flexd.stream.types import AccessBatch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-from tansu_broker import TansuBroker
+from tests.support import ingest_server
+from tests.support.ingest_server import IngestServer, end, saved_counters, wait_for_status
+from tests.support.tcp_cut import TcpCut
 
 KILLS = 52
 LANES = 4

@@ -14,12 +14,12 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from flexd_processes import DAEMON_START_SECONDS, flexd, until
 
 from flexd.demo.options import DemoOptions
 from flexd.demo.ports import free_ports
 from flexd.demo.processes import DaemonProcess, Ranks
 from flexd.demo.runner import Demo
+from tests.support.flexd_processes import DAEMON_START_SECONDS, flexd, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

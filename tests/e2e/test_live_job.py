@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
-from flexd_processes import DAEMON_START_SECONDS, flexd, until
-from stopped import stop
 
 from flexd.demo.options import DemoOptions
 from flexd.demo.processes import Ranks
 from flexd.demo.runner import Demo
+from tests.support.flexd_processes import DAEMON_START_SECONDS, flexd, until
+from tests.support.stopped import stop
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from dashboards import DASHBOARDS, load, queries
-from flexd_processes import DAEMON_START_SECONDS, until
-from ops_tools import ROOT, tool
+from tansu_broker import TansuBroker
 
 from flexd.demo.options import DemoOptions
 from flexd.demo.ports import free_ports
@@ -24,9 +21,9 @@ from flexd.demo.processes import Ranks
 from flexd.demo.runner import Demo
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.topic_admin import ensure_topic
-
-sys.path.insert(0, str(ROOT / "tools"))
-from tansu_broker import TansuBroker
+from tests.support.dashboards import DASHBOARDS, load, queries
+from tests.support.flexd_processes import DAEMON_START_SECONDS, until
+from tests.support.ops_tools import ROOT, tool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

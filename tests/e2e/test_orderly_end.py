@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from flexd_processes import DAEMON_START_SECONDS, until
 
 from flexd.config.load import load_config
 from flexd.config.model import Config
@@ -19,6 +18,7 @@ from flexd.demo.options import DemoOptions
 from flexd.demo.processes import Ranks
 from flexd.demo.runner import Demo
 from flexd.sketch.snapshot import SnapshotStore
+from tests.support.flexd_processes import DAEMON_START_SECONDS, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flexd_processes import RunningDaemon, saved_sketches, until, weights
 
 from flexd.demo.ports import free_ports
 from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.types import AccessBatch
+from tests.support.flexd_processes import RunningDaemon, saved_sketches, until, weights
 
 ROWS = 5_000
 PARTITIONS = 4

@@ -18,10 +18,10 @@ from unittest import mock
 import httpx
 import pytest
 import yaml
-from flexd_processes import ROOT, until
 
 from flexd.cli.main import main
 from flexd.demo.ports import free_ports
+from tests.support.flexd_processes import ROOT, until
 
 MARK = "MARKED"
 SASL = {

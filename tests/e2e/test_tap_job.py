@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flexd_processes import DAEMON_START_SECONDS, RunningDaemon, saved_sketches
 
 import flexd
+from tests.support.flexd_processes import DAEMON_START_SECONDS, RunningDaemon, saved_sketches
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

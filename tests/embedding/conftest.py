@@ -3,7 +3,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from rank_pool import RankPool
+
+from tests.support.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from ahead_jobs import Loop
-from exactness import Scenario, train_alone
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rank_pool import RankPool
+
+from tests.support.ahead_jobs import Loop
+from tests.support.exactness import Scenario, train_alone
+from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
 OPTIMIZERS = ["sgd", "sgd_decay", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam"]

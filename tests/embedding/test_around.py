@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
 
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.embedding.jagged import as_jagged
+from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
 TWO = RankLayout(2, 1)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from bag_jobs import batch, tables, train_alone
-from rank_pool import RankPool
 from torch import nn
 
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
+from tests.support.bag_jobs import batch, tables, train_alone
+from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
 

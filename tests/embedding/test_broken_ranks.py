@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_pool import RankPool
 
 import flexd
 from flexd.core.errors import CollectiveError, EmbeddingError, TopologyError
 from flexd.core.layout import RankLayout
 from flexd.embedding.exchange.hop import Agreement, Call
 from flexd.embedding.exchange.process_groups import layout_from_environment
+from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
 

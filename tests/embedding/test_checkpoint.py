@@ -8,10 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from collection_jobs import ROWS, tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_pool import RankPool
 
 from flexd.core.keyspace import DimGroup
 from flexd.core.layout import RankLayout
@@ -20,6 +18,8 @@ from flexd.embedding.checkpoint.blocks import TableHomes
 from flexd.embedding.checkpoint.fingerprint import fingerprint
 from flexd.embedding.collection import EmbeddingTable
 from flexd.embedding.store.store import GroupStore
+from tests.support.collection_jobs import ROWS, tables
+from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
 TOTAL = sum(ROWS.values())

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collection_jobs import ROWS, connected_alone, ddp_alone, listed_by, some, tables
-from rank_pool import RankPool
 
 from flexd.control.daemon.coordinator import ControlOptions, Coordinator
 from flexd.control.daemon.journal import PlacementJournal
@@ -20,6 +18,8 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingTable
 from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
+from tests.support.collection_jobs import ROWS, connected_alone, ddp_alone, listed_by, some, tables
+from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
 TOTAL = sum(ROWS.values())

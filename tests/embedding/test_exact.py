@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from exactness import Scenario, train_alone
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rank_pool import RankPool
 
 from flexd.core.layout import RankLayout
+from tests.support.exactness import Scenario, train_alone
+from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_pool import RankPool
 
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.embedding.exchange import dedup
 from flexd.embedding.exchange.dedup import Dedup
+from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
 

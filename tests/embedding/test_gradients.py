@@ -8,13 +8,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from gradient_jobs import Clipping, train_alone
-from rank_pool import RankPool
 
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
+from tests.support.gradient_jobs import Clipping, train_alone
+from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
 

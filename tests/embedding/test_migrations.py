@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from migration_jobs import ROWS, TABLES
-from rank_pool import RankPool
 
 from flexd.core.keyspace import DimGroup, KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
@@ -17,6 +15,8 @@ from flexd.core.placement import Delta, Placement
 from flexd.embedding.migration.migrator import _together
 from flexd.embedding.store.memory import most_listed_rows
 from flexd.planner.model.rank_memory import placement_memory
+from tests.support.migration_jobs import ROWS, TABLES
+from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
 KEYSPACE = KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, "rowwise_adagrad") for t in TABLES])

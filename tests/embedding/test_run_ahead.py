@@ -10,17 +10,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from ahead_jobs import Loop
-from collection_jobs import ddp_alone
-from exactness import Scenario, train_alone
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rank_pool import RankPool
 
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.embedding.prefetch.background import Background
+from tests.support.ahead_jobs import Loop
+from tests.support.collection_jobs import ddp_alone
+from tests.support.exactness import Scenario, train_alone
+from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
 LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)]

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from flexd_processes import RunningDaemon, saved_sketches
 
 from flexd.demo.ports import free_ports
 from flexd.demo.runner import PRESET, SCALE
 from flexd.topology.files import load_cluster, load_preset
 from flexd.topology.model import Collective
 from flexd.topology.scale import scale_model
+from tests.support.flexd_processes import RunningDaemon, saved_sketches
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

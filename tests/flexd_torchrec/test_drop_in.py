@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
 from torch import nn
+
+from tests.support.rank_pool import RankPool
 
 torchrec = pytest.importorskip("torchrec")
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, PoolingType  # noqa: E402
@@ -20,11 +21,11 @@ from torchrec.modules.embedding_modules import (  # noqa: E402
     EmbeddingCollectionInterface,
 )
 from torchrec.types import DataType  # noqa: E402
-from torchrec_jobs import batch, configs, make, plain_of, train_alone  # noqa: E402
 
 from flexd.core.errors import EmbeddingError, FlexdError  # noqa: E402
 from flexd.core.layout import RankLayout  # noqa: E402
 from flexd.torchrec import FlexEmbeddingBagCollection, FlexEmbeddingCollection  # noqa: E402
+from tests.support.torchrec_jobs import batch, configs, make, plain_of, train_alone  # noqa: E402
 
 ONE = RankLayout(1, 1)
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import trustme
-from disk_order import watch_disk
-from fake_kubernetes import FakeKubernetes
 
 from flexd.core.errors import LeaseError
 from flexd.ha import kubernetes_store as kubernetes
@@ -22,6 +20,8 @@ from flexd.ha.file_store import FileLeaseStore
 from flexd.ha.kubernetes_store import KubernetesLeaseStore
 from flexd.ha.lease import Lease
 from flexd.ha.lease_store import LeaseRecord, LeaseStore
+from tests.support.disk_order import watch_disk
+from tests.support.fake_kubernetes import FakeKubernetes
 
 Make = Callable[[], LeaseStore]
 

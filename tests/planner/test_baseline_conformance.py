@@ -6,7 +6,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from planner_cases import cluster, profile
 
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
@@ -15,6 +14,7 @@ from flexd.planner.baselines import Baseline, Case
 from flexd.planner.baselines.peers import PEERS
 from flexd.planner.model.row_bytes import Phase, Where
 from flexd.planner.model.training_shape import TrainingShape
+from tests.support.planner_cases import cluster, profile
 
 KEYSPACE = KeySpace(
     [

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from model_jobs import exact_profile, keyspace, placement
-from rank_pool import RankPool
 
 from flexd.core.layout import RankLayout
 from flexd.planner.model.cost import CostBreakdown
@@ -14,6 +12,8 @@ from flexd.planner.model.row_bytes import Exchange, Where
 from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import placement_cost
 from flexd.topology.files import load_preset
+from tests.support.model_jobs import exact_profile, keyspace, placement
+from tests.support.rank_pool import RankPool
 
 CLUSTER = load_preset("azure-a100-200g")
 PLACEMENTS = {"home": (0, 0), "node": (0, 400), "device": (200, 0), "mixed": (100, 300)}

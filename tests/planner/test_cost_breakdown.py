@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planner_cases import cluster, flat, load, zipf
 
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout, Tier
@@ -14,6 +13,7 @@ from flexd.planner.baselines import BASELINES, ROW_WISE, ROW_WISE_DEDUP, TWO_HOP
 from flexd.planner.model.cost import LoadSums, group_cost, joint_cost
 from flexd.planner.model.row_bytes import Exchange, Phase, Where, migration_bytes
 from flexd.topology.model import Cluster, CollectiveCurve, Exposed, LinkModel
+from tests.support.planner_cases import cluster, flat, load, zipf
 
 N, L, B, A = 3, 4, 128, 0.7
 LAYOUT = RankLayout(N, L)

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planner_cases import cluster, profile
 
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
@@ -20,6 +19,7 @@ from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import make_plan, placement_cost
 from flexd.sketch.profile import Profile
+from tests.support.planner_cases import cluster, profile
 
 KEYSPACE = KeySpace([TableSpec("item", 4_000, 64), TableSpec("shop", 900, 64), TableSpec("user", 2_000, 16)])
 LAYOUT = RankLayout(2, 4)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_cases import cluster, load, profile
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from flexd.core.errors import PlanError
@@ -22,6 +21,7 @@ from flexd.planner.plan import Plan, make_plan
 from flexd.planner.solver.limits import FREE, GroupLimits, PlanLimits, RowPin, SlotBudgets
 from flexd.planner.solver.tiers import choose_tiers
 from flexd.topology.model import Exposed
+from tests.support.planner_cases import cluster, load, profile
 
 KEYSPACE = KeySpace([TableSpec("items", 2000, 16), TableSpec("users", 1000, 16), TableSpec("tags", 800, 32)])
 LAYOUT = RankLayout(2, 2)

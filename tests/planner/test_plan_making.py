@@ -7,7 +7,6 @@ import json
 
 import numpy as np
 import pytest
-from planner_cases import cluster, profile
 
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
@@ -18,6 +17,7 @@ from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import Plan, make_plan, placement_cost
 from flexd.sketch.profile import Profile
 from flexd.topology.files import load_preset
+from tests.support.planner_cases import cluster, profile
 
 KEYSPACE = KeySpace([TableSpec("items", 5000, 16), TableSpec("users", 3000, 32, optimizer="rowwise_adagrad")])
 LAYOUT = RankLayout(2, 2)

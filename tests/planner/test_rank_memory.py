@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from planner_cases import cluster, load, profile
 
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
@@ -19,6 +18,7 @@ from flexd.planner.model.rank_memory import DIRECTORY_BYTES, Buffer, home_rows, 
 from flexd.planner.model.row_bytes import Exchange, Phase, Where
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import make_plan
+from tests.support.planner_cases import cluster, load, profile
 
 KEYSPACE = KeySpace(
     [

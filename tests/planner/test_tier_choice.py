@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_cases import cluster, load, zipf
 
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import group_cost
 from flexd.planner.solver.tiers import choose_tiers
 from flexd.topology.model import Cluster, CollectiveCurve, Exposed, LinkModel
+from tests.support.planner_cases import cluster, load, zipf
 
 LAYOUT = RankLayout(2, 2)
 NONE = np.inf

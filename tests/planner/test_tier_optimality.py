@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_cases import cluster, load
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix, hstack
 
@@ -18,6 +17,7 @@ from flexd.planner.model.gains import row_seconds, usable_tiers
 from flexd.planner.model.workload import GroupLoad, statistics
 from flexd.planner.solver.tiers import choose_tiers
 from flexd.topology.model import Exposed
+from tests.support.planner_cases import cluster, load
 
 LAYOUTS = [RankLayout(2, 2), RankLayout(3, 2), RankLayout(1, 4), RankLayout(4, 1), RankLayout(2, 3)]
 

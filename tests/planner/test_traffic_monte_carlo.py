@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from planner_cases import cluster, load, zipf
 
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import group_cost
 from flexd.planner.model.row_bytes import ID_BYTES, Exchange, Phase, Where
 from flexd.planner.model.workload import statistics
+from tests.support.planner_cases import cluster, load, zipf
 
 ROWS, ROW_BYTES, STEPS = 600, 96, 60
 

@@ -6,7 +6,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from planner_cases import cluster, load, profile, zipf
 
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
@@ -15,6 +14,7 @@ from flexd.planner.model.cost import CostBreakdown, group_cost
 from flexd.planner.model.row_bytes import ID_BYTES, Exchange, Phase, Where
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import GroupLoad, make_loads
+from tests.support.planner_cases import cluster, load, profile, zipf
 
 ROWS, ROW_BYTES, STEPS = 400, 64, 40
 LAYOUT = RankLayout(3, 2)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scaleout_world import KEYSPACE, SETTINGS, LeaderProcess, MemoryStore, World, payload
 
 from flexd.core.errors import ScaleOutError
 from flexd.core.keyspace import TableSpec
@@ -23,6 +22,7 @@ from flexd.scaleout import signing
 from flexd.scaleout.count_delta import Delta, Stretch
 from flexd.scaleout.transport import PATH, HttpLink, listener
 from flexd.sketch.table_set import SketchSet
+from tests.support.scaleout_world import KEYSPACE, SETTINGS, LeaderProcess, MemoryStore, World, payload
 
 SECRET = b"correct horse battery staple"
 

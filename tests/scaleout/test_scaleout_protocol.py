@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from scaleout_world import BAD, World, payload
+
+from tests.support.scaleout_world import BAD, World, payload
 
 PARTITIONS = 3
 NAMES = ("f0", "f1", "f2")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fake_daemon import FakeDaemon
 
 from flexd.config.server import ServerConfig
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
+from tests.support.fake_daemon import FakeDaemon
 
 
 @pytest.fixture(scope="session")

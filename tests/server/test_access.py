@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_daemon import FakeDaemon
 
 from flexd.config.server import ServerConfig, TokenConfig
 from flexd.core import secrets as secret
@@ -23,6 +22,7 @@ from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 from flexd.server.protocol import CLIENT_NAME
 from flexd.server.tokens import Tokens
+from tests.support.fake_daemon import FakeDaemon
 
 READ, ADMIN = "the token of the dashboard", "the token of the operator"
 

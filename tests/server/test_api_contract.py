@@ -9,8 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from api_contract import RESPONSE_CHECKS, asks_for_something, for_every_request, operations_of
-from fake_daemon import FakeDaemon
 from schemathesis import checks
 
 from flexd.api.errors import http_status
@@ -28,6 +26,8 @@ from flexd.core.errors import (
 from flexd.server.app import create_app
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
+from tests.support.api_contract import RESPONSE_CHECKS, asks_for_something, for_every_request, operations_of
+from tests.support.fake_daemon import FakeDaemon
 
 READ, ADMIN = "the token of the dashboard", "the token of the operator"
 ERRORS: list[Exception | None] = [

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
+
+from tests.support.repository import child_environment
 
 
 def test_an_app_has_built_them_all() -> None:
     code = (
-        "import sys\n"
-        "sys.path[:0] = ['tests/support', 'tests/server']\n"
-        "from fake_daemon import FakeDaemon\n"
+        "from tests.support.fake_daemon import FakeDaemon\n"
         "from flexd.server.app import create_app\n"
         "from flexd.server.metrics import Metrics\n"
         "from flexd.api.base import Model\n"
@@ -24,6 +23,6 @@ def test_an_app_has_built_them_all() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
-        cwd=Path(__file__).parents[2],
+        env=child_environment(),
     )  # fmt: skip
     assert done.stdout.split("\n")[0] == "True []", done.stderr

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from fake_daemon import FakeDaemon
 
 from flexd.config.server import ServerConfig
 from flexd.server import protocol
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
+from tests.support.fake_daemon import FakeDaemon
 
 LIMIT = 4
 

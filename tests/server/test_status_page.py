@@ -12,9 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_daemon import FakeDaemon
-from fake_inspection import STRANGE
-from ops_tools import tool
 
 from flexd.api.migration import MigrationReport
 from flexd.api.plan import PlanReport
@@ -22,6 +19,9 @@ from flexd.api.status import PlacementStatus, Status, StreamStatus, TopologyStat
 from flexd.config.server import ServerConfig
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
+from tests.support.fake_daemon import FakeDaemon
+from tests.support.fake_inspection import STRANGE
+from tests.support.ops_tools import tool
 
 DEADLINE_MS = 20_000
 

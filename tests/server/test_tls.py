@@ -12,7 +12,6 @@ import httpx
 import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
-from fake_daemon import FakeDaemon
 
 from flexd.cli.client import DaemonAddress, DaemonClient
 from flexd.cli.credentials import Credentials
@@ -23,6 +22,7 @@ from flexd.server import tls
 from flexd.server.access import current_caller
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
+from tests.support.fake_daemon import FakeDaemon
 
 TOKEN = "the token of the operator"
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from rank_pool import RankPool
-from simulate_jobs import keys_of, keyspace_of
 
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
 from flexd.simulate.step import StepKeys
 from flexd.simulate.traffic import EXCHANGE, INTER, INTRA, SYNC, Part, Routing, TrafficCounter, sent_bytes
+from tests.support.rank_pool import RankPool
+from tests.support.simulate_jobs import keys_of, keyspace_of
 
 STEPS = 5
 ROUTING = {"chain": Routing.CHAIN, "direct": Routing.DIRECT_DEDUP, "direct_no_dedup": Routing.DIRECT}

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import uuid
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from flexd.stream.types import AccessBatch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 
 @pytest.fixture

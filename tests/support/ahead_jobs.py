@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from collection_jobs import Tower, some
-from collection_jobs import tables as job_tables
-from exactness import Scenario, batch, loss_of, random_chunks, row_optimizer, tables_of
 from torch.nn.parallel import DistributedDataParallel
 
 import flexd
@@ -18,6 +15,9 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
+from tests.support.collection_jobs import Tower, some
+from tests.support.collection_jobs import tables as job_tables
+from tests.support.exactness import Scenario, batch, loss_of, random_chunks, row_optimizer, tables_of
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from collection_jobs import ROWS, loss_of, offer, some, tables, train_step
 
 from flexd.core.errors import CheckpointError
 from flexd.core.layout import RankLayout
@@ -18,6 +17,7 @@ from flexd.embedding.checkpoint import checkpoint
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import SGD, Adam, RowOptimizer, RowWiseAdagrad
+from tests.support.collection_jobs import ROWS, loss_of, offer, some, tables, train_step
 
 OPTIMIZERS: dict[str, RowOptimizer] = {
     "sgd": SGD(0.1),

@@ -8,7 +8,6 @@ from typing import Any
 
 import kubernetes_validate
 import yaml
-from ops_tools import ROOT, run_tool
 from prometheus_client.parser import text_string_to_metric_families
 
 from flexd.config.base import split_address
@@ -17,6 +16,7 @@ from flexd.config.model import Config
 from flexd.server.app import create_metrics_app
 from flexd.server.figures import DaemonFigures, ScaleOutFigures
 from flexd.server.metrics import Metrics
+from tests.support.ops_tools import ROOT, run_tool
 
 CHART = ROOT / "helm" / "flexd"
 KUBERNETES = ("1.29", "1.35")

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from collection_jobs import ROWS, loss_of, offer, some, tables
 from torch import nn
 
 from flexd.core.layout import RankLayout
@@ -17,6 +16,7 @@ from flexd.core.placement import Delta
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import SGD
+from tests.support.collection_jobs import ROWS, loss_of, offer, some, tables
 
 STEPS = 4
 START_SCALE = 2.0**10

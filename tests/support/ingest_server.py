@@ -1,6 +1,6 @@
 """Real processes that run an ``Ingestor`` and can be killed: forked from one that has imported everything.
 
-python ingest_server.py     reads one JSON object a line, forks a child for it, answers with its pid
+python -m tests.support.ingest_server     reads one JSON object a line, forks a child for it, answers with its pid
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from flexd.ingest import Ingestor
 from flexd.sketch.set_types import SketchSettings
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_set import SketchSet, warm_up
+from tests.support.repository import child_environment
 
 TABLES = [TableSpec("items", 5000, 4)]
 SETTINGS = SketchSettings(memory_bytes=2**22, half_life_seconds=None, max_future_seconds=1e9, max_hot_rows=100)
@@ -66,10 +67,13 @@ class IngestServer:
     """Starts the server; ``start`` forks ingesting processes from it."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._lock = threading.Lock()
         self._server = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, "-m", "tests.support.ingest_server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=child_environment(),
         )
 
     def start(self, state: Path, *, interval: float = 0.03, threads: int = 1, **source: Any) -> int:

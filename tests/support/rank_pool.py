@@ -7,7 +7,6 @@ import os
 import time
 import traceback
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from preloaded_fork import preloaded
@@ -36,7 +35,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
             return
         module, function = name.split(":")
         try:
-            pipe.send(("ok", getattr(importlib.import_module(module), function)(rank, *args)))
+            pipe.send(("ok", getattr(importlib.import_module(f"tests.support.{module}"), function)(rank, *args)))
         except BaseException:
             pipe.send(("error", traceback.format_exc()))
         _end_groups_of_the_job()
@@ -55,10 +54,12 @@ def _end_groups_of_the_job() -> None:
 
 
 class RankPool:
-    """``world_size`` processes in one gloo process group. ``run`` calls ``module:function(rank, *args)`` on each."""
+    """``world_size`` processes in one gloo process group. ``run`` calls ``module:function(rank, *args)`` on each.
+
+    ``module`` is one of ``tests.support``."""
 
     def __init__(self, world_size: int) -> None:
-        context = preloaded("rank_preload", Path(__file__).parent)
+        context = preloaded("tests.support.rank_preload")
         (port,) = free_ports(1)
         self.world_size = world_size
         self._pipes: list[Connection] = []

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import gc
 
-import collection_jobs  # noqa: F401
-import exactness  # noqa: F401
-
 # The first optimizer step imports it, which takes a second.
 import torch._dynamo
 import torch.distributed  # noqa: F401
+
+from tests.support import (
+    collection_jobs,  # noqa: F401
+    exactness,  # noqa: F401
+)
 
 gc.freeze()

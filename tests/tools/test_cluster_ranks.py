@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 from cluster import Cluster, ClusterError
 from cluster_ranks import Ranks
 
-TOOLS = Path(__file__).parents[2] / "tools"
-PROGRAM = f"""
-import os, sys, time
-sys.path.insert(0, {str(TOOLS)!r})
+from tests.support.repository import child_environment
+
+PROGRAM = """
+import os, time
 from cluster_ranks import answer_questions
 rank = int(os.environ["RANK"])
 
@@ -36,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("can_emulate")
 
 @pytest.fixture
 def ranks():
-    with Cluster(2, 1) as cluster, Ranks(cluster, [sys.executable, "-c", PROGRAM]) as ranks:
+    with Cluster(2, 1) as cluster, Ranks(cluster, [sys.executable, "-c", PROGRAM], child_environment()) as ranks:
         yield ranks
 
 

@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from probe_jobs import SMALL
-from rank_pool import RankPool
 
 from flexd.cli.main import main
 from flexd.core.errors import TopologyError
@@ -30,6 +28,8 @@ from flexd.topology.files import dump_cluster, load_cluster, load_preset, parse_
 from flexd.topology.fit import CollectiveTimes
 from flexd.topology.model import Cluster, Collective, Exposed, Link
 from flexd.topology.probe import ProbeOptions, ProbeReport
+from tests.support.probe_jobs import SMALL
+from tests.support.rank_pool import RankPool
 
 LAYOUT = RankLayout(2, 2)
 

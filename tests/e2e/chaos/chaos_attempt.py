@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos_processes import Child
+from tests.e2e.chaos.chaos_processes import Child
 
 
 @dataclass(frozen=True)

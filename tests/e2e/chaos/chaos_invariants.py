@@ -7,10 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from chaos_attempt import Attempt
-from chaos_training import TABLES, WORLD, Reference
-from chaos_world import ChaosWorld
-from flexd_processes import until
 
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.core.errors import SnapshotError
@@ -21,6 +17,10 @@ from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_set import SketchSet
 from flexd.stream.codecs.codec import decode
 from flexd.stream.types import AccessBatch
+from tests.e2e.chaos.chaos_attempt import Attempt
+from tests.e2e.chaos.chaos_training import TABLES, WORLD, Reference
+from tests.e2e.chaos.chaos_world import ChaosWorld
+from tests.support.flexd_processes import until
 
 LOSS_TOLERANCE = 1e-9
 _WEIGHT_TOLERANCE = 1e-3

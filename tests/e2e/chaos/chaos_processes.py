@@ -1,6 +1,6 @@
 """The processes of a chaos run: forked from one that has imported everything, so that a killed one is back at once.
 
-python chaos_processes.py     reads one JSON order a line, forks a child for it, answers with its pid
+python -m tests.e2e.chaos.chaos_processes     reads one JSON order a line, forks a child for it, answers with its pid
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+from tests.support.repository import ROOT, child_environment
+
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 _PR_SET_PDEATHSIG = 1
 
@@ -116,12 +117,10 @@ class ProcessServer:
     """Starts processes. Closing it, or its owner's death, kills them all."""
 
     def __init__(self) -> None:
-        paths = [str(HERE), str(HERE.parents[1] / "support"), *(path for path in sys.path if path)]
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("FLEXD_")}
         self._lock = threading.Lock()
         self._server = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE.parents[2],
-            env={**environ, **_QUIET, "PYTHONPATH": os.pathsep.join(paths)},
+            [sys.executable, "-m", "tests.e2e.chaos.chaos_processes"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, cwd=ROOT, env=child_environment(**_QUIET),
         )  # fmt: skip
 
     def start(self, function: str, log: Path, environ: dict[str, str] | None = None, **arguments: Any) -> Child:
@@ -165,12 +164,12 @@ def _child(order: dict[str, Any], parent: int) -> int:
 
 
 def main() -> None:
-    import chaos_training
     import torch
 
     import flexd.cli.main
     import flexd.daemon.service
     from flexd.sketch.table_set import warm_up
+    from tests.e2e.chaos import chaos_training
 
     assert chaos_training
     assert flexd.daemon.service

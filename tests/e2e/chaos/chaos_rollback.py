@@ -8,9 +8,10 @@ import random
 from typing import Any
 
 import httpx
-from chaos_training import TABLES
-from chaos_world import ChaosWorld
-from flexd_processes import until
+
+from tests.e2e.chaos.chaos_training import TABLES
+from tests.e2e.chaos.chaos_world import ChaosWorld
+from tests.support.flexd_processes import until
 
 _SECONDS = 60.0
 _STEPS_DURING = 8

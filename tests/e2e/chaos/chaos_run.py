@@ -11,11 +11,11 @@ from statistics import median
 from types import TracebackType
 from typing import Any
 
-from chaos_faults import RANKS_STRUCK, Injection, kill_broker
-from chaos_invariants import Checker, longest_step
-from chaos_processes import ProcessServer
-from chaos_world import ChaosWorld
-from flexd_processes import until
+from tests.e2e.chaos.chaos_faults import RANKS_STRUCK, Injection, kill_broker
+from tests.e2e.chaos.chaos_invariants import Checker, longest_step
+from tests.e2e.chaos.chaos_processes import ProcessServer
+from tests.e2e.chaos.chaos_world import ChaosWorld
+from tests.support.flexd_processes import until
 
 RECOVERY_SECONDS = 90.0
 

@@ -6,9 +6,9 @@ import random
 import signal
 import time
 
-from chaos_faults import STEPS_DURING, Injection
-from chaos_world import ChaosWorld
-from flexd_processes import until
+from tests.e2e.chaos.chaos_faults import STEPS_DURING, Injection
+from tests.e2e.chaos.chaos_world import ChaosWorld
+from tests.support.flexd_processes import until
 
 _TAKEOVER_SECONDS = 60.0
 

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +16,8 @@ from typing import Any
 
 import httpx
 import yaml
-from chaos_attempt import Attempt
-from chaos_processes import Child, Clock, ProcessServer
-from chaos_training import JOB, TABLES, WORLD
-from flexd_processes import until
 from kafka import KafkaConsumer, TopicPartition
-from tcp_cut import TcpCut
+from tansu_broker import TansuBroker
 
 from flexd.config.load import load_config
 from flexd.config.model import Config
@@ -31,9 +26,11 @@ from flexd.demo.ports import free_ports
 from flexd.stream.codecs.codec import decode
 from flexd.topology.files import load_preset, write_cluster
 from flexd.topology.scale import scale_model
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
-from tansu_broker import TansuBroker
+from tests.e2e.chaos.chaos_attempt import Attempt
+from tests.e2e.chaos.chaos_processes import Child, Clock, ProcessServer
+from tests.e2e.chaos.chaos_training import JOB, TABLES, WORLD
+from tests.support.flexd_processes import until
+from tests.support.tcp_cut import TcpCut
 
 TOPIC = "accesses"
 PARTITIONS = 2
@@ -179,7 +176,7 @@ class ChaosWorld:
         self.lives += 1
         environ = {"FLEXD__STREAM__SOURCE__GROUP_ID": f"follower-{self.lives}"}
         self.follower = self.server.start(
-            "chaos_processes:daemon", self.directory / "follower.log", environ,
+            "tests.e2e.chaos.chaos_processes:daemon", self.directory / "follower.log", environ,
             config_file=str(self.directory / "follower.yaml"), clock_file=str(self.clock.path),
         )  # fmt: skip
 
@@ -191,8 +188,8 @@ class ChaosWorld:
         (store_port,) = free_ports(1)
         children = [
             self.server.start(
-                "chaos_training:rank", self.directory / f"{name}-{rank}.log", directory=str(self.directory),
-                rank=rank, attempt=name, store_port=store_port, control=self._addresses(),
+                "tests.e2e.chaos.chaos_training:rank", self.directory / f"{name}-{rank}.log",
+                directory=str(self.directory), rank=rank, attempt=name, store_port=store_port, control=self._addresses(),
                 secret_file=str(self.directory / "secret"), bootstrap=self.broker.bootstrap_servers, topic=TOPIC,
                 checkpoint=str(self.directory / f"checkpoint-{first}") if first else None, seed=self.seed,
                 step_seconds=self._step_seconds,
@@ -294,7 +291,7 @@ class ChaosWorld:
         # The broker would make the next life wait for the dead member of the last one; positions are the snapshot's.
         group = {"FLEXD__STREAM__SOURCE__GROUP_ID": f"daemon-{self.lives}"}
         return self.server.start(
-            "chaos_processes:daemon", self.directory / "daemon.log", {**group, **environ},
+            "tests.e2e.chaos.chaos_processes:daemon", self.directory / "daemon.log", {**group, **environ},
             config_file=str(seat.config_file), clock_file=str(self.clock.path),
         )  # fmt: skip
 

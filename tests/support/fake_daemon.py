@@ -5,10 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from fake_inspection import FakeInspection
-from fake_migrations import FakeMigrations
-from fake_planning import FakePlanning
-
 from flexd.api.config import KeyChange, ReloadReport
 from flexd.api.errors import ProbeResult
 from flexd.api.explanation import Explanation, RowReport, ThresholdReport
@@ -18,6 +14,9 @@ from flexd.api.plan import PlanReport, ReplicationReport
 from flexd.api.replan import ReplanResult
 from flexd.api.status import Status, StreamStatus
 from flexd.server.figures import DaemonFigures
+from tests.support.fake_inspection import FakeInspection
+from tests.support.fake_migrations import FakeMigrations
+from tests.support.fake_planning import FakePlanning
 
 OK = ProbeResult(ok=True)
 RELOADED = ReloadReport(

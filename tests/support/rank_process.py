@@ -1,6 +1,6 @@
 """One training rank in a process of its own: agrees on versions through a real gloo all-reduce.
 
-Usage: rank_process.py CONTROL_PORT STORE_FILE RANK WORLD_SIZE ATTEMPT SECONDS
+Usage: python -m tests.support.rank_process CONTROL_PORT STORE_FILE RANK WORLD_SIZE ATTEMPT SECONDS
 Ends when all ranks have stepped for SECONDS; prints {"steps", "history", "digest", "version"} as JSON.
 """
 
@@ -14,12 +14,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from ranks_in_threads import SECRET, TABLES, identity, step_report
 
 from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
+from tests.support.ranks_in_threads import SECRET, TABLES, identity, step_report
 
 
 def main(port: int, store_file: str, rank: int, world_size: int, attempt: str, seconds: float) -> None:

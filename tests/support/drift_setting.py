@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fake_coordinator import FakeCoordinator
 
 from flexd.config.load import parse_config
 from flexd.core.layout import RankLayout
@@ -20,6 +19,7 @@ from flexd.sketch.profile import Profile
 from flexd.sketch.table_set import SketchSet
 from flexd.topology.files import load_preset
 from flexd.topology.scale import scale_model
+from tests.support.fake_coordinator import FakeCoordinator
 
 ROWS = 4_000
 PER_STEP = 40_000.0

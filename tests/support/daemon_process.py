@@ -1,6 +1,6 @@
 """A daemon of the control channel in a process of its own: pushes one target after the other, for ever.
 
-Usage: daemon_process.py PORT DIRECTORY FIRST_SEED ROWS_PER_CHUNK TIMEOUT_SECONDS
+Usage: python -m tests.support.daemon_process PORT DIRECTORY FIRST_SEED ROWS_PER_CHUNK TIMEOUT_SECONDS
 Prints the port it listens on, then a line for every event.
 """
 
@@ -11,11 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-from ranks_in_threads import SECRET, TABLES, target
-
 from flexd.control.daemon.coordinator import ControlOptions, Coordinator
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.migration_states import MigrationState
+from tests.support.ranks_in_threads import SECRET, TABLES, target
 
 
 def main(port: int, directory: Path, seed: int, rows: int, timeout_seconds: float) -> None:

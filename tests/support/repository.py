@@ -1,0 +1,14 @@
+"""The repository's root, and the environment of a Python child process that imports flexd, tests and tools from it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def child_environment(**variables: str) -> dict[str, str]:
+    """Copy this process's environment without flexd's settings; set the import path and ``variables``."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("FLEXD_")}
+    return {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools")]), **variables}
