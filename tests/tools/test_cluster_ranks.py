@@ -35,7 +35,10 @@ pytestmark = pytest.mark.usefixtures("can_emulate")
 
 @pytest.fixture
 def ranks():
-    with Cluster(2, 1) as cluster, Ranks(cluster, [sys.executable, "-c", PROGRAM], child_environment()) as ranks:
+    with (
+        Cluster(2, 1) as cluster,
+        Ranks(cluster, [sys.executable, "-c", PROGRAM], environment=child_environment()) as ranks,
+    ):
         yield ranks
 
 

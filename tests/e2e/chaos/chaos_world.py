@@ -189,7 +189,8 @@ class ChaosWorld:
         children = [
             self.server.start(
                 "tests.e2e.chaos.chaos_training:rank", self.directory / f"{name}-{rank}.log",
-                directory=str(self.directory), rank=rank, attempt=name, store_port=store_port, control=self._addresses(),
+                directory=str(self.directory), rank=rank, attempt=name, store_port=store_port,
+                control=self._addresses(),
                 secret_file=str(self.directory / "secret"), bootstrap=self.broker.bootstrap_servers, topic=TOPIC,
                 checkpoint=str(self.directory / f"checkpoint-{first}") if first else None, seed=self.seed,
                 step_seconds=self._step_seconds,
