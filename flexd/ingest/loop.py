@@ -23,6 +23,7 @@ from flexd.ingest.backoff import Backoff
 from flexd.ingest.counters import Counters
 from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.ingest.message_counts import Tally
+from flexd.ingest.rate import RateMeter, Totals
 from flexd.ingest.restore import SNAPSHOT_META_FORMAT, restore
 from flexd.ingest.saving import BackgroundJob
 from flexd.ingest.shard import Decode, Shard
@@ -41,7 +42,6 @@ _log = logging.getLogger(__name__)
 IDLE_AFTER_SECONDS = 2.0
 """Without a message for so long and with nothing left to read, event time is taken to go on as the clock does."""
 _LAG_INTERVAL_SECONDS = 1.0
-_RATE_WINDOW_SECONDS = 2.0
 
 
 class Ingestor:
@@ -119,8 +119,7 @@ class Ingestor:
         """What is wrong right now, by the part that has the problem."""
         self._lag = 0
         self._lag_at = -math.inf
-        self._rates = (0.0, 0.0)
-        self._rate_from = (time.monotonic(), 0, 0)
+        self._rates = RateMeter(time.monotonic())
         self._counted_at = time.monotonic()
 
         found = restore(snapshots, tables, settings, threads)
@@ -379,12 +378,9 @@ class Ingestor:
         return silent if caught_up and silent >= IDLE_AFTER_SECONDS else 0.0
 
     def _read_stats(self) -> IngestStats:
-        now, total = time.monotonic(), self._counters.tally() + self._absorbed
+        total = self._counters.tally() + self._absorbed
         counts = total.counts
-        since, messages, accesses = self._rate_from
-        if now - since >= _RATE_WINDOW_SECONDS:
-            self._rates = ((total.messages - messages) / (now - since), (counts.accepted - accesses) / (now - since))
-            self._rate_from = (now, total.messages, counts.accepted)
+        self._rates.update(time.monotonic(), Totals(total.messages, counts.accepted))
         letters = self._dead_letters
         return IngestStats(
             messages=total.messages,
@@ -394,8 +390,8 @@ class Ingestor:
             rejected_messages=total.rejected,
             rejected_accesses={reason: getattr(counts, reason) for reason in ROW_REASONS},
             adjusted_accesses={"future_clamped": counts.future_clamped, "late": counts.late},
-            messages_per_second=self._rates[0],
-            accesses_per_second=self._rates[1],
+            messages_per_second=self._rates.messages_per_second,
+            accesses_per_second=self._rates.accesses_per_second,
             lag_messages=self._lag,
             messages_lost=self._source.messages_lost,
             newest_event_seconds=self._counters.newest_event_seconds,
