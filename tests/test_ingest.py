@@ -359,6 +359,26 @@ def test_bad_input_is_counted_by_reason_and_sampled(tmp_path):
     assert (tmp_path / "dead.jsonl").stat().st_mode & 0o777 == 0o600
 
 
+def test_messages_that_arrive_rarely_leave_a_rate_until_the_next(tmp_path, monkeypatch):
+    window = 0.2
+    monkeypatch.setattr("flexd.ingest.rate.WINDOW_SECONDS", window)
+    source = FakeSource({"p0": []})
+    ingestor = _ingestor(source, SnapshotStore(tmp_path, 2))
+    ingestor.start()
+    rates = []
+    try:
+        for i in range(3):
+            source.log["p0"].append(_message(2 * i))
+            end = time.monotonic() + 6 * window
+            while time.monotonic() < end:
+                time.sleep(window / 4)
+                rates.append(ingestor.stats().accesses_per_second)
+    finally:
+        ingestor.stop(DEADLINE)
+    # The mean of a second is some 600 accesses a message / 1.2 s: it is shown while nothing arrives.
+    assert min(rates[-24:]) > 100
+
+
 def test_reasons_are_bounded(tmp_path):
     def fail(payload, limit):
         raise CodecError("no", reason=bytes(payload).decode())
