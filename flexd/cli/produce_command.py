@@ -1,11 +1,14 @@
-"""``produce``: feeds a trace to the stream."""
+"""``produce``: send a trace to the stream."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,21 +29,56 @@ if TYPE_CHECKING:
 DEFAULT_TOPIC = "flexd-accesses"
 PARTITION = "produce"
 CONNECT_SECONDS = 15.0
+MAX_FUTURE_SECONDS = 300.0
+"""Default of ``sketch.max_future_seconds``, for targets that come without the daemon's configuration."""
+
+
+class Anchor(StrEnum):
+    """The event of the trace that is dated now."""
+
+    START = "start"
+    END = "end"
 
 
 def produce(
     trace: Annotated[Path, typer.Argument(metavar="FILE.npz", exists=True, dir_okay=False, help="Events to send.")],
     log: Annotated[
-        Path | None, typer.Option("--log", metavar="DIR", help=f"To this file log, partition {PARTITION!r}.")
+        Path | None, typer.Option("--log", metavar="DIR", help=f"Send to this file log, partition {PARTITION!r}.")
     ] = None,
-    kafka: Annotated[str | None, typer.Option("--kafka", metavar="HOST:PORT", help="To this Kafka broker.")] = None,
-    topic: Annotated[str, typer.Option("--topic", metavar="NAME", help="Of the broker.")] = DEFAULT_TOPIC,
+    kafka: Annotated[
+        str | None, typer.Option("--kafka", metavar="HOST:PORT", help="Send to this Kafka broker.")
+    ] = None,
+    topic: Annotated[str, typer.Option("--topic", metavar="NAME", help="Topic of the Kafka broker.")] = DEFAULT_TOPIC,
     config: Annotated[
-        Path | None, typer.Option("-c", "--config", metavar="FILE", help="To the source of this daemon's YAML.")
+        Path | None, typer.Option("-c", "--config", metavar="FILE", help="Send to the source of this daemon's YAML.")
+    ] = None,
+    table: Annotated[
+        list[str] | None,
+        typer.Option("--table", metavar="OLD=NEW", help="Rename a table of the trace; repeat for several tables."),
+    ] = None,
+    speed: Annotated[
+        float | None,
+        typer.Option(
+            "--speed",
+            metavar="N",
+            min=1e-6,
+            max=1e12,
+            help="Replay the trace by its own times, N times as fast; event times are compressed by N.",
+        ),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option("--rate", metavar="N", min=0.001, help="Accesses a second. [default: all at once]")
+        float | None,
+        typer.Option("--rate", metavar="N", min=0.001, help="Send N accesses a second. [default: all at once]"),
     ] = None,
+    now: Annotated[
+        Anchor | None,
+        typer.Option(
+            "--now", help="Shift event times: the trace starts or ends now. [default: start with --speed, else end]"
+        ),
+    ] = None,
+    as_dated: Annotated[
+        bool, typer.Option("--as-dated", help="Keep the event times of the trace (with --speed: only pace by them).")
+    ] = False,
     limit: Annotated[
         int | None, typer.Option("-n", "--limit", metavar="N", min=1, help="Send the first N accesses only.")
     ] = None,
@@ -48,52 +86,68 @@ def produce(
         int, typer.Option("--message", metavar="N", min=1, max=1_000_000, help="Accesses in one message.")
     ] = 4096,
     ranks: Annotated[
-        int, typer.Option("--ranks", metavar="N", min=1, max=65_536, help="Source ranks, in turn a message.")
+        int, typer.Option("--ranks", metavar="N", min=1, max=65_536, help="Source ranks; they take turns by message.")
     ] = 1,
-    now: Annotated[
-        bool, typer.Option("--now/--as-dated", help="Move the events in time so that the last one is now.")
-    ] = True,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="S", min=0.1, max=3600, help="For one message to be taken.")
+        float, typer.Option("--timeout", metavar="S", min=0.1, max=3600, help="Limit for sending one message.")
     ] = 30.0,
     yes: YesOption = False,
     dry_run: DryRunOption = False,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Sends the events of a trace to a file log or a Kafka topic, as a trainer's publisher would. Control-C ends it.
+    """Send the events of a trace to a file log or a Kafka topic, as a trainer's publisher does. Control-C ends it.
 
-    Exit status 4 if there is no broker, or it took messages and did not deliver them.
+    Exit status 4 if the broker cannot be reached, or did not deliver messages that it accepted.
 
-    Example: flexd produce events.npz --log flexd-data/accesses --yes
+    Example: flexd produce events.npz -c flexd.yaml --speed 60 --table item=items --yes
     """
     if sum(given is not None for given in (log, kafka, config)) != 1:
-        raise ConfigError("where to?", remedy="give one of --log, --kafka and --config")
-    from flexd.stream.replay import Replayed, replay, trace_batches
+        raise ConfigError("no target, or several", remedy="give one of --log, --kafka and --config")
+    if speed is not None and rate is not None:
+        raise ConfigError("--speed and --rate both set the pace", remedy="give one of them")
+    if as_dated and now is not None:
+        raise ConfigError("--now shifts the event times that --as-dated keeps", remedy="give one of them")
+    from flexd.stream import replay
     from flexd.stream.trace import load_trace
 
     events = _first(load_trace(trace), limit)
+    events = replay.rename_tables(events, _renames(table or ()))
     target = _Target(log=log) if log is not None else _Target(kafka=kafka or "", topic=topic)
+    max_future_seconds = MAX_FUTURE_SECONDS
     if config is not None:
         from flexd.config.load import load_config
 
         checked = load_config(config)
         _check_tables(events, checked, trace)
         target = _of_config(config, checked)
+        max_future_seconds = checked.sketch.max_future_seconds
+    compression = 1.0 if as_dated or speed is None else speed
+    _warn_of_jumps(events, message, compression, max_future_seconds)
     messages = -(-len(events) // message)
-    what = f"{units.count(len(events))} accesses in {units.count(messages)} messages to {target}"
+    span = float(events.seconds[-1] - events.seconds[0])
+    duration = len(events) / rate if rate is not None else span / speed if speed is not None else None
+    what = f"{units.count(len(events))} accesses in {units.counted(messages, 'message')} to {target}"
+    if duration is not None:
+        what += f", in about {units.age(duration)}"
     if dry_run:
-        facts = {"accesses": len(events), "messages": messages, "target": str(target), "sent": False}
-        emit(facts, [Facts("", (("would send", what),))], output)
+        facts = {"accesses": len(events), "messages": messages, "seconds": duration, "target": str(target)}
+        emit({**facts, "sent": False}, [Facts("", (("would send", what),))], output)
         return
     confirm(f"{what}. Send?", yes)
-    shift = time.time() - float(events.seconds[-1]) if now else 0.0
+    if not as_dated:
+        anchor = now or (Anchor.END if speed is None else Anchor.START)
+        events = replay.move_times(events, anchor.value, time.time(), compression)
+    pace: replay.Pace | None = None
+    if rate is not None:
+        pace = replay.constant_rate(rate)
+    elif speed is not None:
+        pace = replay.trace_times(events, speed if as_dated else 1.0)
     sink = target.open(timeout)
     progress = _Progress(len(events))
     try:
-        sent: Replayed = replay(
-            trace_batches(events, message, ranks, shift), sink, accesses_per_second=rate, patience_seconds=timeout,
-            progress=progress,
-        )  # fmt: skip
+        sent = replay.replay(
+            replay.trace_batches(events, message, ranks), sink, pace=pace, timeout_seconds=timeout, progress=progress
+        )
     except StreamError as error:
         sent_part = (
             f"{units.count(progress.sent)} of {units.count(len(events))} accesses were sent, the last may be lost"
@@ -104,7 +158,7 @@ def produce(
     finally:
         sink.close()
     pairs = (
-        ("sent", f"{units.count(sent.accesses)} accesses in {units.count(sent.messages)} messages"),
+        ("sent", f"{units.count(sent.accesses)} accesses in {units.counted(sent.messages, 'message')}"),
         ("to", str(target)),
         ("payload", units.size(sent.payload_bytes)),
         ("rate", units.rate(sent.accesses / max(sent.seconds, 1e-9), "accesses")),
@@ -128,12 +182,12 @@ class _Target:
 
     @property
     def remedy(self) -> str:
-        """Where nothing is taken."""
+        """Advice for a target that accepts nothing."""
         if self.log is not None:
             return "check the directory and the disk"
         return (
-            f"is a broker at {self.kafka}, has it topic {self.topic}? --kafka and --topic name others, --timeout waits "
-            "longer; flexd doctor -c FILE asks the broker of a configuration"
+            f"check that a broker listens at {self.kafka} and has topic {self.topic} (--kafka, --topic), or wait "
+            "longer (--timeout); flexd doctor -c FILE checks the broker of a configuration"
         )
 
     def open(self, timeout_seconds: float) -> Sink:
@@ -143,7 +197,7 @@ class _Target:
             return FileLogSink(self.log, PARTITION)
         from flexd.stream.kafka.sink import KafkaSink
 
-        # Below the deadline of a message, so that this ends with what the client says and not with "connecting".
+        # Below the deadline of a message, so that the error is the client's and not "connecting".
         connecting = min(CONNECT_SECONDS, 0.8 * timeout_seconds)
         return KafkaSink(self.kafka, self.topic, connect_timeout_seconds=connecting, client_options=self.options)
 
@@ -156,7 +210,7 @@ def _of_config(path: Path, config: Config) -> _Target:
         return _Target(log=source.path)
     if not isinstance(source, KafkaSource):
         raise ConfigError(
-            f"{path}: stream.source: nobody can write to a source of kind {source.kind!r}",
+            f"{path}: stream.source: a source of kind {source.kind!r} accepts no messages",
             remedy="give --log or --kafka",
         )
     options = source.resolved_client_options()
@@ -174,21 +228,55 @@ def _first(trace: Trace, limit: int | None) -> Trace:
     )  # fmt: skip
 
 
+def _renames(pairs: Sequence[str]) -> dict[str, str]:
+    """Parse ``OLD=NEW`` arguments. Raises ConfigError if one has another form or repeats an old name."""
+    names: dict[str, str] = {}
+    for pair in pairs:
+        old, equals, new = pair.partition("=")
+        if not (old and equals and new):
+            raise ConfigError(f"--table {pair}: not of the form OLD=NEW", remedy="for example --table item=items")
+        if old in names:
+            raise ConfigError(f"--table {pair}: table {old!r} is renamed twice", remedy="give one new name a table")
+        names[old] = new
+    return names
+
+
+def _warn_of_jumps(trace: Trace, accesses_per_message: int, compression: float, max_future_seconds: float) -> None:
+    """Print a note if the daemon would clamp event times because messages lie too far apart in time."""
+    last = [*range(accesses_per_message, len(trace), accesses_per_message), len(trace)]
+    gaps = [
+        float(trace.seconds[end - 1] - trace.seconds[begin - 1]) / compression
+        for begin, end in itertools.pairwise(last)
+    ]
+    jumps = [gap for gap in gaps if gap > max_future_seconds]
+    if jumps:
+        speed = math.ceil(compression * max(jumps) / max(max_future_seconds, 1e-3))
+        print(
+            f"note: {units.counted(len(jumps), 'message')} of {units.count(len(gaps) + 1)} are dated more than "
+            f"{max_future_seconds:g} s after the message before; the daemon counts such accesses as future_clamped. "
+            f"--speed {speed} or more brings the messages close enough together.",
+            file=sys.stderr,
+        )
+
+
 def _check_tables(trace: Trace, config: Config, path: Path) -> None:
-    """Raises ConfigError if the daemon would reject what the trace names."""
+    """Raise ConfigError if the daemon would reject tables or rows of the trace."""
     known = {table.name: table.rows for table in config.tables}
     for name, rows in zip(trace.table_names, trace.table_rows, strict=True):
         if name not in known:
-            raise ConfigError(f"{path}: table {name!r} is not configured", remedy=f"one of {', '.join(known)}"[:500])
+            raise ConfigError(
+                f"{path}: table {name!r} is not configured",
+                remedy=f"rename it: --table {name}=NEW, with NEW one of {', '.join(known)}"[:500],
+            )
         if rows > known[name]:
             raise ConfigError(
                 f"{path}: table {name!r} has {rows} rows, {known[name]} are configured",
-                remedy="raise tables[].rows, or make the trace of this table",
+                remedy="raise tables[].rows, or use a trace of this table",
             )
 
 
 class _Progress:
-    """Remembers how much was sent; shows it on a line that rewrites itself on a terminal, not in a pipe."""
+    """Count the accesses sent, and show them on a line that rewrites itself on a terminal, not in a pipe."""
 
     def __init__(self, accesses: int) -> None:
         self.sent = 0

@@ -1,27 +1,34 @@
-"""A trace as messages of the stream, sent at a chosen pace."""
+"""Send a trace to a sink as messages of the stream, at a chosen pace."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
-from flexd.core.errors import StreamError
+from flexd.core.errors import ConfigError, StreamError
 from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.trace import Trace
 from flexd.stream.types import AccessBatch, Sink
 
 RETRY_SECONDS = 0.2
 
+Pace = Callable[[float, int], float]
+"""(event time of the next message, accesses sent so far) -> seconds after the start at which the message is due."""
+
 
 @dataclass(frozen=True)
-class Replayed:
-    """What was sent.
+class ReplayResult:
+    """Totals of a replay.
 
     Attributes:
-        messages, accesses, payload_bytes: taken by the sink. failed: messages of these that it could not deliver.
+        messages: messages that the sink accepted.
+        accesses: accesses in these messages.
+        payload_bytes: encoded size of these messages.
+        failed: accepted messages that the sink could not deliver.
         seconds: wall time.
     """
 
@@ -32,20 +39,61 @@ class Replayed:
     seconds: float
 
 
-def trace_batches(
-    trace: Trace, accesses_per_message: int, ranks: int, shift_seconds: float = 0.0
-) -> Iterator[list[AccessBatch]]:
-    """The events in order, so many a message: one batch a table, the messages dealt to the source ranks in turn.
+def rename_tables(trace: Trace, names: Mapping[str, str]) -> Trace:
+    """Replace table names; tables not in ``names`` keep theirs.
+
+    Raises:
+        ConfigError: the trace has no table of an old name, or two tables would share a name.
+    """
+    unknown = [name for name in names if name not in trace.table_names]
+    if unknown:
+        raise ConfigError(
+            f"the trace has no table {', '.join(map(repr, unknown))}",
+            remedy=f"rename one of {', '.join(trace.table_names)}"[:500],
+        )
+    renamed = tuple(names.get(name, name) for name in trace.table_names)
+    twice = sorted({name for name in renamed if renamed.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"two tables of the trace would be named {', '.join(map(repr, twice))}", remedy="give each its own name"
+        )
+    return replace(trace, table_names=renamed)
+
+
+def move_times(trace: Trace, anchor: Literal["start", "end"], anchor_seconds: float, speed: float = 1.0) -> Trace:
+    """Shift the event times and divide the gaps between them by ``speed``.
 
     Args:
-        shift_seconds: added to every event time. A message has the time of its last event.
+        anchor: the event, first or last, that gets the time ``anchor_seconds``.
+    """
+    fixed = trace.seconds[0] if anchor == "start" else trace.seconds[-1]
+    # The division may round two equal gaps differently: times must not decrease.
+    moved = np.maximum.accumulate(anchor_seconds + (trace.seconds - fixed) / speed)
+    return replace(trace, seconds=np.maximum(moved, 0.0))
+
+
+def constant_rate(accesses_per_second: float) -> Pace:
+    """Send this many accesses a second in the mean."""
+    return lambda _, accesses: accesses / accesses_per_second
+
+
+def trace_times(trace: Trace, speed: float = 1.0) -> Pace:
+    """Send each message as long after the start as its event time is after the first event's, divided by ``speed``."""
+    first = float(trace.seconds[0])
+    return lambda event_time, _: (event_time - first) / speed
+
+
+def trace_batches(trace: Trace, accesses_per_message: int, ranks: int) -> Iterator[list[AccessBatch]]:
+    """Split the events, in order, into messages of ``accesses_per_message`` accesses.
+
+    A message has one batch a table and the time of its last event. The source ranks take turns.
     """
     for number, first in enumerate(range(0, len(trace), accesses_per_message)):
         part = slice(first, first + accesses_per_message)
         tables, rows = trace.table[part], trace.row[part]
         order = np.argsort(tables, kind="stable")
         present, begins = np.unique(tables[order], return_index=True)
-        at = float(trace.seconds[part][-1]) + shift_seconds
+        at = float(trace.seconds[part][-1])
         yield [
             AccessBatch(trace.table_names[table], rows[order[begin:end]], number % ranks, at)
             for table, begin, end in zip(present, begins, [*begins[1:], len(rows)], strict=True)
@@ -56,47 +104,47 @@ def replay(
     batches: Iterator[list[AccessBatch]],
     sink: Sink,
     *,
-    accesses_per_second: float | None = None,
-    patience_seconds: float = 30.0,
+    pace: Pace | None = None,
+    timeout_seconds: float = 30.0,
     progress: Callable[[int], None] = lambda accesses: None,
     stopped: Callable[[], bool] = lambda: False,
-) -> Replayed:
-    """Sends the messages one by one and waits until they are delivered.
+) -> ReplayResult:
+    """Send the messages one by one and wait until they are delivered.
 
     Args:
-        accesses_per_second: in the mean; None sends as fast as the sink takes it.
-        patience_seconds: how long one message, and the delivery of the last ones, may take.
-        progress: told the accesses sent so far, after each message.
-        stopped: asked before each message: true ends it early.
+        pace: None sends as fast as the sink accepts.
+        timeout_seconds: limit for one message, and for the delivery of the last ones.
+        progress: called after each message with the accesses sent so far.
+        stopped: checked before each message; true ends the replay early.
 
     Raises:
-        StreamError: the sink did not take a message within ``patience_seconds``.
+        StreamError: the sink did not accept a message within ``timeout_seconds``.
     """
     begun = time.monotonic()
     messages = accesses = size = 0
     for message in batches:
         if stopped():
             break
-        due = 0.0 if accesses_per_second is None else begun + accesses / accesses_per_second
+        due = begun if pace is None else begun + pace(message[0].event_time_seconds, accesses)
         while (left := due - time.monotonic()) > 0 and not stopped():
             time.sleep(min(left, RETRY_SECONDS))
         payload = encode_arrow(message)
-        _send(sink, payload, patience_seconds)
+        _send(sink, payload, timeout_seconds)
         messages, size = messages + 1, size + len(payload)
         accesses += sum(len(batch.rows) for batch in message)
         progress(accesses)
-    sink.flush(patience_seconds)
-    return Replayed(messages, accesses, size, sink.messages_failed, time.monotonic() - begun)
+    sink.flush(timeout_seconds)
+    return ReplayResult(messages, accesses, size, sink.messages_failed, time.monotonic() - begun)
 
 
-def _send(sink: Sink, payload: bytes, patience_seconds: float) -> None:
-    deadline = time.monotonic() + patience_seconds
+def _send(sink: Sink, payload: bytes, timeout_seconds: float) -> None:
+    deadline = time.monotonic() + timeout_seconds
     while True:
         try:
             sink.send(payload)
             return
         except StreamError:
-            # A broker that is being connected, or is behind: it refuses and wants to be asked again.
+            # A sink refuses while it connects or while the broker is behind: retry until the deadline.
             if time.monotonic() > deadline:
                 raise
             time.sleep(RETRY_SECONDS)

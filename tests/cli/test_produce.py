@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 
@@ -11,10 +12,13 @@ import pytest
 import yaml
 
 from flexd.cli.exit_codes import ExitCode
-from flexd.core.errors import StreamError
+from flexd.cli.produce_command import MAX_FUTURE_SECONDS
+from flexd.config.stream import SketchConfig
+from flexd.core.keyspace import TableSpec
+from flexd.sketch.set_types import IngestCounts
+from flexd.sketch.table_set import SketchSet
 from flexd.stream.codecs.codec import decode
 from flexd.stream.file_log.log import FileLogSource
-from flexd.stream.replay import replay, trace_batches
 from flexd.stream.trace import load_trace
 
 EVENTS = 1000
@@ -54,7 +58,7 @@ def test_every_event_arrives_once_in_order(flexd_command, trace, tmp_path):
     assert [at for table, _, _, at in found if table == "items"] == [events.seconds[i] for i in (299, 599, 899, 999)]
 
 
-def test_events_are_moved_to_now_unless_told_otherwise(flexd_command, trace, tmp_path):
+def test_events_end_now_by_default(flexd_command, trace, tmp_path):
     before = time.time()
     assert flexd_command("produce", trace, "--log", tmp_path / "log", "--limit", 10, "--yes").returncode == 0
     found = read(tmp_path / "log")
@@ -62,11 +66,132 @@ def test_events_are_moved_to_now_unless_told_otherwise(flexd_command, trace, tmp
     assert before - 1 <= found[-1][3] <= time.time()
 
 
+def long_trace(path: Path, days: float) -> Path:
+    """Write a trace that is years old and spans ``days``."""
+    random = np.random.default_rng(2)
+    np.savez(
+        path, row=random.integers(0, 50, EVENTS), ts=np.linspace(1e9, 1e9 + days * 86_400, EVENTS),
+        table_rows=np.array([50]), table_names=np.array(["item"]),
+    )  # fmt: skip
+    return path
+
+
+def counted_by_a_daemon(log: Path) -> dict[str, int]:
+    """Count the messages of a file log with the daemon's counters."""
+    tables = SketchSet([TableSpec("items", 50, 4)], 2**20, 3600.0)
+    counts = sum(
+        (tables.ingest(table, np.array(rows, np.int64), rank, at) for table, rows, rank, at in read(log)),
+        IngestCounts(),
+    )
+    return {"accepted": counts.accepted, "future_clamped": counts.future_clamped, "late": counts.late}
+
+
+def test_a_long_old_trace_is_clamped_unless_its_times_are_compressed(flexd_command, tmp_path):
+    """100 messages over 10 days: 8,640 s between two messages, where the daemon accepts 300 s."""
+    trace = long_trace(tmp_path / "old.npz", days=10.0)
+    arguments = ("--table", "item=items", "--message", 10, "--yes")
+    done = flexd_command("produce", trace, "--log", tmp_path / "plain", *arguments)
+    assert done.returncode == 0
+    assert "note: 99 messages of 100 are dated more than 300 s after the message before" in done.stderr
+    assert f"--speed {math.ceil(10 * 86_400 / 999 * 10 / 300)} or more" in done.stderr
+    plain = counted_by_a_daemon(tmp_path / "plain")
+    assert plain["accepted"] == EVENTS
+    assert plain["future_clamped"] > EVENTS / 2
+
+    fast = flexd_command("produce", trace, "--log", tmp_path / "fast", *arguments, "--speed", 864_000)
+    assert fast.returncode == 0
+    assert fast.stderr == ""
+    assert counted_by_a_daemon(tmp_path / "fast") == {"accepted": EVENTS, "future_clamped": 0, "late": 0}
+
+
+def test_speed_paces_by_the_times_of_the_trace_and_starts_now(flexd_command, trace, tmp_path):
+    """99.9 s of events take one second: the gaps are a hundredth, and a message is dated when it is sent."""
+    before = time.time()
+    done = flexd_command(
+        "produce", trace, "--log", tmp_path / "log", "--speed", 100, "--message", 100, "-o", "json", "--yes"
+    )
+    after = time.time()
+    assert done.returncode == 0, done.stderr
+    assert 0.999 <= json.loads(done.stdout)["seconds"] <= after - before
+    times = sorted({at for _, _, _, at in read(tmp_path / "log")})
+    assert np.diff(times) == pytest.approx([0.1] * 9, abs=1e-5)
+    assert before + 0.099 <= times[0]
+    assert times[-1] <= after, "no message is dated in the future"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first", "last"),
+    [
+        (("--now", "end"), -99.9, 0.0),
+        (("--now", "start"), 0.0, 99.9),
+        (("--now", "end", "--speed", 1000), -0.0999, 0.0),
+        (("--now", "start", "--rate", 1e6), 0.0, 99.9),
+    ],
+)
+def test_a_trace_starts_or_ends_now(flexd_command, trace, tmp_path, arguments, first, last):
+    before = time.time()
+    done = flexd_command("produce", trace, "--log", tmp_path / "log", "--message", 1, *arguments, "--yes")
+    after = time.time()
+    assert done.returncode == 0, done.stderr
+    times = [at for _, _, _, at in read(tmp_path / "log")]
+    assert len(times) == EVENTS
+    assert before + first - 1e-3 <= times[0] <= after + first + 1e-3
+    assert times[-1] - times[0] == pytest.approx(last - first, abs=1e-4)
+
+
+def test_dates_are_kept_on_request_even_where_they_set_the_pace(flexd_command, trace, tmp_path):
+    done = flexd_command(
+        "produce", trace, "--log", tmp_path / "log", "--message", 100, "--as-dated", "--speed", 500, "-o", "json"
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["seconds"] >= 99.9 / 500
+    assert sorted({at for _, _, _, at in read(tmp_path / "log")}) == load_trace(trace).seconds[99::100].tolist()
+
+
+def test_tables_are_renamed(flexd_command, trace, tmp_path):
+    done = flexd_command(
+        "produce", trace, "--log", tmp_path / "log", "--table", "items=users", "--table", "users=people", "--yes"
+    )
+    assert done.returncode == 0, done.stderr
+    events, found = load_trace(trace), read(tmp_path / "log")
+    for index, name in enumerate(("users", "people")):
+        rows = [row for table, rows, _, _ in found if table == name for row in rows]
+        assert rows == events.row[events.table == index].tolist()
+    assert {table for table, _, _, _ in found} == {"users", "people"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--table", "items"), "not of the form OLD=NEW"),
+        (("--table", "=items"), "not of the form OLD=NEW"),
+        (("--table", "items=a", "--table", "items=b"), "'items' is renamed twice"),
+        (("--table", "shops=a"), "the trace has no table 'shops'"),
+        (("--table", "items=users"), "two tables of the trace would be named 'users'"),
+        (("--speed", 2, "--rate", 5), "--speed and --rate both set the pace"),
+        (("--now", "end", "--as-dated"), "--now shifts the event times that --as-dated keeps"),
+        (("--now", "middle"), "'middle' is not one of 'start', 'end'"),
+    ],
+)
+def test_contradicting_arguments_are_refused(flexd_command, trace, tmp_path, arguments, says):
+    done = flexd_command("produce", trace, "--log", tmp_path / "log", *arguments, "--yes")
+    assert done.returncode == ExitCode.USAGE, done.stderr
+    assert says in done.stderr
+    assert not (tmp_path / "log").exists()
+
+
+def test_the_future_limit_is_the_configurations_default():
+    assert SketchConfig().max_future_seconds == MAX_FUTURE_SECONDS
+
+
 def test_a_dry_run_sends_nothing(flexd_command, trace, tmp_path):
     done = flexd_command("produce", trace, "--log", tmp_path / "log", "--dry-run")
     assert done.returncode == 0
-    assert f"1,000 accesses in 1 messages to file log {tmp_path / 'log'}" in done.stdout
+    assert f"1,000 accesses in 1 message to file log {tmp_path / 'log'}" in done.stdout
     assert not (tmp_path / "log").exists()
+    paced = flexd_command("produce", trace, "--log", tmp_path / "log", "--dry-run", "--speed", 1, "-o", "json")
+    assert json.loads(paced.stdout)["seconds"] == pytest.approx(99.9)
+    assert json.loads(paced.stdout)["sent"] is False
 
 
 @pytest.mark.parametrize(
@@ -74,7 +199,7 @@ def test_a_dry_run_sends_nothing(flexd_command, trace, tmp_path):
     [
         ([("items", 50)], {"kind": "file_log", "path": "log"}, "table 'users' is not configured"),
         ([("items", 10), ("users", 60)], {"kind": "file_log", "path": "log"}, "10 are configured"),
-        ([("items", 50), ("users", 60)], {"kind": "synthetic"}, "nobody can write to a source of kind 'synthetic'"),
+        ([("items", 50), ("users", 60)], {"kind": "synthetic"}, "a source of kind 'synthetic' accepts no messages"),
         ([("items", 50), ("users", 60)], {"kind": "file_log", "path": "log"}, ""),
     ],
 )
@@ -99,49 +224,23 @@ def test_exactly_one_target(flexd_command, trace, arguments):
     assert "one of --log, --kafka and --config" in done.stderr
 
 
-class Sink:
-    """Refuses the first ``refusals`` messages; says that ``failed`` were not delivered."""
+class UndeliveringSink:
+    """A sink that accepts every message and fails to deliver one."""
 
-    def __init__(self, refusals: int, failed: int = 0) -> None:
-        self.refusals, self.messages_failed = refusals, failed
-        self.sent: list[bytes] = []
-        self.flushed = 0
+    messages_failed = 1
 
     def send(self, payload: bytes) -> None:
-        if self.refusals:
-            self.refusals -= 1
-            raise StreamError("not yet")
-        self.sent.append(payload)
+        pass
 
     def flush(self, timeout_seconds: float) -> None:
-        self.flushed += 1
+        pass
 
     def close(self) -> None:
         pass
 
 
-def test_a_sink_that_is_not_ready_is_asked_again_within_the_deadline(trace):
-    events = load_trace(trace)
-    sink = Sink(refusals=1, failed=2)
-    sent = replay(trace_batches(events, 500, 1), sink, patience_seconds=5.0)
-    assert (sent.messages, sent.failed, len(sink.sent), sink.flushed) == (2, 2, 2, 1)
-    with pytest.raises(StreamError, match="not yet"):
-        replay(trace_batches(events, 500, 1), Sink(refusals=10**6), patience_seconds=0.01)
-
-
-def test_a_pace_is_kept_and_a_stop_obeyed(trace):
-    events, sink, seen = load_trace(trace), Sink(0), []
-    sent = replay(trace_batches(events, 100, 1), sink, accesses_per_second=2000, progress=seen.append)
-    assert sent.seconds >= 0.9 * 900 / 2000
-    assert seen == list(range(100, EVENTS + 1, 100))
-    stopped = replay(
-        trace_batches(events, 100, 1), Sink(0), accesses_per_second=0.001, stopped=lambda: True
-    )  # fmt: skip
-    assert stopped.messages == 0
-
-
 def test_lost_deliveries_are_an_exit_status(flexd_command, trace, monkeypatch):
-    monkeypatch.setattr("flexd.stream.kafka.sink.KafkaSink", lambda *_, **__: Sink(0, failed=1))
+    monkeypatch.setattr("flexd.stream.kafka.sink.KafkaSink", lambda *_, **__: UndeliveringSink())
     done = flexd_command("produce", trace, "--kafka", "127.0.0.1:1", "-o", "json")
     assert done.returncode == ExitCode.REFUSED
     assert json.loads(done.stdout)["target"] == "topic flexd-accesses at 127.0.0.1:1"

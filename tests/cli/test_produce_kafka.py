@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from flexd.config.load import load_config
 from flexd.daemon.factory import make_source
 from flexd.stream.codecs.codec import decode
 from flexd.stream.trace import Trace, load_trace
+from flexd.stream.types import AccessBatch
 from tests.support.flexd_processes import flexd, until
 
 EVENTS, MESSAGE = 1000, 64
@@ -55,28 +57,29 @@ def configuration(directory: Path, broker: str) -> Path:
     return path
 
 
-def read_by_the_daemons_source(config_file: Path, accesses: int) -> tuple[Counter, dict[str, list[int]]]:
-    """(times each row of a table came, source ranks by partition) as the daemon's own source delivers them."""
+def read_by_the_daemons_source(config_file: Path, accesses: int) -> tuple[Counter, list[AccessBatch]]:
+    """Return (times each row of a table came, the batches) as the daemon's own source delivers them."""
     source = make_source(load_config(config_file, {}))
     rows: Counter = Counter()
-    ranks: dict[str, list[int]] = {}
+    batches: list[AccessBatch] = []
 
-    def enough() -> bool:
-        for message in source.poll(0.2):
+    def read(seconds: float) -> None:
+        for message in source.poll(seconds):
             for batch in decode(message.payload, 2**20):
                 rows.update((batch.table, row) for row in batch.rows.tolist())
-                ranks.setdefault(message.partition, []).append(batch.source_rank)
+                batches.append(batch)
+
+    def enough() -> bool:
+        read(0.2)
         return rows.total() >= accesses
 
     try:
         until(enough, 60.0, lambda: f"{rows.total()} accesses; {source.problem}")
-        # One more look: something sent twice would come now.
-        for message in source.poll(1.0):
-            for batch in decode(message.payload, 2**20):
-                rows.update((batch.table, row) for row in batch.rows.tolist())
+        # A message that was sent twice would come now.
+        read(1.0)
     finally:
         source.close()
-    return rows, ranks
+    return rows, batches
 
 
 def expected(events: Trace) -> Counter:
@@ -92,9 +95,33 @@ def test_the_daemons_source_reads_back_what_was_produced(broker, trace, tmp_path
     messages = -(-EVENTS // MESSAGE)
     assert (summary["messages"], summary["accesses"], summary["failed"]) == (messages, EVENTS, 0)
     assert summary["target"] == f"topic {TOPIC} at {broker.bootstrap_servers}"
-    rows, ranks = read_by_the_daemons_source(config, EVENTS)
+    rows, batches = read_by_the_daemons_source(config, EVENTS)
     assert rows == expected(load_trace(trace))
-    assert {rank for seen in ranks.values() for rank in seen} == {0, 1}
+    assert {batch.source_rank for batch in batches} == {0, 1}
+
+
+def test_an_old_trace_of_other_tables_arrives_as_if_it_were_live(broker, trace, tmp_path):
+    """``--speed`` dates each message when it is sent; ``--table`` gives the names of the configuration."""
+    config = configuration(tmp_path, broker.bootstrap_servers)
+    events = load_trace(trace)
+    np.savez(
+        trace, row=events.row, table=events.table, ts=events.seconds, table_rows=events.table_rows,
+        table_names=np.array(["item", "users"]),
+    )  # fmt: skip
+    arguments = ("produce", trace, "-c", config, "--message", MESSAGE)
+    refused = flexd(*arguments)
+    assert refused.returncode == ExitCode.USAGE
+    assert "--table item=NEW" in refused.stderr
+    before = time.time()
+    done = flexd(*arguments, "--table", "item=items", "--speed", 1000)
+    after = time.time()
+    assert done.returncode == ExitCode.OK, done.stderr
+    rows, batches = read_by_the_daemons_source(config, EVENTS)
+    assert rows == expected(events)
+    times = sorted({batch.event_time_seconds for batch in batches})
+    assert len(times) == -(-EVENTS // MESSAGE)
+    assert before <= times[0] <= times[-1] <= after
+    assert times[-2] - times[0] == pytest.approx((len(times) - 2) * MESSAGE / 1000, abs=1e-4)
 
 
 def test_no_broker_is_exit_status_4_with_a_remedy(trace):
