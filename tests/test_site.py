@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -22,5 +23,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 def test_every_page_is_in_the_menu() -> None:
     menu = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    named = [page for entry in menu for page in entry.values()]
-    assert sorted(named) == sorted(path.name for path in (REPOSITORY / "docs").glob("*.md"))
+    docs = REPOSITORY / "docs"
+    assert sorted(pages_of(menu)) == sorted(path.relative_to(docs).as_posix() for path in docs.rglob("*.md"))
+
+
+def pages_of(menu: list[dict[str, Any]]) -> list[str]:
+    pages: list[str] = []
+    for entry in menu:
+        for page in entry.values():
+            pages += [page] if isinstance(page, str) else pages_of(page)
+    return pages

@@ -3,7 +3,7 @@
 Rows are pooled where they are wanted, from the distinct rows that the exchange brings and without expanding them. So a
 row crosses the network once a node and step however many bags hold it, copies of hot rows spare it altogether, and
 tiers, migrations, run-ahead and clipping are those of un-pooled rows. Long bags would send less as partial sums made
-at the homes: the figures are in docs/decisions.md.
+at the homes: the figures are in docs/decisions/embedding.md.
 """
 
 from __future__ import annotations
