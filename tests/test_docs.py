@@ -93,6 +93,6 @@ def test_the_command_line_page_lists_what_there_is() -> None:
 
 def test_the_readme_names_what_a_user_needs() -> None:
     readme = (ROOT / "README.md").read_text()
-    inner = {"version", "sketch export", "config show", "migrations show"}
+    inner = {"version", "config show", "migrations show"}
     for name in command_words(typer.main.get_command(app)) - inner:
         assert re.search(rf"(flexd |`|make ){name}\b", readme), name

@@ -30,9 +30,9 @@ from bench_report import last_line
 from flexd.core.keyspace import TableSpec
 from flexd.daemon.allocator import keep_freed_memory
 from flexd.ingest import Ingestor
-from flexd.sketch.set_types import SketchSettings
+from flexd.sketch.sketch_set import SketchSet, warm_up
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.table_set import SketchSet, warm_up
+from flexd.sketch.types import SketchSettings
 from flexd.stream.codecs.codec import decode, encode_arrow
 from flexd.stream.file_log.log import FileLogSink, FileLogSource
 from flexd.stream.types import AccessBatch, Source
@@ -76,13 +76,12 @@ def consume(order: dict[str, Any]) -> dict[str, float]:
             SketchSettings(memory_bytes=2**30, half_life_seconds=3600.0),
             SnapshotStore(Path(state), 1),
             snapshot_interval_seconds=3600.0,
-            threads=order["threads"],
         )
         ingestor.start()
         ids, deadline = order["messages"] * MESSAGE_IDS, time.monotonic() + 120
         begun: tuple[float, float, int] | None = None
         while True:
-            accesses = sum(shard.tally().counts.accepted for shard in ingestor._counters.shards)
+            accesses = ingestor._counter.counts().accesses.accepted
             if begun is None and accesses:
                 begun = (time.perf_counter(), time.process_time(), accesses)
             if accesses >= ids:
@@ -136,7 +135,7 @@ def measure(rows: int, count: int, repeats: int) -> dict[str, float]:
     warm_up()
 
     def record(name: str, order: dict[str, Any]) -> None:
-        runs = [in_its_own_process({"rows": rows, "messages": count, "threads": 1, **order}) for _ in range(repeats)]
+        runs = [in_its_own_process({"rows": rows, "messages": count, **order}) for _ in range(repeats)]
         for kind in ("wall", "cpu"):
             figures[f"{name}, million ids/s ({kind})"] = statistics.median(run[kind] for run in runs)
 
@@ -148,9 +147,6 @@ def measure(rows: int, count: int, repeats: int) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as log:
             write_log(Path(log), messages)
             record(f"file log {label}", {"source": "file log", "path": log, "cores": cores[:1]})
-            if len(cores) > 1:
-                order = {"source": "file log", "path": log, "cores": cores[:2], "threads": 2}
-                record(f"file log {label}, 2 threads", order)
         with TansuBroker(topics={TABLE: 2}) as broker:
             if len(cores) > 1:
                 for task in os.listdir(f"/proc/{broker.pid}/task"):

@@ -22,7 +22,6 @@ from flexd.cli import (
     produce_command,
     reload_command,
     simulate_command,
-    sketch_command,
     table_commands,
     top_command,
 )
@@ -58,7 +57,6 @@ app.command("probe")(probe_command.probe)
 app.command("doctor")(doctor_command.doctor)
 app.command("produce")(produce_command.produce)
 app.add_typer(config_commands.app, name="config")
-app.add_typer(sketch_command.app, name="sketch")
 
 
 def main() -> None:

@@ -136,13 +136,10 @@ class SketchConfig(Section):
     """Accesses dated further ahead of the newest event than this are counted as of the newest event."""
     conservative: bool = True
     """Count-min counters that err less; false makes them independent of the order of arrival, so that any split of the
-    stream over threads or followers merges to the same counters."""
+    stream over followers merges to the same counters."""
     logarithmic: bool = True
     """Tables too large for exact counters get 3, 4 or 8 bits a row where that fits: right on average, and every row can
-    be listed, which plans need. False keeps to count-min: estimates are never too low, and it can be exported."""
+    be listed, which plans need. False keeps to count-min: estimates are never too low."""
     late_after_seconds: Annotated[Float, Field(ge=0)] = 60.0
     """Accesses older than the newest event by more than this are shown as late (they count at their own time all the
     same). Ranks and partitions interleave, so a little behind is the rule."""
-    ingest_threads: Annotated[Int, Field(ge=1, le=64)] = 1
-    """Threads that decode and count, each with counters of its own for the partitions dealt to it: ``memory_bytes`` is
-    divided among them. A restart may use another number."""

@@ -8,7 +8,7 @@ from flexd.control.daemon.coordinator import ControlOptions
 from flexd.core.errors import SnapshotError
 from flexd.core.secrets import KeyFile
 from flexd.scaleout.follower import Follower
-from flexd.sketch.set_types import SketchSettings
+from flexd.sketch.types import SketchSettings
 from flexd.stream.types import Source
 from flexd.topology.files import load_cluster, load_preset
 from flexd.topology.model import Cluster

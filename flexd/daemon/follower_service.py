@@ -83,7 +83,7 @@ class FollowerDaemon:
 
     def _adopt(self, config: Config) -> None:
         self._config = config
-        self._unit.ingestor.save_every(config.state.snapshot_interval_seconds)
+        self._unit.ingestor.set_snapshot_interval(config.state.snapshot_interval_seconds)
 
     def run_until_stopped(self) -> bool:
         """Returns whether every part ended within the deadline."""

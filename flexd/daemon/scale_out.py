@@ -11,14 +11,12 @@ from flexd.config.stream import KafkaSource
 from flexd.core.secrets import KeyFile
 from flexd.daemon import factory
 from flexd.ingest import Ingestor, IngestStats
-from flexd.ingest.counters import settings_of_one
 from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.scaleout.delta_sender import Courier, Link
 from flexd.scaleout.follower import Follower, FollowerOptions, FollowerStats
 from flexd.scaleout.leader import FollowerReport, Leader
 from flexd.scaleout.ledger import Ledger
 from flexd.scaleout.transport import HttpLink, LocalLink, listener
-from flexd.sketch.set_types import SketchSettings
 
 OWN_NAME = "leader"
 """Of the member of the group that runs inside the leader."""
@@ -28,11 +26,6 @@ def scale_out_secret(config: Config) -> KeyFile | None:
     """Raises ConfigError if the file cannot be read or holds no keys."""
     path = config.scale_out.secret_file
     return None if path is None else KeyFile(path, "scale_out.secret_file")
-
-
-def shared_settings(config: Config) -> SketchSettings:
-    """Of one set of counters: what daemons with equal ``sketch`` sections exchange, whatever their threads."""
-    return settings_of_one(factory.sketch_settings(config), config.sketch.ingest_threads)
 
 
 def dead_letters(config: Config) -> DeadLetterFile:
@@ -77,7 +70,6 @@ class FollowerUnit:
             dead_letters=dead_letters(config),
             poll_seconds=config.stream.poll_seconds,
             max_message_bytes=config.stream.max_message_bytes,
-            threads=config.sketch.ingest_threads,
         )
         self._follower.attach(self.ingestor)
 
@@ -105,7 +97,7 @@ class LeaderUnit:
         settings = config.scale_out
         self.ledger = Ledger(lambda: self._leader.lag_messages(), lambda: self.problem())
         self._leader = Leader(
-            config.job, config.keyspace(), shared_settings(config), self.ledger, settings.silent_after_seconds
+            config.job, config.keyspace(), factory.sketch_settings(config), self.ledger, settings.silent_after_seconds
         )
         self._listener = listener(self._leader, scale_out_secret(config), settings.listen_host, settings.listen_port)
         self._own = FollowerUnit(config, LocalLink(self._leader), OWN_NAME) if settings.consume else None

@@ -31,7 +31,7 @@ from flexd.daemon.inspection import Inspection
 from flexd.daemon.leadership import FencedSnapshotStore, Leadership, alone
 from flexd.daemon.migration_verbs import MigrationVerbs
 from flexd.daemon.plan_verbs import PlanVerbs
-from flexd.daemon.scale_out import LeaderUnit, shared_settings
+from flexd.daemon.scale_out import LeaderUnit
 from flexd.daemon.shutdown_budget import ShutdownBudget
 from flexd.daemon.signal_flag import SignalFlag
 from flexd.daemon.state_lock import StateLock
@@ -100,7 +100,7 @@ class Daemon:
         self._ingestor = Ingestor(
             source,
             keyspace.tables,
-            factory.sketch_settings(config) if self._leader is None else shared_settings(config),
+            factory.sketch_settings(config),
             self._snapshots,
             dead_letters=DeadLetterFile(
                 letters.path or state / "dead-letters.jsonl", letters.max_bytes, letters.max_message_bytes
@@ -108,8 +108,7 @@ class Daemon:
             snapshot_interval_seconds=config.state.snapshot_interval_seconds,
             poll_seconds=config.stream.poll_seconds,
             max_message_bytes=config.stream.max_message_bytes,
-            threads=config.sketch.ingest_threads if self._leader is None else 1,
-            save_with=lambda: {
+            extra_state=lambda: {
                 "live_plan_id": self._planning.executions.live_plan_id,
                 "drift_reference": self._drift.saved(),
             },
@@ -252,7 +251,7 @@ class Daemon:
             live = self._coordinator.live()
             self._pacing.ranks_are(0 if live is None else live.generation)
         elif name in ("migration_committed", "tap_urgent"):
-            self._ingestor.save_soon()
+            self._ingestor.request_snapshot()
 
     def _world_size(self) -> int:
         live = self._coordinator.live()
@@ -287,7 +286,7 @@ class Daemon:
         self._control.adopt(config.control)
         self._view.adopt(config)
         self.inspect.adopt(config)
-        self._ingestor.save_every(config.state.snapshot_interval_seconds)
+        self._ingestor.set_snapshot_interval(config.state.snapshot_interval_seconds)
         self._snapshots.keep = config.state.keep_snapshots
         self._history.keep(config.state.keep_migrations)
 

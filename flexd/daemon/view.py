@@ -43,8 +43,8 @@ from flexd.operations.step_reports import TrainingMonitor
 from flexd.planner.plan import Plan
 from flexd.server import figures as f
 from flexd.sketch.budget import TableChoice
+from flexd.sketch.node_sources import TableSources
 from flexd.sketch.profile import Profile
-from flexd.sketch.sources import TableSources
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,6 @@ def ingest_figures(stats: IngestStats) -> f.IngestFigures:
         dead_letters=stats.dead_letters,
         connected=stats.problem is None,
         newest_event_unix_seconds=stats.newest_event_seconds,
-        threads=stats.threads,
         messages_lost=stats.messages_lost,
         dead_letter_failures=stats.dead_letter_failures,
         source_failures=stats.source_failures,

@@ -1,6 +1,6 @@
-"""Stream -> counters, durably: the loop, its threads, and what it tells about itself."""
+"""Reads stream messages into sketches exactly once: source -> decode -> counters -> snapshot with stream positions."""
 
-from flexd.ingest.loop import Ingestor
+from flexd.ingest.ingestor import Ingestor
 from flexd.ingest.restore import GENERATION_RESERVE
 from flexd.ingest.stats import IngestStats
 

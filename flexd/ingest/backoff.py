@@ -1,4 +1,4 @@
-"""How long to wait before what failed is tried again."""
+"""Exponential back-off between attempts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _BACKOFF_SECONDS = (0.1, 5.0)
 
 
 class Backoff:
-    """Waits longer after every failure in a row, up to a bound; ``stop`` ends a wait."""
+    """Doubles the wait after every failure in a row, up to a bound. Setting ``stop`` ends a wait."""
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop

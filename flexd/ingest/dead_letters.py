@@ -1,4 +1,4 @@
-"""Samples of rejected messages in a bounded file, for whoever has to find the broken producer."""
+"""Samples of rejected messages in a bounded file, for finding a broken producer."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from flexd.stream.types import Message
 _log = logging.getLogger(__name__)
 
 SAMPLES_OF_EACH_REASON = 64
-"""After these, the 128th, 256th ... rejection of a reason is kept, so that rare reasons stay visible."""
+"""Later ones are kept at the 128th, 256th ... rejection of a reason, so that rare reasons stay visible."""
 _DETAIL_CHARS = 300
 
 
 class DeadLetterFile:
     """JSON lines: reason, detail, partition, offset, size, and the first bytes as base64.
 
-    When the file holds half of ``max_bytes`` it becomes ``<name>.1`` (replacing the previous one) and a new one is
-    begun, so both together stay within the limit and the newest samples survive. Failing to write never raises. Any
+    When the file holds half of ``max_bytes`` it is renamed to ``<name>.1`` (replacing the previous one) and a new one
+    is started, so both together stay within the limit and the newest samples survive. A failed write never raises. Any
     thread may record.
 
     Args:
-        path: the file, readable by its owner only.
-        max_bytes: of both files; 0 keeps nothing.
-        max_message_bytes: of each message.
+        path: of the file, which only its owner can read.
+        max_bytes: of both files together; 0 keeps nothing.
+        max_message_bytes: kept of each message.
     """
 
     def __init__(self, path: Path, max_bytes: int, max_message_bytes: int) -> None:
@@ -41,7 +41,7 @@ class DeadLetterFile:
         self.failures = 0
 
     def record(self, reason: str, detail: str, message: Message) -> None:
-        """Keeps a sample, if one is due for this reason and can be written."""
+        """Keep a sample of the message if one is due for this reason. Write failures are counted."""
         with self._lock:
             self._record(reason, detail, message)
 

@@ -1,4 +1,4 @@
-"""What became of the messages that were read: plain counts that add up over threads and daemons."""
+"""Counts of stream messages by outcome; they add up over daemons."""
 
 from __future__ import annotations
 
@@ -7,67 +7,71 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from flexd.core.errors import StreamError
-from flexd.sketch.set_types import IngestCounts
+from flexd.sketch.types import AccessCounts
 
 MAX_REASONS = 64
-"""Different reasons for rejecting a message that are told apart; the rest is ``other``."""
+"""Distinct rejection reasons that are counted by name; the rest is counted as ``other``."""
 _MAX_REASON_CHARS = 64
 _MAX_COUNT = 2**62
 
 
 @dataclass(frozen=True)
-class Tally:
+class MessageCounts:
     """Counts of some messages.
 
     Attributes:
-        messages, bytes: read, with the rejected ones.
+        messages, bytes: read, including the rejected ones.
         batches: of the accepted messages.
-        counts: of their accesses.
+        accesses: of the accepted messages, by outcome.
         rejected: messages not counted, by reason.
     """
 
     messages: int = 0
     bytes: int = 0
     batches: int = 0
-    counts: IngestCounts = field(default_factory=IngestCounts)
+    accesses: AccessCounts = field(default_factory=AccessCounts)
     rejected: Mapping[str, int] = field(default_factory=dict)
 
-    def __add__(self, other: Tally) -> Tally:
+    def __add__(self, other: MessageCounts) -> MessageCounts:
         return self._combined(other, 1)
 
-    def __sub__(self, other: Tally) -> Tally:
-        """What was counted since ``other``, an earlier tally of the same counter."""
+    def __sub__(self, other: MessageCounts) -> MessageCounts:
+        """Return what was counted since ``other``, an earlier value of the same counter."""
         return self._combined(other, -1)
 
-    def _combined(self, other: Tally, sign: int) -> Tally:
-        mine, theirs = asdict(self.counts), asdict(other.counts)
+    def _combined(self, other: MessageCounts, sign: int) -> MessageCounts:
+        mine, theirs = asdict(self.accesses), asdict(other.accesses)
         rejected = dict(self.rejected)
         for reason, number in other.rejected.items():
             known = reason if reason in rejected or len(rejected) < MAX_REASONS else "other"
             rejected[known] = rejected.get(known, 0) + sign * number
-        return Tally(
+        return MessageCounts(
             self.messages + sign * other.messages,
             self.bytes + sign * other.bytes,
             self.batches + sign * other.batches,
-            IngestCounts(**{name: mine[name] + sign * theirs[name] for name in mine}),
+            AccessCounts(**{name: mine[name] + sign * theirs[name] for name in mine}),
             {reason: number for reason, number in rejected.items() if number},
         )
 
     def document(self) -> dict[str, Any]:
-        """JSON-able; ``from_document`` reads it."""
+        """Return JSON-able values that ``from_document`` reads."""
         return {
             "messages": self.messages,
             "bytes": self.bytes,
             "batches": self.batches,
-            "counts": asdict(self.counts),
+            "accesses": asdict(self.accesses),
             "rejected": dict(self.rejected),
         }
 
     @classmethod
-    def from_document(cls, document: Any) -> Tally:
-        """Raises StreamError if it is not what ``document`` gave."""
+    def from_document(cls, document: Any) -> MessageCounts:
+        """Read the values that ``document`` returned.
+
+        Raises:
+            StreamError: they are anything else.
+        """
         try:
-            counts = {item.name: _count(document["counts"][item.name]) for item in fields(IngestCounts)}
+            accesses = {item.name: _count(document["accesses"][item.name]) for item in fields(AccessCounts)}
             rejected = {str(reason): _count(number) for reason, number in document["rejected"].items()}
             if len(rejected) > MAX_REASONS + 1 or any(len(reason) > _MAX_REASON_CHARS for reason in rejected):
                 raise ValueError("too many or too long reasons")
@@ -75,7 +79,7 @@ class Tally:
                 _count(document["messages"]),
                 _count(document["bytes"]),
                 _count(document["batches"]),
-                IngestCounts(**counts),
+                AccessCounts(**accesses),
                 rejected,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""What ingest tells about itself."""
+"""Statistics of the ingest thread."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from flexd.core import tap_counts
 from flexd.stream.codecs import codec
 
 MESSAGE_REASONS = tuple(sorted({*codec.REASONS, *tap_counts.REASONS, "internal_error"}))
-"""Every reason for which a whole message is not counted."""
+"""Reasons for which a whole message is not counted."""
 ROW_REASONS = ("unknown_table", "negative_row", "row_out_of_range")
+"""Reasons for which single accesses are not counted."""
 
 
 @dataclass(frozen=True)
@@ -22,19 +23,19 @@ class IngestStats:
         messages, accesses, bytes, batches: read; accesses are those counted.
         rejected_messages: by reason of ``MESSAGE_REASONS``.
         rejected_accesses: by reason of ``ROW_REASONS``.
-        adjusted_accesses: counted by rule (``future_clamped``: at another time than dated; ``late``: at their own).
+        adjusted_accesses: counted by a special rule, by rule (``future_clamped``: at the newest event time instead of
+            their own; ``late``: at their own time).
         messages_per_second, accesses_per_second: over the last seconds.
-        lag_messages: not read yet, as far as the source knows.
-        messages_lost: that the source knows to have existed and could not deliver.
+        lag_messages: messages in the stream not read yet, as far as the source knows.
+        messages_lost: messages known to have existed that the source could not deliver.
         newest_event_seconds: NaN before the first access.
         idle_seconds: how far profiles decay beyond the newest event because the stream is idle.
-        snapshots, snapshot_failures, commit_failures, source_failures: counted.
+        snapshots, snapshot_failures, commit_failures, source_failures: numbers of events.
         snapshot_age_seconds: since the newest durable snapshot of this process, NaN before the first.
-        snapshot_pause_seconds: how long ingest stood still for the newest snapshot (the copy; it is written beside).
-        dead_letters, dead_letter_failures: samples kept, and not written.
-        threads: that decode and count.
-        problem: what is wrong right now, or None.
-        restore_problems: what was wrong with the saved state at start.
+        snapshot_pause_seconds: how long ingest stopped to copy the state of the newest snapshot.
+        dead_letters, dead_letter_failures: samples kept, and samples that could not be written.
+        problem: current problem, or None.
+        restore_problems: of the saved state at start.
         running: the thread is alive.
     """
 
@@ -59,7 +60,6 @@ class IngestStats:
     snapshot_pause_seconds: float = math.nan
     dead_letters: int = 0
     dead_letter_failures: int = 0
-    threads: int = 1
     problem: str | None = None
     restore_problems: tuple[str, ...] = ()
     running: bool = False

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import ScaleOutError, SnapshotError, StreamError
-from flexd.ingest.message_counts import Tally
+from flexd.ingest.message_counts import MessageCounts
 from flexd.sketch import frame
 from flexd.sketch.frame import Arrays
 
@@ -48,7 +48,7 @@ class Delta:
         sequence: counts its deltas; the same one repeated has the same number.
         job, tables: of its configuration; must be the leader's. ``tables`` is the digest of the key space.
         stretches: what was counted, by partition. Empty: nothing was, the rest is news of the follower.
-        tally: what became of these messages.
+        messages: counts of the messages behind it.
         lag_messages: not read yet in its partitions. partitions: that it reads now.
         leaving: the follower stops; its silence is no fault.
         sketch_meta, arrays: ``SketchSet.state`` of the counts; both empty if ``stretches`` is.
@@ -60,7 +60,7 @@ class Delta:
     job: str
     tables: str
     stretches: Mapping[str, Stretch]
-    tally: Tally
+    messages: MessageCounts
     lag_messages: int
     partitions: tuple[str, ...]
     leaving: bool
@@ -85,7 +85,7 @@ def encode(delta: Delta) -> bytes:
         "job": delta.job,
         "tables": delta.tables,
         "stretches": {name: [stretch.start, stretch.end] for name, stretch in delta.stretches.items()},
-        "tally": delta.tally.document(),
+        "messages": delta.messages.document(),
         "lag_messages": delta.lag_messages,
         "partitions": list(delta.partitions),
         "leaving": delta.leaving,
@@ -117,7 +117,7 @@ def decode(data: bytes, max_bytes: int) -> Delta:
             job=_name(meta["job"]),
             tables=_name(meta["tables"]),
             stretches=_stretches(meta["stretches"]),
-            tally=Tally.from_document(meta["tally"]),
+            messages=MessageCounts.from_document(meta["messages"]),
             lag_messages=_whole(meta["lag_messages"]),
             partitions=_partitions(meta["partitions"]),
             leaving=meta["leaving"] is True,

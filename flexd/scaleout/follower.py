@@ -10,13 +10,13 @@ from functools import partial
 
 from flexd.core.errors import ScaleOutError
 from flexd.ingest import Ingestor
-from flexd.ingest.message_counts import Tally
+from flexd.ingest.message_counts import MessageCounts
 from flexd.scaleout import count_delta as deltas
 from flexd.scaleout.count_delta import Delta, Stretch
 from flexd.scaleout.delta_sender import Courier
 from flexd.scaleout.push_answer import Answer
 from flexd.scaleout.unacknowledged import Chain
-from flexd.sketch.table_set import SketchSet
+from flexd.sketch.sketch_set import SketchSet
 from flexd.stream.types import Message, Positions, Source
 
 _log = logging.getLogger(__name__)
@@ -231,9 +231,9 @@ class Follower:
     def _send(self, *, leaving: bool = False) -> None:
         reached = self._source.positions()
         stretches = self._chain.filled(reached) if self._chain.begun else {}
-        sketches, tally = None, Tally()
+        sketches, messages = None, MessageCounts()
         if stretches:
-            sketches, tally = self._counters().cut(self._known().clock)
+            sketches, messages = self._counters().drain(self._known().clock)
             self._filling = 0
         self._chain.send(stretches)
         self._sent, self._sent_at = stretches, self._clock()
@@ -241,7 +241,7 @@ class Follower:
         self._sequence += 1
         self._partitions = tuple(sorted(reached if self._mine is None else self._mine))
         self._courier.send(
-            partial(self._encoded, self._sequence, stretches, sketches, tally, self._source.lag(), leaving)
+            partial(self._encoded, self._sequence, stretches, sketches, messages, self._source.lag(), leaving)
         )
 
     def _encoded(
@@ -249,7 +249,7 @@ class Follower:
         sequence: int,
         stretches: Mapping[str, Stretch],
         sketches: SketchSet | None,
-        tally: Tally,
+        messages: MessageCounts,
         lag_messages: int,
         leaving: bool,
     ) -> bytes:
@@ -257,7 +257,7 @@ class Follower:
         options = self._options
         return deltas.encode(
             Delta(
-                options.name, options.session, sequence, options.job, options.tables, stretches, tally, lag_messages,
+                options.name, options.session, sequence, options.job, options.tables, stretches, messages, lag_messages,
                 self._partitions, leaving, meta, arrays,
             )
         )  # fmt: skip
@@ -274,7 +274,7 @@ class Follower:
     def _begin(self) -> None:
         """Drops what was counted and goes to the leader's positions."""
         leader = self._known()
-        self._counters().cut(leader.clock)
+        self._counters().drain(leader.clock)
         if self._chain.begun:
             _log.warning("begins again at the leader's positions; %d messages are dropped", self._filling)
             self._restarts += 1

@@ -15,8 +15,8 @@ from flexd.scaleout import count_delta as deltas
 from flexd.scaleout.count_delta import Delta
 from flexd.scaleout.ledger import Ledger
 from flexd.scaleout.push_answer import Answer
-from flexd.sketch.set_types import SketchSettings
-from flexd.sketch.table_set import SketchSet
+from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.types import SketchSettings
 
 _log = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class Leader:
                 return self._refusal(ingestor, "position", "it does not begin where the leader stands")
             try:
                 sketches = SketchSet.from_state(self._keyspace.tables, self._settings, delta.sketch_meta, delta.arrays)
-                ingestor.absorb(sketches, delta.tally, lambda: self._ledger.move(delta.stretches))
+                ingestor.merge(sketches, delta.messages, lambda: self._ledger.move(delta.stretches))
             except SketchError as error:
                 text = f"{error.message}: give both daemons the same `sketch` section"
                 return self._refusal(ingestor, "other_sketches", text)
@@ -225,5 +225,5 @@ class Leader:
                 repeated=before.repeated + (answer.outcome == "repeated"),
                 refused=refused,
                 bytes=before.bytes + size,
-                accesses=before.accesses + (delta.tally.counts.accepted if counted else 0),
+                accesses=before.accesses + (delta.messages.accesses.accepted if counted else 0),
             )

@@ -22,7 +22,7 @@ class IngestFigures:
         dead_letters: samples of rejected messages written.
         connected: False while the source reports a problem.
         newest_event_unix_seconds: newest event time, NaN before the first.
-        threads: that decode and count. messages_lost: that the source could not deliver.
+        messages_lost: that the source could not deliver.
         dead_letter_failures, source_failures, commit_failures: failed attempts of each.
     """
 
@@ -36,7 +36,6 @@ class IngestFigures:
     dead_letters: int = 0
     connected: bool = True
     newest_event_unix_seconds: float = float("nan")
-    threads: int = 1
     messages_lost: int = 0
     dead_letter_failures: int = 0
     source_failures: int = 0

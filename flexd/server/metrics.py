@@ -122,7 +122,6 @@ def _ingest(ingest: IngestFigures) -> Iterator[Metric]:
     yield _counter(
         "flexd_ingest_dead_letter_failures", "Samples that could not be written.", ingest.dead_letter_failures
     )
-    yield _gauge("flexd_ingest_threads", "Threads that decode and count.", ingest.threads)
     yield _counter(
         "flexd_ingest_lost_messages", "Messages that existed and the source could not deliver.", ingest.messages_lost
     )

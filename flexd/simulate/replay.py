@@ -24,7 +24,7 @@ from flexd.simulate.step import StepKeys
 from flexd.simulate.strategies import REPLANNED, STRATEGIES, Knowledge, Strategy
 from flexd.simulate.traffic import CollectiveBytes, Part, TrafficCounter, sent_bytes
 from flexd.sketch.profile import Profile
-from flexd.sketch.table_set import SketchSet
+from flexd.sketch.sketch_set import SketchSet
 from flexd.topology.model import Cluster
 
 Int64Array = npt.NDArray[np.int64]

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import SketchError
-from flexd.sketch.sources import TableSources
+from flexd.sketch.node_sources import TableSources
 
 Float32Array = npt.NDArray[np.float32]
 Int64Array = npt.NDArray[np.int64]

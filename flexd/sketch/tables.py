@@ -22,9 +22,9 @@ from flexd.sketch.counters.dense import DenseCounter
 from flexd.sketch.counters.hot_set import HotSet
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
 from flexd.sketch.distinct import DistinctRows
+from flexd.sketch.node_sources import read_sources
 from flexd.sketch.profile import TableProfile
 from flexd.sketch.sample import AccessSample
-from flexd.sketch.sources import read_sources
 
 RowArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Int64Array = npt.NDArray[np.int64]

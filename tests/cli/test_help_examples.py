@@ -15,8 +15,8 @@ import typer
 from flexd.cli.main import app
 from flexd.config.load import load_config
 from flexd.daemon.factory import sketch_settings
+from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.table_set import SketchSet
 
 REPOSITORY = Path(__file__).parents[2]
 SMALLER = {"simulate": ["--steps", "8", "--batch", "4", "--history", "2"]}

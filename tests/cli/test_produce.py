@@ -15,8 +15,8 @@ from flexd.cli.exit_codes import ExitCode
 from flexd.cli.produce_command import MAX_FUTURE_SECONDS
 from flexd.config.stream import SketchConfig
 from flexd.core.keyspace import TableSpec
-from flexd.sketch.set_types import IngestCounts
-from flexd.sketch.table_set import SketchSet
+from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.types import AccessCounts
 from flexd.stream.codecs.codec import decode
 from flexd.stream.file_log.log import FileLogSource
 from flexd.stream.trace import load_trace
@@ -81,7 +81,7 @@ def counted_by_a_daemon(log: Path) -> dict[str, int]:
     tables = SketchSet([TableSpec("items", 50, 4)], 2**20, 3600.0)
     counts = sum(
         (tables.ingest(table, np.array(rows, np.int64), rank, at) for table, rows, rank, at in read(log)),
-        IngestCounts(),
+        AccessCounts(),
     )
     return {"accepted": counts.accepted, "future_clamped": counts.future_clamped, "late": counts.late}
 

@@ -17,8 +17,8 @@ from flexd.daemon.follower_inspection import FollowerInspection
 from flexd.daemon.inspection import Inspection, row_wise_inter_node_bytes
 from flexd.operations.recent_traffic import INTERVAL_SECONDS, MAX_SAMPLES, TrafficTimeline
 from flexd.operations.step_reports import TrainingMonitor
-from flexd.sketch.set_types import SketchSettings
-from flexd.sketch.table_set import SketchSet
+from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.types import SketchSettings
 
 CONFIG = parse_config(
     {

@@ -28,7 +28,7 @@ from flexd.operations.step_reports import TrainingMonitor
 from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
-from flexd.sketch.table_set import SketchSet
+from flexd.sketch.sketch_set import SketchSet
 from flexd.topology.scale import scale_model
 from tests.support.fake_coordinator import FakeCoordinator
 

@@ -125,7 +125,7 @@ def test_what_needs_no_restart_is_in_effect_at_once(job: OnFile) -> None:
     assert 'flexd_config_reloads_total{outcome="applied"} 1.0' in page
     assert "flexd_config_pending_keys 2.0" in page
     # The wait that had begun when the interval changed ends first.
-    job.daemon._ingestor.save_soon()
+    job.daemon._ingestor.request_snapshot()
     until(lambda: job.daemon.status().snapshot.written >= written + 4, 30)
 
     job.write()

@@ -88,7 +88,7 @@ def starts_of(state: Path) -> list[dict]:
 
 class Lane:
     """One ingesting process after another over one state directory, each killed; beside other lanes, because joining
-    a group is mostly waiting. The number of threads changes from one life to the next."""
+    a group is mostly waiting."""
 
     def __init__(self, server: IngestServer, bootstrap: str, state: Path, number: int) -> None:
         state.parent.mkdir()
@@ -110,7 +110,6 @@ class Lane:
         # A group of its own: the broker would wait for the dead member of the last life.
         return self._server.start(
             self.state, source="kafka", bootstrap=self._bootstrap, topic="t", group=f"g{self._number}-{life}",
-            threads=self._chance.choice([1, 2, 3]),
         )  # fmt: skip
 
     def _run(self) -> None:
@@ -189,7 +188,7 @@ def test_a_partition_taken_away_and_given_back(tmp_path, server):
     state = tmp_path / "state"
     with TansuBroker(topics={"t": 2}) as broker:
         producer = Producer(broker.bootstrap_servers, "t", 300)
-        order = {"source": "kafka", "bootstrap": broker.bootstrap_servers, "topic": "t", "group": "g", "threads": 2}
+        order = {"source": "kafka", "bootstrap": broker.bootstrap_servers, "topic": "t", "group": "g"}
         pid = server.start(state, **order)
         wait_for_status(state, pid, lambda status: status["messages"] > 0)
         for turn in range(3):
@@ -256,7 +255,7 @@ def test_a_full_disk_delays_snapshots_and_loses_nothing(tmp_path, server, small_
     # What was saved last is still whole, with the positions that go with it.
     got, positions = saved_counters(state)
     assert got.samples == sum(positions.values()) * IDS
-    pid = server.start(state, threads=2, **order)
+    pid = server.start(state, **order)
     wait_for_status(state, pid, lambda status: status["samples"] == 250 * IDS and status["failures"] > 0)
     ballast.unlink()
     wait_for_status(state, pid, lambda status: status["problem"] is None and status["snapshots"] > 0)

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import ScaleOutError
 from flexd.core.keyspace import TableSpec
-from flexd.ingest.message_counts import Tally
+from flexd.ingest.message_counts import MessageCounts
 from flexd.scaleout import count_delta as deltas
 from flexd.scaleout import push_answer as answers
 from flexd.scaleout import signing
 from flexd.scaleout.count_delta import Delta, Stretch
 from flexd.scaleout.transport import PATH, HttpLink, listener
-from flexd.sketch.table_set import SketchSet
+from flexd.sketch.sketch_set import SketchSet
 from tests.support.scaleout_world import KEYSPACE, SETTINGS, LeaderProcess, MemoryStore, World, payload
 
 SECRET = b"correct horse battery staple"
@@ -32,8 +32,8 @@ def _delta(rows: list[int], stretches: dict[str, Stretch], sketches: SketchSet |
     counts = made.ingest("item", np.array(rows, dtype=np.int64), 0, 5.0)
     meta, arrays = made.state()
     delta = Delta(
-        "one", "s", 1, "job", KEYSPACE.digest, stretches, Tally(1, 8, 1, counts), 0, tuple(stretches), False, meta,
-        arrays,
+        "one", "s", 1, "job", KEYSPACE.digest, stretches, MessageCounts(1, 8, 1, counts), 0,
+        tuple(stretches), False, meta, arrays,
     )  # fmt: skip
     return dataclasses.replace(delta, **more)
 
@@ -62,7 +62,7 @@ def test_arrays_come_back_bit_by_bit(numbers: list[int], zeros: int, dtype: str)
         "a": (array.dtype, array.shape), "b": (array.dtype, array[:2].reshape(-1, 1).shape)
     }  # fmt: skip
     assert np.array_equal(got.arrays["a"], array)
-    assert (got.stretches, got.tally, got.sketch_meta) == (sent.stretches, sent.tally, sent.sketch_meta)
+    assert (got.stretches, got.messages, got.sketch_meta) == (sent.stretches, sent.messages, sent.sketch_meta)
 
 
 def test_a_large_table_of_which_little_was_touched_is_a_small_delta() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
-from flexd.sketch.table_set import SketchSet
+from flexd.sketch.sketch_set import SketchSet
 
 ROWS = 10**9
 MEMORY = 16 * 2**20

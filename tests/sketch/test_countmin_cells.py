@@ -14,7 +14,7 @@ from flexd.core.keyspace import TableSpec
 from flexd.sketch import budget
 from flexd.sketch.counters import hashing
 from flexd.sketch.counters.countmin import BLOCK_IDS, CountMin
-from flexd.sketch.table_set import SketchSet
+from flexd.sketch.sketch_set import SketchSet
 
 ROWS = 300
 ALL = np.arange(ROWS, dtype=np.int64)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.decay import JUMP_TIMES, ForwardDecay
-from flexd.sketch.table_set import SketchSet
+from flexd.sketch.sketch_set import SketchSet
 
 TABLE = [TableSpec("t", 8, 4)]
 T0 = 1.7e9

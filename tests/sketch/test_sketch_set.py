@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
-from flexd.sketch.set_types import IngestCounts
-from flexd.sketch.table_set import SketchSet
+from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.types import AccessCounts
 
 SMALL, LARGE = TableSpec("small", 300, 4), TableSpec("large", 400_000, 4)
 TABLES = [SMALL, LARGE]
@@ -37,11 +37,11 @@ def _batches(seed: int, count: int = 20) -> list[tuple[str, np.ndarray, float]]:
     return batches
 
 
-def _feed(sketches: SketchSet, batches: list[tuple[str, np.ndarray, float]]) -> IngestCounts:
+def _feed(sketches: SketchSet, batches: list[tuple[str, np.ndarray, float]]) -> AccessCounts:
     ranks = (len(rows) * 7 % 5 for _, rows, _ in batches)
     return sum(
         (sketches.ingest(t, rows, rank, time) for (t, rows, time), rank in zip(batches, ranks, strict=True)),
-        IngestCounts(),
+        AccessCounts(),
     )
 
 
@@ -113,13 +113,13 @@ def test_accesses_per_step_in_total_is_split_by_weight():
 def test_counts_say_what_became_of_every_access():
     sketches = _set()
     rows = np.array([-1, 0, 299, 300, -(2**60), 2**60], dtype=np.int64)
-    assert sketches.ingest("small", rows, 0, T0) == IngestCounts(accepted=2, negative_row=2, row_out_of_range=2)
-    assert sketches.ingest("other", rows, 0, T0 + 1e9) == IngestCounts(unknown_table=6)
+    assert sketches.ingest("small", rows, 0, T0) == AccessCounts(accepted=2, negative_row=2, row_out_of_range=2)
+    assert sketches.ingest("other", rows, 0, T0 + 1e9) == AccessCounts(unknown_table=6)
     assert sketches.newest_event_seconds == T0, "an unknown table does not move the clock"
     edges = np.array([-1, 0, LARGE.rows - 1, LARGE.rows], dtype=np.int32)
     got = sketches.ingest("large", edges, 0, T0 - 1)
-    assert got == IngestCounts(accepted=2, negative_row=1, row_out_of_range=1)
-    assert sketches.ingest("small", np.empty(0, dtype=np.int64), 0, T0) == IngestCounts()
+    assert got == AccessCounts(accepted=2, negative_row=1, row_out_of_range=1)
+    assert sketches.ingest("small", np.empty(0, dtype=np.int64), 0, T0) == AccessCounts()
     assert sketches.samples == 4
     for bad in (np.zeros(3), np.zeros((2, 2), dtype=np.int32)):
         with pytest.raises(SketchError):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
+from flexd.sketch.node_sources import TableSources, read_sources
 from flexd.sketch.sample import AccessSample
-from flexd.sketch.sources import TableSources, read_sources
-from flexd.sketch.table_set import SketchSet
+from flexd.sketch.sketch_set import SketchSet
 
 LAYOUT = RankLayout(4, 2)
 T0 = 1.7e9

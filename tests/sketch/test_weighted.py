@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from flexd.core.keyspace import TableSpec
 from flexd.core.tap_counts import LengthCounts, TableCounts, TapCounts
-from flexd.sketch.counters.weighted import ingest_counts
-from flexd.sketch.table_set import SketchSet
+from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.weighted import ingest_counts
 
 SMALL, LARGE = TableSpec("small", 500, 8), TableSpec("large", 3_000_000, 8)
 MEMORY = 6 * 2**20

@@ -16,7 +16,7 @@ from flexd.operations.drift import DriftMonitor
 from flexd.planner.drift import placement_traffic
 from flexd.planner.plan import make_plan
 from flexd.sketch.profile import Profile
-from flexd.sketch.table_set import SketchSet
+from flexd.sketch.sketch_set import SketchSet
 from flexd.topology.files import load_preset
 from flexd.topology.scale import scale_model
 from tests.support.fake_coordinator import FakeCoordinator

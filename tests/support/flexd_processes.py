@@ -22,8 +22,8 @@ from flexd.config.model import Config
 from flexd.daemon import factory
 from flexd.demo.ports import free_ports
 from flexd.demo.processes import DaemonProcess
+from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.table_set import SketchSet
 from flexd.stream.codecs.codec import decode
 from flexd.stream.file_log.log import FileLogSource
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from flexd.core.keyspace import TableSpec
 from flexd.ingest import Ingestor
-from flexd.sketch.set_types import SketchSettings
+from flexd.sketch.sketch_set import SketchSet, warm_up
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.table_set import SketchSet, warm_up
+from flexd.sketch.types import SketchSettings
 from tests.support.repository import child_environment
 
 TABLES = [TableSpec("items", 5000, 4)]
@@ -45,15 +45,18 @@ def _run(order: Mapping[str, Any]) -> None:
     state = Path(order["state"])
     ingestor = Ingestor(
         _open_source(order), TABLES, SETTINGS, SnapshotStore(state, 3), poll_seconds=0.02,
-        snapshot_interval_seconds=order["interval"], threads=order["threads"],
+        snapshot_interval_seconds=order["interval"],
     )  # fmt: skip
     with (state.parent / "starts.jsonl").open("a") as file:
-        file.write(json.dumps({"restored": ingestor._positions, "problems": ingestor.stats().restore_problems}) + "\n")
+        file.write(
+            json.dumps({"restored": ingestor._unrestored_positions, "problems": ingestor.stats().restore_problems})
+            + "\n"
+        )
     ingestor.start()
     status = state.parent / "status.json"
     while not stopped:
         stats = ingestor.stats()
-        known = sum(ingestor._counters.shards[i].sketches.samples for i in range(stats.threads))
+        known = ingestor._sketches.sketches.samples
         text = {"pid": os.getpid(), "samples": known, "failures": stats.snapshot_failures, "problem": stats.problem,
                 "snapshots": stats.snapshots, "messages": stats.messages}  # fmt: skip
         temporary = status.with_suffix(f".{os.getpid()}")
@@ -76,11 +79,11 @@ class IngestServer:
             env=child_environment(),
         )
 
-    def start(self, state: Path, *, interval: float = 0.03, threads: int = 1, **source: Any) -> int:
+    def start(self, state: Path, *, interval: float = 0.03, **source: Any) -> int:
         """Returns the pid of a process that ingests into ``state``. Any thread."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        order = {"state": str(state), "interval": interval, "threads": threads, **source}
+        order = {"state": str(state), "interval": interval, **source}
         with self._lock:
             self._server.stdin.write(json.dumps(order) + "\n")
             self._server.stdin.flush()
@@ -122,9 +125,7 @@ def saved_counters(state: Path) -> tuple[Any, dict[str, int]]:
     """(counters of the newest snapshot, its positions)."""
     loaded = SnapshotStore(state, 3).load_newest()
     assert loaded is not None
-    from flexd.ingest.counters import restored_set
-
-    return restored_set(TABLES, SETTINGS, loaded.meta["sketches"], loaded.arrays), loaded.meta["positions"]
+    return SketchSet.from_state(TABLES, SETTINGS, loaded.meta["sketches"], loaded.arrays), loaded.meta["positions"]
 
 
 def counted(batches: Any) -> SketchSet:

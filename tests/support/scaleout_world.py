@@ -18,8 +18,8 @@ from flexd.scaleout.follower import Follower, FollowerOptions
 from flexd.scaleout.leader import Leader
 from flexd.scaleout.ledger import Ledger
 from flexd.scaleout.push_answer import Answer
-from flexd.sketch.set_types import SketchSettings
 from flexd.sketch.snapshot import LoadedSnapshot
+from flexd.sketch.types import SketchSettings
 from flexd.stream.types import AccessBatch, Message
 
 ROWS = 64
@@ -70,7 +70,7 @@ class LeaderProcess:
 
     def save(self) -> None:
         self.ingestor._begin_save()
-        self.ingestor._end_save()
+        self.ingestor._finish_save()
 
     def totals(self) -> list[int]:
         return [round(weight) for weight in self.ingestor.query("item", np.arange(ROWS))]

@@ -38,7 +38,7 @@ class CountMin:
     smaller errors in practice. Both survive ``merge`` and ``rescale``, which rounds up. Plain counters depend on the
     order of arrival in nothing, and merge exactly (until rescaled).
 
-    Positions are those of Apache DataSketches (``flexd.sketch.counters.hashing``), so ``flexd.sketch.interop`` copies.
+    Positions are those of Apache DataSketches (``flexd.sketch.counters.hashing``).
     The same pass feeds the registers of a HyperLogLog (``flexd.sketch.distinct``) and reports the rows whose estimate
     passes an admission threshold (``flexd.sketch.counters.hot_set``), since the estimate is at hand.
 

@@ -11,10 +11,9 @@ import numpy as np
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.core.errors import SnapshotError
 from flexd.daemon import factory
-from flexd.ingest.counters import restored_set
 from flexd.sketch.decay import UNIT_BITS
+from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.table_set import SketchSet
 from flexd.stream.codecs.codec import decode
 from flexd.stream.types import AccessBatch
 from tests.e2e.chaos.chaos_attempt import Attempt
@@ -102,7 +101,7 @@ class Checker:
                 return False
             positions = loaded.meta["positions"]
             tables, settings = world.config.keyspace().tables, factory.sketch_settings(world.config)
-            found = restored_set(tables, settings, loaded.meta["sketches"], loaded.arrays)
+            found = SketchSet.from_state(tables, settings, loaded.meta["sketches"], loaded.arrays)
             return found.samples >= published
 
         published = sum(int(accesses.sum()) for accesses in logged.accesses.values())

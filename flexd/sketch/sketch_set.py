@@ -15,14 +15,13 @@ import numpy.typing as npt
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.sketch import budget
+from flexd.sketch import budget, kinds
 from flexd.sketch.budget import TableChoice
-from flexd.sketch.counters import kinds
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.quantiles import KllQuantiles
-from flexd.sketch.set_types import IngestCounts, SketchSettings
 from flexd.sketch.tables import Arrays, TableSketch
+from flexd.sketch.types import AccessCounts, SketchSettings
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
@@ -120,7 +119,7 @@ class SketchSet:
         source_rank: int,
         event_time_seconds: float,
         sequence_lengths: npt.NDArray[np.integer[Any]] | None = None,
-    ) -> IngestCounts:
+    ) -> AccessCounts:
         """Counts one batch.
 
         Args:
@@ -137,9 +136,9 @@ class SketchSet:
             raise SketchError(f"rows of table {table!r} are {rows.dtype}{list(rows.shape)}", remedy="give row ids [n]")
         index = self._index.get(table)
         if index is None:
-            return IngestCounts(unknown_table=len(rows))
+            return AccessCounts(unknown_table=len(rows))
         if not len(rows):
-            return IngestCounts()
+            return AccessCounts()
         admission = self._decay.admit(event_time_seconds)
         if admission.relabel_half_lives:
             for sketch in self._tables:
@@ -151,7 +150,7 @@ class SketchSet:
         if sequence_lengths is not None:
             self._lengths.setdefault(index, KllQuantiles()).add(sequence_lengths)
         accepted = len(rows) - negative - outside
-        return IngestCounts(
+        return AccessCounts(
             accepted=accepted,
             negative_row=negative,
             row_out_of_range=outside,
@@ -184,18 +183,6 @@ class SketchSet:
         lengths = self._lengths.get(self._known(table))
         return np.empty(0, dtype=np.float64) if lengths is None else lengths.quantiles(ranks)
 
-    def sequence_lengths(self, table: str) -> KllQuantiles:
-        """A copy of the table's sequence lengths, to be merged with those of another set.
-
-        Raises:
-            SketchError: unknown table.
-        """
-        copied = KllQuantiles()
-        lengths = self._lengths.get(self._known(table))
-        if lengths is not None:
-            copied.merge(lengths)
-        return copied
-
     def as_of(self, event_time_seconds: float) -> SketchSet:
         """The same counters read at a later event time (earlier ones and NaN: at their own). They stay shared: the
         writers of this set must be kept away from what is done with that one, which is for reading only."""
@@ -203,25 +190,6 @@ class SketchSet:
         view._decay = copy.deepcopy(self._decay)
         view._decay.advance(event_time_seconds)
         return view
-
-    def copy(self, guard: AbstractContextManager[Any] | None = None) -> SketchSet:
-        """A set that later changes of this one do not reach.
-
-        Args:
-            guard: as in ``profile``.
-        """
-        guard = guard or contextlib.nullcontext()
-        twin = copy.copy(self)
-        with guard:
-            twin._decay = copy.deepcopy(self._decay)
-            twin._lengths = {index: KllQuantiles() for index in self._lengths}
-            for index, lengths in twin._lengths.items():
-                lengths.merge(self._lengths[index])
-        twin._tables = []
-        for sketch in self._tables:
-            with guard:
-                twin._tables.append(sketch.copy())
-        return twin
 
     def profile(
         self,
@@ -276,7 +244,7 @@ class SketchSet:
             decay, frozen = copy.copy(self._decay), self._tables[index].copy()
         return frozen.profile(decay, self.settings.max_hot_rows, layout)
 
-    def emptied(self, seed: int, clock: Mapping[str, Any] | None = None) -> SketchSet:
+    def empty_copy(self, seed: int, clock: Mapping[str, Any] | None = None) -> SketchSet:
         """An empty set of the same tables and settings, for what is counted from now on and merged later.
 
         Its clock goes on where this one is: an empty clock would believe any date that comes first.
@@ -304,7 +272,7 @@ class SketchSet:
         return fresh
 
     def clock(self) -> dict[str, Any]:
-        """The event-time clock as JSON-able values, for ``emptied`` of another set."""
+        """The event-time clock as JSON-able values, for ``empty_copy`` of another set."""
         return self._decay.state()
 
     def merge(self, other: SketchSet) -> None:

@@ -9,11 +9,11 @@ import numpy.typing as npt
 
 from flexd.core.tap_counts import LengthCounts, TableCounts, TapCounts
 from flexd.sketch.counters.countmin import BLOCK_IDS
-from flexd.sketch.counters.logarithmic_table import LogTable
+from flexd.sketch.logarithmic_table import LogTable
 from flexd.sketch.quantiles import KllQuantiles
-from flexd.sketch.set_types import IngestCounts
-from flexd.sketch.table_set import SketchSet
+from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.tables import CountMinTable, DenseTable
+from flexd.sketch.types import AccessCounts
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -24,25 +24,25 @@ MAX_LENGTHS = 2**18
 error of at most 2^-18 in rank, a thousandth of the sketch's own."""
 
 
-def ingest_counts(sketches: SketchSet, counts: TapCounts) -> IngestCounts:
+def ingest_counts(sketches: SketchSet, counts: TapCounts) -> AccessCounts:
     """Count what ``SketchSet.ingest`` would have counted from the ids, as of the event time of ``counts``.
 
     Exact tables end up equal bit by bit. In a count-min, rows are added conservatively, so estimates are never too low.
     In logarithmic counters they are right on average. Accesses of an unknown table or of rows outside it are counted
     as such.
     """
-    total = IngestCounts()
+    total = AccessCounts()
     for table in counts.tables:
         total += _ingest_table(sketches, table, counts.source_rank, counts.event_time_seconds)
     return total
 
 
-def _ingest_table(sketches: SketchSet, counts: TableCounts, source_rank: int, seconds: float) -> IngestCounts:
+def _ingest_table(sketches: SketchSet, counts: TableCounts, source_rank: int, seconds: float) -> AccessCounts:
     index = sketches._index.get(counts.table)
     if index is None:
-        return IngestCounts(unknown_table=counts.accesses)
+        return AccessCounts(unknown_table=counts.accesses)
     if not counts.accesses:
-        return IngestCounts()
+        return AccessCounts()
     decay = sketches._decay
     admission = decay.admit(seconds)
     if admission.relabel_half_lives:
@@ -69,7 +69,7 @@ def _ingest_table(sketches: SketchSet, counts: TableCounts, source_rank: int, se
         sketch._sample.add(sampled, source_rank, log_weight, sketch.spec.rows)
     sketch.samples += accepted
     _add_lengths(sketches, index, counts.lengths)
-    return IngestCounts(
+    return AccessCounts(
         accepted=accepted,
         row_out_of_range=outside,
         future_clamped=accepted if admission.future_clamped else 0,

@@ -29,7 +29,7 @@ class SketchSettings:
 
 
 @dataclass(frozen=True)
-class IngestCounts:
+class AccessCounts:
     """Accesses of one or more batches, by what became of them.
 
     ``accepted + unknown_table + negative_row + row_out_of_range`` is all of them; ``future_clamped`` and ``late`` are
@@ -43,8 +43,8 @@ class IngestCounts:
     future_clamped: int = 0
     late: int = 0
 
-    def __add__(self, other: IngestCounts) -> IngestCounts:
-        return IngestCounts(
+    def __add__(self, other: AccessCounts) -> AccessCounts:
+        return AccessCounts(
             self.accepted + other.accepted,
             self.unknown_table + other.unknown_table,
             self.negative_row + other.negative_row,

@@ -9,7 +9,7 @@ from flexd.sketch import curve, sample
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.counters import countmin, dense, logarithmic
 from flexd.sketch.counters import hot_set as hotset
-from flexd.sketch.counters.logarithmic_table import LogTable
+from flexd.sketch.logarithmic_table import LogTable
 from flexd.sketch.tables import CountMinTable, DenseTable, TableSketch
 
 _WARM_UPS = {"dense": dense.warm_up, "logarithmic": logarithmic.warm_up, "count_min": countmin.warm_up}

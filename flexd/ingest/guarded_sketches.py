@@ -1,0 +1,125 @@
+"""A sketch set that one thread writes and any thread may read, merge into or drain."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import SketchError
+from flexd.core.layout import RankLayout
+from flexd.sketch.budget import TableChoice
+from flexd.sketch.profile import Profile, TableProfile
+from flexd.sketch.sketch_set import SketchSet
+
+
+class GuardedSketches:
+    """A ``SketchSet`` behind a lock.
+
+    Attributes:
+        sketches: the current set; replaced by ``drain``. Hold ``lock`` to change or read it.
+        lock: held by the writer for one message at a time, and by readers.
+        partially_merged: a merge was interrupted, so the counters hold an unknown part of it and must not be saved.
+    """
+
+    def __init__(self, sketches: SketchSet) -> None:
+        self.sketches = sketches
+        self.lock = threading.Lock()
+        self.partially_merged = False
+
+    @property
+    def newest_event_seconds(self) -> float:
+        """NaN before the first access."""
+        return self.sketches.newest_event_seconds
+
+    def choices(self) -> tuple[TableChoice, ...]:
+        """Return ``SketchSet.choices``."""
+        return self.sketches.choices()
+
+    def profile(
+        self,
+        accesses_per_step: Mapping[str, float] | float | None,
+        generation: int,
+        lag_messages: int,
+        layout: RankLayout | None,
+        idle_seconds: float,
+    ) -> Profile:
+        """Return ``SketchSet.profile`` as of ``idle_seconds`` after the newest event.
+
+        The writer waits only while one table's counters are copied.
+        """
+        with self.lock:
+            view = self._as_of(idle_seconds)
+        return view.profile(accesses_per_step, generation, lag_messages, self.lock, layout)
+
+    def table_profile(self, table: str, layout: RankLayout | None, idle_seconds: float) -> TableProfile:
+        """Return ``SketchSet.table_profile`` as of ``idle_seconds`` after the newest event."""
+        with self.lock:
+            view = self._as_of(idle_seconds)
+        return view.table_profile(table, self.lock, layout)
+
+    def samples_by_table(self) -> tuple[int, ...]:
+        """Return the accesses counted of each table, undecayed, in the order of the tables."""
+        return self.sketches.samples_by_table()
+
+    def query(self, table: str, rows: npt.NDArray[np.int64], idle_seconds: float) -> npt.NDArray[np.float64]:
+        """Return ``SketchSet.query`` as of ``idle_seconds`` after the newest event."""
+        with self.lock:
+            return self._as_of(idle_seconds).query(table, rows)
+
+    def sequence_length_quantiles(self, table: str, ranks: Sequence[float]) -> npt.NDArray[np.float64]:
+        """Return ``SketchSet.sequence_length_quantiles``."""
+        with self.lock:
+            return self.sketches.sequence_length_quantiles(table, ranks)
+
+    def clock(self) -> dict[str, Any]:
+        """Return ``SketchSet.clock``."""
+        with self.lock:
+            return self.sketches.clock()
+
+    def merge(self, sketches: SketchSet, commit: Callable[[], None]) -> None:
+        """Add the counters of another daemon, then call ``commit`` before any other change can be seen.
+
+        Raises:
+            SketchError: the sketches are of other tables or settings; nothing is added and ``commit`` is not called.
+        """
+        with self.lock:
+            try:
+                self.sketches.merge(sketches)
+                commit()
+            except SketchError:
+                raise
+            except BaseException:
+                self.partially_merged = True
+                raise
+
+    def drain(self, clock: Mapping[str, Any] | None) -> SketchSet:
+        """Return all counters and replace them by empty ones. No message may be in the middle of being counted.
+
+        Args:
+            clock: of another set (``SketchSet.clock``); the empty counters start from the later of both clocks.
+
+        Raises:
+            SketchError: the clock is malformed; nothing has changed.
+        """
+        with self.lock:
+            drained = self.sketches
+            self.sketches = drained.empty_copy(secrets.randbits(62), clock)
+            return drained
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]]:
+        """Hold the lock and yield a copy of the state (description, arrays).
+
+        No message may be in the middle of being counted. Readers and ``merge`` wait until the context ends.
+        """
+        with self.lock:
+            yield self.sketches.state()
+
+    def _as_of(self, idle_seconds: float) -> SketchSet:
+        return self.sketches.as_of(self.sketches.newest_event_seconds + idle_seconds)

@@ -1,0 +1,393 @@
+"""The ingest thread: reads the stream into the sketches and saves both together."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import FlexdError, SnapshotError
+from flexd.core.fault_points import fault_point
+from flexd.core.keyspace import TableSpec
+from flexd.core.layout import RankLayout
+from flexd.ingest.background_job import BackgroundJob
+from flexd.ingest.backoff import Backoff
+from flexd.ingest.dead_letters import DeadLetterFile
+from flexd.ingest.guarded_sketches import GuardedSketches
+from flexd.ingest.message_counter import Decode, MessageCounter
+from flexd.ingest.message_counts import MessageCounts
+from flexd.ingest.rate import RateMeter, Totals
+from flexd.ingest.restore import SNAPSHOT_META_FORMAT, restore
+from flexd.ingest.stats import ROW_REASONS, IngestStats
+from flexd.sketch.budget import TableChoice
+from flexd.sketch.profile import Profile, TableProfile
+from flexd.sketch.sketch_set import SketchSet, warm_up
+from flexd.sketch.snapshot import SnapshotStore
+from flexd.sketch.types import SketchSettings
+from flexd.stream.codecs.any_message import decode as decode_message
+from flexd.stream.types import Positions, Source
+
+_log = logging.getLogger(__name__)
+
+IDLE_AFTER_SECONDS = 2.0
+"""A stream that has been read to its end is idle after this long without a message: event time then follows the
+clock."""
+_LAG_INTERVAL_SECONDS = 1.0
+
+
+class Ingestor:
+    """Source -> decode -> sketches, in one thread that only ``stop`` ends.
+
+    Bad messages and rows are counted by reason and sampled into the dead letters. A source that fails is retried
+    with back-off. A snapshot that cannot be written is counted and retried at the next interval; ingest continues.
+
+    The newest usable snapshot is loaded on construction; its stream positions are restored when the thread starts. A
+    snapshot of other tables or settings is reported (``stats().restore_problems``) and not used: sketches start empty
+    and the source at its earliest message.
+
+    **Idle streams.** Profiles and queries of a stream that has been read to its end and has had no message for
+    ``IDLE_AFTER_SECONDS`` decay by the time since its last message. Only the reading is moved: the counters and their
+    clock change with messages alone, so a replay gives the same counters and the next event is not late. An outage
+    is not idleness. After a restart the idle time counts from the start of the process.
+
+    Args:
+        source: owned by the ingestor; closed by the thread when it stops.
+        tables, settings: of the sketches.
+        snapshots: where state is saved; None saves nothing (the owner calls ``drain``).
+        dead_letters: None keeps none.
+        snapshot_interval_seconds, poll_seconds: as in the configuration.
+        max_message_bytes: larger messages are rejected undecoded.
+        extra_state: returns JSON-able values of the caller to save in the same snapshot (called in the ingest thread,
+            without the lock); they come back as ``restored``.
+        decode: message -> batches; raises CodecError.
+        save_in_background: snapshots are written while ingest continues; False stops ingest until they are on disk.
+
+    Raises:
+        SketchError, ConfigError: impossible sketch settings or tables.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        tables: Sequence[TableSpec],
+        settings: SketchSettings,
+        snapshots: SnapshotStore | None,
+        *,
+        dead_letters: DeadLetterFile | None = None,
+        snapshot_interval_seconds: float = 30.0,
+        poll_seconds: float = 0.2,
+        max_message_bytes: int = 16 * 2**20,
+        extra_state: Callable[[], Mapping[str, Any]] = dict,
+        decode: Decode = decode_message,
+        save_in_background: bool = True,
+    ) -> None:
+        self._source = source
+        self._snapshots = snapshots
+        self._dead_letters = dead_letters
+        self._snapshot_interval_seconds = snapshot_interval_seconds
+        self._poll_seconds = poll_seconds
+        self._extra_state = extra_state
+        self._stop = threading.Event()
+        self._save_now = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._saving = BackgroundJob("flexd-snapshot", background=save_in_background)
+        self._saving_positions: Positions = {}
+
+        self._merged_counts = MessageCounts()
+        """Of the messages that other daemons counted and ``merge`` added."""
+        self._drained_counts = MessageCounts()
+        """Of the messages counted until the last ``drain``."""
+        self._snapshot_count = self._snapshot_failures = self._commit_failures = self._source_failures = 0
+        self._saved_at = math.nan
+        self._pause_seconds = math.nan
+        self._problems: dict[str, str] = {}
+        """Current problem of each step of the loop that has one."""
+        self._lag = 0
+        self._lag_at = -math.inf
+        self._rates = RateMeter(time.monotonic())
+        self._counted_at = time.monotonic()
+
+        state = restore(snapshots, tables, settings)
+        self.restored = state.extra
+        """The ``extra_state`` of the restored snapshot; empty if none was restored."""
+        self._restore_problems = state.problems
+        self._unrestored_positions = state.positions
+        self._generation = state.generation
+        self._generation_lock = threading.Lock()
+        self._sketches = GuardedSketches(state.sketches)
+        self._counter = MessageCounter(self._sketches, dead_letters, max_message_bytes, decode)
+        self._stats = self._read_stats()
+
+    def start(self) -> None:
+        """Compile the kernels and start the thread."""
+        warm_up({choice.kind for choice in self._sketches.choices()})
+        self._thread = threading.Thread(target=self.run, name="flexd-ingest", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_seconds: float) -> bool:
+        """End the thread after a last snapshot. Return True if it ended within the deadline."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+            return not self._thread.is_alive()
+        return True
+
+    def set_snapshot_interval(self, seconds: float) -> None:
+        """Change the time between two snapshots, effective after the next one."""
+        self._snapshot_interval_seconds = seconds
+
+    def request_snapshot(self) -> None:
+        """Make the thread take a snapshot at the next opportunity."""
+        self._save_now.set()
+
+    def profile(
+        self,
+        accesses_per_step: Mapping[str, float] | float | None = None,
+        layout: RankLayout | None = None,
+    ) -> Profile:
+        """Return a new profile (any thread), numbered one higher than the previous.
+
+        Ingest waits only while one table's counters are copied at a time.
+        """
+        with self._generation_lock:
+            self._generation += 1
+            generation = self._generation
+        lag = self._stats.lag_messages
+        return self._sketches.profile(accesses_per_step, generation, lag, layout, self._idle_seconds())
+
+    def table_profile(self, table: str, layout: RankLayout | None = None) -> TableProfile:
+        """Return the present profile of one table (any thread), without numbering it.
+
+        Raises:
+            SketchError: unknown table.
+        """
+        return self._sketches.table_profile(table, layout, self._idle_seconds())
+
+    def samples_by_table(self) -> tuple[int, ...]:
+        """Return the accesses counted of each table, undecayed, in the configured order (any thread)."""
+        return self._sketches.samples_by_table()
+
+    def merge(self, sketches: SketchSet, counts: MessageCounts, commit: Callable[[], None]) -> None:
+        """Add what another daemon has counted (any thread).
+
+        Args:
+            counts: of the messages behind ``sketches``.
+            commit: called after the merge and under the same lock, so that no snapshot falls between the two: moves
+                the positions. Must not raise.
+
+        Raises:
+            SketchError: sketches of other tables or settings. Nothing is added then, and ``commit`` is not called. Any
+                other error (out of memory) may have added a part of them: this ingest then saves nothing more and ends,
+                so that the process is restarted from its last snapshot.
+        """
+
+        def commit_counts() -> None:
+            self._merged_counts += counts
+            commit()
+
+        self._sketches.merge(sketches, commit_counts)
+        self._counted_at = time.monotonic()
+
+    def drain(self, clock: Mapping[str, Any] | None = None) -> tuple[SketchSet, MessageCounts]:
+        """Return what was counted since the last call and continue with empty counters.
+
+        Call it between two polls, in the thread that polls or while that thread waits.
+
+        Args:
+            clock: of another daemon's sketches (``SketchSet.clock``), merged into the clock.
+
+        Raises:
+            SketchError: the clock is malformed; nothing has changed.
+        """
+        counts = self._counter.counts()
+        drained = self._sketches.drain(clock)
+        since, self._drained_counts = counts - self._drained_counts, counts
+        return drained, since
+
+    def clock(self) -> dict[str, Any]:
+        """Return ``SketchSet.clock`` (any thread)."""
+        return self._sketches.clock()
+
+    def choices(self) -> tuple[TableChoice, ...]:
+        """Return how each table is counted."""
+        return self._sketches.choices()
+
+    def query(self, table: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Return the decayed accesses of int64[n] rows as float64[n], like ``SketchSet.query``."""
+        return self._sketches.query(table, rows, self._idle_seconds())
+
+    def sequence_length_quantiles(self, table: str, ranks: Sequence[float]) -> npt.NDArray[np.float64]:
+        """Return ``SketchSet.sequence_length_quantiles``."""
+        return self._sketches.sequence_length_quantiles(table, ranks)
+
+    def stats(self) -> IngestStats:
+        """Return the present statistics (any thread; takes no lock)."""
+        return dataclasses.replace(
+            self._stats,
+            idle_seconds=self._idle_seconds(),
+            snapshot_age_seconds=time.monotonic() - self._saved_at,
+            restore_problems=tuple(self._restore_problems),
+            running=self._thread is not None and self._thread.is_alive(),
+        )
+
+    def run(self) -> None:
+        """Run the loop of the thread; returns after ``stop``."""
+        backoff = Backoff(self._stop)
+        while not self._stop.is_set() and not self._attempt("source", self._restore_positions):
+            backoff.wait()
+        backoff.reset()
+        next_save = time.monotonic() + self._snapshot_interval_seconds
+        while not self._stop.is_set() and not self._sketches.partially_merged:
+            if self._attempt("source", self._read_some):
+                backoff.reset()
+            else:
+                backoff.wait()
+            if self._saving.finished:
+                self._attempt("snapshot", self._finish_save)
+            if not self._saving.pending and (self._save_now.is_set() or time.monotonic() >= next_save):
+                self._save_now.clear()
+                self._attempt("snapshot state", self._begin_save)
+                next_save = time.monotonic() + self._snapshot_interval_seconds
+            if self._saving.finished:
+                self._attempt("snapshot", self._finish_save)
+            self._stats = self._read_stats()
+        self._shut_down()
+        self._stats = self._read_stats()
+
+    def _shut_down(self) -> None:
+        if self._saving.pending:
+            self._attempt("snapshot", self._finish_save)
+        restored = self._unrestored_positions is None
+        if restored and self._attempt("snapshot state", self._begin_save) and self._saving.pending:
+            self._attempt("snapshot", self._finish_save)
+        self._attempt("source", self._source.close)
+
+    def _attempt(self, step: str, action: Callable[[], None]) -> bool:
+        """Run one step of the loop. Return False if it failed: counted, logged once, and shown as a problem."""
+        try:
+            action()
+        except Exception as error:
+            if step.startswith("snapshot"):
+                self._snapshot_failures += 1
+            else:
+                self._source_failures += 1
+            text = str(error) if isinstance(error, FlexdError) else repr(error)
+            if self._problems.get(step) != text:
+                _log.warning("ingest: %s: %s", step, text, exc_info=not isinstance(error, FlexdError))
+            self._problems[step] = text
+            return False
+        self._problems.pop(step, None)
+        return True
+
+    def _read_some(self) -> None:
+        messages = self._source.poll(self._poll_seconds)
+        if messages:
+            count = self._counter.count
+            for message in messages:
+                count(message)
+            self._counted_at = time.monotonic()
+        now = time.monotonic()
+        if now >= self._lag_at + _LAG_INTERVAL_SECONDS:
+            self._lag, self._lag_at = self._source.lag(), now
+
+    def _begin_save(self) -> None:
+        """Make counters and positions durable. The order of the steps makes every access count once.
+
+        1. Between two polls, when every message that the source has returned is counted, copy sketches, positions and
+           profile generation while nothing else can change them. They go into one file: if they were saved apart, a
+           crash between the two would count the messages in between twice or never.
+        2. Write the snapshot and wait until it is on disk. Ingest continues meanwhile.
+        3. Only then commit to the source (``_finish_save``): the positions of step 1, not those reached since. The
+           commit serves the broker's displays; a restart reads the snapshot's positions, so a crash between 2 and 3
+           loses nothing.
+        """
+        snapshots = self._snapshots
+        if snapshots is None:
+            return
+        fault_point("snapshot.begin")
+        extra = dict(self._extra_state())
+        # 1.
+        began = time.monotonic()
+        with self._sketches.frozen() as (sketch_meta, arrays):
+            if self._sketches.partially_merged:
+                raise SnapshotError("counters are partially merged and not saved", remedy="restart the daemon")
+            positions = self._source.positions()
+            generation = self._generation
+        self._pause_seconds = time.monotonic() - began
+        self._saving_positions = positions
+        fault_point("snapshot.copied")
+
+        # 2.
+        def write() -> None:
+            meta = {
+                "format": SNAPSHOT_META_FORMAT,
+                "sketches": sketch_meta,
+                "positions": positions,
+                "generation": generation,
+                "saved": extra,
+            }
+            snapshots.save(meta, arrays)
+
+        self._saving.start(write)
+
+    def _finish_save(self) -> None:
+        """Run step 3 of ``_begin_save``.
+
+        Raises:
+            SnapshotError: step 2 failed; the previous snapshot and its positions stay valid together.
+        """
+        self._saving.join()
+        self._snapshot_count += 1
+        self._saved_at = time.monotonic()
+        # 3.
+        failure = self._source.commit(self._saving_positions)
+        fault_point("snapshot.committed")
+        if failure is not None:
+            self._commit_failures += 1
+            _log.warning("ingest: commit: %s", failure)
+
+    def _restore_positions(self) -> None:
+        if self._unrestored_positions is not None:
+            self._source.restore(self._unrestored_positions)
+            self._unrestored_positions = None
+
+    def _idle_seconds(self) -> float:
+        silent = time.monotonic() - self._counted_at
+        reading = self._thread is not None and self._unrestored_positions is None
+        caught_up = reading and self._lag == 0 and not self._problems and self._source.problem is None
+        return silent if caught_up and silent >= IDLE_AFTER_SECONDS else 0.0
+
+    def _read_stats(self) -> IngestStats:
+        total = self._counter.counts() + self._merged_counts
+        counts = total.accesses
+        self._rates.update(time.monotonic(), Totals(total.messages, counts.accepted))
+        letters = self._dead_letters
+        return IngestStats(
+            messages=total.messages,
+            accesses=counts.accepted,
+            bytes=total.bytes,
+            batches=total.batches,
+            rejected_messages=total.rejected,
+            rejected_accesses={reason: getattr(counts, reason) for reason in ROW_REASONS},
+            adjusted_accesses={"future_clamped": counts.future_clamped, "late": counts.late},
+            messages_per_second=self._rates.messages_per_second,
+            accesses_per_second=self._rates.accesses_per_second,
+            lag_messages=self._lag,
+            messages_lost=self._source.messages_lost,
+            newest_event_seconds=self._sketches.newest_event_seconds,
+            snapshots=self._snapshot_count,
+            snapshot_failures=self._snapshot_failures,
+            commit_failures=self._commit_failures,
+            source_failures=self._source_failures,
+            snapshot_pause_seconds=self._pause_seconds,
+            dead_letters=letters.written if letters else 0,
+            dead_letter_failures=letters.failures if letters else 0,
+            problem="; ".join(self._problems.values()) or self._source.problem,
+        )

@@ -1,0 +1,191 @@
+"""Snapshots of the ingestor: counters and positions agree, are written in the background, and damage is detected."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import numpy as np
+
+from flexd.ingest import Ingestor
+from flexd.ingest import ingestor as ingestor_module
+from flexd.sketch import snapshot
+from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.snapshot import SnapshotStore
+from flexd.sketch.types import AccessCounts
+from flexd.stream.codecs.codec import decode, encode_arrow
+from flexd.stream.types import AccessBatch
+from tests.support.ingest_fakes import DEADLINE, LOG, SETTINGS, T0, TABLES, FakeSource, state_of, wait_until
+
+UNDECAYED = dataclasses.replace(SETTINGS, half_life_seconds=None, memory_bytes=6_000_000, logarithmic=False)
+
+
+def _log(partitions: int, messages: int) -> dict[str, list[bytes]]:
+    def message(i: int) -> bytes:
+        random = np.random.default_rng(i)
+        lengths = np.array([300, 100], dtype=np.int32)
+        return encode_arrow(
+            [AccessBatch(t.name, random.zipf(1.3, 400) % (t.rows + 3) - 1, i % 4, T0 + i, lengths) for t in TABLES]
+        )
+
+    return {f"p{p}": [message(p * 1000 + i) for i in range(messages)] for p in range(partitions)}
+
+
+def _run(log, store, settings=UNDECAYED) -> Ingestor:
+    source = FakeSource(log, per_poll=7)
+    ingestor = Ingestor(source, TABLES, settings, store, poll_seconds=0.01, snapshot_interval_seconds=0.02)
+    ingestor.start()
+    wait_until(lambda: source.lag() == 0)
+    assert ingestor.stop(DEADLINE)
+    return ingestor
+
+
+def test_ingest_counts_what_the_messages_hold(tmp_path):
+    log = _log(5, 30)
+    ingestor = _run(log, SnapshotStore(tmp_path, 1))
+    exact = SketchSet(TABLES, 2**30, None, UNDECAYED.max_future_seconds, 100)
+    counts = AccessCounts()
+    for message in (message for messages in log.values() for message in messages):
+        for batch in decode(message, 2**20):
+            counts += exact.ingest(batch.table, batch.rows, 0, batch.event_time_seconds)
+    stats = ingestor.stats()
+    assert (stats.messages, stats.accesses) == (150, counts.accepted)
+    assert stats.bytes == sum(len(message) for messages in log.values() for message in messages)
+    assert stats.rejected_accesses == {
+        "unknown_table": 0, "negative_row": counts.negative_row, "row_out_of_range": counts.row_out_of_range
+    }  # fmt: skip
+    assert counts.negative_row > 0
+    assert counts.row_out_of_range > 0
+    rows, large = np.arange(200), np.arange(0, 400_000, 17)
+    assert ingestor.query("small", rows).tolist() == exact.query("small", rows).tolist()
+    assert (ingestor.query("large", large) >= exact.query("large", large)).all(), "never too few"
+    profile, wanted = ingestor.profile().tables[0], exact.profile().tables[0]
+    assert profile.hot_rows.tolist() == wanted.hot_rows.tolist()
+    assert profile.hot_share.tolist() == wanted.hot_share.tolist()
+    assert ingestor.profile().samples == exact.samples
+    assert ingestor.sequence_length_quantiles("small", [0.5, 1.0]).tolist() == [100.0, 300.0]
+    assert sum(choice.bytes for choice in ingestor.choices()) <= UNDECAYED.memory_bytes
+
+
+def test_runs_from_one_snapshot_to_the_next_add_up_to_an_uninterrupted_one(tmp_path):
+    log = _log(3, 40)
+    ample = dataclasses.replace(UNDECAYED, memory_bytes=30_000_000)
+    whole = _run(log, SnapshotStore(tmp_path / "whole", 1), ample)
+    for end in (10, 20, 30, 40):
+        part = {name: messages[:end] for name, messages in log.items()}
+        ingestor = _run(part, SnapshotStore(tmp_path / "state", 2), ample)
+        assert not ingestor.stats().restore_problems
+    rows = np.arange(200)
+    assert ingestor.query("small", rows).tolist() == whole.query("small", rows).tolist()
+    assert ingestor.profile().samples == whole.profile().samples
+    assert _low_words(ingestor) == _low_words(whole)
+
+
+def _low_words(ingestor: Ingestor) -> bytes:
+    return state_of(ingestor)[1]["0/low"].tobytes()
+
+
+def test_positions_of_a_snapshot_are_those_of_its_counters(tmp_path):
+    source = FakeSource(_log(4, 6), per_poll=4)
+    store = SnapshotStore(tmp_path, 50)
+    ingestor = Ingestor(
+        source, TABLES, UNDECAYED, store, poll_seconds=0.01, snapshot_interval_seconds=0.0, save_in_background=False
+    )
+    ingestor.start()
+    wait_until(lambda: source.lag() == 0)
+    assert ingestor.stop(DEADLINE)
+    seen = set()
+    for path in store.paths():
+        meta, _ = snapshot.read(path)
+        accesses = sum(entry["samples"] for entry in meta["sketches"]["sketches"])
+        messages = sum(meta["positions"].values())
+        seen.add(messages)
+        assert accesses == sum(
+            _accepted(source.log[p][i]) for p, end in meta["positions"].items() for i in range(end)
+        ), f"{messages} messages"
+    assert len(seen) > 3
+
+
+def _accepted(message: bytes) -> int:
+    sketches = SketchSet(TABLES, 2**24, None)
+    return sum(sketches.ingest(b.table, b.rows, 0, b.event_time_seconds).accepted for b in decode(message, 2**20))
+
+
+def test_ingest_goes_on_while_a_snapshot_is_written_and_positions_are_those_of_the_copy(tmp_path):
+    written = threading.Event()
+
+    class SlowStore(SnapshotStore):
+        def save(self, meta, arrays):
+            written.wait(DEADLINE)
+            return super().save(meta, arrays)
+
+    source = FakeSource({"p": _log(1, 60)["p0"]}, per_poll=2)
+    gate = threading.Event()
+    source.at = lambda step: gate.wait(DEADLINE) if step == "poll" and source.next["p"] >= 20 else None
+    store = SlowStore(tmp_path, 5)
+    ingestor = Ingestor(source, TABLES, UNDECAYED, store, poll_seconds=0.01, snapshot_interval_seconds=3600.0)
+    ingestor.request_snapshot()
+    ingestor.start()
+    wait_until(lambda: source.next["p"] >= 20)
+    assert source.committed == [], "nothing is committed before it is durable"
+    written.set()
+    gate.set()
+    wait_until(lambda: source.lag() == 0 and source.committed)
+    assert source.committed[0]["p"] < 20
+    assert ingestor.stop(DEADLINE)
+    assert source.committed[-1] == {"p": 60}
+
+
+def test_an_idle_stream_decays_when_read_and_not_when_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(ingestor_module, "IDLE_AFTER_SECONDS", 0.05)
+    settings = dataclasses.replace(SETTINGS, half_life_seconds=0.2)
+    batch = AccessBatch("small", np.array([3], dtype=np.int32), 0, T0)
+    source = FakeSource({"p": [encode_arrow([batch])]})
+    ingestor = Ingestor(source, TABLES, settings, SnapshotStore(tmp_path, 1), poll_seconds=0.01)
+    ingestor.start()
+    wait_until(lambda: ingestor.stats().idle_seconds > 0.4)
+    assert 0 < ingestor.query("small", np.array([3]))[0] < 0.3
+    assert ingestor.profile().tables[0].weight < 0.3
+    assert ingestor.clock()["newest"] == T0.hex(), "the clock of the counters moves with events alone"
+    source.problem = "broker away"
+    assert ingestor.query("small", np.array([3]))[0] == 1.0, "an outage is not idleness"
+    source.problem = None
+    assert ingestor.stop(DEADLINE)
+
+
+def test_a_damaged_snapshot_is_replaced_by_the_previous_one_with_its_positions(tmp_path):
+    first = {"p": LOG["p0"][:4]}
+    source = FakeSource(first)
+    small = [dataclasses.replace(TABLES[0], rows=20)]
+    settings = dataclasses.replace(UNDECAYED, memory_bytes=2**20)
+
+    def run(source: FakeSource, store: SnapshotStore) -> Ingestor:
+        ingestor = Ingestor(source, small, settings, store, poll_seconds=0.01, save_in_background=False)
+        ingestor._read_some()
+        ingestor._begin_save()
+        ingestor._finish_save()
+        return ingestor
+
+    store = SnapshotStore(tmp_path / "s", 3)
+    before = run(source, store)
+    source.per_poll = 1
+    before._read_some()
+    before._begin_save()
+    before._finish_save()
+    newest, previous = store.paths()
+    whole = newest.read_bytes()
+    # Every length and every byte are tried where it costs nothing: tests/sketch/test_snapshot.py.
+    places = range(0, len(whole), max(1, len(whole) // 60))
+    damaged = [whole[:length] for length in places]
+    damaged += [whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :] for at in places]
+    for image in damaged:
+        newest.write_bytes(image)
+        restored = Ingestor(FakeSource(first), small, settings, SnapshotStore(tmp_path / "s", 3))
+        assert restored._unrestored_positions == {"p": 3}
+        assert str(newest) in restored.stats().restore_problems[0]
+        assert restored.profile().samples > 0
+    assert previous.exists()
+    newest.write_bytes(whole)
+    assert Ingestor(FakeSource(first), small, settings, SnapshotStore(tmp_path / "s", 3))._unrestored_positions == {
+        "p": 4
+    }

@@ -1,0 +1,81 @@
+"""Hash positions and registers equal those of the DataSketches library."""
+
+from __future__ import annotations
+
+import datasketches
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.sketch.counters import hashing
+from flexd.sketch.counters.countmin import BLOCK_IDS, DEPTH, CountMin
+from flexd.sketch.distinct import RELATIVE_STANDARD_ERROR, DistinctRows
+
+ROWS = 100_000
+HLL_REGISTERS_AT = 40
+"""Offset of the registers in an updatable HLL_8 image."""
+
+
+def counted(ids: np.ndarray) -> tuple[CountMin, DistinctRows]:
+    counter, distinct = CountMin(ROWS, 9, conservative=False), DistinctRows()
+    counter.add(ids, 0, 1, distinct.registers, 2**62, np.empty(BLOCK_IDS, dtype=np.int64), 0)
+    return counter, distinct
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=400))
+def test_cells_of_plain_counters_are_those_of_the_library(ids):
+    counter, _ = counted(np.array(ids, dtype=np.int64))
+    library = datasketches.count_min_sketch(DEPTH, 512)
+    for row in ids:
+        library.update(row)
+    cells = np.frombuffer(library.serialize()[-8 * DEPTH * 512 :], dtype=np.float64)
+    assert np.array_equal(counter.values().reshape(-1), cells)
+    queried = np.arange(0, ROWS, 997)
+    assert counter.query(queried).tolist() == [library.get_estimate(row) for row in queried.tolist()]
+
+
+def test_registers_are_those_of_the_library():
+    for rows in (1_000, 50_000):
+        ids = np.arange(rows, dtype=np.int64)
+        _, distinct = counted(ids)
+        library = datasketches.hll_sketch(12, datasketches.tgt_hll_type.HLL_8)
+        for row in ids.tolist():
+            library.update(row)
+        image = library.serialize_updatable()
+        assert image[HLL_REGISTERS_AT : HLL_REGISTERS_AT + 4096] == distinct.registers.tobytes()
+        assert abs(distinct.estimate() / rows - 1) < 4 * RELATIVE_STANDARD_ERROR
+        assert abs(library.get_estimate() / distinct.estimate() - 1) < 0.03
+
+
+def test_constants_are_what_the_generator_of_the_library_gives():
+    state, mask = hashing.SEED, 2**64 - 1
+
+    def step() -> int:
+        nonlocal state
+        state = state * 16807 % 2147483647
+        return state - 1
+
+    def uniform() -> int:
+        # libstdc++ builds a 64-bit number of base-(2^31 - 2) digits, and draws again where they wrap.
+        base = 2147483646
+        while True:
+            top = _scaled(mask // base, base, step)
+            number = (base * top & mask) + step()
+            if number <= mask:
+                return number
+
+    assert tuple(uniform() for _ in range(4)) == hashing._SPREAD
+
+
+def _scaled(most: int, base: int, step) -> int:
+    if most > base - 1:
+        while True:
+            number = base * _scaled(most // base, base, step) + step()
+            if number <= most:
+                return number
+    scale = (base - 1) // (most + 1)
+    while True:
+        drawn = step()
+        if drawn < (most + 1) * scale:
+            return drawn // scale

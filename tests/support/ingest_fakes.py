@@ -1,0 +1,135 @@
+"""Sources, messages and an ingestor for the tests of ``flexd.ingest``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from flexd.core.keyspace import TableSpec
+from flexd.ingest import Ingestor
+from flexd.sketch.snapshot import SnapshotStore
+from flexd.sketch.types import SketchSettings
+from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.types import AccessBatch, Message
+
+TABLES = [TableSpec("small", 200, 4), TableSpec("large", 400_000, 4)]
+SETTINGS = SketchSettings(memory_bytes=1_000_000, half_life_seconds=40.0, max_future_seconds=1e9, max_hot_rows=100)
+T0 = 1.7e9
+DEADLINE = 20.0
+
+
+class Killed(BaseException):
+    """Simulates the death of the process; derived from BaseException so that no handler catches it."""
+
+
+class FakeSource:
+    """Partitions of prepared messages. ``at`` is called with the name of every step and may raise ``Killed``."""
+
+    def __init__(
+        self, log: Mapping[str, list[bytes]], at: Callable[[str], None] = lambda step: None, per_poll: int = 3
+    ):
+        self.log = log
+        self.at = at
+        self.per_poll = per_poll
+        self.next = dict.fromkeys(log, 0)
+        self.restored: dict[str, int] | None = None
+        self.committed: list[dict[str, int]] = []
+        self.commit_failure: str | None = None
+        self.problem: str | None = None
+        self.messages_lost = 0
+        self.closed = False
+        self.drained = threading.Event()
+
+    def poll(self, timeout_seconds: float) -> list[Message]:
+        self.at("poll")
+        taken = []
+        for partition in sorted(self.log, key=lambda p: self.next[p] / max(1, len(self.log[p]))):
+            while len(taken) < self.per_poll and self.next[partition] < len(self.log[partition]):
+                offset = self.next[partition]
+                taken.append(Message(partition, offset, self.log[partition][offset]))
+                self.next[partition] += 1
+        if not taken:
+            self.drained.set()
+            time.sleep(0.001)
+        return taken
+
+    def restore(self, positions: Mapping[str, int]) -> None:
+        self.restored = dict(positions)
+        self.next.update(positions)
+
+    def positions(self) -> dict[str, int]:
+        return dict(self.next)
+
+    def lag(self) -> int:
+        return sum(len(self.log[p]) - self.next[p] for p in self.log)
+
+    def commit(self, positions: Mapping[str, int]) -> str | None:
+        self.at("commit")
+        self.committed.append(dict(positions))
+        self.at("committed")
+        return self.commit_failure
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class KillingStore(SnapshotStore):
+    """Calls ``at`` before and after every save."""
+
+    def __init__(self, directory, keep, at: Callable[[str], None]) -> None:
+        super().__init__(directory, keep)
+        self.at = at
+
+    def save(self, meta, arrays):
+        self.at("save")
+        path = super().save(meta, arrays)
+        self.at("saved")
+        return path
+
+
+def make_message(i: int) -> bytes:
+    random = np.random.default_rng(i)
+    batches = [
+        AccessBatch(
+            table.name, (random.zipf(1.3, 400) % (table.rows + 9)).astype(np.int64) - 4, i % 4, T0 + 7.0 * i + j, None
+        )
+        for j, table in enumerate(TABLES)
+    ]
+    return encode_arrow(batches)
+
+
+LOG = {"p0": [make_message(i) for i in range(0, 24, 2)], "p1": [make_message(i) for i in range(1, 24, 2)]}
+LOG["p1"][4] = b"garbage"
+
+
+def make_ingestor(source, store, **more) -> Ingestor:
+    more.setdefault("snapshot_interval_seconds", 3600.0)
+    more.setdefault("save_in_background", False)
+    return Ingestor(source, TABLES, SETTINGS, store, poll_seconds=0.01, **more)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, "condition not met in time"
+        time.sleep(0.005)
+
+
+def state_of(ingestor: Ingestor) -> tuple[dict, dict[str, np.ndarray]]:
+    with ingestor._sketches.frozen() as state:
+        return state
+
+
+def run_to_the_end(ingestor: Ingestor, source: FakeSource) -> None:
+    """Run the loop in this thread, so that ``Killed`` reaches the caller."""
+
+    def stop_when_drained(step: str, before=source.at) -> None:
+        before(step)
+        if step == "poll" and source.lag() == 0:
+            ingestor._stop.set()
+
+    source.at = stop_when_drained
+    ingestor.run()
