@@ -21,7 +21,8 @@ from flexd.daemon.factory import make_source
 from flexd.stream.codecs.codec import decode
 from flexd.stream.trace import Trace, load_trace
 from flexd.stream.types import AccessBatch
-from tests.support.flexd_processes import flexd, until
+from tests.support.flexd_processes import flexd
+from tests.support.until import until
 
 EVENTS, MESSAGE = 1000, 64
 TOPIC, PARTITIONS = "accesses", 3

@@ -24,7 +24,8 @@ from flexd.control.protocol.store_keys import Keys
 from flexd.core.errors import ControlError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
-from tests.support.ranks_in_threads import SECRET, TABLES, Ranks, identity, same_content, step_report, target, until
+from tests.support.ranks_in_threads import SECRET, TABLES, Ranks, identity, same_content, step_report, target
+from tests.support.until import until
 
 PAIR = RankLayout(2, 1)
 

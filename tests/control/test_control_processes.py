@@ -16,8 +16,9 @@ import pytest
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.layout import RankLayout
-from tests.support.ranks_in_threads import Ranks, same_content, target, until
+from tests.support.ranks_in_threads import Ranks, same_content, target
 from tests.support.repository import child_environment
+from tests.support.until import until
 
 
 def spawn(module: str, *arguments: object) -> subprocess.Popen[str]:

@@ -14,7 +14,8 @@ from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ControlError, PlacementError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
-from tests.support.ranks_in_threads import Ranks, same_content, target, until
+from tests.support.ranks_in_threads import Ranks, same_content, target
+from tests.support.until import until
 
 
 def test_a_delta_reaches_every_rank(host: Callable[..., Any]) -> None:

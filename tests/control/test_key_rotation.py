@@ -13,7 +13,8 @@ from flexd.control.daemon.migration_states import MigrationState
 from flexd.core import secrets as secret
 from flexd.core.layout import RankLayout
 from flexd.core.secrets import KeyFile
-from tests.support.ranks_in_threads import Ranks, target, until
+from tests.support.ranks_in_threads import Ranks, target
+from tests.support.until import until
 
 OLD, NEW = b"the key of last year", b"the key of this year"
 

@@ -14,7 +14,8 @@ from flexd.control.daemon.migration_states import MigrationState
 from flexd.control.protocol.messages import DaemonNotice
 from flexd.core.errors import ControlError, StaleMessageError
 from flexd.core.layout import RankLayout
-from tests.support.ranks_in_threads import Ranks, same_content, target, until
+from tests.support.ranks_in_threads import Ranks, same_content, target
+from tests.support.until import until
 
 PAIR = RankLayout(2, 1)
 

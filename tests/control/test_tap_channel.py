@@ -17,7 +17,8 @@ from flexd.control.protocol.store_keys import Keys
 from flexd.core.errors import AuthenticationError, ControlError
 from flexd.core.layout import RankLayout
 from flexd.stream.tap_source import TapSource
-from tests.support.ranks_in_threads import SECRET, Ranks, until
+from tests.support.ranks_in_threads import SECRET, Ranks
+from tests.support.until import until
 
 TWO = RankLayout(1, 2)
 

@@ -15,7 +15,8 @@ from flexd.control.protocol.report import StepReport
 from flexd.core.placement import Placement
 from flexd.operations.pacing import MigrationPacing
 from flexd.planner.delta import moved_bytes
-from tests.support.ranks_in_threads import SECRET, TABLES, Ranks, step_report, target, until
+from tests.support.ranks_in_threads import SECRET, TABLES, Ranks, step_report, target
+from tests.support.until import until
 
 LARGEST_ROW = 64
 

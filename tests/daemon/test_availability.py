@@ -19,7 +19,7 @@ from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.terms import open_term
 from flexd.ha.file_store import FileLeaseStore
 from flexd.ha.lease import Lease
-from tests.support.flexd_processes import until
+from tests.support.until import until
 
 SECONDS = 1.5
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
 from tests.support.flexd_processes import saved_sketches, weights
 from tests.support.ranks_in_threads import Ranks
+from tests.support.until import until
 
 SHUTDOWN_SECONDS = 20.0
 
@@ -61,10 +61,7 @@ class Running:
         assert self.ended is True
 
     def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 30
-        while not condition():
-            assert time.monotonic() < deadline, self.daemon.status()
-            time.sleep(0.02)
+        until(condition, 30, self.daemon.status)
 
 
 @pytest.fixture

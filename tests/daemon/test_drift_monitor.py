@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +21,7 @@ from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
 from tests.support.drift_setting import CLUSTER, PER_STEP, ROWS, Setting, accesses, config_of
 from tests.support.fake_coordinator import FakeCoordinator
+from tests.support.until import until
 
 
 @pytest.fixture
@@ -267,26 +266,17 @@ def test_the_thread_outlives_faults_and_ends(tmp_path: Path, caplog: pytest.LogC
 
     setting.during = fault
     setting.monitor.start()
-    deadline = time.monotonic() + 20
-    while setting.monitor.evaluations < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: setting.monitor.evaluations >= 3, 20)
     setting.during = lambda: None
-    while not setting.monitor.saved():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(setting.monitor.saved, 20)
 
     def told() -> int:
         return len([record for record in caplog.records if "made up" in record.getMessage()])
 
     assert told() == 1, "told once"
-    while setting.monitor.newest is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: setting.monitor.newest is not None, 20)
     setting.during = fault
-    while told() < 2:
-        assert time.monotonic() < deadline, "it is news again"
-        time.sleep(0.01)
+    until(lambda: told() >= 2, 20, "a fault that returns is reported again")
     assert setting.monitor.stop(10)
 
 
@@ -314,12 +304,6 @@ def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkey
             clock += 1
             sink.send(encode_arrow([AccessBatch("item", accesses(20_000, moved, int(clock)), 1, clock)]))
         sink.flush()
-
-    def until(condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline, daemon.status().model_dump_json()
-            time.sleep(0.02)
 
     send(0)
     daemon = Daemon(config_of(tmp_path, drift_interval_seconds=0.05, min_spacing_seconds=0.0, min_samples=600_000))

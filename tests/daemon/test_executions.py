@@ -12,7 +12,8 @@ from flexd.control.daemon import journal as journal_module
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError
 from tests.support.executions_setting import LAYOUT, SECONDS, Setting
-from tests.support.ranks_in_threads import Ranks, same_content, target, until
+from tests.support.ranks_in_threads import Ranks, same_content, target
+from tests.support.until import until
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from flexd.config.model import Config
 from flexd.core.errors import ConfigError, FlexdError
 from flexd.daemon import Daemon
 from flexd.daemon.config_file import ConfigFile
-from tests.support.flexd_processes import RunningDaemon, flexd, until
+from tests.support.flexd_processes import RunningDaemon, flexd
+from tests.support.until import until
 
 SETTINGS: dict[str, Any] = {
     "job": "j",

@@ -21,7 +21,8 @@ from flexd.operations import decisions as decisions_module
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.history.store import ENDED_UNSEEN
 from tests.support.executions_setting import LAYOUT, SECONDS, Setting
-from tests.support.ranks_in_threads import Ranks, same_content, target, until
+from tests.support.ranks_in_threads import Ranks, same_content, target
+from tests.support.until import until
 
 
 class Gate(Throttle):

@@ -16,7 +16,7 @@ from flexd.control.daemon import coordinator as coordinator_module
 from flexd.control.protocol.store_client import StoreClient, StoreConnector
 from flexd.daemon.service import Daemon
 from flexd.demo.ports import free_ports
-from tests.support.flexd_processes import until
+from tests.support.until import until
 
 LOADED_LATER = ("torch", "scipy.optimize", "httpx", "kafka", "confluent_kafka", "matplotlib", "torchrec")
 """No start waits for these; torch alone takes longer to import than any other part of a start."""

@@ -23,8 +23,8 @@ import yaml
 from numba.core.caching import UserProvidedCacheLocator
 
 from flexd.demo.ports import free_ports
-from tests.support.flexd_processes import until
 from tests.support.ops_tools import ROOT
+from tests.support.until import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(220)]
 

@@ -13,7 +13,8 @@ import pytest
 from flexd.config.load import load_config
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.demo.processes import DaemonProcess
-from tests.support.flexd_processes import counted_by_hand, demo, flexd, run, saved_sketches, until, weights
+from tests.support.flexd_processes import counted_by_hand, demo, flexd, run, saved_sketches, weights
+from tests.support.until import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

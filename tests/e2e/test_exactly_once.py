@@ -25,6 +25,7 @@ from flexd.stream.kafka.source import KafkaSource
 from flexd.stream.types import AccessBatch
 from tests.support import ingest_server
 from tests.support.ingest_server import IngestServer, end, saved_counters, wait_for_status
+from tests.support.reading import poll_until
 from tests.support.tcp_cut import TcpCut
 
 KILLS = 52
@@ -193,9 +194,7 @@ def test_a_partition_taken_away_and_given_back(tmp_path, server):
         wait_for_status(state, pid, lambda status: status["messages"] > 0)
         for turn in range(3):
             other = KafkaSource(broker.bootstrap_servers, "t", "g", session_timeout_seconds=3.0)
-            deadline = time.monotonic() + 40
-            while not other.poll(0.1):
-                assert time.monotonic() < deadline, other.problem
+            poll_until(other, len, 40)
             if turn == 1:
                 end(pid, signal.SIGKILL)
                 pid = server.start(state, **order)

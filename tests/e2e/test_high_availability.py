@@ -19,7 +19,8 @@ from flexd.demo.options import DemoOptions
 from flexd.demo.ports import free_ports
 from flexd.demo.processes import DaemonProcess, Ranks
 from flexd.demo.runner import Demo
-from tests.support.flexd_processes import DAEMON_START_SECONDS, flexd, until
+from tests.support.flexd_processes import DAEMON_START_SECONDS, flexd
+from tests.support.until import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -16,8 +16,9 @@ import yaml
 from flexd.demo.options import DemoOptions
 from flexd.demo.processes import Ranks
 from flexd.demo.runner import Demo
-from tests.support.flexd_processes import DAEMON_START_SECONDS, flexd, until
+from tests.support.flexd_processes import DAEMON_START_SECONDS, flexd
 from tests.support.stopped import stop
+from tests.support.until import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 

@@ -22,8 +22,9 @@ from flexd.demo.runner import Demo
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.topic_admin import ensure_topic
 from tests.support.dashboards import DASHBOARDS, load, queries
-from tests.support.flexd_processes import DAEMON_START_SECONDS, until
+from tests.support.flexd_processes import DAEMON_START_SECONDS
 from tests.support.ops_tools import ROOT, tool
+from tests.support.until import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

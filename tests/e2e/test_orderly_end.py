@@ -18,7 +18,8 @@ from flexd.demo.options import DemoOptions
 from flexd.demo.processes import Ranks
 from flexd.demo.runner import Demo
 from flexd.sketch.snapshot import SnapshotStore
-from tests.support.flexd_processes import DAEMON_START_SECONDS, until
+from tests.support.flexd_processes import DAEMON_START_SECONDS
+from tests.support.until import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 

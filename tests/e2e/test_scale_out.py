@@ -13,7 +13,8 @@ import pytest
 from flexd.demo.ports import free_ports
 from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.types import AccessBatch
-from tests.support.flexd_processes import RunningDaemon, saved_sketches, until, weights
+from tests.support.flexd_processes import RunningDaemon, saved_sketches, weights
+from tests.support.until import until
 
 ROWS = 5_000
 PARTITIONS = 4

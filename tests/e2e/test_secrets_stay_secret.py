@@ -21,7 +21,8 @@ import yaml
 
 from flexd.cli.main import main
 from flexd.demo.ports import free_ports
-from tests.support.flexd_processes import ROOT, until
+from tests.support.flexd_processes import ROOT
+from tests.support.until import until
 
 MARK = "MARKED"
 SASL = {

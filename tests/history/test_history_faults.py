@@ -21,6 +21,7 @@ from flexd.operations.history import store as store_module
 from flexd.operations.history.history import MigrationHistory
 from flexd.operations.history.records import ActionRecord, HistoryEntry, MigrationRecord
 from flexd.operations.history.store import HistoryStore
+from tests.support.until import until
 
 SECONDS = 20.0
 """Deadline of whatever is waited for."""
@@ -48,17 +49,11 @@ def reasons(history: MigrationHistory) -> list[str]:
 
 
 def written(history: MigrationHistory) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not history.flush(1.0):
-        assert time.monotonic() < deadline, history.figures
-        time.sleep(0.005)
+    until(lambda: history.flush(1.0), SECONDS, lambda: history.figures)
 
 
 def failed(history: MigrationHistory) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not history.figures.failures:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(lambda: history.figures.failures, SECONDS)
 
 
 class FailsOnce:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from flexd.core.errors import LeaseError
 from flexd.ha import keeper as keeper_module
 from flexd.ha.keeper import LeaseRenewer
+from tests.support.until import until
 
 SECONDS = 20.0
 """Deadline of whatever is waited for."""
@@ -59,13 +59,6 @@ def keep(lease: FakeLease) -> Iterator[Callable[..., LeaseRenewer]]:
     lease.hang.set()
     for keeper in made:
         assert keeper.stop(SECONDS)
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_the_lease_is_asked_for_again_and_again_and_given_back_at_the_end(

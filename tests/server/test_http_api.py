@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 
 import httpx
 import pytest
@@ -16,6 +15,7 @@ from flexd.core.errors import ApiError, ControlError, EmbeddingError, PlanError
 from flexd.server import guard
 from flexd.server.guard import MAX_REQUEST_BYTES
 from flexd.server.routing import MAX_SLOW_CALLS
+from tests.support.until import until
 
 
 @pytest.fixture
@@ -167,9 +167,7 @@ def test_waits_are_bounded_and_probes_answer_meanwhile(client, daemon, server):
     waiting = [threading.Thread(target=wait) for _ in range(MAX_SLOW_CALLS)]
     for thread in waiting:
         thread.start()
-    deadline = time.monotonic() + 10
-    while len(daemon.calls) < MAX_SLOW_CALLS and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: len(daemon.calls) >= MAX_SLOW_CALLS, 10)
     refused = client.post("/v1/replan", json={})
     assert refused.status_code == 429
     assert client.get("/v1/plan").status_code == 429

@@ -6,7 +6,6 @@ import os
 import socket
 import stat
 import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -16,6 +15,7 @@ from flexd.config.server import ServerConfig
 from flexd.core.errors import ApiError
 from flexd.server.http import DaemonServer, HttpListener
 from flexd.server.metrics import Metrics
+from tests.support.until import until
 
 
 def make_server(daemon, **config) -> DaemonServer:
@@ -145,9 +145,8 @@ def test_no_descriptor_or_thread_is_left(daemon):
         served = make_server(daemon, port=0, metrics_listen="127.0.0.1:0")
         served.start()
         assert served.stop(10)
-    deadline = time.monotonic() + 10
-    # Other tests of this process may still let go of theirs, or hold one for a moment.
-    while (open_descriptors() > before or threading.active_count() > threads) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert open_descriptors() <= before
-    assert threading.active_count() <= threads
+    # Other tests of this process may still release theirs, or hold one for a moment.
+    until(
+        lambda: open_descriptors() <= before and threading.active_count() <= threads, 10,
+        lambda: f"{open_descriptors()} descriptors of {before}, {threading.active_count()} threads of {threads}",
+    )  # fmt: skip

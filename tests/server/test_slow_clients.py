@@ -15,6 +15,7 @@ from flexd.server import protocol
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 from tests.support.fake_daemon import FakeDaemon
+from tests.support.until import until
 
 LIMIT = 4
 
@@ -59,15 +60,6 @@ def answers(server: DaemonServer) -> bool:
         return False
 
 
-def soon(condition) -> bool:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
-
-
 @pytest.mark.parametrize("said", [b"", b"GET /heal", b"POST /v1/pause HTTP/1.1\r\nHost: localhost\r\nX-Filler: "])
 def test_a_head_that_does_not_come_ends_the_connection(served: DaemonServer, daemon: FakeDaemon, said: bytes) -> None:
     with contextlib.ExitStack() as stack:
@@ -99,10 +91,10 @@ def test_connections_are_bounded_also_those_that_are_turned_away(
     with contextlib.ExitStack() as stack:
         for _ in range(LIMIT):
             stack.enter_context(opened(served))
-        assert soon(lambda: httpx.get(f"{served.address}/healthz", timeout=5).status_code == 503)
+        until(lambda: httpx.get(f"{served.address}/healthz", timeout=5).status_code == 503)
         many = [stack.enter_context(opened(served)) for _ in range(protocol.REFUSED_CONNECTIONS * LIMIT)]
         assert closed_by_server(many[-1])
-    assert soon(lambda: answers(served))
+    until(lambda: answers(served))
 
 
 def test_who_takes_no_answer_is_cut_off(served: DaemonServer, daemon: FakeDaemon) -> None:
@@ -116,6 +108,6 @@ def test_who_takes_no_answer_is_cut_off(served: DaemonServer, daemon: FakeDaemon
             raw.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         server = served._admin._server
         assert server is not None
-        assert soon(lambda: server.server_state.total_requests >= LIMIT - 1)
-        assert soon(lambda: not server.server_state.connections)
+        until(lambda: server.server_state.total_requests >= LIMIT - 1)
+        until(lambda: not server.server_state.connections)
         assert answers(served)

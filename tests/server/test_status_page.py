@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from flexd.server.metrics import Metrics
 from tests.support.fake_daemon import FakeDaemon
 from tests.support.fake_inspection import STRANGE
 from tests.support.ops_tools import tool
+from tests.support.until import until
 
 DEADLINE_MS = 20_000
 
@@ -125,14 +125,6 @@ def busy() -> Iterator[tuple[BusyDaemon, DaemonServer]]:
     server = served(daemon)
     yield daemon, server
     assert server.stop(10)
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Waits: the page's own policy forbids Playwright's ``wait_for_function``."""
-    deadline = time.monotonic() + DEADLINE_MS / 1000
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_what_the_page_shows(open_page, busy):

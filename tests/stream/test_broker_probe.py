@@ -15,6 +15,8 @@ from flexd.stream.kafka import source as kafka
 from flexd.stream.kafka.broker_probe import BrokerProbe
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.source import KafkaSource
+from tests.support.reading import poll_until
+from tests.support.until import until
 
 POLL_SECONDS = 0.05
 
@@ -32,22 +34,13 @@ def send(address: str, topic: str, payloads: list[bytes], options: dict[str, str
     sink.close()
 
 
-def poll_until(source, condition, seconds: float = 60.0) -> list[bytes]:
-    payloads: list[bytes] = []
-    deadline = time.monotonic() + seconds
-    while not condition(payloads):
-        assert time.monotonic() < deadline, f"{len(payloads)} messages; problem: {source.problem}"
-        payloads += [bytes(message.payload) for message in source.poll(POLL_SECONDS)]
-    return payloads
-
-
 def test_a_quiet_topic_of_a_slow_broker_is_no_problem(slow_broker):
     address, make_topic = slow_broker
     topic, options = make_topic(), {"api_version": "2.3"}
     send(address, topic, [b"first"], options)
     source = source_at(address, topic, options)
     try:
-        assert poll_until(source, len) == [b"first"]
+        assert [bytes(message.payload) for message in poll_until(source, len)] == [b"first"]
         assert source.problem is None
         told, began = set(), time.monotonic()
         # Long enough for a question and its answer.
@@ -56,7 +49,7 @@ def test_a_quiet_topic_of_a_slow_broker_is_no_problem(slow_broker):
             told.add(source.problem)
         assert told == {None}
         send(address, topic, [b"second"], options)
-        assert poll_until(source, len) == [b"second"]
+        assert [bytes(message.payload) for message in poll_until(source, len)] == [b"second"]
     finally:
         source.close()
 
@@ -65,7 +58,7 @@ def test_a_stopped_broker_is_noticed_and_the_source_can_be_closed(own_tansu):
     own_tansu.create_topic("quiet", 1)
     send(own_tansu.bootstrap_servers, "quiet", [b"first"])
     source = source_at(own_tansu.bootstrap_servers, "quiet")
-    assert poll_until(source, len) == [b"first"]
+    assert [bytes(message.payload) for message in poll_until(source, len)] == [b"first"]
     os.kill(own_tansu.pid, signal.SIGSTOP)
     poll_until(source, lambda _: source.problem is not None)
     assert "broker does not answer" in source.problem
@@ -82,11 +75,7 @@ class Asked(Exception):
 
 
 def outcome_of(probe: BrokerProbe):
-    deadline = time.monotonic() + 10.0
-    while (outcome := probe.take()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return outcome
+    return until(lambda: probe.take(), 10.0)
 
 
 def test_one_question_at_a_time_and_not_one_after_another(monkeypatch):

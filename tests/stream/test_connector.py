@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
 from flexd.core.errors import StreamError
 from flexd.stream.kafka.connector import Connector
+from tests.support.until import until
 
 
 class Peer:
@@ -32,13 +32,6 @@ class Peer:
     def connector(self, **options) -> Connector[int]:
         defaults = {"timeout_seconds": 20.0, "first_backoff_seconds": 0.01, "max_backoff_seconds": 0.02}
         return Connector("peer", self.make, self.disposed.append, **{**defaults, **options})
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_one_client_is_made_and_kept():
@@ -82,12 +75,12 @@ def test_hanging_attempts_are_bounded_and_disposed_of():
         assert connector.get(0.05) is None
         return "hang" in (connector.problem or "")
 
-    wait_until(gave_up)
+    until(gave_up)
     assert peer.made == 3
     peer.gate.set()
-    wait_until(lambda: len(peer.disposed) == 3)
+    until(lambda: len(peer.disposed) == 3)
     assert sorted(peer.disposed) == [1, 2, 3]
-    wait_until(lambda: connector.get(1.0) is not None)
+    until(lambda: connector.get(1.0) is not None)
     assert connector.get(0.0) not in peer.disposed
     connector.close(5.0)
 
@@ -99,4 +92,4 @@ def test_closing_during_an_attempt_disposes_of_its_client():
     assert connector.get(0.0) is None
     connector.close(1.0)
     peer.gate.set()
-    wait_until(lambda: peer.disposed == [1])
+    until(lambda: peer.disposed == [1])

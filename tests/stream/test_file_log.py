@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from flexd.core.errors import PositionLostError, StreamError
 from flexd.stream.file_log import segments
 from flexd.stream.file_log.log import FileLogSink, FileLogSource
+from tests.support.reading import poll_until
 
 
 def read_all(source: FileLogSource, rounds: int = 3) -> list[tuple[int, bytes]]:
@@ -356,12 +357,9 @@ def test_reading_while_another_thread_writes(tmp_path):
 
     writer = threading.Thread(target=produce)
     writer.start()
-    got: list[tuple[int, bytes]] = []
-    deadline = time.monotonic() + 30
-    while len(got) < count and time.monotonic() < deadline:
-        got += [(m.offset, bytes(m.payload)) for m in source.poll(0.05)]
+    got = poll_until(source, lambda messages: len(messages) >= count, 30, 0.05)
     writer.join()
-    assert got == [(i, b"%d" % i * (i % 50)) for i in range(count)]
+    assert [(m.offset, bytes(m.payload)) for m in got] == [(i, b"%d" % i * (i % 50)) for i in range(count)]
     assert source.messages_lost == source.positions_lost == 0
 
 

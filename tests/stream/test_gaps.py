@@ -15,6 +15,7 @@ from tansu_broker import TansuBroker
 from flexd.stream.kafka.group_positions import GAP_SECONDS, TRUSTED_GAPS, GroupPositions
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.source import KafkaSource
+from tests.support.reading import poll_until
 
 KEY = "t/0"
 COUNT = 30
@@ -102,12 +103,9 @@ def broker() -> Any:
 
 
 def read(source: KafkaSource) -> list[int]:
-    got: list[int] = []
-    deadline = time.monotonic() + 40
-    while (not got or got[-1] < COUNT - 1) and time.monotonic() < deadline:
-        got += [message.offset for message in source.poll(0.1)]
+    messages = poll_until(source, lambda messages: messages and messages[-1].offset >= COUNT - 1, 40)
     source.close()
-    return got
+    return [message.offset for message in messages]
 
 
 def group() -> str:

@@ -12,6 +12,7 @@ from flexd.stream.kafka.handover import Handover
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.source import KafkaSource
 from flexd.stream.types import Message
+from tests.support.until import until
 
 
 def test_a_question_is_asked_again_until_it_is_answered(monkeypatch):
@@ -148,32 +149,25 @@ class Member:
         assert not self.thread.is_alive()
 
 
-def wait(condition, seconds: float = 40.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
-
-
 def members_come_and_go(open_source, produce) -> None:
     ledger = Ledger()
     produce(60)
     first = Member(open_source, ledger)
-    wait(lambda: len(first.unsent) >= 60)
+    until(lambda: len(first.unsent) >= 60)
     ledger.away = True
     second = Member(open_source, ledger)
-    wait(lambda: first.revoked and second.source.problem and "leader away" in second.source.problem)
+    until(lambda: first.revoked and second.source.problem and "leader away" in second.source.problem)
     assert len(first.sent) == 60, "handed over before the partitions left"
     produce(40)
     time.sleep(0.3)
     assert not first.unsent
     assert not second.unsent, "a partition is not read before its position is known"
     ledger.away = False
-    wait(lambda: len(first.unsent) + len(second.unsent) >= 40)
+    until(lambda: len(first.unsent) + len(second.unsent) >= 40)
     assert second.unsent, "both read"
     second.stop()
     produce(20)
-    wait(lambda: len(first.sent + first.unsent + second.sent) >= 120)
+    until(lambda: len(first.sent + first.unsent + second.sent) >= 120)
     first.stop()
     everything = [(m.partition, m.offset) for m in first.sent + second.sent]
     assert len(everything) == len(set(everything)) == 120

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 import uuid
 from collections import namedtuple
 
@@ -16,6 +15,8 @@ from flexd.core.errors import PositionLostError, StreamError
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.source import KafkaSource
 from flexd.stream.types import Message
+from tests.support.reading import poll_until
+from tests.support.until import until
 
 Record = namedtuple("Record", ["offset", "value"])
 
@@ -38,15 +39,6 @@ def produce(broker, topic: str, first: int, count: int) -> None:
     sink.flush(10.0)
     assert sink.messages_failed == 0
     sink.close()
-
-
-def poll_until(source: KafkaSource, condition, seconds: float = 90.0) -> list[Message]:
-    messages: list[Message] = []
-    deadline = time.monotonic() + seconds
-    while not condition(messages):
-        assert time.monotonic() < deadline, f"{len(messages)} messages; problem: {source.problem}"
-        messages += source.poll(0.1)
-    return messages
 
 
 def test_an_unreachable_broker_is_a_problem_not_an_error():
@@ -332,8 +324,5 @@ def test_the_sink_is_bounded_while_the_broker_is_away(own_tansu):
     assert refused >= 2
     with pytest.raises(StreamError):
         sink.flush(0.1)
-    deadline = time.monotonic() + 20
-    while sink.messages_failed < 4 - refused:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: sink.messages_failed >= 4 - refused, 20)
     sink.close()

@@ -18,6 +18,7 @@ from kafka.errors import (
 import flexd.stream.kafka.sink as kafka_sink
 from flexd.core.errors import StreamError
 from flexd.stream.kafka.sink import KafkaSink
+from tests.support.until import until
 
 
 def log_of(broker, topic: str) -> list[bytes]:
@@ -189,7 +190,4 @@ def test_a_producer_that_cannot_deliver_ends_and_what_it_held_has_failed(own_tan
     sink.send(b"y")
     producer = sink._connector.client
     sink.close()
-    deadline = time.monotonic() + 20.0
-    while producer._sender.is_alive() or sink.messages_failed < 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not producer._sender.is_alive() and sink.messages_failed >= 1, 20.0)

@@ -16,6 +16,7 @@ from flexd.stream.codecs.codec import decode
 from flexd.stream.file_log.log import FileLogSink, FileLogSource
 from flexd.stream.publisher import Publisher
 from flexd.stream.types import AccessBatch, Sink
+from tests.support.until import until
 
 MAX = 1 << 24
 
@@ -51,13 +52,6 @@ class MemorySink:
 def total(publisher: Publisher) -> int:
     c = publisher.counters()
     return c.published + c.dropped_queue_full + c.dropped_sink + c.dropped_invalid + c.sampled_out + c.queued
-
-
-def wait_until(condition, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_batches_arrive_as_they_were():
@@ -112,11 +106,11 @@ def test_a_dead_sink_drops_and_counts_and_recovers():
     sink.error = StreamError("broker away")
     publisher = Publisher(sink, source_rank=0, linger_seconds=0.0)
     publisher.publish("t", np.zeros(7, dtype=np.int64))
-    wait_until(lambda: publisher.counters().dropped_sink == 7)
+    until(lambda: publisher.counters().dropped_sink == 7)
     assert publisher.problem == "broker away"
     sink.error = ZeroDivisionError("a bug in a sink")
     publisher.publish("t", np.zeros(2, dtype=np.int64))
-    wait_until(lambda: publisher.counters().dropped_sink == 9)
+    until(lambda: publisher.counters().dropped_sink == 9)
     sink.error = None
     publisher.publish("t", np.zeros(5, dtype=np.int64))
     assert publisher.close(10.0)
@@ -130,13 +124,13 @@ def test_closing_gives_up_at_its_deadline():
     sink.gate.clear()
     publisher = Publisher(sink, source_rank=0, linger_seconds=0.0)
     publisher.publish("t", np.zeros(3, dtype=np.int64))
-    wait_until(lambda: publisher.counters().queued == 3 and not publisher._queue)
+    until(lambda: publisher.counters().queued == 3 and not publisher._queue)
     publisher.publish("t", np.zeros(4, dtype=np.int64))
     assert not publisher.close(0.1)
     assert publisher.counters().dropped_sink == 4
     assert not publisher.publish("t", np.zeros(2, dtype=np.int64))
     sink.gate.set()
-    wait_until(lambda: sink.closed)
+    until(lambda: sink.closed)
     assert total(publisher) == 9
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable
 
@@ -12,6 +11,7 @@ from flexd.core.errors import StreamError
 from flexd.stream.file_log.log import FileLogSink, FileLogSource
 from flexd.stream.synthetic import SyntheticSource
 from flexd.stream.types import Message, Sink, Source
+from tests.support.reading import poll_until
 
 PARTITIONS = 2
 
@@ -95,12 +95,7 @@ def stream(request):
 
 def take(source: Source, count: int, seconds: float = 30.0) -> list[Message]:
     """At least ``count`` messages."""
-    messages: list[Message] = []
-    deadline = time.monotonic() + seconds
-    while len(messages) < count:
-        assert time.monotonic() < deadline, f"{len(messages)} of {count} messages; problem: {source.problem}"
-        messages += source.poll(0.2)
-    return messages
+    return poll_until(source, lambda messages: len(messages) >= count, seconds, 0.2)
 
 
 def by_partition(messages: list[Message]) -> dict[str, dict[int, bytes]]:

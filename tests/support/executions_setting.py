@@ -23,7 +23,8 @@ from flexd.operations.plan_log import PlanLog
 from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.planner.solver.limits import SlotBudgets
-from tests.support.ranks_in_threads import SECRET, TABLES, until
+from tests.support.ranks_in_threads import SECRET, TABLES
+from tests.support.until import until
 
 LAYOUT = RankLayout(2, 1)
 SECONDS = 30.0

@@ -7,9 +7,7 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +24,12 @@ from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.codecs.codec import decode
 from flexd.stream.file_log.log import FileLogSource
+from tests.support.until import until
 
 ROOT = Path(__file__).parents[2]
 DAEMON_START_SECONDS = 90.0
 _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-
-
-def until(condition: Callable[[], object], seconds: float = 60.0, what: Callable[[], object] | str = "") -> Any:
-    """Waits until ``condition`` is true and returns it; AssertionError with ``what`` at the deadline."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what() if callable(what) else what}"
-        time.sleep(0.05)
-    return value
 
 
 def run(*arguments: object, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:

@@ -22,6 +22,7 @@ from flexd.sketch.sketch_set import SketchSet, warm_up
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
 from tests.support.repository import child_environment
+from tests.support.until import until
 
 TABLES = [TableSpec("items", 5000, 4)]
 SETTINGS = SketchSettings(memory_bytes=2**22, half_life_seconds=None, max_future_seconds=1e9, max_hot_rows=100)
@@ -105,20 +106,18 @@ def status_of(state: Path, pid: int) -> dict[str, Any]:
 
 
 def wait_for_status(state: Path, pid: int, condition: Any, seconds: float = 60.0) -> dict[str, Any]:
-    deadline = time.monotonic() + seconds
-    while not (status := status_of(state, pid)) or not condition(status):
-        assert time.monotonic() < deadline, f"it did not happen: {status}"
-        time.sleep(0.01)
-    return status
+    def reached() -> dict[str, Any]:
+        status = status_of(state, pid)
+        return status if status and condition(status) else {}
+
+    reached_status: dict[str, Any] = until(reached, seconds, lambda: status_of(state, pid))
+    return reached_status
 
 
 def end(pid: int, number: int = signal.SIGTERM, seconds: float = 30.0) -> None:
     """Signals a process and waits until it is gone (the server reaps it)."""
     os.kill(pid, number)
-    deadline = time.monotonic() + seconds
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline, f"process {pid} does not end"
-        time.sleep(0.002)
+    until(lambda: not Path(f"/proc/{pid}").exists(), seconds, f"process {pid} ends")
 
 
 def saved_counters(state: Path) -> tuple[Any, dict[str, int]]:

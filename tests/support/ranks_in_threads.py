@@ -34,14 +34,6 @@ def identity(rank: int, layout: RankLayout, attempt: str = "a1", slots: int = 20
     )
 
 
-def until(condition: Callable[[], object], seconds: float = 20.0, what: str = "") -> None:
-    """Waits for it, or fails."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.005)
-
-
 @dataclass
 class _Rank:
     inbox: ChunkInbox

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
+
+from tests.support.until import until
 
 
 def state_of(pid: int) -> str:
@@ -16,7 +17,8 @@ def state_of(pid: int) -> str:
 def stop(pid: int, timeout_seconds: float = 10.0) -> None:
     """SIGSTOP, and waits: the signal is only noted when ``kill`` returns, and a thread may still answer a call."""
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + timeout_seconds
-    while any(state_of(int(task.name)) != "T" for task in (Path("/proc") / str(pid) / "task").iterdir()):
-        assert time.monotonic() < deadline, f"process {pid} does not stop"
-        time.sleep(0.01)
+    tasks = Path("/proc") / str(pid) / "task"
+    until(
+        lambda: all(state_of(int(task.name)) == "T" for task in tasks.iterdir()),
+        timeout_seconds, f"all threads of process {pid} are stopped",
+    )  # fmt: skip

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import cluster as cluster_module
 import pytest
 from cluster import SKIPPED, Cluster, ClusterError, remove_leftovers, wait
+
+from tests.support.until import until
 
 TOOL = Path(cluster_module.__file__)
 NAMESPACES = Path("/run/netns")
@@ -55,13 +55,6 @@ def transfer(cluster: Cluster, to: int, count: int, token: str = "-") -> tuple[i
     receiver.communicate(timeout=60)
     got, seconds, said = json.loads(out)["answer"].split()
     return int(got), float(seconds), said
-
-
-def until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return true()
 
 
 def qdiscs(cluster: Cluster, node: int) -> list[str]:
@@ -164,11 +157,11 @@ class TestEnd:
         pids = f"import os,time; open(r'{tmp_path}/'+os.environ['RANK'],'w').write(str(os.getpid())); time.sleep(600)"
         killed = subprocess.Popen([sys.executable, str(TOOL), "--ranks", "1", "--", sys.executable, "-c", pids])
         files = [tmp_path / "0", tmp_path / "1"]
-        assert until(lambda: all(file.exists() and file.read_text() for file in files))
+        until(lambda: all(file.exists() and file.read_text() for file in files))
         ranks = [int(file.read_text()) for file in files]
         killed.kill()
         killed.wait(10)
-        assert until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+        until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
         left = names_of(killed.pid)
         assert len(left) == 3
         with Cluster(1, 1) as alive:
@@ -182,7 +175,7 @@ class TestEnd:
         name = f"flexd-{gone.pid}-1-n0"
         subprocess.run(["ip", "netns", "add", name], check=True)
         stray = subprocess.Popen(["ip", "netns", "exec", name, "sleep", "600"])
-        assert until(lambda: Path(f"/proc/{stray.pid}/comm").read_text() == "sleep\n")
+        until(lambda: Path(f"/proc/{stray.pid}/comm").read_text() == "sleep\n")
         assert name in remove_leftovers()
         assert stray.wait(10) == -signal.SIGKILL
         assert not (NAMESPACES / name).exists()

@@ -15,7 +15,7 @@ from tests.e2e.chaos.chaos_messages import Vandal
 from tests.e2e.chaos.chaos_rollback import kill_in_a_rollback
 from tests.e2e.chaos.chaos_training import JOB, WORLD
 from tests.e2e.chaos.chaos_world import CONTROL_SECONDS, ChaosWorld
-from tests.support.flexd_processes import until
+from tests.support.until import until
 
 STEPS_DURING = 8
 """Training goes on by so many steps in every fault that is not its own."""

@@ -19,7 +19,7 @@ from flexd.stream.types import AccessBatch
 from tests.e2e.chaos.chaos_attempt import Attempt
 from tests.e2e.chaos.chaos_training import TABLES, WORLD, Reference
 from tests.e2e.chaos.chaos_world import ChaosWorld
-from tests.support.flexd_processes import until
+from tests.support.until import until
 
 LOSS_TOLERANCE = 1e-9
 _WEIGHT_TOLERANCE = 1e-3

@@ -11,7 +11,7 @@ import httpx
 
 from tests.e2e.chaos.chaos_training import TABLES
 from tests.e2e.chaos.chaos_world import ChaosWorld
-from tests.support.flexd_processes import until
+from tests.support.until import until
 
 _SECONDS = 60.0
 _STEPS_DURING = 8

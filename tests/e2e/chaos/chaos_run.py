@@ -15,7 +15,7 @@ from tests.e2e.chaos.chaos_faults import RANKS_STRUCK, Injection, kill_broker
 from tests.e2e.chaos.chaos_invariants import Checker, longest_step
 from tests.e2e.chaos.chaos_processes import ProcessServer
 from tests.e2e.chaos.chaos_world import ChaosWorld
-from tests.support.flexd_processes import until
+from tests.support.until import until
 
 RECOVERY_SECONDS = 90.0
 

@@ -8,7 +8,7 @@ import time
 
 from tests.e2e.chaos.chaos_faults import STEPS_DURING, Injection
 from tests.e2e.chaos.chaos_world import ChaosWorld
-from tests.support.flexd_processes import until
+from tests.support.until import until
 
 _TAKEOVER_SECONDS = 60.0
 

@@ -29,8 +29,8 @@ from flexd.topology.scale import scale_model
 from tests.e2e.chaos.chaos_attempt import Attempt
 from tests.e2e.chaos.chaos_processes import Child, Clock, ProcessServer
 from tests.e2e.chaos.chaos_training import JOB, TABLES, WORLD
-from tests.support.flexd_processes import until
 from tests.support.tcp_cut import TcpCut
+from tests.support.until import until
 
 TOPIC = "accesses"
 PARTITIONS = 2

@@ -13,6 +13,7 @@ from flexd.core import tap_counts
 from flexd.core.errors import ConfigError, EmbeddingError
 from flexd.core.tap_counts import TapCounts
 from flexd.embedding.tap.counters import TableCounter
+from tests.support.until import until
 
 
 def collection() -> flexd.EmbeddingCollection:
@@ -92,10 +93,7 @@ def test_without_acknowledgements_counts_add_up_in_bounded_memory_and_no_step_wa
     job.tap.start()
     for _ in range(60):
         job.step()
-    deadline = time.monotonic() + 20
-    while job.tap._full is not None or job.tap._spare is None or not job.tap._pending:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    until(lambda: job.tap._full is None and job.tap._spare is not None and job.tap._pending, 20)
     first = job.tap.outbox.current()
     assert first is not None
     assert first.sequence == 0

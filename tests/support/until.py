@@ -1,0 +1,28 @@
+"""Polling with a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+_FIRST_INTERVAL_SECONDS = 0.002
+_LONGEST_INTERVAL_SECONDS = 0.05
+
+
+def until(condition: Callable[[], object], seconds: float = 60.0, what: Callable[[], object] | str = "") -> Any:
+    """Call ``condition`` until it is true and return its value; the interval grows from 2 to 50 ms.
+
+    Args:
+        what: described in the error; a callable is called at the deadline.
+
+    Raises:
+        AssertionError: ``condition`` is still false after ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    interval = _FIRST_INTERVAL_SECONDS
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what() if callable(what) else what}"
+        time.sleep(interval)
+        interval = min(1.5 * interval, _LONGEST_INTERVAL_SECONDS)
+    return value
