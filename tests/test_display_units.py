@@ -32,4 +32,4 @@ def test_units(shown, expected):
 
 
 def test_one_is_not_counted_as_several():
-    assert (units.counted(1, "table"), units.counted(0, "table")) == ("1 table", "0 tables")
+    assert (units.plural(1, "table"), units.plural(0, "table")) == ("1 table", "0 tables")

@@ -12,9 +12,9 @@ import pytest
 from flexd.control.protocol.messages import DaemonNotice, Signer
 from flexd.core.errors import AuthenticationError, ConfigError, ScaleOutError
 from flexd.core.secrets import (
-    LOOK_SECONDS,
     MAX_FILE_BYTES,
     MIN_SECRET_BYTES,
+    RELOAD_SECONDS,
     KeyFile,
     accepted_keys,
     read_keys,
@@ -91,7 +91,7 @@ def test_a_file_is_looked_at_once_in_a_while(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(KeyFile, "_identity", look)
     keys = KeyFile(path, "x", clock)
     for _ in range(30):
-        clock.now += LOOK_SECONDS / 10
+        clock.now += RELOAD_SECONDS / 10
         keys.keys()
     assert len(looks) <= 4, looks
 
@@ -111,7 +111,7 @@ def test_a_change_during_the_first_reading_is_seen_at_the_next_look(
         patch.setattr("flexd.core.secrets.read_keys", read_and_replace)
         keys = KeyFile(path, "x", clock)
     assert keys.keys() == (OLD,)
-    clock.now += LOOK_SECONDS
+    clock.now += RELOAD_SECONDS
     assert keys.keys() == (NEW,)
 
 
@@ -121,16 +121,16 @@ def test_a_change_is_seen_and_a_bad_one_keeps_the_old_keys(tmp_path: Path, caplo
     keys = KeyFile(path, "control.secret_file", clock)
     write(path, OLD, NEW)
     assert keys.keys() == (OLD,)
-    clock.now += LOOK_SECONDS
+    clock.now += RELOAD_SECONDS
     assert keys.keys() == (OLD, NEW)
     caplog.set_level(logging.INFO)
     path.unlink()
     for _ in range(3):
-        clock.now += LOOK_SECONDS
+        clock.now += RELOAD_SECONDS
         assert keys.keys() == (OLD, NEW)
     assert caplog.text.count("the keys read before stay in use") == 1
     write(path, NEW)
-    clock.now += LOOK_SECONDS
+    clock.now += RELOAD_SECONDS
     assert keys.keys() == (NEW,)
     assert "of last year" not in caplog.text
 
@@ -140,7 +140,7 @@ def test_a_key_as_long_as_the_one_before_is_a_change(tmp_path: Path) -> None:
     write(path, b"0" * 32)
     keys = KeyFile(path, "control.secret_file", clock)
     write(path, b"1" * 32)
-    clock.now += LOOK_SECONDS
+    clock.now += RELOAD_SECONDS
     assert keys.keys() == (b"1" * 32,)
 
 

@@ -37,10 +37,10 @@ def test_kernels_run_without_scipy_which_can_be_imported_later() -> None:
 def test_the_collector_rests_until_it_is_released() -> None:
     printed = _prints(
         "import gc\n"
-        "from flexd.core.fast_start import hold_collector, release_collector\n"
-        "hold_collector()\n"
+        "from flexd.core.fast_start import pause_garbage_collector, resume_garbage_collector\n"
+        "pause_garbage_collector()\n"
         "print(gc.isenabled())\n"
-        "release_collector()\n"
+        "resume_garbage_collector()\n"
         "print(gc.isenabled(), gc.get_freeze_count() > 0)\n"
     )
     assert printed == ["False", "True", "True"]

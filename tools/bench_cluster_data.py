@@ -10,7 +10,7 @@ import numpy.typing as npt
 from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingTable
 from flexd.sketch.profile import Profile, TableProfile
-from flexd.topology.model import Cluster, CollectiveCurve, LinkModel
+from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -31,8 +31,8 @@ from flexd.planner.model.row_bytes import Exchange, Phase, Where
 from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import make_plan, placement_cost
 from flexd.sketch.profile import Profile, TableProfile
+from flexd.topology.cluster import Cluster
 from flexd.topology.files import load_cluster, write_cluster
-from flexd.topology.model import Cluster
 from flexd.topology.probe import ProbeOptions, probe
 from flexd.topology.timing import ProbeGroups
 

@@ -141,7 +141,7 @@ def _case(rank: int, case: Case) -> dict[str, Any]:
     memory = collection.memory()
     return {
         "stretches": stretches, "peak_growth": _peak_bytes() - before,
-        "stated_growth": memory.replica_bytes + memory.directory_bytes_at_most + memory.migration_bytes_at_most,
+        "stated_growth": memory.replica_bytes + memory.max_directory_bytes + memory.max_migration_bytes,
     }  # fmt: skip
 
 

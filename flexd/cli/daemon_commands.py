@@ -17,7 +17,7 @@ from flexd.cli.options import OutputOption
 from flexd.cli.view import Facts, OutputFormat, emit, show
 from flexd.core import units
 from flexd.core.errors import ConfigError
-from flexd.core.fast_start import hold_collector, import_numba
+from flexd.core.fast_start import import_numba, pause_garbage_collector
 
 if TYPE_CHECKING:
     from flexd.config.model import Config
@@ -46,7 +46,7 @@ def run(
 
     checked = load_config(config)
     # Until the daemon has started.
-    hold_collector()
+    pause_garbage_collector()
     import_numba()
     from flexd.daemon import run_daemon
 

@@ -69,7 +69,7 @@ def examine(file: Path, client: DaemonClient, timeout_seconds: float) -> list[Fi
         "ports": lambda: host.ports(config, running=status is not None),
         "stream": lambda: stream.stream(config, timeout_seconds),
     }
-    findings = [finding.ok("configuration", f"{file}: job {config.job}, {units.counted(len(config.tables), 'table')}")]
+    findings = [finding.ok("configuration", f"{file}: job {config.job}, {units.plural(len(config.tables), 'table')}")]
     for name, look in checks.items():
         findings += finding.run(name, look)
     return findings + answers + (finding.run("daemon", lambda: _running(client, status, config)) if status else [])

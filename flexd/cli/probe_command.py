@@ -17,7 +17,7 @@ from flexd.core import units
 from flexd.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from flexd.topology.model import Cluster
+    from flexd.topology.cluster import Cluster
     from flexd.topology.probe import ProbeReport
 
 LAUNCH = "torchrun --nproc-per-node=8 --no-python flexd probe --out cluster.yaml"
@@ -74,8 +74,8 @@ def probe(
 
     Example: torchrun --nproc-per-node=8 --no-python flexd probe --out cluster.yaml
     """
+    from flexd.topology.cluster import Exposed, Link
     from flexd.topology.files import load_cluster, load_preset, preset_names, write_cluster
-    from flexd.topology.model import Exposed, Link
     from flexd.topology.probe import ProbeOptions
 
     options = ProbeOptions(min_bytes=min_bytes, max_bytes=max_bytes, budget_seconds=budget_seconds)

@@ -126,7 +126,7 @@ def produce(
     messages = -(-len(events) // message)
     span = float(events.seconds[-1] - events.seconds[0])
     duration = len(events) / rate if rate is not None else span / speed if speed is not None else None
-    what = f"{units.count(len(events))} accesses in {units.counted(messages, 'message')} to {target}"
+    what = f"{units.count(len(events))} accesses in {units.plural(messages, 'message')} to {target}"
     if duration is not None:
         what += f", in about {units.age(duration)}"
     if dry_run:
@@ -158,7 +158,7 @@ def produce(
     finally:
         sink.close()
     pairs = (
-        ("sent", f"{units.count(sent.accesses)} accesses in {units.counted(sent.messages, 'message')}"),
+        ("sent", f"{units.count(sent.accesses)} accesses in {units.plural(sent.messages, 'message')}"),
         ("to", str(target)),
         ("payload", units.size(sent.payload_bytes)),
         ("rate", units.rate(sent.accesses / max(sent.seconds, 1e-9), "accesses")),
@@ -252,7 +252,7 @@ def _warn_of_jumps(trace: Trace, accesses_per_message: int, compression: float, 
     if jumps:
         speed = math.ceil(compression * max(jumps) / max(max_future_seconds, 1e-3))
         print(
-            f"note: {units.counted(len(jumps), 'message')} of {units.count(len(gaps) + 1)} are dated more than "
+            f"note: {units.plural(len(jumps), 'message')} of {units.count(len(gaps) + 1)} are dated more than "
             f"{max_future_seconds:g} s after the message before; the daemon counts such accesses as future_clamped. "
             f"--speed {speed} or more brings the messages close enough together.",
             file=sys.stderr,

@@ -20,7 +20,7 @@ from flexd.core.errors import ConfigError
 if TYPE_CHECKING:
     from flexd.core.layout import RankLayout
     from flexd.simulate.accesses import Accesses, RowFormat
-    from flexd.topology.model import Cluster
+    from flexd.topology.cluster import Cluster
 
 DEFAULT_PRESET = "azure-a100-200g"
 SYNTHETIC_EVENTS = 600_000

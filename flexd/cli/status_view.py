@@ -144,7 +144,7 @@ def _sketch(status: Status) -> Facts:
     )
     durable = f"{units.age(snapshot.age_seconds)} old" if snapshot.age_seconds is not None else "none yet"
     facts = [
-        ("memory", f"{units.size(sketch.bytes)} in {units.counted(len(sketch.tables), 'table')}"),
+        ("memory", f"{units.size(sketch.bytes)} in {units.plural(len(sketch.tables), 'table')}"),
         ("profile", made if profile.age_seconds is not None else "none yet"),
         (
             "snapshot",

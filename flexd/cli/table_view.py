@@ -118,9 +118,9 @@ def _rest(offset: int, shown: int, total: int, what: str) -> list[Block]:
     if shown == total:
         return []
     if shown == 0:
-        return [Sentences("", (f"none of {units.counted(total, what)} there",))]
+        return [Sentences("", (f"none of {units.plural(total, what)} there",))]
     return [
-        Sentences("", (f"{units.count(offset + 1)} to {units.count(offset + shown)} of {units.counted(total, what)}",))
+        Sentences("", (f"{units.count(offset + 1)} to {units.count(offset + shown)} of {units.plural(total, what)}",))
     ]
 
 

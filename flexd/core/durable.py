@@ -38,7 +38,7 @@ def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
         ) from error
 
 
-def put_aside(path: Path) -> None:
+def quarantine_file(path: Path) -> None:
     """Out of the way, for people to look at; a file that cannot be moved stays."""
     with contextlib.suppress(OSError):
         path.replace(path.with_name(path.name + UNUSABLE))

@@ -11,13 +11,13 @@ import sys
 _BLAS = "scipy.linalg.cython_blas"
 
 
-def hold_collector() -> None:
+def pause_garbage_collector() -> None:
     """Modules, classes and routes are made to stay: looking through them for cycles again and again finds nothing."""
     gc.disable()
 
 
-def release_collector() -> None:
-    """Ends ``hold_collector``. What has been made so far is no longer looked through, then or later."""
+def resume_garbage_collector() -> None:
+    """Ends ``pause_garbage_collector``. What has been made so far is no longer looked through, then or later."""
     gc.freeze()
     gc.enable()
 

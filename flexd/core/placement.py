@@ -44,13 +44,13 @@ class Delta:
     def empty() -> Delta:
         return Delta(np.empty(0, np.int64), np.empty(0, np.uint8), np.empty(0, np.uint8))
 
-    def take(self, index: npt.NDArray[np.int64] | slice) -> Delta:
+    def select(self, index: npt.NDArray[np.int64] | slice) -> Delta:
         return Delta(self.keys[index], self.old_tiers[index], self.new_tiers[index])
 
     def chunks(self, rows_per_chunk: int) -> Iterator[Delta]:
         """Successive slices of at most ``rows_per_chunk`` rows."""
         for start in range(0, len(self), max(1, rows_per_chunk)):
-            yield self.take(slice(start, start + max(1, rows_per_chunk)))
+            yield self.select(slice(start, start + max(1, rows_per_chunk)))
 
     def digest_change(self) -> int:
         """What applying this delta adds to ``Placement.digest`` (mod 2^64)."""

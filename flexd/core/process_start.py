@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Started:
+class ProcessStart:
     """Made at the start."""
 
     unix_seconds: float = field(default_factory=time.time)

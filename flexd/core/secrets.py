@@ -15,7 +15,7 @@ from flexd.core.errors import ConfigError
 MIN_SECRET_BYTES = 16
 MAX_KEYS = 2
 MAX_FILE_BYTES = 4096
-LOOK_SECONDS = 1.0
+RELOAD_SECONDS = 1.0
 """Between two looks at whether a file has changed."""
 
 logger = logging.getLogger(__name__)
@@ -74,18 +74,18 @@ class KeyFile:
         self._lock = threading.Lock()
         self._seen = self._identity()
         self._keys = read_keys(path, named_by)
-        self._looked_at = clock()
+        self._checked_at = clock()
 
     def keys(self) -> tuple[bytes, ...]:
         """At least one: the first signs, all are accepted."""
         with self._lock:
             now = self._clock()
-            if now - self._looked_at >= LOOK_SECONDS:
-                self._looked_at = now
-                self._look()
+            if now - self._checked_at >= RELOAD_SECONDS:
+                self._checked_at = now
+                self._reload_if_changed()
             return self._keys
 
-    def _look(self) -> None:
+    def _reload_if_changed(self) -> None:
         # Taken before reading: a write in between is seen at the next look.
         identity = self._identity()
         if identity == self._seen:
@@ -120,7 +120,7 @@ def accepted_keys(secret: Secret) -> tuple[bytes, ...]:
     return secret.keys() if isinstance(secret, KeyFile) else (secret or b"",)
 
 
-def is_one_of(given: bytes, expected: list[bytes]) -> bool:
+def equals_any(given: bytes, expected: list[bytes]) -> bool:
     """Whether ``given`` equals any; takes equally long whichever it is."""
     found = False
     for candidate in expected:

@@ -17,7 +17,7 @@ def count(value: float | None) -> str:
     return f"{value:,.0f}"
 
 
-def counted(number: int, what: str) -> str:
+def plural(number: int, what: str) -> str:
     """``1 table``, ``2 tables``."""
     return f"{count(number)} {what}" + ("" if number == 1 else "s")
 

@@ -27,7 +27,7 @@ from flexd.api.status import Status
 from flexd.config.availability import FileLease, KubernetesLease
 from flexd.config.model import Config
 from flexd.core.errors import ApiError, ConfigError, FlexdError
-from flexd.core.process_start import Started
+from flexd.core.process_start import ProcessStart
 from flexd.daemon import factory
 from flexd.daemon.active_daemon import whoever_is_in_charge
 from flexd.daemon.config_file import ConfigFile
@@ -65,7 +65,7 @@ class HighAvailabilityDaemon:
     def __init__(self, config: Config, file: ConfigFile | None = None) -> None:
         self._config = config
         self._file = file or ConfigFile(config)
-        self._started = Started()
+        self._started = ProcessStart()
         factory.make_state_directory(config)
         self._state_dir = config.state.dir
         settings = config.high_availability

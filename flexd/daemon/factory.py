@@ -10,8 +10,8 @@ from flexd.core.secrets import KeyFile
 from flexd.scaleout.follower import Follower
 from flexd.sketch.types import SketchSettings
 from flexd.stream.types import Source
+from flexd.topology.cluster import Cluster
 from flexd.topology.files import load_cluster, load_preset
-from flexd.topology.model import Cluster
 
 DEFAULT_PRESET = "azure-a100-200g"
 

@@ -17,7 +17,7 @@ from flexd.api.sketch import SketchStatus, TableSketchStatus
 from flexd.api.status import Status
 from flexd.config.model import Config
 from flexd.core.errors import ApiError, FlexdError
-from flexd.core.process_start import Started
+from flexd.core.process_start import ProcessStart
 from flexd.daemon import factory
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.follower_inspection import FollowerInspection
@@ -46,7 +46,7 @@ class FollowerDaemon:
     def __init__(self, config: Config, file: ConfigFile | None = None) -> None:
         self._config = config
         self._file = file or ConfigFile(config)
-        self._started = Started()
+        self._started = ProcessStart()
         factory.make_state_directory(config)
         self._unit = remote_follower(config)
         self.inspect = FollowerInspection(config)

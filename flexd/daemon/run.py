@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flexd.config.model import Config
 from flexd.control.protocol.store_client import load_transports
 from flexd.core import fault_points as faults
-from flexd.core.fast_start import release_collector
+from flexd.core.fast_start import resume_garbage_collector
 from flexd.daemon.allocator import keep_freed_memory
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.logs import set_up_logging
@@ -29,7 +29,7 @@ def run_daemon(config: Config, path: Path | None = None) -> int:
     daemon = _daemon_of(config, ConfigFile(config, path))
     signal.signal(signal.SIGHUP, lambda *_: daemon.ask_to_reload())
     daemon.start()
-    release_collector()
+    resume_garbage_collector()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: daemon.ask_to_stop())
     if config.high_availability.enabled:

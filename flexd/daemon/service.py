@@ -22,7 +22,7 @@ from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import ApiError, FlexdError
-from flexd.core.process_start import Started
+from flexd.core.process_start import ProcessStart
 from flexd.daemon import factory
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.control_verbs import ControlVerbs
@@ -83,7 +83,7 @@ class Daemon:
     def __init__(self, config: Config, leadership: Leadership | None = None, file: ConfigFile | None = None) -> None:
         self._config = config
         self._file = file or ConfigFile(config)
-        self._started = Started()
+        self._started = ProcessStart()
         keyspace = config.keyspace()
         factory.make_state_directory(config)
         self._leadership = leadership or alone(config)

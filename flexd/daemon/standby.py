@@ -9,7 +9,7 @@ from flexd.api.errors import ProbeResult
 from flexd.api.status import Status, StreamStatus
 from flexd.config.model import Config
 from flexd.core.errors import ApiError
-from flexd.core.process_start import Started
+from flexd.core.process_start import ProcessStart
 from flexd.daemon.active_daemon import refusing
 from flexd.ha.keeper import LeaseRenewer
 from flexd.server.figures import DaemonFigures
@@ -18,7 +18,7 @@ from flexd.server.figures import DaemonFigures
 class Standby:
     """Implements ``DaemonApi``: the status and the probes; every other verb is refused with the leader's name."""
 
-    def __init__(self, config: Config, keeper: LeaseRenewer, started: Started) -> None:
+    def __init__(self, config: Config, keeper: LeaseRenewer, started: ProcessStart) -> None:
         self._config = config
         self._keeper = keeper
         self._started = started

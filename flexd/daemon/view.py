@@ -18,7 +18,7 @@ from flexd.config.model import Config
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.core.layout import Tier
 from flexd.core.placement import Placement
-from flexd.core.process_start import Started
+from flexd.core.process_start import ProcessStart
 from flexd.daemon.label_values import MIGRATION_STATES, with_zeros
 from flexd.daemon.migration_view import history_figures, migration_report
 from flexd.daemon.planning_view import (
@@ -51,7 +51,7 @@ from flexd.sketch.profile import Profile
 class Condition:
     """What the life cycle knows and the parts do not."""
 
-    started: Started
+    started: ProcessStart
     healthy: bool
     ready: bool
     reasons: tuple[str, ...]

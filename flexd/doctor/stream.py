@@ -66,7 +66,7 @@ def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
                 "topic", f"{source.topic!r} is not there", "make it, or correct stream.source.topic (names are exact)"
             )
             return
-        kept = units.counted(found.messages, "message")
+        kept = units.plural(found.messages, "message")
         yield ok("topic", f"{source.topic!r}: {_partitions(found.partitions)}, {kept} kept")
         sample = Sample(f"topic {source.topic!r}", True, found.partitions, found.payloads)
     else:
@@ -147,7 +147,7 @@ def _file_log(source: FileLogSource) -> Sample:
 
 
 def _partitions(count: int) -> str:
-    return units.counted(count, "partition")
+    return units.plural(count, "partition")
 
 
 def _listed(counts: Counter[str]) -> str:

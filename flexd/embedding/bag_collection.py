@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from flexd.core.errors import EmbeddingError
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable, Found, JaggedLike
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable, JaggedLike, RoutedInput
 from flexd.embedding.jagged import Jagged
 
 POOLINGS = ("sum", "mean")
@@ -78,13 +78,13 @@ class EmbeddingBagCollection(EmbeddingCollection):
                 lengths do not sum to the number of ids, or weights do not fit the ids or are for a mean.
         """
         if weights is None:
-            found = self._find(features)
+            found = self._route(features)
         else:  # though empty here: whether a batch is looked up ahead must be the same on all ranks
-            found = self._find(features, lambda given: self._check_weights(given, weights))
+            found = self._route(features, lambda given: self._check_weights(given, weights))
         return self._pool(found, self._rows(found, expand=False), weights or {})
 
     def _pool(
-        self, found: Found, rows: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
+        self, found: RoutedInput, rows: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """One kernel for all features of a dim-group that are pooled alike."""
         pooled: dict[str, torch.Tensor] = {}

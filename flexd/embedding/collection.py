@@ -61,7 +61,7 @@ class EmbeddingTable:
 
 
 @dataclass(frozen=True)
-class Found:
+class RoutedInput:
     """One input that all ranks agree to look up. ``order``: its features, dim-group by dim-group."""
 
     features: Mapping[str, Jagged]
@@ -178,7 +178,7 @@ class EmbeddingCollection(nn.Module):
             EmbeddingError: on every rank, if on any rank an id is out of range, of a wrong dtype, or of an unknown
                 feature. Nothing was looked up; the step may be tried again with other input.
         """
-        found = self._find(features)
+        found = self._route(features)
         return self._features.split(found.features, found.order, self._rows(found))
 
     def as_features(self, given: Any) -> dict[str, Jagged]:
@@ -194,7 +194,7 @@ class EmbeddingCollection(nn.Module):
             )
         return {name: as_jagged(value, name) for name, value in given.items()}
 
-    def _find(self, given: Any, check: Callable[[Mapping[str, Jagged]], None] | None = None) -> Found:
+    def _route(self, given: Any, check: Callable[[Mapping[str, Jagged]], None] | None = None) -> RoutedInput:
         """Collective. Input is converted and checked here: what fails on one rank fails on all.
 
         Args:
@@ -206,7 +206,7 @@ class EmbeddingCollection(nn.Module):
         if ahead is not None and ahead.route is not None:
             self._check_agreed(ahead.route, ahead.error)
             known, names = ahead.input
-            return Found(known, names, ahead.route)
+            return RoutedInput(known, names, ahead.route)
         self.engine.prepare()
         features: dict[str, Jagged] = {}
         order: list[str] = []
@@ -221,7 +221,7 @@ class EmbeddingCollection(nn.Module):
             error = fault
         route = self.engine.find(keys, 0 if error is None else self.rank + 1, trains=self._trains())
         self._check_agreed(route, error)
-        return Found(features, order, route)
+        return RoutedInput(features, order, route)
 
     @staticmethod
     def _check_agreed(route: Route, error: Exception | None) -> None:
@@ -247,7 +247,7 @@ class EmbeddingCollection(nn.Module):
         order, keys = self._features.keys(features)
         return (features, order), keys
 
-    def _rows(self, found: Found, *, expand: bool = True) -> Sequence[torch.Tensor]:
+    def _rows(self, found: RoutedInput, *, expand: bool = True) -> Sequence[torch.Tensor]:
         """Collective. As ``RowEngine.fetch``; gradients of a pass for training wait for ``optimizer.step``."""
         if not self._trains():
             return self.engine.fetch(found.route, expand=expand)

@@ -11,7 +11,7 @@ import torch
 from flexd.embedding.row_optimizers import RowOptimizer
 
 
-class Trained(Protocol):
+class SteppedRows(Protocol):
     """What a step works on: ``RowEngine``."""
 
     steps: int
@@ -34,9 +34,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     with the rows.
     """
 
-    def __init__(self, anchor: torch.nn.Parameter, optimizer: RowOptimizer, trained: Trained) -> None:
+    def __init__(self, anchor: torch.nn.Parameter, optimizer: RowOptimizer, rows: SteppedRows) -> None:
         self._rule = optimizer
-        self._trained = trained
+        self._rows = rows
         names = [entry.name for entry in fields(optimizer) if entry.init]  # type: ignore[arg-type]
         super().__init__([anchor], {name: getattr(optimizer, name) for name in names})
         self._names = names
@@ -52,24 +52,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._trained.push(self._current())
+        self._rows.push(self._current())
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         del set_to_none
-        self._trained.forget_gradients()
+        self._rows.forget_gradients()
 
     def state_dict(self) -> dict[str, Any]:
-        said = super().state_dict()
-        said["state"] = {0: {"step": torch.tensor(self._trained.steps, dtype=torch.int64)}}
-        return said
+        state = super().state_dict()
+        state["state"] = {0: {"step": torch.tensor(self._rows.steps, dtype=torch.int64)}}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         saved = state_dict["state"].get(0, {})
         self.state.clear()
         if "step" in saved:
-            self._trained.steps = int(saved["step"])
+            self._rows.steps = int(saved["step"])
 
     def _current(self) -> RowOptimizer:
         """The optimizer with the settings of the parameter group, which schedulers change."""

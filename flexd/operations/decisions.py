@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from flexd.config.links import ThrottleConfig
 from flexd.config.text import describe_faults
 from flexd.control.daemon.throttle import ThrottleLimits
-from flexd.core.durable import put_aside, replace_file
+from flexd.core.durable import quarantine_file, replace_file
 from flexd.core.errors import SnapshotError
 
 logger = logging.getLogger("flexd")
@@ -125,7 +125,7 @@ class DecisionFile:
         except ValueError as error:
             faults = describe_faults(error, Decisions, {}) if isinstance(error, ValidationError) else [str(error)]
             self.set_aside += 1
-            put_aside(self._path)
+            quarantine_file(self._path)
             logger.error(
                 "%s is not usable (%s): it is kept as *.unusable; no pause, throttle or rollback is taken from it",
                 self._path, "; ".join(faults)[:500],

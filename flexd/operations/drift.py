@@ -18,7 +18,7 @@ from flexd.core.placement import Placement
 from flexd.operations.plan_settings import running_exchange, training_shape
 from flexd.planner.drift import Drift, PlacementTraffic, placement_traffic
 from flexd.sketch.profile import Profile
-from flexd.topology.model import Cluster
+from flexd.topology.cluster import Cluster
 
 _log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from flexd.planner.explain import explain
 from flexd.planner.explanation import TableExplanation
 from flexd.planner.plan import Plan, make_plan
 from flexd.sketch.profile import Profile
-from flexd.topology.model import Cluster
+from flexd.topology.cluster import Cluster
 
 PLAN_OUTCOMES = ("changed", "unchanged", "refused")
 

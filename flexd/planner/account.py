@@ -7,7 +7,7 @@ from typing import Any
 from flexd.core.layout import Tier
 from flexd.planner.model.cost import CostBreakdown
 from flexd.planner.model.row_bytes import Phase, Where
-from flexd.topology.model import Cluster, Collective, Link
+from flexd.topology.cluster import Cluster, Collective, Link
 
 
 def replication_account(

@@ -62,9 +62,9 @@ def plan_delta(
         raise PlanError("the plan takes more replica slots than the ranks have", remedy="plan again with these slots")
     changes = live.delta_to(target)
     up = changes.new_tiers > changes.old_tiers
-    demotions, promotions = changes.take(np.flatnonzero(~up)), changes.take(np.flatnonzero(up))
+    demotions, promotions = changes.select(np.flatnonzero(~up)), changes.select(np.flatnonzero(up))
     order = _by_gain(promotions, target, gains, keyspace, layout)
-    promotions = promotions.take(order)
+    promotions = promotions.select(order)
     block = max(_LEAST_BLOCK, -(-len(changes) // _MOST_BLOCKS))
     freed = _cumulative(demotions, block, budgets)
     taken = _cumulative(promotions, block, budgets)
@@ -73,10 +73,10 @@ def plan_delta(
     done = 0
     for i in range(1, len(taken)):
         while done + 1 < len(freed) and bool((used + freed[done] + taken[i] > slots).any()):
-            pieces.append(demotions.take(slice(done * block, (done + 1) * block)))
+            pieces.append(demotions.select(slice(done * block, (done + 1) * block)))
             done += 1
-        pieces.append(promotions.take(slice((i - 1) * block, i * block)))
-    pieces.append(demotions.take(slice(done * block, None)))
+        pieces.append(promotions.select(slice((i - 1) * block, i * block)))
+    pieces.append(demotions.select(slice(done * block, None)))
     return Delta(
         np.concatenate([piece.keys for piece in pieces]),
         np.concatenate([piece.old_tiers for piece in pieces]),
@@ -98,7 +98,7 @@ def delta_chunks(
         before = int(moved[start - 1]) if start else 0
         by_bytes = int(np.searchsorted(moved, before + bytes_per_chunk, side="right"))
         end = min(max(by_bytes, start + 1), start + rows_per_chunk, len(delta))
-        yield delta.take(slice(start, end))
+        yield delta.select(slice(start, end))
         start = end
 
 
@@ -115,7 +115,7 @@ def _cumulative(delta: Delta, block: int, budgets: SlotBudgets) -> Int64Array:
     """int64[blocks + 1, constraints, world_size]: slots taken (freed: negative) by the first i blocks of the delta."""
     changes = [np.zeros_like(budgets.limits)]
     for start in range(0, len(delta), block):
-        part = delta.take(slice(start, start + block))
+        part = delta.select(slice(start, start + block))
         changes.append(budgets.used(part.keys, part.new_tiers) - budgets.used(part.keys, part.old_tiers))
     return np.cumsum(np.stack(changes), axis=0)
 

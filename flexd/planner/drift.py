@@ -20,7 +20,7 @@ from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import placement_cost
 from flexd.sketch.profile import Profile
-from flexd.topology.model import Cluster
+from flexd.topology.cluster import Cluster
 
 TELLING_SHARE = 0.1
 """A table that carries less of the exposed time, then and now, does not ask for a plan by itself."""

@@ -25,7 +25,7 @@ from flexd.planner.model.workload import GroupLoad, make_loads
 from flexd.planner.solver.limits import PlanLimits, SlotBudgets, slots_of_ranks
 from flexd.planner.solver.tiers import choose_jointly
 from flexd.sketch.profile import Profile
-from flexd.topology.model import Cluster
+from flexd.topology.cluster import Cluster
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]

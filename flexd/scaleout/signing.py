@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from flexd.core.errors import ScaleOutError
-from flexd.core.process_start import Started
-from flexd.core.secrets import Secret, accepted_keys, is_one_of, signing_key
+from flexd.core.process_start import ProcessStart
+from flexd.core.secrets import Secret, accepted_keys, equals_any, signing_key
 
 CLOCK_SKEW_SECONDS = 60.0
 MAX_NONCES = 100_000
@@ -32,7 +32,7 @@ def _mac(key: bytes, *parts: str) -> str:
 
 
 def _is_signed(signature: str, secret: Secret, *parts: str) -> bool:
-    return is_one_of(signature.encode(), [_mac(key, *parts).encode() for key in accepted_keys(secret)])
+    return equals_any(signature.encode(), [_mac(key, *parts).encode() for key in accepted_keys(secret)])
 
 
 def digest_of(body: bytes) -> str:
@@ -102,7 +102,7 @@ class RequestVerifier:
     """
 
     def __init__(self, secret: Secret, clock: Callable[[], float] | None = None) -> None:
-        started = Started()
+        started = ProcessStart()
         self._secret = secret
         self._clock = clock or (lambda: started.unix_seconds_since)
         self._lock = threading.Lock()

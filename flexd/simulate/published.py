@@ -26,7 +26,7 @@ from flexd.core.placement import Placement
 from flexd.planner.model.workload import make_loads
 from flexd.simulate.traffic import ID_BYTES
 from flexd.sketch.profile import Profile
-from flexd.topology.model import Cluster, Collective, Link
+from flexd.topology.cluster import Cluster, Collective, Link
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]

@@ -25,7 +25,7 @@ from flexd.simulate.strategies import REPLANNED, STRATEGIES, Knowledge, Strategy
 from flexd.simulate.traffic import CollectiveBytes, Part, TrafficCounter, sent_bytes
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
-from flexd.topology.model import Cluster
+from flexd.topology.cluster import Cluster
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.simulate.traffic import INTER, INTRA, CollectiveBytes, Part
-from flexd.topology.model import Cluster, Collective, Link
+from flexd.topology.cluster import Cluster, Collective, Link
 
 Float64Array = npt.NDArray[np.float64]
 

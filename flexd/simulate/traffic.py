@@ -19,7 +19,7 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.simulate.step import StepKeys
-from flexd.topology.model import Collective
+from flexd.topology.cluster import Collective
 
 Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from flexd.core.errors import TopologyError
-from flexd.topology.model import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel
+from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 2**20

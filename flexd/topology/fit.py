@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import TopologyError
-from flexd.topology.model import CollectiveCurve
+from flexd.topology.cluster import CollectiveCurve
 
 Float64Array = npt.NDArray[np.float64]
 

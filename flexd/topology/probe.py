@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from flexd.core.errors import TopologyError
+from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel
 from flexd.topology.fit import CollectiveTimes, fit_curve
-from flexd.topology.model import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel
-from flexd.topology.timing import ProbeGroups, make_work
+from flexd.topology.timing import ProbeGroups, make_collective
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -191,7 +191,7 @@ def _measure_one(
             expected = float(np.median(seconds[-1])) * size / sent_bytes[-1]
             if (WARM_UPS + LEAST_REPEATS) * expected > left:
                 break
-        sent, work = make_work(collective, size, group, groups.device)
+        sent, work = make_collective(collective, size, group, groups.device)
         if sent_bytes and sent <= sent_bytes[-1]:
             continue  # rounded up to the same size
         began = clock()

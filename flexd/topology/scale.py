@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flexd.core.errors import TopologyError
-from flexd.topology.model import Cluster, Collective, CollectiveCurve, LinkModel
+from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, LinkModel
 
 
 def scale_model(cluster: Cluster, factor: float) -> Cluster:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
-from flexd.topology.model import Collective, Link
+from flexd.topology.cluster import Collective, Link
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -152,7 +152,7 @@ class ProbeGroups:
             time.sleep(_POLL_SECONDS)
 
 
-def make_work(
+def make_collective(
     collective: Collective, message_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[float, Callable[[], None]]:
     """One collective of about this size -> (bytes a rank sends in it, what does it).
@@ -164,7 +164,7 @@ def make_work(
         TopologyError: there is no memory for it.
     """
     try:
-        return _make_work(collective, message_bytes, group, device)
+        return _make_collective(collective, message_bytes, group, device)
     except RuntimeError as error:
         raise TopologyError(
             f"probe: no memory for messages of {message_bytes} bytes on {device}: {str(error).splitlines()[0]}",
@@ -172,7 +172,7 @@ def make_work(
         ) from error
 
 
-def _make_work(
+def _make_collective(
     collective: Collective, message_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[float, Callable[[], None]]:
     size = dist.get_world_size(group)

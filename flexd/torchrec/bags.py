@@ -14,7 +14,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.embedding.bag_collection import EmbeddingBagCollection
 from flexd.embedding.jagged import Jagged
 from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of
-from flexd.torchrec.inputs import jagged_by_key, keyed, weights_by_key
+from flexd.torchrec.inputs import as_keyed_jagged, jagged_by_key, weights_by_key
 
 
 class FlexEmbeddingBagCollection(EmbeddingBagCollection, EmbeddingBagCollectionInterface):
@@ -66,8 +66,8 @@ class FlexEmbeddingBagCollection(EmbeddingBagCollection, EmbeddingBagCollectionI
             EmbeddingError: on every rank, if any rank's input misses a feature, holds a row out of range, has no
                 weights where they are needed, or batch sizes that differ without fitting ``inverse_indices``.
         """
-        found = self._find(features)
-        kjt = keyed(features, [], self.rank)
+        found = self._route(features)
+        kjt = as_keyed_jagged(features, [], self.rank)
         pooled = self._pool(found, self._rows(found, expand=False), self._weights(kjt))
         parts = [pooled[name].float() for _, name in self._names]
         indices = kjt.inverse_indices_or_none()
@@ -81,7 +81,7 @@ class FlexEmbeddingBagCollection(EmbeddingBagCollection, EmbeddingBagCollectionI
         )
 
     def as_features(self, given: Any) -> dict[str, Jagged]:
-        kjt = keyed(given, [feature for feature, _ in self._names], self.rank)
+        kjt = as_keyed_jagged(given, [feature for feature, _ in self._names], self.rank)
         by_key = jagged_by_key(kjt)
         features = {name: by_key[feature] for feature, name in self._names}
         self._check_lengths(features)

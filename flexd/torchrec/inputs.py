@@ -13,7 +13,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.embedding.jagged import Jagged
 
 
-def keyed(given: Any, features: Sequence[str], rank: int) -> KeyedJaggedTensor:
+def as_keyed_jagged(given: Any, features: Sequence[str], rank: int) -> KeyedJaggedTensor:
     """A ``KeyedJaggedTensor`` as it is, a ``TensorDict`` of nested tensors converted as TorchRec does.
 
     Raises:

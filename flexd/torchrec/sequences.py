@@ -13,7 +13,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.jagged import Jagged
 from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of
-from flexd.torchrec.inputs import jagged_by_key, keyed
+from flexd.torchrec.inputs import as_keyed_jagged, jagged_by_key
 
 
 class FlexEmbeddingCollection(EmbeddingCollection, EmbeddingCollectionInterface):
@@ -63,7 +63,7 @@ class FlexEmbeddingCollection(EmbeddingCollection, EmbeddingCollectionInterface)
         Raises:
             EmbeddingError: on every rank, if any rank's input misses a feature or holds a row out of range.
         """
-        found = self._find(features)
+        found = self._route(features)
         looked_up = self._features.split(found.features, found.order, self._rows(found))
         return {
             name: JaggedTensor(
@@ -75,7 +75,7 @@ class FlexEmbeddingCollection(EmbeddingCollection, EmbeddingCollectionInterface)
         }
 
     def as_features(self, given: Any) -> dict[str, Jagged]:
-        by_key = jagged_by_key(keyed(given, [f for c in self._configs for f in features_of(c)], self.rank))
+        by_key = jagged_by_key(as_keyed_jagged(given, [f for c in self._configs for f in features_of(c)], self.rank))
         return {
             name: by_key[feature]
             for config, names in zip(self._configs, embedding_names(self._configs), strict=True)

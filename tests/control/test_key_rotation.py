@@ -28,7 +28,7 @@ def write(path: Path, *keys: bytes) -> None:
 def test_three_steps_replace_the_secret_within_one_epoch(
     host: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(secret, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(secret, "RELOAD_SECONDS", 0.0)
     daemons, ranks_own = tmp_path / "daemon", tmp_path / "ranks"
     write(daemons, OLD)
     write(ranks_own, OLD)

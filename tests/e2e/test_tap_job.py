@@ -46,8 +46,8 @@ def test_every_access_is_counted_once_whenever_the_daemon_is_killed(tmp_path: Pa
             time.sleep(0.002)
 
     def train_until_a_delta_is_taken() -> None:
-        before, deadline = tap.counters.deltas, time.monotonic() + 60
-        while tap.counters.deltas == before:
+        before, deadline = tap.counters.messages, time.monotonic() + 60
+        while tap.counters.messages == before:
             assert time.monotonic() < deadline, tap.counters
             train(0.1)
 
@@ -67,7 +67,7 @@ def test_every_access_is_counted_once_whenever_the_daemon_is_killed(tmp_path: Pa
         assert counters.accesses == sum(int(rows.sum()) for rows in exact.values())
         assert (counters.dropped, counters.failures) == (0, 0)
         # Two an interval between kills, on an idle machine; one at least, or no kill was in the middle of anything.
-        assert counters.deltas > KILLS
+        assert counters.messages > KILLS
         stream = daemon.status()["stream"]
         assert stream["source"] == "tap"
         assert stream["lag_messages"] == 0

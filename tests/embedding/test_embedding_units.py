@@ -56,20 +56,20 @@ def test_replica_slots_are_never_handed_out_twice(actions: list[tuple[str, int]]
     waiting: list[FreeSlots] = []
     for what, count in actions:
         if what == "take" and count <= len(free):
-            got, free = free.take(count)
+            got, free = free.allocate(count)
             taken += got.tolist()
         elif what == "give":
             back, taken = taken[:count], taken[count:]
-            free = free.give(np.array(back, dtype=np.int32))
+            free = free.release(np.array(back, dtype=np.int32))
         elif what == "try":  # prepared, and dropped
-            free.give(np.array(taken, dtype=np.int32)).take(len(everything))
+            free.release(np.array(taken, dtype=np.int32)).allocate(len(everything))
         elif what == "settle" and waiting:
-            waiting[count % len(waiting)].settled()
+            waiting[count % len(waiting)].compacted()
             waiting = waiting[count % len(waiting) + 1 :]
         waiting.append(free)
         assert len(set(taken)) == len(taken)
         assert len(free) == 9 - len(taken)
-        assert set(free.take(len(free))[0].tolist()) == everything - set(taken)
+        assert set(free.allocate(len(free))[0].tolist()) == everything - set(taken)
 
 
 @settings(max_examples=60, deadline=None)

@@ -13,7 +13,7 @@ from flexd.core.keyspace import DimGroup, KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
 from flexd.embedding.migration.migrator import _together
-from flexd.embedding.store.memory import most_listed_rows
+from flexd.embedding.store.memory import max_listed_rows
 from flexd.planner.model.rank_memory import placement_memory
 from tests.support.migration_jobs import ROWS, TABLES
 from tests.support.rank_pool import RankPool
@@ -189,7 +189,7 @@ def test_no_placement_within_the_slots_lists_more_rows_than_stated(
         taken[at] = True
         if (layout.replica_slots_used(keys[taken], tiers[taken]) > slots).any():
             taken[at] = False
-    most = most_listed_rows(DimGroup(2, "float32", "sgd", 0, 60, (0,)), layout, slots)
+    most = max_listed_rows(DimGroup(2, "float32", "sgd", 0, 60, (0,)), layout, slots)
     for local in range(local_ranks):
         node = (tiers == 1) & (keys % local_ranks == local) & (nodes > 1)
         listed = taken & (node | ((tiers == 2) & (layout.world_size > 1)))

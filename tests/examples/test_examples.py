@@ -13,8 +13,8 @@ import yaml
 
 from flexd.demo.ports import free_ports
 from flexd.demo.runner import PRESET, SCALE
+from flexd.topology.cluster import Collective
 from flexd.topology.files import load_cluster, load_preset
-from flexd.topology.model import Collective
 from flexd.topology.scale import scale_model
 from tests.support.flexd_processes import RunningDaemon, saved_sketches
 

@@ -12,7 +12,7 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.planner.baselines import BASELINES, ROW_WISE, ROW_WISE_DEDUP, TWO_HOP
 from flexd.planner.model.cost import LoadSums, group_cost, joint_cost
 from flexd.planner.model.row_bytes import Exchange, Phase, Where, migration_bytes
-from flexd.topology.model import Cluster, CollectiveCurve, Exposed, LinkModel
+from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel
 from tests.support.planner_cases import cluster, flat, load, zipf
 
 N, L, B, A = 3, 4, 128, 0.7

@@ -57,7 +57,7 @@ def test_every_prefix_fits_and_ends_at_the_plan(case: tuple[int, RankLayout, int
     assert np.array_equal(placement.tiers, target.tiers)
     change = np.zeros((2, layout.world_size), np.int64) + slots_used(live.keys, live.tiers, KEYSPACE, layout)
     for i in range(len(delta)):
-        one = delta.take(slice(i, i + 1))
+        one = delta.select(slice(i, i + 1))
         change = change + slots_used(one.keys, one.new_tiers, KEYSPACE, layout)
         change = change - slots_used(one.keys, one.old_tiers, KEYSPACE, layout)
         assert (change <= slots[:, None]).all()
@@ -77,7 +77,7 @@ def test_chunks_keep_their_limits(seed: int, most_rows: int, most_bytes: int) ->
         assert 1 <= len(chunk) <= most_rows
         assert sizes[i] <= most_bytes or len(chunk) == 1
         if i + 1 < len(chunks):
-            more = int(moved_bytes(chunks[i + 1].take(slice(0, 1)), KEYSPACE, layout).sum())
+            more = int(moved_bytes(chunks[i + 1].select(slice(0, 1)), KEYSPACE, layout).sum())
             assert len(chunk) == most_rows or sizes[i] + more > most_bytes
 
 
@@ -91,7 +91,7 @@ def test_the_best_rows_per_byte_come_first_and_demotions_late() -> None:
     # 100 live rows fill each rank of the first dim-group; there is room for another 40.
     delta = plan_delta(live, target, gains, KEYSPACE, layout, [140, 200])
     up = delta.new_tiers > delta.old_tiers
-    promoted = delta.take(np.flatnonzero(up))
+    promoted = delta.select(np.flatnonzero(up))
     density = gains[np.searchsorted(target.keys, promoted.keys)] / moved_bytes(promoted, KEYSPACE, layout)
     assert (np.diff(density) <= 0).all()
     first_demotion = int(np.argmin(up))

@@ -20,7 +20,7 @@ from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import Plan, make_plan
 from flexd.planner.solver.limits import FREE, GroupLimits, PlanLimits, RowPin, SlotBudgets
 from flexd.planner.solver.tiers import choose_tiers
-from flexd.topology.model import Exposed
+from flexd.topology.cluster import Exposed
 from tests.support.planner_cases import cluster, load, profile
 
 KEYSPACE = KeySpace([TableSpec("items", 2000, 16), TableSpec("users", 1000, 16), TableSpec("tags", 800, 32)])
@@ -172,7 +172,7 @@ def test_a_table_keeps_its_budget_at_every_prefix() -> None:
     used = budgets.used(first.target.keys, first.target.tiers)
     assert len(delta) > 20
     for i in range(len(delta)):
-        one = delta.take(slice(i, i + 1))
+        one = delta.select(slice(i, i + 1))
         used = used + budgets.used(one.keys, one.new_tiers) - budgets.used(one.keys, one.old_tiers)
         assert (used <= budgets.limits).all()
 

@@ -11,7 +11,7 @@ from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import group_cost
 from flexd.planner.solver.tiers import choose_tiers
-from flexd.topology.model import Cluster, CollectiveCurve, Exposed, LinkModel
+from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel
 from tests.support.planner_cases import cluster, load, zipf
 
 LAYOUT = RankLayout(2, 2)

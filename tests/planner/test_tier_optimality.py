@@ -16,7 +16,7 @@ from flexd.planner.model.cost import group_cost
 from flexd.planner.model.gains import row_seconds, usable_tiers
 from flexd.planner.model.workload import GroupLoad, statistics
 from flexd.planner.solver.tiers import choose_tiers
-from flexd.topology.model import Exposed
+from flexd.topology.cluster import Exposed
 from tests.support.planner_cases import cluster, load
 
 LAYOUTS = [RankLayout(2, 2), RankLayout(3, 2), RankLayout(1, 4), RankLayout(4, 1), RankLayout(2, 3)]

@@ -166,7 +166,7 @@ def test_who_somebody_says_they_are_never_replaces_who_they_are(
 
 
 def test_a_token_is_replaced_without_a_restart(guarded: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secret, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(secret, "RELOAD_SECONDS", 0.0)
     try:
         (directory / "read").write_text(f"another token of it\n{READ}\n")
         assert [get(guarded, token).status_code for token in (READ, "another token of it")] == [200, 200]

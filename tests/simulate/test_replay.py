@@ -20,8 +20,8 @@ from flexd.simulate.summary import compared_steps, summarise
 from flexd.simulate.traffic import INTER, INTRA, CollectiveBytes, Part
 from flexd.sketch.profile_file import read_profile, write_profile
 from flexd.stream.trace import synthetic_trace
+from flexd.topology.cluster import Collective, Link
 from flexd.topology.files import load_preset
-from flexd.topology.model import Collective, Link
 from flexd.topology.scale import scale_model
 
 LAYOUT = RankLayout(2, 2)

@@ -13,7 +13,7 @@ from flexd.core.placement import Delta
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import RowWiseAdagrad
-from flexd.embedding.store.memory import tensors_of
+from flexd.embedding.store.memory import iterate_tensors
 
 TABLES = [
     EmbeddingTable("item", 61, 8, dtype="float32", init_scale=0.5),
@@ -55,7 +55,7 @@ def follow_chunks(rank: int, layout: RankLayout, chunks: list[Delta], slots: lis
         largest = max(largest, memory.stored_bytes + memory.pending_bytes)
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in tensors_of([engine.router, engine.sync, stores])
+            for tensor in iterate_tensors([engine.router, engine.sync, stores])
         }
         left_out = max(left_out, sum(storages.values()) - memory.stored_bytes)
         assert all(torch.equal(found[name].values, table) for name, table in before.items()), "a look-up changed"
@@ -73,7 +73,7 @@ def follow_chunks(rank: int, layout: RankLayout, chunks: list[Delta], slots: lis
         == [(store.rows.data_ptr(), store.state.data_ptr(), store.rows.shape, store.state.shape) for store in stores],
         "memory_constant": (fixed.home_bytes, fixed.replica_bytes, fixed.free_list_bytes)
         == (memory.home_bytes, memory.replica_bytes, memory.free_list_bytes),
-        "within": largest <= memory.stated_bytes and memory.directory_bytes <= memory.directory_bytes_at_most,
+        "within": largest <= memory.budget_bytes and memory.directory_bytes <= memory.max_directory_bytes,
         "all_counted": left_out <= 0, "memory": memory,
         "waiting": memory.waiting_bytes, "versions": collection.placement_version,
     }  # fmt: skip

@@ -7,7 +7,7 @@ import numpy as np
 from flexd.core.keyspace import KeySpace
 from flexd.planner.model.workload import GroupLoad
 from flexd.sketch.profile import Profile, TableProfile
-from flexd.topology.model import Cluster, CollectiveCurve, Exposed, LinkModel
+from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel
 
 
 def flat(bandwidth: float, latency: float = 0.0) -> CollectiveCurve:

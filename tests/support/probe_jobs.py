@@ -14,9 +14,9 @@ import torch.distributed as dist
 from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
 from flexd.topology import timing
-from flexd.topology.model import Cluster, Collective, Link
+from flexd.topology.cluster import Cluster, Collective, Link
 from flexd.topology.probe import ProbeOptions, probe
-from flexd.topology.timing import ProbeGroups, make_work
+from flexd.topology.timing import ProbeGroups, make_collective
 
 SMALL = ProbeOptions(min_bytes=256, max_bytes=65_536, growth=16.0, budget_seconds=1.0)
 
@@ -70,7 +70,7 @@ def leaves(rank: int, layout: RankLayout, victim: int, hangs: bool, timeout_seco
 
 
 def bytes_sent(rank: int, layout: RankLayout, sizes: list[int]) -> list[tuple[str, int, float, float]]:
-    """Per link and collective: (name, bytes wanted, bytes that ``make_work`` states, bytes by the call's arguments)."""
+    """Per link and collective: (name, bytes wanted, bytes that ``make_collective`` states, bytes of the arguments)."""
     groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=30))
     out = []
     seen: list[float] = []
@@ -98,7 +98,7 @@ def bytes_sent(rank: int, layout: RankLayout, sizes: list[int]) -> list[tuple[st
             for collective in Collective if group is not None else ():
                 for size in sizes:
                     assert group is not None
-                    stated, work = make_work(collective, size, group, groups.device)
+                    stated, work = make_collective(collective, size, group, groups.device)
                     work()
                     out.append((f"{link} {collective}", size, stated, seen[-1]))
     groups.close()

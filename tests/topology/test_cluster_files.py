@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexd.core.errors import TopologyError
+from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel
 from flexd.topology.files import dump_cluster, load_cluster, load_preset, parse_cluster, preset_names, write_cluster
-from flexd.topology.model import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel
 
 CURVE = CollectiveCurve(1e-5, ((1e3, 1e8), (1e6, 5e9), (1e9, 2e10)))
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.errors import TopologyError
+from flexd.topology.cluster import CollectiveCurve
 from flexd.topology.fit import CollectiveTimes, fit_curve
-from flexd.topology.model import CollectiveCurve
 
 SIZES = 1024.0 * 4.0 ** np.arange(9)
 

@@ -24,9 +24,9 @@ from flexd.core.placement import Placement
 from flexd.demo.ports import free_ports
 from flexd.planner.plan import make_plan
 from flexd.sketch.profile import Profile, TableProfile
+from flexd.topology.cluster import Cluster, Collective, Exposed, Link
 from flexd.topology.files import dump_cluster, load_cluster, load_preset, parse_cluster
 from flexd.topology.fit import CollectiveTimes
-from flexd.topology.model import Cluster, Collective, Exposed, Link
 from flexd.topology.probe import ProbeOptions, ProbeReport
 from tests.support.probe_jobs import SMALL
 from tests.support.rank_pool import RankPool

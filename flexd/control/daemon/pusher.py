@@ -196,10 +196,10 @@ class ChunkPusher:
                 settled=self._applied_version >= self._epoch_version,
             )
             if rows < len(delta):
-                self._again.appendleft(delta.take(slice(rows, None)))
+                self._again.appendleft(delta.select(slice(rows, None)))
             if rows == 0:
                 return None
-            delta, copied = delta.take(slice(0, rows)), copied[:rows]
+            delta, copied = delta.select(slice(0, rows)), copied[:rows]
             self._journal.append(
                 self.version + 1,
                 delta,

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeVar
 
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import AuthenticationError, ControlError
-from flexd.core.secrets import Secret, accepted_keys, is_one_of, signing_key
+from flexd.core.secrets import Secret, accepted_keys, equals_any, signing_key
 
 MAX_MESSAGE_BYTES = 64 * 1024
 """A longer message is refused unread: the largest honest one is an epoch announcement (17 bytes a rank)."""
@@ -269,7 +269,7 @@ class Signer:
         if len(data) > MAX_MESSAGE_BYTES:
             raise ControlError(f"a message of {len(data)} bytes is longer than {MAX_MESSAGE_BYTES}")
         mac, line_break, body = data[:_MAC_HEX], data[_MAC_HEX : _MAC_HEX + 1], data[_MAC_HEX + 1 :]
-        if line_break != b"\n" or not is_one_of(mac, [_mac(key, body) for key in accepted_keys(self._secret)]):
+        if line_break != b"\n" or not equals_any(mac, [_mac(key, body) for key in accepted_keys(self._secret)]):
             raise AuthenticationError(
                 "a control message is not signed with the shared secret",
                 remedy="give daemon and trainers the same secret file",

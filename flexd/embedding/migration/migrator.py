@@ -75,7 +75,7 @@ class NextPlacement:
             column.nbytes for block in self.blocks for hop in (block.over_rail, block.in_node) for of in hop
             for column in of
         )  # fmt: skip
-        return slots + sum(directory.nbytes for directory in fresh) + sum(free.given.nbytes for free in self.free)
+        return slots + sum(directory.nbytes for directory in fresh) + sum(free.released.nbytes for free in self.free)
 
 
 def _ours(prepared: Prepared) -> NextPlacement:
@@ -162,7 +162,7 @@ class Migrator:
             )
         for store, directory, free in zip(self._stores, last.directories, last.free, strict=True):
             store.directory = directory
-            store.free = free.settled()
+            store.free = free.compacted()
         deltas = [one.delta for one in prepared]
         for block in last.blocks if len(prepared) == 1 else self._blocks(_together(deltas), last.directories):
             self._copy(block)
@@ -242,9 +242,9 @@ class Migrator:
         has_replica = self._layout.holds_replica(rank, keys, new)
         slots = np.full(len(keys), -1, dtype=np.int32)
         slots[was] = directory.slots_at(removed).cpu().numpy()
-        free = free.give(slots[had_replica & ~has_replica])
+        free = free.release(slots[had_replica & ~has_replica])
         fresh = has_replica & ~had_replica
-        slots[fresh], free = free.take(int(fresh.sum()))
+        slots[fresh], free = free.allocate(int(fresh.sum()))
         at_home = self._layout.home_rank(keys) == rank
         slots[at_home] = (keys[at_home] - store.first_home_key) // store.world_size
         following = directory.replace(
@@ -264,7 +264,7 @@ class Migrator:
         bounds = np.searchsorted(before, np.arange(0, int(travels.sum()), room), side="left")
         for start, end in pairwise([*np.unique(bounds).tolist(), len(delta)]):
             if end > start:
-                yield self._block(delta.take(slice(start, end)), directories)
+                yield self._block(delta.select(slice(start, end)), directories)
 
     def _block(self, block: Delta, directories: Sequence[Directory]) -> _Block:
         layout, peers = self._layout, self._groups

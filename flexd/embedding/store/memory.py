@@ -36,16 +36,16 @@ class RankMemory:
         replica_bytes: replica slots with theirs, taken or not; allocated once.
         free_list_bytes: of the replica slots, in host memory; allocated once.
         directory_bytes: of the listed rows, now.
-        directory_bytes_at_most: with every replica slot of the job taken, and lists for mixed tiers.
+        max_directory_bytes: with every replica slot of the job taken, and lists for mixed tiers.
         working_bytes: tables by which distinct rows are found without sorting and the marks of ``flexd.prefetch``,
             which are allocated once; and lists of DEVICE rows where NODE rows stand between them, now.
         prepared_bytes: next directories and slots of the chunks that are prepared and not applied, now.
-        prepared_bytes_at_most: of as many as are prepared ahead, with every replica slot taken.
+        max_prepared_bytes: of as many as are prepared ahead, with every replica slot taken.
         pending_bytes: routes and gradients of the passes that wait for ``optimizer.step``, and what ``flexd.prefetch``
             holds, now.
         waiting_bytes: of chunks received and not applied, in host memory, now; the daemon sends
             ``control.window_chunks`` of ``control.chunk_rows`` at most.
-        migration_bytes_at_most: while chunks are applied: the next directory, and the buffers of one block of copied
+        max_migration_bytes: while chunks are applied: the next directory, and the buffers of one block of copied
             rows, of which all may have one home. Evenly spread, the buffers take two blocks.
     """
 
@@ -53,13 +53,13 @@ class RankMemory:
     replica_bytes: int
     free_list_bytes: int
     directory_bytes: int
-    directory_bytes_at_most: int
+    max_directory_bytes: int
     working_bytes: int
     prepared_bytes: int
-    prepared_bytes_at_most: int
+    max_prepared_bytes: int
     pending_bytes: int
     waiting_bytes: int
-    migration_bytes_at_most: int
+    max_migration_bytes: int
 
     @property
     def stored_bytes(self) -> int:
@@ -70,25 +70,25 @@ class RankMemory:
         )  # fmt: skip
 
     @property
-    def stated_bytes(self) -> int:
+    def budget_bytes(self) -> int:
         """The budget: what rows, directory and migrations come to at most, at any moment, whatever the daemon sends."""
         return (
             self.home_bytes
             + self.replica_bytes
             + self.free_list_bytes
-            + self.directory_bytes_at_most
+            + self.max_directory_bytes
             + self.working_bytes
-            + self.prepared_bytes_at_most
-            + self.migration_bytes_at_most
+            + self.max_prepared_bytes
+            + self.max_migration_bytes
         )
 
     def to_dict(self) -> dict[str, int]:
         """JSON-able."""
         named = {item.name: getattr(self, item.name) for item in fields(self)}
-        return named | {"stored_bytes": self.stored_bytes, "stated_bytes": self.stated_bytes}
+        return named | {"stored_bytes": self.stored_bytes, "budget_bytes": self.budget_bytes}
 
 
-def most_listed_rows(group: DimGroup, layout: RankLayout, replica_slots: int) -> int:
+def max_listed_rows(group: DimGroup, layout: RankLayout, replica_slots: int) -> int:
     """Rows that a rank's directory lists at most, if every rank has ``replica_slots`` for the dim-group.
 
     A NODE row takes a slot on all but one of the N ranks of its rail. A DEVICE row does on all but one of the world, so
@@ -98,18 +98,18 @@ def most_listed_rows(group: DimGroup, layout: RankLayout, replica_slots: int) ->
     return 0 if holders == 1 else min(group.rows, replica_slots * holders // (holders - 1))
 
 
-def tensors_of(held: object) -> Iterator[torch.Tensor]:
+def iterate_tensors(held: object) -> Iterator[torch.Tensor]:
     """The tensors in nested sequences, mappings, dataclasses and plain objects of this package."""
     if isinstance(held, torch.Tensor):
         yield held
     elif isinstance(held, Mapping):
         for value in held.values():
-            yield from tensors_of(value)
+            yield from iterate_tensors(value)
     elif isinstance(held, list | tuple):
         for value in held:
-            yield from tensors_of(value)
+            yield from iterate_tensors(value)
     elif is_dataclass(held) or type(held).__module__.startswith("flexd."):
-        yield from tensors_of(vars(held))
+        yield from iterate_tensors(vars(held))
 
 
 def rank_memory(
@@ -132,7 +132,7 @@ def rank_memory(
     """
     directory = at_most = lists = merge = given = 0
     for store in stores:
-        listed = most_listed_rows(store.group, layout, store.replica_slots)
+        listed = max_listed_rows(store.group, layout, store.replica_slots)
         wide = store.group.rows > 2**31
         row = DIRECTORY_BYTES_PER_ROW_OF_LARGE_GROUP if wide else DIRECTORY_BYTES_PER_ROW
         directory += store.directory.nbytes
@@ -146,21 +146,19 @@ def rank_memory(
     # A member's part of an all-gather and the parts of all; nothing is copied in a world of one rank.
     parts = 0 if layout.world_size == 1 else 1 + max(layout.nodes, layout.local_ranks)
     storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_of(pending)
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in iterate_tensors(pending)
     }
     return RankMemory(
         home_bytes=sum(store.home_rows * store.row_bytes for store in stores),
         replica_bytes=sum(store.replica_slots * store.row_bytes for store in stores),
         free_list_bytes=sum(4 * store.replica_slots for store in stores),
         directory_bytes=directory,
-        directory_bytes_at_most=at_most + lists,
+        max_directory_bytes=at_most + lists,
         working_bytes=working_bytes,
         prepared_bytes=prepared_bytes,
-        prepared_bytes_at_most=max(PREPARED_CHUNKS * (at_most + given), PREPARED_BYTES)
+        max_prepared_bytes=max(PREPARED_CHUNKS * (at_most + given), PREPARED_BYTES)
         + (PREPARED_CHUNKS + 1) * chunk_rows * _SLOT_BYTES_PER_ROW,
         pending_bytes=sum(storages.values()),
         waiting_bytes=waiting_bytes,
-        migration_bytes_at_most=merge
-        + (block + _SECTION_BYTES * len(stores)) * parts
-        + chunk_rows * _CHUNK_BYTES_PER_ROW,
+        max_migration_bytes=merge + (block + _SECTION_BYTES * len(stores)) * parts + chunk_rows * _CHUNK_BYTES_PER_ROW,
     )

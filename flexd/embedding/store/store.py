@@ -23,35 +23,35 @@ TORCH_DTYPES = {
 @dataclass(frozen=True)
 class FreeSlots:
     """Replica slots that no row has. Immutable, so that chunks can be prepared one after another before any is applied;
-    ``settled`` makes one that refers to nothing but ``slots`` again, in place.
+    ``compacted`` makes one that refers to nothing but ``slots`` again, in place.
 
     Attributes:
         slots: int32; the first ``count`` are free, what stands behind means nothing.
-        given: int32, free too.
+        released: int32, free too.
     """
 
     slots: npt.NDArray[np.int32]
     count: int
-    given: npt.NDArray[np.int32]
+    released: npt.NDArray[np.int32]
 
     def __len__(self) -> int:
-        return self.count + len(self.given)
+        return self.count + len(self.released)
 
-    def give(self, slots: npt.NDArray[np.int32]) -> FreeSlots:
-        return FreeSlots(self.slots, self.count, np.concatenate([self.given, slots]))
+    def release(self, slots: npt.NDArray[np.int32]) -> FreeSlots:
+        return FreeSlots(self.slots, self.count, np.concatenate([self.released, slots]))
 
-    def take(self, number: int) -> tuple[npt.NDArray[np.int32], FreeSlots]:
+    def allocate(self, number: int) -> tuple[npt.NDArray[np.int32], FreeSlots]:
         """The caller has checked that there are enough."""
-        of_given = min(number, len(self.given))
+        of_given = min(number, len(self.released))
         count = self.count - (number - of_given)
-        taken = np.concatenate([self.given[len(self.given) - of_given :], self.slots[count : self.count]])
-        return taken, FreeSlots(self.slots, count, self.given[: len(self.given) - of_given])
+        taken = np.concatenate([self.released[len(self.released) - of_given :], self.slots[count : self.count]])
+        return taken, FreeSlots(self.slots, count, self.released[: len(self.released) - of_given])
 
-    def settled(self) -> FreeSlots:
+    def compacted(self) -> FreeSlots:
         """All of them in ``slots``. Those that were made from this one stay right: they have at most as large a
         ``count``, and nothing is written before it."""
-        self.slots[self.count : len(self)] = self.given
-        return FreeSlots(self.slots, len(self), self.given[:0])
+        self.slots[self.count : len(self)] = self.released
+        return FreeSlots(self.slots, len(self), self.released[:0])
 
 
 class GroupStore:

@@ -32,7 +32,7 @@ class TapCounters:
         accesses: accesses that were counted.
         dropped: accesses that were not counted, because both buffers were full (2^31 accesses).
         intervals: buffers read from the device.
-        deltas: messages that a snapshot of the daemon holds.
+        messages: messages that a snapshot of the daemon holds.
         bytes: size of those messages.
         failures: steps that could not be counted, and buffers that could not be read.
     """
@@ -40,7 +40,7 @@ class TapCounters:
     accesses: int
     dropped: int
     intervals: int
-    deltas: int
+    messages: int
     bytes: int
     failures: int
 
@@ -127,7 +127,7 @@ class Tap:
             accesses=self._accesses,
             dropped=self._dropped,
             intervals=self._intervals,
-            deltas=self.outbox.acknowledged,
+            messages=self.outbox.acknowledged,
             bytes=self.outbox.acknowledged_bytes,
             failures=self._failures,
         )

@@ -16,7 +16,7 @@ from flexd.planner.model.cost import CostBreakdown, LoadSums
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import make_loads, make_table_loads
 from flexd.sketch.profile import Profile
-from flexd.topology.model import Cluster
+from flexd.topology.cluster import Cluster
 
 Float64Array = npt.NDArray[np.float64]
 

@@ -10,7 +10,7 @@ import numpy as np
 from flexd.planner.baselines.case import Case, Outcome, over_memory
 from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
 from flexd.planner.model.row_bytes import Exchange
-from flexd.topology.model import Cluster
+from flexd.topology.cluster import Cluster
 
 
 @dataclass(frozen=True)

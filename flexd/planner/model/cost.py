@@ -26,7 +26,7 @@ from flexd.planner.model.row_bytes import (
     traffic_table,
 )
 from flexd.planner.model.workload import ROWS, STATISTICS, SYNCED, GroupLoad
-from flexd.topology.model import Cluster
+from flexd.topology.cluster import Cluster
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]

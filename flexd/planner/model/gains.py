@@ -10,7 +10,7 @@ from flexd.planner.model.cost import LoadSums
 from flexd.planner.model.prices import exposed_share, prices, slower_link_only
 from flexd.planner.model.row_bytes import Exchange, migration_bytes, traffic_table
 from flexd.planner.model.workload import GroupLoad
-from flexd.topology.model import Cluster, Collective, Link
+from flexd.topology.cluster import Cluster, Collective, Link
 
 Float64Array = npt.NDArray[np.float64]
 UInt8Array = npt.NDArray[np.uint8]

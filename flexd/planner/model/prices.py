@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, Phase, Where
-from flexd.topology.model import Cluster, Collective, Link
+from flexd.topology.cluster import Cluster, Collective, Link
 
 Float64Array = npt.NDArray[np.float64]
 

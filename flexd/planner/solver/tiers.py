@@ -29,7 +29,7 @@ from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.workload import GroupLoad
 from flexd.planner.solver.assign import Assignment
 from flexd.planner.solver.limits import FREE, GroupLimits
-from flexd.topology.model import Cluster
+from flexd.topology.cluster import Cluster
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]

@@ -85,7 +85,7 @@ def test_every_interval_is_counted_exactly_and_dated_at_its_middle():
     item = next(table for table in deltas[0].tables if table.table == "item")
     assert (item.lengths.lengths.tolist(), item.lengths.counts.tolist()) == ([10, 50], [10, 10])
     assert job.tap.counters.accesses == 20 * 180
-    assert not job.tap.close(0.0) or job.tap.counters.deltas == 4
+    assert not job.tap.close(0.0) or job.tap.counters.messages == 4
 
 
 def test_without_acknowledgements_counts_add_up_in_bounded_memory_and_no_step_waits():
