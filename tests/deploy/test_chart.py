@@ -14,6 +14,7 @@ from tests.support.deployed import (
     check_daemon,
     check_references,
     check_schema,
+    config_key,
     configs_of,
     daemon_of,
     is_follower,
@@ -41,8 +42,7 @@ def test_chart_renders_what_kubernetes_and_the_daemon_take(values):
     service = next(d for d in documents if d["kind"] == "Service")["spec"]
     assert service["publishNotReadyAddresses"] is True
     for pod in [pod for workload in workloads for pod in pod_templates(workload)]:
-        mounts = {mount["mountPath"]: mount for mount in daemon_of(pod)["volumeMounts"]}
-        config = configs[mounts["/etc/flexd/flexd.yaml"]["subPath"]]
+        config = configs[config_key(pod)]
         check_daemon(pod, config)
         labels = pod["metadata"]["labels"]
         assert (service["selector"].items() <= labels.items()) is not is_follower(config)
@@ -119,6 +119,8 @@ def test_values_of_the_user_win_where_the_chart_does_not_decide():
         ("highAvailability.enabled=true,state.persistent=false", "shared volume"),
         ("highAvailability.enabled=true,state.accessMode=ReadWriteOnce", "ReadWriteMany"),
         ("highAvailability.enabled=true,highAvailability.renewSeconds=6", "third"),
+        ("prometheusRule.enabled=true", "runbookUrl"),
+        ("prometheusRule.runbookUrl=docs/runbook.md", "runbookUrl"),
         ("shape=sidecar,config.stream.source.kind=file_log", "must be kafka"),
     ],
 )
@@ -126,6 +128,17 @@ def test_chart_refuses_bad_values(setting, words):
     done = run_tool("helm", "template", "release", CHART, "--set", setting)
     assert done.returncode != 0
     assert words in done.stderr
+
+
+@pytest.mark.parametrize(("shape", "version", "accepted"), [
+    ("sidecar", "1.28.9", False), ("sidecar", "1.29.0", True),
+    ("standalone", "1.25.0", True), ("standalone", "1.24.9", False),
+])  # fmt: skip
+def test_sidecars_need_a_cluster_that_knows_them(shape, version, accepted):
+    done = run_tool("helm", "template", "release", CHART, "--kube-version", version, "--set", f"shape={shape}")
+    assert (done.returncode == 0) is accepted, done.stderr
+    if shape == "sidecar" and not accepted:
+        assert "1.29" in done.stderr
 
 
 def test_default_values_are_a_valid_configuration_and_in_the_schema():

@@ -14,6 +14,7 @@ from tests.support.deployed import (
     check_daemon,
     check_references,
     check_schema,
+    config_key,
     configs_of,
     daemon_of,
     is_follower,
@@ -42,8 +43,7 @@ def test_manifest_fits_kubernetes_and_runs_the_daemon(file):
     for document in documents:
         check_schema(document)
     for pod in pods:
-        mounts = {mount["mountPath"]: mount for mount in daemon_of(pod)["volumeMounts"]}
-        check_daemon(pod, configs[mounts["/etc/flexd/flexd.yaml"]["subPath"]])
+        check_daemon(pod, configs[config_key(pod)])
 
 
 @pytest.mark.parametrize("name", ["sidecar.yaml", "sidecar-jobset.yaml", "sidecar-pytorchjob.yaml"])

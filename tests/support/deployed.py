@@ -105,7 +105,7 @@ def daemon_of(pod: Document) -> Document:
 def check_daemon(pod: Document, config: Config) -> None:
     """The container can run this configuration as it is locked down."""
     container, spec = daemon_of(pod), pod["spec"]
-    assert container["args"] == ["run", "-c", "/etc/flexd/flexd.yaml"]
+    assert container["args"] == ["run", "-c", "/etc/flexd/config/flexd.yaml"]
     security = container["securityContext"]
     assert security["runAsNonRoot"] is True
     assert security["runAsUser"] == security["runAsGroup"] == spec["securityContext"]["fsGroup"] == 10001
@@ -124,7 +124,7 @@ def check_daemon(pod: Document, config: Config) -> None:
     assert paths <= probe_paths()
     mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
     assert "/tmp" in mounts
-    assert mounts["/etc/flexd/flexd.yaml"]["subPath"] in ("flexd.yaml", "follower.yaml")
+    assert config_key(pod) in ("flexd.yaml", "follower.yaml")
     assert not mounts[str(config.state.dir)].get("readOnly")
     secrets = [config.scale_out.secret_file, *([] if is_follower(config) else [config.control.secret_file])]
     for file in filter(None, secrets):
@@ -137,6 +137,16 @@ def check_daemon(pod: Document, config: Config) -> None:
         assert ports["control"] == config.control.listen_port
     if config.scale_out.role == "leader":
         assert ports["scale-out"] == config.scale_out.listen_port
+
+
+def config_key(pod: Document) -> str:
+    """The ConfigMap's key that the daemon reads. Mounted as a directory: by ``subPath`` a pod never sees a change."""
+    (mount,) = [m for m in daemon_of(pod)["volumeMounts"] if m["mountPath"] == "/etc/flexd/config"]
+    assert "subPath" not in mount
+    (volume,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == mount["name"]]
+    items = volume["configMap"].get("items", [{"key": "flexd.yaml", "path": "flexd.yaml"}])
+    (key,) = [item["key"] for item in items if item["path"] == "flexd.yaml"]
+    return key
 
 
 def is_follower(config: Config) -> bool:

@@ -1,5 +1,5 @@
 {{/*
-The daemon's container and its volumes. Takes (dict "root" $ "file" FILE "leader" BOOL): the key of the ConfigMap, and whether
+The daemon's container and its volumes. Both take (dict "root" $ "file" FILE "leader" BOOL): the key of the ConfigMap, and whether
 the pod leads (or may).
 */}}
 {{- define "flexd.container" -}}
@@ -12,7 +12,7 @@ imagePullPolicy: {{ $values.image.pullPolicy }}
 # not keep the job from completing.
 restartPolicy: Always
 {{- end }}
-args: [run, -c, /etc/flexd/flexd.yaml]
+args: [run, -c, /etc/flexd/config/flexd.yaml]
 {{- with $values.env }}
 env:
   {{- toYaml . | nindent 2 }}
@@ -63,9 +63,9 @@ securityContext:
   capabilities:
     drop: [ALL]
 volumeMounts:
+  # The whole directory: the kubelet never updates a file mounted by subPath, and `flexd reload` would read the old one.
   - name: flexd-config
-    mountPath: /etc/flexd/flexd.yaml
-    subPath: {{ .file }}
+    mountPath: /etc/flexd/config
     readOnly: true
   {{- if .leader }}
   - name: flexd-control
@@ -91,6 +91,9 @@ volumeMounts:
 - name: flexd-config
   configMap:
     name: {{ include "flexd.fullname" .root }}
+    items:
+      - key: {{ .file }}
+        path: flexd.yaml
 - name: flexd-control
   secret:
     secretName: {{ $values.control.existingSecret }}

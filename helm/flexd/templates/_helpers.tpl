@@ -46,9 +46,12 @@ app.kubernetes.io/component: leader
 {{- if and (eq .Values.shape "standalone") .Values.highAvailability.enabled -}}true{{- end -}}
 {{- end -}}
 
-{{/* What the schema cannot say. */}}
+{{/* Rules that the schema cannot express. */}}
 {{- define "flexd.validate" -}}
 {{- $ha := .Values.highAvailability -}}
+{{- if and (eq .Values.shape "sidecar") (semverCompare "<1.29.0-0" .Capabilities.KubeVersion.Version) -}}
+{{- fail (printf "shape: sidecar needs native sidecar containers (Kubernetes 1.29 or later); this cluster is %s; use standalone" .Capabilities.KubeVersion.Version) -}}
+{{- end -}}
 {{- if and $ha.enabled (eq .Values.shape "sidecar") -}}
 {{- fail "highAvailability.enabled: stand-bys are for shape standalone; in the sidecar shape the job restarts its leader" -}}
 {{- end -}}

@@ -59,7 +59,7 @@ spec:
         {{- toYaml . | nindent 8 }}
         {{- end }}
   volumes:
-    {{- include "flexd.volumes" (dict "root" .root "leader" .leader) | nindent 4 }}
+    {{- include "flexd.volumes" (dict "root" .root "file" $file "leader" .leader) | nindent 4 }}
     {{- with $values.sidecar.trainerVolumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
