@@ -18,7 +18,7 @@ from flexd.daemon.label_values import MIGRATION_STATES, SCALE_OUT_REFUSALS
 from flexd.ingest.stats import MESSAGE_REASONS, ROW_REASONS
 from flexd.operations.gates import GATE_NAMES
 from flexd.operations.planning import PLAN_OUTCOMES
-from flexd.operations.step_reports import LINKS, TRAFFIC_KINDS
+from flexd.operations.training_monitor import LINKS, TRAFFIC_KINDS
 from flexd.operations.triggers import TriggerKind
 from flexd.scaleout.delta_sender import FAILURE_REASONS
 from flexd.server import figures

@@ -19,7 +19,7 @@ def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
     Raises:
         SnapshotError: it cannot be written; the file is as it was, and nothing half-made stays.
     """
-    # Known to whoever copies the directory as half made (flexd.daemon.terms).
+    # Known to whoever copies the directory as half made (flexd.ha.term_directories).
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

@@ -46,18 +46,18 @@ class ConfigFile:
         self._outcomes: Counter[str] = Counter()
         self._read_unix_seconds = time.time()
 
-    def reload(self, adopt: Callable[[Config], None]) -> ReloadReport:
+    def reload(self, apply: Callable[[Config], None]) -> ReloadReport:
         """Reads the file again and has its hot keys adopted. On any error what runs is as it was.
 
         Args:
-            adopt: gives the parts their new settings; checks first, raises FlexdError and changes nothing, or does it.
+            apply: gives the parts their new settings; checks first, raises FlexdError and changes nothing, or does it.
 
         Raises:
             ConfigError: there is no file, it cannot be read, or a value is not allowed (with its key path).
         """
         with self._lock:
             try:
-                report = self._reload(adopt)
+                report = self._reload(apply)
             except FlexdError as error:
                 self._outcomes["rejected"] += 1
                 self._problem = str(error)
@@ -86,10 +86,10 @@ class ConfigFile:
                 check(merged.effective)
             return _report(path, self.config, wanted, merged, dry_run=True)
 
-    def _reload(self, adopt: Callable[[Config], None]) -> ReloadReport:
+    def _reload(self, apply: Callable[[Config], None]) -> ReloadReport:
         path, wanted, merged = self._read()
         if merged.applied:
-            adopt(merged.effective)
+            apply(merged.effective)
             if any(key.startswith("log.") for key in merged.applied):
                 set_up_logging(merged.effective)
         report = _report(path, self.config, wanted, merged)

@@ -15,7 +15,7 @@ from flexd.core.errors import FlexdError
 from flexd.operations.decisions import DecisionFile, Pause, ThrottleOverride
 from flexd.operations.history.history import MigrationHistory
 from flexd.operations.history.records import ActionKind, ActionRecord
-from flexd.operations.pacing import MigrationPacing, changed
+from flexd.operations.pacing import MigrationPacing, merge_limits
 from flexd.server.figures import DecisionFigures
 
 logger = logging.getLogger("flexd")
@@ -51,19 +51,19 @@ class ControlVerbs:
         self._retry_at = 0.0
         self.pauses = 0
         """Since the daemon started."""
-        pause, throttle = decisions.now.pause, decisions.now.throttle
+        pause, throttle = decisions.current.pause, decisions.current.throttle
         if pause is not None:
             logger.info("paused since before the start, by %s: %s", pause.who or ANONYMOUS, pause.reason)
             coordinator.pause()
         if throttle is not None and throttle.matches_config(control.throttle):
             logger.info("throttle as chosen before the start: %s, adaptive %s", throttle.limits, throttle.adaptive)
-            pacing.change(throttle.limits, throttle.adaptive)
+            pacing.set_limits(throttle.limits, throttle.adaptive)
         self._drop_overtaken_throttle()
 
     @property
     def paused(self) -> Pause | None:
         """None: nothing is held."""
-        return self._decisions.now.pause
+        return self._decisions.current.pause
 
     @property
     def pause_reason(self) -> str | None:
@@ -72,7 +72,7 @@ class ControlVerbs:
 
     def figures(self) -> DecisionFigures:
         """For the metrics page."""
-        return DecisionFigures(self._decisions.failures, self._decisions.set_aside)
+        return DecisionFigures(self._decisions.failures, self._decisions.quarantined)
 
     def tick(self) -> None:
         """Writes what could not be written, every few seconds."""
@@ -89,7 +89,7 @@ class ControlVerbs:
             self.pauses += first
             self._coordinator.pause()
             pause = Pause(reason=reason, who=who, unix_seconds=self._wall_clock())
-            self._decisions.decide(pause=pause)
+            self._decisions.update(pause=pause)
         self.note("pause", who, reason)
         return PauseState(paused=True, reason=reason, changed=first)
 
@@ -98,7 +98,7 @@ class ControlVerbs:
         with self._lock:
             pause = self.paused
             if pause is not None:
-                self._decisions.decide(pause=None)
+                self._decisions.update(pause=None)
             self._coordinator.resume()
         if pause is not None:
             seconds = self._wall_clock() - pause.unix_seconds
@@ -117,25 +117,25 @@ class ControlVerbs:
         if bytes_per_step is None and bytes_per_second is None and adaptive is None:
             return
         with self._lock:
-            limits = changed(self._pacing.limits, bytes_per_step, bytes_per_second)
+            limits = merge_limits(self._pacing.limits, bytes_per_step, bytes_per_second)
             adapts = self._pacing.adaptive if adaptive is None else adaptive
-            self._pacing.change(limits, adapts)
+            self._pacing.set_limits(limits, adapts)
             chosen = ThrottleOverride(
                 bytes_per_step=limits.bytes_per_step, bytes_per_second=limits.bytes_per_second, adaptive=adapts,
                 configured=self._control.throttle.model_dump_json(),
             )  # fmt: skip
-            self._decisions.decide(throttle=chosen)
+            self._decisions.update(throttle=chosen)
         words = (
             f"bytes a step {limits.bytes_per_step or 'no limit'}, bytes a second "
             f"{limits.bytes_per_second or 'no limit'}, adaptive {'on' if adapts else 'off'}"
         )
         self.note("throttle", who, reason, words)
 
-    def adopt(self, control: ControlConfig) -> None:
+    def apply_config(self, control: ControlConfig) -> None:
         """Another configuration. Its throttle replaces the chosen one if it is another than before."""
         with self._lock:
             self._control = control
-            self._pacing.adopt(control)
+            self._pacing.apply_config(control)
             self._drop_overtaken_throttle()
 
     def reloaded(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
@@ -158,10 +158,10 @@ class ControlVerbs:
         who = who or ANONYMOUS
         words = "; ".join(each for each in (reason, detail) if each)
         logger.info("%s by %s: %s", kind, who, words or "no reason given")
-        self._history.note(ActionRecord.of(self._wall_clock(), kind, who, reason, detail))
+        self._history.record_action(ActionRecord.of(self._wall_clock(), kind, who, reason, detail))
 
     def _drop_overtaken_throttle(self) -> None:
-        throttle = self._decisions.now.throttle
+        throttle = self._decisions.current.throttle
         if throttle is not None and not throttle.matches_config(self._control.throttle):
             logger.info("throttle: control.throttle was changed since %s was chosen, and counts", throttle.limits)
-            self._decisions.decide(throttle=None)
+            self._decisions.update(throttle=None)

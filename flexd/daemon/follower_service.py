@@ -75,13 +75,13 @@ class FollowerDaemon:
     def reload(self, reason: str = "", who: str = "") -> ReloadReport:
         """Of the hot keys a follower has use for few: log lines, snapshots and its own end. It keeps no history."""
         logger.info("config reload asked for by %s: %s", who or "anonymous", reason)
-        return self._file.reload(self._adopt)
+        return self._file.reload(self._apply_config)
 
     def preview_reload(self) -> ReloadReport:
         """As ``DaemonApi.preview_reload``."""
         return self._file.preview(lambda _: None)
 
-    def _adopt(self, config: Config) -> None:
+    def _apply_config(self, config: Config) -> None:
         self._config = config
         self._unit.ingestor.set_snapshot_interval(config.state.snapshot_interval_seconds)
 
@@ -93,10 +93,10 @@ class FollowerDaemon:
                 with contextlib.suppress(FlexdError):  # It is logged and counted.
                     self.reload(who="SIGHUP")
         seconds = self._config.shutdown_seconds
-        ending = ShutdownBudget(seconds)
-        ending.part("ingest", self._unit.stop, keep=1.0 - _SHARE_INGEST)
-        ending.part("API", self._server.stop)
-        return ending.in_time
+        budget = ShutdownBudget(seconds)
+        budget.stop_part("ingest", self._unit.stop, reserve=1.0 - _SHARE_INGEST)
+        budget.stop_part("API", self._server.stop)
+        return budget.in_time
 
     def status(self) -> Status:
         healthy, ready = self.health(), self.ready()

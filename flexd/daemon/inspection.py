@@ -24,8 +24,8 @@ from flexd.core.placement import Placement
 from flexd.ingest import Ingestor
 from flexd.operations.drift import DriftMonitor
 from flexd.operations.planning import Planning
-from flexd.operations.recent_traffic import INTERVAL_SECONDS, TrafficInterval
-from flexd.operations.step_reports import RankAverages, TrainingMonitor
+from flexd.operations.traffic_timeline import INTERVAL_SECONDS, TrafficInterval
+from flexd.operations.training_monitor import RankAverages, TrainingMonitor
 from flexd.sketch.budget import TableChoice
 
 ID_BYTES = 8
@@ -66,7 +66,7 @@ class Inspection:
         self._placement = placement
         self._plans = plans
 
-    def adopt(self, config: Config) -> None:
+    def apply_config(self, config: Config) -> None:
         self._config = config
 
     def config(self) -> ConfigReport:

@@ -63,7 +63,7 @@ class MigrationVerbs:
         return MigrationList(
             migrations=tuple(migration_entry(record) for record in records),
             actions=tuple(action_entry(record) for record in actions),
-            problem=self._history.figures.problem,
+            problem=self._history.snapshot.problem,
         )
 
     def migration(self, migration_id: str) -> MigrationDetail:
@@ -86,11 +86,11 @@ class MigrationVerbs:
         if rollback and not self._executions.migrating and self._late.interrupted is not None:
             return self._late_rollback(reason, wait_seconds, deadline, who or "anonymous")
         live = self._coordinator.live()
-        under_way = self._executions.under_way(rollback, live)
+        under_way = self._executions.unfinished(rollback, live)
         self._write_down(under_way if rollback else ())
         done = self._executions.abort(reason, who or "anonymous", rollback, live)
         # Else the next interval could start it again before anybody has looked.
-        self._auto.by_hand(executed=True)
+        self._auto.record_manual_plan(executed=True)
         self._wait(done.stopped.migration, deadline)
         if done.rollback is not None:
             self._wait(done.rollback.migration, deadline)
@@ -126,12 +126,12 @@ class MigrationVerbs:
         """Before any of them ends: the daemon may die before it has turned back, and the next one shall."""
         ids = tuple(execution.migration.migration_id for execution in to_be_undone[-MAX_ROLLED_BACK:])
         asked = RequestedRollback(migration_ids=ids) if ids else None
-        if asked != self._decisions.now.rollback:
-            self._decisions.decide(rollback=asked)
+        if asked != self._decisions.current.rollback:
+            self._decisions.update(rollback=asked)
 
     def _late_rollback(self, reason: str, wait_seconds: float, deadline: float, who: str) -> AbortResult:
-        done = self._late.begin(reason, who)
-        self._auto.by_hand(executed=True)
+        done = self._late.start(reason, who)
+        self._auto.record_manual_plan(executed=True)
         back = done.rollback.migration
         self._wait(back, deadline)
         stopped = interrupted_report(done.interrupted) if done.recorded is None else ended_report(done.recorded)

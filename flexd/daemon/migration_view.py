@@ -98,7 +98,7 @@ def migration_detail(record: MigrationRecord, transitions: Sequence[TransitionRe
 
 def history_figures(figures: HistorySnapshot) -> HistoryFiguresReport:
     """For the metrics page."""
-    return HistoryFiguresReport(figures.entries, figures.lost, figures.failures, figures.set_aside)
+    return HistoryFiguresReport(figures.entries, figures.lost, figures.failures, figures.quarantined)
 
 
 def _told(record: MigrationRecord) -> dict[str, Any]:

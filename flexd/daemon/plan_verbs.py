@@ -75,7 +75,7 @@ class PlanVerbs:
         """As ``DaemonApi.replan``."""
         self._check_running()
         proposal = self._planning.propose(_by_hand(reason, who), force=force)
-        execution = self._planning.carry_out(proposal)
+        execution = self._planning.execute(proposal)
         return self._answer(proposal, execution, wait_seconds)
 
     def apply(
@@ -88,7 +88,7 @@ class PlanVerbs:
 
     def throttle(self) -> ThrottleStatus:
         """What holds migrations back."""
-        return throttle_status(self._pacing.figures())
+        return throttle_status(self._pacing.snapshot())
 
     def set_throttle(
         self,
@@ -111,7 +111,7 @@ class PlanVerbs:
             raise ApiError(f"paused: {paused}", status=409, remedy="flexd resume")
 
     def _answer(self, proposal: Proposal, execution: Execution | None, wait_seconds: float) -> ReplanResult:
-        self._auto.by_hand(executed=True)
+        self._auto.record_manual_plan(executed=True)
         if execution is not None:
             trigger = execution.trigger
             self._control.overrode(trigger.who, trigger.reason, proposal.plan.plan_id, execution.overridden)

@@ -22,7 +22,7 @@ from flexd.server.figures import PlanningFigures, ThrottleFigures
 def gate_report(gate: Gate) -> GateReport:
     return GateReport(
         gate=gate.name, key=gate.key, measured=gate.measured, required=gate.required, at_most=gate.at_most,
-        open=gate.open, words="" if gate.open else gate.words,
+        open=gate.open, words="" if gate.open else gate.problem,
     )  # fmt: skip
 
 

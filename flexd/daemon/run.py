@@ -16,8 +16,8 @@ from flexd.daemon.logs import set_up_logging
 from flexd.daemon.service import Daemon
 
 if TYPE_CHECKING:
-    from flexd.daemon.availability import HighAvailabilityDaemon
     from flexd.daemon.follower_service import FollowerDaemon
+    from flexd.daemon.high_availability import HighAvailabilityDaemon
 
 
 def run_daemon(config: Config, path: Path | None = None) -> int:
@@ -45,7 +45,7 @@ def _daemon_of(config: Config, file: ConfigFile) -> Daemon | HighAvailabilityDae
 
         return FollowerDaemon(config, file)
     if config.high_availability.enabled:
-        from flexd.daemon.availability import HighAvailabilityDaemon
+        from flexd.daemon.high_availability import HighAvailabilityDaemon
 
         return HighAvailabilityDaemon(config, file)
     return Daemon(config, file=file)

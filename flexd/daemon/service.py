@@ -28,7 +28,6 @@ from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.control_verbs import ControlVerbs
 from flexd.daemon.explained import explanation
 from flexd.daemon.inspection import Inspection
-from flexd.daemon.leadership import FencedSnapshotStore, Leadership, alone
 from flexd.daemon.migration_verbs import MigrationVerbs
 from flexd.daemon.plan_verbs import PlanVerbs
 from flexd.daemon.scale_out import LeaderUnit
@@ -36,6 +35,7 @@ from flexd.daemon.shutdown_budget import ShutdownBudget
 from flexd.daemon.signal_flag import SignalFlag
 from flexd.daemon.state_lock import StateLock
 from flexd.daemon.view import Condition, DaemonView
+from flexd.ha.leadership import FencedSnapshotStore, Leadership, without_lease
 from flexd.ingest import Ingestor
 from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.operations.autoplan import AutoPlanner
@@ -46,7 +46,7 @@ from flexd.operations.pacing import MigrationPacing
 from flexd.operations.plan_log import PlanLog
 from flexd.operations.planning import Planning
 from flexd.operations.rollback_recovery import RollbackRecovery
-from flexd.operations.step_reports import TrainingMonitor
+from flexd.operations.training_monitor import TrainingMonitor
 from flexd.server.figures import DaemonFigures
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
@@ -86,7 +86,7 @@ class Daemon:
         self._started = ProcessStart()
         keyspace = config.keyspace()
         factory.make_state_directory(config)
-        self._leadership = leadership or alone(config)
+        self._leadership = leadership or without_lease(config)
         state, holds = self._leadership.state_dir, self._leadership.holds
         self._state_lock = StateLock(state)
         cluster = factory.make_cluster(config)
@@ -110,7 +110,7 @@ class Daemon:
             max_message_bytes=config.stream.max_message_bytes,
             extra_state=lambda: {
                 "live_plan_id": self._planning.executions.live_plan_id,
-                "drift_reference": self._drift.saved(),
+                "drift_reference": self._drift.reference_state(),
             },
         )
         if self._leader is not None:
@@ -119,10 +119,10 @@ class Daemon:
         throttle = Throttle(
             ThrottleLimits(config.control.throttle.bytes_per_step, config.control.throttle.bytes_per_second)
         )
-        self._history = MigrationHistory(state / "migrations.sqlite", config.state.keep_migrations, self._take_event)
+        self._history = MigrationHistory(state / "migrations.sqlite", config.state.keep_migrations, self._on_event)
         self._coordinator = Coordinator(
-            control, keyspace, self._journal, self._take_report, self._take_event, tap, throttle,
-            on_migration=self._history.record, may_act=holds,
+            control, keyspace, self._journal, self._take_report, self._on_event, tap, throttle,
+            on_migration=self._history.record_migration, may_act=holds,
         )  # fmt: skip
         self._pacing = MigrationPacing(
             config.control, throttle, lambda: self._coordinator.outstanding_chunks, self._world_size
@@ -132,14 +132,14 @@ class Daemon:
         plan_log = PlanLog(state / "plans.jsonl")
         self._planning = Planning(
             config, keyspace, cluster, self._ingestor.profile, self._coordinator, self._training,
-            plan_log, lambda reference: self._drift.planned(reference),
+            plan_log, lambda reference: self._drift.set_reference(reference),
         )  # fmt: skip
         self._drift = DriftMonitor(
             config.planner, keyspace, cluster, self._ingestor.profile, self._coordinator, self._planning.migrating,
             self._planning.accesses_per_step, self._ingestor.restored.get("drift_reference"),
         )  # fmt: skip
         late = RollbackRecovery(self._planning.executions, plan_log, self._history, self._coordinator, decisions)
-        self._auto = AutoPlanner(config.planner, self._planning, self._drift, self._coordinator.live, late.go_on)
+        self._auto = AutoPlanner(config.planner, self._planning, self._drift, self._coordinator.live, late.resume)
         self._view = DaemonView(
             config, keyspace.total_rows, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
             self._auto, self._pacing, self._history, self._leader,
@@ -224,32 +224,32 @@ class Daemon:
         """The channel first, so that no chunk is begun that the last snapshot does not know; the API last, so that
         somebody can watch. Returns whether every part ended within the deadline."""
         self._stopping.set()
-        ending, after = ShutdownBudget(seconds), _SHARE_INGEST + _SHARE_DRIFT + _SHARE_HISTORY + _SHARE_SERVER
-        ending.part("control channel", self._coordinator.stop, keep=after)
+        budget, after = ShutdownBudget(seconds), _SHARE_INGEST + _SHARE_DRIFT + _SHARE_HISTORY + _SHARE_SERVER
+        budget.stop_part("control channel", self._coordinator.stop, reserve=after)
         if self._leader is not None:
-            ending.part("scale-out", self._leader.stop, keep=after - _SHARE_LEADER)
-        ending.part("ingest", self._ingestor.stop, keep=after - _SHARE_INGEST)
-        ending.part("drift", self._drift.stop, keep=_SHARE_HISTORY + _SHARE_SERVER)
-        ending.part("history", self._history.stop, keep=_SHARE_SERVER)
+            budget.stop_part("scale-out", self._leader.stop, reserve=after - _SHARE_LEADER)
+        budget.stop_part("ingest", self._ingestor.stop, reserve=after - _SHARE_INGEST)
+        budget.stop_part("drift", self._drift.stop, reserve=_SHARE_HISTORY + _SHARE_SERVER)
+        budget.stop_part("history", self._history.stop, reserve=_SHARE_SERVER)
         # A channel that still loads torch cannot be interrupted, and may need more than its share on a busy machine.
-        ending.wait_for_late(keep=_SHARE_SERVER)
+        budget.retry_late(reserve=_SHARE_SERVER)
         self._journal.close()
         self._state_lock.release()
         if self._server is not None:
-            ending.part("API", self._server.stop)
-        late = ", ".join(ending.late)
+            budget.stop_part("API", self._server.stop)
+        late = ", ".join(budget.late)
         logger.info("flexd has stopped%s", f", but these parts did not end within the deadline: {late}" if late else "")
-        return ending.in_time
+        return budget.in_time
 
     def _take_report(self, rank: int, report: StepReport) -> None:
         self._training.add(rank, report)
         self._pacing.add(report)
 
-    def _take_event(self, name: str, fields: Mapping[str, object]) -> None:
+    def _on_event(self, name: str, fields: Mapping[str, object]) -> None:
         if name == "epoch_live":
             self._training.new_generation()
             live = self._coordinator.live()
-            self._pacing.ranks_are(0 if live is None else live.generation)
+            self._pacing.set_generation(0 if live is None else live.generation)
         elif name in ("migration_committed", "tap_urgent"):
             self._ingestor.request_snapshot()
 
@@ -269,10 +269,10 @@ class Daemon:
         )
 
     def check(self, config: Config) -> None:
-        """Raises FlexdError if ``adopt`` would."""
+        """Raises FlexdError if ``apply_config`` would."""
         self._planning.check(config)
 
-    def adopt(self, config: Config) -> None:
+    def apply_config(self, config: Config) -> None:
         """Gives the parts other settings, of which only ``flexd.config.reload.HOT_KEYS`` differ from the present ones.
 
         Raises:
@@ -280,19 +280,19 @@ class Daemon:
         """
         self.check(config)
         self._config = config
-        self._planning.adopt(config)
-        self._drift.adopt(config.planner)
-        self._auto.adopt(config.planner)
-        self._control.adopt(config.control)
-        self._view.adopt(config)
-        self.inspect.adopt(config)
+        self._planning.apply_config(config)
+        self._drift.apply_config(config.planner)
+        self._auto.apply_config(config.planner)
+        self._control.apply_config(config.control)
+        self._view.apply_config(config)
+        self.inspect.apply_config(config)
         self._ingestor.set_snapshot_interval(config.state.snapshot_interval_seconds)
         self._snapshots.keep = config.state.keep_snapshots
         self._history.keep(config.state.keep_migrations)
 
     def reload(self, reason: str = "", who: str = "") -> ReloadReport:
         try:
-            report = self._file.reload(self.adopt)
+            report = self._file.reload(self.apply_config)
         except FlexdError as error:
             self.reloaded(who, reason, error)
             raise

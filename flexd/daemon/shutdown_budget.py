@@ -33,20 +33,20 @@ class ShutdownBudget:
         """Names of the parts that have not ended in time."""
         return list(self._late)
 
-    def part(self, name: str, stop: Callable[[float], bool], keep: float = 0.0) -> bool:
+    def stop_part(self, name: str, stop: Callable[[float], bool], reserve: float = 0.0) -> bool:
         """Calls ``stop`` with the seconds that this part has; returns what it does, which is whether it ended.
 
         Args:
-            keep: share (0 to 1) of all seconds that is kept for the parts after it.
+            reserve: share (0 to 1) of all seconds that is kept for the parts after it.
         """
-        left = self._deadline - self._clock() - keep * self._seconds
+        left = self._deadline - self._clock() - reserve * self._seconds
         ended = stop(max(left, LEAST_SHARE * self._seconds))
         if not ended:
             self._late[name] = stop
         return ended
 
-    def wait_for_late(self, keep: float = 0.0) -> None:
+    def retry_late(self, reserve: float = 0.0) -> None:
         """Gives the parts that were late what is left now; ``stop`` is called again."""
         late, self._late = self._late, {}
         for name, stop in late.items():
-            self.part(name, stop, keep)
+            self.stop_part(name, stop, reserve)

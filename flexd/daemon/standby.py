@@ -11,16 +11,16 @@ from flexd.config.model import Config
 from flexd.core.errors import ApiError
 from flexd.core.process_start import ProcessStart
 from flexd.daemon.active_daemon import refusing
-from flexd.ha.keeper import LeaseRenewer
+from flexd.ha.lease_renewer import LeaseRenewer
 from flexd.server.figures import DaemonFigures
 
 
 class Standby:
     """Implements ``DaemonApi``: the status and the probes; every other verb is refused with the leader's name."""
 
-    def __init__(self, config: Config, keeper: LeaseRenewer, started: ProcessStart) -> None:
+    def __init__(self, config: Config, renewer: LeaseRenewer, started: ProcessStart) -> None:
         self._config = config
-        self._keeper = keeper
+        self._renewer = renewer
         self._started = started
         self.problem = ""
         """Why this daemon could not lead when it might have; empty if nothing is known."""
@@ -32,7 +32,7 @@ class Standby:
 
     @property
     def reason(self) -> str:
-        record = self._keeper.lease.seen
+        record = self._renewer.lease.last_record
         if record is None or not record.holder:
             return "standby: nobody leads at present"
         return f"standby: {record.holder} leads (term {record.term})"
@@ -59,7 +59,7 @@ class Standby:
         return ProbeResult(ok=True)
 
     def ready(self) -> ProbeResult:
-        problems = [f"lease: {self._keeper.problem}"] if self._keeper.problem else []
+        problems = [f"lease: {self._renewer.problem}"] if self._renewer.problem else []
         if self.problem:
             problems.append(f"could not lead: {self.problem}")
         return ProbeResult(ok=False, reasons=(self.reason, *problems))

@@ -39,7 +39,7 @@ from flexd.operations.history.history import MigrationHistory
 from flexd.operations.pacing import MigrationPacing
 from flexd.operations.planning import PLAN_OUTCOMES, Planning
 from flexd.operations.proposals import Proposal
-from flexd.operations.step_reports import TrainingMonitor
+from flexd.operations.training_monitor import TrainingMonitor
 from flexd.planner.plan import Plan
 from flexd.server import figures as f
 from flexd.sketch.budget import TableChoice
@@ -137,7 +137,7 @@ class DaemonView:
         self._history = history
         self._leader = leader
 
-    def adopt(self, config: Config) -> None:
+    def apply_config(self, config: Config) -> None:
         self._config = config
 
     def plan(self, plan: Plan, live: Placement) -> PlanReport:
@@ -173,7 +173,7 @@ class DaemonView:
             last_plan=None if last is None else self.plan(last, planning.last_live),
             migration=None if execution is None else self.migration(execution),
             planning=planning_status(self._planning, self._auto),
-            throttle=throttle_status(self._pacing.figures()),
+            throttle=throttle_status(self._pacing.snapshot()),
             snapshot=self._snapshot(),
             scale_out=None if self._leader is None else leader_status(self._leader),
         )
@@ -281,7 +281,7 @@ class DaemonView:
             drift=self._drift_figures(),
             plan=self._plan_figures(),
             planning=planning_figures(self._planning, self._auto),
-            throttle=throttle_figures(self._pacing.figures()),
+            throttle=throttle_figures(self._pacing.snapshot()),
             migration=self._migration_figures(),
             placement=self._placement_figures(),
             training=self._training.totals(),
@@ -349,7 +349,7 @@ class DaemonView:
             progress=self.migration(execution).progress if execution is not None and running else math.nan,
             eta_seconds=math.nan if eta is None else eta,
             illegal_transitions=self._coordinator.status().illegal_transitions,
-            history=history_figures(self._history.figures),
+            history=history_figures(self._history.snapshot),
         )
 
     def _placement_figures(self) -> f.PlacementFigures:

@@ -48,7 +48,7 @@ class FileLeaseStore:
             raise self._error("cannot be made", error) from error
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         return f"directory {self._directory}"
 
     def read(self) -> LeaseRecord | None:
@@ -65,10 +65,12 @@ class FileLeaseStore:
                 raise self._error("cannot be read", error) from error
             return self._parsed(revision, data)
         raise LeaseError(
-            f"{self.where}: changes faster than it can be read", remedy="look for daemons with equal identity"
+            f"{self.location}: changes faster than it can be read", remedy="look for daemons with equal identity"
         )
 
-    def replace(self, seen: LeaseRecord | None, holder: str, term: int, duration_seconds: float) -> LeaseRecord | None:
+    def compare_and_set(
+        self, seen: LeaseRecord | None, holder: str, term: int, duration_seconds: float
+    ) -> LeaseRecord | None:
         revision = 1 + (0 if seen is None else int(seen.revision))
         path = self._directory / f"lease-{revision}"
         temporary = self._directory / f".{os.getpid()}-{os.urandom(8).hex()}.tmp"
@@ -115,7 +117,7 @@ class FileLeaseStore:
             return LeaseRecord(holder, term, float(duration), str(revision))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise LeaseError(
-                f"{self.where}: lease-{revision} is no lease: {error}",
+                f"{self.location}: lease-{revision} is no lease: {error}",
                 remedy="stop all daemons of the job, then remove the directory's files",
             ) from error
 
@@ -136,7 +138,7 @@ class FileLeaseStore:
 
     def _error(self, what: str, error: OSError) -> LeaseError:
         return LeaseError(
-            f"{self.where}: {what}: {error.strerror or error}",
+            f"{self.location}: {what}: {error.strerror or error}",
             remedy="high_availability.lease.path must be a directory that all daemons can write",
         )
 

@@ -75,7 +75,7 @@ class KubernetesLeaseStore:
         self._object: dict[str, Any] = {}
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         return f"Kubernetes lease {self._namespace}/{self._name}"
 
     def read(self) -> LeaseRecord | None:
@@ -84,7 +84,9 @@ class KubernetesLeaseStore:
             return None
         return self._taken(self._checked(answer))
 
-    def replace(self, seen: LeaseRecord | None, holder: str, term: int, duration_seconds: float) -> LeaseRecord | None:
+    def compare_and_set(
+        self, seen: LeaseRecord | None, holder: str, term: int, duration_seconds: float
+    ) -> LeaseRecord | None:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec: dict[str, Any] = {
             "leaseDurationSeconds": math.ceil(duration_seconds),
@@ -118,7 +120,7 @@ class KubernetesLeaseStore:
             return self._client.request(method, url, json=body, headers=headers)
         except httpx.HTTPError as error:
             raise LeaseError(
-                f"{self.where}: the API server does not answer: {error or type(error).__name__}",
+                f"{self.location}: the API server does not answer: {error or type(error).__name__}",
                 remedy="the lease ends by itself if this goes on; check the network to the API server",
             ) from error
 
@@ -126,7 +128,7 @@ class KubernetesLeaseStore:
         if answer.is_success:
             return answer
         raise LeaseError(
-            f"{self.where}: the API server answers {answer.status_code}: {_reason(answer)}",
+            f"{self.location}: the API server answers {answer.status_code}: {_reason(answer)}",
             remedy=_REMEDIES.get(answer.status_code, "see the API server's log"),
         )
 
@@ -147,7 +149,7 @@ class KubernetesLeaseStore:
                 raise ValueError("leaseDurationSeconds")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise LeaseError(
-                f"{self.where}: the API server's answer is no lease: {error}",
+                f"{self.location}: the API server's answer is no lease: {error}",
                 remedy="is KUBERNETES_SERVICE_HOST the API server? is the lease flexd's own?",
             ) from error
         self._object = found

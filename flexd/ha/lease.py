@@ -36,33 +36,34 @@ class Lease:
 
     Args:
         identity: of this process, different from that of every other one that ever asks, a restart included.
-        lowest_term: called before an acquisition; the new term is higher than what it returns. For what remembers
-            terms longer than the register does (a deleted Kubernetes object starts again from nothing).
+        highest_known_term: called before an acquisition; the new term is higher than what it returns. For what
+            remembers
+            terms longer than the store does (a deleted Kubernetes object starts again from nothing).
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        register: LeaseStore,
+        store: LeaseStore,
         identity: str,
         duration_seconds: float,
-        lowest_term: Callable[[], int] = lambda: 0,
+        highest_known_term: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = boot_seconds,
     ) -> None:
         self.identity = identity
         self.duration_seconds = duration_seconds
-        self._register = register
-        self._lowest_term = lowest_term
+        self._store = store
+        self._lowest_term = highest_known_term
         self._clock = clock
         self._mine: LeaseRecord | None = None
         self._standing: tuple[int, float] | None = None
-        self._seen: LeaseRecord | None = None
+        self._last_record: LeaseRecord | None = None
         self._unchanged_since = 0.0
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """For people: which file or object."""
-        return self._register.where
+        return self._store.location
 
     @property
     def term(self) -> int:
@@ -75,15 +76,15 @@ class Lease:
         return term > 0 and self.term == term
 
     @property
-    def seen(self) -> LeaseRecord | None:
+    def last_record(self) -> LeaseRecord | None:
         """The record as it was last read or written here."""
-        return self._seen
+        return self._last_record
 
-    def attempt(self) -> bool:
+    def acquire_or_renew(self) -> bool:
         """Renews the lease if it is held, or else takes it if that is allowed. Returns whether it is held now.
 
         Raises:
-            LeaseError: the register cannot be reached. A lease that is held stays so until its time is up.
+            LeaseError: the store cannot be reached. A lease that is held stays so until its time is up.
         """
         if self._mine is not None and self.term:
             return self._renew(self._mine)
@@ -94,12 +95,12 @@ class Lease:
         """Gives the lease back, so that nobody has to wait for its end; without effect if it is not held.
 
         Raises:
-            LeaseError: the register cannot be reached; the lease ends by itself.
+            LeaseError: the store cannot be reached; the lease ends by itself.
         """
         mine, term = self._mine, self.term
         self._drop()
         if mine is not None and term:
-            self._register.replace(mine, "", term, self.duration_seconds)
+            self._store.compare_and_set(mine, "", term, self.duration_seconds)
 
     def _renew(self, mine: LeaseRecord) -> bool:
         if self._write(mine, mine.term):
@@ -122,24 +123,24 @@ class Lease:
         term = max(0 if record is None else record.term, self._lowest_term()) + 1
         if term > MAX_TERM:
             raise LeaseError(
-                f"{self.where}: no term is left after {MAX_TERM}", remedy="start with a lease of a new name"
+                f"{self.location}: no term is left after {MAX_TERM}", remedy="start with a lease of a new name"
             )
         return self._write(record, term)
 
     def _write(self, seen: LeaseRecord | None, term: int) -> bool:
         sent = self._clock()
-        written = self._register.replace(seen, self.identity, term, self.duration_seconds)
+        written = self._store.compare_and_set(seen, self.identity, term, self.duration_seconds)
         if written is None:
             return False
-        self._mine = self._seen = written
+        self._mine = self._last_record = written
         self._standing = (term, sent + self.duration_seconds * (1 - CLOCK_MARGIN))
         return self.term == term
 
     def _read(self) -> LeaseRecord | None:
-        record = self._register.read()
-        if record != self._seen:
+        record = self._store.read()
+        if record != self._last_record:
             # After the read: the record was there before this moment, so its last renewal was sent before it.
-            self._seen, self._unchanged_since = record, self._clock()
+            self._last_record, self._unchanged_since = record, self._clock()
         return record
 
     def _drop(self) -> None:

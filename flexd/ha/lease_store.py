@@ -32,7 +32,7 @@ class LeaseStore(Protocol):
     """Shared by all daemons that may lead. Clocks play no part here: see ``flexd.ha.lease``."""
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """For people: which file or object."""
         ...
 
@@ -44,7 +44,9 @@ class LeaseStore(Protocol):
         """
         ...
 
-    def replace(self, seen: LeaseRecord | None, holder: str, term: int, duration_seconds: float) -> LeaseRecord | None:
+    def compare_and_set(
+        self, seen: LeaseRecord | None, holder: str, term: int, duration_seconds: float
+    ) -> LeaseRecord | None:
         """Writes a record if the newest one is still ``seen`` (None: if there is none); of several callers that have
         seen the same one, at most one succeeds. The record as written, or None if another one is there.
 

@@ -33,7 +33,7 @@ class AutoPlanner:
     """``tick`` belongs to the daemon's loop; attributes may be read from any thread.
 
     Args:
-        go_on: asked once, when the ranks are all there for the first time: whether it has set something going that an
+        resume: asked once, when the ranks are all there for the first time: whether it has set something going that an
             earlier daemon has left undone. Then the interval counts from there.
 
     Attributes:
@@ -46,13 +46,13 @@ class AutoPlanner:
         planning: Planning,
         drift: DriftMonitor,
         live: Callable[[], LiveTopology | None],
-        go_on: Callable[[], bool] = lambda: False,
+        resume: Callable[[], bool] = lambda: False,
     ) -> None:
         self.triggers = Triggers(trigger_settings(planner), time.monotonic())
         self._planning = planning
         self._drift = drift
         self._live = live
-        self._go_on = go_on
+        self._go_on = resume
         self._looked_back = False
         self._logged = ""
         self.refusal = ""
@@ -65,9 +65,9 @@ class AutoPlanner:
         if not self._looked_back:
             self._looked_back = True
             if self._go_on():
-                self.triggers.carried_out(time.monotonic(), live.generation)
+                self.triggers.migration_started(time.monotonic(), live.generation)
                 return
-        due = self.triggers.due(time.monotonic(), time.time(), live.generation, self._drift.take_reason)
+        due = self.triggers.due(time.monotonic(), time.time(), live.generation, self._drift.pop_reason)
         if due is None:
             return
         try:
@@ -75,7 +75,7 @@ class AutoPlanner:
             if due.held and len(proposal.plan.delta):
                 logger.info("plan %s (%s) is proposed only: %s", proposal.plan.plan_id, due.trigger.reason, due.held)
             else:
-                self._planning.carry_out(proposal)
+                self._planning.execute(proposal)
         except FlexdError as error:
             # The remedy names the cause, whatever the figures in the message are now.
             if error.remedy != self._logged:
@@ -83,15 +83,15 @@ class AutoPlanner:
             self._logged, self.refusal = error.remedy, error.message
             return
         self._logged = self.refusal = ""
-        self.triggers.made(due, live.generation)
+        self.triggers.plan_made(due, live.generation)
 
-    def by_hand(self, *, executed: bool) -> None:
+    def record_manual_plan(self, *, executed: bool) -> None:
         """Somebody has had a plan made, and carried out or not."""
         live = self._live() if executed else None
-        self.triggers.by_hand(time.monotonic(), executed=executed)
+        self.triggers.record_manual_plan(time.monotonic(), executed=executed)
         if live is not None:
-            self.triggers.carried_out(time.monotonic(), live.generation)
+            self.triggers.migration_started(time.monotonic(), live.generation)
 
-    def adopt(self, planner: PlannerConfig) -> None:
+    def apply_config(self, planner: PlannerConfig) -> None:
         """Other settings, from the next tick on."""
-        self.triggers.adopt(trigger_settings(planner), time.monotonic())
+        self.triggers.apply_settings(trigger_settings(planner), time.monotonic())

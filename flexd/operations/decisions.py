@@ -81,7 +81,7 @@ class DecisionFile:
 
     Attributes:
         now: what is decided, on disk or not.
-        failures: writes that failed since the start; ``retry`` tries again. set_aside: files that were not usable.
+        failures: writes that failed since the start; ``retry`` tries again. quarantined: files that were not usable.
         problem: why the newest write failed; empty if it did not.
 
     Raises:
@@ -91,14 +91,14 @@ class DecisionFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self.failures = self.set_aside = 0
+        self.failures = self.quarantined = 0
         self.problem = ""
-        self.now = self._read()
+        self.current = self._read()
 
-    def decide(self, **changed: Pause | ThrottleOverride | RequestedRollback | None) -> None:
+    def update(self, **changed: Pause | ThrottleOverride | RequestedRollback | None) -> None:
         """Changes fields of ``now``: in effect at once; durable when it returns, or else ``problem`` says why not."""
         with self._lock:
-            self.now = self.now.model_copy(update=changed)
+            self.current = self.current.model_copy(update=changed)
             self._write()
 
     def retry(self) -> None:
@@ -124,7 +124,7 @@ class DecisionFile:
             return Decisions.model_validate_json(content)
         except ValueError as error:
             faults = describe_faults(error, Decisions, {}) if isinstance(error, ValidationError) else [str(error)]
-            self.set_aside += 1
+            self.quarantined += 1
             quarantine_file(self._path)
             logger.error(
                 "%s is not usable (%s): it is kept as *.unusable; no pause, throttle or rollback is taken from it",
@@ -134,7 +134,7 @@ class DecisionFile:
 
     def _write(self) -> None:
         try:
-            replace_file(self._path, [self.now.model_dump_json().encode() + b"\n"])
+            replace_file(self._path, [self.current.model_dump_json().encode() + b"\n"])
         except SnapshotError as error:
             self.failures += 1
             logger.log(logging.DEBUG if self.problem else logging.ERROR, "decisions outlive no restart yet: %s", error)

@@ -80,7 +80,7 @@ class DriftMonitor:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._reference: PlacementTraffic | None = None
-        self._strange: PlacementTraffic | None = None
+        self._candidate: PlacementTraffic | None = None
         """Of a placement that is not the reference's: taken as the reference if it is still there the next time. A plan
         that was just made may not have begun to move."""
         self._reason: str | None = None
@@ -97,7 +97,7 @@ class DriftMonitor:
         self._thread = threading.Thread(target=self._run, name="flexd-drift", daemon=True)
         self._thread.start()
 
-    def adopt(self, settings: PlannerConfig) -> None:
+    def apply_config(self, settings: PlannerConfig) -> None:
         """Other settings, from the next look on."""
         self._settings = settings
 
@@ -113,11 +113,11 @@ class DriftMonitor:
         """Since the newest evaluation, NaN before the first."""
         return time.monotonic() - self._evaluated_at
 
-    def planned(self, reference: PlacementTraffic) -> None:
+    def set_reference(self, reference: PlacementTraffic) -> None:
         """A plan is carried out, or was found to change nothing: what its target costs under the profile it was made
         from is the reference from now on."""
         with self._guard:
-            self._reference, self._strange, self._reason, self.newest = reference, None, None, None
+            self._reference, self._candidate, self._reason, self.newest = reference, None, None, None
 
     def _price(self, profile: Profile, layout: RankLayout, placement: Placement) -> PlacementTraffic:
         settings = self._settings
@@ -126,13 +126,13 @@ class DriftMonitor:
             training_shape(settings), running_exchange(settings),
         )  # fmt: skip
 
-    def take_reason(self) -> str | None:
+    def pop_reason(self) -> str | None:
         """Why to plan again, once for each evaluation that says so."""
         with self._guard:
             reason, self._reason = self._reason, None
             return reason
 
-    def saved(self) -> dict[str, Any]:
+    def reference_state(self) -> dict[str, Any]:
         """The reference as JSON-able values, for ``restored``; empty if there is none."""
         with self._guard:
             return {} if self._reference is None else self._reference.to_dict()
@@ -160,12 +160,12 @@ class DriftMonitor:
             if self._migrating() or self._coordinator.placement().version != placement.version:
                 return None
             if reference is None or not reference.compares_with(now):
-                known = reference is None or (self._strange is not None and self._strange.compares_with(now))
-                self._strange = None if known else now
+                known = reference is None or (self._candidate is not None and self._candidate.compares_with(now))
+                self._candidate = None if known else now
                 self._reference = now if known else reference
                 self._reason, self.newest = None, None
                 return None
-            self._strange = None
+            self._candidate = None
             self.newest = Drift(reference, now)
             self._evaluated_at = time.monotonic()
             threshold = self._settings.drift_threshold

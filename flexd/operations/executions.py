@@ -113,7 +113,7 @@ class Executions:
         """Whether the ranks are on their way to another placement."""
         return self.last is not None and not self.last.migration.done
 
-    def adopt(self, control: ControlConfig) -> None:
+    def apply_config(self, control: ControlConfig) -> None:
         """Other sizes of chunks, from the next migration on."""
         self._control = control
 
@@ -145,7 +145,7 @@ class Executions:
             ApiError: nothing is under way (409), or there are no ranks to roll back to (409).
             ControlError: the coordinator is stopping.
         """
-        under_way = self.under_way(rollback, live)
+        under_way = self.unfinished(rollback, live)
         words = f"aborted by {who}" + (f": {reason}" if reason else "")
         for execution in under_way:
             execution.migration.abort(words)
@@ -158,17 +158,17 @@ class Executions:
         Raises:
             ApiError: as ``abort``.
         """
-        under_way = self.under_way(rollback, live)
+        under_way = self.unfinished(rollback, live)
         stopped = _stopped(under_way)
         rollback_plan = self.rollback_plan(stopped.migration.base, live) if rollback and live is not None else None
         return AbortPreview(stopped, tuple(each for each in under_way if each is not stopped), rollback_plan)
 
-    def under_way(self, rollback: bool, live: LiveTopology | None) -> list[Execution]:
+    def unfinished(self, rollback: bool, live: LiveTopology | None) -> list[Execution]:
         """What ``abort`` would end now, oldest first. Raises as ``abort``."""
         with self._lock:
             under_way = [execution for execution in self._open if not execution.migration.done]
         if not under_way:
-            raise nothing_under_way()
+            raise no_migration_running()
         if rollback and live is None:
             raise ApiError(
                 "no rank is registered", status=409, remedy="abort without --rollback, or wait for the ranks"
@@ -292,7 +292,7 @@ def _stopped(under_way: list[Execution]) -> Execution:
     return (started or under_way)[-1]
 
 
-def nothing_under_way() -> ApiError:
+def no_migration_running() -> ApiError:
     """What an abort is told then."""
     return ApiError("no migration is under way", status=409, remedy="flexd history shows those that have ended")
 

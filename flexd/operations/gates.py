@@ -24,7 +24,7 @@ class Gate:
         measured: accesses, share, seconds, messages or share, as the name says.
         required: the bound.
         at_most: the bound is an upper one.
-        words: what is wrong if it is closed.
+        problem: what is wrong if it is closed.
         remedy: what to do then.
     """
 
@@ -33,7 +33,7 @@ class Gate:
     measured: float
     required: float
     at_most: bool
-    words: str
+    problem: str
     remedy: str
 
     @property
@@ -41,7 +41,7 @@ class Gate:
         return self.measured <= self.required if self.at_most else self.measured >= self.required
 
 
-def gates(profile: Profile, settings: PlannerConfig) -> tuple[Gate, ...]:
+def evaluate_gates(profile: Profile, settings: PlannerConfig) -> tuple[Gate, ...]:
     """All of them, open or closed, always in the same order."""
     seen = [table for table in profile.tables if table.weight > 0]
     weight = sum(table.weight for table in seen)
@@ -90,8 +90,8 @@ def sketch_error(profile: Profile) -> float:
     return wide / listed if listed > 0 else 0.0
 
 
-def check(checked: Sequence[Gate]) -> None:
+def require_open(checked: Sequence[Gate]) -> None:
     """Raises PlanError that names every closed gate."""
     closed = [gate for gate in checked if not gate.open]
     if closed:
-        raise PlanError("; ".join(gate.words for gate in closed), remedy="; ".join(gate.remedy for gate in closed))
+        raise PlanError("; ".join(gate.problem for gate in closed), remedy="; ".join(gate.remedy for gate in closed))

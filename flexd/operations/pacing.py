@@ -134,7 +134,7 @@ class MigrationPacing:
         running = self._controller.state is PaceState.RUNNING
         self._throttle.set_pace(PaceLimit(self._controller.bytes_per_step, paused=not running))
 
-    def ranks_are(self, generation: int) -> None:
+    def set_generation(self, generation: int) -> None:
         """Which topology generation is live. Steps of other ranks take another time."""
         with self._lock:
             if generation == self._generation:
@@ -147,7 +147,7 @@ class MigrationPacing:
             self._controller.forget()
             self._set_pace()
 
-    def change(self, limits: ThrottleLimits, adaptive: bool) -> None:
+    def set_limits(self, limits: ThrottleLimits, adaptive: bool) -> None:
         """Other limits from the next chunk on, whether a migration runs or not."""
         with self._lock:
             self._throttle.change(limits)
@@ -157,14 +157,14 @@ class MigrationPacing:
             self._controller.adopt(self._pace_settings())
             self._set_pace()
 
-    def adopt(self, settings: ControlConfig) -> None:
+    def apply_config(self, settings: ControlConfig) -> None:
         """Another configuration: its limits, if they are other ones than before, replace what was asked for since."""
         before, self._settings = self._settings.throttle, settings
         throttle = settings.throttle
         if throttle == before:
-            self.change(self.limits, self._adaptive)
+            self.set_limits(self.limits, self._adaptive)
         else:
-            self.change(ThrottleLimits(throttle.bytes_per_step, throttle.bytes_per_second), throttle.adaptive)
+            self.set_limits(ThrottleLimits(throttle.bytes_per_step, throttle.bytes_per_second), throttle.adaptive)
 
     @property
     def limits(self) -> ThrottleLimits:
@@ -174,7 +174,7 @@ class MigrationPacing:
     def adaptive(self) -> bool:
         return self._adaptive
 
-    def figures(self) -> PacingSnapshot:
+    def snapshot(self) -> PacingSnapshot:
         with self._lock:
             controller = self._controller
             return PacingSnapshot(
@@ -192,7 +192,7 @@ class MigrationPacing:
             )
 
 
-def changed(limits: ThrottleLimits, bytes_per_step: int | None, bytes_per_second: int | None) -> ThrottleLimits:
+def merge_limits(limits: ThrottleLimits, bytes_per_step: int | None, bytes_per_second: int | None) -> ThrottleLimits:
     """``limits`` with the given ones replaced: None keeps one, 0 lifts it."""
     if bytes_per_step is not None:
         limits = replace(limits, bytes_per_step=bytes_per_step or None)

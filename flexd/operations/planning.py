@@ -17,11 +17,11 @@ from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.drift import ProfileMaker
 from flexd.operations.executions import Execution, Executions
-from flexd.operations.gates import Gate, check, gates
+from flexd.operations.gates import Gate, evaluate_gates, require_open
 from flexd.operations.plan_log import PlanLog
 from flexd.operations.plan_settings import plan_limits, running_exchange, training_shape
 from flexd.operations.proposals import Proposal, Proposals, outdated, refuse_if
-from flexd.operations.step_reports import TrainingMonitor
+from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.triggers import Trigger
 from flexd.planner.drift import Drift, PlacementTraffic, placement_traffic
 from flexd.planner.explain import explain
@@ -37,7 +37,7 @@ class Planning:
     """Makes plans, hands them to the coordinator, and keeps account. Thread-safe; one plan at a time.
 
     Args:
-        on_planned: told of every plan that is carried out, or was found to change nothing: what its target costs under
+        on_executed: told of every plan that is carried out, or was found to change nothing: what its target costs under
             the profile it was made from.
     """
 
@@ -50,7 +50,7 @@ class Planning:
         coordinator: Coordinator,
         training: TrainingMonitor,
         log: PlanLog,
-        on_planned: Callable[[PlacementTraffic], None] = lambda reference: None,
+        on_executed: Callable[[PlacementTraffic], None] = lambda reference: None,
     ) -> None:
         self._config = config
         self._keyspace = keyspace
@@ -58,7 +58,7 @@ class Planning:
         self._profile = profile
         self._coordinator = coordinator
         self._training = training
-        self._on_planned = on_planned
+        self._on_executed = on_executed
         self.check(config)
         self._making = threading.Lock()
         self._serial = 0
@@ -78,10 +78,10 @@ class Planning:
         plan_limits(config.planner).check(self._keyspace)
         training_shape(config.planner).check_names(self._keyspace)
 
-    def adopt(self, config: Config) -> None:
+    def apply_config(self, config: Config) -> None:
         """Other settings, from the next plan on."""
         self._config = config
-        self.executions.adopt(config.control)
+        self.executions.apply_config(config.control)
 
     def profile_age_seconds(self) -> float:
         """Since the newest profile was made; NaN before the first."""
@@ -120,7 +120,7 @@ class Planning:
                     self.seconds += time.monotonic() - started
             self.last_profile = profile
             proposal = Proposal(plan, live, self.last_gates, trigger, traffic, dry_run)
-            self.proposals.keep(proposal)
+            self.proposals.add(proposal)
             if not dry_run:
                 self.last_plan, self.last_live = plan, live
             return proposal
@@ -139,10 +139,10 @@ class Planning:
         plan_id = proposal.plan.plan_id
         refuse_if(self.outdated(proposal), plan_id)
         if not force:
-            check(proposal.gates)
+            require_open(proposal.gates)
         with self._making:
             refuse_if(self._drifted(proposal), plan_id)
-        return proposal, self.carry_out(proposal, trigger)
+        return proposal, self.execute(proposal, trigger)
 
     def outdated(self, proposal: Proposal) -> str:
         """Why it cannot be carried out any more, whatever the accesses are; empty if it can."""
@@ -207,9 +207,9 @@ class Planning:
             )
         profile = self._profile(per_step, topology.layout)
         self._profiled_at = time.monotonic()
-        self.last_gates = gates(profile, settings)
+        self.last_gates = evaluate_gates(profile, settings)
         if checked:
-            check(self.last_gates)
+            require_open(self.last_gates)
         live = self._coordinator.placement()
         self._serial += 1
         plan = make_plan(
@@ -231,7 +231,7 @@ class Planning:
         )
         return plan, profile, live, topology.layout
 
-    def carry_out(self, proposal: Proposal, trigger: Trigger | None = None) -> Execution | None:
+    def execute(self, proposal: Proposal, trigger: Trigger | None = None) -> Execution | None:
         """Starts the plan's migration, which supersedes the one in flight; None if the plan changes nothing.
 
         Args:
@@ -243,14 +243,14 @@ class Planning:
         """
         plan, trigger = proposal.plan, trigger or proposal.trigger
         if len(plan.delta) == 0:
-            self.proposals.drop(plan.plan_id)
-            self._on_planned(proposal.traffic)
+            self.proposals.remove(plan.plan_id)
+            self._on_executed(proposal.traffic)
             self.outcomes["unchanged"] += 1
             return None
         overridden = tuple(gate.name for gate in proposal.closed_gates)
         execution = self.executions.start(plan, trigger, overridden, self.live_topology())
-        self.proposals.drop(plan.plan_id)
-        self._on_planned(proposal.traffic)
+        self.proposals.remove(plan.plan_id)
+        self._on_executed(proposal.traffic)
         self.outcomes["changed"] += 1
         self.overridden.update(overridden)
         return execution

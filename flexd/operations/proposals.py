@@ -15,7 +15,7 @@ from flexd.planner.drift import PlacementTraffic
 from flexd.planner.plan import Plan
 
 LATEST = "latest"
-MAX_OF_A_KIND = 4
+MAX_PER_KIND = 4
 """Kept dry runs, and kept proposals of the daemon's own: a million replicated rows take about 27 MB each."""
 
 
@@ -50,15 +50,15 @@ class Proposals:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Proposal] = OrderedDict()
 
-    def keep(self, proposal: Proposal) -> None:
+    def add(self, proposal: Proposal) -> None:
         """The oldest of the same kind leaves: looking never pushes out what the daemon proposed."""
         with self._lock:
             self._kept[proposal.plan.plan_id] = proposal
             same = [name for name, other in self._kept.items() if other.dry_run == proposal.dry_run]
-            for name in same[:-MAX_OF_A_KIND]:
+            for name in same[:-MAX_PER_KIND]:
                 del self._kept[name]
 
-    def drop(self, plan_id: str) -> None:
+    def remove(self, plan_id: str) -> None:
         """It was carried out, or is of no use any more."""
         with self._lock:
             self._kept.pop(plan_id, None)

@@ -19,7 +19,7 @@ from flexd.operations.executions import (
     Execution,
     Executions,
     RollbackPlan,
-    nothing_under_way,
+    no_migration_running,
     rollback_trigger,
 )
 from flexd.operations.history.history import MigrationHistory
@@ -74,23 +74,23 @@ class RollbackRecovery:
         if newest is None or logged is None or logged.get("plan_id") != newest.plan_id:
             return newest
         # The last daemon may have ended in good order: it has seen the end of what it then had to give up.
-        return newest if logged.get("state") == MigrationState.FAILED.value or self._was_asked_for(newest) else None
+        return newest if logged.get("state") == MigrationState.FAILED.value or self._was_requested(newest) else None
 
-    def go_on(self) -> bool:
+    def resume(self) -> bool:
         """Goes on with a rollback that an earlier daemon was asked for; False if there is none. Call it when the ranks
         are all there, before anything else is planned."""
         interrupted = self.interrupted
-        if interrupted is None or not (interrupted.returns_to is not None or self._was_asked_for(interrupted)):
+        if interrupted is None or not (interrupted.returns_to is not None or self._was_requested(interrupted)):
             return False
         try:
-            done = self.begin("the daemon ended before it was done", ITSELF)
+            done = self.start("the daemon ended before it was done", ITSELF)
         except FlexdError as error:
             logger.warning("the rollback of %s does not go on: %s", interrupted.migration_id, error)
             return False
         logger.info("%s goes on with the rollback that was asked for", done.rollback.migration.migration_id)
         return True
 
-    def begin(self, reason: str, who: str) -> RecoveredRollback:
+    def start(self, reason: str, who: str) -> RecoveredRollback:
         """Goes back to where the ``interrupted`` migration started, or on to where it was going if that was a rollback.
 
         Raises:
@@ -98,12 +98,12 @@ class RollbackRecovery:
                 (409 each).
             ControlError: the coordinator is stopping.
         """
-        interrupted, base, live = self._where_to()
+        interrupted, base, live = self._target()
         recorded = self._recorded(interrupted.migration_id)
-        if not self._was_asked_for(interrupted):
-            self._decisions.decide(rollback=RequestedRollback(migration_ids=(interrupted.migration_id,)))
+        if not self._was_requested(interrupted):
+            self._decisions.update(rollback=RequestedRollback(migration_ids=(interrupted.migration_id,)))
         started = self._executions.start_rollback(
-            self._free_name(interrupted), interrupted.plan_id, lambda: base, live.generation,
+            self._unused_id(interrupted), interrupted.plan_id, lambda: base, live.generation,
             rollback_trigger(interrupted.migration_id, reason, who), live,
         )  # fmt: skip
         return RecoveredRollback(interrupted, recorded, started)
@@ -114,13 +114,13 @@ class RollbackRecovery:
         Raises:
             ApiError: as ``begin``.
         """
-        interrupted, base, live = self._where_to()
+        interrupted, base, live = self._target()
         return interrupted, self._recorded(interrupted.migration_id), self._executions.rollback_plan(base, live)
 
-    def _where_to(self) -> tuple[JournalledMigration, Placement, LiveTopology]:
+    def _target(self) -> tuple[JournalledMigration, Placement, LiveTopology]:
         interrupted, live = self.interrupted, self._coordinator.live()
         if interrupted is None:
-            raise nothing_under_way()
+            raise no_migration_running()
         if live is None or not live.ready:
             raise ApiError("the ranks are not all there", status=409, remedy="flexd status says what is missing")
         try:
@@ -133,12 +133,12 @@ class RollbackRecovery:
                 remedy="flexd replan makes a plan from what the ranks have now",
             ) from error
 
-    def _was_asked_for(self, interrupted: JournalledMigration) -> bool:
+    def _was_requested(self, interrupted: JournalledMigration) -> bool:
         """Was somebody already told that this migration is taken back?"""
-        asked = self._decisions.now.rollback
+        asked = self._decisions.current.rollback
         return asked is not None and interrupted.migration_id in asked.migration_ids
 
-    def _free_name(self, interrupted: JournalledMigration) -> str:
+    def _unused_id(self, interrupted: JournalledMigration) -> str:
         """Every try keeps its place in the history, and one that died before it was written there keeps its id."""
         base = interrupted.migration_id
         base = f"{base}{ROLLBACK}" if interrupted.returns_to is None else _AGAIN.sub("", base)

@@ -127,7 +127,7 @@ class Triggers:
             return Trigger(TriggerKind.DRIFT, reason)
         return Trigger(TriggerKind.INTERVAL, "interval") if now >= self._next_plan_at else None
 
-    def made(self, due: Due, generation: int) -> None:
+    def plan_made(self, due: Due, generation: int) -> None:
         """The plan is made and, unless ``due.held``, carried out. Drift proposes once until something is carried out:
         the placement stays, so it would say the same again after every look."""
         self._planned_generation = generation
@@ -139,7 +139,7 @@ class Triggers:
             if self.settings.auto:
                 self._waiting = self._waiting or due.trigger
 
-    def by_hand(self, now: float, *, executed: bool) -> None:
+    def record_manual_plan(self, now: float, *, executed: bool) -> None:
         """Somebody has had a plan made (and carried out): the interval counts from there."""
         self.fired[TriggerKind.MANUAL] += 1
         if executed:
@@ -147,13 +147,13 @@ class Triggers:
             self._waiting = None
             self._proposed_for_drift = False
 
-    def carried_out(self, now: float, generation: int) -> None:
+    def migration_started(self, now: float, generation: int) -> None:
         """Something was set going for these ranks that is no plan of these triggers: that they are new is no reason to
         plan any more, and the interval counts from there."""
         self._planned_generation = generation
         self._next_plan_at = now + self.settings.interval_seconds
 
-    def adopt(self, settings: TriggerSettings, now: float) -> None:
+    def apply_settings(self, settings: TriggerSettings, now: float) -> None:
         """Other settings, from now on."""
         self.settings = settings
         self._next_plan_at = min(self._next_plan_at, now + settings.interval_seconds)

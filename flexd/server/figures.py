@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flexd.operations.step_reports import RankAverages, TrainingTotals
+from flexd.operations.training_monitor import RankAverages, TrainingTotals
 
 TIER_NAMES = ("home", "node", "device")
 
@@ -163,13 +163,13 @@ class HistoryFigures:
     """The history of migrations since the daemon started.
 
     Attributes:
-        entries: written. lost: dropped unwritten. failures: failed writes, tried again. set_aside: unusable files.
+        entries: written. lost: dropped unwritten. failures: failed writes, tried again. quarantined: unusable files.
     """
 
     entries: int = 0
     lost: int = 0
     failures: int = 0
-    set_aside: int = 0
+    quarantined: int = 0
 
 
 @dataclass(frozen=True)
@@ -177,11 +177,11 @@ class DecisionFigures:
     """What people have decided, since the daemon started.
 
     Attributes:
-        failures: writes that failed, tried again. set_aside: unusable files.
+        failures: writes that failed, tried again. quarantined: unusable files.
     """
 
     failures: int = 0
-    set_aside: int = 0
+    quarantined: int = 0
 
 
 @dataclass(frozen=True)

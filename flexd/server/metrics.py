@@ -21,7 +21,7 @@ from flexd.api.families import counter as _counter
 from flexd.api.families import counters as _counters
 from flexd.api.families import gauge as _gauge
 from flexd.api.families import gauges as _gauges
-from flexd.operations.step_reports import LINKS, TRAFFIC_KINDS, RankAverages, TrainingTotals
+from flexd.operations.training_monitor import LINKS, TRAFFIC_KINDS, RankAverages, TrainingTotals
 from flexd.server.availability_metrics import availability_metrics
 from flexd.server.figures import (
     TIER_NAMES,
@@ -266,7 +266,7 @@ def _migration(migration: MigrationFigures) -> Iterator[Metric]:
         "flexd_history_failures", "Writes of the history that failed, and are tried again.", history.failures
     )
     yield _counter(
-        "flexd_history_set_aside", "History files that were not usable and were set aside.", history.set_aside
+        "flexd_history_quarantined", "History files that were not usable and were quarantined.", history.quarantined
     )
 
 

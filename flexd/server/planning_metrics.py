@@ -29,7 +29,9 @@ def decision_metrics(decisions: DecisionFigures) -> Iterator[Metric]:
         "flexd_decisions_failures", "Writes of decisions.json that failed, and are tried again.", decisions.failures
     )
     yield counter(
-        "flexd_decisions_set_aside", "Files of decisions that were not usable and were set aside.", decisions.set_aside
+        "flexd_decisions_quarantined",
+        "Files of decisions that were not usable and were quarantined.",
+        decisions.quarantined,
     )
 
 

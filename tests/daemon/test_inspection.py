@@ -15,8 +15,8 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.daemon.follower_inspection import FollowerInspection
 from flexd.daemon.inspection import Inspection, row_wise_inter_node_bytes
-from flexd.operations.recent_traffic import INTERVAL_SECONDS, MAX_SAMPLES, TrafficTimeline
-from flexd.operations.step_reports import TrainingMonitor
+from flexd.operations.traffic_timeline import INTERVAL_SECONDS, MAX_SAMPLES, TrafficTimeline
+from flexd.operations.training_monitor import TrainingMonitor
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
 

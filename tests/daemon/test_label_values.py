@@ -12,7 +12,7 @@ from flexd.daemon.label_values import with_zeros
 from flexd.daemon.scale_out_view import follower_figures
 from flexd.daemon.view import ingest_figures
 from flexd.ingest.stats import IngestStats
-from flexd.operations.gates import GATE_NAMES, gates
+from flexd.operations.gates import GATE_NAMES, evaluate_gates
 from flexd.scaleout.delta_sender import FAILURE_REASONS
 from flexd.scaleout.follower import FollowerStats
 from flexd.server.metrics import Metrics
@@ -63,7 +63,9 @@ def test_what_has_come_up_is_kept_whether_it_was_expected_or_not():
 
 
 def test_the_gates_are_those_that_are_named():
-    assert tuple(gate.name for gate in gates(Profile((), generation=1, samples=0), PlannerConfig())) == GATE_NAMES
+    assert (
+        tuple(gate.name for gate in evaluate_gates(Profile((), generation=1, samples=0), PlannerConfig())) == GATE_NAMES
+    )
 
 
 def test_a_follower_shows_why_pushes_can_fail():

@@ -267,11 +267,11 @@ def test_one_reload_waits_for_the_other(tmp_path: Path) -> None:
     other = threading.Thread(target=file.reload, args=(lambda _: second.set(),))
     overlapped: list[bool] = []
 
-    def adopt(_: Config) -> None:
+    def apply_config(_: Config) -> None:
         other.start()
         overlapped.append(second.wait(0.5))
 
-    file.reload(adopt)
+    file.reload(apply_config)
     other.join(20)
     assert overlapped == [False]
     assert not second.is_set(), "what the first has taken is no change for the second"

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from flexd.operations.step_reports import RankAverages, TrainingTotals
+from flexd.operations.training_monitor import RankAverages, TrainingTotals
 from flexd.server.figures import (
     ControlFigures,
     DaemonFigures,

@@ -86,9 +86,9 @@ class Setting:
             profile, self.keyspace, live.layout, CLUSTER, live.replica_slots, self.coordinator.now, plan_id="p",
             parent_id="", topology_generation=1, horizon_steps=1e9, now_unix_seconds=0.0, reason="test",
         )  # fmt: skip
-        self.monitor.planned(placement_traffic(profile, self.keyspace, live.layout, CLUSTER, plan.target))
+        self.monitor.set_reference(placement_traffic(profile, self.keyspace, live.layout, CLUSTER, plan.target))
         return plan.target
 
-    def carry_out(self) -> Placement:
+    def execute(self) -> Placement:
         self.coordinator.now = replace(self.plan(), version=self.coordinator.now.version + 1)
         return self.coordinator.now

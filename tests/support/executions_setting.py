@@ -41,15 +41,15 @@ class Setting:
             "job", listen_port=port, secret=SECRET, timeout_seconds=4.0, tick_seconds=0.005, window_chunks=1
         )
         self.coordinator = Coordinator(
-            options, TABLES, self.journal, on_migration=self.history.record, throttle=throttle
+            options, TABLES, self.journal, on_migration=self.history.record_migration, throttle=throttle
         )
         self.coordinator.start()
         self.log = PlanLog(directory / "plans.jsonl")
         self.executions = Executions(
             ControlConfig(chunk_rows=10, chunk_bytes=2**30), TABLES, self.coordinator, self.log
         )
-        self.by_hand: list[bool] = []
-        auto: Any = SimpleNamespace(by_hand=lambda executed: self.by_hand.append(executed))
+        self.record_manual_plan: list[bool] = []
+        auto: Any = SimpleNamespace(record_manual_plan=lambda executed: self.record_manual_plan.append(executed))
         self.stopping = threading.Event()
         self.decisions = DecisionFile(directory / "decisions.json")
         self.late = RollbackRecovery(self.executions, self.log, self.history, self.coordinator, self.decisions)

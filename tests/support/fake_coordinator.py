@@ -63,10 +63,10 @@ class FakeCoordinator:
         migration = Migration(plan_id, chunks, generation, on_progress, metadata)
         self.migrations.append(migration)
         if self.obedient:
-            self.carry_out(migration)
+            self.execute(migration)
         return migration
 
-    def carry_out(self, migration: Migration, chunks: int = 1_000, end: TransitionEvent | None = None) -> None:
+    def execute(self, migration: Migration, chunks: int = 1_000, end: TransitionEvent | None = None) -> None:
         """Applies so many chunks, then ends the migration as the coordinator does."""
         migration.fire(TransitionEvent.START)
         migration.begin(self.now)

@@ -31,13 +31,13 @@ class HistorySnapshot:
 
     Attributes:
         entries: written. lost: dropped unwritten, since too many waited. failures: writes that failed, and are tried
-            again. set_aside: files that were not usable. problem: why the newest write failed; None if it did not.
+            again. quarantined: files that were not usable. problem: why the newest write failed; None if it did not.
     """
 
     entries: int = 0
     lost: int = 0
     failures: int = 0
-    set_aside: int = 0
+    quarantined: int = 0
     problem: str | None = None
 
 
@@ -53,7 +53,7 @@ class MigrationHistory:
     def __init__(
         self, path: Path, keep: int, on_event: Callable[..., None] | None = None, retry_seconds: float = RETRY_SECONDS
     ) -> None:
-        self._store = HistoryStore(path, keep, self._set_aside)
+        self._store = HistoryStore(path, keep, self._quarantine)
         self._on_event = on_event
         self._retry_seconds = retry_seconds
         self._changed = threading.Condition()
@@ -82,11 +82,11 @@ class MigrationHistory:
         return not self._thread.is_alive()
 
     @property
-    def figures(self) -> HistorySnapshot:
+    def snapshot(self) -> HistorySnapshot:
         with self._changed:
             return HistorySnapshot(self._entries, self._lost, self._failures, self._aside, self._problem)
 
-    def record(self, news: MigrationEvent) -> None:
+    def record_migration(self, news: MigrationEvent) -> None:
         """From the coordinator's thread; see ``Coordinator``."""
         transition = news.transition
         entry = HistoryEntry(
@@ -95,7 +95,7 @@ class MigrationHistory:
         )
         self._add(entry)
 
-    def note(self, action: ActionRecord) -> None:
+    def record_action(self, action: ActionRecord) -> None:
         """Something else than a migration; from any thread."""
         self._add(action)
 
@@ -195,9 +195,9 @@ class MigrationHistory:
                 self._lost += 1
                 self._written += 1
 
-    def _set_aside(self, reason: str) -> None:
+    def _quarantine(self, reason: str) -> None:
         with self._changed:
             self._aside += 1
         logger.error("the migration history was not usable (%s): it is kept as *.unusable, and begun anew", reason)
         if self._on_event is not None:
-            self._on_event("history_set_aside", {"reason": reason})
+            self._on_event("history_quarantined", {"reason": reason})

@@ -1,4 +1,4 @@
-"""The history's SQLite file: bounded, mode 0600, set aside if it is corrupt."""
+"""The history's SQLite file: bounded, mode 0600, quarantined if it is corrupt."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ class HistoryStore:
     Args:
         path: the file; it is made when the first entry is written, or opened.
         keep: migrations, and as many actions, at most: the oldest go. May be set at any time.
-        on_set_aside: told why, when a file that is not usable was moved to ``PATH.unusable``.
+        on_quarantine: told why, when a file that is not usable was moved to ``PATH.unusable``.
     """
 
-    def __init__(self, path: Path, keep: int, on_set_aside: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, keep: int, on_quarantine: Callable[[str], None]) -> None:
         self._path = path
         self.keep = keep
-        self._on_set_aside = on_set_aside
+        self._on_quarantine = on_quarantine
         self._connection: sqlite3.Connection | None = None
 
     def open(self) -> None:
@@ -102,9 +102,9 @@ class HistoryStore:
             except sqlite3.Error as error:
                 if not _is_unusable(error):
                     raise
-                self._set_aside(str(error))
+                self._quarantine(str(error))
                 self._connection = self._opened()
-            self._close_what_was_under_way(self._connection)
+            self._fail_unfinished(self._connection)
 
     def close(self) -> None:
         if self._connection is not None:
@@ -115,7 +115,7 @@ class HistoryStore:
         """All of them or none, in one transaction.
 
         Raises:
-            SnapshotError: they cannot be written. A corrupt file is set aside first, and they go to a new one.
+            SnapshotError: they cannot be written. A corrupt file is quarantined first, and they go to a new one.
         """
         self.open()
         with self._named("cannot be written"):
@@ -125,7 +125,7 @@ class HistoryStore:
                 if not _is_unusable(error):
                     raise
                 self.close()
-                self._set_aside(str(error))
+                self._quarantine(str(error))
                 self._connection = self._opened()
                 self._write(entries)
 
@@ -227,7 +227,7 @@ class HistoryStore:
             raise
         return connection
 
-    def _close_what_was_under_way(self, connection: sqlite3.Connection) -> None:
+    def _fail_unfinished(self, connection: sqlite3.Connection) -> None:
         final = [state.name for state in FINAL_STATES]
         with _transaction(connection):
             marks = ", ".join("?" * len(final))
@@ -250,12 +250,12 @@ class HistoryStore:
                 )
             connection.execute("UPDATE migrations SET settled = 1")
 
-    def _set_aside(self, reason: str) -> None:
+    def _quarantine(self, reason: str) -> None:
         for suffix in _SIDE_FILES:
             side = Path(f"{self._path}{suffix}")
             if side.exists():
                 side.replace(f"{self._path}.unusable{suffix}")
-        self._on_set_aside(reason)
+        self._on_quarantine(reason)
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection | None]:

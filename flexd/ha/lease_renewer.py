@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 class LeaseRenewer:
     """Attempts the lease every ``renew_seconds`` until ``stop``. Whether it is held: ``Lease.term``.
 
-    A call to the register that hangs holds nobody but this thread: the lease then ends by the clock.
+    A call to the store that hangs holds nobody but this thread: the lease then ends by the clock.
     """
 
     def __init__(self, lease: Lease, renew_seconds: float) -> None:
@@ -25,7 +25,7 @@ class LeaseRenewer:
         self._stopping = threading.Event()
         self._not_before = 0.0
         self.failures = 0
-        """Attempts that could not reach the register."""
+        """Attempts that could not reach the store."""
         self.problem = ""
         """Why the newest attempt failed; empty if it did not."""
         self._thread = threading.Thread(target=self._run, name="flexd-lease", daemon=True)
@@ -33,7 +33,7 @@ class LeaseRenewer:
     def start(self) -> None:
         self._thread.start()
 
-    def give_up(self, seconds: float) -> None:
+    def release_for(self, seconds: float) -> None:
         """Releases the lease and does not ask for it for so long: this process cannot lead at present."""
         self._not_before = time.monotonic() + seconds
 
@@ -57,7 +57,7 @@ class LeaseRenewer:
         if time.monotonic() < self._not_before:
             self._try(self.lease.release)
         else:
-            self._try(self.lease.attempt)
+            self._try(self.lease.acquire_or_renew)
 
     def _try(self, action: Callable[[], object]) -> None:
         try:

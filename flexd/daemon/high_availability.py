@@ -31,17 +31,17 @@ from flexd.core.process_start import ProcessStart
 from flexd.daemon import factory
 from flexd.daemon.active_daemon import whoever_is_in_charge
 from flexd.daemon.config_file import ConfigFile
-from flexd.daemon.leadership import Leadership
 from flexd.daemon.service import HEALTHY_TICK_SECONDS, TICK_SECONDS, Daemon
 from flexd.daemon.shutdown_budget import ShutdownBudget
 from flexd.daemon.signal_flag import SignalFlag
 from flexd.daemon.standby import Standby
-from flexd.daemon.terms import highest_term, open_term
 from flexd.ha.file_store import FileLeaseStore
-from flexd.ha.keeper import LeaseRenewer
 from flexd.ha.kubernetes_store import KubernetesLeaseStore
+from flexd.ha.leadership import Leadership
 from flexd.ha.lease import Lease
+from flexd.ha.lease_renewer import LeaseRenewer
 from flexd.ha.lease_store import LeaseStore
+from flexd.ha.term_directories import highest_term, open_term_directory
 from flexd.server.figures import AvailabilityFigures, DaemonFigures
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
@@ -69,12 +69,12 @@ class HighAvailabilityDaemon:
         factory.make_state_directory(config)
         self._state_dir = config.state.dir
         settings = config.high_availability
-        self._register = make_lease_store(config)
+        self._store = make_lease_store(config)
         # New for every start: a process that comes again is another holder, with a term of its own.
         identity = f"{settings.identity or socket.gethostname()}/{os.getpid()}-{os.urandom(4).hex()}"
-        lease = Lease(self._register, identity, settings.duration_seconds, lambda: highest_term(self._state_dir))
-        self._keeper = LeaseRenewer(lease, settings.renew_seconds)
-        self._standby = Standby(config, self._keeper, self._started)
+        lease = Lease(self._store, identity, settings.duration_seconds, lambda: highest_term(self._state_dir))
+        self._renewer = LeaseRenewer(lease, settings.renew_seconds)
+        self._standby = Standby(config, self._renewer, self._started)
         self._leading: Daemon | None = None
         self._turn = threading.Lock()
         """No settings are adopted while a turn of leading begins."""
@@ -98,8 +98,8 @@ class HighAvailabilityDaemon:
     def start(self) -> None:
         """Serves the API and asks for the lease. Raises ApiError if an address is taken."""
         self._server.start()
-        self._keeper.start()
-        logger.info("flexd stands by as %s: API %s", self._keeper.lease.identity, self._server.address)
+        self._renewer.start()
+        logger.info("flexd stands by as %s: API %s", self._renewer.lease.identity, self._server.address)
 
     def ask_to_stop(self) -> None:
         """Returns at once; ``run_until_stopped`` then ends within ``shutdown_seconds``."""
@@ -111,7 +111,7 @@ class HighAvailabilityDaemon:
 
     def run_until_stopped(self) -> bool:
         """Leads and stands by in turns. Returns whether every part ended within the deadline."""
-        lease = self._keeper.lease
+        lease = self._renewer.lease
         while not self._stopping.wait(TICK_SECONDS):
             self._ticked_at = time.monotonic()
             if self._reload_asked.is_set():
@@ -131,19 +131,19 @@ class HighAvailabilityDaemon:
                 logger.warning("term %d is over: %s", self._term, self._standby.reason)
                 # The loop does not tick meanwhile, and that must not look like a fault.
                 self._stand_down(min(self._config.shutdown_seconds, HEALTHY_TICK_SECONDS / 2))
-        ending = ShutdownBudget(self._config.shutdown_seconds)
-        ending.part("leading", self._stand_down, keep=_SHARE_LEASE + _SHARE_SERVER)
+        budget = ShutdownBudget(self._config.shutdown_seconds)
+        budget.stop_part("leading", self._stand_down, reserve=_SHARE_LEASE + _SHARE_SERVER)
         # Only now: whoever takes over finds the last snapshot, and nobody who still writes.
-        ending.part("lease", self._keeper.stop, keep=_SHARE_SERVER)
-        if ending.in_time:
-            self._register.close()
-        ending.part("API", self._server.stop)
-        return ending.in_time
+        budget.stop_part("lease", self._renewer.stop, reserve=_SHARE_SERVER)
+        if budget.in_time:
+            self._store.close()
+        budget.stop_part("API", self._server.stop)
+        return budget.in_time
 
     def _lead(self, term: int) -> None:
-        lease = self._keeper.lease
+        lease = self._renewer.lease
         try:
-            leadership = Leadership(open_term(self._state_dir, term), term, lambda: lease.holds(term))
+            leadership = Leadership(open_term_directory(self._state_dir, term), term, lambda: lease.holds(term))
             with self._turn:
                 daemon = Daemon(self._config, leadership)
                 daemon.start()
@@ -151,7 +151,7 @@ class HighAvailabilityDaemon:
         except FlexdError as error:
             logger.error("cannot lead in term %d: %s", term, error)
             self._standby.problem, self._failed_term = str(error), term
-            self._keeper.give_up(2 * lease.duration_seconds)
+            self._renewer.release_for(2 * lease.duration_seconds)
             return
         self._standby.problem = ""
         self._leadership_acquisitions += 1
@@ -167,7 +167,7 @@ class HighAvailabilityDaemon:
     def reload(self, reason: str = "", who: str = "") -> ReloadReport:
         """As ``DaemonApi.reload``, in both roles; a leader records it."""
         try:
-            report = self._file.reload(self._adopt)
+            report = self._file.reload(self._apply_config)
         except FlexdError as error:
             self._reloaded(who, reason, error)
             raise
@@ -186,40 +186,40 @@ class HighAvailabilityDaemon:
         else:
             leading.reloaded(who, reason, outcome)
 
-    def _adopt(self, config: Config) -> None:
+    def _apply_config(self, config: Config) -> None:
         if not self._turn.acquire(timeout=_RELOAD_SECONDS):
             raise ApiError("this daemon is taking over", status=503, remedy="reload when it leads")
         try:
             if self._leading is not None:
-                self._leading.adopt(config)
+                self._leading.apply_config(config)
             self._config = config
         finally:
             self._turn.release()
 
     def status(self) -> Status:
-        lease, seen = self._keeper.lease, self._keeper.lease.seen
+        lease, seen = self._renewer.lease, self._renewer.lease.last_record
         shown = AvailabilityStatus(
             role="leader" if self._leading is not None else "standby",
             identity=lease.identity,
-            lease=lease.where,
+            lease=lease.location,
             term=0 if seen is None else seen.term,
             holder=None if seen is None or not seen.holder else seen.holder,
             leadership_acquisitions=self._leadership_acquisitions,
             leadership_losses=self._leadership_losses,
-            problem=self._keeper.problem or self._standby.problem or None,
+            problem=self._renewer.problem or self._standby.problem or None,
         )
         return self._in_charge().status().model_copy(update={"high_availability": shown, "config": self._file.status()})
 
     def figures(self) -> DaemonFigures:
         """For the metrics page."""
-        daemon, keeper = self._leading, self._keeper
+        daemon, renewer = self._leading, self._renewer
         figures = (daemon or self._standby).figures()
         availability = AvailabilityFigures(
             leading=daemon is not None,
-            term=keeper.lease.term,
+            term=renewer.lease.term,
             leadership_acquisitions=self._leadership_acquisitions,
             leadership_losses=self._leadership_losses,
-            lease_failures=keeper.failures,
+            lease_failures=renewer.failures,
         )
         return replace(figures, availability=availability, config=self._file.figures())
 

@@ -35,22 +35,22 @@ def server(tmp_path: Path) -> Iterator[FakeKubernetes]:
 
 @pytest.fixture(params=["file", "kubernetes"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
-    """Makes one more register over the same record, as another process would."""
+    """Makes one more store over the same record, as another process would."""
     server = FakeKubernetes(tmp_path) if request.param == "kubernetes" else None
     made: list[LeaseStore] = []
 
     def one() -> LeaseStore:
-        register: LeaseStore
+        store: LeaseStore
         if server is None:
-            register = FileLeaseStore(tmp_path / "lease")
+            store = FileLeaseStore(tmp_path / "lease")
         else:
-            register = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
-        made.append(register)
-        return register
+            store = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
+        made.append(store)
+        return store
 
     yield one
-    for register in made:
-        register.close()
+    for store in made:
+        store.close()
     if server is not None:
         server.close()
 
@@ -63,158 +63,158 @@ def _content(record: LeaseRecord | None) -> tuple[str, int, float]:
 def test_a_record_is_what_was_written_and_seen_by_all(make: Make) -> None:
     one, two = make(), make()
     assert one.read() is None
-    first = one.replace(None, "a", 1, 5.0)
+    first = one.compare_and_set(None, "a", 1, 5.0)
     assert _content(first) == ("a", 1, 5.0)
     assert two.read() == first == one.read()
-    second = two.replace(first, "b", 2, 7.0)
+    second = two.compare_and_set(first, "b", 2, 7.0)
     assert _content(second) == ("b", 2, 7.0)
     assert one.read() == second
 
 
 def test_every_write_is_another_revision(make: Make) -> None:
-    register = make()
-    record = register.replace(None, "a", 1, 5.0)
+    store = make()
+    record = store.compare_and_set(None, "a", 1, 5.0)
     revisions = set()
     for _ in range(12):
         assert record is not None
         revisions.add(record.revision)
-        record = register.replace(record, "a", 1, 5.0)
+        record = store.compare_and_set(record, "a", 1, 5.0)
     assert len(revisions) == 12
 
 
 def test_only_the_present_record_can_be_replaced(make: Make) -> None:
     one, two = make(), make()
-    first = one.replace(None, "a", 1, 5.0)
-    assert two.replace(None, "b", 9, 5.0) is None
-    second = one.replace(first, "a", 1, 5.0)
-    assert two.replace(first, "b", 9, 5.0) is None
+    first = one.compare_and_set(None, "a", 1, 5.0)
+    assert two.compare_and_set(None, "b", 9, 5.0) is None
+    second = one.compare_and_set(first, "a", 1, 5.0)
+    assert two.compare_and_set(first, "b", 9, 5.0) is None
     record = second
     for _ in range(20):
-        record = one.replace(record, "a", 1, 5.0)
-    assert two.replace(first, "b", 9, 5.0) is None, "also when it is long gone"
+        record = one.compare_and_set(record, "a", 1, 5.0)
+    assert two.compare_and_set(first, "b", 9, 5.0) is None, "also when it is long gone"
     assert one.read() == record
     assert _content(record) == ("a", 1, 5.0)
 
 
 def test_a_released_record_keeps_its_term(make: Make) -> None:
     one = make()
-    first = one.replace(None, "a", 3, 5.0)
-    assert _content(one.replace(first, "", 3, 5.0)) == ("", 3, 5.0)
+    first = one.compare_and_set(None, "a", 3, 5.0)
+    assert _content(one.compare_and_set(first, "", 3, 5.0)) == ("", 3, 5.0)
     assert _content(make().read()) == ("", 3, 5.0)
 
 
 def test_of_many_who_have_seen_the_same_one_wins(make: Make) -> None:
-    registers = [make() for _ in range(6)]
+    stores = [make() for _ in range(6)]
     seen: LeaseRecord | None = None
     for turn in range(8):
         won: list[str] = []
-        start = threading.Barrier(len(registers))
+        start = threading.Barrier(len(stores))
 
         def try_it(
-            name: str, register: LeaseStore, seen: LeaseRecord | None = seen, turn: int = turn,
+            name: str, store: LeaseStore, seen: LeaseRecord | None = seen, turn: int = turn,
             start: threading.Barrier = start, won: list[str] = won,
         ) -> None:  # fmt: skip
-            if register.read() != seen:
+            if store.read() != seen:
                 return
             start.wait(20)
-            if register.replace(seen, name, turn + 1, 5.0) is not None:
+            if store.compare_and_set(seen, name, turn + 1, 5.0) is not None:
                 won.append(name)
 
-        threads = [threading.Thread(target=try_it, args=(f"p{i}", register)) for i, register in enumerate(registers)]
+        threads = [threading.Thread(target=try_it, args=(f"p{i}", store)) for i, store in enumerate(stores)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(30)
         assert len(won) == 1
-        seen = registers[0].read()
+        seen = stores[0].read()
         assert _content(seen)[:2] == (won[0], turn + 1)
 
 
 def test_a_lease_goes_from_one_to_the_other(make: Make) -> None:
-    """The rules of ``Lease`` over each register, with clocks set by hand."""
+    """The rules of ``Lease`` over each store, with clocks set by hand."""
     now = {"a": 100.0, "b": 9_000.0}
     one = Lease(make(), "a", 10.0, clock=lambda: now["a"])
     two = Lease(make(), "b", 10.0, clock=lambda: now["b"])
-    assert one.attempt()
-    assert not two.attempt()
+    assert one.acquire_or_renew()
+    assert not two.acquire_or_renew()
     assert (one.term, two.term) == (1, 0)
     for _ in range(5):
         now["a"] += 4
         now["b"] += 4
-        assert one.attempt()
-        assert not two.attempt(), "it is renewed"
+        assert one.acquire_or_renew()
+        assert not two.acquire_or_renew(), "it is renewed"
     now["a"] += 9.4
     assert one.term == 1
     now["a"] += 0.2
     assert one.term == 0, "before the other may have it"
     now["b"] += 9.9
-    assert not two.attempt()
+    assert not two.acquire_or_renew()
     now["b"] += 0.2
-    assert two.attempt()
+    assert two.acquire_or_renew()
     assert two.term == 2
-    assert not one.attempt(), "who held it is a stand-by now"
+    assert not one.acquire_or_renew(), "who held it is a stand-by now"
     two.release()
-    assert one.attempt()
+    assert one.acquire_or_renew()
     assert one.term == 3
 
 
 def test_the_kubernetes_object_is_readable_for_people_and_keeps_what_others_put_there(server: FakeKubernetes) -> None:
-    register = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
-    first = register.replace(None, "pod-1", 4, 14.2)
+    store = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
+    first = store.compare_and_set(None, "pod-1", 4, 14.2)
     stored = server.objects["jobs", "flexd-j"]
     assert stored["spec"]["holderIdentity"] == "pod-1"
     assert stored["spec"]["leaseTransitions"] == 4
     assert stored["spec"]["leaseDurationSeconds"] == 15
     acquired = stored["spec"]["acquireTime"]
     stored["metadata"]["labels"] = {"team": "ranking"}
-    register.read()
-    second = register.replace(first, "pod-1", 4, 14.2)
+    store.read()
+    second = store.compare_and_set(first, "pod-1", 4, 14.2)
     stored = server.objects["jobs", "flexd-j"]
     assert stored["metadata"]["labels"] == {"team": "ranking"}
     assert stored["spec"]["acquireTime"] == acquired
     assert stored["spec"]["renewTime"] > acquired
-    third = register.replace(second, "pod-1", 5, 14.2)
+    third = store.compare_and_set(second, "pod-1", 5, 14.2)
     assert server.objects["jobs", "flexd-j"]["spec"]["acquireTime"] > acquired
-    register.replace(third, "", 5, 14.2)
+    store.compare_and_set(third, "", 5, 14.2)
     assert "holderIdentity" not in server.objects["jobs", "flexd-j"]["spec"]
-    register.close()
+    store.close()
 
 
 def test_a_new_token_is_used_at_once(server: FakeKubernetes) -> None:
-    register = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
-    assert register.read() is None
+    store = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
+    assert store.read() is None
     server.rotate("second")
-    assert register.read() is None
+    assert store.read() is None
     (server.account / "token").write_text("wrong")
     with pytest.raises(LeaseError, match="401") as refused:
-        register.read()
+        store.read()
     assert "wrong" not in str(refused.value)
-    register.close()
+    store.close()
 
 
 @pytest.mark.parametrize("status", [403, 404, 429, 500, 302])
 def test_what_the_server_refuses_is_an_error_with_a_remedy(server: FakeKubernetes, status: int) -> None:
-    register = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
+    store = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
     server.status = status
     if status != 404:
         with pytest.raises(LeaseError, match=str(status)):
-            register.read()
+            store.read()
     with pytest.raises(LeaseError, match=str(status)) as refused:
-        register.replace(None, "a", 1, 5.0)
+        store.compare_and_set(None, "a", 1, 5.0)
     assert refused.value.remedy
-    register.close()
+    store.close()
 
 
 def test_a_deleted_object_is_a_conflict_and_then_nothing(server: FakeKubernetes) -> None:
-    register = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
-    first = register.replace(None, "a", 6, 5.0)
+    store = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
+    first = store.compare_and_set(None, "a", 6, 5.0)
     server.objects.clear()
-    assert register.replace(first, "a", 6, 5.0) is None
-    assert register.read() is None
-    lease = Lease(register, "b", 5.0, lowest_term=lambda: 6)
-    assert lease.attempt()
+    assert store.compare_and_set(first, "a", 6, 5.0) is None
+    assert store.read() is None
+    lease = Lease(store, "b", 5.0, highest_known_term=lambda: 6)
+    assert lease.acquire_or_renew()
     assert lease.term == 7, "terms go on where another memory has them"
-    register.close()
+    store.close()
 
 
 @pytest.mark.parametrize(
@@ -234,12 +234,12 @@ def test_a_deleted_object_is_a_conflict_and_then_nothing(server: FakeKubernetes)
     ],
 )
 def test_an_object_that_is_no_lease_is_refused(server: FakeKubernetes, change: dict[str, Any]) -> None:
-    register = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
-    register.replace(None, "a", 1, 5.0)
+    store = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
+    store.compare_and_set(None, "a", 1, 5.0)
     server.objects["jobs", "flexd-j"] |= change
     with pytest.raises(LeaseError, match="no lease"):
-        register.read()
-    register.close()
+        store.read()
+    store.close()
 
 
 def test_outside_of_a_pod_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,16 +266,16 @@ def test_only_the_api_server_of_the_cluster_is_told_the_token(tmp_path: Path, kn
     authority.issue_cert("127.0.0.1").configure_cert(context)
     server = FakeKubernetes(tmp_path, context)
     (authority if known else trustme.CA()).cert_pem.write_to_path(str(server.account / "ca.crt"))
-    register = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account, timeout_seconds=10.0)
+    store = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account, timeout_seconds=10.0)
     try:
         if known:
-            assert _content(register.replace(None, "a", 1, 5.0)) == ("a", 1, 5.0)
+            assert _content(store.compare_and_set(None, "a", 1, 5.0)) == ("a", 1, 5.0)
         else:
             with pytest.raises(LeaseError, match="does not answer"):
-                register.replace(None, "a", 1, 5.0)
+                store.compare_and_set(None, "a", 1, 5.0)
             assert server.objects == {}
     finally:
-        register.close()
+        store.close()
         server.close()
 
 
@@ -285,41 +285,41 @@ def test_nobody_on_the_way_is_told_the_token(
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
         monkeypatch.setenv(name.lower(), "http://127.0.0.1:1")
-    register = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
-    assert register.read() is None
+    store = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
+    assert store.read() is None
     (tmp_path / "other").mkdir()
     other = FakeKubernetes(tmp_path / "other")
     try:
         server.location = f"{other.url}/apis/coordination.k8s.io/v1/namespaces/jobs/leases"
         with pytest.raises(LeaseError, match="307"):
-            register.replace(None, "a", 1, 5.0)
+            store.compare_and_set(None, "a", 1, 5.0)
         assert (other.asked, other.objects) == (0, {})
     finally:
-        register.close()
+        store.close()
         other.close()
 
 
 def test_a_server_that_hangs_is_given_up(server: FakeKubernetes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        register = KubernetesLeaseStore("x", api_url=url, account=server.account, timeout_seconds=0.1)
+        store = KubernetesLeaseStore("x", api_url=url, account=server.account, timeout_seconds=0.1)
         with pytest.raises(LeaseError, match="does not answer"):
-            register.read()
-        register.close()
+            store.read()
+        store.close()
 
 
 def test_a_server_that_is_not_there(server: FakeKubernetes, tmp_path: Path) -> None:
-    register = KubernetesLeaseStore("x", api_url="http://127.0.0.1:1", account=server.account)
+    store = KubernetesLeaseStore("x", api_url="http://127.0.0.1:1", account=server.account)
     with pytest.raises(LeaseError, match="does not answer"):
-        register.read()
-    register.close()
+        store.read()
+    store.close()
 
 
 def test_files_of_the_directory_are_private_and_few(tmp_path: Path) -> None:
-    register = FileLeaseStore(tmp_path / "lease")
+    store = FileLeaseStore(tmp_path / "lease")
     record = None
     for _ in range(30):
-        record = register.replace(record, "a", 1, 5.0)
+        record = store.compare_and_set(record, "a", 1, 5.0)
     assert stat.S_IMODE((tmp_path / "lease").stat().st_mode) == 0o700
     files = list((tmp_path / "lease").iterdir())
     assert len(files) < 8
@@ -337,25 +337,25 @@ def test_files_of_the_directory_are_private_and_few(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_an_error(tmp_path: Path, content: str) -> None:
-    register = FileLeaseStore(tmp_path)
+    store = FileLeaseStore(tmp_path)
     (tmp_path / "lease-7").write_text(content)
     with pytest.raises(LeaseError, match="lease-7 is no lease"):
-        register.read()
+        store.read()
 
 
 def test_other_files_of_the_directory_are_no_leases(tmp_path: Path) -> None:
-    register = FileLeaseStore(tmp_path)
+    store = FileLeaseStore(tmp_path)
     for name in ("lease-9.bak", "my-lease-9", "lease-", "lease-" + "9" * 19):
         (tmp_path / name).write_text("{}")
-    assert register.read() is None
-    assert _content(register.replace(None, "a", 1, 5.0)) == ("a", 1, 5.0)
-    assert _content(register.read()) == ("a", 1, 5.0)
+    assert store.read() is None
+    assert _content(store.compare_and_set(None, "a", 1, 5.0)) == ("a", 1, 5.0)
+    assert _content(store.read()) == ("a", 1, 5.0)
 
 
 def test_a_record_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    register = FileLeaseStore(tmp_path / "lease")
+    store = FileLeaseStore(tmp_path / "lease")
     done = watch_disk(monkeypatch)
-    assert register.replace(None, "a", 1, 5.0) is not None
+    assert store.compare_and_set(None, "a", 1, 5.0) is not None
     assert done[0].startswith("sync .")
     assert done[1:] == ["name lease-1", "sync lease"]
     assert os.listdir(tmp_path / "lease") == ["lease-1"], "nothing half made stays"
@@ -364,14 +364,14 @@ def test_a_record_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch:
 def test_a_record_that_others_removed_during_a_look_is_looked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register = FileLeaseStore(tmp_path)
-    record = register.replace(None, "a", 1, 5.0)
+    store = FileLeaseStore(tmp_path)
+    record = store.compare_and_set(None, "a", 1, 5.0)
     listed = [9, 9, 1]
-    monkeypatch.setattr(register, "_highest", lambda: listed.pop(0))
-    assert register.read() == record
-    monkeypatch.setattr(register, "_highest", lambda: 9)
+    monkeypatch.setattr(store, "_highest", lambda: listed.pop(0))
+    assert store.read() == record
+    monkeypatch.setattr(store, "_highest", lambda: 9)
     with pytest.raises(LeaseError, match="changes faster"):
-        register.read()
+        store.read()
 
 
 def test_half_made_files_of_the_dead_are_removed(tmp_path: Path) -> None:

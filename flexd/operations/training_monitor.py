@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flexd.control.protocol.report import StepReport
-from flexd.operations.recent_traffic import TrafficTimeline
+from flexd.operations.traffic_timeline import TrafficTimeline
 
 TRAFFIC_KINDS = ("all_to_all", "sync", "migration")
 LINKS = ("intra", "inter")

@@ -206,8 +206,8 @@ def test_the_next_daemon_goes_on_with_a_rollback_by_itself(lives: Lives, killed:
         lives.stopped_after(pushed)
         until(lambda: "p2.rollback" in lives.told(), SECONDS)
         lives.crash() if killed else lives.end_in_order()
-        assert lives.now.late.go_on() is True
-        assert lives.now.late.go_on() is False, "it is under way"
+        assert lives.now.late.resume() is True
+        assert lives.now.late.resume() is False, "it is under way"
         assert lives.migration.wait(SECONDS) is MigrationState.COMMITTED
         assert ranks.all_at(PARENT)
         told = lives.told()
@@ -216,7 +216,7 @@ def test_the_next_daemon_goes_on_with_a_rollback_by_itself(lives: Lives, killed:
         assert (entry.who, "the daemon ended before it was done" in entry.reason) == ("flexd", True)
         lives.logged("p2.rollback-2")
         lives.crash()
-        assert lives.now.late.go_on() is False, "it is done"
+        assert lives.now.late.resume() is False, "it is done"
 
 
 def test_a_lost_history_hides_no_rollback_that_was_asked_for(lives: Lives, tmp_path: Path) -> None:
@@ -225,11 +225,11 @@ def test_a_lost_history_hides_no_rollback_that_was_asked_for(lives: Lives, tmp_p
         lives.abort(0)
         lives.crash(lambda: [file.unlink() for file in (tmp_path / "1").glob("migrations.sqlite*")])
         lives.gate.left = 3
-        assert lives.now.late.go_on() is True
+        assert lives.now.late.resume() is True
         lives.stopped_after(3)
         assert lives.migration.migration_id == "p2.rollback"
         lives.crash(lambda: [file.unlink() for file in (tmp_path / "2").glob("migrations.sqlite*")])
-        assert lives.now.late.go_on() is True
+        assert lives.now.late.resume() is True
         assert lives.migration.migration_id == "p2.rollback-2", "chunks of another are in the journal under that id"
         assert lives.migration.wait(SECONDS) is MigrationState.COMMITTED
         assert ranks.all_at(PARENT)
@@ -245,7 +245,7 @@ def test_asked_for_and_killed_before_the_migration_had_ended_it_is_rolled_back(l
         lives.abort(0)
         until(lambda: stopped.state is MigrationState.ABORTING, SECONDS)
         lives.crash(ranks.moving.set)
-        assert lives.now.late.go_on() is True
+        assert lives.now.late.resume() is True
         assert lives.migration.wait(SECONDS) is MigrationState.COMMITTED
         assert ranks.all_at(PARENT)
         assert lives.told()["p2"][0] == "FAILED"
@@ -266,7 +266,7 @@ def test_a_request_is_on_disk_before_anything_of_it_happens(
         in_the_middle(lives, ranks)
         lives.abort(0)
         (tmp_path / "then").write_bytes(on_disk[0])
-        asked = DecisionFile(tmp_path / "then").now.rollback
+        asked = DecisionFile(tmp_path / "then").current.rollback
         assert asked is not None
         assert asked.migration_ids == ("p2",)
 
@@ -279,7 +279,7 @@ def test_asked_for_after_a_crash_and_killed_before_it_has_pushed_anything(lives:
         lives.crash()
         with pytest.raises(ApiError, match="no migration is under way"):
             lives.now.verbs.abort(rollback=False, reason="", wait_seconds=0.0, who="")
-        assert lives.now.late.go_on() is True, "what was refused has called nothing off"
+        assert lives.now.late.resume() is True, "what was refused has called nothing off"
         assert lives.migration.wait(SECONDS) is MigrationState.COMMITTED
         assert ranks.all_at(PARENT)
 
@@ -291,7 +291,7 @@ def test_a_rollback_that_was_called_off_is_not_gone_on_with(lives: Lives) -> Non
         until(lambda: lives.migration.state is MigrationState.PUSHING, SECONDS)
         assert lives.now.verbs.abort(rollback=False, reason="", wait_seconds=SECONDS, who="").outcome == "stopped"
         lives.crash()
-        assert lives.now.late.go_on() is False
+        assert lives.now.late.resume() is False
         assert lives.now.executions.last is None
 
 
@@ -301,7 +301,7 @@ def test_a_rollback_that_cannot_be_is_not_left_for_later(lives: Lives) -> None:
         lives.now.coordinator.live = lambda: None  # type: ignore[method-assign]
         with pytest.raises(ApiError, match="no rank is registered"):
             lives.abort(0)
-        assert lives.now.decisions.now.rollback is None
+        assert lives.now.decisions.current.rollback is None
 
 
 def test_a_full_disk_is_not_in_the_way_of_a_rollback(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +322,7 @@ def test_nothing_goes_on_by_itself_that_nobody_has_asked_to_roll_back(lives: Liv
         in_the_middle(lives, ranks)
         lives.crash()
         assert lives.now.late.interrupted is not None
-        assert lives.now.late.go_on() is False
+        assert lives.now.late.resume() is False
         assert lives.now.executions.last is None
 
 

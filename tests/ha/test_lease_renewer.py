@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from flexd.core.errors import LeaseError
-from flexd.ha import keeper as keeper_module
-from flexd.ha.keeper import LeaseRenewer
+from flexd.ha import lease_renewer as renewer_module
+from flexd.ha.lease_renewer import LeaseRenewer
 from tests.support.until import until
 
 SECONDS = 20.0
@@ -27,7 +27,7 @@ class FakeLease:
         self.hang = threading.Event()
         self.hang.set()
 
-    def attempt(self) -> None:
+    def acquire_or_renew(self) -> None:
         self._note("attempt")
 
     def release(self) -> None:
@@ -57,27 +57,27 @@ def keep(lease: FakeLease) -> Iterator[Callable[..., LeaseRenewer]]:
 
     yield start
     lease.hang.set()
-    for keeper in made:
-        assert keeper.stop(SECONDS)
+    for renewer in made:
+        assert renewer.stop(SECONDS)
 
 
 def test_the_lease_is_asked_for_again_and_again_and_given_back_at_the_end(
     lease: FakeLease, keep: Callable[..., LeaseRenewer]
 ) -> None:
-    keeper = keep()
+    renewer = keep()
     until(lambda: len(lease.calls) >= 3)
-    assert keeper.stop(SECONDS)
+    assert renewer.stop(SECONDS)
     assert set(lease.calls[:-1]) == {"attempt"}
     assert lease.calls[-1] == "release"
-    assert (keeper.failures, keeper.problem) == (0, "")
+    assert (renewer.failures, renewer.problem) == (0, "")
 
 
 def test_the_first_try_waits_for_nothing_and_the_end_for_no_pause(
     lease: FakeLease, keep: Callable[..., LeaseRenewer]
 ) -> None:
-    keeper = keep(3600.0)
+    renewer = keep(3600.0)
     until(lambda: lease.calls)
-    assert keeper.stop(SECONDS)
+    assert renewer.stop(SECONDS)
     assert lease.calls == ["attempt", "release"]
 
 
@@ -86,15 +86,15 @@ def test_faults_are_counted_told_once_and_tried_again(
     lease: FakeLease, keep: Callable[..., LeaseRenewer], caplog: pytest.LogCaptureFixture, fault: Exception
 ) -> None:
     lease.fault = fault
-    keeper = keep()
-    until(lambda: keeper.failures >= 4)
-    assert keeper.problem == ("no answer" if isinstance(fault, LeaseError) else "ValueError('made up')")
-    assert [record.getMessage() for record in caplog.records] == [f"lease: {keeper.problem}"]
+    renewer = keep()
+    until(lambda: renewer.failures >= 4)
+    assert renewer.problem == ("no answer" if isinstance(fault, LeaseError) else "ValueError('made up')")
+    assert [record.getMessage() for record in caplog.records] == [f"lease: {renewer.problem}"]
     assert bool(caplog.records[0].exc_info) == isinstance(fault, ValueError), "a trace of what nobody expects"
     lease.fault = LeaseError("something else")
-    until(lambda: keeper.problem == "something else")
+    until(lambda: renewer.problem == "something else")
     lease.fault = None
-    until(lambda: not keeper.problem)
+    until(lambda: not renewer.problem)
     lease.fault = fault
     until(lambda: len(caplog.records) == 3)
     assert caplog.records[2].getMessage() == caplog.records[0].getMessage(), "it is news again"
@@ -104,10 +104,10 @@ def test_a_lease_that_was_given_up_is_not_asked_for_until_the_time_is_over(
     lease: FakeLease, keep: Callable[..., LeaseRenewer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(keeper_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    keeper = keep()
+    monkeypatch.setattr(renewer_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    renewer = keep()
     until(lambda: lease.calls)
-    keeper.give_up(30.0)
+    renewer.release_for(30.0)
     until(lambda: lease.calls[-1] == "release")
     lease.calls.clear()
     now[0] = 129.9
@@ -119,12 +119,12 @@ def test_a_lease_that_was_given_up_is_not_asked_for_until_the_time_is_over(
 
 def test_a_call_that_hangs_holds_nobody_but_the_thread(lease: FakeLease, keep: Callable[..., LeaseRenewer]) -> None:
     lease.hang.clear()
-    keeper = keep()
+    renewer = keep()
     until(lambda: lease.calls)
-    keeper.give_up(0.0)
-    assert keeper.stop(0.01) is False
+    renewer.release_for(0.0)
+    assert renewer.stop(0.01) is False
     lease.hang.set()
-    assert keeper.stop(SECONDS) is True
+    assert renewer.stop(SECONDS) is True
     assert lease.calls == ["attempt", "release"]
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from flexd.config.model import Config
 from flexd.core.errors import SnapshotError
-from flexd.daemon.terms import highest_term
+from flexd.ha.term_directories import highest_term
 from flexd.sketch.snapshot import SnapshotStore
 
 
@@ -32,7 +32,7 @@ class Leadership:
     holds: Callable[[], bool] = _always
 
 
-def alone(config: Config) -> Leadership:
+def without_lease(config: Config) -> Leadership:
     """Of a daemon without a lease. Raises SnapshotError if daemons with one have left their state there."""
     directory = config.state.dir
     term = highest_term(directory)

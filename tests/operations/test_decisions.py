@@ -40,7 +40,7 @@ class Start:
         self.now = 100.0
         self.actions: list[ActionRecord] = []
         coordinator: Any = SimpleNamespace(pause=lambda: self._hold(True), resume=lambda: self._hold(False))
-        history: Any = SimpleNamespace(note=self.actions.append)
+        history: Any = SimpleNamespace(record_action=self.actions.append)
         self.file = DecisionFile(directory / "decisions.json")
         self.verbs = ControlVerbs(control, self.file, history, coordinator, self.pacing, lambda: self.now)
 
@@ -98,19 +98,19 @@ def test_a_configuration_that_was_changed_later_counts(tmp_path: Path) -> None:
     changed = ThrottleConfig(bytes_per_second=500)
     other = Start(tmp_path, changed)
     assert other.pacing.limits == ThrottleLimits(None, 500)
-    assert other.file.now.throttle is None
+    assert other.file.current.throttle is None
     assert Start(tmp_path).pacing.limits == ThrottleLimits(None, 9_000), "and for good"
 
 
 def test_a_reload_keeps_the_chosen_throttle_unless_it_changes_the_configured_one(tmp_path: Path) -> None:
     it = Start(tmp_path)
     it.verbs.set_throttle(4_096, None, None)
-    it.verbs.adopt(ControlConfig(throttle=CONFIGURED, chunk_bytes=2**18))
+    it.verbs.apply_config(ControlConfig(throttle=CONFIGURED, chunk_bytes=2**18))
     assert it.pacing.limits == ThrottleLimits(4_096, 9_000)
-    assert it.file.now.throttle is not None
-    it.verbs.adopt(ControlConfig(throttle=ThrottleConfig(bytes_per_step=77)))
+    assert it.file.current.throttle is not None
+    it.verbs.apply_config(ControlConfig(throttle=ThrottleConfig(bytes_per_step=77)))
     assert it.pacing.limits == ThrottleLimits(77, None)
-    assert it.file.now.throttle is None
+    assert it.file.current.throttle is None
 
 
 @pytest.mark.parametrize(
@@ -123,12 +123,12 @@ def test_a_reload_keeps_the_chosen_throttle_unless_it_changes_the_configured_one
         DECIDED.model_dump_json().encode()[:-1], DECIDED.model_dump_json().encode() + b" " * MAX_BYTES,
     ],
 )  # fmt: skip
-def test_a_file_that_is_not_usable_is_put_aside(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_usable_is_quarantined(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "decisions.json"
     path.write_bytes(content)
     it = Start(tmp_path)
     assert (it.held, it.pacing.limits) == (False, ThrottleLimits(None, 9_000))
-    assert it.verbs.figures().set_aside == 1
+    assert it.verbs.figures().quarantined == 1
     assert not path.exists()
     assert (tmp_path / "decisions.json.unusable").read_bytes() == content
     it.verbs.pause("night")
@@ -137,10 +137,10 @@ def test_a_file_that_is_not_usable_is_put_aside(tmp_path: Path, content: bytes) 
 
 def test_a_file_that_is_whole_is_read_and_of_its_owner_alone(tmp_path: Path) -> None:
     file = DecisionFile(tmp_path / "decisions.json")
-    file.decide(pause=DECIDED.pause, throttle=DECIDED.throttle, rollback=DECIDED.rollback)
+    file.update(pause=DECIDED.pause, throttle=DECIDED.throttle, rollback=DECIDED.rollback)
     assert stat.S_IMODE((tmp_path / "decisions.json").stat().st_mode) == 0o600
     again = DecisionFile(tmp_path / "decisions.json")
-    assert (again.now, again.set_aside) == (DECIDED, 0)
+    assert (again.current, again.quarantined) == (DECIDED, 0)
     before = (tmp_path / "decisions.json").stat()
     again.retry()
     assert (tmp_path / "decisions.json").stat() == before, "nothing is left to write"
@@ -150,7 +150,7 @@ def test_a_file_that_is_whole_is_read_and_of_its_owner_alone(tmp_path: Path) -> 
 def test_a_file_of_the_largest_size_is_read(tmp_path: Path) -> None:
     written = DECIDED.model_dump_json().encode()
     (tmp_path / "decisions.json").write_bytes(written + b" " * (MAX_BYTES - len(written)))
-    assert DecisionFile(tmp_path / "decisions.json").now == DECIDED
+    assert DecisionFile(tmp_path / "decisions.json").current == DECIDED
 
 
 def test_a_full_disk_holds_nobody_up_and_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,8 +167,8 @@ def test_a_full_disk_holds_nobody_up_and_is_tried_again(tmp_path: Path, monkeypa
     assert (it.held, it.verbs.figures().failures) == (True, 2)
     assert "No space left" in it.file.problem
     before = DecisionFile(tmp_path / "decisions.json")
-    assert before.now.pause is None
-    assert before.now.throttle is not None, "the file is as it was"
+    assert before.current.pause is None
+    assert before.current.throttle is not None, "the file is as it was"
     it.verbs._retry_at = 0.0
     it.verbs.tick()
     assert it.file.problem == ""

@@ -49,11 +49,11 @@ def reasons(history: MigrationHistory) -> list[str]:
 
 
 def written(history: MigrationHistory) -> None:
-    until(lambda: history.flush(1.0), SECONDS, lambda: history.figures)
+    until(lambda: history.flush(1.0), SECONDS, lambda: history.snapshot)
 
 
 def failed(history: MigrationHistory) -> None:
-    until(lambda: history.figures.failures, SECONDS)
+    until(lambda: history.snapshot.failures, SECONDS)
 
 
 class FailsOnce:
@@ -76,13 +76,13 @@ class FailsOnce:
 
 def test_what_could_not_be_written_keeps_its_place(make: Callable[..., MigrationHistory]) -> None:
     history = make()
-    history.note(action("a"))
-    history.note(action("b"))
-    FailsOnce(history, lambda: [history.note(action(reason)) for reason in ("c", "d")] and None)
+    history.record_action(action("a"))
+    history.record_action(action("b"))
+    FailsOnce(history, lambda: [history.record_action(action(reason)) for reason in ("c", "d")] and None)
     history.start()
     written(history)
     assert reasons(history) == ["d", "c", "b", "a"]
-    figures = history.figures
+    figures = history.snapshot
     assert (figures.entries, figures.lost, figures.failures, figures.problem) == (4, 0, 1, None)
 
 
@@ -91,24 +91,24 @@ def test_of_too_many_that_wait_the_oldest_go_also_those_that_were_tried(
 ) -> None:
     monkeypatch.setattr(history_module, "MAX_WAITING", 3)
     history = make()
-    history.note(action("a"))
-    history.note(action("b"))
-    FailsOnce(history, lambda: [history.note(action(reason)) for reason in ("c", "d")] and None)
+    history.record_action(action("a"))
+    history.record_action(action("b"))
+    FailsOnce(history, lambda: [history.record_action(action(reason)) for reason in ("c", "d")] and None)
     history.start()
     written(history)
     assert reasons(history) == ["d", "c", "b"]
-    assert (history.figures.entries, history.figures.lost) == (3, 1)
+    assert (history.snapshot.entries, history.snapshot.lost) == (3, 1)
 
 
 def test_a_failure_is_not_tried_again_at_once(make: Callable[..., MigrationHistory]) -> None:
     history = make(retry_seconds=3600.0)
     once = FailsOnce(history)
-    history.note(action("a"))
+    history.record_action(action("a"))
     history.start()
     failed(history)
-    history.note(action("b"))
+    history.record_action(action("b"))
     assert not once.again.wait(0.3)
-    assert history.figures.failures == 1
+    assert history.snapshot.failures == 1
 
 
 def test_stopping_does_not_wait_for_a_disk_that_is_full(make: Callable[..., MigrationHistory]) -> None:
@@ -118,7 +118,7 @@ def test_stopping_does_not_wait_for_a_disk_that_is_full(make: Callable[..., Migr
         raise SnapshotError("the disk is full")
 
     history._store.write = full  # type: ignore[method-assign]
-    history.note(action("a"))
+    history.record_action(action("a"))
     history.start()
     failed(history)
     assert history.stop(SECONDS)
@@ -138,7 +138,7 @@ def test_who_reads_sees_what_was_recorded_before(make: Callable[..., MigrationHi
         done.set()
 
     store.write = slowly  # type: ignore[method-assign]
-    history.note(action("a"))
+    history.record_action(action("a"))
     argument: Any = "m" if read == "find" else 1
     getattr(history, read)(argument)
     assert done.is_set()
@@ -150,22 +150,22 @@ def test_a_reader_that_takes_its_time_holds_no_writer_up_and_leaves_no_large_log
     path = tmp_path / "migrations.sqlite"
     history = make()
     history.start()
-    history.note(action("first"))
+    history.record_action(action("first"))
     written(history)
     reader = sqlite3.connect(path, isolation_level=None)
     reader.execute("BEGIN")
     assert reader.execute("SELECT COUNT(*) FROM actions").fetchone() == (1,)
     for number in range(1_000):
-        history.note(action(str(number)))
-    assert history.flush(SECONDS), history.figures
+        history.record_action(action(str(number)))
+    assert history.flush(SECONDS), history.snapshot
     log = tmp_path / "migrations.sqlite-wal"
     assert log.stat().st_size > 2**20, "it cannot be merged under a reader"
     reader.close()
     for number in range(3):
-        history.note(action(str(number)))
+        history.record_action(action(str(number)))
         written(history)
     assert log.stat().st_size <= 2**20
-    assert (history.figures.failures, history.figures.entries) == (0, 1_004)
+    assert (history.snapshot.failures, history.snapshot.entries) == (0, 1_004)
 
 
 def test_a_power_cut_may_cost_the_newest_entries_and_not_the_file(make: Callable[..., MigrationHistory]) -> None:
@@ -177,23 +177,23 @@ def test_a_power_cut_may_cost_the_newest_entries_and_not_the_file(make: Callable
     assert connection.execute("PRAGMA synchronous").fetchone() == (1,), "NORMAL: synced before it is merged"
 
 
-def test_a_file_that_another_writes_is_waited_for_and_not_set_aside(
+def test_a_file_that_another_writes_is_waited_for_and_not_quarantined(
     make: Callable[..., MigrationHistory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "BUSY_SECONDS", 0.01)
     history = make()
     history.start()
-    history.note(action("a"))
+    history.record_action(action("a"))
     written(history)
     other = sqlite3.connect(tmp_path / "migrations.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    history.note(action("b"))
+    history.record_action(action("b"))
     failed(history)
     other.execute("ROLLBACK")
     other.close()
     written(history)
     assert reasons(history) == ["b", "a"]
-    assert history.figures.set_aside == 0
+    assert history.snapshot.quarantined == 0
 
 
 @pytest.mark.parametrize(
@@ -215,16 +215,16 @@ def test_the_log_of_a_file_goes_aside_with_it(make: Callable[..., MigrationHisto
     path = tmp_path / "migrations.sqlite"
     history = make()
     history.start()
-    history.note(action("old"))
+    history.record_action(action("old"))
     written(history)
     reader = sqlite3.connect(path)
     reader.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     assert reader.execute("SELECT COUNT(*) FROM actions").fetchall() == [(1,)]
     with path.open("r+b") as file:
         file.write(b"\0" * path.stat().st_size)
-    history.note(action("new"))
+    history.record_action(action("new"))
     written(history)
-    assert history.figures.set_aside == 1
+    assert history.snapshot.quarantined == 1
     assert (tmp_path / "migrations.sqlite.unusable-wal").exists()
     reader.close()
     assert reasons(history) == ["new"]
@@ -236,7 +236,7 @@ def test_a_page_that_went_bad_is_found_when_the_file_is_opened(
     first = make()
     first.start()
     for number in range(200):
-        first.note(action(str(number)))
+        first.record_action(action(str(number)))
     written(first)
     assert first.stop(SECONDS)
     path = tmp_path / "migrations.sqlite"
@@ -248,7 +248,7 @@ def test_a_page_that_went_bad_is_found_when_the_file_is_opened(
     second = make()
     second.start()
     written(second)
-    assert second.figures.set_aside == 1
+    assert second.snapshot.quarantined == 1
 
 
 def test_of_entries_that_go_together_all_are_written_or_none(tmp_path: Path) -> None:
@@ -277,9 +277,9 @@ def test_a_migration_is_settled_when_that_is_told(make: Callable[..., MigrationH
     history = make()
     history.start()
     migration = Migration("plan", [], metadata=MigrationMetadata("m", "", "manual", "ann", ""))
-    migration.observe(lambda of, transition: history.record(MigrationEvent(of, transition)))
+    migration.observe(lambda of, transition: history.record_migration(MigrationEvent(of, transition)))
     migration.fire(TransitionEvent.START, "")
     migration.fire(TransitionEvent.FAIL, "")
     assert [each.settled for each in history.newest(9)] == [False], "a chunk may still be on its way"
-    history.record(MigrationEvent(migration, None))
+    history.record_migration(MigrationEvent(migration, None))
     assert [each.settled for each in history.newest(9)] == [True]

@@ -50,14 +50,14 @@ class Kept:
                 migration.count(rows_applied=10, chunks_applied=1, copied_bytes=640)
             migration.fire(event, f"because of {event.value}")
         if settle and migration.done:
-            self.history.record(MigrationEvent(migration, None))
+            self.history.record_migration(MigrationEvent(migration, None))
         return migration
 
     def _told(self, migration: Migration, transition: Transition) -> None:
-        self.history.record(MigrationEvent(migration, transition))
+        self.history.record_migration(MigrationEvent(migration, transition))
 
     def written(self) -> None:
-        assert self.history.flush(FLUSH_SECONDS), self.history.figures
+        assert self.history.flush(FLUSH_SECONDS), self.history.snapshot
 
     def stop(self) -> None:
         assert self.history.stop(FLUSH_SECONDS)
@@ -212,7 +212,7 @@ def _other_program(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [_random_bytes, _truncated, _other_format, _other_program])
-def test_a_file_that_is_not_usable_is_set_aside(
+def test_a_file_that_is_not_usable_is_quarantined(
     keep: Callable[..., Kept], tmp_path: Path, harm: Callable[[Path], None]
 ) -> None:
     path = tmp_path / "migrations.sqlite"
@@ -226,8 +226,8 @@ def test_a_file_that_is_not_usable_is_set_aside(
     again.migration("new", E.START, E.FAIL)
     again.written()
     assert [record.migration_id for record in again.history.newest(100)] == ["new"]
-    assert again.history.figures.set_aside == 1
-    assert [name for name, _ in again.events] == ["history_set_aside"]
+    assert again.history.snapshot.quarantined == 1
+    assert [name for name, _ in again.events] == ["history_quarantined"]
     assert (tmp_path / "migrations.sqlite.unusable").read_bytes() == harmed
     again.stop()
     harm(path)
@@ -237,7 +237,7 @@ def test_a_file_that_is_not_usable_is_set_aside(
     assert len(list(tmp_path.glob("*.unusable*"))) == 1, "one is kept, not one a fault"
 
 
-def test_a_file_that_goes_bad_while_it_is_open_is_set_aside(keep: Callable[..., Kept], tmp_path: Path) -> None:
+def test_a_file_that_goes_bad_while_it_is_open_is_quarantined(keep: Callable[..., Kept], tmp_path: Path) -> None:
     kept = keep()
     kept.migration("old", E.START, E.FAIL)
     kept.written()
@@ -249,7 +249,7 @@ def test_a_file_that_goes_bad_while_it_is_open_is_set_aside(keep: Callable[..., 
         file.write(b"\0" * path.stat().st_size)
     kept.migration("new", E.START, E.FAIL)
     kept.written()
-    assert kept.history.figures.set_aside == 1
+    assert kept.history.snapshot.quarantined == 1
     assert "new" in [record.migration_id for record in kept.history.newest(10)]
 
 
@@ -258,10 +258,10 @@ def test_entries_wait_while_nothing_can_be_written(keep: Callable[..., Kept], tm
     directory.mkdir()
     kept = keep()
     kept.migration("m", E.START, E.FAIL)
-    while not kept.history.figures.failures:
+    while not kept.history.snapshot.failures:
         pass
     assert kept.history.flush(0.0) is False
-    assert "migrations.sqlite" in str(kept.history.figures.problem)
+    assert "migrations.sqlite" in str(kept.history.snapshot.problem)
     with pytest.raises(SnapshotError, match="cannot be read"):
         kept.history.newest(1)
     directory.rmdir()
@@ -269,7 +269,7 @@ def test_entries_wait_while_nothing_can_be_written(keep: Callable[..., Kept], tm
     while not kept.history.flush(1.0):
         assert not done.wait(0.01)
     assert [record.state for record in kept.history.newest(1)] == ["FAILED"]
-    assert (kept.history.figures.problem, kept.history.figures.lost) == (None, 0)
+    assert (kept.history.snapshot.problem, kept.history.snapshot.lost) == (None, 0)
 
 
 def test_waiting_entries_are_bounded_and_the_oldest_go(
@@ -285,7 +285,7 @@ def test_waiting_entries_are_bounded_and_the_oldest_go(
     while not kept.history.flush(1.0):
         pass
     assert [record.migration_id for record in kept.history.newest(100)] == [f"m{n}" for n in range(29, 24, -1)]
-    figures = kept.history.figures
+    figures = kept.history.snapshot
     assert figures.lost == 50
     assert figures.entries == 10
 
@@ -315,7 +315,7 @@ def test_actions_are_kept_in_order_and_bounded(keep: Callable[..., Kept]) -> Non
     first = keep(keep=3)
     assert first.history.newest_actions(5) == ()
     for number in range(4):
-        first.history.note(ActionRecord.of(float(number), "pause", "ann", f"r{number}", "d" * 5_000))
+        first.history.record_action(ActionRecord.of(float(number), "pause", "ann", f"r{number}", "d" * 5_000))
     first.written()
     first.stop()
     second = keep(keep=3)
@@ -339,8 +339,8 @@ def test_a_file_without_actions_is_read_and_gets_them(tmp_path: Path, keep: Call
     connection.close()
     assert first.history.newest_actions(5) == (), "read before it is opened for writing"
     second = keep()
-    second.history.note(ActionRecord.of(1.0, "resume", "ann", "later"))
+    second.history.record_action(ActionRecord.of(1.0, "resume", "ann", "later"))
     second.written()
     assert actions_of(second) == ["later"]
     assert [each.migration_id for each in second.history.newest(9)] == ["m"]
-    assert second.history.figures.set_aside == 0
+    assert second.history.snapshot.quarantined == 0

@@ -11,7 +11,7 @@ from flexd.config.links import ControlConfig, ThrottleConfig
 from flexd.control.daemon.pace import PaceState
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.control.protocol.report import StepReport
-from flexd.operations.pacing import MigrationPacing, changed
+from flexd.operations.pacing import MigrationPacing, merge_limits
 
 WORLD = 4
 STEP_SECONDS = 0.010
@@ -47,7 +47,7 @@ class Job:
             ControlConfig(throttle=self.settings), self.throttle, lambda: int(self.outstanding > 0), lambda: WORLD,
             lambda: self.now,
         )  # fmt: skip
-        self.pacing.ranks_are(1)
+        self.pacing.set_generation(1)
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -75,7 +75,7 @@ def test_a_migration_settles_where_steps_bear_it() -> None:
     late = np.array(job.copied[500:])
     assert slowdown(job, 500) < 1.2
     assert 40_000 < late.mean() < 160_000, "neither starved nor let loose"
-    figures = job.pacing.figures()
+    figures = job.pacing.snapshot()
     assert figures.state is PaceState.RUNNING
     assert figures.slowed > 0
     assert figures.baseline is not None
@@ -85,20 +85,20 @@ def test_a_migration_settles_where_steps_bear_it() -> None:
 def test_a_migration_that_does_not_hurt_goes_at_the_ceiling() -> None:
     job = Job(seconds_per_byte=1e-12)
     job.run(200)
-    assert job.pacing.figures().bytes_per_step == ControlConfig().chunk_bytes
-    assert job.pacing.figures().slowed == 0
+    assert job.pacing.snapshot().bytes_per_step == ControlConfig().chunk_bytes
+    assert job.pacing.snapshot().slowed == 0
 
 
 def test_it_recovers_when_whatever_else_slowed_the_job_is_over() -> None:
     job = Job(seconds_per_byte=1e-11)
     job.run(200)
-    fast = job.pacing.figures().bytes_per_step
+    fast = job.pacing.snapshot().bytes_per_step
     job.slower = 1.5
     job.run(60)
-    assert job.pacing.figures().slowed > 0
+    assert job.pacing.snapshot().slowed > 0
     job.slower = 1.0
     job.run(1_500)
-    assert job.pacing.figures().bytes_per_step == fast == ControlConfig().chunk_bytes
+    assert job.pacing.snapshot().bytes_per_step == fast == ControlConfig().chunk_bytes
 
 
 def test_a_job_that_is_slower_for_good_is_not_blamed_on_the_migration() -> None:
@@ -107,7 +107,7 @@ def test_a_job_that_is_slower_for_good_is_not_blamed_on_the_migration() -> None:
     job.run(200)
     job.slower = 2.0
     job.run(1_500)
-    figures = job.pacing.figures()
+    figures = job.pacing.snapshot()
     assert figures.pauses >= 1
     assert figures.bytes_per_step == ControlConfig().chunk_bytes
     assert figures.baseline is not None
@@ -117,7 +117,7 @@ def test_a_job_that_is_slower_for_good_is_not_blamed_on_the_migration() -> None:
 def test_a_migration_that_always_hurts_hurts_seldom_and_goes_on() -> None:
     job = Job(seconds_per_byte=1e-6, settings=ThrottleConfig(adaptive=True, pause_seconds=1.0))
     job.run(2_500)
-    figures = job.pacing.figures()
+    figures = job.pacing.snapshot()
     assert figures.pauses >= 2
     assert "at the floor already" in figures.why or figures.state is PaceState.RUNNING
     slow = np.mean(np.array(job.steps[500:]) > 1.1 * STEP_SECONDS)
@@ -128,21 +128,21 @@ def test_a_migration_that_always_hurts_hurts_seldom_and_goes_on() -> None:
 def test_nothing_is_let_go_before_the_steps_are_known() -> None:
     job = Job(seconds_per_byte=1e-8)
     job.run(1)
-    assert job.pacing.figures().state is PaceState.MEASURING
+    assert job.pacing.snapshot().state is PaceState.MEASURING
     assert sum(job.copied) == 0
     job.run(10)
-    assert job.pacing.figures().state is PaceState.RUNNING
+    assert job.pacing.snapshot().state is PaceState.RUNNING
     assert sum(job.copied) > 0
 
 
 def test_other_ranks_are_measured_anew_and_the_same_are_not() -> None:
     job = Job(seconds_per_byte=0.0)
     job.run(100)
-    job.pacing.ranks_are(1)
-    assert job.pacing.figures().state is PaceState.RUNNING
-    job.pacing.ranks_are(2)
-    assert job.pacing.figures().state is PaceState.MEASURING
-    assert job.pacing.figures().baseline is None
+    job.pacing.set_generation(1)
+    assert job.pacing.snapshot().state is PaceState.RUNNING
+    job.pacing.set_generation(2)
+    assert job.pacing.snapshot().state is PaceState.MEASURING
+    assert job.pacing.snapshot().baseline is None
 
 
 def test_slowness_while_nothing_is_applied_is_not_judged() -> None:
@@ -151,7 +151,7 @@ def test_slowness_while_nothing_is_applied_is_not_judged() -> None:
     job.outstanding = 1
     for _ in range(500):
         job.pacing.add(report(10.0))
-    assert job.pacing.figures().slowed == 0
+    assert job.pacing.snapshot().slowed == 0
 
 
 def test_only_steps_without_a_migration_are_the_baseline() -> None:
@@ -161,7 +161,7 @@ def test_only_steps_without_a_migration_are_the_baseline() -> None:
     job.pacing.add(report(1.0))
     job.outstanding = 0
     job.pacing.add(report(1.0, apply_seconds=0.5))
-    baseline = job.pacing.figures().baseline
+    baseline = job.pacing.snapshot().baseline
     assert baseline is not None
     assert baseline.reports == 2 * WORLD
     assert baseline.p90_seconds < 0.1, "neither of a step with chunks on their way, nor of one that applied some"
@@ -169,55 +169,55 @@ def test_only_steps_without_a_migration_are_the_baseline() -> None:
 
 def test_a_pause_forgets_the_baseline_it_was_judged_by() -> None:
     job = Job(seconds_per_byte=1e-5)
-    while job.pacing.figures().state is not PaceState.PAUSED:
+    while job.pacing.snapshot().state is not PaceState.PAUSED:
         job.run(1)
-    assert job.pacing.figures().baseline is None
+    assert job.pacing.snapshot().baseline is None
     job.run(3)
-    assert job.pacing.figures().baseline is not None, "of the steps in the pause"
+    assert job.pacing.snapshot().baseline is not None, "of the steps in the pause"
 
 
 def test_what_other_ranks_had_applied_is_not_held_against_these() -> None:
     job = Job(seconds_per_byte=0.0, migrating=False)
     job.run(20)
     job.pacing.add(report(1.0, apply_seconds=0.9))
-    job.pacing.ranks_are(2)
+    job.pacing.set_generation(2)
     job.run(20)
     job.outstanding = 1
     for _ in range(4 * WORLD):
         job.pacing.add(report(10.0))
-    assert job.pacing.figures().slowed == 0
+    assert job.pacing.snapshot().slowed == 0
 
 
 def test_a_large_job_needs_two_reports_of_each_rank_and_an_empty_report_is_none() -> None:
     throttle = Throttle(ThrottleLimits(), lambda: 0.0)
     settings = ControlConfig(throttle=ThrottleConfig(adaptive=True))
     pacing = MigrationPacing(settings, throttle, lambda: 0, lambda: 10, lambda: 0.0)
-    pacing.ranks_are(1)
+    pacing.set_generation(1)
     for _ in range(19):
         pacing.add(report(STEP_SECONDS))
         pacing.add(report(STEP_SECONDS, steps=0))
-    assert pacing.figures().state is PaceState.MEASURING
+    assert pacing.snapshot().state is PaceState.MEASURING
     pacing.add(report(STEP_SECONDS))
-    assert pacing.figures().state is PaceState.RUNNING
+    assert pacing.snapshot().state is PaceState.RUNNING
 
 
 def test_without_adaptive_the_limits_alone_count() -> None:
     job = Job(seconds_per_byte=1e-6, settings=ThrottleConfig(bytes_per_step=6_400))
     job.run(50)
     assert set(job.copied[1:]) == {6_400}
-    assert job.pacing.figures().state is None
+    assert job.pacing.snapshot().state is None
 
 
 def test_changed_in_the_middle() -> None:
     job = Job(seconds_per_byte=1e-6, settings=ThrottleConfig())
     job.run(5)
     assert job.copied[-1] == ROW_BYTES << 14
-    job.pacing.change(changed(job.pacing.limits, 1_280, None), adaptive=False)
+    job.pacing.set_limits(merge_limits(job.pacing.limits, 1_280, None), adaptive=False)
     job.run(5)
     assert set(job.copied[-4:]) == {1_280}
-    job.pacing.change(changed(job.pacing.limits, 0, None), adaptive=True)
+    job.pacing.set_limits(merge_limits(job.pacing.limits, 0, None), adaptive=True)
     assert job.throttle.pace.paused, "measured first"
-    job.pacing.adopt(ControlConfig(throttle=ThrottleConfig(bytes_per_step=640)))
+    job.pacing.apply_config(ControlConfig(throttle=ThrottleConfig(bytes_per_step=640)))
     job.run(3)
     assert job.copied[-1] == 640
 
@@ -230,6 +230,6 @@ def test_a_floor_above_the_limit_is_the_limit() -> None:
 
 def test_what_is_left_out_stays_and_zero_lifts() -> None:
     limits = ThrottleLimits(10, 20)
-    assert changed(limits, None, None) == limits
-    assert changed(limits, 0, 5) == ThrottleLimits(None, 5)
-    assert changed(limits, None, 0) == ThrottleLimits(10, None)
+    assert merge_limits(limits, None, None) == limits
+    assert merge_limits(limits, 0, 5) == ThrottleLimits(None, 5)
+    assert merge_limits(limits, None, 0) == ThrottleLimits(10, None)

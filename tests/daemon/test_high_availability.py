@@ -14,11 +14,11 @@ import yaml
 from flexd.config.load import parse_config
 from flexd.config.model import Config
 from flexd.core.errors import ConfigError, LeaseError
-from flexd.daemon.availability import HighAvailabilityDaemon, make_lease_store
 from flexd.daemon.config_file import ConfigFile
-from flexd.daemon.terms import open_term
+from flexd.daemon.high_availability import HighAvailabilityDaemon, make_lease_store
 from flexd.ha.file_store import FileLeaseStore
 from flexd.ha.lease import Lease
+from flexd.ha.term_directories import open_term_directory
 from tests.support.until import until
 
 SECONDS = 1.5
@@ -130,8 +130,8 @@ def test_a_pause_and_a_throttle_hold_under_the_next_leader_where_it_shares_their
 def test_both_roles_say_what_a_reload_would_take(start: Callable[..., Running], tmp_path: Path, leads: bool) -> None:
     config = _config(tmp_path)
     if not leads:
-        register = FileLeaseStore(tmp_path / "lease")
-        assert register.replace(register.read(), "other", 1, 3600.0) is not None
+        store = FileLeaseStore(tmp_path / "lease")
+        assert store.compare_and_set(store.read(), "other", 1, 3600.0) is not None
     path = tmp_path / "flexd.yaml"
     written = config.model_dump(mode="json")
 
@@ -155,7 +155,7 @@ def test_a_leader_whose_lease_is_taken_stands_by(start: Callable[[Config], Runni
 
     def steal() -> bool:
         seen = thief.read()
-        return thief.replace(seen, "thief", 7, SECONDS) is not None
+        return thief.compare_and_set(seen, "thief", 7, SECONDS) is not None
 
     until(steal)
     until(lambda: not running.daemon.leads)
@@ -174,7 +174,7 @@ def test_a_lease_that_cannot_be_renewed_ends_by_the_clock(
     def broken(*_: object) -> None:
         raise LeaseError("the volume is gone")
 
-    monkeypatch.setattr(FileLeaseStore, "replace", broken)
+    monkeypatch.setattr(FileLeaseStore, "compare_and_set", broken)
     until(lambda: not running.daemon.leads)
     assert running.status()["high_availability"]["problem"] == "the volume is gone"
     assert any("the volume is gone" in reason for reason in running.get("/readyz").json()["reasons"])
@@ -191,24 +191,24 @@ def test_a_daemon_that_cannot_lead_leaves_the_lease_to_others(
 
     (tmp_path / "plans.jsonl").write_text("{}\n")
     with monkeypatch.context() as patched:
-        patched.setattr("flexd.daemon.terms.shutil.copyfileobj", full)
+        patched.setattr("flexd.ha.term_directories.shutil.copyfileobj", full)
         running = start(_config(tmp_path))
         until(lambda: "No space left" in (running.status()["high_availability"]["problem"] or ""))
         assert not running.daemon.leads
         other = Lease(FileLeaseStore(tmp_path / "lease"), "other", SECONDS)
-        until(other.attempt)
+        until(other.acquire_or_renew)
     assert running.get("/healthz").status_code == 200
 
 
 def test_terms_go_on_where_the_state_directory_has_seen_higher_ones(
     start: Callable[[Config], Running], tmp_path: Path
 ) -> None:
-    open_term(tmp_path, 41)
+    open_term_directory(tmp_path, 41)
     running = start(_config(tmp_path))
     until(lambda: running.daemon.leads)
     assert running.status()["high_availability"]["term"] == 42
 
 
-def test_without_a_lease_there_is_no_register(tmp_path: Path) -> None:
+def test_without_a_lease_there_is_no_store(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kind: none"):
         make_lease_store(_config(tmp_path, high_availability={}))

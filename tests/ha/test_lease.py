@@ -30,7 +30,7 @@ class World:
 
 @dataclass
 class Process:
-    """A register as one process reaches it; each call may take time, before and after it has its effect, and fail."""
+    """A store as one process reaches it; each call may take time, before and after it has its effect, and fail."""
 
     world: World
     name: str
@@ -51,7 +51,7 @@ class Process:
         return self.offset + self.world.now * self.rate
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         return "here"
 
     def _pass(self) -> None:
@@ -65,7 +65,7 @@ class Process:
             raise LeaseError("no answer")
         return record
 
-    def replace(self, seen: LeaseRecord | None, holder: str, term: int, duration: float) -> LeaseRecord | None:
+    def compare_and_set(self, seen: LeaseRecord | None, holder: str, term: int, duration: float) -> LeaseRecord | None:
         self._pass()
         if self.failing == "before":
             raise LeaseError("not sent")
@@ -108,7 +108,7 @@ class LeaseMachine(RuleBasedStateMachine):
         process.delays, process.failing = delays, failing
         before = process.lease.term
         try:
-            held = process.lease.attempt()
+            held = process.lease.acquire_or_renew()
         except LeaseError:
             held = process.lease.term > 0
         term = process.lease.term
@@ -151,55 +151,55 @@ test_machine = LeaseMachine.TestCase
 def test_a_process_that_was_stopped_while_it_renewed_does_not_believe_in_it() -> None:
     world = World()
     process = Process(world, "a", 0.0, 1.0)
-    assert process.lease.attempt()
+    assert process.lease.acquire_or_renew()
     process.delays = [12.0, 0.0]
-    assert not process.lease.attempt()
+    assert not process.lease.acquire_or_renew()
     assert process.lease.term == 0
 
 
 def test_a_lost_answer_does_not_cost_the_lease() -> None:
     world = World()
     process = Process(world, "a", 0.0, 1.0)
-    assert process.lease.attempt()
+    assert process.lease.acquire_or_renew()
     world.now += 3
     process.failing = "after"
     with pytest.raises(LeaseError):
-        process.lease.attempt()
+        process.lease.acquire_or_renew()
     assert process.lease.term == 1
     world.now += 3
     process.failing = ""
-    assert process.lease.attempt()
+    assert process.lease.acquire_or_renew()
     assert process.lease.term == 1
 
 
 def test_who_was_late_to_renew_takes_the_lease_anew_at_once() -> None:
     world = World()
     process = Process(world, "a", 0.0, 1.0)
-    assert process.lease.attempt()
+    assert process.lease.acquire_or_renew()
     world.now = DURATION * (1 - CLOCK_MARGIN)
     assert process.lease.term == 0, "it ends at that moment"
-    assert process.lease.attempt()
+    assert process.lease.acquire_or_renew()
     assert process.lease.holds(2)
 
 
 def test_a_lost_answer_to_an_acquisition_costs_a_term_and_no_time() -> None:
     process = Process(World(), "a", 0.0, 1.0, failing="after")
     with pytest.raises(LeaseError):
-        process.lease.attempt()
+        process.lease.acquire_or_renew()
     assert process.lease.term == 0, "whether it was written is not known"
     process.failing = ""
-    assert process.lease.attempt()
+    assert process.lease.acquire_or_renew()
     assert process.lease.holds(2)
 
 
 def test_an_old_term_is_not_held_again_by_the_same_process() -> None:
     world = World()
     process = Process(world, "a", 0.0, 1.0)
-    assert process.lease.attempt()
+    assert process.lease.acquire_or_renew()
     assert process.lease.holds(1)
     world.now += 20
     assert not process.lease.holds(1)
-    assert process.lease.attempt()
+    assert process.lease.acquire_or_renew()
     assert not process.lease.holds(1)
     assert process.lease.holds(2)
     assert not process.lease.holds(0)
@@ -209,12 +209,12 @@ def test_a_lease_is_taken_when_its_holder_has_stopped_believing_and_no_sooner() 
     """The holder's clock runs 4 % slow, within the margin."""
     world = World()
     holder, other = Process(world, "a", 0.0, 0.96), Process(world, "b", 0.0, 1.0)
-    assert holder.lease.attempt()
-    assert not other.lease.attempt()
+    assert holder.lease.acquire_or_renew()
+    assert not other.lease.acquire_or_renew()
     world.now = DURATION - 0.1
-    assert not other.lease.attempt()
+    assert not other.lease.acquire_or_renew()
     world.now = DURATION
-    assert other.lease.attempt()
+    assert other.lease.acquire_or_renew()
     assert holder.lease.term == 0
 
 
@@ -225,50 +225,50 @@ def test_a_stand_by_waits_from_the_end_of_its_slow_read_on() -> None:
 
     def read_slowly() -> LeaseRecord | None:
         world.now += 9.0
-        assert holder.lease.attempt()
+        assert holder.lease.acquire_or_renew()
         return world.record
 
     other.read = read_slowly  # type: ignore[method-assign]
-    assert not other.lease.attempt()
+    assert not other.lease.acquire_or_renew()
     del other.read  # type: ignore[method-assign]
     world.now = 12.0
     assert holder.lease.holds(1)
-    assert not other.lease.attempt()
+    assert not other.lease.acquire_or_renew()
     world.now = 9.0 + DURATION
-    assert other.lease.attempt()
+    assert other.lease.acquire_or_renew()
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(5.0, 20.0), (20.0, 5.0)])
 def test_of_two_durations_the_longer_is_waited_for(mine: float, theirs: float) -> None:
     world = World()
     holder, other = Process(world, "a", 0.0, 1.0), Process(world, "b", 0.0, 1.0)
-    assert Lease(holder, "a", theirs, clock=holder.clock).attempt()
+    assert Lease(holder, "a", theirs, clock=holder.clock).acquire_or_renew()
     lease = Lease(other, "b", mine, clock=other.clock)
-    assert not lease.attempt()
+    assert not lease.acquire_or_renew()
     world.now = 19.9
-    assert not lease.attempt()
+    assert not lease.acquire_or_renew()
     world.now = 20.0
-    assert lease.attempt()
+    assert lease.acquire_or_renew()
 
 
 def test_terms_go_on_from_what_others_remember() -> None:
-    """A register that was emptied starts again from nothing; directories of terms do not."""
+    """A store that was emptied starts again from nothing; directories of terms do not."""
     process = Process(World(), "a", 0.0, 1.0)
-    lease = Lease(process, "a", DURATION, lowest_term=lambda: 41, clock=process.clock)
+    lease = Lease(process, "a", DURATION, highest_known_term=lambda: 41, clock=process.clock)
     assert not lease.holds(0), "no term at all is nobody's"
-    assert lease.attempt()
+    assert lease.acquire_or_renew()
     assert lease.holds(42)
 
 
 @pytest.mark.parametrize(("holder", "term"), [("somebody", 7), ("somebody", 1), ("a-1", 7), ("", 1)])
 def test_who_finds_another_record_has_lost_the_lease_whatever_the_clock_says(holder: str, term: int) -> None:
-    """Of the same term it is in a register that was emptied meanwhile."""
+    """Of the same term it is in a store that was emptied meanwhile."""
     world = World()
     process = Process(world, "a", 0.0, 1.0)
-    assert process.lease.attempt()
+    assert process.lease.acquire_or_renew()
     assert process.lease.identity == "a-1"
     world.record = LeaseRecord(holder, term, DURATION, "by hand")
-    assert not process.lease.attempt()
+    assert not process.lease.acquire_or_renew()
     assert process.lease.term == 0
 
 
@@ -276,10 +276,10 @@ def test_no_term_follows_the_last_one() -> None:
     world = World(record=LeaseRecord("", MAX_TERM, DURATION, "1"))
     process = Process(world, "a", 0.0, 1.0)
     with pytest.raises(LeaseError, match="no term is left"):
-        process.lease.attempt()
+        process.lease.acquire_or_renew()
     assert world.writes == 0
     world.record = LeaseRecord("", MAX_TERM - 1, DURATION, "2")
-    assert process.lease.attempt()
+    assert process.lease.acquire_or_renew()
     assert process.lease.holds(MAX_TERM)
 
 

@@ -32,31 +32,31 @@ def setting(tmp_path: Path) -> Setting:
 
 
 def test_a_steady_stream_never_asks_and_a_moved_one_asks_once(setting: Setting) -> None:
-    assert len(setting.carry_out()) > 100
+    assert len(setting.execute()) > 100
     for _ in range(5):
         setting.see(seconds=5)
         drift = setting.monitor.evaluate()
         assert drift is not None
         assert drift.ratio == pytest.approx(1.0, abs=0.01)
-        assert setting.monitor.take_reason() is None
+        assert setting.monitor.pop_reason() is None
     setting.see(moved=700)
     drift = setting.monitor.evaluate()
     assert drift is not None
     assert drift.ratio > 1.03
-    assert setting.monitor.take_reason() == f"drift {drift.ratio:.2f} > 1.03 (table item)"
-    assert setting.monitor.take_reason() is None, "once for each look"
-    setting.carry_out()
+    assert setting.monitor.pop_reason() == f"drift {drift.ratio:.2f} > 1.03 (table item)"
+    assert setting.monitor.pop_reason() is None, "once for each look"
+    setting.execute()
     assert setting.monitor.newest is None, "what was seen of the old placement is over"
     for _ in range(3):
         setting.see(moved=700, seconds=5)
         drift = setting.monitor.evaluate()
         assert drift is not None
         assert drift.ratio < 1.02
-        assert setting.monitor.take_reason() is None
+        assert setting.monitor.pop_reason() is None
 
 
 def test_a_placement_that_moved_while_it_was_priced_is_not_judged(setting: Setting) -> None:
-    setting.carry_out()
+    setting.execute()
     setting.see(moved=700)
 
     def move() -> None:
@@ -64,17 +64,17 @@ def test_a_placement_that_moved_while_it_was_priced_is_not_judged(setting: Setti
 
     setting.during = move
     assert setting.monitor.evaluate() is None
-    assert setting.monitor.take_reason() is None
+    assert setting.monitor.pop_reason() is None
     setting.during = lambda: None
     assert setting.monitor.evaluate() is not None
 
 
 def test_a_migration_that_began_while_it_was_priced_is_not_judged(setting: Setting) -> None:
-    setting.carry_out()
+    setting.execute()
     setting.see(moved=700)
     setting.during = lambda: setattr(setting, "moving", True)
     assert setting.monitor.evaluate() is None
-    assert (setting.monitor.take_reason(), setting.monitor.newest) == (None, None)
+    assert (setting.monitor.pop_reason(), setting.monitor.newest) == (None, None)
 
 
 def test_nothing_is_priced_before_it_is_known_how_much_a_step_reads(setting: Setting) -> None:
@@ -83,13 +83,13 @@ def test_nothing_is_priced_before_it_is_known_how_much_a_step_reads(setting: Set
     live = setting.coordinator.topology
     assert live is not None
     assert setting.monitor.evaluate() is None
-    assert (setting.asked, worlds, setting.monitor.saved()) == ([], [live.layout.world_size], {})
+    assert (setting.asked, worlds, setting.monitor.reference_state()) == ([], [live.layout.world_size], {})
 
 
 def test_how_old_the_newest_look_is(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [50.0]
     monkeypatch.setattr("flexd.operations.drift.time", SimpleNamespace(monotonic=lambda: now[0]))
-    setting.carry_out()
+    setting.execute()
     assert math.isnan(setting.monitor.age_seconds())
     assert setting.monitor.evaluate() is not None
     now[0] = 57.0
@@ -99,7 +99,7 @@ def test_how_old_the_newest_look_is(setting: Setting, monkeypatch: pytest.Monkey
 def test_a_profile_of_nothing_is_no_reference_although_nothing_is_demanded(tmp_path: Path) -> None:
     setting = Setting(tmp_path, min_samples=0)
     assert setting.monitor.evaluate() is None
-    assert setting.monitor.saved() == {}
+    assert setting.monitor.reference_state() == {}
 
 
 def test_a_slow_look_puts_the_next_one_off(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,13 +126,13 @@ def test_a_slow_look_puts_the_next_one_off(setting: Setting, monkeypatch: pytest
 def test_a_plan_that_changes_nothing_is_the_new_reference(setting: Setting) -> None:
     """Otherwise drift that a plan cannot mend would ask for one again and again."""
     setting.coordinator.topology = LiveTopology(1, "a", RankLayout(2, 2), (0,), True, "")
-    assert len(setting.carry_out()) == 0, "no slots, no replicas"
+    assert len(setting.execute()) == 0, "no slots, no replicas"
     setting.monitor._settings = setting.config.planner.model_copy(update={"drift_threshold": 1.0 + 1e-12})
     setting.sketches.ingest("item", np.arange(ROWS), 0, setting.clock + 30)
     assert setting.monitor.evaluate() is not None
-    assert setting.monitor.take_reason() is not None
+    assert setting.monitor.pop_reason() is not None
     setting.plan()
-    assert setting.monitor.take_reason() is None
+    assert setting.monitor.pop_reason() is None
     drift = setting.monitor.evaluate()
     assert drift is not None
     assert drift.ratio == pytest.approx(1.0)
@@ -141,27 +141,27 @@ def test_a_plan_that_changes_nothing_is_the_new_reference(setting: Setting) -> N
 def test_null_threshold_shows_drift_and_asks_nothing(tmp_path: Path) -> None:
     setting = Setting(tmp_path, drift_threshold=None)
     setting.see()
-    setting.carry_out()
+    setting.execute()
     setting.see(moved=700)
     drift = setting.monitor.evaluate()
     assert drift is not None
     assert drift.ratio > 1.03
-    assert setting.monitor.take_reason() is None
-    setting.monitor.adopt(setting.config.planner.model_copy(update={"drift_threshold": 1.03}))
+    assert setting.monitor.pop_reason() is None
+    setting.monitor.apply_config(setting.config.planner.model_copy(update={"drift_threshold": 1.03}))
     assert setting.monitor.evaluate() is not None
-    assert (setting.monitor.take_reason() or "").startswith("drift "), "from the next look on"
+    assert (setting.monitor.pop_reason() or "").startswith("drift "), "from the next look on"
 
 
 def test_nothing_is_looked_at_without_ranks_during_a_migration_or_with_little_seen(tmp_path: Path) -> None:
     setting = Setting(tmp_path)
     setting.sketches.ingest("item", np.zeros(999, dtype=np.int64), 0, 1.0)
     assert setting.monitor.evaluate() is None
-    assert setting.monitor.saved() == {}
+    assert setting.monitor.reference_state() == {}
     setting.sketches.ingest("item", np.zeros(1, dtype=np.int64), 0, 1.0)
     assert setting.monitor.evaluate() is None
-    assert setting.monitor.saved() != {}, "a thousand are enough"
+    assert setting.monitor.reference_state() != {}, "a thousand are enough"
     setting.see()
-    setting.carry_out()
+    setting.execute()
     profiles = len(setting.asked)
     setting.moving = True
     assert setting.monitor.evaluate() is None
@@ -173,25 +173,25 @@ def test_nothing_is_looked_at_without_ranks_during_a_migration_or_with_little_se
 
 
 def test_a_plan_made_during_a_look_wins(setting: Setting) -> None:
-    setting.carry_out()
+    setting.execute()
     setting.see(moved=700)
-    setting.during = lambda: (setattr(setting, "during", lambda: None), setting.carry_out())  # type: ignore[assignment]
+    setting.during = lambda: (setattr(setting, "during", lambda: None), setting.execute())  # type: ignore[assignment]
     assert setting.monitor.evaluate() is None
-    assert setting.monitor.take_reason() is None
+    assert setting.monitor.pop_reason() is None
     assert setting.monitor.newest is None
 
 
 def test_a_reason_is_over_when_what_it_was_of_is(setting: Setting) -> None:
-    target = setting.carry_out()
+    target = setting.execute()
     setting.see(moved=700)
     assert setting.monitor.evaluate() is not None
     setting.coordinator.now = Placement.of(target.keys[::2], target.tiers[::2], 9)
     assert setting.monitor.evaluate() is None
-    assert (setting.monitor.take_reason(), setting.monitor.newest) == (None, None), "another placement is live"
+    assert (setting.monitor.pop_reason(), setting.monitor.newest) == (None, None), "another placement is live"
     setting.coordinator.now = target
     assert setting.monitor.evaluate() is not None
     setting.plan()
-    assert setting.monitor.take_reason() is None, "a plan was made meanwhile"
+    assert setting.monitor.pop_reason() is None, "a plan was made meanwhile"
 
 
 def test_a_plan_that_was_made_meanwhile_counts_until_it_has_had_its_time_to_move(setting: Setting) -> None:
@@ -199,22 +199,22 @@ def test_a_plan_that_was_made_meanwhile_counts_until_it_has_had_its_time_to_move
     setting.coordinator.now = Placement.of(target.keys[::2], target.tiers[::2], 1)
     assert setting.monitor.evaluate() is None
     setting.plan()
-    planned = setting.monitor.saved()
+    planned = setting.monitor.reference_state()
     assert setting.monitor.evaluate() is None
-    assert setting.monitor.saved() == planned, "the first look since the plan"
+    assert setting.monitor.reference_state() == planned, "the first look since the plan"
     assert setting.monitor.evaluate() is None
-    assert setting.monitor.saved() != planned
+    assert setting.monitor.reference_state() != planned
 
 
 def test_a_placement_that_no_plan_made_becomes_the_reference_when_it_stays(setting: Setting) -> None:
     """A migration that was cut short: half the plan is live."""
     target = setting.plan()
     setting.coordinator.now = Placement.of(target.keys[::2], target.tiers[::2], 1)
-    reference = setting.monitor.saved()
+    reference = setting.monitor.reference_state()
     assert setting.monitor.evaluate() is None
-    assert setting.monitor.saved() == reference, "the plan may not have begun to move"
+    assert setting.monitor.reference_state() == reference, "the plan may not have begun to move"
     assert setting.monitor.evaluate() is None
-    assert setting.monitor.saved()["placement_digest"] == f"{setting.coordinator.now.digest():016x}"
+    assert setting.monitor.reference_state()["placement_digest"] == f"{setting.coordinator.now.digest():016x}"
     drift = setting.monitor.evaluate()
     assert drift is not None
     assert drift.ratio == pytest.approx(1.0)
@@ -223,20 +223,20 @@ def test_a_placement_that_no_plan_made_becomes_the_reference_when_it_stays(setti
 def test_only_the_same_placement_twice_in_a_row_becomes_the_reference(setting: Setting) -> None:
     target = setting.plan()
     half, third = (Placement.of(target.keys[::n], target.tiers[::n], n) for n in (2, 3))
-    reference = setting.monitor.saved()
+    reference = setting.monitor.reference_state()
     for placement in (half, third, half, third):
         setting.coordinator.now = placement
         assert setting.monitor.evaluate() is None
-        assert setting.monitor.saved() == reference, "it is on its way"
+        assert setting.monitor.reference_state() == reference, "it is on its way"
     setting.coordinator.now = replace(target, version=4)
     assert setting.monitor.evaluate() is not None
     setting.coordinator.now = third
     assert setting.monitor.evaluate() is None
-    assert setting.monitor.saved() == reference, "the plan's own placement was there in between"
+    assert setting.monitor.reference_state() == reference, "the plan's own placement was there in between"
 
 
 def test_drift_is_of_the_distribution_and_not_of_the_batch(setting: Setting) -> None:
-    setting.carry_out()
+    setting.execute()
     setting.monitor._accesses_per_step = lambda world: 2 * PER_STEP
     drift = setting.monitor.evaluate()
     assert drift is not None
@@ -245,8 +245,8 @@ def test_drift_is_of_the_distribution_and_not_of_the_batch(setting: Setting) -> 
 
 
 def test_the_reference_outlives_a_restart_and_a_damaged_one_is_left(setting: Setting, tmp_path: Path) -> None:
-    setting.carry_out()
-    saved = json.loads(json.dumps(setting.monitor.saved()))
+    setting.execute()
+    saved = json.loads(json.dumps(setting.monitor.reference_state()))
     again = Setting(tmp_path, saved)
     again.sketches, again.coordinator.now, again.clock = setting.sketches, setting.coordinator.now, setting.clock
     again.see(moved=700)
@@ -254,7 +254,7 @@ def test_the_reference_outlives_a_restart_and_a_damaged_one_is_left(setting: Set
     assert drift is not None, "the first look of the new process compares"
     assert drift.ratio > 1.03
     for damaged in ({"total": "x"}, {**saved, "nodes": None}, {**saved, "tables": 3}):
-        assert Setting(tmp_path, damaged).monitor.saved() == {}
+        assert Setting(tmp_path, damaged).monitor.reference_state() == {}
 
 
 def test_the_thread_outlives_faults_and_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -268,7 +268,7 @@ def test_the_thread_outlives_faults_and_ends(tmp_path: Path, caplog: pytest.LogC
     setting.monitor.start()
     until(lambda: setting.monitor.evaluations >= 3, 20)
     setting.during = lambda: None
-    until(setting.monitor.saved, 20)
+    until(setting.monitor.reference_state, 20)
 
     def told() -> int:
         return len([record for record in caplog.records if "made up" in record.getMessage()])
@@ -286,7 +286,7 @@ def test_the_job_is_priced_as_it_trains(tmp_path: Path) -> None:
         setting = Setting(tmp_path, **planner)
         setting.see()
         setting.monitor.evaluate()
-        prices.append(setting.monitor.saved()["total"][-1])
+        prices.append(setting.monitor.reference_state()["total"][-1])
     assert len(set(prices)) == len(prices)
 
 

@@ -47,7 +47,7 @@ def test_other_ranks_are_planned_for_at_once_and_again_until_a_plan_is_made() ->
     assert due == Due(Trigger(TriggerKind.TOPOLOGY, "topology changed"))
     assert ask(triggers, 5.5, generation=4) is None, "min_spacing_seconds"
     assert ask(triggers, 6.0, generation=4) == due
-    triggers.made(due, 4)
+    triggers.plan_made(due, 4)
     assert ask(triggers, 8.0, generation=4) is None
 
 
@@ -56,11 +56,11 @@ def test_drift_is_proposed_again_after_what_it_had_asked_for_was_carried_out() -
     drift = "drift 1.20 > 1.05"
     held = ask(triggers, 5.0, CLOSED, drift=lambda: drift)
     assert held is not None
-    triggers.made(held, GENERATION)
+    triggers.plan_made(held, GENERATION)
     assert ask(triggers, 7.0, CLOSED, drift=lambda: drift) is None
     opened = ask(triggers, 9.0, OPEN)
     assert opened is not None
-    triggers.made(opened, GENERATION)
+    triggers.plan_made(opened, GENERATION)
     again = ask(triggers, 11.0, CLOSED, drift=lambda: drift)
     assert again is not None
     assert again.trigger.kind is TriggerKind.DRIFT
@@ -70,10 +70,10 @@ def test_what_waited_for_a_window_is_forgotten_where_nothing_starts_by_itself() 
     triggers = make(calendar=NIGHT)
     held = ask(triggers, 5.0, CLOSED, drift=lambda: "drift 1.20 > 1.05")
     assert held is not None
-    triggers.made(held, GENERATION)
+    triggers.plan_made(held, GENERATION)
     assert triggers.waiting_for_window is not None
-    triggers.adopt(TriggerSettings(100.0, 1.0, auto=False, calendar=NIGHT), 6.0)
-    triggers.adopt(TriggerSettings(100.0, 1.0, auto=True, calendar=NIGHT), 6.0)
+    triggers.apply_settings(TriggerSettings(100.0, 1.0, auto=False, calendar=NIGHT), 6.0)
+    triggers.apply_settings(TriggerSettings(100.0, 1.0, auto=True, calendar=NIGHT), 6.0)
     assert triggers.waiting_for_window is None
 
 
@@ -81,11 +81,11 @@ def test_drift_that_was_proposed_waits_for_something_carried_out_whatever_else_i
     triggers = make(auto=False)
     first = ask(triggers, 5.0, drift=lambda: "drift 1.20 > 1.05")
     assert first is not None
-    triggers.made(first, GENERATION)
+    triggers.plan_made(first, GENERATION)
     by_interval = ask(triggers, 200.0, drift=lambda: "drift 1.20 > 1.05")
     assert by_interval is not None
     assert by_interval.trigger.kind is TriggerKind.INTERVAL
-    triggers.made(by_interval, GENERATION)
+    triggers.plan_made(by_interval, GENERATION)
     assert ask(triggers, 210.0, drift=lambda: "drift 1.20 > 1.05") is None
 
 
@@ -108,7 +108,7 @@ def test_propose_only_holds_everything_and_says_why() -> None:
     due = ask(triggers, 100.0)
     assert due is not None
     assert due.held == "planner.auto is false"
-    triggers.made(due, GENERATION)
+    triggers.plan_made(due, GENERATION)
     assert triggers.waiting_for_window is None, "no window will open"
 
 
@@ -116,11 +116,11 @@ def test_drift_proposes_once_until_something_is_carried_out() -> None:
     triggers = make(auto=False)
     due = ask(triggers, 1.0, drift=lambda: "drift")
     assert due is not None
-    triggers.made(due, GENERATION)
+    triggers.plan_made(due, GENERATION)
     assert ask(triggers, 10.0, drift=lambda: "drift") is None, "it would say so after every look"
-    triggers.by_hand(11.0, executed=False)
+    triggers.record_manual_plan(11.0, executed=False)
     assert ask(triggers, 12.0, drift=lambda: "drift") is None
-    triggers.by_hand(13.0, executed=True)
+    triggers.record_manual_plan(13.0, executed=True)
     assert ask(triggers, 14.0, drift=lambda: "drift") is not None
 
 
@@ -129,10 +129,10 @@ def test_what_a_window_held_fires_when_it_opens() -> None:
     due = ask(triggers, 1.0, CLOSED, drift=lambda: "drift 1.30 > 1.05")
     assert due is not None
     assert due.held == "outside the maintenance windows"
-    triggers.made(due, GENERATION)
+    triggers.plan_made(due, GENERATION)
     interval = ask(triggers, 101.0, CLOSED)
     assert interval is not None
-    triggers.made(interval, GENERATION)
+    triggers.plan_made(interval, GENERATION)
     assert ask(triggers, 150.0, CLOSED) is None
     opened = ask(triggers, 160.0, OPEN)
     assert opened == Due(Trigger(TriggerKind.DRIFT, "drift 1.30 > 1.05, held until the maintenance window opened")), (
@@ -140,7 +140,7 @@ def test_what_a_window_held_fires_when_it_opens() -> None:
     )
     again = ask(triggers, 162.0, OPEN)
     assert again == opened, "refused: tried again"
-    triggers.made(opened, GENERATION)
+    triggers.plan_made(opened, GENERATION)
     assert ask(triggers, 170.0, OPEN) is None
 
 
@@ -148,8 +148,8 @@ def test_by_hand_in_a_closed_window_leaves_nothing_waiting() -> None:
     triggers = make(calendar=NIGHT)
     due = ask(triggers, 100.0, CLOSED)
     assert due is not None
-    triggers.made(due, GENERATION)
-    triggers.by_hand(101.0, executed=True)
+    triggers.plan_made(due, GENERATION)
+    triggers.record_manual_plan(101.0, executed=True)
     assert ask(triggers, 110.0, OPEN) is None
     assert ask(triggers, 200.9, OPEN) is None, "the interval counts from there"
     assert ask(triggers, 201.0, OPEN) is not None
@@ -157,10 +157,10 @@ def test_by_hand_in_a_closed_window_leaves_nothing_waiting() -> None:
 
 def test_other_settings_hold_from_now_on() -> None:
     triggers = make()
-    triggers.adopt(TriggerSettings(10.0, 1.0, False), 50.0)
+    triggers.apply_settings(TriggerSettings(10.0, 1.0, False), 50.0)
     due = ask(triggers, 60.0)
     assert due is not None
     assert due.held
-    triggers.adopt(TriggerSettings(1000.0, 1.0), 61.0)
+    triggers.apply_settings(TriggerSettings(1000.0, 1.0), 61.0)
     assert ask(triggers, 69.0) is None
     assert ask(triggers, 70.0) is not None, "not put off"

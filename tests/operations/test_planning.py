@@ -3,84 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from flexd.cli.explain_view import explain_blocks
-from flexd.config.load import parse_config
-from flexd.config.model import Config
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration_states import TransitionEvent
-from flexd.control.protocol.report import StepReport
 from flexd.core.errors import ControlError, PlanError
 from flexd.core.layout import RankLayout
 from flexd.daemon.explained import explanation
-from flexd.daemon.factory import make_cluster
-from flexd.operations.executions import Execution
 from flexd.operations.plan_log import PlanLog
-from flexd.operations.planning import Planning
-from flexd.operations.proposals import Proposal
-from flexd.operations.step_reports import TrainingMonitor
-from flexd.operations.triggers import Trigger, TriggerKind
-from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
-from flexd.sketch.sketch_set import SketchSet
-from flexd.topology.scale import scale_model
-from tests.support.fake_coordinator import FakeCoordinator
-
-ROWS = 2_000
-
-
-class Setting:
-    def __init__(self, directory: Path, **planner: Any) -> None:
-        settings = {"min_samples": 1_000, "min_coverage": 0.5, "horizon_steps": 1_000_000, **planner}
-        self.config: Config = parse_config(
-            {
-                "job": "j",
-                "tables": [{"name": "item", "rows": ROWS, "dim": 64}],
-                "stream": {"source": {"kind": "synthetic"}},
-                "planner": settings,
-                "control": {"chunk_rows": 16},
-            }
-        )
-        keyspace = self.config.keyspace()
-        self.sketches = SketchSet(keyspace.tables, half_life_seconds=None)
-        self.coordinator = FakeCoordinator()
-        self.training = TrainingMonitor()
-        self.profiles: list[Profile] = []
-        self.profile: Callable[[float], Profile] = lambda per_step: self.sketches.profile(per_step, 1)
-        self.log_path = directory / "plans.jsonl"
-        self.planning = Planning(
-            self.config, keyspace, scale_model(make_cluster(self.config), 1e6), self._make_profile, self.coordinator,  # type: ignore[arg-type]
-            self.training, PlanLog(self.log_path),
-        )  # fmt: skip
-
-    def _make_profile(self, per_step: float, layout: RankLayout) -> Profile:
-        self.profiles.append(self.profile(per_step))
-        return self.profiles[-1]
-
-    def see(self, accesses: int, seed: int = 0) -> None:
-        rng = np.random.default_rng(seed)
-        weights = np.arange(1, ROWS + 1) ** -1.2
-        rows = rng.choice(ROWS, accesses, p=weights / weights.sum())
-        self.sketches.ingest("item", (rows + 137 * seed) % ROWS, 0, 1.0 + seed)
-
-    def propose(self, reason: str, **options: Any) -> Proposal:
-        return self.planning.propose(Trigger(TriggerKind.MANUAL, reason), **options)
-
-    def carry_out(self, reason: str) -> tuple[Plan, Execution | None]:
-        """Plans and starts the migration."""
-        proposal = self.propose(reason)
-        return proposal.plan, self.planning.carry_out(proposal)
-
-    def report(self, per_rank: int = 200_000) -> None:
-        report = StepReport(1, 1, 0, 0, 0.1, 0.0, (per_rank, 0, 0), 0, 0, 0, 0, 0, 0)
-        for rank in range(4):
-            self.training.add(rank, report)
+from tests.support.planning_setting import ROWS, Setting
 
 
 @pytest.fixture
@@ -174,11 +110,11 @@ def test_a_plan_is_recorded_carried_out_and_logged(setting: Setting) -> None:
     assert planning.last_plan is plan
     assert planning.seconds > 0
     assert planning.outcomes == {}
-    execution = planning.carry_out(proposal)
+    execution = planning.execute(proposal)
     assert execution is not None
     assert planning.outcomes == {"changed": 1}
     assert PlanLog(setting.log_path).entries == []
-    setting.coordinator.carry_out(execution.migration)
+    setting.coordinator.execute(execution.migration)
     (entry,) = PlanLog(setting.log_path).entries
     chunks = -(-len(plan.delta) // 16)
     assert entry["plan_id"] == plan.plan_id == planning.executions.live_plan_id
@@ -196,9 +132,9 @@ def test_a_plan_is_recorded_carried_out_and_logged(setting: Setting) -> None:
 
 
 def test_the_next_plan_has_the_live_one_as_its_parent_over_a_restart(setting: Setting, tmp_path: Path) -> None:
-    plan, execution = setting.carry_out("first")
+    plan, execution = setting.execute("first")
     assert execution is not None
-    setting.coordinator.carry_out(execution.migration)
+    setting.coordinator.execute(execution.migration)
     assert setting.propose("second").plan.parent_id == plan.plan_id
     again = Setting(tmp_path)
     again.see(50_000)
@@ -207,23 +143,23 @@ def test_the_next_plan_has_the_live_one_as_its_parent_over_a_restart(setting: Se
 
 
 def test_a_plan_that_changes_nothing_pushes_nothing(setting: Setting) -> None:
-    plan, execution = setting.carry_out("first")
+    plan, execution = setting.execute("first")
     assert execution is not None
-    setting.coordinator.carry_out(execution.migration)
+    setting.coordinator.execute(execution.migration)
     proposal = setting.propose("second")
     second, live = proposal.plan, proposal.live
     assert len(second.delta) == 0
     assert live.digest() == plan.target.digest()
-    assert setting.planning.carry_out(proposal) is None
+    assert setting.planning.execute(proposal) is None
     assert setting.planning.outcomes == {"changed": 1, "unchanged": 1}
     assert setting.planning.proposals.all() == (), "neither can be applied any more"
     assert len(setting.coordinator.migrations) == 1
 
 
 def test_a_migration_that_ends_early_is_logged_with_what_was_applied(setting: Setting) -> None:
-    plan, execution = setting.carry_out("first")
+    plan, execution = setting.execute("first")
     assert execution is not None
-    setting.coordinator.carry_out(execution.migration, chunks=2, end=TransitionEvent.SUPERSEDE)
+    setting.coordinator.execute(execution.migration, chunks=2, end=TransitionEvent.SUPERSEDE)
     (entry,) = PlanLog(setting.log_path).entries
     assert entry["state"] == "superseded"
     assert 0 < entry["rows_applied"] < len(plan.delta)
@@ -232,7 +168,7 @@ def test_a_migration_that_ends_early_is_logged_with_what_was_applied(setting: Se
 
 
 def test_a_migration_that_never_began_is_no_plan_that_moved_rows(setting: Setting) -> None:
-    _, execution = setting.carry_out("first")
+    _, execution = setting.execute("first")
     assert execution is not None
     execution.migration.fire(TransitionEvent.SUPERSEDE, "by another")
     execution.migration.notify()
@@ -243,16 +179,16 @@ def test_a_migration_that_never_began_is_no_plan_that_moved_rows(setting: Settin
 
 def test_chunks_go_from_where_the_ranks_are_now(setting: Setting) -> None:
     """An older migration may have gone on between plan and start: the second one's chunks start from its end."""
-    first, older = setting.carry_out("first")
+    first, older = setting.execute("first")
     setting.see(200_000, seed=1)
     proposal = setting.propose("second")
     second, live = proposal.plan, proposal.live
     assert len(live) == 0
-    newer = setting.planning.carry_out(proposal)
+    newer = setting.planning.execute(proposal)
     assert older is not None
     assert newer is not None
-    setting.coordinator.carry_out(older.migration)
-    setting.coordinator.carry_out(newer.migration)
+    setting.coordinator.execute(older.migration)
+    setting.coordinator.execute(newer.migration)
     assert setting.coordinator.now.digest() == second.target.digest() != first.target.digest()
     assert [entry["plan_id"] for entry in PlanLog(setting.log_path).entries] == [first.plan_id, second.plan_id]
 
@@ -261,7 +197,7 @@ def test_a_coordinator_that_refuses_leaves_no_execution(setting: Setting) -> Non
     proposal = setting.propose("first")
     setting.coordinator.refuses = True
     with pytest.raises(ControlError):
-        setting.planning.carry_out(proposal)
+        setting.planning.execute(proposal)
     assert setting.planning.executions.last is None
     assert setting.planning.outcomes == {}
 

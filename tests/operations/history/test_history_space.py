@@ -25,7 +25,7 @@ def test_the_log_beside_the_file_stays_small(tmp_path: Path) -> None:
         chunk = Delta(np.arange(3), np.zeros(3, np.uint8), np.ones(3, np.uint8))
         metadata = MigrationMetadata(f"m{number}", "parent", "manual", "ada", "x" * 300)
         migration = Migration(f"plan-{number}", [chunk], metadata=metadata)
-        migration.observe(lambda of, transition: history.record(MigrationEvent(of, transition)))
+        migration.observe(lambda of, transition: history.record_migration(MigrationEvent(of, transition)))
         migration.fire(TransitionEvent.START, "y" * 300)
         migration.fire(TransitionEvent.FAIL, "z" * 300)
         assert history.flush(_FLUSH_SECONDS)

@@ -37,7 +37,7 @@ def highest_term(state_dir: Path) -> int:
     return max((number for number, _ in _terms(state_dir)), default=0)
 
 
-def open_term(state_dir: Path, term: int) -> Path:
+def open_term_directory(state_dir: Path, term: int) -> Path:
     """Makes this term's directory out of the newest before it (or of ``state_dir`` itself, where a daemon without a
     lease has left its state) and removes those of long ago.
 

@@ -16,12 +16,12 @@ from flexd.core.errors import ApiError, PlanError
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.operations.autoplan import AutoPlanner
-from flexd.operations.gates import check, gates, sketch_error
+from flexd.operations.gates import evaluate_gates, require_open, sketch_error
 from flexd.operations.plan_log import PlanLog
-from flexd.operations.proposals import MAX_OF_A_KIND, outdated
+from flexd.operations.proposals import MAX_PER_KIND, outdated
 from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.sketch.profile import Profile, TableProfile
-from tests.daemon.test_planning_gates import Setting
+from tests.support.planning_setting import Setting
 
 ANN = Trigger(TriggerKind.MANUAL, "applied by hand", "ann@host")
 
@@ -42,7 +42,7 @@ def test_a_kept_plan_is_applied_and_recorded_with_who(setting: Setting) -> None:
     plan = setting.propose("look", dry_run=True).plan
     proposal, execution = setting.planning.apply(plan.plan_id, ANN)
     assert execution is not None
-    setting.coordinator.carry_out(execution.migration)
+    setting.coordinator.execute(execution.migration)
     assert setting.coordinator.now.digest() == plan.target.digest()
     (entry,) = PlanLog(setting.log_path).entries
     assert (entry["plan_id"], entry["trigger"], entry["who"]) == (plan.plan_id, "manual", "ann@host")
@@ -63,12 +63,12 @@ def test_latest_is_the_newest(setting: Setting) -> None:
 
 
 def test_proposals_are_bounded_and_looking_pushes_out_none_of_the_daemons(setting: Setting) -> None:
-    own = [setting.propose("interval").plan.plan_id for _ in range(MAX_OF_A_KIND + 1)]
-    for _ in range(MAX_OF_A_KIND + 2):
+    own = [setting.propose("interval").plan.plan_id for _ in range(MAX_PER_KIND + 1)]
+    for _ in range(MAX_PER_KIND + 2):
         setting.propose("look", dry_run=True)
     kept = setting.planning.proposals.all()
     assert [each.plan.plan_id for each in kept if not each.dry_run] == own[1:]
-    assert sum(each.dry_run for each in kept) == MAX_OF_A_KIND
+    assert sum(each.dry_run for each in kept) == MAX_PER_KIND
 
 
 def _other_ranks(it: Setting) -> None:
@@ -84,7 +84,7 @@ def _other_placement(it: Setting) -> None:
 
 
 def _migrating(it: Setting) -> None:
-    it.carry_out("meanwhile")
+    it.execute("meanwhile")
 
 
 def _other_accesses(it: Setting) -> None:
@@ -139,7 +139,7 @@ def test_a_thin_plan_can_be_looked_at_and_only_forced(tmp_path: Path) -> None:
     assert execution is not None
     assert execution.overridden == ("samples", "window")
     assert it.planning.overridden == {"samples": 1, "window": 1}
-    it.coordinator.carry_out(execution.migration)
+    it.coordinator.execute(execution.migration)
     (entry,) = PlanLog(it.log_path).entries
     assert (entry["who"], entry["overridden_gates"]) == ("ann@host", ["samples", "window"])
 
@@ -173,11 +173,11 @@ OPEN = {
     ],
 )  # fmt: skip
 def test_each_gate_closes_by_its_own_key(closed: str, bound: dict[str, float], said: str) -> None:
-    check(gates(profile(), PlannerConfig(**OPEN)))
-    checked = gates(profile(), PlannerConfig(**{**OPEN, **bound}))
+    require_open(evaluate_gates(profile(), PlannerConfig(**OPEN)))
+    checked = evaluate_gates(profile(), PlannerConfig(**{**OPEN, **bound}))
     assert [gate.name for gate in checked if not gate.open] == [closed]
     with pytest.raises(PlanError, match=said) as error:
-        check(checked)
+        require_open(checked)
     key = next(gate.key for gate in checked if not gate.open)
     assert key == f"planner.{next(iter(bound))}"
     assert key in error.value.message
@@ -201,7 +201,7 @@ def test_tables_count_by_their_accesses_in_coverage_and_sketch_error() -> None:
     )
     both = profile(tables=(table, exact))
     assert sketch_error(both) == pytest.approx(0.04)
-    measured = {gate.name: gate.measured for gate in gates(both, PlannerConfig(**OPEN))}
+    measured = {gate.name: gate.measured for gate in evaluate_gates(both, PlannerConfig(**OPEN))}
     assert measured["coverage"] == pytest.approx(0.54)
     assert measured["sketch_error"] == pytest.approx(0.04)
 
@@ -212,7 +212,7 @@ def test_a_plan_that_is_forced_is_made_and_recorded_although_gates_are_closed(tm
     it.see(500)
     proposal = it.propose("now", force=True)
     assert it.planning.last_plan is proposal.plan
-    execution = it.planning.carry_out(proposal)
+    execution = it.planning.execute(proposal)
     assert execution is not None
     assert execution.overridden == ("samples", "window")
 
@@ -231,7 +231,7 @@ class QuietDrift:
 
     reason: str | None = None
 
-    def take_reason(self) -> str | None:
+    def pop_reason(self) -> str | None:
         reason, self.reason = self.reason, None
         return reason
 
@@ -274,11 +274,11 @@ def test_what_an_earlier_daemon_left_undone_comes_before_a_plan(setting: Setting
     assert asked == [1]
     assert setting.coordinator.migrations == [], "that the ranks are new to this daemon is no reason any more"
     planner, _ = auto(setting)
-    planner.by_hand(executed=True)
+    planner.record_manual_plan(executed=True)
     planner.tick()
     assert setting.coordinator.migrations == [], "nor behind a rollback that was asked for"
     planner, _ = auto(setting)
-    planner.by_hand(executed=False)
+    planner.record_manual_plan(executed=False)
     planner.tick()
     assert len(setting.coordinator.migrations) == 1
 

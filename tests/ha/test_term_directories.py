@@ -14,9 +14,9 @@ from flexd.config.load import parse_config
 from flexd.control.daemon.journal import PlacementJournal, Segment
 from flexd.core.errors import SnapshotError
 from flexd.core.placement import Placement
-from flexd.daemon import terms
-from flexd.daemon.leadership import FencedSnapshotStore, alone
-from flexd.daemon.terms import highest_term, open_term
+from flexd.ha import term_directories as terms
+from flexd.ha.leadership import FencedSnapshotStore, without_lease
+from flexd.ha.term_directories import highest_term, open_term_directory
 from flexd.sketch.snapshot import SnapshotStore
 from tests.support.disk_order import watch_disk
 
@@ -60,7 +60,7 @@ def test_the_first_term_goes_on_from_a_daemon_without_a_lease(tmp_path: Path) ->
     _fill(tmp_path)
     (tmp_path / "lease").mkdir()
     (tmp_path / "lease" / "lease-1").write_text("{}")
-    made = open_term(tmp_path, 4)
+    made = open_term_directory(tmp_path, 4)
     assert made == tmp_path / "term-0000000004"
     _check(made)
     assert not (made / "lease").exists()
@@ -68,9 +68,9 @@ def test_the_first_term_goes_on_from_a_daemon_without_a_lease(tmp_path: Path) ->
 
 
 def test_what_an_old_leader_writes_afterwards_is_its_own(tmp_path: Path) -> None:
-    first = open_term(tmp_path, 1)
+    first = open_term_directory(tmp_path, 1)
     _fill(first)
-    second = open_term(tmp_path, 2)
+    second = open_term_directory(tmp_path, 2)
     _check(second)
     # The deposed leader goes on as if nothing had happened.
     SnapshotStore(first / "snapshots", 1).save({"n": 2}, {"a": np.arange(3)})
@@ -85,14 +85,14 @@ def test_what_an_old_leader_writes_afterwards_is_its_own(tmp_path: Path) -> None
 
 
 def test_logs_of_a_database_are_merged_and_not_copied(tmp_path: Path) -> None:
-    first = open_term(tmp_path, 1)
+    first = open_term_directory(tmp_path, 1)
     _fill(first)
     with closing(sqlite3.connect(first / "migrations.sqlite")) as writing:
         writing.execute("insert into t values (6)")
         writing.commit()
         (first / "other.sqlite-journal").write_text("of an unfinished write")
         assert (first / "migrations.sqlite-wal").stat().st_size > 0
-        second = open_term(tmp_path, 2)
+        second = open_term_directory(tmp_path, 2)
     with closing(sqlite3.connect(second / "migrations.sqlite")) as database:
         assert database.execute("select x from t").fetchall() == [(5,), (6,)]
     assert list(second.glob("*.sqlite*")) == [second / "migrations.sqlite"]
@@ -100,18 +100,18 @@ def test_logs_of_a_database_are_merged_and_not_copied(tmp_path: Path) -> None:
 
 def test_a_link_to_somewhere_else_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
-    first = open_term(tmp_path / "state", 1)
+    first = open_term_directory(tmp_path / "state", 1)
     (tmp_path / "secret").write_text("not for everybody")
     (first / "file").symlink_to(tmp_path / "secret")
     (first / "directory").symlink_to(tmp_path)
     (first / "loop").symlink_to(first)
-    assert list(open_term(tmp_path / "state", 2).iterdir()) == []
+    assert list(open_term_directory(tmp_path / "state", 2).iterdir()) == []
 
 
 def test_all_of_a_term_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _fill(open_term(tmp_path, 1))
+    _fill(open_term_directory(tmp_path, 1))
     done = watch_disk(monkeypatch)
-    open_term(tmp_path, 2)
+    open_term_directory(tmp_path, 2)
     named = done.index("name term-0000000002")
     unfinished = f".unfinished-2-{os.getpid()}"
     synced = {"sync plans.jsonl", "sync placement.journal", "sync placement", "sync snapshots", f"sync {unfinished}"}
@@ -123,14 +123,14 @@ def test_what_an_earlier_try_of_this_process_left_is_begun_anew(tmp_path: Path) 
     left = tmp_path / f".unfinished-2-{os.getpid()}"
     left.mkdir()
     (left / "half").write_text("x")
-    assert list(open_term(tmp_path, 2).iterdir()) == []
+    assert list(open_term_directory(tmp_path, 2).iterdir()) == []
 
 
 def test_a_directory_that_is_being_made_is_left_alone(tmp_path: Path) -> None:
     """By another process: of a later term, or of the same one, which it will lose by itself."""
     for name in (".unfinished-3-77", ".unfinished-4-77", ".unfinished-9-77", ".unfinished-x"):
         (tmp_path / name).mkdir()
-    open_term(tmp_path, 4)
+    open_term_directory(tmp_path, 4)
     names = sorted(entry.name for entry in tmp_path.iterdir())
     assert names == [".unfinished-4-77", ".unfinished-9-77", ".unfinished-x", "term-0000000004"]
 
@@ -138,7 +138,7 @@ def test_a_directory_that_is_being_made_is_left_alone(tmp_path: Path) -> None:
 def test_a_term_whose_directory_somebody_fills_meanwhile_is_not_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _fill(open_term(tmp_path, 1))
+    _fill(open_term_directory(tmp_path, 1))
     copy = terms._copy_file
 
     def meanwhile(source: Path, target: Path) -> None:
@@ -148,13 +148,13 @@ def test_a_term_whose_directory_somebody_fills_meanwhile_is_not_opened(
 
     monkeypatch.setattr(terms, "_copy_file", meanwhile)
     with pytest.raises(SnapshotError, match="cannot be copied to term-0000000002"):
-        open_term(tmp_path, 2)
+        open_term_directory(tmp_path, 2)
     assert [path.name for path in (tmp_path / "term-0000000002").iterdir()] == ["theirs"]
     assert list(tmp_path.glob(".unfinished-*")) == []
 
 
 def test_a_file_that_its_owner_removes_meanwhile_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = open_term(tmp_path, 1)
+    first = open_term_directory(tmp_path, 1)
     _fill(first)
     copy = terms._copy_file
 
@@ -164,37 +164,37 @@ def test_a_file_that_its_owner_removes_meanwhile_is_left_out(tmp_path: Path, mon
         copy(source, target)
 
     monkeypatch.setattr(terms, "_copy_file", meanwhile)
-    second = open_term(tmp_path, 2)
+    second = open_term_directory(tmp_path, 2)
     assert not (second / "plans.jsonl").exists()
     assert list((second / "snapshots").iterdir()) == []
     assert (second / "placement" / "placement.journal").exists()
 
 
 def test_where_files_cannot_be_linked_snapshots_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _fill(open_term(tmp_path, 1))
+    _fill(open_term_directory(tmp_path, 1))
 
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(os, "link", refuse)
-    _check(open_term(tmp_path, 2))
+    _check(open_term_directory(tmp_path, 2))
 
 
 def test_a_torn_end_is_what_it_is_after_a_crash(tmp_path: Path) -> None:
-    first = open_term(tmp_path, 1)
+    first = open_term_directory(tmp_path, 1)
     _fill(first)
     with (first / "placement" / "placement.journal").open("ab") as file:
         file.write(b"half a fra")
-    second = open_term(tmp_path, 2)
+    second = open_term_directory(tmp_path, 2)
     journal = PlacementJournal(second / "placement")
     assert (journal.last_version, journal.truncated_bytes) == (7, 10)
     journal.close()
 
 
 def test_a_database_that_is_none_is_left_out(tmp_path: Path) -> None:
-    first = open_term(tmp_path, 1)
+    first = open_term_directory(tmp_path, 1)
     (first / "migrations.sqlite").write_text("no database at all, but long enough to be looked at " * 40)
-    assert not (open_term(tmp_path, 2) / "migrations.sqlite").exists()
+    assert not (open_term_directory(tmp_path, 2) / "migrations.sqlite").exists()
 
 
 def test_what_is_named_otherwise_is_no_term(tmp_path: Path) -> None:
@@ -204,17 +204,17 @@ def test_what_is_named_otherwise_is_no_term(tmp_path: Path) -> None:
 
 
 def test_an_old_term_gets_no_directory(tmp_path: Path) -> None:
-    open_term(tmp_path, 5)
+    open_term_directory(tmp_path, 5)
     for term in (5, 4):
         with pytest.raises(SnapshotError, match="term 5 already"):
-            open_term(tmp_path, term)
+            open_term_directory(tmp_path, term)
     assert [entry.name for entry in tmp_path.iterdir()] == ["term-0000000005"]
 
 
 def test_directories_of_long_ago_and_of_failed_starts_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".unfinished-2-77").mkdir()
     for term in range(1, 8):
-        made = open_term(tmp_path, term)
+        made = open_term_directory(tmp_path, term)
         assert term == 1 or (made / "x").read_text() == str(term - 1), "it goes on from the newest"
         (made / "x").write_text(str(term))
     assert highest_term(tmp_path) == 7
@@ -223,21 +223,21 @@ def test_directories_of_long_ago_and_of_failed_starts_are_removed(tmp_path: Path
 
 
 def test_a_term_that_cannot_be_copied_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _fill(open_term(tmp_path, 1))
+    _fill(open_term_directory(tmp_path, 1))
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("flexd.daemon.terms.shutil.copyfileobj", full)
+    monkeypatch.setattr("flexd.ha.term_directories.shutil.copyfileobj", full)
     with pytest.raises(SnapshotError, match="No space left"):
-        open_term(tmp_path, 2)
+        open_term_directory(tmp_path, 2)
     assert [entry.name for entry in tmp_path.iterdir()] == ["term-0000000001"]
 
 
 def test_files_are_private(tmp_path: Path) -> None:
-    _fill(open_term(tmp_path, 1))
+    _fill(open_term_directory(tmp_path, 1))
     os.chmod(tmp_path / "term-0000000001" / "plans.jsonl", 0o644)
-    second = open_term(tmp_path, 2)
+    second = open_term_directory(tmp_path, 2)
     assert all(path.stat().st_mode & 0o077 == 0 for path in [second, *second.rglob("*")])
 
 
@@ -248,10 +248,10 @@ def test_a_daemon_without_a_lease_does_not_go_back_in_time(tmp_path: Path) -> No
             "stream": {"source": {"kind": "synthetic"}}, "state": {"dir": str(tmp_path)},
         }
     )  # fmt: skip
-    assert alone(config).holds()
-    open_term(tmp_path, 3)
+    assert without_lease(config).holds()
+    open_term_directory(tmp_path, 3)
     with pytest.raises(SnapshotError, match="term-0000000003"):
-        alone(config)
+        without_lease(config)
 
 
 @pytest.mark.parametrize("answers", [[False], [True, False]])

@@ -41,7 +41,7 @@ def test_an_abort_stops_at_a_chunk_and_says_where(setting: Setting) -> None:
         # A prefix of the plan: every row that moved is where the plan wants it.
         assert all(np.array_equal(p.tiers, target(1).tiers_of(p.keys)) for p in ranks.placements)
         assert same_content(ranks.history)
-        assert setting.by_hand == [True], "the interval begins anew"
+        assert setting.record_manual_plan == [True], "the interval begins anew"
         shown = setting.verbs.migration("p1")
         assert (shown.who, shown.parent_plan_id, shown.trigger) == ("ada", "before", "manual")
         until(lambda: setting.verbs.migration("p1").settled, SECONDS)

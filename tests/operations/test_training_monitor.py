@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flexd.control.protocol.report import StepReport
-from flexd.operations.step_reports import TrainingMonitor
+from flexd.operations.training_monitor import TrainingMonitor
 
 
 def report(step: int, steps: int = 1, accesses: tuple[int, int, int] = (60, 30, 10), version: int = 0) -> StepReport:

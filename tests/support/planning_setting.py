@@ -1,0 +1,76 @@
+"""Planning over a fake coordinator: one table, sketches filled by the test, plans executed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexd.config.load import parse_config
+from flexd.config.model import Config
+from flexd.control.protocol.report import StepReport
+from flexd.core.layout import RankLayout
+from flexd.daemon.factory import make_cluster
+from flexd.operations.executions import Execution
+from flexd.operations.plan_log import PlanLog
+from flexd.operations.planning import Planning
+from flexd.operations.proposals import Proposal
+from flexd.operations.training_monitor import TrainingMonitor
+from flexd.operations.triggers import Trigger, TriggerKind
+from flexd.planner.plan import Plan
+from flexd.sketch.profile import Profile
+from flexd.sketch.sketch_set import SketchSet
+from flexd.topology.scale import scale_model
+from tests.support.fake_coordinator import FakeCoordinator
+
+ROWS = 2_000
+
+
+class Setting:
+    def __init__(self, directory: Path, **planner: Any) -> None:
+        settings = {"min_samples": 1_000, "min_coverage": 0.5, "horizon_steps": 1_000_000, **planner}
+        self.config: Config = parse_config(
+            {
+                "job": "j",
+                "tables": [{"name": "item", "rows": ROWS, "dim": 64}],
+                "stream": {"source": {"kind": "synthetic"}},
+                "planner": settings,
+                "control": {"chunk_rows": 16},
+            }
+        )
+        keyspace = self.config.keyspace()
+        self.sketches = SketchSet(keyspace.tables, half_life_seconds=None)
+        self.coordinator = FakeCoordinator()
+        self.training = TrainingMonitor()
+        self.profiles: list[Profile] = []
+        self.profile: Callable[[float], Profile] = lambda per_step: self.sketches.profile(per_step, 1)
+        self.log_path = directory / "plans.jsonl"
+        self.planning = Planning(
+            self.config, keyspace, scale_model(make_cluster(self.config), 1e6), self._make_profile, self.coordinator,  # type: ignore[arg-type]
+            self.training, PlanLog(self.log_path),
+        )  # fmt: skip
+
+    def _make_profile(self, per_step: float, layout: RankLayout) -> Profile:
+        self.profiles.append(self.profile(per_step))
+        return self.profiles[-1]
+
+    def see(self, accesses: int, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        weights = np.arange(1, ROWS + 1) ** -1.2
+        rows = rng.choice(ROWS, accesses, p=weights / weights.sum())
+        self.sketches.ingest("item", (rows + 137 * seed) % ROWS, 0, 1.0 + seed)
+
+    def propose(self, reason: str, **options: Any) -> Proposal:
+        return self.planning.propose(Trigger(TriggerKind.MANUAL, reason), **options)
+
+    def execute(self, reason: str) -> tuple[Plan, Execution | None]:
+        """Plans and starts the migration."""
+        proposal = self.propose(reason)
+        return proposal.plan, self.planning.execute(proposal)
+
+    def report(self, per_rank: int = 200_000) -> None:
+        report = StepReport(1, 1, 0, 0, 0.1, 0.0, (per_rank, 0, 0), 0, 0, 0, 0, 0, 0)
+        for rank in range(4):
+            self.training.add(rank, report)
