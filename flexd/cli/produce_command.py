@@ -214,9 +214,9 @@ def _of_config(path: Path, config: Config) -> _Target:
             remedy="give --log or --kafka",
         )
     options = source.resolved_client_options()
-    from flexd.stream.kafka.options import for_a_producer
+    from flexd.stream.kafka.options import producer_options
 
-    return _Target(kafka=source.bootstrap_servers, topic=source.topic, options=for_a_producer(options))
+    return _Target(kafka=source.bootstrap_servers, topic=source.topic, options=producer_options(options))
 
 
 def _first(trace: Trace, limit: int | None) -> Trace:

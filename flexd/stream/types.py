@@ -1,10 +1,10 @@
-"""What travels in the stream and who reads and writes it: batches, messages, positions, Source and Sink."""
+"""Types of the stream: access batches, messages, positions, and the ``Source`` and ``Sink`` protocols."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,17 +17,20 @@ RowArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Positions = dict[str, int]
 """Partition -> offset of the next message to read."""
 
+OnPositionLost = Literal["earliest", "latest", "fail"]
+"""Where a source continues when the log no longer holds its position; ``fail`` raises PositionLostError."""
+
 
 @dataclass(frozen=True, eq=False)
 class AccessBatch:
-    """The rows of one table that one rank looked up, in the order of the look-ups.
+    """Rows of one table that one rank looked up, in the order of the look-ups.
 
     Attributes:
         table: name of the table.
         rows: int32[n] or int64[n] row ids; may be read-only and may share memory with the message it came from.
         source_rank: rank whose training samples made the accesses.
-        event_time_seconds: when they were made, Unix seconds (or any clock common to the stream that starts at 0).
-        sequence_lengths: int32[s] or None: how ``rows`` splits into the sequences of s samples; sums to n.
+        event_time_seconds: time of the accesses, Unix seconds (or any clock common to the stream that starts at 0).
+        sequence_lengths: int32[s] or None: lengths of the sequences of s samples that ``rows`` consists of; sums to n.
 
     Raises:
         StreamError: an array is of another dtype or shape, or the lengths do not sum to n.
@@ -71,24 +74,24 @@ class Message:
 
 @runtime_checkable
 class Source(Protocol):
-    """Where the daemon reads from. Belongs to one thread; ``problem`` and the counters may be read from any.
+    """A stream that the daemon reads. Belongs to one thread; ``problem`` and the counters may be read from any.
 
-    A source delivers every message of a partition in offset order and exactly once, counted from the restored
-    position. What survives a restart is what the caller saved of ``positions``; a source keeps nothing itself.
+    A source delivers every message of a partition in offset order and exactly once, from the restored position on. It
+    stores nothing itself: the caller saves ``positions`` and restores them after a restart.
     """
 
     @property
     def problem(self) -> str | None:
-        """What keeps messages from arriving right now (unreachable broker, corrupt record, failed commit), or None."""
+        """Current reason why messages do not arrive (unreachable broker, corrupt record, failed commit), or None."""
 
     @property
     def messages_lost(self) -> int:
-        """Messages known to have existed between positions that could not be delivered (dropped or corrupt)."""
+        """Messages known to have existed that could not be delivered (dropped or corrupt)."""
 
     def poll(self, timeout_seconds: float) -> list[Message]:
-        """Waits up to the deadline for at least one message; bounded in messages and bytes.
+        """Wait up to the deadline for at least one message; the result is bounded in messages and bytes.
 
-        An outage that may end is no error: it returns an empty list, sets ``problem`` and tries again on later calls.
+        A temporary outage is no error: the call returns an empty list and sets ``problem``, and later calls retry.
 
         Raises:
             PositionLostError: the log no longer holds the position and the policy is ``fail``.
@@ -96,42 +99,42 @@ class Source(Protocol):
         """
 
     def restore(self, positions: Mapping[str, int]) -> None:
-        """Continues from these positions; partitions not named start at their earliest message."""
+        """Continue from these positions; partitions not named start at their earliest message."""
 
     def positions(self) -> Positions:
-        """The restored positions, moved past every message that ``poll`` has returned."""
+        """Return the restored positions, moved past every message that ``poll`` has returned."""
 
     def lag(self) -> int:
-        """Messages that exist but were not returned yet, as far as is known."""
+        """Return the number of messages known to exist that were not returned yet."""
 
     def commit(self, positions: Mapping[str, int]) -> str | None:
-        """Tells the broker what is safely saved (for its own lag displays; never read back). None, or what failed."""
+        """Report saved positions to the broker, for its lag displays only; return None or the error."""
 
     def close(self) -> None:
-        """Releases files and connections within a bounded time. Further calls do nothing."""
+        """Release files and connections within a bounded time. Further calls do nothing."""
 
 
 @runtime_checkable
 class Sink(Protocol):
-    """Where a publisher writes to. Belongs to one thread."""
+    """A stream that a publisher writes. Belongs to one thread."""
 
     @property
     def messages_failed(self) -> int:
-        """Messages that ``send`` took and that could not be delivered afterwards."""
+        """Messages that ``send`` accepted and that could not be delivered afterwards."""
 
     def send(self, payload: bytes) -> None:
-        """Hands one message over; returns within a bounded time, before it is necessarily durable.
+        """Accept one message; return within a bounded time, before the message is necessarily durable.
 
         Raises:
-            StreamError: the message was not taken.
+            StreamError: the message was not accepted.
         """
 
     def flush(self, timeout_seconds: float) -> None:
-        """Waits until all that was sent has left this process.
+        """Wait until all messages have left this process.
 
         Raises:
-            StreamError: it did not within the deadline.
+            StreamError: some did not within the deadline.
         """
 
     def close(self) -> None:
-        """Flushes within a bounded time and releases files and connections. Further calls do nothing."""
+        """Flush within a bounded time and release files and connections. Further calls do nothing."""

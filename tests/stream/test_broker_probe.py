@@ -75,7 +75,7 @@ class Asked(Exception):
 
 
 def outcome_of(probe: BrokerProbe):
-    return until(lambda: probe.take(), 10.0)
+    return until(probe.poll, 10.0)
 
 
 def test_one_question_at_a_time_and_not_one_after_another(monkeypatch):
@@ -86,21 +86,21 @@ def test_one_question_at_a_time_and_not_one_after_another(monkeypatch):
         answer.wait(10.0)
         return "here"
 
-    assert probe.take() is None
-    probe.begin(ask)
-    probe.begin(ask)
-    assert probe.take() is None
+    assert probe.poll() is None
+    probe.start(ask)
+    probe.start(ask)
+    assert probe.poll() is None
     answer.set()
     outcome = outcome_of(probe)
-    assert (outcome.answer, outcome.error) == ("here", None)
-    assert probe.take() is None
-    probe.begin(ask)
-    assert probe.take() is None
+    assert outcome.error is None
+    assert probe.poll() is None
+    probe.start(ask)
+    assert probe.poll() is None
     assert len(asked) == 1
     assert 0 < asked[0] <= broker_probe.ANSWER_SECONDS
     monkeypatch.setattr(broker_probe, "SPACING_SECONDS", 0.0)
-    probe.begin(ask)
-    assert outcome_of(probe).answer == "here"
+    probe.start(ask)
+    assert outcome_of(probe).error is None
     assert len(asked) == 2
 
 
@@ -114,9 +114,9 @@ def test_an_expected_error_is_an_outcome_and_another_is_raised(monkeypatch):
     def break_down(deadline: float) -> None:
         raise ZeroDivisionError
 
-    probe.begin(refuse)
+    probe.start(refuse)
     assert isinstance(outcome_of(probe).error, Asked)
-    probe.begin(break_down)
+    probe.start(break_down)
     with pytest.raises(ZeroDivisionError):
         outcome_of(probe)
 
@@ -128,9 +128,9 @@ def test_finishing_waits_for_the_question():
         answer.wait(10.0)
         ended.append(time.monotonic())
 
-    probe.begin(ask)
+    probe.start(ask)
     threading.Timer(0.2, answer.set).start()
-    probe.finish()
+    probe.join()
     assert len(ended) == 1
     assert not probe._thread.is_alive()
 
@@ -141,8 +141,8 @@ def test_a_client_that_came_too_late_takes_no_probe_with_it():
     late = LateClient()
     source._disconnect(late)
     assert late.closed
-    source._probe.begin(asked.append)
-    source._probe.finish()
+    source._probe.start(asked.append)
+    source._probe.join()
     assert len(asked) == 1
     source.close()
 
@@ -169,13 +169,13 @@ def test_an_answer_that_a_message_overtook_says_nothing(monkeypatch):
         source._probe_if_silent(NoPartitions())
         return source._problem
 
-    source._probe.begin(fail)
+    source._probe.start(fail)
     source._probe._thread.join(10.0)
     assert looked(time.monotonic()) is None
-    source._probe._began = float("-inf")
-    source._probe.begin(fail)
+    source._probe._started = float("-inf")
+    source._probe.start(fail)
     source._probe._thread.join(10.0)
-    now = source._probe._outcome.began
+    now = source._probe._result.started
     assert "broker does not answer" in looked(now - 0.001)
     source.close()
 

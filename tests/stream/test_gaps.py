@@ -40,21 +40,21 @@ def test_every_message_comes_once_and_in_order(
 ) -> None:
     """``hidden``: seconds after which an offset can be seen; ``missing``: those that hold no message at all."""
     clock = Clock()
-    book = GroupPositions("t", "earliest", clock)
+    positions = GroupPositions("t", "earliest", clock)
     if start is not None:
-        book.restore({KEY: start})
+        positions.restore({KEY: start})
     else:
         # Where nothing has been read yet, the first message that comes is the beginning.
         hidden = {offset: seconds for offset, seconds in hidden.items() if offset > 0}
     log = [offset for offset in range(40) if offset not in missing]
     got: list[int] = []
-    while (book.get(KEY) or 0) <= log[-1]:
+    while (positions.get(KEY) or 0) <= log[-1]:
         since = clock.now - 100.0
-        seen = [offset for offset in log if offset >= (book.get(KEY) or 0) and hidden.get(offset, 0.0) <= since]
+        seen = [offset for offset in log if offset >= (positions.get(KEY) or 0) and hidden.get(offset, 0.0) <= since]
         offsets = seen[:fetch]
-        taken = book.up_to_gap(KEY, offsets) if offsets else 0
+        taken = positions.count_to_gap(KEY, offsets) if offsets else 0
         if taken:
-            book.accept(KEY, offsets[0], offsets[taken - 1])
+            positions.accept(KEY, offsets[0], offsets[taken - 1])
             got += offsets[:taken]
         clock.now += 0.01
         assert clock.now < 100 + 0.3 * 40
@@ -63,16 +63,16 @@ def test_every_message_comes_once_and_in_order(
 
 def test_a_partition_that_has_gaps_is_soon_read_without_waiting() -> None:
     clock = Clock()
-    book = GroupPositions("t", "earliest", clock)
-    book.restore({KEY: 0})
+    positions = GroupPositions("t", "earliest", clock)
+    positions.restore({KEY: 0})
     for number in range(TRUSTED_GAPS):
-        assert book.up_to_gap(KEY, [10 * number + 5]) == 0
+        assert positions.count_to_gap(KEY, [10 * number + 5]) == 0
         clock.now += GAP_SECONDS + 0.01
-        assert book.up_to_gap(KEY, [10 * number + 5]) == 1
-        book.accept(KEY, 10 * number + 5, 10 * number + 5)
-    assert book.up_to_gap(KEY, [200, 210, 220]) == 3
-    assert book.up_to_gap("t/1", [5, 7]) == 1, "another partition may be of another kind"
-    assert book.gaps_filled == 0
+        assert positions.count_to_gap(KEY, [10 * number + 5]) == 1
+        positions.accept(KEY, 10 * number + 5, 10 * number + 5)
+    assert positions.count_to_gap(KEY, [200, 210, 220]) == 3
+    assert positions.count_to_gap("t/1", [5, 7]) == 1, "another partition may be of another kind"
+    assert positions.gaps_filled == 0
 
 
 class Late:
@@ -127,4 +127,4 @@ def test_a_message_that_appears_late_is_read(broker: TansuBroker, monkeypatch: p
     source.restore({KEY: 0})
     assert read(source) == list(range(COUNT))
     assert late.hidden > 0
-    assert source._book.gaps_filled == 1
+    assert source._positions.gaps_filled == 1

@@ -28,19 +28,19 @@ def test_a_question_is_asked_again_until_it_is_answered(monkeypatch):
         return answer
 
     handover = Handover(position_of, None, None, wait_seconds=1.0)
-    assert handover.ask() == (set(), {})
-    handover.assigned(["t/1", "t/0"])
-    assert handover.unanswered(["t/0", "t/5"]) == {"t/0"}
-    assert handover.ask() == (set(), {})
+    assert handover.resolve() == (set(), {})
+    handover.add_assigned(["t/1", "t/0"])
+    assert handover.unresolved(["t/0", "t/5"]) == {"t/0"}
+    assert handover.resolve() == (set(), {})
     assert "leader away" in handover.problem
-    assert handover.ask() == handover.ask() == (set(), {})
+    assert handover.resolve() == handover.resolve() == (set(), {})
     assert handover.failures == 3
-    assert handover.ask() == ({"t/0", "t/1"}, {"t/0": 7})
+    assert handover.resolve() == ({"t/0", "t/1"}, {"t/0": 7})
     assert handover.problem is None
     assert asked == [["t/0", "t/1"]] * 4
-    assert handover.unanswered(["t/0", "t/1"]) == set()
-    handover.assigned(["t/1"])
-    assert handover.unanswered(["t/0", "t/1"]) == {"t/1"}, "every assignment is a new question"
+    assert handover.unresolved(["t/0", "t/1"]) == set()
+    handover.add_assigned(["t/1"])
+    assert handover.unresolved(["t/0", "t/1"]) == {"t/1"}, "every assignment is a new question"
 
 
 def test_a_failed_question_waits_before_the_next():
@@ -51,20 +51,20 @@ def test_a_failed_question_waits_before_the_next():
         raise OSError
 
     handover = Handover(position_of, None, None, wait_seconds=1.0)
-    handover.assigned(["t/0"])
+    handover.add_assigned(["t/0"])
     for _ in range(5):
-        handover.ask()
+        handover.resolve()
     assert len(asked) == 1
 
 
 def test_a_partition_taken_away_during_the_question_is_not_read():
     def position_of(keys):
-        handover.announce_revoked(["t/0"])
+        handover.add_revoked(["t/0"])
         return {"t/0": 1, "t/1": 2}
 
     handover = Handover(position_of, None, None, wait_seconds=1.0)
-    handover.assigned(["t/0", "t/1"])
-    assert handover.ask()[0] == {"t/1"}
+    handover.add_assigned(["t/0", "t/1"])
+    assert handover.resolve()[0] == {"t/1"}
 
 
 def test_revocations_are_told_between_polls_and_errors_do_not_stop_them():
@@ -76,19 +76,19 @@ def test_revocations_are_told_between_polls_and_errors_do_not_stop_them():
 
     handover = Handover(None, revoked, lambda keys: told.append(("lost", list(keys))), wait_seconds=1.0)
     events = []
-    announcer = threading.Thread(target=lambda: events.append(handover.announce_revoked(["t/1", "t/0"])))
+    announcer = threading.Thread(target=lambda: events.append(handover.add_revoked(["t/1", "t/0"])))
     announcer.start()
     announcer.join()
     assert told == []
     assert not events[0].is_set()
-    handover.tell()
+    handover.run_callbacks()
     assert events[0].is_set(), "an error does not hold the group up"
-    handover.announce_lost(["t/2"])
-    handover.tell()
-    handover.tell()
+    handover.add_lost(["t/2"])
+    handover.run_callbacks()
+    handover.run_callbacks()
     assert told == [("revoked", ["t/0", "t/1"], threading.current_thread()), ("lost", ["t/2"])]
     assert handover.failures == 1
-    assert Handover(None, None, None, wait_seconds=1.0).announce_revoked(["t/0"]) is None
+    assert Handover(None, None, None, wait_seconds=1.0).add_revoked(["t/0"]) is None
 
 
 class Ledger:

@@ -12,8 +12,8 @@ from pathlib import Path
 from flexd.core.errors import StreamError
 from flexd.stream.buffers import ReusedBuffers
 from flexd.stream.file_log import segments
-from flexd.stream.file_log.partition_reader import OnPositionLost, PartitionReader
-from flexd.stream.types import Message, Positions
+from flexd.stream.file_log.partition_reader import PartitionReader
+from flexd.stream.types import Message, OnPositionLost, Positions
 
 _log = logging.getLogger(__name__)
 

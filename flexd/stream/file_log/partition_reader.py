@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Literal
 
 from flexd.core.errors import PositionLostError
 from flexd.stream.buffers import ReusedBuffers
 from flexd.stream.file_log import segments
-from flexd.stream.types import Message
+from flexd.stream.types import Message, OnPositionLost
 
 _log = logging.getLogger(__name__)
-
-OnPositionLost = Literal["earliest", "latest", "fail"]
 
 
 class PartitionReader:

@@ -1,1 +1,1 @@
-"""The stream over Kafka: source, sink and what they share."""
+"""The stream over Kafka, with kafka-python: source, sink and the parts that they share."""

@@ -1,4 +1,4 @@
-"""Asks a silent broker for something it must answer, beside the polling thread: a slow answer is not a missing one."""
+"""Send requests to a silent broker in a separate thread, to tell a quiet topic from a dead broker."""
 
 from __future__ import annotations
 
@@ -6,75 +6,78 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 SILENT_SECONDS = 2.0
-"""Nothing came for so long: ask."""
+"""Time without messages after which a source probes the broker."""
 ANSWER_SECONDS = 3.0
-"""Brokers answer a connection's requests in their order, so a question waits for the fetch before it to end, which
-they hold back for half a second when nothing is new."""
+"""Deadline of a probe. A broker answers the requests of a connection in order, so a probe waits for the fetch before
+it, which the broker holds back for half a second when nothing is new."""
 SPACING_SECONDS = 1.0
-
-Answer = TypeVar("Answer")
+"""Least time between the starts of two probes."""
 
 
 @dataclass(frozen=True)
-class Outcome(Generic[Answer]):
-    """What one question brought: ``error``, or ``answer``. began: by ``time.monotonic``."""
+class ProbeResult:
+    """The result of one probe.
 
-    began: float
-    answer: Answer | None
+    Attributes:
+        started: when the probe was started, by ``time.monotonic``.
+        error: the exception that the request raised, None if the broker answered.
+    """
+
+    started: float
     error: Exception | None
 
 
-class BrokerProbe(Generic[Answer]):
-    """At most one question at a time, each in a thread with a deadline. ``finish`` may be called from any thread, the
-    rest belongs to the polling one.
+class BrokerProbe:
+    """Run at most one probe at a time, each in a thread with a deadline.
 
-    A client must not ask with the little time that a poll has left: librdkafka takes requests that time out for a
-    broken connection and closes it, so a topic that is only quiet would never be read again.
+    A poll must not probe by itself: with the little time that it has left, a slow answer would look like none.
+
+    ``join`` may be called from any thread, the other methods only from the polling one.
 
     Args:
-        expected: exceptions that are an answer of sorts; others are a bug, and are raised by ``take``.
+        expected: exceptions that are a result; any other is a bug, and ``poll`` raises it.
     """
 
     def __init__(self, expected: tuple[type[Exception], ...]) -> None:
         self._expected = expected
         self._thread: threading.Thread | None = None
-        self._outcome: Outcome[Answer] | None = None
-        self._began = float("-inf")
+        self._result: ProbeResult | None = None
+        self._started = float("-inf")
 
-    def begin(self, ask: Callable[[float], Answer]) -> None:
-        """Asks, unless a question is still out or the last one was only just asked.
+    def start(self, request: Callable[[float], object]) -> None:
+        """Start a probe, unless one is running or the last one was started less than ``SPACING_SECONDS`` ago.
 
         Args:
-            ask: takes the deadline (``time.monotonic``) and keeps it.
+            request: called with the deadline (``time.monotonic``), which it must keep; raises if there is no answer.
         """
         now = time.monotonic()
-        if self._thread is not None or now - self._began < SPACING_SECONDS:
+        if self._thread is not None or now - self._started < SPACING_SECONDS:
             return
-        self._began = now
-        self._thread = threading.Thread(target=self._run, args=(ask, now), name="flexd-broker-probe", daemon=True)
+        self._started = now
+        self._thread = threading.Thread(target=self._run, args=(request, now), name="flexd-broker-probe", daemon=True)
         self._thread.start()
 
-    def take(self) -> Outcome[Answer] | None:
-        """The outcome of a question that has ended, once; None if there is none."""
+    def poll(self) -> ProbeResult | None:
+        """Return the result of a probe that has ended, once; None if there is none."""
         if self._thread is None or self._thread.is_alive():
             return None
         self._thread = None
-        outcome, self._outcome = self._outcome, None
-        if outcome is not None and outcome.error is not None and not isinstance(outcome.error, self._expected):
-            raise outcome.error
-        return outcome
+        result, self._result = self._result, None
+        if result is not None and result.error is not None and not isinstance(result.error, self._expected):
+            raise result.error
+        return result
 
-    def finish(self) -> None:
-        """Waits for a question that is out: no longer than its deadline and a little."""
+    def join(self) -> None:
+        """Wait for a running probe, slightly longer than its deadline at most."""
         thread = self._thread
         if thread is not None:
             thread.join(ANSWER_SECONDS + 0.5)
 
-    def _run(self, ask: Callable[[float], Answer], began: float) -> None:
+    def _run(self, request: Callable[[float], object], started: float) -> None:
         try:
-            self._outcome = Outcome(began, ask(began + ANSWER_SECONDS), None)
+            request(started + ANSWER_SECONDS)
+            self._result = ProbeResult(started, None)
         except Exception as error:
-            self._outcome = Outcome(began, None, error)
+            self._result = ProbeResult(started, error)

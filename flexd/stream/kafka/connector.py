@@ -1,4 +1,4 @@
-"""Builds a client in a thread with a deadline, again and again until it works: constructors of clients can hang."""
+"""Build a client in a thread with a deadline and retry until it succeeds: constructors of clients can hang."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Client = TypeVar("Client")
 
 
 class Connector(Generic[Client]):
-    """Owns at most one client. Belongs to one thread; ``problem`` may be read from any.
+    """Own at most one client. Belongs to one thread; ``problem`` may be read from any.
 
-    An attempt that outlives its deadline is abandoned: its thread may hang for ever, and disposes of the client if it
-    ever gets one. At most ``max_hung`` such threads exist; then no new attempt is made until one ends.
+    An attempt that exceeds its deadline is abandoned: its thread may hang for ever, and disposes of the client if one
+    is built after all. At most ``max_hung`` such threads exist; beyond that no attempt starts until one ends.
 
     Args:
-        name: names the peer in messages.
-        make: builds the client; may block without bound.
-        dispose: closes a client; may block.
+        name: of the peer, for messages.
+        make: build the client; may block without bound.
+        dispose: close a client; may block.
         timeout_seconds: deadline of one attempt.
-        fatal: exceptions of ``make`` that no retry can mend.
+        fatal: exceptions of ``make`` that no retry can fix.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class Connector(Generic[Client]):
 
     @property
     def client(self) -> Client | None:
-        """The client if there is one, without waiting or connecting."""
+        """The client if it is connected; does not wait or connect."""
         return self._client
 
     def get(self, timeout_seconds: float) -> Client | None:
-        """The client, or None if there is none within the deadline (``problem`` says why).
+        """Return the client, or None if it is not connected within the deadline (``problem`` has the reason).
 
         Raises:
             StreamError: the arguments of the client are wrong, or the connector is closed.
@@ -84,7 +84,7 @@ class Connector(Generic[Client]):
                 return self._client
 
     def close(self, timeout_seconds: float) -> None:
-        """Disposes of the client, waiting no longer than the deadline."""
+        """Dispose of the client, waiting no longer than the deadline."""
         self._closed = True
         client, self._client = self._client, None
         if self._attempt is not None:
@@ -93,13 +93,13 @@ class Connector(Generic[Client]):
             self._attempt = None
         if client is None:
             return
-        self._dispose_beside(client).join(timeout_seconds)
+        self._dispose_in_thread(client).join(timeout_seconds)
 
     def discard(self) -> None:
-        """Gives the client up, without waiting: it is disposed of in a thread, and the next ``get`` makes another."""
+        """Drop the client without waiting: a thread disposes of it, and the next ``get`` builds another."""
         client, self._client = self._client, None
         if client is not None:
-            self._dispose_beside(client)
+            self._dispose_in_thread(client)
 
     def _begin(self) -> bool:
         self._hung = [attempt for attempt in self._hung if not attempt.done.is_set()]
@@ -109,11 +109,11 @@ class Connector(Generic[Client]):
             )
             self._delay()
             return False
-        self._attempt = _Attempt(self._make, self._quietly_dispose)
+        self._attempt = _Attempt(self._make, self._dispose_safely)
         return True
 
     def _finish(self, deadline: float) -> bool:
-        """Waits for the running attempt. True if it ended, well or not."""
+        """Wait for the running attempt. Return whether it ended, in success or failure."""
         attempt = self._attempt
         if attempt is None:
             return True
@@ -147,12 +147,12 @@ class Connector(Generic[Client]):
         self._next_attempt = time.monotonic() + self._backoff_seconds
         self._backoff_seconds = min(self._backoff_seconds * 2, self._max_backoff_seconds)
 
-    def _dispose_beside(self, client: Client) -> threading.Thread:
-        thread = threading.Thread(target=self._quietly_dispose, args=(client,), name="flexd-disconnect", daemon=True)
+    def _dispose_in_thread(self, client: Client) -> threading.Thread:
+        thread = threading.Thread(target=self._dispose_safely, args=(client,), name="flexd-disconnect", daemon=True)
         thread.start()
         return thread
 
-    def _quietly_dispose(self, client: Client) -> None:
+    def _dispose_safely(self, client: Client) -> None:
         try:
             self._dispose(client)
         except Exception as error:
@@ -174,7 +174,7 @@ class _Attempt(Generic[Client]):
         threading.Thread(target=self._run, name="flexd-connect", daemon=True).start()
 
     def abandon(self) -> bool:
-        """From now on a client that comes is disposed of. True if one had come before: that one is not."""
+        """Dispose of a client that is built later. Return True if the attempt had ended before: its client is kept."""
         with self._lock:
             if self.done.is_set():
                 return True

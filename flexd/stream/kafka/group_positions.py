@@ -1,4 +1,4 @@
-"""Where a member of a consumer group reads each partition, and what happens when a position is lost."""
+"""Read positions of a consumer group's member, and the policy for positions that the broker no longer has."""
 
 from __future__ import annotations
 
@@ -10,42 +10,43 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from flexd.core.errors import PositionLostError
-from flexd.stream.file_log.partition_reader import OnPositionLost
-from flexd.stream.types import Positions
+from flexd.stream.types import OnPositionLost, Positions
 
 _log = logging.getLogger(__name__)
 
 Start = int | Literal["beginning", "end"]
 
 GAP_SECONDS = 0.25
-"""Offsets that are not there for so long are taken for ones that hold no message."""
+"""Offsets missing for so long are taken to hold no message."""
 TRUSTED_GAPS = 8
-"""A partition with so many such gaps is one that has them (transactions, compaction): none is waited for any more."""
+"""After so many lasting gaps a partition is known to have them (transactions, compaction), and no gap delays it."""
 
 
 class GroupPositions:
-    """Positions by partition name (``topic/number``). Belongs to the polling thread, but for ``start``.
+    """Positions by partition name (``topic/number``). Belongs to the polling thread, except ``start``.
 
     Args:
         name: of the source, for messages.
-        policy: what to do about a lost position.
+        policy: for positions that the broker no longer has.
         clock: monotonic seconds.
 
     Attributes:
-        gaps_filled: times that offsets which were skipped were there at a later look.
+        gaps_filled: gaps whose offsets appeared when they were fetched again.
+        messages_lost: messages known to have existed between a lost position and the first message read after it.
+        positions_lost: positions that the broker no longer had.
     """
 
     def __init__(self, name: str, policy: OnPositionLost, clock: Callable[[], float] = time.monotonic) -> None:
         self._name = name
         self._policy = policy
         self._lock = threading.Lock()
-        """Restoring against a rebalance, which may run on the client's own thread."""
+        """Guards against a rebalance, which may run on the client's own thread."""
         self._next: Positions = {}
         self._lost_at: Positions = {}
         self._clock = clock
         self._gaps: dict[str, tuple[int, float]] = {}
-        """Where a partition skips offsets, and since when."""
-        self._real_gaps: Counter[str] = Counter()
+        """By partition: the first missing offset, and when it was first seen missing."""
+        self._lasting_gaps: Counter[str] = Counter()
         self.gaps_filled = 0
         self.messages_lost = 0
         self.positions_lost = 0
@@ -57,74 +58,72 @@ class GroupPositions:
         return self._next.get(key)
 
     def restore(self, positions: Mapping[str, int]) -> None:
+        """Replace all positions."""
         with self._lock:
             self._next = dict(positions)
             self._lost_at, self._gaps = {}, {}
 
-    def move(self, positions: Mapping[str, int]) -> None:
-        """Puts some partitions elsewhere: another member has read them meanwhile."""
+    def update(self, positions: Mapping[str, int]) -> None:
+        """Replace the positions of some partitions, which another member has read meanwhile."""
         with self._lock:
             self._next.update(positions)
             for key in positions:
                 self._lost_at.pop(key, None)
 
     def start(self, key: str) -> Start:
-        """Where to begin reading a partition. Any thread."""
+        """Return where to begin reading a partition. Any thread."""
         with self._lock:
             if key in self._next:
                 return self._next[key]
             return "end" if key in self._lost_at and self._policy == "latest" else "beginning"
 
-    def up_to_gap(self, key: str, offsets: Sequence[int]) -> int:
-        """How many of these messages can be taken now; the others have to be fetched again.
+    def count_to_gap(self, key: str, offsets: Sequence[int]) -> int:
+        """Count the fetched messages that can be delivered now; the others must be fetched again.
 
         Kafka leaves offsets out where transactions ended or keys were compacted. A broker that shows a message before
-        the one that it had given the lower offset (tansu 0.6 does, with several producers) looks the same, and would
-        lose that one for good: so what is skipped is looked at again for ``GAP_SECONDS``.
+        one with a lower offset (tansu 0.6 does, with several producers) looks the same, and the message with the lower
+        offset would be lost for good. So missing offsets are fetched again for ``GAP_SECONDS``.
 
         Args:
             offsets: rising, none below the position.
         """
         expected = self._next.get(key, offsets[0])
-        at, skipped_at = 0, self._gaps.pop(key, None)
-        if skipped_at is not None and offsets[0] == expected == skipped_at[0]:
+        count, gap = 0, self._gaps.pop(key, None)
+        if gap is not None and offsets[0] == expected == gap[0]:
             self.gaps_filled += 1
-        if offsets[-1] - expected == len(offsets) - 1 or self._real_gaps[key] >= TRUSTED_GAPS:
+        if offsets[-1] - expected == len(offsets) - 1 or self._lasting_gaps[key] >= TRUSTED_GAPS:
             return len(offsets)
         for offset in offsets:
             if offset != expected:
                 break
-            at, expected = at + 1, expected + 1
-        since = self._clock() if skipped_at is None or skipped_at[0] != expected else skipped_at[1]
+            count, expected = count + 1, expected + 1
+        since = self._clock() if gap is None or gap[0] != expected else gap[1]
         if self._clock() - since < GAP_SECONDS:
             self._gaps[key] = (expected, since)
-            return at
-        self._real_gaps[key] += 1
-        log = _log.info if self._real_gaps[key] == 1 else _log.debug
-        log("%s: %s: no messages at offsets %d to %d", self._name, key, expected, offsets[at] - 1)
-        # Whatever else is skipped behind this gap is looked at when it comes first.
-        behind = offsets[at]
-        return at + next((n for n, offset in enumerate(offsets[at:]) if offset != behind + n), len(offsets) - at)
+            return count
+        self._lasting_gaps[key] += 1
+        log = _log.info if self._lasting_gaps[key] == 1 else _log.debug
+        log("%s: %s: no messages at offsets %d to %d", self._name, key, expected, offsets[count] - 1)
+        # A further gap behind this one is examined once its first offset is the expected one.
+        behind = offsets[count]
+        return count + next(
+            (n for n, offset in enumerate(offsets[count:]) if offset != behind + n), len(offsets) - count
+        )
 
-    def accept(self, key: str, first_offset: int, last_offset: int) -> int:
-        """Moves the position past messages that came. Returns the position before: those below it are repeats of a
-        fetch that a rebalance overtook."""
+    def accept(self, key: str, first_offset: int, last_offset: int) -> None:
+        """Move the position past delivered messages."""
         position = self._next.get(key, 0)
         if last_offset >= position:
             lost_at = self._lost_at.pop(key, None)
             if lost_at is not None:
                 self.messages_lost += max(0, max(first_offset, position) - lost_at)
             self._next[key] = last_offset + 1
-        return position
 
-    def lose(self, keys: Iterable[str], cause: str, ends: Mapping[str, int] | None = None) -> str:
-        """Applies the policy to positions that the broker no longer has; the caller then begins at ``start``.
+    def apply_policy(self, keys: Iterable[str], cause: str, ends: Mapping[str, int] | None = None) -> None:
+        """Apply the policy to positions that the broker no longer has; the caller then seeks to ``start``.
 
         Args:
-            ends: end of the log of each, where it is known.
-
-        Returns:
-            What happened, for logs.
+            ends: end of the log of each partition, where it is known.
 
         Raises:
             PositionLostError: the policy is ``fail``.
@@ -142,7 +141,6 @@ class GroupPositions:
                 self.positions_lost += 1
                 self._lost_at[key] = self._next.pop(key, 0)
                 if ends is not None and self._policy == "latest":
-                    # Asked again after every rebalance, "the end" would move past what is produced meanwhile.
+                    # "end", resolved after every rebalance, would move past messages produced meanwhile.
                     self._next[key] = ends[key]
-        _log.warning("%s; going on at the %s message", text, self._policy)
-        return text
+        _log.warning("%s; continuing at the %s message", text, self._policy)

@@ -1,4 +1,4 @@
-"""How partitions of a consumer group change hands between daemons without an access lost or counted twice."""
+"""Hand partitions of a consumer group from one daemon to another without losing or repeating an access."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ _BACKOFF_SECONDS = (0.1, 5.0)
 
 
 class Handover:
-    """The questions and announcements of one group member. Every callback runs while the polling thread is inside
-    ``poll`` (or ``close``), in that thread or in another that it waits for: whatever ``poll`` returned before has been
-    taken, and the callback may count, save and send as if it were the polling thread.
+    """The rebalance callbacks of one group member.
 
-    - **Assigned.** With ``position_of`` an assigned partition stays paused until the callback has said where to read
-      it. It is asked again after every assignment, since the partition may have been read elsewhere meanwhile. A
-      partition that the answer leaves out starts as without the callback. If it raises, that is the source's
-      ``problem`` and it is asked again with back-off; partitions that need no answer are read on.
+    Every callback runs while the polling thread is inside ``poll`` (or ``close``), in that thread or in another that it
+    waits for. The messages of earlier polls have been processed by then, so a callback may count, save and send as if
+    it were the polling thread.
+
+    - **Assigned.** With ``position_of`` an assigned partition stays paused until the callback has returned the position
+      to read from. Every assignment calls it again, since another member may have read the partition meanwhile. A
+      partition that the result omits starts as without the callback. If the callback raises, the source reports that as
+      its ``problem`` and retries with back-off; other partitions are read on.
     - **Revoked.** ``on_revoked`` runs while this member still owns the partitions; the group waits for it, at most
-      ``wait_seconds``. No message of them is returned afterwards. An error of it is logged and counted, and the
-      partitions leave all the same: what it did not hand over, the next owner reads again from the position that
-      ``position_of`` tells there.
-    - **Lost.** The group has already given the partitions away (this member was silent for too long): nothing may be
-      handed over any more. ``on_lost`` says so, after the fact.
+      ``wait_seconds``. No message of them is returned afterwards. An error is logged and counted, and the partitions
+      leave all the same: what was not handed over, the next owner reads again from the position that its
+      ``position_of`` returns.
+    - **Lost.** The group has already given the partitions away, because this member was silent for too long. Nothing
+      may be handed over any more; ``on_lost`` is called afterwards.
 
-    Callbacks must be bounded in time: the caller's own deadlines apply, none can be enforced from here.
+    Callbacks must bound their own time; no deadline can be enforced here.
 
     Args:
         wait_seconds: how long a rebalance waits for ``on_revoked``.
@@ -50,87 +52,94 @@ class Handover:
         self._on_lost = on_lost
         self.wait_seconds = wait_seconds
         self._lock = threading.Lock()
-        self._telling = threading.Lock()
-        """Held while a callback runs, so that a poll that was let go does not run beside it."""
-        self._unanswered: set[str] = set()
-        self._leaving: list[str] | None = None
-        self._gone: list[str] = []
-        self._left = threading.Event()
-        self._next_ask = 0.0
+        self._callback_lock = threading.Lock()
+        """Held while a callback runs, so that a poll does not run beside one that the rebalance no longer waits for."""
+        self._unresolved: set[str] = set()
+        self._revoked: list[str] | None = None
+        self._lost: list[str] = []
+        self._handed_over = threading.Event()
+        self._next_attempt = 0.0
         self._backoff_seconds = _BACKOFF_SECONDS[0]
         self.problem: str | None = None
         self.failures = 0
         """Callbacks that raised."""
 
-    def unanswered(self, keys: Iterable[str]) -> set[str]:
-        """Those of ``keys`` that must not be read yet. Any thread."""
+    def unresolved(self, keys: Iterable[str]) -> set[str]:
+        """Return those of ``keys`` whose position is not known yet: they must not be read. Any thread."""
         with self._lock:
-            return self._unanswered.intersection(keys)
+            return self._unresolved.intersection(keys)
 
-    def assigned(self, keys: Sequence[str]) -> None:
-        """Partitions have come. Any thread."""
+    def add_assigned(self, keys: Sequence[str]) -> None:
+        """Record partitions that were assigned. Any thread."""
         if self._position_of is None:
             return
         with self._lock:
-            self._unanswered.update(keys)
-            self._next_ask, self._backoff_seconds = 0.0, _BACKOFF_SECONDS[0]
+            self._unresolved.update(keys)
+            self._next_attempt, self._backoff_seconds = 0.0, _BACKOFF_SECONDS[0]
 
-    def announce_revoked(self, keys: Sequence[str]) -> threading.Event | None:
-        """Partitions are about to leave. Any thread; returns what is set once ``tell`` has run the callback,
-        or None if nobody wants to know."""
+    def add_revoked(self, keys: Sequence[str]) -> threading.Event | None:
+        """Record partitions that are about to leave. Any thread.
+
+        Returns:
+            The event that ``run_callbacks`` sets after ``on_revoked``; None if no callback is due.
+        """
         with self._lock:
-            self._unanswered.difference_update(keys)
+            self._unresolved.difference_update(keys)
             if self._on_revoked is None or not keys:
                 return None
-            self._left = threading.Event()
-            self._leaving = sorted(keys)
-            return self._left
+            self._handed_over = threading.Event()
+            self._revoked = sorted(keys)
+            return self._handed_over
 
-    def announce_lost(self, keys: Sequence[str]) -> None:
-        """Partitions are gone. Any thread."""
+    def add_lost(self, keys: Sequence[str]) -> None:
+        """Record partitions that the group has given away. Any thread."""
         with self._lock:
-            self._unanswered.difference_update(keys)
+            self._unresolved.difference_update(keys)
             if self._on_lost is not None:
-                self._gone.extend(sorted(keys))
+                self._lost.extend(sorted(keys))
 
-    def tell(self) -> None:
-        """Runs the callbacks that are due, and waits for those that run already."""
-        with self._telling:
+    def run_callbacks(self) -> None:
+        """Run ``on_revoked`` and ``on_lost`` if they are due, after any that is running in another thread."""
+        with self._callback_lock:
             with self._lock:
-                leaving, self._leaving = self._leaving, None
-                gone, self._gone = self._gone, []
-                left = self._left
-            if leaving is not None:
+                revoked, self._revoked = self._revoked, None
+                lost, self._lost = self._lost, []
+                handed_over = self._handed_over
+            if revoked is not None:
                 if self._on_revoked is not None:
-                    self._run(self._on_revoked, leaving, "on_revoked")
-                left.set()
-            if gone and self._on_lost is not None:
-                self._run(self._on_lost, gone, "on_lost")
+                    self._run(self._on_revoked, revoked, "on_revoked")
+                handed_over.set()
+            if lost and self._on_lost is not None:
+                self._run(self._on_lost, lost, "on_lost")
 
-    def ask(self) -> tuple[set[str], Mapping[str, int]]:
-        """(partitions that may be read now, the positions given for some of them). Polling thread, between two
-        polls; nothing while there is no question or the back-off of a failed one lasts."""
+    def resolve(self) -> tuple[set[str], Mapping[str, int]]:
+        """Call ``position_of`` for the unresolved partitions. Polling thread, between two polls.
+
+        Returns:
+            The partitions that may be read now, and the positions of those that have one. Both are empty if no
+            partition is unresolved, the callback failed, or its back-off lasts.
+        """
         with self._lock:
-            asked = sorted(self._unanswered)
-        if not asked or self._position_of is None or time.monotonic() < self._next_ask:
+            keys = sorted(self._unresolved)
+        if not keys or self._position_of is None or time.monotonic() < self._next_attempt:
             return set(), {}
         try:
-            answer = {key: int(position) for key, position in self._position_of(asked).items() if key in asked}
-            if any(position < 0 for position in answer.values()):
-                raise ValueError(f"negative position in {answer}")
+            positions = {key: int(position) for key, position in self._position_of(keys).items() if key in keys}
+            if any(position < 0 for position in positions.values()):
+                raise ValueError(f"negative position in {positions}")
         except Exception as error:
             self.failures += 1
-            self.problem = f"no position for {', '.join(asked)[:200]}: {error}"
-            self._next_ask = time.monotonic() + self._backoff_seconds
+            self.problem = f"no position for {', '.join(keys)[:200]}: {error}"
+            self._next_attempt = time.monotonic() + self._backoff_seconds
             self._backoff_seconds = min(2 * self._backoff_seconds, _BACKOFF_SECONDS[1])
             return set(), {}
         self.problem = None
         self._backoff_seconds = _BACKOFF_SECONDS[0]
         with self._lock:
-            # One that was taken away during the question is no longer ours to read.
-            ours = self._unanswered.intersection(asked)
-            self._unanswered -= ours
-        return ours, answer
+            # A partition that was revoked during the call must not be read here any more.
+            resolved = self._unresolved.intersection(keys)
+            self._unresolved -= resolved
+        return resolved, positions
 
     def _run(self, callback: OnPartitions, keys: Sequence[str], name: str) -> None:
         try:

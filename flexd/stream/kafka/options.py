@@ -1,4 +1,4 @@
-"""Options of the Kafka client that a caller may give, and what of them no retry can mend."""
+"""Options of the Kafka client that a caller may set, and the errors that no retry can fix."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flexd.core.errors import StreamError
 
 ClientOption = str | int | float | bool
 
-FATAL = (KafkaConfigurationError, ValueError, TypeError, AssertionError, FileNotFoundError, PermissionError)
-"""What a constructor of the client raises for its options."""
-_OURS = frozenset(
+FATAL_ERRORS = (KafkaConfigurationError, ValueError, TypeError, AssertionError, FileNotFoundError, PermissionError)
+"""Exceptions that the client's constructor raises for wrong options."""
+_RESERVED = frozenset(
     (
         "bootstrap_servers",
         "group_id",
@@ -26,27 +26,27 @@ _OURS = frozenset(
 _SECURITY_PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 
 
-def for_a_producer(client_options: Mapping[str, ClientOption]) -> dict[str, ClientOption]:
-    """Without those that only a consumer has, which a producer refuses; what both have is how to reach the broker."""
+def producer_options(client_options: Mapping[str, ClientOption]) -> dict[str, ClientOption]:
+    """Drop the options that only a consumer has, since a producer refuses them; security and network options remain."""
     from kafka import KafkaConsumer, KafkaProducer
 
     only_consumers = KafkaConsumer.DEFAULT_CONFIG.keys() - KafkaProducer.DEFAULT_CONFIG.keys()
     return {name: value for name, value in client_options.items() if name not in only_consumers}
 
 
-def checked(client_options: Mapping[str, ClientOption] | None) -> dict[str, Any]:
-    """The options as the client takes them.
+def checked_options(client_options: Mapping[str, ClientOption] | None) -> dict[str, Any]:
+    """Check the options and convert them to the types that the client expects.
 
     Raises:
-        StreamError: one is flexd's to set, or would make the client try for ever.
+        StreamError: an option is reserved for flexd, or would make the client try to connect for ever.
     """
     options = dict(client_options or {})
-    ours = sorted(_OURS & options.keys())
-    if ours:
-        raise StreamError(f"Kafka client options {', '.join(ours)} are set by flexd", remedy="leave them out")
+    reserved = sorted(_RESERVED & options.keys())
+    if reserved:
+        raise StreamError(f"Kafka client options {', '.join(reserved)} are set by flexd", remedy="leave them out")
     protocol = options.get("security_protocol", "PLAINTEXT")
     if protocol not in _SECURITY_PROTOCOLS:
-        # The client itself would try to connect for ever.
+        # With an unknown protocol the client would try to connect for ever.
         raise StreamError(
             f"Kafka security_protocol {protocol!r}", remedy=f"use one of {', '.join(_SECURITY_PROTOCOLS)}"
         )

@@ -1,4 +1,4 @@
-"""Accesses to a Kafka topic."""
+"""Write messages to a Kafka topic."""
 
 from __future__ import annotations
 
@@ -22,40 +22,39 @@ from kafka.errors import (
 
 from flexd.core.errors import StreamError
 from flexd.stream.kafka.connector import Connector
-from flexd.stream.kafka.options import FATAL, ClientOption, checked
+from flexd.stream.kafka.options import FATAL_ERRORS, ClientOption, checked_options
 
 _log = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
-_THE_MESSAGE_ITSELF = (
+_MESSAGE_ERRORS = (
     InvalidRecordError, InvalidTimestampError, MessageSizeTooLargeError, PolicyViolationError, RecordListTooLargeError,
 )  # fmt: skip
-"""Errors that say nothing about the producer."""
-_FIRST_PATIENCE_SECONDS = 1.0
-_MAX_PATIENCE_SECONDS = 60.0
+"""Errors that concern one message, not the producer."""
+_FIRST_REPLACE_SECONDS = 1.0
+_MAX_REPLACE_SECONDS = 60.0
 
 
 class KafkaSink:
-    """Sends messages to a topic, spread over its partitions. See ``Sink`` for the contract.
+    """Send messages to a topic, spread over its partitions. See ``Sink`` for the contract.
 
-    The client is connected on the first ``send``; while the broker is away ``send`` raises at once between attempts.
+    The client connects on the first ``send``. Between attempts to reach an unreachable broker ``send`` raises at once.
 
-    Messages are delivered at most once each: the client's idempotent producer repeats what was not acknowledged, under
-    a sequence number by which the broker drops what it has already. A broker that has lost its log has lost the
-    producer too, and refuses it for good. So a producer of which nothing is delivered any more, for errors that no
-    repetition mends, is replaced after a second (then two, four, ... to a minute, until a message is delivered). What
-    it had not delivered is not sent again but counted as failed; those that were on their way when it was closed may
-    have arrived nevertheless.
+    Each message is delivered at most once: the client's idempotent producer repeats unacknowledged messages under a
+    sequence number, by which the broker drops those it already has. A broker that has lost its log has lost the
+    producer's registration too, and refuses it for good. So a producer that delivers nothing any more, for errors that
+    no retry fixes, is replaced after a second (then two, four, ... up to a minute, until a message is delivered). Its
+    undelivered messages are not sent again but counted as failed; those in flight when it was closed may have arrived.
 
     Args:
         max_unacknowledged_bytes: beyond this ``send`` waits up to ``max_wait_seconds`` for the broker, then raises.
-        client_options: passed to kafka-python as they are, over our defaults.
+        client_options: passed to kafka-python, over flexd's defaults.
 
     Attributes:
-        producers_replaced: how often that was.
+        producers_replaced: number of replacements.
 
     Raises:
-        StreamError: ``client_options`` sets what is ours to set.
+        StreamError: ``client_options`` sets an option that is reserved for flexd.
     """
 
     def __init__(
@@ -83,29 +82,29 @@ class KafkaSink:
             "delivery_timeout_ms": 30_000,
             "reconnect_backoff_max_ms": 2_000,
             "metrics_enabled": False,
-            **checked(client_options),
+            **checked_options(client_options),
         }
         self._connector: Connector[_Producer] = Connector(
             self._name,
             lambda: _Producer(**options),
             _dispose,
             timeout_seconds=connect_timeout_seconds,
-            fatal=FATAL,
+            fatal=FATAL_ERRORS,
         )
         self._acknowledged = threading.Condition()
         self._unacknowledged_bytes = 0
         self._failed = 0
         self.producers_replaced = 0
         self._failing_since: float | None = None
-        self._patience_seconds = _FIRST_PATIENCE_SECONDS
-        self._spent: KafkaError | None = None
+        self._replace_after_seconds = _FIRST_REPLACE_SECONDS
+        self._dead_error: KafkaError | None = None
 
     @property
     def messages_failed(self) -> int:
         return self._failed
 
     def send(self, payload: bytes) -> None:
-        self._replace_spent()
+        self._replace_dead_producer()
         producer = self._connector.get(self._max_wait_seconds)
         if producer is None:
             raise StreamError(self._connector.problem or f"{self._name}: not connected", remedy="check the broker")
@@ -144,16 +143,16 @@ class KafkaSink:
     def _has_room(self) -> bool:
         return self._unacknowledged_bytes < self._max_unacknowledged_bytes
 
-    def _replace_spent(self) -> None:
+    def _replace_dead_producer(self) -> None:
         with self._acknowledged:
-            error, self._spent = self._spent, None
+            error, self._dead_error = self._dead_error, None
             if error is None:
                 return
             self.producers_replaced += 1
             self._failing_since = None
-            self._patience_seconds = min(2 * self._patience_seconds, _MAX_PATIENCE_SECONDS)
+            self._replace_after_seconds = min(2 * self._replace_after_seconds, _MAX_REPLACE_SECONDS)
         _log.warning(
-            "%s: a new producer, the last one delivers no more: %s: %s", self._name, type(error).__name__, error
+            "%s: replacing the producer, which delivers no more: %s: %s", self._name, type(error).__name__, error
         )
         self._connector.discard()
 
@@ -162,18 +161,18 @@ class KafkaSink:
     def _on_delivered(self, payload_bytes: int, number: int) -> None:
         with self._acknowledged:
             if number == self.producers_replaced:
-                self._failing_since, self._spent = None, None
-                self._patience_seconds = _FIRST_PATIENCE_SECONDS
+                self._failing_since, self._dead_error = None, None
+                self._replace_after_seconds = _FIRST_REPLACE_SECONDS
             self._release(payload_bytes)
 
     def _on_failed(self, payload_bytes: int, number: int, error: BaseException) -> None:
         with self._acknowledged:
             self._failed += 1
-            if number == self.producers_replaced and _is_the_producers(error):
+            if number == self.producers_replaced and _is_producer_error(error):
                 now = time.monotonic()
                 self._failing_since = now if self._failing_since is None else self._failing_since
-                if now - self._failing_since >= self._patience_seconds:
-                    self._spent = error
+                if now - self._failing_since >= self._replace_after_seconds:
+                    self._dead_error = error
             self._release(payload_bytes)
 
     def _release(self, payload_bytes: int) -> None:
@@ -182,13 +181,13 @@ class KafkaSink:
             self._acknowledged.notify_all()
 
 
-def _is_the_producers(error: BaseException) -> bool:
-    """Whether the error may be one that a new producer does not have."""
-    return isinstance(error, KafkaError) and not error.retriable and not isinstance(error, _THE_MESSAGE_ITSELF)
+def _is_producer_error(error: BaseException) -> bool:
+    """Return whether a new producer may not have this error."""
+    return isinstance(error, KafkaError) and not error.retriable and not isinstance(error, _MESSAGE_ERRORS)
 
 
 class _Producer(KafkaProducer):  # type: ignore[misc]
-    """Whose ``close`` ends its thread in any case: the client's own raises before it does, if messages are left."""
+    """A producer whose ``close`` always ends its thread: the base class raises before that if messages are left."""
 
     closing = False
 
@@ -198,7 +197,7 @@ class _Producer(KafkaProducer):  # type: ignore[misc]
 
 
 def _dispose(producer: _Producer) -> None:
-    """What is not delivered within half of ``_CLOSE_SECONDS`` fails."""
+    """Close the producer; messages not delivered within half of ``_CLOSE_SECONDS`` fail."""
     with contextlib.suppress(KafkaTimeoutError):
         producer.flush(_CLOSE_SECONDS / 2)
     producer.closing = True

@@ -1,4 +1,4 @@
-"""Accesses from Kafka: a consumer-group source whose positions are the caller's."""
+"""Read a Kafka topic in a consumer group, from positions that the caller keeps."""
 
 from __future__ import annotations
 
@@ -21,39 +21,38 @@ from kafka.errors import (
 from kafka.structs import OffsetAndMetadata, TopicPartition
 
 from flexd.core.errors import PositionLostError
-from flexd.stream.file_log.partition_reader import OnPositionLost
 from flexd.stream.kafka.broker_probe import ANSWER_SECONDS, SILENT_SECONDS, BrokerProbe
 from flexd.stream.kafka.connector import Connector
 from flexd.stream.kafka.group_positions import GroupPositions
 from flexd.stream.kafka.handover import Handover, OnPartitions, PositionOf
-from flexd.stream.kafka.options import FATAL, ClientOption, checked
-from flexd.stream.types import Message, Positions
+from flexd.stream.kafka.options import FATAL_ERRORS, ClientOption, checked_options
+from flexd.stream.types import Message, OnPositionLost, Positions
 
 _log = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
-_TELL_SECONDS = 0.01
+_CALLBACK_POLL_SECONDS = 0.01
 
 
 class KafkaSource:
-    """Reads a topic in a consumer group. See ``Source`` for the contract; partitions are named ``topic/number``.
+    """Read a topic in a consumer group. See ``Source`` for the contract; partitions are named ``topic/number``.
 
-    The group decides which partitions this process reads; where it reads them is never taken from the broker: a newly
-    assigned partition starts at its restored position, at the position already reached here, or at the earliest
-    message. So a lost commit or a rebalance repeats nothing.
+    The group decides which partitions this process reads, but the broker never decides the positions: a newly assigned
+    partition starts at its restored position, at the position already reached here, or at the earliest message. So a
+    lost commit or a rebalance repeats nothing.
 
-    A position that the broker no longer has is noticed in three ways: the broker says so (retention, truncation), or
-    it silently answers nothing while its high-water mark is below the position (a broker that lost its memory). Then
-    ``on_position_lost`` decides. A topic made anew that has grown beyond the old position cannot be told from the old.
+    A position is lost if the broker reports so (retention, truncation), or if it returns no messages while its
+    high-water mark is below the position (a broker that lost its log). ``on_position_lost`` applies then. A topic that
+    was created anew and has grown beyond the old position cannot be told from the old one.
 
-    While the broker cannot be reached ``poll`` returns nothing, and ``problem`` says so after about five seconds.
+    While the broker cannot be reached, ``poll`` returns nothing, and ``problem`` is set after about five seconds.
 
     Args:
-        client_options: passed to kafka-python as they are, over our defaults.
-        position_of, on_revoked, on_lost: what a member of a group of daemons asks and tells; see ``Handover``.
+        client_options: passed to kafka-python, over flexd's defaults.
+        position_of, on_revoked, on_lost: rebalance callbacks of a group of daemons; see ``Handover``.
 
     Raises:
-        StreamError: ``client_options`` sets what is ours to set.
+        StreamError: ``client_options`` sets an option that is reserved for flexd.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class KafkaSource:
             "bootstrap_servers": [server.strip() for server in bootstrap_servers.split(",")],
             "group_id": group_id,
             "enable_auto_commit": False,
-            # Resets are our decision, so that they are counted: the client must raise instead.
+            # A reset follows on_position_lost and is counted: the client must raise instead.
             "auto_offset_reset": "none",
             "allow_auto_create_topics": False,
             "bootstrap_timeout_ms": int(connect_timeout_seconds * 1000),
@@ -93,20 +92,20 @@ class KafkaSource:
             "metadata_max_age_ms": 10_000,
             "reconnect_backoff_max_ms": 2_000,
             "metrics_enabled": False,
-            **checked(client_options),
+            **checked_options(client_options),
         }
         self._connector: Connector[KafkaConsumer] = Connector(
             self._name,
             self._connect,
             self._disconnect,
             timeout_seconds=connect_timeout_seconds,
-            fatal=FATAL,
+            fatal=FATAL_ERRORS,
         )
-        # Below the time the coordinator waits for a member to join again (kafka-python: 300 s), and not so long that
-        # one stuck member stops the whole group.
+        # Shorter than the coordinator waits for a member to join again (kafka-python: 300 s), and short enough that one
+        # stuck member does not stop the whole group.
         self._handover = Handover(position_of, on_revoked, on_lost, wait_seconds=max(session_timeout_seconds, 5.0))
-        self._book = GroupPositions(self._name, on_position_lost)
-        self._probe: BrokerProbe[object] = BrokerProbe((KafkaError, OSError))
+        self._positions = GroupPositions(self._name, on_position_lost)
+        self._probe: BrokerProbe = BrokerProbe((KafkaError, OSError))
         self._stale_highwater: dict[str, int | None] = {}
         self._last_answer = time.monotonic()
         self._problem: str | None = None
@@ -120,18 +119,18 @@ class KafkaSource:
 
     @property
     def messages_lost(self) -> int:
-        return self._book.messages_lost
+        return self._positions.messages_lost
 
     @property
     def positions_lost(self) -> int:
-        return self._book.positions_lost
+        return self._positions.positions_lost
 
     def poll(self, timeout_seconds: float) -> list[Message]:
         deadline = time.monotonic() + timeout_seconds
         consumer = self._connector.get(timeout_seconds)
         if consumer is None:
             return []
-        self._handover.tell()
+        self._handover.run_callbacks()
         self._resolve(consumer)
         self._probe_if_silent(consumer)
         try:
@@ -161,15 +160,15 @@ class KafkaSource:
 
     def restore(self, positions: Mapping[str, int]) -> None:
         consumer = self._connector.get(0.0)
-        self._book.restore(positions)
+        self._positions.restore(positions)
         if consumer is not None:
             self._seek(consumer, consumer.assignment())
 
     def positions(self) -> Positions:
-        return self._book.all()
+        return self._positions.all()
 
     def lag(self) -> int:
-        """Over the partitions assigned here, from the high-water marks of the last answers."""
+        """Sum over the assigned partitions, by the high-water marks of the last fetches."""
         consumer = None if self._closed else self._connector.get(0.0)
         if consumer is None:
             return 0
@@ -177,7 +176,7 @@ class KafkaSource:
         for partition in consumer.assignment():
             highwater = _highwater(consumer, partition)
             if highwater is not None:
-                total += max(0, highwater - (self._book.get(self._key(partition)) or 0))
+                total += max(0, highwater - (self._positions.get(self._key(partition)) or 0))
         return total
 
     def commit(self, positions: Mapping[str, int]) -> str | None:
@@ -204,14 +203,14 @@ class KafkaSource:
             self._closed = True
             consumer = self._connector.client
             if consumer is not None:
-                self._handover.announce_revoked([self._key(partition) for partition in consumer.assignment()])
-            self._handover.tell()
+                self._handover.add_revoked([self._key(partition) for partition in consumer.assignment()])
+            self._handover.run_callbacks()
         self._connector.close(_CLOSE_SECONDS)
 
     def _disconnect(self, consumer: KafkaConsumer) -> None:
-        # A question to a client that is gone would never end. One that came too late is disposed of here too, while
-        # the source goes on with another: the probe outlives it.
-        self._probe.finish()
+        # A probe that uses a closed client would never end. A client that connected too late is disposed of here too,
+        # while the source uses another: the probe must still work afterwards.
+        self._probe.join()
         consumer.close(autocommit=False, timeout_ms=int(_CLOSE_SECONDS * 500))
 
     def _connect(self) -> KafkaConsumer:
@@ -223,17 +222,17 @@ class KafkaSource:
         return f"{partition.topic}/{partition.partition}"
 
     def _seek(self, consumer: KafkaConsumer, partitions: Iterable[TopicPartition]) -> None:
-        """Puts partitions where they belong. Also called on the client's thread: must not wait for the broker."""
+        """Seek each partition to its start. Also called on the client's thread: must not wait for the broker."""
         partitions = list(partitions)
-        paused = self._handover.unanswered(map(self._key, partitions))
+        paused = self._handover.unresolved(map(self._key, partitions))
         for partition in partitions:
             key = self._key(partition)
             self._stale_highwater[key] = _highwater(consumer, partition)
-            # A partition that was taken away in this moment comes back through the listener.
+            # A partition that is being revoked may come back later, through the listener.
             with contextlib.suppress(KafkaError, ValueError, KeyError):
-                start = self._book.start(key)
+                start = self._positions.start(key)
                 if key in paused:
-                    # The place is not read from; without one the client would complain on every poll.
+                    # Nothing is read from here, but without a position the client would raise on every poll.
                     consumer.pause(partition)
                     consumer.seek(partition, start if isinstance(start, int) else 0)
                 elif isinstance(start, int):
@@ -244,11 +243,11 @@ class KafkaSource:
                     consumer.seek_to_beginning(partition)
 
     def _resolve(self, consumer: KafkaConsumer) -> None:
-        """Lets the partitions go on whose positions have been told."""
-        keys, answer = self._handover.ask()
+        """Resume the partitions whose positions are known by now."""
+        keys, positions = self._handover.resolve()
         if not keys:
             return
-        self._book.move(answer)
+        self._positions.update(positions)
         mine = [partition for partition in consumer.assignment() if self._key(partition) in keys]
         self._seek(consumer, mine)
         for partition in mine:
@@ -257,26 +256,26 @@ class KafkaSource:
 
     def _accept(self, consumer: KafkaConsumer, partition: TopicPartition, records: list[Any]) -> list[Message]:
         key = self._key(partition)
-        position = self._book.get(key)
+        position = self._positions.get(key)
         if position is not None and records[0].offset < position:
             records = [record for record in records if record.offset >= position]
-        taken = self._book.up_to_gap(key, [record.offset for record in records]) if records else 0
-        if taken:
-            self._book.accept(key, records[0].offset, records[taken - 1].offset)
-        if taken < len(records):
+        count = self._positions.count_to_gap(key, [record.offset for record in records]) if records else 0
+        if count:
+            self._positions.accept(key, records[0].offset, records[count - 1].offset)
+        if count < len(records):
             self._seek(consumer, [partition])
-        return [Message(key, record.offset, record.value or b"") for record in records[:taken]]
+        return [Message(key, record.offset, record.value or b"") for record in records[:count]]
 
     def _check_highwater(self, consumer: KafkaConsumer) -> None:
         lost: dict[TopicPartition, int] = {}
         ends: dict[TopicPartition, int] = {}
         assignment = consumer.assignment()
-        unanswered = self._handover.unanswered(map(self._key, assignment))
+        unresolved = self._handover.unresolved(map(self._key, assignment))
         for partition in assignment:
             key = self._key(partition)
             highwater = _highwater(consumer, partition)
-            position = None if key in unanswered else self._book.get(key)
-            # A mark from before the last seek says nothing about the position after it.
+            position = None if key in unresolved else self._positions.get(key)
+            # A mark from before the last seek proves nothing about the position after it.
             if highwater is None or position is None or highwater == self._stale_highwater.get(key):
                 continue
             if position > highwater:
@@ -294,27 +293,27 @@ class KafkaSource:
     ) -> None:
         known = None if ends is None else {self._key(partition): end for partition, end in ends.items()}
         try:
-            self._book.lose(map(self._key, lost), cause, known)
+            self._positions.apply_policy(map(self._key, lost), cause, known)
         except PositionLostError as error:
             self._problem = error.message
             raise
         self._seek(consumer, lost)
 
     def _probe_if_silent(self, consumer: KafkaConsumer) -> None:
-        """The client hides an unreachable broker: after a silent while it is asked for something it must answer."""
-        outcome = self._probe.take()
-        if outcome is not None and outcome.began > self._last_answer:
-            if outcome.error is None:
+        """Probe the broker after a silent while: the client hides that a broker is unreachable."""
+        result = self._probe.poll()
+        if result is not None and result.started > self._last_answer:
+            if result.error is None:
                 self._problem = None
                 self._last_answer = time.monotonic()
             else:
-                self._problem = f"{self._name}: broker does not answer ({_reason(outcome.error)})"
+                self._problem = f"{self._name}: broker does not answer ({_reason(result.error)})"
         if time.monotonic() - self._last_answer < SILENT_SECONDS:
             return
         assignment = sorted(consumer.assignment())
         if assignment:
-            # Runs on the client's own thread, as a poll does: any other may wait for it.
-            self._probe.begin(
+            # Runs on the client's own thread, as a poll does: another thread may wait for it.
+            self._probe.start(
                 lambda deadline: consumer.beginning_offsets(
                     assignment[:1], timeout_ms=max(1, int((deadline - time.monotonic()) * 1000))
                 )
@@ -326,8 +325,10 @@ class KafkaSource:
 
 
 class _Rebalance(AsyncConsumerRebalanceListener):  # type: ignore[misc]
-    """Runs on the client's own thread, which must go on sending heartbeats: it waits by giving the thread back. The
-    polling thread waits inside ``KafkaConsumer.poll`` meanwhile, so a third one runs the callback.
+    """Connect the client's rebalance events to the ``Handover``.
+
+    Runs on the client's own thread, which must go on sending heartbeats: it waits by giving the thread back. The
+    polling thread waits inside ``KafkaConsumer.poll`` meanwhile, so a third thread runs the callbacks.
     """
 
     def __init__(self, source: KafkaSource, consumer: KafkaConsumer) -> None:
@@ -338,22 +339,22 @@ class _Rebalance(AsyncConsumerRebalanceListener):  # type: ignore[misc]
         source = self._source
         if source._closed:
             return
-        told = source._handover.announce_revoked([source._key(partition) for partition in revoked])
-        if told is None:
+        handed_over = source._handover.add_revoked([source._key(partition) for partition in revoked])
+        if handed_over is None:
             return
-        threading.Thread(target=source._handover.tell, name="flexd-hand-over", daemon=True).start()
+        threading.Thread(target=source._handover.run_callbacks, name="flexd-hand-over", daemon=True).start()
         deadline = time.monotonic() + source._handover.wait_seconds
-        while not told.is_set():
+        while not handed_over.is_set():
             if time.monotonic() >= deadline:
                 _log.warning("%s: partitions leave before their state was handed over", source._name)
                 return
-            await self._consumer._net.sleep(_TELL_SECONDS)
+            await self._consumer._net.sleep(_CALLBACK_POLL_SECONDS)
 
     async def on_partitions_lost(self, lost: set[TopicPartition]) -> None:
-        self._source._handover.announce_lost([self._source._key(partition) for partition in lost])
+        self._source._handover.add_lost([self._source._key(partition) for partition in lost])
 
     async def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
-        self._source._handover.assigned([self._source._key(partition) for partition in assigned])
+        self._source._handover.add_assigned([self._source._key(partition) for partition in assigned])
         self._source._seek(self._consumer, assigned)
 
 
@@ -362,7 +363,7 @@ def _reason(error: Exception) -> str:
 
 
 def _highwater(consumer: KafkaConsumer, partition: TopicPartition) -> int | None:
-    """None if the partition was taken away in this moment or has not been fetched yet."""
+    """Return the high-water mark, None if the partition is being revoked or has not been fetched yet."""
     try:
         highwater: int | None = consumer.highwater(partition)
     except (KafkaError, KeyError):
