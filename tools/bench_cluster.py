@@ -7,14 +7,14 @@ with the link limited and unlimited; their losses must agree. Bytes are those of
 included. The *exposed* communication time is the median step time less that on the unlimited link; beside it the same
 of the lower deciles, the steps that other work on the machine disturbed least, and the time that the bytes take on
 the wire alone. With and without a dense part, behind
-which communication can hide.
+which communication can hide. Memory is what the largest rank stores between steps.
 
 The bound is that of exact synchronous training on the same batches: each node fetches and pushes each row it touches
 and does not home once a step (rows only, no ids, no headers).
 
 Needs root, ip, tc and setpriv; says so and exits 0 without. Without TorchRec (``make torchrec``) its rows are missing.
 
-Usage: tools/bench_cluster.py [--quick] [--json] [--zipf 1.05 1.2] [--rate-mbit 200] [--only NAME ...]
+Usage: tools/bench_cluster.py [--quick] [--json] [--zipf 1.05 1.2] [--rate-mbit 200] [--only NAME ...] [--plot FILE.png]
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 from bench_cluster_data import Setting, bounds
+from bench_cluster_plot import plot_steps
 from bench_report import check, last_line
 from cluster import Cluster, ClusterError, LinkBytes, exit_on_sigterm, why_not
 from cluster_ranks import Ranks
@@ -112,6 +113,10 @@ class Bench:
         self.losses.setdefault(strategy, []).extend(np.mean([a["losses"] for a in answers], axis=0).tolist())
         return list(np.mean([a["seconds"] for a in answers], axis=0))
 
+    def stored_bytes(self, strategy: str) -> int:
+        """Of the rank that stores most."""
+        return max(self._ranks.ask({"ask": "stored_bytes", "strategy": strategy}, STEP_SECONDS))
+
     def dense_seconds(self) -> float:
         self._cluster.limit(None)
         return median(np.mean(self._ranks.ask({"ask": "dense_seconds", "steps": 5}, 120), axis=0))
@@ -168,6 +173,7 @@ def run_setting(setting: Setting, rate_mbit: float, effort: Effort, only: Sequen
             "replicated_rows": bench.prepared["replicated_rows"],
             "lacks": {name: why for name, why in lacks.items() if why is not None},
             "loss_differences": bench.loss_differences(),
+            "stored_bytes": {name: bench.stored_bytes(name) for name in chosen},
             "parts": parts,
         }
 
@@ -240,6 +246,9 @@ def show(answer: dict[str, Any], rate_mbit: float) -> None:
                 f"{row['exposed_seconds'] * 1e3:>7.0f} ms{ratio:>15}"
                 f"{row['exposed_seconds_p10'] * 1e3:>6.0f} ms{p10:>15}"
             )
+    print("\nmemory of the largest rank between steps")
+    for name, stored in answer["stored_bytes"].items():
+        print(f"{name:<26}{stored / 1e6:>9.1f} MB")
     for name, why in answer["lacks"].items():
         print(f"not run: {name}: {why}")
 
@@ -253,6 +262,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="strategies")
     parser.add_argument("--quick", action="store_true", help="an eighth of the batch, two steps; bytes and losses only")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="a picture of the step times with a dense part")
     arguments = parser.parse_args()
     if (reason := why_not()) is not None:
         print(f"skipped: {reason}")
@@ -271,6 +281,8 @@ def main() -> int:
             print(f"failed: {error}", file=sys.stderr)
             return 1
         show(answers[-1], arguments.rate_mbit)
+    if arguments.plot is not None:
+        plot_steps(answers, arguments.rate_mbit, arguments.plot)
     checks = [entry for answer in answers for entry in checks_of(answer, full_size=not arguments.quick)]
     for entry in checks:
         if not entry["ok"]:

@@ -69,6 +69,10 @@ class Trainer(Protocol):
         """One optimizer step on the next batch; the loss of this rank before it. ``loss_of``: rows by table -> loss."""
         ...
 
+    def stored_bytes(self) -> int:
+        """Memory of this rank between steps: rows, optimizer state, and what finds them."""
+        ...
+
 
 def forever(batches: list[Any]) -> Iterator[Any]:
     while True:
@@ -100,6 +104,14 @@ class TorchRecTrainer:
         loss = loss_of(batch, [rows[name].values() for name in self._names])
         loss.backward()  # updates the rows: the optimizer is fused into it
         return loss.item()
+
+    def stored_bytes(self) -> int:
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for module in self._module.modules()
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        }
+        return sum(storages.values())
 
 
 class FlexdTrainer:
@@ -155,6 +167,9 @@ class FlexdTrainer:
         self.collection.optimizer.step()
         return loss.item()
 
+    def stored_bytes(self) -> int:
+        return self.collection.memory().stored_bytes
+
 
 @dataclass(frozen=True)
 class Strategy:
@@ -209,6 +224,10 @@ class Rank:
     def placement_version(self, strategy: str) -> int:
         trainer = self._trainer[strategy]
         return trainer.collection.placement_version if isinstance(trainer, FlexdTrainer) else 0
+
+    def stored_bytes(self, strategy: str) -> int:
+        """Memory of this rank between steps: rows, optimizer state, and what finds them."""
+        return self._trainer[strategy].stored_bytes()
 
     def dense_seconds(self, steps: int) -> list[float]:
         """Of the dense part alone, all ranks at once: seconds of each forward and backward pass."""
