@@ -44,6 +44,17 @@ class StreamStatus(Model):
     """Why the source cannot be read at the moment, if so."""
 
 
+class RefusedRankStatus(Model):
+    """A rank whose registration was refused."""
+
+    attempt: str
+    """Its job attempt."""
+    rank: int
+    """Its rank."""
+    reason: str
+    """What differs between it and the daemon."""
+
+
 class TopologyStatus(Model):
     """The training ranks that have said hello."""
 
@@ -59,6 +70,8 @@ class TopologyStatus(Model):
     """Whether every rank is there and plans can be pushed."""
     missing_ranks: tuple[int, ...] = ()
     """Ranks of the newest attempt that are not here; when none is here, all of the last attempt that was complete."""
+    refused_ranks: tuple[RefusedRankStatus, ...] = ()
+    """Ranks that the daemon refused in the last seconds, newest first."""
     cluster: str | None = None
     """Name of the cluster description that prices plans."""
     problem: str | None = None

@@ -173,7 +173,11 @@ def _topology(status: Status) -> Facts:
         facts.append(("missing", shown + (f" and {more} more" if more > 0 else "")))
     if topology.problem:
         facts.append(("problem", topology.problem))
-    return Facts("topology", tuple(facts), PROBLEM | {"missing"})
+    # While ranks are live the problem is empty, and a refused rank of another attempt would not be seen.
+    if topology.refused_ranks and not topology.problem:
+        newest = topology.refused_ranks[0]
+        facts.append(("refused", f"rank {newest.rank} of attempt {newest.attempt}: {newest.reason}"))
+    return Facts("topology", tuple(facts), PROBLEM | {"missing", "refused"})
 
 
 def _placement(status: Status) -> Facts:

@@ -13,7 +13,7 @@ from flexd.api.drift import DriftStatus, TableDriftStatus
 from flexd.api.migration import MigrationReport
 from flexd.api.plan import PlanReport
 from flexd.api.sketch import ProfileStatus, SketchStatus, TableSketchStatus
-from flexd.api.status import PlacementStatus, SnapshotStatus, Status, StreamStatus, TopologyStatus
+from flexd.api.status import PlacementStatus, RefusedRankStatus, SnapshotStatus, Status, StreamStatus, TopologyStatus
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.core.layout import Tier
@@ -249,6 +249,10 @@ class DaemonView:
             local_ranks=live.layout.local_ranks if live else 0,
             ready=live is not None and live.ready,
             missing_ranks=control.missing_ranks,
+            refused_ranks=tuple(
+                RefusedRankStatus(attempt=each.attempt, rank=each.rank, reason=each.reason)
+                for each in control.refused_ranks
+            ),
             cluster=self._planning.cluster.name,
             problem=control.reason or None,
         )

@@ -112,6 +112,7 @@ def connect(
         local_ranks=collection.layout.local_ranks,
         replica_slots=collection.replica_slots,
         table_digest=collection.keyspace.digest,
+        tables=collection.keyspace.tables,
     )
     secret_file = secret_file or os.environ.get(SECRET_VARIABLE)
     secret = KeyFile(secret_file, "secret file") if secret_file else None

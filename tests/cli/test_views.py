@@ -11,7 +11,7 @@ import pytest
 from flexd.api.migration import MigrationReport
 from flexd.api.plan import PlanReport
 from flexd.api.sketch import SketchStatus, TableSketchStatus
-from flexd.api.status import PlacementStatus, SnapshotStatus, Status, StreamStatus, TopologyStatus
+from flexd.api.status import PlacementStatus, RefusedRankStatus, SnapshotStatus, Status, StreamStatus, TopologyStatus
 from flexd.cli.plan_view import plan_blocks
 from flexd.cli.status_view import MAX_MISSING_RANKS, MAX_TABLES, migration_facts, status_blocks
 from flexd.cli.view import Table, show
@@ -164,6 +164,17 @@ def test_ranks_of_a_job_that_is_not_complete_are_not_called_silent():
     some = Status(job="ads", version="1", stream=stream, topology=TopologyStatus(attempt="a1", missing_ranks=(1, 3)))
     assert "not all have said hello" in text_of(status_blocks(some))
     assert "none have said hello" in text_of(status_blocks(Status(job="ads", version="1", stream=stream)))
+
+
+def test_a_refused_rank_is_shown_beside_live_ranks():
+    refused = RefusedRankStatus(attempt="a2", rank=1, reason="the tables differ: items.rows: 3 in the trainer")
+    live = TopologyStatus(attempt="a1", nodes=1, local_ranks=2, ready=True, refused_ranks=(refused,))
+    text = text_of(status_blocks(Status(job="ads", version="1", stream=StreamStatus(source="x"), topology=live)))
+    assert "rank 1 of attempt a2: the tables differ: items.rows: 3 in the trainer" in text
+    down = live.model_copy(update={"ready": False, "problem": "no rank is registered; rank 1 is refused: its tables"})
+    text = text_of(status_blocks(Status(job="ads", version="1", stream=StreamStatus(source="x"), topology=down)))
+    assert "no rank is registered; rank 1 is refused: its tables" in text
+    assert "rank 1 of attempt a2" not in text
 
 
 def test_text_from_the_daemon_cannot_style_the_terminal(monkeypatch):

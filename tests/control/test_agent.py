@@ -22,12 +22,14 @@ from flexd.control.protocol.report import fold_reports
 from flexd.control.protocol.store_client import MAX_ABANDONED_CLIENTS, StoreClient, StoreConnector
 from flexd.control.protocol.store_keys import Keys
 from flexd.core.errors import ControlError
+from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from tests.support.ranks_in_threads import SECRET, TABLES, Ranks, identity, same_content, step_report, target
 from tests.support.until import until
 
 PAIR = RankLayout(2, 1)
+LARGER = KeySpace([replace(TABLES.tables[0], rows=60_000), *TABLES.tables[1:]])
 
 
 def lone_agent(port: int, timeout_seconds: float = 1.0) -> Agent:
@@ -102,19 +104,31 @@ def test_a_rank_with_another_secret_is_never_let_in(host: Callable[..., Any]) ->
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda who: replace(who, table_digest="other"), "tables differ"),
+        (
+            lambda who: replace(who, table_digest=LARGER.digest, tables=LARGER.tables),
+            "the tables differ: item.rows: 60000 in the trainer, 50000 in the daemon's configuration",
+        ),
+        (lambda who: replace(who, table_digest="other"), "the tables differ: digest other here"),
         (lambda who: replace(who, replica_slots=(1,)), "dim-groups"),
     ],
 )
-def test_a_contradicting_rank_is_told_why(host: Callable[..., Any], change: Any, reason: str) -> None:
+def test_a_contradicting_rank_gets_the_reason_and_the_status_shows_it(
+    host: Callable[..., Any], change: Any, reason: str
+) -> None:
     hosted = host()
     with Ranks(hosted.port, PAIR, identities=change) as ranks:
         until(lambda: all(reason in rank.agent.state for rank in ranks.ranks), what=ranks.state())
-        assert "make job name, tables" in ranks.ranks[0].agent.state
         assert hosted.coordinator.live() is None
+        until(lambda: len(hosted.coordinator.status().refused_ranks) == 2)
+        status = hosted.coordinator.status()
+        assert sorted((each.attempt, each.rank) for each in status.refused_ranks) == [("a1", 0), ("a1", 1)]
+        assert all(reason in each.reason for each in status.refused_ranks)
+        assert status.reason.startswith("no rank is registered; rank ")
+        assert reason in status.reason
+        assert status.reason.endswith(", and 1 more")
         assert refused(hosted, "identity") >= 2
         until(
-            lambda: not any("refused/" in key for key in hosted.coordinator._keeper._hosted.store._server.list_keys())
+            lambda: not any("refused/" in key for key in hosted.coordinator._epochs._hosted.store._server.list_keys())
         )
 
 
@@ -130,7 +144,7 @@ def test_rubbish_forgeries_and_replays_change_nothing(host: Callable[..., Any]) 
         until(hosted.ready)
         store = StoreConnector("127.0.0.1", hosted.port, "job", 5.0).connect()
         signer = Signer(SECRET)
-        epoch = hosted.coordinator._keeper.epoch
+        epoch = hosted.coordinator._epochs.epoch
         fence = epoch._fence
         instance = hosted.coordinator._instance
         known = epoch.topology.hellos[0]

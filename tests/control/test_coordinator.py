@@ -110,17 +110,17 @@ def test_the_queue_is_looked_at_seldom_while_nobody_is_here(host: Callable[..., 
     hosted = host()
     coordinator = hosted.coordinator
     tick = coordinator._options.tick_seconds
-    assert coordinator._pause_seconds() == coordinator_module._ALONE_SECONDS > tick
+    assert coordinator._tick_seconds() == coordinator_module._IDLE_TICK_SECONDS > tick
     ranks = Ranks(hosted.port)
     ranks._thread.start()
     try:
         ranks.ranks[0].agent.start()
         until(lambda: coordinator.status().ranks_ready == 1)
-        assert coordinator._pause_seconds() == tick, "the others are about to come"
+        assert coordinator._tick_seconds() == tick, "the others are about to come"
         for rank in (1, 2, 3):
             ranks.ranks[rank].agent.start()
         until(hosted.ready)
-        assert coordinator._pause_seconds() == tick
+        assert coordinator._tick_seconds() == tick
     finally:
         ranks.stop()
 
@@ -164,13 +164,13 @@ def test_no_more_chunks_than_the_window_run_ahead(host: Callable[..., Any]) -> N
 
 def end_epoch(hosted: Any) -> None:
     """As a failed group would, in the coordinator's own thread."""
-    tick = hosted.coordinator._keeper.tick
+    tick = hosted.coordinator._epochs.tick
 
     def fail_once(now: float) -> None:
-        hosted.coordinator._keeper.tick = tick
+        hosted.coordinator._epochs.tick = tick
         raise ControlError("the test ends the epoch")
 
-    hosted.coordinator._keeper.tick = fail_once
+    hosted.coordinator._epochs.tick = fail_once
 
 
 def _broken_source(placement: Placement) -> Iterator[Delta]:
@@ -318,7 +318,7 @@ def test_the_store_does_not_grow(host: Callable[..., Any]) -> None:
             assert migration.wait(30) is MigrationState.COMMITTED
             end_epoch(hosted)
             until(lambda turn=turn: hosted.names().count("epoch_live") == turn + 2, what=ranks.state())
-            counts.append(len(hosted.coordinator._keeper._hosted.store._server.list_keys()))
+            counts.append(len(hosted.coordinator._epochs._hosted.store._server.list_keys()))
         assert hosted.coordinator.status().epochs >= 3
         assert max(counts) <= counts[0] + 2
         assert max(counts) < 100

@@ -5,24 +5,28 @@ from dataclasses import replace
 import pytest
 
 from flexd.control.daemon import membership
-from flexd.control.daemon.membership import MAX_ATTEMPTS, Membership
+from flexd.control.daemon.membership import MAX_ATTEMPTS, MAX_REFUSALS, Membership
 from flexd.control.protocol.messages import Hello
+from flexd.control.protocol.table_lists import table_entries
 from flexd.core.errors import ReplayedMessageError, TopologyError
+from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
+
+TABLES = KeySpace([TableSpec("items", 2_000, 8), TableSpec("users", 500, 16)])
 
 
 def hello(
     rank: int, attempt: str = "a1", session: str = "", sequence: int = 1, nonce: str = "", **more: object
 ) -> Hello:
     base = Hello(
-        "job", "i", attempt, rank, 4, 2, 2, (10 + rank, 20), "tables", session or f"{attempt}-{rank}",
-        nonce or f"n{attempt}-{rank}", sequence, 0, 0, "127.0.0.1", True,
+        "job", "i", attempt, rank, 4, 2, 2, (10 + rank, 20), TABLES.digest, session or f"{attempt}-{rank}",
+        nonce or f"n{attempt}-{rank}", sequence, 0, 0, "127.0.0.1", True, (), len(TABLES.tables),
     )  # fmt: skip
     return replace(base, **more)  # type: ignore[arg-type]
 
 
 def members() -> Membership:
-    return Membership("job", "tables", 2, silent_seconds=10.0, replace_seconds=3.0)
+    return Membership("job", TABLES, silent_seconds=10.0, replace_seconds=3.0)
 
 
 def full(who: Membership, attempt: str = "a1", now: float = 0.0) -> None:
@@ -56,14 +60,14 @@ def test_a_repeated_hello_is_no_news_and_a_new_nonce_is() -> None:
     ("change", "reason"),
     [
         ({"job": "other"}, "serves job"),
-        ({"table_digest": "x"}, "tables differ"),
+        ({"table_digest": "x"}, "tables differ: digest x here"),
         ({"replica_slots": (1,)}, "dim-groups"),
         ({"rank": 4}, "rank 4 of 4"),
         ({"rank": -1}, "rank -1"),
         ({"world_size": 0}, "of 0 is not possible"),
         ({"world_size": 6}, "are not 6 ranks"),
         ({"nodes": -2, "local_ranks": -2}, "not 4 ranks"),
-        ({"nodes": 1, "local_ranks": 4}, "rank 0 of this attempt says 2 x 2"),
+        ({"nodes": 1, "local_ranks": 4}, "rank 0 of this attempt has 2 x 2"),
         ({"rank": 0, "session": "other"}, "another process is rank 0"),
     ],
 )
@@ -79,7 +83,7 @@ def test_a_new_process_takes_a_silent_ranks_place() -> None:
     who = members()
     full(who)
     before = who.complete()
-    who.heard("a1", 0, 5.0)
+    who.mark_heard("a1", 0, 5.0)
     with pytest.raises(TopologyError):
         who.accept(hello(0, session="new"), 7.0)
     assert who.accept(hello(0, session="new", nonce="new"), 8.5)
@@ -123,8 +127,8 @@ def test_a_session_that_is_still_heard_is_remembered(monkeypatch: pytest.MonkeyP
 def test_silent_ranks_expire_unless_the_daemon_was_deaf() -> None:
     who = members()
     full(who)
-    who.heard("a1", 1, 9.0)
-    who.forgive(5.0)
+    who.mark_heard("a1", 1, 9.0)
+    who.excuse_silence(5.0)
     assert who.expire(14.0) == []
     assert [h.rank for h in who.expire(16.0)] == [0, 2, 3]
     assert who.present() == ("a1", 1, 4, (0, 2, 3))
@@ -148,9 +152,60 @@ def test_a_newer_complete_attempt_ends_the_older_for_good() -> None:
         who.accept(hello(0, "a1", sequence=9), 2.0)
 
 
-def test_attempts_are_bounded() -> None:
+def test_of_too_many_attempts_the_longest_silent_is_dropped() -> None:
     who = members()
-    for number in range(MAX_ATTEMPTS + 5):
+    for number in range(MAX_ATTEMPTS):
         who.accept(hello(0, f"a{number}"), float(number))
+    # a0 said hello first, but a1 has been silent for longest.
+    who.mark_heard("a0", 0, 8.5)
+    for number in range(MAX_ATTEMPTS, MAX_ATTEMPTS + 3):
+        who.accept(hello(0, f"a{number}"), 8.5 + number)
+    assert list(who._attempts) == ["a0", *(f"a{number}" for number in range(4, MAX_ATTEMPTS + 3))]
+    assert who.present() == (f"a{MAX_ATTEMPTS + 2}", 1, 4, (1, 2, 3))
+
+
+def test_a_live_attempt_with_one_silent_rank_outlives_incomplete_attempts() -> None:
+    """An attempt is as silent as the rank heard last, not as the one heard first or least."""
+    who = members()
+    full(who, "live", 0.0)
+    for second in range(1, 10):
+        for rank in (0, 1, 3):
+            who.mark_heard("live", rank, float(second))
+        # Others come with every second; all are heard after rank 2 of the live attempt was, none after its others.
+        who.accept(hello(0, f"other{second}"), second - 0.5)
     assert len(who._attempts) == MAX_ATTEMPTS
-    assert "a0" not in who._attempts
+    topology = who.complete()
+    assert topology is not None
+    assert topology.attempt == "live"
+    assert len(topology.hellos) == 4
+
+
+def test_a_refused_rank_is_listed_with_its_reason_until_it_is_accepted_or_silent() -> None:
+    who = members()
+    theirs = [TableSpec("items", 3_000, 8), TableSpec("users", 500, 16)]
+    other = {"table_digest": KeySpace(theirs).digest, "tables": table_entries(theirs)}
+    for rank, now in ((1, 0.0), (0, 1.0), (1, 2.0)):
+        with pytest.raises(
+            TopologyError, match=r"items\.rows: 3000 in the trainer, 2000 in the daemon's configuration"
+        ):
+            who.accept(hello(rank, **other), now)  # type: ignore[arg-type]
+    assert [(refused.attempt, refused.rank) for refused in who.refused()] == [("a1", 1), ("a1", 0)]
+    assert str(who.refused()[0]) == (
+        "rank 1 of attempt 'a1' is refused: the tables differ: items.rows: 3000 in the trainer, 2000 in the daemon's "
+        "configuration"
+    )
+    assert who.present() == ("", 0, 0, ())
+    assert who.accept(hello(1, sequence=2), 3.0)
+    assert [refused.rank for refused in who.refused()] == [0]
+    who.expire(11.0)
+    assert [refused.rank for refused in who.refused()] == [0]
+    who.expire(11.5)
+    assert who.refused() == ()
+
+
+def test_remembered_refusals_are_bounded() -> None:
+    who = members()
+    for number in range(MAX_REFUSALS + 5):
+        with pytest.raises(TopologyError):
+            who.accept(hello(0, f"a{number}", job="other"), float(number))
+    assert [refused.attempt for refused in who.refused()] == [f"a{n}" for n in range(MAX_REFUSALS + 4, 4, -1)]

@@ -17,7 +17,7 @@ from tests.support.ranks_in_threads import SECRET, step_report
 FENCE = ("job", "a1", 2, 7, "token", 3)
 EVERY_KIND: list[m.Message] = [
     m.DaemonNotice("job", "instance", "digest", 3),
-    m.Hello("job", "i", "a1", 1, 4, 2, 2, (10, 20), "digest", "s", "n", 5, 3, 2**64 - 1, "127.0.0.1", True),
+    m.Hello("job", "i", "a1", 1, 4, 2, 2, (10, 20), "digest", "s", "n", 5, 3, 2**64 - 1, "127.0.0.1", True, ("t",), 3),
     m.HelloRefused("job", "i", "n", "reason", "remedy"),
     m.EpochAnnouncement("job", "i", "a1", 2, 7, "token", 3, ("n0", "n1")),
     m.Settled(*FENCE, 1, 9, 4, 12345, 3),

@@ -14,23 +14,26 @@ from flexd.control.daemon.epoch import Epoch
 from flexd.control.daemon.membership import Membership, RankPresence, Topology
 from flexd.control.daemon.message_receiver import REFUSED_KINDS, MessageReceiver
 from flexd.control.protocol.messages import Hello, Progress, Signer
+from flexd.core.keyspace import KeySpace, TableSpec
 
 KEY = b"a secret for the tests"
+TABLES = KeySpace([TableSpec("item", 100, 4)])
 HELLOS = tuple(
-    Hello("job", "i", "a", rank, 2, 1, 2, (1,), "d", f"s{rank}", f"n{rank}", 1, 0, 0, "::1", True) for rank in (0, 1)
+    Hello("job", "i", "a", rank, 2, 1, 2, (1,), TABLES.digest, f"s{rank}", f"n{rank}", 1, 0, 0, "::1", True, (), 1)
+    for rank in (0, 1)
 )
 FAULTS = ("deliver", "duplicate", "delay", "replay", "tamper", "forge", "old_epoch", "old_token")
 CHANGES: dict[str, dict[str, object]] = {"old_epoch": {"epoch": 6}, "old_token": {"token": "other"}}
 
 
 class _Announced:
-    """What of a store an epoch uses that nobody has settled for."""
+    """A store for an epoch in which no rank has settled."""
 
     def announce(self, _: object) -> None: ...
 
 
 def opened() -> tuple[MessageReceiver, Epoch, Membership]:
-    members = Membership("job", "d", 1, silent_seconds=1e9)
+    members = Membership("job", TABLES, silent_seconds=1e9)
     store = cast(ControlStore, _Announced())
     epoch = Epoch(store, Topology(HELLOS), "job", "i", 3, 7, 1.0, 100)
     return MessageReceiver("job", "i", Signer(KEY), members, lambda *_, **__: None), epoch, members
@@ -39,7 +42,7 @@ def opened() -> tuple[MessageReceiver, Epoch, Membership]:
 @given(st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 1), st.integers(0, 2**16)), max_size=40))
 @settings(max_examples=150, deadline=None)
 def test_whatever_happens_on_the_way_each_message_acts_once_and_in_order(steps: list[tuple[str, int, int]]) -> None:
-    reception, epoch, members = opened()
+    receiver, epoch, members = opened()
     acted: list[Progress] = []
     heard: list[bytes] = []
     late: list[tuple[int, bytes]] = []
@@ -47,7 +50,7 @@ def test_whatever_happens_on_the_way_each_message_acts_once_and_in_order(steps: 
     expected: Counter[str] = Counter()
 
     def arrive(data: bytes) -> None:
-        reception.take(data, 0.0, cast(Any, None), epoch, lambda _, message: acted.append(cast(Progress, message)))
+        receiver.receive(data, 0.0, cast(Any, None), epoch, lambda _, message: acted.append(cast(Progress, message)))
 
     def sent(rank: int, **change: object) -> tuple[int, bytes]:
         sequence[rank] += 1
@@ -87,20 +90,20 @@ def test_whatever_happens_on_the_way_each_message_acts_once_and_in_order(steps: 
     for rank in (0, 1):
         numbers = [message.sequence for message in acted if message.rank == rank]
         assert numbers == sorted(set(numbers))
-    assert Counter({kind: count for kind, count in reception.refused.items() if count}) == +expected
-    assert set(reception.refused) <= set(REFUSED_KINDS)
+    assert Counter({kind: count for kind, count in receiver.refused.items() if count}) == +expected
+    assert set(receiver.refused) <= set(REFUSED_KINDS)
     assert members.present() == RankPresence()
 
 
 def test_a_hello_is_taken_once() -> None:
-    reception, _, members = opened()
+    receiver, _, members = opened()
     data = Signer(KEY).seal(HELLOS[0]).encode()
     for _ in range(3):
-        reception.take(data, 0.0, cast(Any, None), None, lambda *_: None)
-    assert dict(reception.refused) == {"replayed": 2}
+        receiver.receive(data, 0.0, cast(Any, None), None, lambda *_: None)
+    assert dict(receiver.refused) == {"replayed": 2}
     members.expire(2e9)
-    reception.take(data, 2e9, cast(Any, None), None, lambda *_: None)
-    assert dict(reception.refused) == {"replayed": 3}
+    receiver.receive(data, 2e9, cast(Any, None), None, lambda *_: None)
+    assert dict(receiver.refused) == {"replayed": 3}
     assert members.present() == RankPresence()
 
 
@@ -112,10 +115,10 @@ def test_every_epoch_has_a_token_of_its_own() -> None:
 
 
 def test_a_rank_that_is_none_and_another_job_are_refused_by_kind() -> None:
-    reception, epoch, _ = opened()
+    receiver, epoch, _ = opened()
     now = {"agreed_version": 0, "applied_version": 0, "report": None}
     sent = [Progress(**epoch.fence, rank=rank, sequence=1, **now) for rank in (-1, 2)]
     for message in (*sent, replace(HELLOS[0], job="other")):
         data = Signer(KEY).seal(message).encode()
-        reception.take(data, 0.0, cast(Any, None), epoch, lambda _, message: None)
-    assert reception.refused == {"malformed": 2, "stale": 1}
+        receiver.receive(data, 0.0, cast(Any, None), epoch, lambda _, message: None)
+    assert receiver.refused == {"malformed": 2, "stale": 1}

@@ -103,7 +103,7 @@ def test_ranks_go_on_with_the_next_leader_and_refuse_a_deposed_one(host: Callabl
         steps = ranks.steps
         until(lambda: ranks.steps > steps + 20)
         assert broken_off.progress.chunks_pushed == pushed
-        assert "leads no more" in first.coordinator.status().reason
+        assert "does not lead any more" in first.coordinator.status().reason
 
         second = host(tmp_path / "term-2", port=other_port, term=2)
         first.close()

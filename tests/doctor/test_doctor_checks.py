@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flexd.api.status import Status, StreamStatus
+from flexd.api.status import Status, StreamStatus, TopologyStatus
 from flexd.config.load import parse_config
 from flexd.config.model import Config
 from flexd.core.errors import StreamError
@@ -200,3 +200,15 @@ def test_an_operating_system_error_is_a_finding():
 
     found = finding.run("a", look)
     assert [each.level for each in found] == [Level.OK, Level.FAULT]
+
+
+def test_the_difference_of_a_refused_trainer_is_printed():
+    import flexd
+
+    problem = "no rank is registered; rank 0 of attempt 'a' is refused: the tables differ: items.rows: 3 in the trainer"
+    status = Status(
+        job="j", version=flexd.__version__, stream=StreamStatus(source="tap"), topology=TopologyStatus(problem=problem),
+        healthy=True, ready=True,
+    )  # fmt: skip
+    findings = {finding.check: finding for finding in daemon(status, 0)}
+    assert (findings["ranks"].level, findings["ranks"].text) == (Level.FAULT, problem)

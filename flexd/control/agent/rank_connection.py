@@ -44,6 +44,7 @@ from flexd.control.protocol.messages import (
 from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, address_towards, new_token
 from flexd.control.protocol.report import PendingReports, RankIdentity
 from flexd.control.protocol.store_keys import Hint, Keys
+from flexd.control.protocol.table_lists import table_entries
 from flexd.core.errors import AuthenticationError, ChunkRefusedError, ControlError, StaleMessageError, TopologyError
 from flexd.core.placement import Delta
 
@@ -134,6 +135,7 @@ class RankConnection:
             raise StaleMessageError(f"the daemon serves job {notice.job!r}, not {self._me.job!r}")
         side.rendezvous.follow(notice)
         self._instance, self._term = notice.instance, notice.term
+        self._tables = () if notice.table_digest == self._me.table_digest else table_entries(self._me.tables)
         side.count("connects")
         self._version, self._digest = self._inbox.settle(side.timeout_seconds)
         self._hello()
@@ -147,6 +149,7 @@ class RankConnection:
                 table_digest=me.table_digest, session=self._side.session, nonce=self._nonce,
                 sequence=self._next_sequence(), agreed_version=self._version, agreed_digest=self._digest,
                 address=self._local_address, can_list=self._side.lists is not None,
+                tables=self._tables, table_count=len(me.tables),
             )
         )  # fmt: skip
 

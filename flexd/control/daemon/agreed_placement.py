@@ -1,4 +1,4 @@
-"""The placement that all ranks have agreed on, and the journal that can tell what it is."""
+"""The placement that all ranks have agreed on, kept in the journal."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flexd.core.placement import Placement
 
 
 class AgreedPlacement:
-    """``placement`` and ``version`` may be read from any thread; the rest belongs to the coordinator's.
+    """Before any rank is live: the newest placement of the journal.
 
-    Before any rank is live it is the newest placement of the journal.
+    Any thread may read ``placement`` and ``version``; the rest belongs to the coordinator's thread.
     """
 
     def __init__(self, journal: PlacementJournal) -> None:
@@ -34,7 +34,7 @@ class AgreedPlacement:
             return self._placement
 
     def continue_from(self, version: int, digest: int, segment: Segment) -> bool:
-        """Goes on from what the ranks of ``segment`` agreed on; False if the journal cannot tell what that is.
+        """Continue from the version that the ranks of ``segment`` agreed on; False if the journal does not have it.
 
         Raises:
             SnapshotError: the journal cannot be written.
@@ -47,11 +47,11 @@ class AgreedPlacement:
             placement = Placement.empty()
         if placement.digest() != digest:
             return False
-        self.adopt(placement, segment)
+        self.restart_from(placement, segment)
         return True
 
-    def adopt(self, placement: Placement, segment: Segment) -> None:
-        """Goes on from this placement, durably. Raises SnapshotError if the journal cannot be written."""
+    def restart_from(self, placement: Placement, segment: Segment) -> None:
+        """Continue from this placement, durably. Raises SnapshotError if the journal cannot be written."""
         try:
             known = (
                 self._journal.segment == segment
@@ -65,14 +65,14 @@ class AgreedPlacement:
             self._placement, self._version = placement, placement.version
 
     def advance(self, version: int) -> None:
-        """All ranks hold ``version`` for certain.
+        """Record that all ranks hold ``version``.
 
         Raises:
-            SnapshotError: the journal could not be folded; it stays as it was, and so does this otherwise.
+            SnapshotError: the journal could not be compacted; nothing else is lost.
         """
         if version <= self._version:
             return
         with self._lock:
             self._version = version
             fault_point("chunk.agreed")
-            self._journal.note_agreed(version)
+            self._journal.compact(version)

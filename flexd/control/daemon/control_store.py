@@ -1,4 +1,4 @@
-"""The daemon's side of the store: what it hosts, writes and cleans up."""
+"""The daemon's side of the store: hosts it, writes its keys and removes them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from flexd.control.protocol.store_client import host_store, job_store
 from flexd.control.protocol.store_keys import Hint, Keys
 
 _KEPT_REFUSALS = 1024
-_REPEAT_TURNS = 50
-"""Looks at the queue after which everything is announced anew; a second of the default tick."""
+_REWRITE_POLLS = 50
+"""Polls of the queue after which all announcements are written again; a second at the default tick."""
 
 
 class ControlStore:
-    """Hosts the store and holds its keys, of which there is a bounded number. For the coordinator's thread alone.
+    """Hosts the store and owns its keys, whose number is bounded. For the coordinator's thread alone.
 
     Args:
-        listen_fd: of a socket that listens on ``host`` and ``port``, which is the store's from now on.
+        listen_fd: a socket that listens on ``host`` and ``port``; the store owns it from now on.
     """
 
     def __init__(self, host: str, port: int, listen_fd: int, job: str, signer: Signer, timeout_seconds: float) -> None:
@@ -35,25 +35,25 @@ class ControlStore:
         self._prefix = Keys.prefix(job)
         self.torch_store = job_store(self._server, job)
         self._refusals: deque[str] = deque()
-        self._turn = 0
+        self._polls = 0
         self._notice: DaemonNotice | None = None
         self._announcement: EpochAnnouncement | None = None
         self.hint = Hint()
         self._write_hint(self.hint)
 
     def publish(self, notice: DaemonNotice) -> None:
-        """Ranks register from now on."""
+        """Announce the daemon: ranks register from now on."""
         self._notice = notice
         self.torch_store.set(Keys.NOTICE, self.signer.seal(notice))
 
-    def messages(self, limit: int) -> Iterator[bytes]:
-        """At most ``limit`` messages that wait in the queue."""
+    def poll_messages(self, limit: int) -> Iterator[bytes]:
+        """Yield at most ``limit`` messages that wait in the queue."""
         from torch.distributed import QueueEmptyError
 
-        self._turn += 1
-        self.torch_store.set(Keys.POLLS, str(self._turn))
-        if self._turn % _REPEAT_TURNS == 0:
-            self._repeat()
+        self._polls += 1
+        self.torch_store.set(Keys.POLLS, str(self._polls))
+        if self._polls % _REWRITE_POLLS == 0:
+            self._rewrite_announcements()
         for _ in range(min(limit, self.torch_store.queue_len(Keys.INBOUND))):
             try:
                 yield self.torch_store.queue_pop(Keys.INBOUND, False)
@@ -73,7 +73,7 @@ class ControlStore:
         self._write_hint(Hint(announcement.epoch))
 
     def go(self) -> None:
-        """All ranks have settled: everyone joins the epoch's group."""
+        """Let the ranks join the epoch's group, once all have settled."""
         self._write_hint(Hint(self.hint.epoch, True))
 
     def command(self, message: ChunkHeader | ListRequest) -> None:
@@ -81,14 +81,14 @@ class ControlStore:
         self._write_hint(Hint(message.epoch, True, message.command))
 
     def forget_command(self, epoch: int, command: int) -> None:
-        """No rank will read it any more."""
+        """Remove a command that no rank will read any more."""
         self.torch_store.delete_key(Keys.command(epoch, command))
 
-    def tell_tap(self, state: TapState) -> None:
+    def write_tap_state(self, state: TapState) -> None:
         self.torch_store.set(Keys.tap_state(state.epoch, state.rank), self.signer.seal(state))
 
-    def take_tap_piece(self, epoch: int, rank: int, grant: int, piece: int) -> bytes | None:
-        """The piece as it was written, and its key is gone; None if it is not there yet."""
+    def pop_tap_piece(self, epoch: int, rank: int, grant: int, piece: int) -> bytes | None:
+        """Return and remove a piece as it was written; None if it is not there yet."""
         key = Keys.tap_piece(epoch, rank, grant, piece)
         if not self.torch_store.check([key]):
             return None
@@ -97,7 +97,7 @@ class ControlStore:
         return data
 
     def end_epoch(self, ended: int) -> None:
-        """Ranks leave the group when they look next; the epoch's keys go."""
+        """Make the ranks leave the group at their next poll, and remove the epoch's keys."""
         self._write_hint(Hint())
         names = (Keys.command(ended, 0)[:-1], f"{Keys.group(ended)}/", Keys.taps(ended))
         parts = tuple(f"{self._prefix}/{name}" for name in names)
@@ -105,9 +105,8 @@ class ControlStore:
             if key.startswith(parts):
                 self._server.delete_key(key)
 
-    def _repeat(self) -> None:
-        """Anyone who reaches the store can overwrite what ranks read. They believe nothing that is not signed, but
-        would wait for ever for what is."""
+    def _rewrite_announcements(self) -> None:
+        """Repair what others may have overwritten: ranks accept signed messages only, and would wait for ever."""
         if self._notice is not None:
             self.torch_store.set(Keys.NOTICE, self.signer.seal(self._notice))
         if self._announcement is not None and self._announcement.epoch == self.hint.epoch:

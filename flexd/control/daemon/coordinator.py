@@ -1,7 +1,7 @@
-"""The daemon's side of the control channel: registers the ranks, opens epochs, pushes migrations, hears reports.
+"""The daemon's side of the control channel: registers ranks, opens epochs, pushes migrations, receives reports.
 
-One thread does it all, a tick at a time; every wait in a tick has a deadline. The address is taken at once, and the
-thread then loads torch and hosts the store: ranks that connect meanwhile wait in the socket's queue.
+One thread does everything, in ticks; every wait in a tick has a deadline. The address is bound at once, and the thread
+then loads torch and hosts the store: ranks that connect meanwhile wait in the socket's queue.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 from flexd.control.daemon.control_store import ControlStore
 from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology
-from flexd.control.daemon.epoch_manager import DEPOSED, EpochManager, Hosted, OnEvent, OnReport
+from flexd.control.daemon.epoch_manager import LEADERSHIP_LOST, EpochManager, HostedStore, OnReport
+from flexd.control.daemon.event_log import EventLog, OnEvent
 from flexd.control.daemon.journal import JournalledMigration, PlacementJournal
 from flexd.control.daemon.migration import ChunkSource, Migration, MigrationMetadata
 from flexd.control.daemon.migration_events import MigrationEventDispatcher, OnMigration
@@ -30,8 +31,8 @@ from flexd.stream.tap_source import TapSource
 
 logger = logging.getLogger(__name__)
 
-_ALONE_SECONDS = 0.1
-"""Between looks at the queue while no rank is here: a daemon that waits for a training should cost nothing."""
+_IDLE_TICK_SECONDS = 0.1
+"""Time between polls of the queue while no rank is registered: a daemon that waits for a job must cost nothing."""
 
 __all__ = ["ControlOptions", "ControlStatus", "Coordinator", "LiveTopology"]
 
@@ -39,15 +40,16 @@ __all__ = ["ControlOptions", "ControlStatus", "Coordinator", "LiveTopology"]
 class Coordinator:
     """Hosts the control channel. All methods are thread-safe.
 
+    Callbacks run in the coordinator's thread and must not block; what they raise is logged.
+
     Args:
-        journal: where the placement is durable; the caller closes it after ``stop``.
+        journal: makes the placement durable; the caller closes it after ``stop``.
         on_report: called with (rank, report) for every step report.
         on_event: called with (name, fields) for everything worth a log line or a metric.
         on_migration: called with every transition of a migration, and when its figures are final.
-            All run in the coordinator's thread and must not block; what they raise is logged.
-        tap: takes what the ranks have counted themselves, if the stream comes that way.
-        throttle: how much of a migration may be on its way; without one nothing is held back.
-        may_act: asked before every tick and every push, any thread: whether this daemon still leads.
+        tap: receives the accesses that the ranks have counted, if ``stream.source`` is a tap.
+        throttle: bounds the chunks that are released and not applied; without one nothing is held back.
+        may_act: called before every tick and every push; False when this daemon does not lead any more.
     """
 
     def __init__(
@@ -70,30 +72,31 @@ class Coordinator:
         self._signer = Signer(options.secret)
         self._instance = new_token()
         self._stopping = threading.Event()
-        self._keeper = EpochManager(
-            options, keyspace, journal, self._signer, self._instance, self._stopping, on_report, on_event, throttle,
+        self._events = EventLog(on_event)
+        self._epochs = EpochManager(
+            options, keyspace, journal, self._signer, self._instance, self._stopping, self._events, on_report, throttle,
             may_act,
         )  # fmt: skip
-        self._pusher = self._keeper.pusher
-        self._news = MigrationEventDispatcher(self._keeper.event, on_migration)
+        self._pusher = self._epochs.pusher
+        self._dispatcher = MigrationEventDispatcher(self._events, on_migration)
         self._port = 0
         self._listen_fd: int | None = None
         self._failure = ""
         self._thread = threading.Thread(target=self._run, name="flexd-coordinator", daemon=True)
 
     def listen(self) -> None:
-        """Takes the address; ranks that connect wait until ``start``. Raises ControlError if that cannot be."""
+        """Bind the address; ranks that connect wait until ``start``. Raises ControlError if it cannot be bound."""
         if self._listen_fd is None:
             self._listen_fd, self._port = listen(self._options.listen_host, self._options.listen_port)
 
     def start(self) -> None:
-        """Returns at once; the thread hosts the store. Raises ControlError if the address cannot be listened on."""
+        """Start the thread that hosts the store, without waiting. Raises ControlError as ``listen``."""
         self.listen()
-        self._keeper.reason = "the control channel is not up yet"
+        self._epochs.reason = "the control channel is not up yet"
         self._thread.start()
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Ends the epoch and the thread; False if it did not end within the deadline. Open migrations fail."""
+        """End the epoch and the thread; False if it did not end within the deadline. Open migrations fail."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_seconds)
@@ -103,21 +106,21 @@ class Coordinator:
 
     @property
     def failure(self) -> str:
-        """Why there is no control channel and will be none; empty while there is one or it may come."""
+        """The reason why the channel cannot be hosted; empty while it is hosted or about to be."""
         return self._failure
 
     @property
     def port(self) -> int:
-        """Where it listens; 0 before ``listen``."""
+        """The bound port; 0 before ``listen``."""
         return self._port
 
     def live(self) -> LiveTopology | None:
-        """None until all ranks of an attempt have registered."""
-        return self._keeper.live
+        """Return the registered ranks; None until all ranks of an attempt have registered."""
+        return self._epochs.live
 
     def placement(self) -> Placement:
-        """What all ranks have agreed on. Before any rank is live: the newest placement in the journal."""
-        return self._keeper.agreed.placement
+        """Return what all ranks have agreed on; before any rank is live, the newest placement in the journal."""
+        return self._epochs.agreed.placement
 
     def migrate(
         self,
@@ -127,14 +130,14 @@ class Coordinator:
         generation: int | None = None,
         metadata: MigrationMetadata | None = None,
     ) -> Migration:
-        """Starts pushing as soon as the ranks are live; supersedes the migration before it at its next chunk.
+        """Submit a migration; it supersedes the one before it at its next chunk and is pushed while ranks are live.
 
         Args:
             chunks: deltas, in order, each from the placement that the one before leaves; or a function that makes
                 them from the placement at which this migration starts (an older one may still change it until then).
             on_progress: called in the coordinator's thread after every change; must not block.
-            generation: fail if the ranks are of another topology generation by then.
-            metadata: recorded with it; by default its plan's id is its own.
+            generation: the migration fails if the ranks are of another topology generation when it starts.
+            metadata: recorded with it; by default the migration's id is the plan's.
         """
         migration = Migration(plan_id, chunks, generation, on_progress, metadata)
         if self._stopping.is_set() or self._failure:
@@ -143,31 +146,31 @@ class Coordinator:
         return migration
 
     def current_migration(self) -> Migration | None:
-        """The one that is running, or else waiting."""
+        """Return the migration that is running, or else the one that waits."""
         return self._pusher.current
 
     def newest_migration(self) -> JournalledMigration | None:
-        """Of the newest chunk in the journal, which an earlier daemon may have pushed; None if that is not known."""
+        """Return the migration of the journal's newest chunk, maybe an earlier daemon's; None if not known."""
         return self._journal.newest_migration
 
     def placement_at(self, version: int) -> Placement:
-        """Of an earlier version. Raises SnapshotError if the journal does not reach back to it."""
+        """Return an earlier placement. Raises SnapshotError if the journal does not reach back to it."""
         return self._journal.placement_at(version)
 
     @property
     def outstanding_chunks(self) -> int:
-        """Pushed, and not yet applied by every rank."""
+        """Number of chunks pushed and not yet applied by every rank."""
         return self._pusher.outstanding_chunks
 
     def pause(self) -> None:
-        """Pushes no further chunk until ``resume``; what is pushed is applied."""
+        """Push no further chunk until ``resume``; pushed chunks are applied."""
         self._pusher.paused = True
 
     def resume(self) -> None:
         self._pusher.paused = False
 
     def status(self) -> ControlStatus:
-        return self._keeper.status()
+        return self._epochs.status()
 
     def _host(self) -> None:
         load_transports()
@@ -177,12 +180,12 @@ class Coordinator:
         store = ControlStore(
             options.listen_host, self._port, listen_fd, options.job, self._signer, options.timeout_seconds
         )
-        intake = TapReceiver(store, self._tap, on_urgent=lambda: self._keeper.event("tap_urgent"))
+        tap = TapReceiver(store, self._tap, self._events)
         store.publish(DaemonNotice(options.job, self._instance, self._keyspace.digest, options.term))
-        self._keeper.open(Hosted(store, intake))
-        self._keeper.event("hosting", port=self._port)
+        self._epochs.open(HostedStore(store, tap))
+        self._events.emit("hosting", port=self._port)
         if self._journal.truncated_bytes:
-            self._keeper.event("journal_truncated", bytes=self._journal.truncated_bytes)
+            self._events.emit("journal_truncated", bytes=self._journal.truncated_bytes)
 
     def _close_listener(self) -> None:
         listen_fd, self._listen_fd = self._listen_fd, None
@@ -195,37 +198,37 @@ class Coordinator:
         except Exception as error:
             self._close_listener()
             logger.exception("control channel: it cannot be hosted")
-            self._failure = self._keeper.reason = f"the control channel cannot be hosted: {first_line(error)}"
+            self._failure = self._epochs.reason = f"the control channel cannot be hosted: {first_line(error)}"
         else:
             self._tick_until_stopped()
-        ending = self._failure or "the daemon is stopping"
-        self._pusher.stop(ending)
-        self._keeper.end(ending)
-        self._tell_progress()
+        reason = self._failure or "the daemon is stopping"
+        self._pusher.stop(reason)
+        self._epochs.end(reason)
+        self._dispatch_migration_events()
         # Closes the listening socket: a daemon started next can have the port.
-        self._keeper.close()
+        self._epochs.close()
 
     def _tick_until_stopped(self) -> None:
         last = time.monotonic()
-        while not self._stopping.wait(self._pause_seconds()):
+        while not self._stopping.wait(self._tick_seconds()):
             now = time.monotonic()
-            self._keeper.starved(max(now - last - 1.0, 0.0))
+            self._epochs.excuse_silence(max(now - last - 1.0, 0.0))
             last = now
             try:
                 if self._may_act():
-                    self._keeper.tick(now)
+                    self._epochs.tick(now)
                 else:
-                    self._keeper.end(DEPOSED, failed=False)
+                    self._epochs.end(LEADERSHIP_LOST, failed=False)
             except CHANNEL_ERRORS as error:
-                self._keeper.end(first_line(error))
+                self._epochs.end(first_line(error))
             except Exception as error:
                 # The thread must outlive every surprise; the next epoch starts clean.
                 logger.exception("control channel: unexpected error")
-                self._keeper.end(first_line(error))
-            self._tell_progress()
+                self._epochs.end(first_line(error))
+            self._dispatch_migration_events()
 
-    def _pause_seconds(self) -> float:
-        return max(self._options.tick_seconds, _ALONE_SECONDS if self._keeper.alone else 0.0)
+    def _tick_seconds(self) -> float:
+        return max(self._options.tick_seconds, _IDLE_TICK_SECONDS if self._epochs.has_no_ranks else 0.0)
 
-    def _tell_progress(self) -> None:
-        self._news.tell(self._pusher.drain_events(), self._pusher.current)
+    def _dispatch_migration_events(self) -> None:
+        self._dispatcher.dispatch(self._pusher.drain_events(), self._pusher.current)

@@ -1,26 +1,27 @@
-"""What goes into a coordinator and what it says of itself."""
+"""Options and status of the coordinator."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flexd.control.daemon.membership import RefusedRank
 from flexd.core.layout import RankLayout
 from flexd.core.secrets import Secret
 
 
 @dataclass(frozen=True)
 class ControlOptions:
-    """Plain options of the coordinator.
+    """Options of the coordinator.
 
     Attributes:
-        listen_port: 0 takes a free one (see ``Coordinator.port``).
-        secret: the shared secret, or the file of it (read again when it changes); None on loopback only.
-        timeout_seconds: deadline of every wait on the channel, and the silence after which a rank is gone.
-        window_chunks: chunks pushed but not yet applied by every rank, at most.
+        listen_port: 0 binds a free port (see ``Coordinator.port``).
+        secret: the shared secret, or its file (read again when it changes); None on loopback only.
+        timeout_seconds: deadline of every wait on the channel, and the silence after which a rank is lost.
+        window_chunks: largest number of chunks pushed but not yet applied by every rank.
         max_chunk_rows: a larger chunk fails its migration.
-        tick_seconds: time between looks at the queue.
-        term: of the lease in whose name the coordinator speaks; 0 without one.
+        tick_seconds: time between polls of the queue.
+        term: the term of the daemon's lease; 0 without one.
     """
 
     job: str
@@ -40,8 +41,9 @@ class LiveTopology:
 
     Attributes:
         generation: counts the changes of the set of rank processes; a plan names the one it was made for.
-        replica_slots: for each dim-group, what every rank has (the minimum over ranks).
-        ready: chunks can be pushed. reason: why not, if not.
+        replica_slots: slots that every rank has (the minimum over ranks), for each dim-group.
+        ready: whether chunks can be pushed.
+        reason: why no chunk can be pushed; empty if ``ready``.
     """
 
     generation: int
@@ -54,15 +56,16 @@ class LiveTopology:
 
 @dataclass(frozen=True)
 class ControlStatus:
-    """The channel at one moment, for people and metrics. Counters are since the start.
+    """The channel at one moment, for users and metrics. Counters are since the start.
 
     Attributes:
-        ranks, ranks_ready: expected and present, of the newest attempt.
-        missing_ranks: its ranks that are not here, or, when none is, all of the last complete attempt; empty while all
-            are live.
-        refused_messages: by kind: see ``reception.REFUSED_KINDS``.
+        ranks, ranks_ready: expected and registered ranks of the newest attempt.
+        missing_ranks: ranks of the newest attempt that are not registered, or, when none is, all of the last complete
+            attempt; empty while all are live.
+        refused_ranks: ranks that were refused lately, newest first, with the reason.
+        refused_messages: number by kind, see ``message_receiver.REFUSED_KINDS``.
         reason: what the coordinator waits for; empty when all ranks are live.
-        illegal_transitions: of migrations, refused by their state table: a fault of flexd.
+        illegal_transitions: transitions of migrations that their state table refused: a fault of flexd.
     """
 
     epoch: int
@@ -80,3 +83,4 @@ class ControlStatus:
     reason: str
     illegal_transitions: int = 0
     missing_ranks: tuple[int, ...] = ()
+    refused_ranks: tuple[RefusedRank, ...] = ()

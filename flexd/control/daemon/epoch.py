@@ -1,4 +1,4 @@
-"""The daemon's side of one epoch: who has settled, the group, and what each rank has agreed on and applied."""
+"""The daemon's side of one epoch: the settled ranks, the group, and each rank's agreed and applied version."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from flexd.core.errors import ControlError, PlacementError, ReplayedMessageError
 from flexd.core.fault_points import fault_point
 from flexd.core.placement import Placement
 
-FromRank = Settled | Progress | ChunkRefused | Listing | TapOffer
+RankMessage = Settled | Progress | ChunkRefused | Listing | TapOffer
 
 _KEPT_COMMANDS = 64
 _DAEMON_PORT_HINT = 9
-"""Any port: only the route to a rank is looked up."""
+"""Any port serves: only the route to a rank is looked up."""
 
 
 class EpochFailedError(ControlError):
-    """What a rank answered makes the epoch useless, although the message itself is in order."""
+    """A message in order whose content ends the epoch."""
 
 
 class Phase(Enum):
@@ -47,12 +47,12 @@ class Phase(Enum):
 
 
 class Epoch:
-    """Announces itself when made. Every method belongs to the coordinator's thread and may raise a channel error,
-    which ends the epoch.
+    """Announces itself when made. Every method belongs to the coordinator's thread; a channel error that one raises
+    ends the epoch.
 
     Attributes:
-        version, digest: what all ranks agreed on when they had settled.
-        listed_placement: the placement as the ranks listed it, if the daemon did not know it.
+        version, digest: of the placement that all ranks agreed on when they had settled.
+        listed_placement: the placement that the ranks listed; None if the daemon's journal had it.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Epoch:
         self._applied = [0] * world
         self._settled: dict[int, Settled] = {}
         self._listings: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]] = {}
-        self._asked: tuple[int, ...] = ()
+        self._listing_ranks: tuple[int, ...] = ()
         self._group: EpochGroup | None = None
         self._commands = 0
         fault_point("epoch.begin")
@@ -96,7 +96,7 @@ class Epoch:
 
     @property
     def fence(self) -> dict[str, Any]:
-        """The fields of ``EpochMessage`` for all that is said in this epoch."""
+        """The fields of ``EpochMessage`` that every message of this epoch carries."""
         return dict(self._fence)
 
     @property
@@ -107,29 +107,38 @@ class Epoch:
     def applied_by_all(self) -> int:
         return min(self._applied)
 
-    def check(self, message: FromRank) -> None:
-        """Raises StaleMessageError: another epoch's. ReplayedMessageError: not newer than what this rank has said."""
+    def check(self, message: RankMessage) -> None:
+        """Check the fence, rank and sequence of a message.
+
+        Raises:
+            StaleMessageError: the message is of another epoch.
+            ReplayedMessageError: it is not newer than an earlier message of this rank.
+        """
         if any(getattr(message, name) != value for name, value in self._fence.items()):
             raise StaleMessageError(f"a {message.kind} message of another attempt, generation or epoch")
         if not 0 <= message.rank < len(self._sequence):
             raise ControlError(f"a {message.kind} message of rank {message.rank}")
         if message.sequence <= self._sequence[message.rank]:
-            raise ReplayedMessageError(f"a {message.kind} message of rank {message.rank} comes again")
+            raise ReplayedMessageError(f"a {message.kind} message of rank {message.rank} was received before")
         self._sequence[message.rank] = message.sequence
 
-    def settled(self, message: Settled) -> None:
+    def record_settled(self, message: Settled) -> None:
         self._settled[message.rank] = message
         self._agreed[message.rank] = message.agreed_version
         self._applied[message.rank] = message.applied_version
 
-    def progressed(self, message: Progress) -> None:
+    def record_progress(self, message: Progress) -> None:
         self._agreed[message.rank] = max(self._agreed[message.rank], message.agreed_version)
         self._applied[message.rank] = max(self._applied[message.rank], message.applied_version)
 
-    def listed(self, message: Listing) -> None:
-        """Receives the list of one rank. Raises ControlError if the rank has none."""
-        if self.phase is not Phase.LISTING or message.rank not in self._asked or message.version != self.version:
-            raise StaleMessageError(f"a listing of rank {message.rank} that nobody asked for")
+    def record_listing(self, message: Listing) -> None:
+        """Receive the list of one rank. Raises ControlError if the rank has none."""
+        if (
+            self.phase is not Phase.LISTING
+            or message.rank not in self._listing_ranks
+            or message.version != self.version
+        ):
+            raise StaleMessageError(f"a listing of rank {message.rank} that was not requested")
         if message.error:
             raise EpochFailedError(
                 f"the placement is lost and rank {message.rank} cannot list it: {message.error}",
@@ -143,16 +152,16 @@ class Epoch:
         self._listings[message.rank] = (keys, tiers)
 
     def advance(self, placement_is_known: Callable[[int, int], bool], now: float) -> bool:
-        """Moves on if it can; True if it is LIVE now. Raises ControlError when the phase takes too long."""
+        """Enter the next phase if it is due; True if it is LIVE now. Raises ControlError if it takes too long."""
         if self.phase is Phase.SETTLING and len(self._settled) == len(self._sequence):
             self._join()
             if placement_is_known(self.version, self.digest):
                 self.phase = Phase.LIVE
                 return True
-            self._ask_for_lists(now)
+            self._request_lists(now)
             return False
-        if self.phase is Phase.LISTING and len(self._listings) == len(self._asked):
-            self.listed_placement = self._united()
+        if self.phase is Phase.LISTING and len(self._listings) == len(self._listing_ranks):
+            self.listed_placement = self._merge_listings()
             self.phase = Phase.LIVE
             return True
         if now > self._deadline:
@@ -166,7 +175,7 @@ class Epoch:
         return False
 
     def push(self, chunk: NumberedChunk) -> None:
-        """Announces and broadcasts one chunk."""
+        """Announce and broadcast one chunk."""
         tiers = delta_tiers(chunk.delta)
         header = ChunkHeader(
             **self._fence, command=self._next_command(), plan_id=chunk.plan_id, version=chunk.version,
@@ -179,7 +188,7 @@ class Epoch:
         fault_point("chunk.sent")
 
     def close(self) -> None:
-        """Tells the ranks to leave, and drops the group."""
+        """Make the ranks leave, and drop the group."""
         fault_point("epoch.end")
         self._group = None
         self._store.end_epoch(self.number)
@@ -215,28 +224,31 @@ class Epoch:
         )  # fmt: skip
         fault_point("epoch.joined")
 
-    def _ask_for_lists(self, now: float) -> None:
-        """The ranks of one node together know the whole placement; another node is asked at the next try."""
+    def _request_lists(self, now: float) -> None:
+        """Request the lists of one node's ranks, which together know the placement. The next epoch has another node."""
         layout = self.topology.layout
-        self._asked = tuple(layout.node_ranks(self.number % layout.nodes))
+        self._listing_ranks = tuple(layout.node_ranks(self.number % layout.nodes))
         self._deadline = now + self._timeout
         self.phase = Phase.LISTING
-        request = ListRequest(**self._fence, command=self._next_command(), version=self.version, ranks=self._asked)
+        request = ListRequest(
+            **self._fence, command=self._next_command(), version=self.version, ranks=self._listing_ranks
+        )
         self._store.command(request)
 
-    def _united(self) -> Placement:
+    def _merge_listings(self) -> Placement:
         keys = np.concatenate([keys for keys, _ in self._listings.values()])
         tiers = np.concatenate([tiers for _, tiers in self._listings.values()])
         keys, first = np.unique(keys, return_index=True)
         try:
             placement = Placement.of(keys, tiers[first], self.version)
         except PlacementError as error:
-            raise ControlError(f"the ranks' lists make no placement: {error.message}") from error
+            raise ControlError(f"the ranks' lists are no valid placement: {error.message}") from error
         if placement.digest() != self.digest:
+            first_rank, last_rank = self._listing_ranks[0], self._listing_ranks[-1]
             raise ControlError(
-                f"the {len(placement)} rows that ranks {self._asked[0]}..{self._asked[-1]} list are not the placement "
+                f"the {len(placement)} rows that ranks {first_rank}..{last_rank} list are not the placement "
                 f"that they agreed on (version {self.version})",
-                remedy="asking the next node; if this goes on, start the job as a new attempt",
+                remedy="the next node is asked; if this goes on, start the job as a new attempt",
             )
         return placement
 

@@ -1,10 +1,10 @@
-"""Which epoch the ranks are in: the daemon's side of the protocol, a tick at a time, in the coordinator's thread.
+"""Beginning, feeding and ending of epochs: the daemon's side of the protocol, in the coordinator's thread.
 
 An epoch goes through::
 
     (none) --all ranks of an attempt are here--> SETTLING --all settled, group joined--> LIVE
                                                             `--placement unknown--> LISTING --all listed--> LIVE
-    any phase --a rank says hello anew, is lost, refuses a chunk, or the group fails--> (none)
+    any phase --a rank registers anew, is lost, refuses a chunk, or the group fails--> (none)
 
 Chunks are pushed in LIVE only: then every rank has settled, and all agreed versions are equal (see ``inbox``).
 """
@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -25,9 +25,10 @@ import numpy.typing as npt
 from flexd.control.daemon.agreed_placement import AgreedPlacement
 from flexd.control.daemon.control_store import ControlStore
 from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology
-from flexd.control.daemon.epoch import Epoch, FromRank, Phase
+from flexd.control.daemon.epoch import Epoch, Phase, RankMessage
+from flexd.control.daemon.event_log import EventLog
 from flexd.control.daemon.journal import PlacementJournal, Segment
-from flexd.control.daemon.membership import Membership, RankPresence, Topology
+from flexd.control.daemon.membership import Membership, RankPresence, RefusedRank, Topology
 from flexd.control.daemon.message_receiver import REFUSED_KINDS, MessageReceiver
 from flexd.control.daemon.pusher import ChunkPusher
 from flexd.control.daemon.tap_receiver import TapReceiver
@@ -44,32 +45,32 @@ from flexd.planner.delta import moved_bytes
 logger = logging.getLogger(__name__)
 
 OnReport = Callable[[int, StepReport], None]
-OnEvent = Callable[[str, Mapping[str, object]], None]
 
 _MESSAGES_PER_TICK = 4096
-DEPOSED = "this daemon leads no more"
+LEADERSHIP_LOST = "this daemon does not lead any more"
 
 
-class Hosted(NamedTuple):
-    """The store that the ranks connect to, and what they have counted on its way in."""
+class HostedStore(NamedTuple):
+    """The store that the ranks connect to, and the receiver of the accesses that they have counted."""
 
     store: ControlStore
-    intake: TapReceiver
+    tap: TapReceiver
 
 
 class EpochManager:
-    """Begins, feeds and ends epochs. Every method is of the coordinator's thread; the attributes and ``status`` may be
-    read by any.
+    """Every method belongs to the coordinator's thread; any thread may read the attributes and ``status``.
 
     Args:
-        instance: this daemon's, new at every start.
+        instance: of this daemon, new at every start.
         stopping: set when nothing may be pushed any more.
-        on_report, on_event, throttle, may_act: as in ``Coordinator``.
+        events: receives everything worth a log line or a metric.
+        on_report, throttle, may_act: see ``Coordinator``.
 
     Attributes:
-        live: what is registered; None until all ranks of an attempt have been here.
+        live: the registered ranks; None until all ranks of an attempt have registered.
         agreed: the placement that all ranks have agreed on.
-        present: who is here now.
+        present: the ranks that are registered now.
+        refused: the ranks that were refused lately, newest first.
         reason: why nothing is pushed; empty while the ranks are ready.
     """
 
@@ -81,8 +82,8 @@ class EpochManager:
         signer: Signer,
         instance: str,
         stopping: threading.Event,
+        events: EventLog,
         on_report: OnReport | None,
-        on_event: OnEvent | None,
         throttle: Throttle | None,
         may_act: Callable[[], bool],
     ) -> None:
@@ -92,12 +93,10 @@ class EpochManager:
         self._stopping = stopping
         self._may_act = may_act
         self._on_report = on_report
-        self._on_event = on_event
-        self._members = Membership(
-            options.job, keyspace.digest, len(keyspace.groups), silent_seconds=options.timeout_seconds
-        )
-        self._reception = MessageReceiver(options.job, instance, signer, self._members, self.event)
-        self._hosted: Hosted | None = None
+        self._events = events
+        self._members = Membership(options.job, keyspace, silent_seconds=options.timeout_seconds)
+        self._receiver = MessageReceiver(options.job, instance, signer, self._members, events.emit)
+        self._hosted: HostedStore | None = None
         self._backoff = Backoff()
         self._counters: Counter[str] = Counter()
         self._epochs = 0
@@ -111,27 +110,28 @@ class EpochManager:
         self.epoch: Epoch | None = None
         self.live: LiveTopology | None = None
         self.present = RankPresence()
+        self.refused: tuple[RefusedRank, ...] = ()
         self.reason = "no rank has registered"
 
     @property
-    def alone(self) -> bool:
-        """No rank has registered, or all have left."""
+    def has_no_ranks(self) -> bool:
+        """Whether no rank has registered, or all have left."""
         return self.epoch is None and not self.present.attempt
 
-    def open(self, hosted: Hosted) -> None:
-        """From now on the ranks can be heard."""
+    def open(self, hosted: HostedStore) -> None:
+        """Receive messages of ranks from now on."""
         self._hosted = hosted
         self.reason = "no rank has registered"
 
     def close(self) -> None:
         self._hosted = None
 
-    def starved(self, seconds: float) -> None:
-        """For so long this process was stopped or starved: the ranks' silence was ours."""
-        self._members.forgive(seconds)
+    def excuse_silence(self, seconds: float) -> None:
+        """Do not count ``seconds``, during which this process was stopped or starved, as silence of the ranks."""
+        self._members.excuse_silence(seconds)
 
     def status(self) -> ControlStatus:
-        """As ``Coordinator.status``."""
+        """Return the state of the channel at this moment."""
         live, epoch = self.live, self.epoch
         attempt, present, expected, missing = self.present
         ready = live is not None and live.ready
@@ -153,38 +153,37 @@ class EpochManager:
             reason="" if ready else self.reason,
             illegal_transitions=self.pusher.illegal_transitions,
             missing_ranks=() if ready else missing,
+            refused_ranks=self.refused,
         )
 
     @property
-    def _hosting(self) -> Hosted:
+    def _hosting(self) -> HostedStore:
         if self._hosted is None:
             raise ControlError("the coordinator is not started")
         return self._hosted
 
     def tick(self, now: float) -> None:
+        """Receive what has arrived and do what is due. Raises channel errors, which end the epoch."""
         hosted = self._hosting
-        for data in hosted.store.messages(_MESSAGES_PER_TICK):
-            self._reception.take(data, now, hosted.store, self.epoch, self._act)
+        for data in hosted.store.poll_messages(_MESSAGES_PER_TICK):
+            self._receiver.receive(data, now, hosted.store, self.epoch, self._act)
         for hello in self._members.expire(now):
-            self.event("rank_lost", attempt=hello.attempt, rank=hello.rank)
+            self._events.emit("rank_lost", attempt=hello.attempt, rank=hello.rank)
         topology = self._members.complete()
-        self.present = self._members.present()
+        self.present, self.refused = self._members.present(), self._members.refused()
         epoch = self.epoch
         if epoch is not None and (topology is None or topology.nonces != epoch.topology.nonces):
             self.end("a rank has left or registered anew", failed=False)
             epoch = None
         if topology is None:
-            attempt, present, expected, _ = self.present
-            self._not_ready(
-                f"{present} of {expected} ranks of attempt {attempt!r} are here" if attempt else "no rank is registered"
-            )
+            self._not_ready(self._incomplete_reason())
         if epoch is None:
             self.pusher.end_early()
             if topology is not None and now >= self._next_epoch_at:
                 self._begin_epoch(topology)
         elif epoch.phase is Phase.LIVE:
             self._push(epoch)
-            hosted.intake.tick()
+            hosted.tap.tick()
         elif epoch.advance(partial(self.agreed.continue_from, segment=self._segment(epoch.topology)), now):
             self._go_live(epoch)
 
@@ -194,28 +193,28 @@ class EpochManager:
             raise ControlError("no rank is registered")
         return moved_bytes(delta, self._keyspace, live.layout)
 
-    def _act(self, epoch: Epoch, message: FromRank) -> None:
+    def _act(self, epoch: Epoch, message: RankMessage) -> None:
         if isinstance(message, Settled):
-            epoch.settled(message)
+            epoch.record_settled(message)
         elif isinstance(message, Listing):
-            epoch.listed(message)
+            epoch.record_listing(message)
         elif isinstance(message, ChunkRefused):
             self._counters["chunks_refused"] += 1
-            self.event("chunk_refused", rank=message.rank, version=message.version, reason=message.reason)
+            self._events.emit("chunk_refused", rank=message.rank, version=message.version, reason=message.reason)
             self.pusher.fail_active(f"rank {message.rank} refused chunk {message.version}: {message.reason}")
             self.end(f"rank {message.rank} refused chunk {message.version}", failed=False)
         elif isinstance(message, Progress):
-            epoch.progressed(message)
+            epoch.record_progress(message)
             if message.report is not None:
-                self._take_report(message.rank, message.report)
+                self._receive_report(message.rank, message.report)
         elif isinstance(message, TapOffer):
-            self._hosting.intake.offered(message)
+            self._hosting.tap.record_offer(message)
 
-    def _take_report(self, rank: int, report: StepReport) -> None:
+    def _receive_report(self, rank: int, report: StepReport) -> None:
         expected = self.pusher.digest_at(report.placement_version)
         if expected is not None and expected != report.placement_digest:
             self._counters["digest_mismatches"] += 1
-            self.event("placement_digest_mismatch", rank=rank, version=report.placement_version)
+            self._events.emit("placement_digest_mismatch", rank=rank, version=report.placement_version)
         if self._on_report is not None:
             try:
                 self._on_report(rank, report)
@@ -232,7 +231,7 @@ class EpochManager:
             self._hosting.store, topology, self._options.job, self._instance, self._generation, self._epochs,
             self._options.timeout_seconds, self._keyspace.total_rows, self._options.term,
         )  # fmt: skip
-        self._hosting.intake.begin_epoch(self.epoch.fence, topology)
+        self._hosting.tap.begin_epoch(self.epoch.fence, topology)
         self.reason = "the ranks are settling"
         self._publish_live(topology, ready=False)
 
@@ -241,14 +240,14 @@ class EpochManager:
 
     def _go_live(self, epoch: Epoch) -> None:
         if epoch.listed_placement is not None:
-            self.agreed.adopt(epoch.listed_placement, self._segment(epoch.topology))
-            self.event("placement_listed", version=epoch.version, rows=len(epoch.listed_placement))
+            self.agreed.restart_from(epoch.listed_placement, self._segment(epoch.topology))
+            self._events.emit("placement_listed", version=epoch.version, rows=len(epoch.listed_placement))
         self.pusher.begin_epoch(epoch.version, epoch.digest)
         fault_point("epoch.live")
         self.reason = ""
         self._backoff.reset()
         self._publish_live(epoch.topology, ready=True)
-        self.event(
+        self._events.emit(
             "epoch_live", epoch=epoch.number, generation=self._generation, attempt=epoch.topology.attempt,
             version=epoch.version,
         )  # fmt: skip
@@ -260,31 +259,41 @@ class EpochManager:
         try:
             self.agreed.advance(agreed)
         except SnapshotError as error:
-            self.event("journal_not_compacted", reason=str(error))
+            self._events.emit("journal_not_compacted", reason=str(error))
         while not self._stopping.is_set():
             chunk = self.pusher.next_chunk(self._generation)
             if chunk is None:
                 return
             # Making a chunk takes time, and the process may have been stopped in it.
             if not self._may_act():
-                raise ControlError(DEPOSED)
+                raise ControlError(LEADERSHIP_LOST)
             epoch.push(chunk)
 
     def end(self, reason: str, failed: bool = True) -> None:
-        """Everyone drops the group; the next epoch begins after a wait that grows with repeated failure."""
+        """End the epoch on all ranks. The next one begins after a wait that grows with repeated failure."""
         epoch, self.epoch = self.epoch, None
         self.reason = reason
         if failed:
             self._next_epoch_at = time.monotonic() + self._backoff.seconds()
         if epoch is None:
             return
-        self._hosting.intake.end_epoch()
+        self._hosting.tap.end_epoch()
         self._not_ready(reason)
-        self.event("epoch_ended", epoch=epoch.number, reason=reason)
+        self._events.emit("epoch_ended", epoch=epoch.number, reason=reason)
         try:
             epoch.close()
         except CHANNEL_ERRORS as error:
             logger.error("control channel: the store does not answer: %s", first_line(error))
+
+    def _incomplete_reason(self) -> str:
+        attempt, present, expected, _ = self.present
+        reason = (
+            f"{present} of {expected} ranks of attempt {attempt!r} are here" if attempt else "no rank is registered"
+        )
+        if not self.refused:
+            return reason
+        more = f", and {len(self.refused) - 1} more" if len(self.refused) > 1 else ""
+        return f"{reason}; {self.refused[0]}{more}"
 
     def _not_ready(self, reason: str) -> None:
         self.reason = reason
@@ -300,12 +309,4 @@ class EpochManager:
         )
 
     def _refused_count(self, kind: str) -> int:
-        return self._reception.refused[kind] + (0 if self._hosted is None else self._hosted.intake.refused[kind])
-
-    def event(self, name: str, **fields: object) -> None:
-        logger.info("control channel: %s %s", name, fields)
-        if self._on_event is not None:
-            try:
-                self._on_event(name, fields)
-            except Exception:
-                logger.exception("control channel: the event callback failed")
+        return self._receiver.refused[kind] + (0 if self._hosted is None else self._hosted.tap.refused[kind])

@@ -185,7 +185,7 @@ class PlacementJournal:
                 )
             return _fold(self._base, [chunk for chunk in self._chunks if chunk.version <= version], version)
 
-    def note_agreed(self, version: int) -> None:
+    def compact(self, version: int) -> None:
         """All ranks hold ``version`` and will never go back behind it: folds older chunks once they are many. Those of
         the newest migration are kept as long as they can be (``_ROLLBACK_ROWS``), so that it can be taken back.
 

@@ -1,4 +1,4 @@
-"""Which rank processes there are, from their hellos. Pure: no clock, no network."""
+"""The set of rank processes, collected from their hellos. Pure: no clock, no network."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flexd.control.protocol.messages import Hello
+from flexd.control.protocol.table_lists import table_differences
 from flexd.core.errors import ReplayedMessageError, TopologyError
+from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 
 MAX_RANKS = 65_536
 MAX_ATTEMPTS = 8
-"""Attempts whose hellos are kept at a time; the one longest unheard of is forgotten first."""
+"""Attempts whose hellos are kept; beyond that, the attempt whose newest message is oldest is dropped."""
+MAX_REFUSALS = 64
+"""Refused ranks that are remembered for the status."""
 _MAX_ENDED_ATTEMPTS = 256
 MAX_SESSIONS = 4 * MAX_RANKS
-"""Rank processes whose newest hello is known, so that none of an older one is taken again after they are gone."""
+"""Rank processes whose newest hello is known, so that a recorded hello is refused after its process has gone."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,12 @@ class Topology:
 
     @property
     def replica_slots(self) -> tuple[int, ...]:
-        """For each dim-group, what every rank has (the minimum over ranks)."""
+        """Replica slots that every rank has (the minimum over ranks), for each dim-group."""
         return tuple(min(slots) for slots in zip(*(hello.replica_slots for hello in self.hellos), strict=True))
 
     @property
     def identity(self) -> str:
-        """Equal exactly if these are the same processes with the same layout and slots."""
+        """A digest that is equal exactly if these are the same processes with the same layout and slots."""
         parts = [self.attempt, str(self.layout)]
         parts += [f"{hello.session} {hello.replica_slots}" for hello in self.hellos]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
@@ -57,10 +61,12 @@ class _Member:
 
 
 class RankPresence(NamedTuple):
-    """Who of an attempt is here; empty without any attempt.
+    """The ranks of an attempt that are registered; empty without any attempt.
 
     Attributes:
-        present, expected: numbers of ranks. missing: the ranks that are not here, in order.
+        present: number of registered ranks.
+        expected: number of all ranks.
+        missing: the ranks that are not registered, in order.
     """
 
     attempt: str = ""
@@ -69,71 +75,89 @@ class RankPresence(NamedTuple):
     missing: tuple[int, ...] = ()
 
 
+class RefusedRank(NamedTuple):
+    """A rank whose newest hello was refused."""
+
+    attempt: str
+    rank: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of attempt {self.attempt!r} is refused: {self.reason}"
+
+
 class Membership:
     """Collects hellos until an attempt is complete.
 
     Args:
-        job, table_digest, groups: what every rank must agree with; ``groups`` is the number of dim-groups.
-        silent_seconds: a rank not heard for so long is gone.
-        replace_seconds: a new process may take a rank's place when the old one was silent for so long.
+        job, keyspace: every rank must have the same.
+        silent_seconds: a rank that sends nothing for so long is lost.
+        replace_seconds: a new process may replace a rank that has sent nothing for so long.
     """
 
-    def __init__(
-        self, job: str, table_digest: str, groups: int, silent_seconds: float, replace_seconds: float = 3.0
-    ) -> None:
+    def __init__(self, job: str, keyspace: KeySpace, silent_seconds: float, replace_seconds: float = 3.0) -> None:
         self._job = job
-        self._table_digest = table_digest
-        self._groups = groups
+        self._keyspace = keyspace
         self._silent = silent_seconds
         self._replace = min(replace_seconds, silent_seconds)
         self._attempts: dict[str, dict[int, _Member]] = {}
         """In order of first hello."""
         self._ended: deque[str] = deque(maxlen=_MAX_ENDED_ATTEMPTS)
         self._newest: dict[str, int] = {}
-        """Session -> sequence of its newest hello, the one longest silent first."""
+        """Session -> sequence of its newest hello, in order of their newest hellos."""
+        self._refused: dict[tuple[str, int], tuple[RefusedRank, float]] = {}
+        """(attempt, rank) -> refusal and its time, in order of their newest refusals."""
 
     def accept(self, hello: Hello, now: float) -> bool:
-        """Takes a hello in; True if it is a registration not seen before.
+        """Register a hello; True if it is a registration not seen before.
 
         Raises:
             TopologyError: it contradicts the daemon or its peers; the text is for the rank.
-            ReplayedMessageError: not newer than what this process has said before, however long ago.
+            ReplayedMessageError: not newer than an earlier hello of this process, however long ago.
         """
-        self._check(hello)
-        members = self._attempts.get(hello.attempt, {})
-        old = members.get(hello.rank)
-        newest = self._newest.get(hello.session, -1)
-        if hello.sequence <= newest:
-            raise ReplayedMessageError(f"hello {hello.sequence} of rank {hello.rank} after {newest}")
-        if old is not None and old.hello.session != hello.session and now - old.heard_at < self._replace:
-            raise TopologyError(
-                f"another process is rank {hello.rank} of attempt {hello.attempt!r}",
-                remedy="give every launch of the job its own attempt id",
-            )
+        try:
+            self._check(hello)
+            members = self._attempts.get(hello.attempt, {})
+            old = members.get(hello.rank)
+            newest = self._newest.get(hello.session, -1)
+            if hello.sequence <= newest:
+                raise ReplayedMessageError(f"hello {hello.sequence} of rank {hello.rank} after {newest}")
+            if old is not None and old.hello.session != hello.session and now - old.heard_at < self._replace:
+                raise TopologyError(
+                    f"another process is rank {hello.rank} of attempt {hello.attempt!r}",
+                    remedy="give every launch of the job its own attempt id",
+                )
+        except TopologyError as error:
+            self._record_refusal(hello, error.message, now)
+            raise
         self._newest.pop(hello.session, None)
         self._newest[hello.session] = hello.sequence
         if len(self._newest) > MAX_SESSIONS:
             del self._newest[next(iter(self._newest))]
+        self._refused.pop((hello.attempt[:200], hello.rank), None)
         self._attempts.setdefault(hello.attempt, {})[hello.rank] = _Member(hello, now)
         while len(self._attempts) > MAX_ATTEMPTS:
             quietest = min(self._attempts, key=lambda name: max(m.heard_at for m in self._attempts[name].values()))
             del self._attempts[quietest]
         return old is None or old.hello.nonce != hello.nonce
 
-    def heard(self, attempt: str, rank: int, now: float) -> None:
-        """A signed, fresh message of a rank has come."""
+    def mark_heard(self, attempt: str, rank: int, now: float) -> None:
+        """Note that a signed, fresh message of a rank has arrived."""
         member = self._attempts.get(attempt, {}).get(rank)
         if member is not None:
             member.heard_at = now
 
-    def forgive(self, seconds: float) -> None:
-        """The daemon itself did not listen for so long: nobody's silence counts for that time."""
+    def excuse_silence(self, seconds: float) -> None:
+        """Do not count ``seconds``, during which the daemon itself did not receive, as silence of any rank."""
         for members in self._attempts.values():
             for member in members.values():
                 member.heard_at += seconds
 
     def expire(self, now: float) -> list[Hello]:
-        """Forgets the silent ranks and returns their hellos."""
+        """Remove the silent ranks and return their hellos; forget refusals that are as old."""
+        for key, (_, at) in list(self._refused.items()):
+            if now - at > self._silent:
+                del self._refused[key]
         gone = [
             member.hello
             for members in self._attempts.values()
@@ -148,7 +172,7 @@ class Membership:
         return gone
 
     def complete(self) -> Topology | None:
-        """The newest attempt of which all ranks are here. Older attempts end with it, for good."""
+        """Return the newest attempt whose ranks are all registered. Older attempts end with it, for good."""
         names = list(self._attempts)
         for at in range(len(names) - 1, -1, -1):
             members = self._attempts[names[at]]
@@ -160,7 +184,7 @@ class Membership:
         return None
 
     def present(self) -> RankPresence:
-        """Of the newest attempt."""
+        """Return the presence of the newest attempt's ranks."""
         if not self._attempts:
             return RankPresence()
         attempt, members = list(self._attempts.items())[-1]
@@ -168,14 +192,29 @@ class Membership:
         missing = () if len(members) == expected else tuple(rank for rank in range(expected) if rank not in members)
         return RankPresence(attempt, len(members), expected, missing)
 
+    def refused(self) -> tuple[RefusedRank, ...]:
+        """Return the ranks that were refused lately and have not been accepted since, newest first."""
+        return tuple(refusal for refusal, _ in reversed(self._refused.values()))
+
+    def _record_refusal(self, hello: Hello, reason: str, now: float) -> None:
+        refusal = RefusedRank(hello.attempt[:200], hello.rank, reason[:2000])
+        self._refused.pop(refusal[:2], None)
+        self._refused[refusal[:2]] = (refusal, now)
+        if len(self._refused) > MAX_REFUSALS:
+            del self._refused[next(iter(self._refused))]
+
     def _check(self, hello: Hello) -> None:
+        remedy = "make job name and world size equal on daemon and all ranks"
         fault = ""
         if hello.job != self._job:
             fault = f"the daemon serves job {self._job!r}, not {hello.job!r}"
-        elif hello.table_digest != self._table_digest:
-            fault = f"the tables differ: digest {hello.table_digest} here, {self._table_digest} at the daemon"
-        elif len(hello.replica_slots) != self._groups:
-            fault = f"{len(hello.replica_slots)} replica slot counts for {self._groups} dim-groups"
+        elif hello.table_digest != self._keyspace.digest:
+            differences = table_differences(hello.tables, hello.table_count, self._keyspace.tables)
+            digests = f"digest {hello.table_digest} here, {self._keyspace.digest} at the daemon"
+            fault = f"the tables differ: {differences or digests}"
+            remedy = "list the same tables, in the same order, in the trainer and in the daemon's configuration"
+        elif len(hello.replica_slots) != len(self._keyspace.groups):
+            fault = f"{len(hello.replica_slots)} replica slot counts for {len(self._keyspace.groups)} dim-groups"
         elif not 0 < hello.world_size <= MAX_RANKS or not 0 <= hello.rank < hello.world_size:
             fault = f"rank {hello.rank} of {hello.world_size} is not possible"
         elif min(hello.nodes, hello.local_ranks) < 1 or hello.nodes * hello.local_ranks != hello.world_size:
@@ -186,10 +225,8 @@ class Membership:
             peer = next((member.hello for member in self._attempts.get(hello.attempt, {}).values()), hello)
             if (peer.nodes, peer.local_ranks) != (hello.nodes, hello.local_ranks):
                 fault = (
-                    f"{hello.nodes} nodes x {hello.local_ranks} local ranks, but rank {peer.rank} of this attempt says "
+                    f"{hello.nodes} nodes x {hello.local_ranks} local ranks, but rank {peer.rank} of this attempt has "
                     f"{peer.nodes} x {peer.local_ranks}"
                 )
         if fault:
-            raise TopologyError(
-                fault, remedy="make job name, tables (same order) and world size equal on daemon and all ranks"
-            )
+            raise TopologyError(fault, remedy=remedy)

@@ -1,4 +1,4 @@
-"""Messages of the ranks as they arrive: opened, checked, and refused by kind if they are not in order."""
+"""Receiving of the ranks' messages: opened, checked, and refused by kind if they are not in order."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ from collections import Counter
 from collections.abc import Callable
 
 from flexd.control.daemon.control_store import ControlStore
-from flexd.control.daemon.epoch import Epoch, EpochFailedError, FromRank
+from flexd.control.daemon.epoch import Epoch, EpochFailedError, RankMessage
 from flexd.control.daemon.membership import Membership
 from flexd.control.protocol.messages import Hello, HelloRefused, Signer
 from flexd.core.errors import AuthenticationError, ControlError, ReplayedMessageError, StaleMessageError, TopologyError
 from flexd.core.fault_points import fault_point
 
 REFUSED_KINDS = ("stale", "replayed", "forged", "malformed", "identity")
-"""Of another attempt, generation or epoch; not newer than what its sender has said; signed with no key of ours; no
-message that belongs here; of a rank that contradicts the daemon or its peers."""
+"""stale: of another attempt, generation or epoch. replayed: not newer than an earlier message of its sender. forged:
+signed with no accepted key. malformed: no message that belongs here. identity: of a rank that contradicts the daemon or
+its peers."""
 
 
 class MessageReceiver:
     """For the coordinator's thread alone.
 
     Args:
-        members: registers whose hello is in order.
-        on_event: (name, fields) of what is worth a log line.
+        members: registers the ranks whose hello is in order.
+        on_event: called with (name, fields) of each log line.
 
     Attributes:
-        refused: messages by kind, see ``REFUSED_KINDS``.
+        refused: number of refused messages by kind, see ``REFUSED_KINDS``.
     """
 
     def __init__(
@@ -38,10 +39,15 @@ class MessageReceiver:
         self._event = on_event
         self.refused: Counter[str] = Counter()
 
-    def take(
-        self, data: bytes, now: float, store: ControlStore, epoch: Epoch | None, act: Callable[[Epoch, FromRank], None]
+    def receive(
+        self,
+        data: bytes,
+        now: float,
+        store: ControlStore,
+        epoch: Epoch | None,
+        act: Callable[[Epoch, RankMessage], None],
     ) -> None:
-        """One message from the queue. A bad one is counted and changes nothing; ``act`` is given those of the epoch.
+        """Check one message from the queue and pass those of the epoch to ``act``. A bad one is only counted.
 
         Raises:
             EpochFailedError: the message is in order, but ends the epoch.
@@ -51,12 +57,12 @@ class MessageReceiver:
             if message.job != self._job:
                 raise StaleMessageError(f"a {message.kind} message of job {message.job!r}")
             if isinstance(message, Hello):
-                self._take_hello(message, now, store)
-            elif isinstance(message, FromRank):
+                self._receive_hello(message, now, store)
+            elif isinstance(message, RankMessage):
                 if epoch is None:
                     raise StaleMessageError(f"a {message.kind} message outside of any epoch")
                 epoch.check(message)
-                self._members.heard(message.attempt, message.rank, now)
+                self._members.mark_heard(message.attempt, message.rank, now)
                 act(epoch, message)
             else:
                 raise ControlError(f"a {message.kind} message from a rank")
@@ -71,7 +77,7 @@ class MessageReceiver:
         except ControlError:
             self._refuse("malformed")
 
-    def _take_hello(self, hello: Hello, now: float, store: ControlStore) -> None:
+    def _receive_hello(self, hello: Hello, now: float, store: ControlStore) -> None:
         if hello.instance != self._instance:
             raise StaleMessageError("a hello to another daemon")
         try:
@@ -85,6 +91,6 @@ class MessageReceiver:
 
     def _refuse(self, kind: str) -> None:
         self.refused[kind] += 1
-        # Anyone who can connect can send rubbish: powers of two keep the log bounded.
+        # Anyone who can connect can send invalid messages: logging at powers of two keeps the log bounded.
         if self.refused[kind] & (self.refused[kind] - 1) == 0:
             self._event("message_refused", kind=kind, count=self.refused[kind])

@@ -1,4 +1,4 @@
-"""What becomes of migrations, told to whoever keeps account of them."""
+"""Events of migrations, dispatched to the log, the history and the callers of ``Coordinator.migrate``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from flexd.control.daemon.event_log import EventLog
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import MigrationState, Transition
 
@@ -14,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MigrationEvent:
-    """One thing that has become of a migration.
+    """A transition of a migration, or the completion of its figures.
 
     Attributes:
-        transition: None says that every chunk of an ended migration is applied or void: its figures are final.
+        transition: None means that every chunk of an ended migration is applied or void: its figures are final.
     """
 
     migration: Migration
@@ -33,32 +34,32 @@ class MigrationEventDispatcher:
     """For the coordinator's thread alone.
 
     Args:
-        on_event: told of every transition, as (name, fields) of a log line.
-        on_migration: told of all news; what it raises is logged.
+        events: receives every transition.
+        on_migration: called with every event; what it raises is logged.
     """
 
-    def __init__(self, on_event: Callable[..., None], on_migration: OnMigration | None) -> None:
-        self._on_event = on_event
+    def __init__(self, events: EventLog, on_migration: OnMigration | None) -> None:
+        self._events = events
         self._on_migration = on_migration
 
-    def tell(self, news: Iterable[MigrationEvent], current: Migration | None) -> None:
-        """Passes on ``news``; migrations whose figures are final, and the ``current`` one, call ``on_progress``."""
-        for each in news:
-            if each.transition is not None:
-                self._log(each.migration, each.transition)
+    def dispatch(self, events: Iterable[MigrationEvent], current: Migration | None) -> None:
+        """Pass on ``events``, and call ``on_progress`` of ended migrations and of the ``current`` one."""
+        for event in events:
+            if event.transition is not None:
+                self._log(event.migration, event.transition)
             if self._on_migration is not None:
                 try:
-                    self._on_migration(each)
+                    self._on_migration(event)
                 except Exception:
-                    logger.exception("migration %s: the account of it failed", each.migration.migration_id)
-            if each.transition is None:
-                _notify(each.migration)
-        # Only this thread moves a migration on from these, so it is told of its end once.
+                    logger.exception("migration %s: on_migration failed", event.migration.migration_id)
+            if event.transition is None:
+                _notify(event.migration)
+        # Only this thread changes these states, so the end of a migration is reported once.
         if current is not None and current.state in _RUNNING:
             _notify(current)
 
     def _log(self, migration: Migration, transition: Transition) -> None:
-        self._on_event(
+        self._events.emit(
             f"migration_{transition.after.value}", migration_id=migration.migration_id, plan_id=migration.plan_id,
             before=transition.before.value if transition.before else "", who=migration.metadata.who,
             reason=transition.reason, rows=migration.progress.rows, rows_pushed=transition.rows_pushed,

@@ -1,18 +1,19 @@
-"""The daemon's side of shipping counted accesses: asks the ranks for their deltas, a bounded number of bytes at a time.
+"""Receiving of the accesses that ranks have counted: requests their ``TapCounts``, a bounded number of bytes at a time.
 
-The conversation is drawn in ``flexd.control.agent.tap_sender``. Everything here belongs to the coordinator's thread.
+The exchange of messages is drawn in ``flexd.control.agent.tap_sender``. Everything here belongs to the coordinator's
+thread.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from flexd.control.agent.tap_sender import PIECE_BYTES
 from flexd.control.daemon.control_store import ControlStore
+from flexd.control.daemon.event_log import EventLog
 from flexd.control.daemon.membership import Topology
 from flexd.control.protocol.messages import TapOffer, TapState, open_with_bytes
 from flexd.core.errors import AuthenticationError, ControlError, StaleMessageError
@@ -20,51 +21,51 @@ from flexd.core.tap_counts import MAX_PAYLOAD_BYTES
 from flexd.stream.tap_source import DeltaState, TapSource, partition_of
 
 MAX_GRANTED_BYTES = MAX_PAYLOAD_BYTES
-"""Deltas under way or not yet counted, of all ranks together (the largest single one is as large)."""
+"""Payloads requested or received and not yet counted, of all ranks together (one payload may be as large)."""
 _PIECES_PER_TICK = 8
 _RETRY_SECONDS = 1.0
-"""A delta of which a piece was bad is asked for again after so long."""
+"""Time after which a payload with an invalid piece is requested again."""
 _URGENT_SECONDS = 0.25
-"""Between two snapshots that ranks ask for."""
+"""Shortest time between two snapshots that ranks request."""
 NO_TAP = "the daemon's stream.source is of another kind than tap"
 
 
 @dataclass
-class _Wish:
-    """What one rank offers, and what of it has come."""
+class _Transfer:
+    """The payload that one rank offers, and its pieces received so far."""
 
     offer: TapOffer
     partition: str
     granted: bool = False
     not_before: float = 0.0
     pieces: list[bytes] = field(default_factory=list)
-    told: TapState | None = None
+    sent: TapState | None = None
 
 
 class TapReceiver:
-    """One job's deltas, epoch after epoch.
+    """Receives the counts of one job, epoch after epoch.
 
     Args:
-        source: where complete deltas go; None tells the ranks that nobody wants them.
-        on_urgent: called when a rank that is about to end waits for a snapshot; must not block.
+        source: receives complete payloads; None reports to the ranks that the daemon has another source.
+        events: receives ``tap_urgent`` when a rank that is about to end waits for a snapshot.
     """
 
-    def __init__(self, store: ControlStore, source: TapSource | None, on_urgent: Callable[[], None]) -> None:
+    def __init__(self, store: ControlStore, source: TapSource | None, events: EventLog) -> None:
         self._store = store
         self._source = source
-        self._on_urgent = on_urgent
-        self._wishes: dict[int, _Wish] = {}
-        """By rank, in order of their offers: who offered first is asked first."""
+        self._events = events
+        self._transfers: dict[int, _Transfer] = {}
+        """By rank, in order of their offers, which is the order of requests."""
         self._grants = 0
         self._urgent_at = 0.0
         self._fence: dict[str, Any] = {}
         self._sessions: tuple[str, ...] = ()
         self.refused: Counter[str] = Counter()
-        """Pieces that were not what was announced, by kind: forged, stale, malformed."""
+        """Number of invalid pieces by kind: forged, stale, malformed."""
 
     def begin_epoch(self, fence: dict[str, Any], topology: Topology) -> None:
-        """All ranks are here; what they hold they will offer anew."""
-        self._wishes.clear()
+        """Forget all offers: in a new epoch the ranks offer anew."""
+        self._transfers.clear()
         self._grants = 0
         self._fence = fence
         self._sessions = tuple(hello.session for hello in topology.hellos)
@@ -74,111 +75,113 @@ class TapReceiver:
             ])  # fmt: skip
 
     def end_epoch(self) -> None:
-        self._wishes.clear()
+        self._transfers.clear()
 
-    def offered(self, offer: TapOffer) -> None:
-        """Raises ControlError: no rank can mean that."""
+    def record_offer(self, offer: TapOffer) -> None:
+        """Receive an offer, which replaces the rank's earlier one. Raises ControlError: it is not valid."""
         if self._sessions[offer.rank] != offer.session:
             raise StaleMessageError(f"an offer of another process than rank {offer.rank}")
         pieces = max(1, -(-offer.bytes // PIECE_BYTES))
         if offer.delta < 0 or not 0 < offer.bytes <= MAX_PAYLOAD_BYTES or offer.pieces != pieces:
             raise ControlError(f"rank {offer.rank} offers {offer.bytes} bytes in {offer.pieces} pieces")
-        before = self._wishes.pop(offer.rank, None)
-        wish = _Wish(offer, partition_of(offer.attempt, offer.rank, offer.session))
+        before = self._transfers.pop(offer.rank, None)
+        transfer = _Transfer(offer, partition_of(offer.attempt, offer.rank, offer.session))
         if before is not None:
-            wish.told = before.told
+            transfer.sent = before.sent
             if (before.offer.delta, before.offer.bytes) == (offer.delta, offer.bytes):
-                wish.granted, wish.pieces = before.granted, before.pieces
-        self._wishes[offer.rank] = wish
+                transfer.granted, transfer.pieces = before.granted, before.pieces
+        self._transfers[offer.rank] = transfer
 
     def tick(self) -> None:
-        """Grants, takes pieces, delivers, acknowledges. Raises channel errors."""
+        """Grant requests, receive pieces, deliver payloads and acknowledge. Raises channel errors."""
         if self._source is None:
-            for wish in self._wishes.values():
-                self._tell(wish, 0, NO_TAP)
+            for transfer in self._transfers.values():
+                self._write_state(transfer, 0, NO_TAP)
             return
         urgent = False
-        under_way = self._source.queued_bytes + sum(w.offer.bytes for w in self._wishes.values() if w.granted)
+        under_way = self._source.queued_bytes + sum(w.offer.bytes for w in self._transfers.values() if w.granted)
         budget = _PIECES_PER_TICK
-        for rank, wish in list(self._wishes.items()):
-            state = self._source.offered(wish.partition, wish.offer.delta)
+        for rank, transfer in list(self._transfers.items()):
+            state = self._source.offered(transfer.partition, transfer.offer.delta)
             if state is DeltaState.DURABLE:
-                del self._wishes[rank]
-                self._tell(wish, self._source.durable(wish.partition), "")
+                del self._transfers[rank]
+                self._write_state(transfer, self._source.durable(transfer.partition), "")
             elif state is DeltaState.TAKEN:
-                wish.granted = False
-                urgent |= wish.offer.urgent
-            elif state is DeltaState.WANTED and wish.granted:
-                budget -= self._receive_some(wish, budget)
-            elif state is DeltaState.WANTED and time.monotonic() >= wish.not_before:
-                if under_way and under_way + wish.offer.bytes > MAX_GRANTED_BYTES:
+                transfer.granted = False
+                urgent |= transfer.offer.urgent
+            elif state is DeltaState.WANTED and transfer.granted:
+                budget -= self._receive_some(transfer, budget)
+            elif state is DeltaState.WANTED and time.monotonic() >= transfer.not_before:
+                if under_way and under_way + transfer.offer.bytes > MAX_GRANTED_BYTES:
                     continue
-                under_way += wish.offer.bytes
+                under_way += transfer.offer.bytes
                 self._grants += 1
-                wish.granted, wish.pieces = True, []
-                self._tell(wish, self._source.durable(wish.partition), "", grant=self._grants)
+                transfer.granted, transfer.pieces = True, []
+                self._write_state(transfer, self._source.durable(transfer.partition), "", grant=self._grants)
         if urgent and time.monotonic() >= self._urgent_at:
             self._urgent_at = time.monotonic() + _URGENT_SECONDS
-            self._on_urgent()
+            self._events.emit("tap_urgent")
 
-    def _receive_some(self, wish: _Wish, budget: int) -> int:
-        """Takes up to ``budget`` pieces that are there; returns how many. A bad one is counted by kind, and the delta
-        asked for anew a little later."""
-        taken = 0
+    def _receive_some(self, transfer: _Transfer, budget: int) -> int:
+        """Receive up to ``budget`` pieces that have arrived; return how many. An invalid one is counted by kind, and
+        the payload requested again a little later."""
+        received = 0
         try:
-            while taken < budget and len(wish.pieces) < wish.offer.pieces:
-                if not self._receive(wish):
-                    return taken
-                taken += 1
-            if len(wish.pieces) == wish.offer.pieces:
-                self._deliver(wish)
+            while received < budget and len(transfer.pieces) < transfer.offer.pieces:
+                if not self._receive(transfer):
+                    return received
+                received += 1
+            if len(transfer.pieces) == transfer.offer.pieces:
+                self._deliver(transfer)
         except AuthenticationError:
-            self._refuse(wish, "forged")
+            self._refuse(transfer, "forged")
         except StaleMessageError:
-            self._refuse(wish, "stale")
+            self._refuse(transfer, "stale")
         except ControlError:
-            self._refuse(wish, "malformed")
-        return taken
+            self._refuse(transfer, "malformed")
+        return received
 
-    def _receive(self, wish: _Wish) -> bool:
-        offer, number = wish.offer, len(wish.pieces)
-        grant = self._grant_of(wish)
-        sealed = self._store.take_tap_piece(offer.epoch, offer.rank, grant, number)
+    def _receive(self, transfer: _Transfer) -> bool:
+        offer, number = transfer.offer, len(transfer.pieces)
+        grant = self._grant_of(transfer)
+        sealed = self._store.pop_tap_piece(offer.epoch, offer.rank, grant, number)
         if sealed is None:
             return False
         header, data = open_with_bytes(self._store.signer, sealed, PIECE_BYTES)
-        said = (header.rank, header.delta, header.grant, header.piece)
-        if said != (offer.rank, offer.delta, grant, number):
-            raise StaleMessageError(f"a piece of rank {offer.rank} that was not asked for")
+        numbers = (header.rank, header.delta, header.grant, header.piece)
+        if numbers != (offer.rank, offer.delta, grant, number):
+            raise StaleMessageError(f"a piece of rank {offer.rank} that was not requested")
         if any(getattr(header, name) != value for name, value in self._fence.items()):
             raise StaleMessageError(f"a piece of rank {offer.rank} of another attempt, generation or epoch")
-        wish.pieces.append(data)
+        transfer.pieces.append(data)
         return True
 
-    def _deliver(self, wish: _Wish) -> None:
-        payload, wish.pieces, wish.granted = b"".join(wish.pieces), [], False
-        if len(payload) != wish.offer.bytes:
-            raise ControlError(f"{len(payload)} bytes of the {wish.offer.bytes} that rank {wish.offer.rank} offered")
+    def _deliver(self, transfer: _Transfer) -> None:
+        payload, transfer.pieces, transfer.granted = b"".join(transfer.pieces), [], False
+        if len(payload) != transfer.offer.bytes:
+            raise ControlError(
+                f"{len(payload)} bytes of the {transfer.offer.bytes} that rank {transfer.offer.rank} offered"
+            )
         if self._source is not None:
-            self._source.deliver(wish.partition, wish.offer.delta, payload)
+            self._source.deliver(transfer.partition, transfer.offer.delta, payload)
 
-    def _refuse(self, wish: _Wish, kind: str) -> None:
+    def _refuse(self, transfer: _Transfer, kind: str) -> None:
         self.refused[kind] += 1
-        for piece in range(wish.offer.pieces):
-            self._store.take_tap_piece(wish.offer.epoch, wish.offer.rank, self._grant_of(wish), piece)
-        wish.granted, wish.pieces = False, []
-        wish.not_before = time.monotonic() + _RETRY_SECONDS
+        for piece in range(transfer.offer.pieces):
+            self._store.pop_tap_piece(transfer.offer.epoch, transfer.offer.rank, self._grant_of(transfer), piece)
+        transfer.granted, transfer.pieces = False, []
+        transfer.not_before = time.monotonic() + _RETRY_SECONDS
 
     @staticmethod
-    def _grant_of(wish: _Wish) -> int:
-        return wish.told.grant if wish.told is not None else 0
+    def _grant_of(transfer: _Transfer) -> int:
+        return transfer.sent.grant if transfer.sent is not None else 0
 
-    def _tell(self, wish: _Wish, acknowledged: int, problem: str, grant: int | None = None) -> None:
+    def _write_state(self, transfer: _Transfer, acknowledged: int, problem: str, grant: int | None = None) -> None:
         state = TapState(
-            **self._fence, rank=wish.offer.rank, session=wish.offer.session, acknowledged=acknowledged,
-            grant=self._grant_of(wish) if grant is None else grant,
-            delta=wish.offer.delta, problem=problem,
+            **self._fence, rank=transfer.offer.rank, session=transfer.offer.session, acknowledged=acknowledged,
+            grant=self._grant_of(transfer) if grant is None else grant,
+            delta=transfer.offer.delta, problem=problem,
         )  # fmt: skip
-        if state != wish.told:
-            self._store.tell_tap(state)
-            wish.told = state
+        if state != transfer.sent:
+            self._store.write_tap_state(state)
+            transfer.sent = state

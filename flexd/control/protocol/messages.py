@@ -57,6 +57,8 @@ class Hello(Message):
         session: new for every training process. nonce: new for every registration.
         address: the rank's address as seen on the way to the daemon.
         can_list: the rank can list its placement if the daemon has lost it.
+        tables: the first tables of the rank (``table_entries``) if its digest is not the one of the daemon's notice,
+            else empty. table_count: number of all its tables.
     """
 
     kind: ClassVar[str] = "hello"
@@ -75,11 +77,13 @@ class Hello(Message):
     agreed_digest: int
     address: str
     can_list: bool
+    tables: tuple[str, ...]
+    table_count: int
 
 
 @dataclass(frozen=True)
 class HelloRefused(Message):
-    """The daemon does not take this rank, and why."""
+    """The daemon refuses this rank's registration."""
 
     kind: ClassVar[str] = "hello_refused"
     instance: str

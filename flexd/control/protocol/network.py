@@ -19,7 +19,7 @@ def new_token() -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error: torch appends stack traces to its own."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return (str(error).splitlines() or [type(error).__name__])[0][:500]
 
 
 def parse_address(address: str) -> tuple[str, int]:

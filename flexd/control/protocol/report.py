@@ -6,6 +6,8 @@ import math
 import threading
 from dataclasses import dataclass, fields, replace
 
+from flexd.core.keyspace import TableSpec
+
 
 @dataclass(frozen=True)
 class RankIdentity:
@@ -17,6 +19,7 @@ class RankIdentity:
         rank, world_size, nodes, local_ranks: as in ``RankLayout``.
         replica_slots: replica slots of this rank for each dim-group of the key space.
         table_digest: ``KeySpace.digest`` of the trainer's tables.
+        tables: the tables; named to a daemon whose digest differs.
     """
 
     job: str
@@ -27,6 +30,7 @@ class RankIdentity:
     local_ranks: int
     replica_slots: tuple[int, ...]
     table_digest: str
+    tables: tuple[TableSpec, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from flexd.control.protocol.messages import MAX_MESSAGE_BYTES, Hello, Signer
+from flexd.control.protocol.table_lists import MAX_DIFFERENCES, MAX_LIST_BYTES, table_differences, table_entries
+from flexd.core.keyspace import TableSpec
+
+DAEMON = (TableSpec("items", 2_000, 8), TableSpec("users", 500, 16, "float16", "adam"), TableSpec("tags", 70, 8))
+
+
+def differences(*trainer: TableSpec) -> str:
+    return table_differences(table_entries(trainer), len(trainer), DAEMON)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "configured"),
+    [("rows", 501, 500), ("dim", 8, 16), ("dtype", "float32", "float16"), ("optimizer", "sgd", "adam")],
+)
+def test_a_differing_field_is_named_with_both_values(field: str, value: object, configured: object) -> None:
+    items, users, tags = DAEMON
+    changed = replace(users, **{field: value})  # type: ignore[arg-type]
+    assert differences(items, changed, tags) == (
+        f"users.{field}: {value} in the trainer, {configured} in the daemon's configuration"
+    )
+
+
+def test_tables_of_one_side_only_are_named() -> None:
+    items, users, tags = DAEMON
+    assert differences(items, users) == "table tags is in the daemon's configuration, not in the trainer"
+    assert differences(items, users, tags, TableSpec("shops", 9, 4)) == (
+        "table shops is in the trainer, not in the daemon's configuration"
+    )
+
+
+def test_another_order_is_named() -> None:
+    items, users, tags = DAEMON
+    assert differences(items, tags, users) == "table number 2: tags in the trainer, users in the daemon's configuration"
+
+
+def test_equal_tables_have_no_difference() -> None:
+    assert differences(*DAEMON) == ""
+    assert table_differences((), 3, DAEMON[:0]) == ""
+
+
+def test_the_number_of_named_differences_is_bounded() -> None:
+    trainer = [TableSpec(f"t{number}", 1, 4) for number in range(MAX_DIFFERENCES + 1)]
+    found = table_differences(table_entries(trainer), len(trainer), trainer[:1])
+    assert found.count("not in the daemon's configuration") == MAX_DIFFERENCES
+    found = table_differences(table_entries(trainer), len(trainer), ())
+    assert found.endswith("table t7 is in the trainer, not in the daemon's configuration; and 1 more")
+
+
+def test_a_list_of_many_tables_with_long_names_fits_into_a_hello() -> None:
+    tables = [TableSpec(f"{'ä' * 40}\n{number}", 10**9, 64) for number in range(5_000)]
+    entries = table_entries(tables)
+    assert 50 < len(entries) < len(tables)
+    assert MAX_LIST_BYTES * 0.9 < len(json.dumps(entries)) <= MAX_LIST_BYTES + 2 * len(entries)
+    hello = Hello("job", "i", "a", 0, 1, 1, 1, (1,) * 1_000, "d", "s", "n", 1, 0, 0, "::1", True, entries, len(tables))
+    assert len(Signer(b"a secret").seal(hello)) < MAX_MESSAGE_BYTES
+
+
+def test_of_a_shortened_list_only_what_it_holds_is_compared() -> None:
+    items, users, _ = DAEMON
+    entries = table_entries((items, users))
+    assert table_differences(entries, 4, DAEMON) == (
+        "the first 2 of the trainer's 4 tables are equal, a later one differs"
+    )
+    changed = table_entries((replace(items, rows=3), users))
+    assert table_differences(changed, 3, DAEMON) == "items.rows: 3 in the trainer, 2000 in the daemon's configuration"
+
+
+@pytest.mark.parametrize(
+    "entry", ["", "{}", "[]", "[1]", '["a",[1],2,"x","y"]', '[1,2,3,"x","y"]', "[" * 5_000, '["a",1,2,"x"]']
+)
+def test_an_entry_that_is_none_is_ignored(entry: str) -> None:
+    assert table_differences((entry, *table_entries(DAEMON)), 4, DAEMON) == (
+        "the first 3 of the trainer's 4 tables are equal, a later one differs"
+    )
+
+
+def test_a_long_name_is_shortened_and_control_characters_are_escaped() -> None:
+    assert len(differences(TableSpec("x" * 10_000, 1, 4))) < 2_000
+    assert "'a\\nb' is in the trainer" in differences(TableSpec("a\nb", 1, 4))
