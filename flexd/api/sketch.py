@@ -33,8 +33,9 @@ class TableSketchStatus(Model):
     sampled_accesses: int = 0
     """Accesses kept to tell where they come from."""
     affinity: FiniteOrNone = None
-    """How much more often than the nodes' shares give two accesses of a row come from the same node: 0 not at all, 1
-    every row belongs to one node; null before a profile, or if no row was sampled twice."""
+    """Excess over chance of two accesses of a row coming from one node: 0 none, 1 if every row belongs to one node. An
+    unbiased estimate: sampling noise (``affinity_error``) can make it negative. Null before a profile, or if no row was
+    sampled twice."""
     affinity_error: FiniteOrNone = None
     """Standard error of the affinity."""
 

@@ -162,7 +162,8 @@ def _sketch(sketch: SketchFigures) -> Iterator[Metric]:
     )
     yield _gauges(
         "flexd_table_affinity",
-        "How much more often than by chance two accesses of a row come from the same node, 0-1; NaN if unknown.",
+        "Excess over chance of two accesses of a row coming from one node: 0 none, 1 always; an unbiased estimate, so "
+        "noise can make it negative; NaN if unknown.",
         "table",
         sketch.affinity_by_table,
     )

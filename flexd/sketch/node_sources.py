@@ -38,8 +38,8 @@ class TableSources:
         prior_accesses: the weight of the table's mix against a row's own sampled accesses.
         affinity: probability that two accesses of the same row come from the same node (the row being that of a random
             access), above what the node mix alone gives, on a scale of 0 (rows come from anywhere) to 1 (every row
-            belongs to one node). Unbiased, so it may be a little below 0. 0 with one node, NaN if no row was sampled
-            twice.
+            belongs to one node). Unbiased: where it is near 0, or few rows were sampled twice, the estimate can be
+            below 0, by about ``affinity_error``. 0 with one node, NaN if no row was sampled twice.
         affinity_error: its standard error (delete-a-group jackknife), NaN if unknown.
         paired_share: of the sampled accesses, those of rows sampled at least twice: what the affinity was read from.
     """

@@ -61,7 +61,9 @@ def _ingest_table(sketches: SketchSet, counts: TableCounts, source_rank: int, se
         sketch.add_weights(rows, times.astype(np.float64) * units, int(times.sum()) * units)
     elif isinstance(sketch, CountMinTable):
         _add_rows(sketch, rows, times, units)
-    sampled, stands_for = _spread(rows, times, SAMPLED_ACCESSES * sketch._sample.capacity)
+    # A message that is counted again after a crash gives the same sample.
+    random = np.random.default_rng([source_rank, int(np.float64(seconds).view(np.uint64))])
+    sampled, stands_for = _draw_accesses(rows, times, SAMPLED_ACCESSES * sketch._sample.capacity, random)
     sketch.relieve(when, decay)
     accepted = counts.accesses - outside
     if len(sampled):
@@ -93,17 +95,20 @@ def _add_with_units(sketch: CountMinTable, rows: Int64Array, units: int) -> None
             hot.absorb(sketch._counter.query)
 
 
-def _spread(rows: Int64Array, times: Int64Array, at_most: int) -> tuple[Int64Array, float]:
-    """(rows of accesses drawn one from each of equal stretches of all accesses, accesses that each stands for)."""
+def _draw_accesses(
+    rows: Int64Array, times: Int64Array, at_most: int, random: np.random.Generator
+) -> tuple[Int64Array, float]:
+    """Draw a uniform sample without replacement; return its rows and the number of accesses that each stands for.
+
+    The draw must be independent of other messages and of the order of the rows: the affinity of a table is read from
+    how often two sampled accesses of a row come from one node.
+    """
     ends = np.cumsum(times)
     accesses = int(ends[-1]) if len(ends) else 0
     if accesses <= at_most:
         return np.repeat(rows, times), 1.0
-    # Seeded by what is counted: the same delta, counted again after a crash, gives the same sample.
-    random = np.random.default_rng([accesses, len(rows), int(rows[-1])])
-    stretch = accesses / at_most
-    places = (np.arange(at_most) + random.random(at_most)) * stretch
-    return rows[np.minimum(np.searchsorted(ends, places, side="right"), len(rows) - 1)], stretch
+    places = random.choice(accesses, at_most, replace=False, shuffle=False)
+    return rows[np.searchsorted(ends, places, side="right")], accesses / at_most
 
 
 def _add_lengths(sketches: SketchSet, index: int, lengths: LengthCounts) -> None:

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.keyspace import TableSpec
+from flexd.core.layout import RankLayout
 from flexd.core.tap_counts import LengthCounts, TableCounts, TapCounts
+from flexd.sketch.node_sources import read_sources
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.weighted import ingest_counts
 
@@ -114,3 +116,24 @@ def test_the_sample_holds_sources_and_rows_by_their_share():
     assert (sample.rows() == 499).mean() == pytest.approx(0.75, abs=0.1)
     assert (sample.source_ranks() == 1).mean() == pytest.approx(0.75, abs=0.1)
     assert (sample.source_ranks()[sample.rows() == 499] == 1).all()
+
+
+@pytest.mark.parametrize(("rows", "exponent"), [(2_000, 0.0), (2_000, 1.05), (20_000, 1.05)])
+def test_counts_of_nodes_with_the_same_accesses_have_no_affinity(rows, exponent):
+    """The counts of two ranks in two nodes, as many accesses in each, drawn alike: the estimate is 0 in the mean."""
+    popularity = np.arange(1, rows + 1.0) ** -exponent
+    affinity = []
+    for seed in range(40):
+        random = np.random.default_rng(seed)
+        made = SketchSet([TableSpec("t", rows, 8)], memory_bytes=2 * 2**20, half_life_seconds=3600.0)
+        for rank in range(2):
+            counts = random.multinomial(200_000, popularity / popularity.sum())
+            there = np.flatnonzero(counts)
+            table = TableCounts("t", there, counts[there], LengthCounts.none())
+            ingest_counts(made, TapCounts(rank, 1.7e9 + seed, (table,)))
+        sample = made._tables[0]._sample
+        sources = read_sources(sample.rows(), sample.source_ranks(), np.arange(1), RankLayout(2, 1))
+        affinity.append(sources.affinity)
+    standard_error = np.std(affinity) / np.sqrt(len(affinity))
+    assert standard_error < 0.1
+    assert abs(np.mean(affinity)) < 4 * standard_error
