@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCHREC := $(VENV)/.torchrec
 
-.PHONY: fuzz demo demo-kafka test lint types imports docs bench bench-pause bench-cluster bench-control chaos torchrec manifests ops-tools e2e-ops clean
+.PHONY: fuzz demo demo-kafka test test-all test-durations lint types imports docs bench bench-pause bench-cluster bench-control chaos torchrec manifests ops-tools e2e-ops clean
 
 demo: $(STAMP)
 	$(BIN)/flexd demo $(DEMO)
@@ -13,18 +13,34 @@ demo: $(STAMP)
 demo-kafka: $(STAMP)
 	$(BIN)/python tools/demo_kafka.py $(DEMO)
 
-# Most tests wait for other processes, so two files run at a time; whole jobs have the machine for themselves.
-# JOBS=0 runs everything one after another; TESTS names some.
+# `make test` is what a change needs; `make test-all` adds the tests marked `long`: soaks, 52 kills, a newcomer's first
+# hour, the container, the matrices. Two files run at a time (most tests wait for other processes), then, one after
+# another, those marked `alone`. JOBS=0 runs everything in one process; TESTS names files, of which all tests run.
 JOBS ?= 2
-ALONE := tests/e2e/chaos tests/tools tests/cli/test_terminal.py \
-	$(addprefix tests/e2e/test_,$(addsuffix .py,demo_runs high_availability live_job newcomer ops orderly_end scale_out tap_job))
+PYTEST := $(BIN)/python -m pytest
+DURATIONS := .pytest_cache/durations
+TOGETHER := $(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder --junitxml=$(DURATIONS)/together.xml
+ALONE := $(PYTEST) --junitxml=$(DURATIONS)/alone.xml
+define run_tests
+	@began=$$(date +%s); failed=0; rm -rf $(DURATIONS); mkdir -p $(DURATIONS); \
+	$(TOGETHER) -m "not alone$(1)" || failed=1; \
+	$(ALONE) -m "alone$(1)" || failed=1; \
+	echo "$@: $$(($$(date +%s) - began)) s in total; make test-durations prints the slowest"; exit $$failed
+endef
+
 test: $(STAMP)
 ifdef TESTS
-	$(BIN)/python -m pytest $(TESTS)
+	$(PYTEST) $(TESTS)
 else
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ALONE:%=--ignore=%); most=$$?; \
-	$(BIN)/python -m pytest $(ALONE) && exit $$most
+	$(call run_tests, and not long)
 endif
+
+test-all: $(STAMP)
+	$(call run_tests)
+
+# Of the last `make test` or `make test-all`.
+test-durations: $(STAMP)
+	$(BIN)/python tools/slowest_tests.py $(DURATIONS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

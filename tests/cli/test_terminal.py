@@ -15,6 +15,8 @@ from flexd.api.pause import PauseState
 from flexd.cli.exit_codes import ExitCode
 from tests.support.statuses import STATUSES
 
+pytestmark = pytest.mark.alone
+
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 30
 GOLDEN = Path(__file__).parent / "golden"

@@ -17,6 +17,8 @@ from flexd.core.placement import Delta, Placement
 from tests.support.ranks_in_threads import Ranks, same_content, target
 from tests.support.until import until
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_delta_reaches_every_rank(host: Callable[..., Any]) -> None:
     hosted = host()

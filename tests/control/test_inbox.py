@@ -24,6 +24,8 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
 
+pytestmark = pytest.mark.slow
+
 TABLES = KeySpace([TableSpec("item", 64, 4), TableSpec("shop", 16, 8)])
 LAYOUT = RankLayout(2, 2)
 

@@ -7,6 +7,8 @@ import pytest
 from flexd.control.daemon.migration_states import FINAL_STATES, TRANSITIONS, MigrationState, TransitionEvent
 from tests.support.protocol_model import MUTATIONS, Bounds, explore
 
+pytestmark = pytest.mark.slow
+
 # (bounds, states): a model that shrinks by accident checks less than it says.
 BOUNDS = (
     (Bounds(ranks=2, faults=1, window=2, chunks={"A": 2, "B": 1}), 80_000),

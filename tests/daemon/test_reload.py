@@ -277,7 +277,6 @@ def test_one_reload_waits_for_the_other(tmp_path: Path) -> None:
     assert not second.is_set(), "what the first has taken is no change for the second"
 
 
-@pytest.mark.slow
 def test_a_process_reloads_on_sighup_and_by_command(tmp_path: Path) -> None:
     settings = {key: value for key, value in SETTINGS.items() if key not in ("server", "control")}
     with RunningDaemon(tmp_path, settings) as running:

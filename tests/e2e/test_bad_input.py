@@ -18,6 +18,8 @@ from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch, Sink
 from tests.support.flexd_processes import RunningDaemon, dead_letters, saved_sketches, weights
 
+pytestmark = pytest.mark.slow
+
 ROWS = 5_000
 DEAD_LETTER_BYTES = 200_000
 TABLES = [{"name": "item", "rows": ROWS, "dim": 8}, {"name": "user", "rows": 300, "dim": 8}]

@@ -26,7 +26,7 @@ from flexd.demo.ports import free_ports
 from tests.support.ops_tools import ROOT
 from tests.support.until import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(220)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(220)]
 
 READY_SECONDS = 150.0
 """The kernels are compiled where no test before this one has done so."""

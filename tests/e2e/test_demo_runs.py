@@ -16,7 +16,7 @@ from flexd.demo.processes import DaemonProcess
 from tests.support.flexd_processes import counted_by_hand, demo, flexd, run, saved_sketches, weights
 from tests.support.until import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
 
 STEPS, BATCH, RANKS, SEQUENCE = 280, 48, 4, 33
 KILL_AT, RESTART_AFTER = 90, 10
@@ -80,6 +80,7 @@ def _check_shape(value: Any, shape: Any, path: str) -> None:
         assert type(value) is shape, f"{path} is {value!r}"
 
 
+@pytest.mark.long
 def test_the_summary_has_all_that_was_promised(lived: Run) -> None:
     _check_shape(lived.summary, SHAPE, "summary")
     assert lived.summary["ranks"] == RANKS
@@ -88,6 +89,7 @@ def test_the_summary_has_all_that_was_promised(lived: Run) -> None:
     assert lived.summary["stream_accesses_dropped"] == 0
 
 
+@pytest.mark.long
 def test_migrations_change_nothing_that_is_learned(lived: Run) -> None:
     assert lived.summary["plans"] >= 1
     assert lived.summary["migrated_rows"] > 0
@@ -95,6 +97,7 @@ def test_migrations_change_nothing_that_is_learned(lived: Run) -> None:
     assert lived.summary["loss"]["last"] < lived.summary["loss"]["first"]
 
 
+@pytest.mark.long
 def test_replicas_stay_bit_equal_and_versions_equal_on_all_ranks(lived: Run) -> None:
     assert lived.summary["replicas_bit_equal"] is True
     assert lived.summary["placement_versions_equal"] is True
@@ -105,6 +108,7 @@ def test_replicas_stay_bit_equal_and_versions_equal_on_all_ranks(lived: Run) -> 
     assert versions[0][-1] == lived.summary["placement_version"] >= 1
 
 
+@pytest.mark.long
 def test_the_critical_path_carries_less(lived: Run) -> None:
     traffic = lived.summary["inter_node_bytes_per_step"]
     assert traffic["after"]["all_to_all"] < traffic["before"]["all_to_all"]
@@ -115,10 +119,12 @@ def test_the_critical_path_carries_less(lived: Run) -> None:
     assert share["node"] + share["device"] > 0.1
 
 
+@pytest.mark.long
 def test_the_plot_is_drawn(lived: Run) -> None:
     assert (lived.directory / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_a_killed_daemon_changes_neither_losses_nor_tables(lived: Run, killed: Run) -> None:
     for number in range(RANKS):
         with_daemon, without = lived.rank(number), killed.rank(number)
@@ -134,6 +140,7 @@ def test_a_killed_daemon_changes_neither_losses_nor_tables(lived: Run, killed: R
     assert killed.summary["max_abs_difference_to_single_process"] <= 1e-9
 
 
+@pytest.mark.long
 def test_the_restarted_daemon_goes_on_from_journal_and_snapshot(killed: Run) -> None:
     assert killed.daemon_log.count("flexd is up") == 2
     assert killed.daemon_log.count("flexd has stopped") == 1, "the first one was killed"
@@ -155,6 +162,7 @@ def test_the_restarted_daemon_goes_on_from_journal_and_snapshot(killed: Run) -> 
     journal.close()
 
 
+@pytest.mark.long
 def test_every_access_is_counted_once_across_the_kill(killed: Run) -> None:
     """The daemon of the run's end may have had messages left to read; another one reads them, from its snapshot."""
     config = load_config(killed.directory / "flexd.yaml", {})

@@ -28,7 +28,8 @@ from tests.support.ingest_server import IngestServer, end, saved_counters, wait_
 from tests.support.reading import poll_until
 from tests.support.tcp_cut import TcpCut
 
-KILLS = 52
+pytestmark = pytest.mark.slow
+
 LANES = 4
 IDS = 64
 
@@ -91,12 +92,13 @@ class Lane:
     """One ingesting process after another over one state directory, each killed; beside other lanes, because joining
     a group is mostly waiting."""
 
-    def __init__(self, server: IngestServer, bootstrap: str, state: Path, number: int) -> None:
+    def __init__(self, server: IngestServer, bootstrap: str, state: Path, number: int, lives: int) -> None:
         state.parent.mkdir()
         self.state = state
         self.counting = 0
         self.failure: BaseException | None = None
         self._server, self._bootstrap, self._number = server, bootstrap, number
+        self._lives = lives
         self._chance = random.Random(number)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -115,7 +117,7 @@ class Lane:
 
     def _run(self) -> None:
         try:
-            for life in range(KILLS // LANES):
+            for life in range(self._lives):
                 pid = self.start(life)
                 if life % 5:
                     # From here on the kill hits counting and saving, else anything from the start on.
@@ -129,11 +131,11 @@ class Lane:
             self.failure = error
 
 
-@pytest.mark.slow
-def test_killed_fifty_times_while_a_broker_delivers(tmp_path, server):
+@pytest.mark.parametrize("lives", [3, pytest.param(13, marks=pytest.mark.long)])
+def test_killed_many_times_while_a_broker_delivers(tmp_path, server, lives):
     with TansuBroker(topics={"t": 3}) as broker:
         producer = Producer(broker.bootstrap_servers, "t", 200)
-        lanes = [Lane(server, broker.bootstrap_servers, tmp_path / f"{i}" / "state", i) for i in range(LANES)]
+        lanes = [Lane(server, broker.bootstrap_servers, tmp_path / f"{i}" / "state", i, lives) for i in range(LANES)]
         for lane in lanes:
             lane.wait()
         messages = producer.finish()
@@ -142,16 +144,15 @@ def test_killed_fifty_times_while_a_broker_delivers(tmp_path, server):
             wait_for_status(lane.state, pid, lambda status: status["samples"] >= messages * IDS)
             end(pid)
     for lane in lanes:
-        assert lane.counting >= KILLS // LANES * 3 // 5
+        assert lane.counting >= lives * 3 // 5
         starts = starts_of(lane.state)
         restored = [sum((start["restored"] or {}).values()) for start in starts]
-        assert len(set(restored)) > 4, "snapshots were made between the kills"
+        assert len(set(restored)) > lives // 3, "snapshots were made between the kills"
         assert restored == sorted(restored)
         assert not any(start["problems"] for start in starts)
         assert_as_uninterrupted(lane.state, messages)
 
 
-@pytest.mark.slow
 def test_cut_off_from_the_broker_and_killed(tmp_path, server):
     """The broker cannot keep its log over a restart here (tansu in memory), so the network in front of it goes."""
     chance = random.Random(12)
@@ -183,7 +184,7 @@ def test_cut_off_from_the_broker_and_killed(tmp_path, server):
     assert_as_uninterrupted(state, sink_left)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_partition_taken_away_and_given_back(tmp_path, server):
     """A second member joins the group, takes partitions and reads them for itself, and leaves: three times."""
     state = tmp_path / "state"

@@ -22,7 +22,7 @@ from flexd.demo.runner import Demo
 from tests.support.flexd_processes import DAEMON_START_SECONDS, flexd
 from tests.support.until import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
 
 STEPS = 6_000
 """More than are trained: the ranks are ended with the last test."""
@@ -221,6 +221,7 @@ def test_the_standby_takes_over_when_the_leader_is_killed_in_mid_migration(pair:
     until(lambda: leader.role() == "standby", 60, leader.status)
 
 
+@pytest.mark.long
 def test_a_stopped_leader_is_replaced_and_does_no_harm_when_it_is_resumed(pair: Pair) -> None:
     leader = pair.leader()
     heir = pair.other(leader)
@@ -259,6 +260,7 @@ def test_a_leader_that_is_ended_hands_over_without_waiting_for_the_lease(pair: P
     assert pair.same_versions()
 
 
+@pytest.mark.long
 def test_a_pause_and_a_throttle_hold_when_the_leader_is_killed(pair: Pair) -> None:
     leader = pair.leader()
     heir = pair.other(leader)

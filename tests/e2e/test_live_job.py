@@ -20,7 +20,7 @@ from tests.support.flexd_processes import DAEMON_START_SECONDS, flexd
 from tests.support.stopped import stop
 from tests.support.until import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(200)]
 
 STEPS = 4_000
 """More than are trained: the ranks are ended with the last test."""

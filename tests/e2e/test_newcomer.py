@@ -10,7 +10,7 @@ import newcomer
 import pytest
 import yaml
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from tests.support.flexd_processes import DAEMON_START_SECONDS
 from tests.support.ops_tools import ROOT, tool
 from tests.support.until import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(240)]
 
 JOB = "flexd-demo"
 INTERVAL = "20s"

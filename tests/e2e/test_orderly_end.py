@@ -21,7 +21,7 @@ from flexd.sketch.snapshot import SnapshotStore
 from tests.support.flexd_processes import DAEMON_START_SECONDS
 from tests.support.until import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(200)]
 
 SHUTDOWN_SECONDS = 8.0
 PINNED_ROWS = 480
@@ -98,6 +98,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         job.close()
 
 
+@pytest.mark.long
 def test_ended_in_the_middle_everything_is_saved_and_the_next_start_goes_on(job: Job) -> None:
     job.in_the_middle()
     accesses = job.status()["stream"]["accesses"]

@@ -16,6 +16,8 @@ from flexd.stream.types import AccessBatch
 from tests.support.flexd_processes import RunningDaemon, saved_sketches, weights
 from tests.support.until import until
 
+pytestmark = pytest.mark.alone
+
 ROWS = 5_000
 PARTITIONS = 4
 TABLES = [{"name": "item", "rows": ROWS, "dim": 8}]
@@ -117,6 +119,7 @@ def _totals(leader: RunningDaemon) -> np.ndarray:
     return weights(saved_sketches(leader.config), leader.config)["item"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_killed_followers_and_a_killed_leader_lose_and_repeat_nothing(cluster: tuple[Cluster, Producer]) -> None:
     group, producer = cluster

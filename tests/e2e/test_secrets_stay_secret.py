@@ -24,6 +24,8 @@ from flexd.demo.ports import free_ports
 from tests.support.flexd_processes import ROOT
 from tests.support.until import until
 
+pytestmark = pytest.mark.slow
+
 MARK = "MARKED"
 SASL = {
     "client_options": {

@@ -18,6 +18,8 @@ from flexd.embedding.exchange.hop import Agreement, Call
 from flexd.embedding.exchange.process_groups import layout_from_environment
 from tests.support.rank_pool import RankPool
 
+pytestmark = pytest.mark.slow
+
 Ranks = Callable[[int], RankPool]
 
 

@@ -21,6 +21,8 @@ from flexd.embedding.store.store import GroupStore
 from tests.support.collection_jobs import ROWS, tables
 from tests.support.rank_pool import RankPool
 
+pytestmark = pytest.mark.slow
+
 Ranks = Callable[[int], RankPool]
 TOTAL = sum(ROWS.values())
 HERE, THERE = RankLayout(2, 2), RankLayout(1, 1)

@@ -13,6 +13,8 @@ from flexd.core.layout import RankLayout
 from tests.support.exactness import Scenario, train_alone
 from tests.support.rank_pool import RankPool
 
+pytestmark = pytest.mark.slow
+
 Ranks = Callable[[int], RankPool]
 
 
@@ -30,9 +32,12 @@ def check(scenario: Scenario, ranks: Ranks, tolerance: float = 1e-9) -> list[dic
 
 
 LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]
+MARKED_LAYOUTS = [
+    each if each in [(1, 1), (2, 2)] else pytest.param(*each, marks=pytest.mark.long) for each in [*LAYOUTS, (3, 2)]
+]
 
 
-@pytest.mark.parametrize(("nodes", "local_ranks"), [*LAYOUTS, (3, 2)])
+@pytest.mark.parametrize(("nodes", "local_ranks"), MARKED_LAYOUTS)
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
 def test_training_equals_one_process(ranks: Ranks, nodes: int, local_ranks: int, optimizer: str) -> None:
     results = check(Scenario(nodes, local_ranks, optimizer, seed=nodes * 10 + local_ranks), ranks)

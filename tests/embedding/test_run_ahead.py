@@ -22,8 +22,10 @@ from tests.support.collection_jobs import ddp_alone
 from tests.support.exactness import Scenario, train_alone
 from tests.support.rank_pool import RankPool
 
+pytestmark = pytest.mark.slow
+
 Ranks = Callable[[int], RankPool]
-LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)]
+LAYOUTS = [(2, 2), *(pytest.param(*each, marks=pytest.mark.long) for each in [(1, 1), (1, 2), (2, 1), (3, 2)])]
 
 
 def check(scenario: Scenario, ranks: Ranks, loop: Loop | None = None, tolerance: float = 1e-9) -> list[dict]:

@@ -18,6 +18,8 @@ from flexd.topology.files import load_cluster, load_preset
 from flexd.topology.scale import scale_model
 from tests.support.flexd_processes import RunningDaemon, saved_sketches
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 STEPS = 21
@@ -58,6 +60,7 @@ def test_after_is_before_and_joins_a_daemon(before: Losses, tmp_path: Path) -> N
         assert saved_sketches(daemon.config).samples > 0, "look-ups were counted"
 
 
+@pytest.mark.long
 def test_with_torchrec_types(before: Losses) -> None:
     pytest.importorskip("torchrec")
     assert torchrun("torchrec_sasrec.py") == pytest.approx(before, abs=2e-4)

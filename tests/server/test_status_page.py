@@ -23,6 +23,8 @@ from tests.support.fake_inspection import STRANGE
 from tests.support.ops_tools import tool
 from tests.support.until import until
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_MS = 20_000
 
 

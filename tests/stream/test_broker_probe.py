@@ -18,6 +18,8 @@ from flexd.stream.kafka.source import KafkaSource
 from tests.support.reading import poll_until
 from tests.support.until import until
 
+pytestmark = pytest.mark.slow
+
 POLL_SECONDS = 0.05
 
 

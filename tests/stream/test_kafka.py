@@ -18,6 +18,8 @@ from flexd.stream.types import Message
 from tests.support.reading import poll_until
 from tests.support.until import until
 
+pytestmark = pytest.mark.slow
+
 Record = namedtuple("Record", ["offset", "value"])
 
 

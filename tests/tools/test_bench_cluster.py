@@ -14,6 +14,8 @@ import torchrec_peer
 from bench_cluster import checks_of
 from bench_cluster_data import Setting, batches_of, bounds, exact_profile, keys_of
 
+pytestmark = pytest.mark.alone
+
 TOOL = Path(__file__).parents[2] / "tools" / "bench_cluster.py"
 SMALL = Setting(nodes=3, local_ranks=2, rows=120, dim=8, tables=4, samples=5, length=6, batches=3)
 
@@ -107,6 +109,7 @@ def test_verdicts() -> None:
     assert failed({"chain": row(1.0, 9.0)}) == []  # without TorchRec
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("can_emulate")
 def test_a_slice_of_the_benchmark() -> None:
     """Losses of all strategies agree (the benchmark exits 1 otherwise), and the chain's bytes are near the bound."""

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.alone
+
 TOOL = Path(__file__).parents[2] / "tools" / "bench_control.py"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_replans_leave_nothing_behind_and_many_ranks_agree() -> None:
     done = subprocess.run(
         [sys.executable, str(TOOL), "--quick", "--json"], capture_output=True, text=True, timeout=200, check=False

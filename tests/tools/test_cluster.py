@@ -15,6 +15,8 @@ from cluster import SKIPPED, Cluster, ClusterError, remove_leftovers, wait
 
 from tests.support.until import until
 
+pytestmark = pytest.mark.alone
+
 TOOL = Path(cluster_module.__file__)
 NAMESPACES = Path("/run/netns")
 

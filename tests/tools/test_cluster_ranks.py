@@ -30,7 +30,7 @@ def handle(question):
 answer_questions(handle)
 """
 
-pytestmark = pytest.mark.usefixtures("can_emulate")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("can_emulate")]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.e2e.chaos.chaos_processes import ProcessServer
 from tests.e2e.chaos.chaos_run import ChaosRun, figures, table
 from tests.e2e.chaos.chaos_standby import kill_leader, stop_leader
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(400)]
 
 SEED = 20261121
 POINTS: list[tuple[str, Injection]] = [
@@ -43,6 +43,14 @@ def strike_all(run: ChaosRun, faults: list[tuple[str, Injection]]) -> None:
         assert outcome.steps > 0
 
 
+def test_a_job_outlives_a_daemon_that_dies_and_stops_inside_a_chunk(tmp_path: Path, server: ProcessServer) -> None:
+    with ChaosRun(tmp_path, SEED + 3, server) as run:
+        strike_all(run, POINTS)
+        assert run.finish() == []
+        assert run.checker.versions_checked > 0
+
+
+@pytest.mark.long
 def test_a_job_outlives_every_kind_of_fault(tmp_path: Path, server: ProcessServer) -> None:
     chance = random.Random(SEED)
     with ChaosRun(tmp_path, SEED, server) as run:
@@ -57,6 +65,7 @@ def test_a_job_outlives_every_kind_of_fault(tmp_path: Path, server: ProcessServe
     print(table(figures(run.outcomes)))
 
 
+@pytest.mark.long
 def test_followers_come_and_go(tmp_path: Path, server: ProcessServer) -> None:
     with ChaosRun(tmp_path, SEED + 1, server, scale_out=True) as run:
         every = kinds(scale_out=True, disk=run.world.has_disk)
@@ -65,6 +74,7 @@ def test_followers_come_and_go(tmp_path: Path, server: ProcessServer) -> None:
         assert run.finish() == []
 
 
+@pytest.mark.long
 def test_a_standby_takes_over_from_a_leader_that_is_killed_or_stopped(tmp_path: Path, server: ProcessServer) -> None:
     with ChaosRun(tmp_path, SEED + 2, server, standby=True) as run:
         strike_all(run, [("leader killed", kill_leader), ("leader stopped", stop_leader)])
