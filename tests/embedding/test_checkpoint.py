@@ -149,6 +149,22 @@ def test_out_to_plain_tables_and_back(ranks: Ranks, layout: RankLayout) -> None:
         assert "optimizer.adam.odd.exp_avg is missing" in result["text"]
 
 
+@pytest.mark.parametrize("with_state", [True, False])
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_whole_tables_loaded_over_replicas_train_as_without_replicas(
+    ranks: Ranks, optimizer: str, with_state: bool
+) -> None:
+    for result in ranks(4).run("checkpoint_jobs:load_whole", HERE, optimizer, replicate(5), with_state):
+        assert result["replicas"] > 10
+        for key, expected in result["expected_at_start"].items():
+            np.testing.assert_array_equal(result["at_start"][key], expected, err_msg=key)
+            if not with_state and optimizer == "rowwise_adagrad" and key.endswith(".sum"):
+                assert (expected == 0.1).all(), "the state is the optimizer's initial value, not 0"
+        assert result["equal"], "a replica differed from its home copy"
+        for name, table in result["expected_end"].items():
+            np.testing.assert_allclose(result["end"][name], table, rtol=0, atol=1e-9)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     rows=st.integers(1, 60),

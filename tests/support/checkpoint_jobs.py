@@ -199,6 +199,32 @@ def plain_tables(rank: int, layout: RankLayout) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def load_whole(rank: int, layout: RankLayout, optimizer: str, delta: Delta, with_state: bool) -> dict[str, Any]:
+    """Load whole tables into a collection with replicas, and train on beside a collection without any."""
+    source, loaded = (make(layout, optimizer, seed) for seed in (1, 2))
+    go(source, 0, 3)
+    state = checkpoint.whole_state_dict(source)
+    offer(loaded, delta)
+    go(loaded, 5, 2)
+    if with_state:
+        reference = source
+    else:
+        reference = make(layout, optimizer, 3)
+        state = {key: value for key, value in state.items() if key.startswith("embeddings.")}
+        for name in ROWS:
+            reference.load_rows(name, 0, state[f"embeddings.{name}.weight"])
+    replicas = sum(len(store.directory) for store in loaded.engine.stores)
+    checkpoint.load_whole_state_dict(loaded, state)
+    at_start = {key: value.numpy() for key, value in checkpoint.whole_state_dict(loaded).items()}
+    expected_at_start = {key: value.numpy() for key, value in checkpoint.whole_state_dict(reference).items()}
+    equal = go(loaded, 10, 3)
+    go(reference, 10, 3)
+    return {
+        "replicas": replicas, "at_start": at_start, "expected_at_start": expected_at_start, "equal": equal,
+        "end": tables_of(loaded), "expected_end": tables_of(reference),
+    }  # fmt: skip
+
+
 def missing_file(rank: int, layout: RankLayout, path: str, damage: str) -> str:
     """A checkpoint that lost something after it was saved."""
     collection = make(layout, "adam", 1)
