@@ -24,7 +24,8 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
-from flexd.embedding.exchange.process_groups import Peers, layout_from_environment
+from flexd.embedding.exchange.collectives import Peers
+from flexd.embedding.exchange.process_groups import layout_from_environment
 from flexd.embedding.jagged import Jagged
 from flexd.planner.model.cost import CostBreakdown
 from flexd.planner.model.row_bytes import Exchange, Phase, Where

@@ -92,8 +92,8 @@ def count(
 
 
 def _sent(collection: flexd.EmbeddingCollection) -> list[int]:
-    collection.engine.wait_ahead()
-    ahead = collection.engine.ahead_traffic
+    collection.engine.hooks.wait()
+    ahead = collection.engine.hooks.overlapped
     all_bytes, hidden = collection.traffic.totals(), ahead.totals() if ahead is not None else {}
     sent = []
     for link in ("inter", "intra"):

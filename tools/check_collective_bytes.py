@@ -31,8 +31,7 @@ def _measure(rank: int, world_size: int, sizes: list[int], results: Any) -> None
     import torch.distributed as dist
 
     from flexd.core.layout import RankLayout
-    from flexd.embedding.exchange.process_groups import Peers
-    from flexd.embedding.exchange.sent_bytes import Traffic
+    from flexd.embedding.exchange.collectives import Peers, Traffic
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.TCPStore("127.0.0.1", PORT, world_size, rank == 0, timedelta(seconds=30))

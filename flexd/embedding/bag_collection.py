@@ -78,25 +78,27 @@ class EmbeddingBagCollection(EmbeddingCollection):
                 lengths do not sum to the number of ids, or weights do not fit the ids or are for a mean.
         """
         if weights is None:
-            found = self._route(features)
+            routed = self._route(features)
         else:  # though empty here: whether a batch is looked up ahead must be the same on all ranks
-            found = self._route(features, lambda given: self._check_weights(given, weights))
-        return self._pool(found, self._rows(found, expand=False), weights or {})
+            routed = self._route(features, lambda given: self._check_weights(given, weights))
+        return self._pool(routed, self._rows(routed, expand=False), weights or {})
 
     def _pool(
-        self, found: RoutedInput, rows: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
+        self, routed: RoutedInput, rows: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """One kernel for all features of a dim-group that are pooled alike."""
         pooled: dict[str, torch.Tensor] = {}
-        for names, distinct, stop in zip(self._features.by_group(found.order), rows, found.route.stops[0], strict=True):
+        for names, distinct, stop in zip(
+            self._features.by_group(routed.order), rows, routed.forward_pass.route.stations[0], strict=True
+        ):
             asked = torch.arange(stop.rows, device=distinct.device) if stop.expand is None else stop.expand
-            sizes = [found.features[name].values.numel() for name in names]
+            sizes = [routed.features[name].values.numel() for name in names]
             index_of = dict(zip(names, torch.split(asked, sizes), strict=True))
             for pooling, weighted in (("sum", False), ("mean", False), ("sum", True)):
                 alike = [n for n in names if self._pooling[n] == pooling and (n in weights) == weighted]
                 if not alike:
                     continue
-                lengths = [found.features[name].lengths for name in alike]
+                lengths = [routed.features[name].lengths for name in alike]
                 bags = functional.embedding_bag(
                     torch.cat([index_of[name] for name in alike]),
                     distinct,
@@ -106,7 +108,7 @@ class EmbeddingBagCollection(EmbeddingCollection):
                     per_sample_weights=torch.cat([weights[n].to(distinct.dtype) for n in alike]) if weighted else None,
                 )
                 pooled |= zip(alike, torch.split(bags, [part.numel() for part in lengths]), strict=True)
-        return {name: pooled[name] for name in found.features}
+        return {name: pooled[name] for name in routed.features}
 
     def as_features(self, given: Any) -> dict[str, Jagged]:
         features = super().as_features(given)

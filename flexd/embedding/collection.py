@@ -17,14 +17,13 @@ from flexd.core.layout import RankLayout
 from flexd.embedding.checkpoint.blocks import TableHomes
 from flexd.embedding.checkpoint.local_state import load_local, save_local
 from flexd.embedding.checkpoint.whole_tables import gather_rows, replicas_bit_equal
-from flexd.embedding.engine import RowEngine
+from flexd.embedding.engine import ForwardPass, LookupFunction, RowEngine
+from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.process_groups import ChainGroups, layout_from_environment
-from flexd.embedding.exchange.sent_bytes import Traffic
-from flexd.embedding.exchange.station import Route
+from flexd.embedding.exchange.route import Route
 from flexd.embedding.features import FeatureMap
 from flexd.embedding.gradients import AnchorParameter, clip_grad_norm_
 from flexd.embedding.jagged import Jagged, as_jagged
-from flexd.embedding.lookup import Lookup
 from flexd.embedding.optimizer_handle import FusedOptimizer
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
 from flexd.embedding.store.initial_values import initial_rows
@@ -62,11 +61,11 @@ class EmbeddingTable:
 
 @dataclass(frozen=True)
 class RoutedInput:
-    """One input that all ranks agree to look up. ``order``: its features, dim-group by dim-group."""
+    """An input whose rows are located on all ranks. ``order``: its features, dim-group by dim-group."""
 
     features: Mapping[str, Jagged]
     order: list[str]
-    route: Route
+    forward_pass: ForwardPass
 
 
 class EmbeddingCollection(nn.Module):
@@ -178,8 +177,8 @@ class EmbeddingCollection(nn.Module):
             EmbeddingError: on every rank, if on any rank an id is out of range, of a wrong dtype, or of an unknown
                 feature. Nothing was looked up; the step may be tried again with other input.
         """
-        found = self._route(features)
-        return self._features.split(found.features, found.order, self._rows(found))
+        routed = self._route(features)
+        return self._features.split(routed.features, routed.order, self._rows(routed))
 
     def as_features(self, given: Any) -> dict[str, Jagged]:
         """What ``forward`` takes, as ids by feature. Local; adapters for other input types override it.
@@ -195,18 +194,19 @@ class EmbeddingCollection(nn.Module):
         return {name: as_jagged(value, name) for name, value in given.items()}
 
     def _route(self, given: Any, check: Callable[[Mapping[str, Jagged]], None] | None = None) -> RoutedInput:
-        """Collective. Input is converted and checked here: what fails on one rank fails on all.
+        """Collective. Convert and check the input, and locate its rows: a fault on one rank is an error on all.
 
         Args:
-            check: of what a batch announced to ``prefetch`` does not tell; such a batch is not looked up ahead.
+            check: a check that needs more than the input announced to ``prefetch``; with it, what was located before
+                is not used.
         """
         if self._trains():
             self.engine.check_room()
-        ahead = self.engine.found_ahead(given, usable=check is None)
-        if ahead is not None and ahead.route is not None:
-            self._check_agreed(ahead.route, ahead.error)
-            known, names = ahead.input
-            return RoutedInput(known, names, ahead.route)
+        located = self.engine.hooks.claim(given, usable=check is None)
+        if located is not None:
+            self._check_agreed(located.forward_pass.route, located.error)
+            resolved_features, resolved_order = located.resolved
+            return RoutedInput(resolved_features, resolved_order, located.forward_pass)
         self.engine.prepare()
         features: dict[str, Jagged] = {}
         order: list[str] = []
@@ -219,14 +219,14 @@ class EmbeddingCollection(nn.Module):
             order, keys = self._features.keys(features)
         except Exception as fault:  # whatever it is: a rank that leaves alone lets the others wait
             error = fault
-        route = self.engine.find(keys, 0 if error is None else self.rank + 1, trains=self._trains())
-        self._check_agreed(route, error)
-        return RoutedInput(features, order, route)
+        forward_pass = self.engine.find(keys, 0 if error is None else self.rank + 1, trains=self._trains())
+        self._check_agreed(forward_pass.route, error)
+        return RoutedInput(features, order, forward_pass)
 
     @staticmethod
     def _check_agreed(route: Route, error: Exception | None) -> None:
         agreement = route.agreement
-        if agreement.parted:
+        if agreement.diverged:
             raise EmbeddingError(
                 f"ranks make different calls: {agreement.first}; {agreement.last}",
                 remedy="train() or eval(), backward passes and steps at the same points on every rank",
@@ -247,14 +247,17 @@ class EmbeddingCollection(nn.Module):
         order, keys = self._features.keys(features)
         return (features, order), keys
 
-    def _rows(self, found: RoutedInput, *, expand: bool = True) -> Sequence[torch.Tensor]:
-        """Collective. As ``RowEngine.fetch``; gradients of a pass for training wait for ``optimizer.step``."""
+    def _rows(self, routed: RoutedInput, *, expand: bool = True) -> Sequence[torch.Tensor]:
+        """Collective. Return the rows as ``RowEngine.fetch``; their gradients wait for ``optimizer.step``."""
+        forward_pass = routed.forward_pass
         if not self._trains():
-            return self.engine.fetch(found.route, expand=expand)
+            return self.engine.fetch(forward_pass, expand=expand)
         if self.after_lookup is not None:
-            self.after_lookup(found.features)
-        opened = self.engine.open_pass(found.route)
-        rows: tuple[torch.Tensor, ...] = Lookup.apply(self.__dict__["_anchor"], self.engine, opened, expand)  # type: ignore[no-untyped-call]
+            self.after_lookup(routed.features)
+        self.engine.open_pass(forward_pass)
+        rows: tuple[torch.Tensor, ...] = LookupFunction.apply(  # type: ignore[no-untyped-call]
+            self.__dict__["_anchor"], self.engine, forward_pass, expand
+        )
         return rows
 
     def _trains(self) -> bool:
@@ -344,7 +347,7 @@ class EmbeddingCollection(nn.Module):
         first_key, world_size = int(self.keyspace.first_key[table]), self.layout.world_size
         homes = TableHomes(spec.rows, first_key, store.first_home_key, world_size, self.rank)
         mine = homes.homed(self.rank, range(first_row, first_row + values.shape[0]))
-        self.engine.rows_loaded()
+        self.engine.before_rows_load()
         store.rows[homes.slots(mine)] = values[mine.start - first_row :: world_size].to(store.rows)
 
     def gather_table(self, name: str) -> torch.Tensor:
@@ -358,7 +361,7 @@ class EmbeddingCollection(nn.Module):
 
     def replicas_bit_equal(self) -> bool:
         """Collective. Do all replicas, with optimizer state, equal their home copies bit for bit?"""
-        self.engine.wait_ahead()
+        self.engine.hooks.wait()
         with self.traffic.uncounted():
             return replicas_bit_equal(self._groups, self.engine.stores)
 

@@ -1,10 +1,11 @@
-"""Rows by key: looked up, trained, replicated and migrated, whatever module the ids come from."""
+"""The rows of one rank: looked up, trained, replicated and migrated, independent of the module that has the ids."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,16 +14,15 @@ from flexd.control.agent.inbox import ChunkInbox, Prepared
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta
-from flexd.embedding.exchange.hop import Agreement, Call, Hop
+from flexd.embedding.exchange.collectives import Traffic
+from flexd.embedding.exchange.hop import Agreement, CallSignature, Hop
 from flexd.embedding.exchange.process_groups import ChainGroups
-from flexd.embedding.exchange.route import Router
-from flexd.embedding.exchange.sent_bytes import Traffic
-from flexd.embedding.exchange.station import Route
+from flexd.embedding.exchange.route import Route
+from flexd.embedding.exchange.router import Router
 from flexd.embedding.gradients import StepGradients
 from flexd.embedding.migration.migrator import Migrator
-from flexd.embedding.prefetch.job import Ahead, AheadJob, Left
-from flexd.embedding.prefetch.run_ahead import RunAhead
-from flexd.embedding.replicas.row_updates import ReplicaSync, Summed
+from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
+from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.embedding.store.initial_values import initial_rows
 from flexd.embedding.store.memory import RankMemory, rank_memory
@@ -31,25 +31,104 @@ from flexd.embedding.store.store import GroupStore
 MAX_PENDING_PASSES = 64
 
 
-class Pass:
-    """A forward pass for training whose gradients have not been pushed yet.
+class ForwardPass:
+    """One look-up. If it is for training it waits in ``RowEngine.passes`` until its gradients are pushed.
 
     Attributes:
+        touched: the replicated rows that it reads, filled in while it is found and fetched; None if there are none.
         grads: per dim-group [rows of the route's first station, dim]; None before its backward pass.
     """
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: Route, touched: TouchedRows | None) -> None:
         self.route = route
+        self.touched = touched
         self.grads: list[torch.Tensor] | None = None
 
     def add(self, grads: list[torch.Tensor]) -> None:
         self.grads = grads if self.grads is None else [a + b for a, b in zip(self.grads, grads, strict=True)]
 
 
+@dataclass(frozen=True)
+class LocatedInput:
+    """An input whose rows were located before its forward pass.
+
+    Attributes:
+        resolved: the input as the collection resolved it; None if that raised ``error``.
+    """
+
+    resolved: Any
+    error: Exception | None
+    forward_pass: ForwardPass
+
+
+class GradientSplit(Protocol):
+    """The part of a step's gradients that is pushed in the step; the rest is pushed later.
+
+    Attributes:
+        touched: replicated rows with gradients in this part, on any rank.
+    """
+
+    touched: TouchedRows | None
+
+    def split(self, number: int, grads: Sequence[torch.Tensor]) -> tuple[Route, list[torch.Tensor]]:
+        """Return the route of the part and its gradients, of the step's pass ``number``."""
+        ...
+
+
+class StepHooks:
+    """Points of a step at which rows may be exchanged earlier or later. These do nothing; ``RunAhead`` replaces them.
+
+    Called by the training thread, at the same points on every rank; all methods are collective.
+    """
+
+    holds_route = False
+    """True while a route is held that no forward pass has used: no chunk may be applied."""
+    held: object = None
+    """Objects whose tensors stay until a later step."""
+    working_bytes = 0
+    """Bytes allocated once."""
+    overlapped: Traffic | None = None
+    """The part of the traffic that no step waited for."""
+
+    def settle(self) -> None:
+        """Push gradients that an earlier step deferred."""
+
+    def discard(self) -> None:
+        """Settle, and forget rows that were fetched early: the tables are about to be replaced."""
+
+    def wait(self) -> None:
+        """Wait until no other thread changes rows. Deferred gradients stay deferred."""
+
+    def claim(self, given: object, *, usable: bool) -> LocatedInput | None:
+        """Return the input of a forward pass if it was located before; not if it is not ``usable``."""
+        del given, usable
+        return None
+
+    def fetch(self, forward_pass: ForwardPass, *, expand: bool) -> list[torch.Tensor] | None:
+        """Return the rows of a pass as ``RowEngine.fetch`` does if some were fetched before, else None."""
+        del forward_pass, expand
+        return None
+
+    def after_fetch(self) -> None:
+        """Run after a forward pass has its rows."""
+
+    def split_gradients(self, *, defer: bool) -> GradientSplit | None:
+        """Run before the gradients of all open passes are pushed; None: push all of them.
+
+        Args:
+            defer: whether gradients may be deferred.
+        """
+        del defer
+        return None
+
+    def after_update(self, optimizer: RowOptimizer, step: int) -> None:
+        """Run after a step has updated its rows; deferred gradients update theirs by this optimizer and step."""
+
+
 class RowEngine:
     """The rows that one rank holds and the exchange with the others. Every method that says so is collective.
 
-    A step is: ``prepare`` and ``find`` for each forward pass, ``fetch`` its rows, ``open_pass`` if it trains,
+    A step is: ``prepare`` and ``find`` for each forward pass, ``open_pass`` if it trains, ``fetch`` its rows,
     ``reduce`` in its backward pass; then ``push`` once, which updates all rows touched since the last one.
 
     Args:
@@ -83,14 +162,14 @@ class RowEngine:
         ]
         self._exchange = exchange
         self._comm_dtype = comm_dtype
-        self.router = self._new_router(groups, traffic)
-        self.sync = ReplicaSync(self.stores, self.router)
+        self.router, self.sync = self.new_exchange(groups, traffic)
         self.migrator = Migrator(groups, self.stores, traffic, max_migration_bytes_per_step)
         self.inbox = ChunkInbox(
             keyspace, groups.layout, groups.rank, tuple(replica_slots), self.migrator.starts_here, self._prepare_chunk
         )
-        self.passes: list[Pass] = []
-        """Not pushed yet, oldest first; equally many on every rank."""
+        self.hooks = StepHooks()
+        self.passes: list[ForwardPass] = []
+        """Passes whose gradients are not pushed yet, oldest first; equally many on every rank."""
         self.steps = 0
         self.apply_seconds = 0.0
         self.after_step: Callable[[], None] | None = None
@@ -98,10 +177,20 @@ class RowEngine:
         self._max_migration_bytes = max_migration_bytes_per_step
         self._stale_replicas = False
         self._summed: StepGradients | None = None
-        self._ahead: RunAhead | None = None
+
+    def new_exchange(self, groups: ChainGroups, traffic: Traffic) -> tuple[Router, ReplicaSync]:
+        """Make a router and a replica synchronisation of these stores over other process groups."""
+        router = Router(
+            self.stores,
+            _hops(self._exchange, groups),
+            traffic,
+            dedup=self._exchange != "direct_no_dedup",
+            comm_dtype=self._comm_dtype,
+        )
+        return router, ReplicaSync(self.stores, router, groups.layout)
 
     def initialise(self, scales: Sequence[float], seed: int, state: float) -> None:
-        """Home rows of each table get their ``initial_rows``, and ``state`` in each number beside them."""
+        """Set the home rows of each table to its ``initial_rows``, and every number of optimizer state to ``state``."""
         for store in self.stores:
             store.state.fill_(state)
             tables, rows = self.keyspace.table_rows(store.home_keys())
@@ -112,189 +201,138 @@ class RowEngine:
                 store.rows[torch.from_numpy(at).to(store.rows.device)] = values.to(store.rows.device)
 
     def prepare(self) -> None:
-        """Collective. Copies replicas anew if home rows were loaded, and applies the chunks all ranks agreed on; not
-        while gradients wait for their push or a route was found ahead, which go by the placement as it was."""
+        """Collective. Copy replicas anew if home rows were loaded, and apply the chunks that all ranks agreed on.
+
+        Chunks wait while gradients wait for their push or a route was found before its forward pass: both go by the
+        placement of their time.
+        """
         self.settle()
         if self._stale_replicas:
             self.migrator.refresh()
             self._stale_replicas = False
         if self._summed is not None and self._summed.overflowed:
             self._summed = None  # their step was skipped, on every rank
-        if not self.passes and self._summed is None and not (self._ahead and self._ahead.holds_route):
+        if not self.passes and self._summed is None and not self.hooks.holds_route:
             self._apply_chunks()
 
-    def find(self, keys: torch.Tensor, fault: int = 0, *, trains: bool = False) -> Route:
-        """Collective. The route of int64 [n] keys, in any order, repeats allowed.
+    def find(self, keys: torch.Tensor, fault: int = 0, *, trains: bool = False) -> ForwardPass:
+        """Collective. Find the route of int64 [n] keys, in any order, repeats allowed.
 
         Args:
-            trains: a pass will be opened for it; equal on all ranks.
+            trains: the pass will be opened; equal on all ranks.
             fault: 1 + this rank if its input cannot be looked up (``keys`` is empty then). The highest of all ranks
-                is in the route's agreement: every rank must give the pass up if it is not 0, or if ranks have parted.
+                is in the route's agreement: every rank must give the pass up if it is not 0, or if ranks diverged.
         """
-        call = Call.of(self.groups.rank, trains=trains, passes=len(self.passes), steps=self.steps)
-        route = self.router.find(keys, Agreement(self.inbox.begin_exchange(), fault, call, call), trains)
+        call = CallSignature.of(self.groups.rank, trains=trains, passes=len(self.passes), steps=self.steps)
+        touched = self.sync.new_touched() if trains else None
+        route = self.router.find(keys, Agreement(self.inbox.begin_exchange(), fault, call, call), touched)
         self.inbox.end_exchange(route.agreement.version)
-        return route
+        return ForwardPass(route, touched)
 
-    def fetch(self, route: Route, *, expand: bool = True) -> list[torch.Tensor]:
-        """Collective. Per dim-group [requests of this rank, dim]; without ``expand`` the distinct rows of the route's
-        first station, [rows, dim]."""
-        if self._ahead is None:
-            return self.router.fetch(route, expand=expand)
-        rows = self._ahead.fetch(route, self.router, expand=expand)
-        self._ahead.fetched(self._open_routes(), idle=self._summed is not None)
+    def open_pass(self, forward_pass: ForwardPass) -> None:
+        """Let a pass wait for its backward pass and the next ``push``."""
+        self.passes.append(forward_pass)
+
+    def fetch(self, forward_pass: ForwardPass, *, expand: bool = True) -> list[torch.Tensor]:
+        """Collective. Return per dim-group [requests of this rank, dim]; without ``expand`` the distinct rows of the
+        route's first station, [rows, dim]."""
+        rows = self.hooks.fetch(forward_pass, expand=expand)
+        if rows is None:
+            rows = self.router.fetch(forward_pass.route, forward_pass.touched, expand=expand)
+        self.hooks.after_fetch()
         return rows
 
     def check_room(self) -> None:
-        """Raises EmbeddingError when too many passes wait for a push, TopologyError if the world has grown."""
-        self.groups.check_still_alone()
+        """Raise EmbeddingError when too many passes wait for a push, TopologyError if the world has grown."""
+        self.groups.check_world_unchanged()
         if len(self.passes) >= MAX_PENDING_PASSES:
             raise EmbeddingError(
                 f"{MAX_PENDING_PASSES} forward passes without a step",
                 remedy="call optimizer.step() after backward(), or evaluate under torch.no_grad()",
             )
 
-    def open_pass(self, route: Route) -> Pass:
-        opened = Pass(route)
-        self.passes.append(opened)
-        return opened
-
-    def reduce(self, opened: Pass, grads: Sequence[torch.Tensor], *, expanded: bool = True) -> None:
-        """Adds the gradients of one backward pass, shaped as ``fetch`` gave the rows."""
-        opened.add(self.router.reduce(opened.route, list(grads)) if expanded else list(grads))
+    def reduce(self, forward_pass: ForwardPass, grads: Sequence[torch.Tensor], *, expanded: bool = True) -> None:
+        """Add the gradients of one backward pass, shaped as ``fetch`` returned the rows."""
+        forward_pass.add(self.router.reduce(forward_pass.route, list(grads)) if expanded else list(grads))
 
     def forget_gradients(self) -> None:
         # The passes stay: their backward may be still to come, and every rank must push the same number of them.
-        for opened in self.passes:
-            opened.grads = None
+        for forward_pass in self.passes:
+            forward_pass.grads = None
         self._summed = None
 
     def gradients(self) -> StepGradients | None:
-        """Collective. The gradients of all passes since the last step, summed at their rows; None without any pass.
+        """Collective. Sum the gradients of all passes since the last step at their rows; None without any pass.
 
-        What waits here must be pushed, or forgotten on all ranks alike.
+        They must be pushed, or forgotten on all ranks alike.
         """
         if self.passes:
-            summed, _ = self._carry()
+            summed = self._sum_passes(defer=False)
             if self._summed is None:
                 self._summed = StepGradients(summed, self.stores, self.groups.world)
             else:
                 self._summed.add(summed)
         return self._summed
 
+    @property
+    def awaits_push(self) -> bool:
+        """True if gradients are summed at their rows and wait for ``push``."""
+        return self._summed is not None
+
     def push(self, optimizer: RowOptimizer) -> None:
-        """Collective. Updates the rows by the gradients of all passes since the last step; nothing without any."""
-        left: Left | None = None
+        """Collective. Update the rows by the gradients of all passes since the last step; nothing without any."""
         if self.passes and self._summed is None:
-            parts, left = self._carry(leave=True)
-            self._summed = StepGradients(parts, self.stores, self.groups.world)
+            self._summed = StepGradients(self._sum_passes(defer=True), self.stores, self.groups.world)
         summed = self.gradients()
         if summed is None:
             return  # nothing was looked up for training on any rank
         self._summed = None
         self.steps += 1
-        self.sync.apply(summed.scaled(), optimizer, self.steps)
-        if left is not None and self._ahead is not None:
-            step = self.steps
-            self._ahead.leave(left, lambda late: self.sync.apply(late, optimizer, step))
+        self.sync.update(summed.scaled(), optimizer, self.steps)
+        self.hooks.after_update(optimizer, self.steps)
         if self.after_step is not None:
             self.after_step()
 
-    def _carry(self, *, leave: bool = False) -> tuple[list[Summed], Left | None]:
-        """Collective. Brings the gradients of all open passes to the rows, each row's once; with ``leave`` not those
-        that can wait for the next exchange ahead, which come back."""
-        routes = self._open_routes()
-        left = None if self._ahead is None else self._ahead.left_of(routes, leave=leave)
-        touched = self.router.touched(routes) if left is None else left.pushed
-        parts = []
-        for number, opened in enumerate(self.passes):
-            grads = self._scaled(opened)
-            parts.append((opened.route, grads) if left is None else left.divide(number, grads))
+    def _sum_passes(self, *, defer: bool) -> list[RowGradients]:
+        """Collective. Carry the gradients of all open passes to the rows, each row's once; with ``defer`` not those
+        that the hooks defer."""
+        split = self.hooks.split_gradients(defer=defer)
+        if split is None:
+            touched = self.sync.agree([(forward_pass.route, forward_pass.touched) for forward_pass in self.passes])
+            parts = [(forward_pass.route, self._scaled(forward_pass)) for forward_pass in self.passes]
+        else:
+            touched = split.touched
+            parts = [split.split(number, self._scaled(one)) for number, one in enumerate(self.passes)]
         self.passes.clear()
-        return self.sync.push(parts, touched), left
+        return self.sync.push(parts, touched)
 
-    def _scaled(self, opened: Pass) -> list[torch.Tensor]:
-        if opened.grads is None:
+    def _scaled(self, forward_pass: ForwardPass) -> list[torch.Tensor]:
+        if forward_pass.grads is None:
             return [
-                store.rows.new_zeros((stop.rows, store.rows.shape[1]), dtype=wide)
-                for store, stop, wide in zip(self.stores, opened.route.stops[0], self.router.wide, strict=True)
+                store.rows.new_zeros((first.rows, store.rows.shape[1]), dtype=wide)
+                for store, first, wide in zip(
+                    self.stores, forward_pass.route.stations[0], self.router.wide, strict=True
+                )
             ]
-        return [grad * self._scale for grad in opened.grads] if self._scale != 1.0 else opened.grads
+        return [grad * self._scale for grad in forward_pass.grads] if self._scale != 1.0 else forward_pass.grads
 
     def memory(self) -> RankMemory:
-        """Bytes of this rank, by part: as they are and as they can come to at most. Not collective."""
-        pending = (self.passes, None if self._ahead is None else self._ahead.held)
-        working = self.router.working_bytes + self.sync.working_bytes
-        if self._ahead is not None:
-            working += self._ahead.working_bytes
+        """Return the bytes of this rank by part, now and at most. Not collective."""
+        working = self.router.working_bytes + self.sync.working_bytes + self.hooks.working_bytes
         return rank_memory(
-            self.stores, self.groups.layout, self._max_migration_bytes, self.migrator.most_rows, pending,
-            self.inbox.waiting_bytes, working, self.inbox.prepared_bytes,
+            self.stores, self.groups.layout, self._max_migration_bytes, self.migrator.most_rows,
+            (self.passes, self.hooks.held), self.inbox.waiting_bytes, working, self.inbox.prepared_bytes,
         )  # fmt: skip
 
-    def rows_loaded(self) -> None:
-        """Collective, if anything is ahead. Home rows or their state are about to be replaced from outside: replicas
-        are copied anew before the next pass, and what was fetched ahead is fetched anew."""
-        if self._ahead is not None:
-            self._ahead.drop(self.sync)
+    def before_rows_load(self) -> None:
+        """Collective with run-ahead. Call it before home rows or their state are replaced from outside: replicas are
+        copied anew before the next pass, and rows that were fetched early are fetched again."""
+        self.hooks.discard()
         self._stale_replicas = True
 
-    def run_ahead(self, timeout_seconds: float, passes_per_step: int) -> RunAhead:
-        """What a loop that begins now announces its batches to. Collective when called with another deadline than
-        before: makes process groups for the exchange ahead.
-
-        Raises:
-            EmbeddingError: another loop has not ended.
-        """
-        if self._ahead is not None:
-            self._ahead.begin()
-        if self._ahead is None or self._ahead.timeout_seconds != timeout_seconds:
-            self.settle()
-            traffic = Traffic()
-            with self.router.traffic.uncounted():
-                groups = ChainGroups(
-                    self.groups.layout, traffic, self.stores[0].rows.device, timedelta(seconds=timeout_seconds)
-                )
-            router = self._new_router(groups, traffic)
-            self._ahead = RunAhead(
-                AheadJob(self.stores, router, ReplicaSync(self.stores, router), self.inbox, self.groups.rank),
-                self.inbox,
-                traffic,
-                self.router.traffic,
-                rank=self.groups.rank,
-                device=self.stores[0].rows.device,
-                timeout_seconds=timeout_seconds,
-            )
-            self._ahead.begin()
-        self._ahead.passes_per_step = passes_per_step
-        return self._ahead
-
-    def start_ahead(self) -> None:
-        """Collective. Starts the exchange for the batch announced to ``run_ahead``, if no forward pass has."""
-        if self._ahead is not None:
-            self._ahead.start_announced(self._open_routes(), idle=self._summed is not None)
-
-    def found_ahead(self, given: object, *, usable: bool = True) -> Ahead | None:
-        """Collective. What was found ahead for the input of this forward pass; None: ``prepare`` and ``find``."""
-        return None if self._ahead is None else self._ahead.take(given, usable=usable)
-
     def settle(self) -> None:
-        """Collective, if anything is ahead. Rows are as if every step had pushed all of its gradients."""
-        if self._ahead is not None:
-            self._ahead.settle(self.sync)
-
-    @property
-    def ahead_traffic(self) -> Traffic | None:
-        """The part of the traffic that exchanges ahead sent, up to the last that was waited for; None without any."""
-        return None if self._ahead is None else self._ahead.overlapped
-
-    def wait_ahead(self) -> None:
-        """Waits until nothing but this thread changes rows. What a step has left for later stays."""
-        if self._ahead is not None:
-            self._ahead.join()
-
-    def _open_routes(self) -> list[Route]:
-        return [opened.route for opened in self.passes]
+        """Collective with run-ahead. Bring the rows to the state in which every step pushed all of its gradients."""
+        self.hooks.settle()
 
     @torch.no_grad()
     def _prepare_chunk(self, chunk: Delta, after: Prepared | None) -> Prepared:
@@ -310,25 +348,33 @@ class RowEngine:
         self.inbox.applied(chunks[-1][0])
         self.apply_seconds += time.perf_counter() - started
 
-    def _new_router(self, groups: ChainGroups, traffic: Traffic) -> Router:
-        return Router(
-            self.stores,
-            self._hops(groups),
-            groups.layout,
-            traffic,
-            dedup=self._exchange != "direct_no_dedup",
-            comm_dtype=self._comm_dtype,
-        )
 
-    def _hops(self, groups: ChainGroups) -> list[Hop]:
-        world, local_ranks = groups.layout.world_size, groups.layout.local_ranks
-        if self._exchange == "chain":
-            hops = [
-                Hop(groups.node, lambda keys: keys % local_ranks),
-                Hop(groups.rail, lambda keys: keys % world // local_ranks, all_reduces=True),
-            ]
-        elif self._exchange in ("direct", "direct_no_dedup"):
-            hops = [Hop(groups.world, lambda keys: keys % world)]
-        else:
-            raise EmbeddingError(f"exchange {self._exchange!r}", remedy="one of chain, direct, direct_no_dedup")
-        return [hop for hop in hops if hop.peers.size > 1]
+class LookupFunction(torch.autograd.Function):
+    """Fetches the rows of a forward pass; its gradients wait in the engine for ``optimizer.step``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, engine: RowEngine, forward_pass: ForwardPass, expand: bool
+    ) -> tuple[torch.Tensor, ...]:
+        del anchor
+        ctx.engine, ctx.forward_pass, ctx.expand = engine, forward_pass, expand
+        return tuple(engine.fetch(forward_pass, expand=expand))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None]:
+        ctx.engine.reduce(ctx.forward_pass, grads, expanded=ctx.expand)
+        return None, None, None, None
+
+
+def _hops(exchange: str, groups: ChainGroups) -> list[Hop]:
+    world, local_ranks = groups.layout.world_size, groups.layout.local_ranks
+    if exchange == "chain":
+        hops = [
+            Hop(groups.node, lambda keys: keys % local_ranks),
+            Hop(groups.rail, lambda keys: keys % world // local_ranks, all_reduces=True),
+        ]
+    elif exchange in ("direct", "direct_no_dedup"):
+        hops = [Hop(groups.world, lambda keys: keys % world)]
+    else:
+        raise EmbeddingError(f"exchange {exchange!r}", remedy="one of chain, direct, direct_no_dedup")
+    return [hop for hop in hops if hop.peers.size > 1]

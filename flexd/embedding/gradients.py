@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from flexd.core.errors import EmbeddingError
-from flexd.embedding.exchange.process_groups import Peers
-from flexd.embedding.replicas.row_updates import Summed, sum_by
+from flexd.embedding.exchange.collectives import Peers
+from flexd.embedding.replicas.replica_sync import RowGradients, sum_by_index
 from flexd.embedding.store.store import GroupStore
 
 
@@ -21,7 +21,7 @@ class StepGradients:
         clip: the update multiplies gradients by it, and by the gate; equal on all ranks.
     """
 
-    def __init__(self, parts: Sequence[Summed], stores: Sequence[GroupStore], world: Peers) -> None:
+    def __init__(self, parts: Sequence[RowGradients], stores: Sequence[GroupStore], world: Peers) -> None:
         self._parts = list(parts)
         self._stores = stores
         self._world = world
@@ -29,12 +29,12 @@ class StepGradients:
         self._gate: torch.Tensor | None = None
         self.clip = 1.0
 
-    def add(self, parts: Sequence[Summed]) -> None:
+    def add(self, parts: Sequence[RowGradients]) -> None:
         """More gradients of the same step; no chunk was applied in between."""
         self._finite = self._gate = None
         # Two numbers a row, so that the order in which a holder has them does not show in the sum.
         self._parts = [
-            Summed(old.group, *sum_by(torch.cat([old.slots, new.slots]), torch.cat([old.grads, new.grads])))
+            RowGradients(old.group, *sum_by_index(torch.cat([old.slots, new.slots]), torch.cat([old.grads, new.grads])))
             for old, new in zip(self._parts, parts, strict=True)
         ]
 
@@ -42,12 +42,12 @@ class StepGradients:
     def factor(self) -> float:
         return self.clip if self._gate is None else self.clip * float(self._gate)
 
-    def scaled(self) -> list[Summed]:
+    def scaled(self) -> list[RowGradients]:
         """Multiplied by ``factor``."""
         factor = self.factor
         if factor == 1.0:
             return self._parts
-        return [Summed(part.group, part.slots, part.grads * factor) for part in self._parts]
+        return [RowGradients(part.group, part.slots, part.grads * factor) for part in self._parts]
 
     def gate(self) -> torch.Tensor:
         """Collective at first. float32 []: 1, or inf if gradients of any row are not finite. The update multiplies by
@@ -94,7 +94,7 @@ class StepGradients:
         self._world.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
         return float(total.item()) if largest else float(total.item()) ** (1.0 / norm_type)
 
-    def _home_norm(self, part: Summed, norm_type: float) -> torch.Tensor:
+    def _home_norm(self, part: RowGradients, norm_type: float) -> torch.Tensor:
         """float64 []: of the rows whose home is here, so that a replicated row counts once."""
         home = part.slots < self._stores[part.group].home_rows
         grads = part.grads[home].double()

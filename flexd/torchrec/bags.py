@@ -66,9 +66,9 @@ class FlexEmbeddingBagCollection(EmbeddingBagCollection, EmbeddingBagCollectionI
             EmbeddingError: on every rank, if any rank's input misses a feature, holds a row out of range, has no
                 weights where they are needed, or batch sizes that differ without fitting ``inverse_indices``.
         """
-        found = self._route(features)
+        routed = self._route(features)
         kjt = as_keyed_jagged(features, [], self.rank)
-        pooled = self._pool(found, self._rows(found, expand=False), self._weights(kjt))
+        pooled = self._pool(routed, self._rows(routed, expand=False), self._weights(kjt))
         parts = [pooled[name].float() for _, name in self._names]
         indices = kjt.inverse_indices_or_none()
         if indices is not None:

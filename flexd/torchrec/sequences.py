@@ -63,15 +63,15 @@ class FlexEmbeddingCollection(EmbeddingCollection, EmbeddingCollectionInterface)
         Raises:
             EmbeddingError: on every rank, if any rank's input misses a feature or holds a row out of range.
         """
-        found = self._route(features)
-        looked_up = self._features.split(found.features, found.order, self._rows(found))
+        routed = self._route(features)
+        looked_up = self._features.split(routed.features, routed.order, self._rows(routed))
         return {
             name: JaggedTensor(
                 values=looked_up[name].values.float(),
                 lengths=ids.lengths,
                 weights=ids.values if self._need_indices else None,
             )
-            for name, ids in found.features.items()
+            for name, ids in routed.features.items()
         }
 
     def as_features(self, given: Any) -> dict[str, Jagged]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import flexd
 from flexd.core.errors import CollectiveError, EmbeddingError, TopologyError
 from flexd.core.layout import RankLayout
-from flexd.embedding.exchange.hop import Agreement, Call
+from flexd.embedding.exchange.hop import Agreement, CallSignature
 from flexd.embedding.exchange.process_groups import layout_from_environment
 from tests.support.rank_pool import RankPool
 
@@ -72,13 +72,13 @@ def test_ranks_that_make_different_calls_hear_of_each_other(
     ranks_of=st.lists(st.integers(0, 2**20 - 1), min_size=1, max_size=4), steps=st.integers(0, 2**40),
 )  # fmt: skip
 def test_agreements_come_back_whole(version: int, fault: int, passes: int, ranks_of: list[int], steps: int) -> None:
-    calls = [Call.of(rank, trains=rank % 2 == 0, passes=passes, steps=steps) for rank in ranks_of]
+    calls = [CallSignature.of(rank, trains=rank % 2 == 0, passes=passes, steps=steps) for rank in ranks_of]
     told = [Agreement(version + n, fault - n, call, call).pack() for n, call in enumerate(calls)]
     assert all(-(2**63) <= word < 2**63 for words in told for word in words)
     both = Agreement.combined(told)
     assert (both.version, both.fault) == (version, fault)
     assert (both.first, both.last) == (min(calls), max(calls))
-    assert both.parted == (len({rank % 2 for rank in ranks_of}) > 1)
+    assert both.diverged == (len({rank % 2 for rank in ranks_of}) > 1)
 
 
 def test_two_collections_in_one_process(ranks: Ranks) -> None:

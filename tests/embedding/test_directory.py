@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.layout import RankLayout, Tier
-from flexd.embedding.replicas import directory as module
-from flexd.embedding.replicas.directory import Directory, HomeOrder
+from flexd.embedding.store import directory as module
+from flexd.embedding.store.directory import Directory, HomeOrder
 
 CPU = torch.device("cpu")
 FIRST = 7

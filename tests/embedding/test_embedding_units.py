@@ -12,8 +12,8 @@ import flexd
 from flexd.core.errors import EmbeddingError, TopologyError
 from flexd.core.keyspace import DimGroup, KeySpace, TableSpec
 from flexd.core.layout import RankLayout
+from flexd.embedding.exchange.collectives import Traffic, TrafficKind
 from flexd.embedding.exchange.process_groups import layout_from_environment
-from flexd.embedding.exchange.sent_bytes import Kind, Traffic
 from flexd.embedding.features import FeatureMap
 from flexd.embedding.jagged import Jagged, as_jagged
 from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
@@ -260,14 +260,14 @@ def test_row_wise_adagrad_is_its_formula(dtype: torch.dtype) -> None:
 def test_bytes_are_of_the_kind_they_were_sent_for() -> None:
     traffic = Traffic()
     traffic.sent(1, 2)
-    with traffic.kind(Kind.SYNC):
+    with traffic.kind(TrafficKind.SYNC):
         traffic.sent(3, 4)
-        with traffic.kind(Kind.MIGRATION):
+        with traffic.kind(TrafficKind.MIGRATION):
             traffic.sent(5, 6)
         traffic.sent(10, 20)
         with traffic.uncounted():
             traffic.sent(100, 100)
-    with pytest.raises(ZeroDivisionError), traffic.kind(Kind.MIGRATION):
+    with pytest.raises(ZeroDivisionError), traffic.kind(TrafficKind.MIGRATION):
         _ = 1 / 0
     traffic.sent(1, 1)
     totals = traffic.totals()

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
-from flexd.embedding.exchange import dedup
-from flexd.embedding.exchange.dedup import Dedup
+from flexd.embedding.exchange.route import MAX_TABLE_ROWS, Dedup
 from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -78,12 +77,12 @@ def test_rows_are_rounded_where_they_are_read() -> None:
 @settings(max_examples=60, deadline=None)
 @given(keys=st.lists(st.integers(5, 44), max_size=60), table=st.booleans())
 def test_distinct_keys(keys: list[int], table: bool) -> None:
-    rows = 40 if table else dedup.MAX_TABLE_ROWS + 1
+    rows = 40 if table else MAX_TABLE_ROWS + 1
     finder = Dedup(5, rows, torch.device("cpu"))
     assert (finder.nbytes > 0) == table
     for given_keys in (keys, keys[::-1]):
         wanted = torch.tensor(given_keys, dtype=torch.int64)
-        distinct, places = finder.find(wanted)
+        distinct, places = finder.unique(wanted)
         assert sorted(distinct.tolist()) == sorted(set(given_keys))
         if places is None:
             assert distinct.tolist() == given_keys

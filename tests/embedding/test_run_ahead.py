@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
-from flexd.embedding.prefetch.background import Background
+from flexd.embedding.prefetch.worker_thread import WorkerThread
 from tests.support.ahead_jobs import Loop
 from tests.support.collection_jobs import ddp_alone
 from tests.support.exactness import Scenario, train_alone
@@ -216,7 +216,7 @@ def test_a_failure_ahead_is_raised_at_the_next_step_and_from_then_on() -> None:
     collection(next(batches))["item"].values.sum().backward()
     collection.optimizer.step()
     features = next(batches)
-    ahead = collection.engine._ahead
+    ahead = collection.engine.hooks
     ahead._job._router.find = broken  # type: ignore[method-assign]
     collection(features)["item"].values.sum().backward()
     with pytest.raises(RuntimeError, match="connection reset"):
@@ -230,7 +230,7 @@ def test_a_failure_ahead_is_raised_at_the_next_step_and_from_then_on() -> None:
 
 def test_a_job_that_does_not_end_is_an_error_within_the_deadline() -> None:
     release = threading.Event()
-    worker: Background[int] = Background("test", torch.device("cpu"))
+    worker: WorkerThread[int] = WorkerThread("test", torch.device("cpu"))
     worker.submit(lambda: int(release.wait(60)))
     with pytest.raises(EmbeddingError, match="test: a job is under way"):
         worker.submit(lambda: 2)

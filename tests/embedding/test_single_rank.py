@@ -15,7 +15,7 @@ from flexd.control.protocol.report import StepReport
 from flexd.core.errors import ConfigError, EmbeddingError
 from flexd.core.placement import Delta
 from flexd.embedding.connect import Connection, _agreed_attempt
-from flexd.embedding.exchange.sent_bytes import Kind
+from flexd.embedding.exchange.collectives import TrafficKind
 
 LENGTHS = torch.tensor([4])
 
@@ -188,7 +188,7 @@ def test_reports_of_the_steps_add_up_to_the_totals() -> None:
     connection = Connection(collection, heard)  # type: ignore[arg-type]
     for step in range(4):
         collection(ids(*range(step + 1)))["item"].values.sum().backward()
-        with collection.traffic.kind(Kind.SYNC):
+        with collection.traffic.kind(TrafficKind.SYNC):
             collection.traffic.sent(step, 10 * step)
         collection.optimizer.step()
     connection.close()

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.embedding.exchange.hop import Agreement, Call
-from flexd.embedding.exchange.station import GroupStop, Route
-from flexd.embedding.prefetch.route_split import _exchange_bits, cut
+from flexd.embedding.exchange.hop import Agreement, CallSignature
+from flexd.embedding.exchange.route import Route, StationRows
+from flexd.embedding.prefetch.route_split import _exchange_bits, split_route
 
 
 class _Wire:
@@ -79,7 +79,7 @@ def test_halves_of_a_route(expanded: bool, seed: int, rows: int) -> None:
     """One peer, two stations: what travels along the halves is what travels along the whole."""
     generator = torch.Generator().manual_seed(seed)
 
-    def stop(rows: int, asks: bool) -> GroupStop:
+    def stop(rows: int, asks: bool) -> StationRows:
         held = torch.rand(rows, generator=generator) < (0.5 if asks else 2.0)
         asked = (~held).nonzero().view(-1)
         asked = asked[torch.randperm(len(asked), generator=generator)]
@@ -87,26 +87,26 @@ def test_halves_of_a_route(expanded: bool, seed: int, rows: int) -> None:
         expand = None
         if expanded:
             expand = torch.cat([torch.randperm(rows, generator=generator)] * 2)
-        return GroupStop(rows, expand, where, where + 100, torch.full_like(where, -1), asked)
+        return StationRows(rows, expand, where, where + 100, torch.full_like(where, -1), asked)
 
     first = stop(rows, True)
-    second = stop(len(first.asked) // (2 if expanded else 1), False)
+    second = stop(len(first.forwarded) // (2 if expanded else 1), False)
     requests = second.rows if second.expand is None else len(second.expand)
-    first = GroupStop(first.rows, first.expand, first.held, first.slots, first.entries, first.asked[:requests])
-    counts = [[[requests]]]
+    first = StationRows(first.rows, first.expand, first.held, first.slots, first.positions, first.forwarded[:requests])
+    counts = (((requests,),),)
     keys = [torch.arange(first.rows) + 500, torch.arange(requests) + 700]
     route = Route(
-        [[first], [second]],
+        ((first,), (second,)),
         counts,
         counts,
-        Agreement(0, 0, Call(0, 0), Call(0, 0)),
-        [[of_station] for of_station in keys],
+        Agreement(0, 0, CallSignature(0, 0), CallSignature(0, 0)),
+        tuple((of_station,) for of_station in keys),
     )
     of_second = torch.rand(second.rows, generator=generator) < 0.5
     marks = torch.rand(first.rows, generator=generator) < 0.5
     answered = of_second if second.expand is None else of_second[second.expand]
-    marks[first.asked] = answered
-    halves = cut(route, [[marks], [of_second]])
+    marks[first.forwarded] = answered
+    halves = split_route(route, [[marks], [of_second]])
     values = torch.randn(second.rows, generator=generator)
     whole = values if second.expand is None else values[second.expand]
     total = torch.zeros(first.rows, dtype=torch.int64)
@@ -114,18 +114,18 @@ def test_halves_of_a_route(expanded: bool, seed: int, rows: int) -> None:
         (halves.marked, halves.marked_rows[0], marks),
         (halves.rest, halves.rest_rows[0], ~marks),
     ):
-        near, far = half.stops[0][0], half.stops[1][0]
+        near, far = half.stations[0][0], half.stations[1][0]
         assert near.rows == len(places) == int(chosen.sum())
         assert near.expand is None
-        assert torch.equal(half.requests[0][0], keys[0][chosen])
-        assert torch.equal(half.requests[1][0], keys[1][answered if half is halves.marked else ~answered])
+        assert torch.equal(half.keys[0][0], keys[0][chosen])
+        assert torch.equal(half.keys[1][0], keys[1][answered if half is halves.marked else ~answered])
         total[places] += 1
         assert torch.equal(places[near.held] + 100, near.slots)
-        assert half.asked == half.asked_of_me == [[[len(near.asked)]]]
+        assert half.requested == half.served == (((len(near.forwarded),),),)
         sent = values[far.slots - 100]
         sent = sent if far.expand is None else sent[far.expand]
-        assert torch.equal(sent, whole[chosen[first.asked]])
-        assert torch.equal(places[near.asked], first.asked[chosen[first.asked]])
+        assert torch.equal(sent, whole[chosen[first.forwarded]])
+        assert torch.equal(places[near.forwarded], first.forwarded[chosen[first.forwarded]])
     assert torch.equal(total, torch.ones_like(total))
-    now, later = halves.divide([torch.arange(first.rows)])
+    now, later = halves.split_rows([torch.arange(first.rows)])
     assert sorted([*now[0].tolist(), *later[0].tolist()]) == list(range(first.rows))

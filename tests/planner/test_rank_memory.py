@@ -9,7 +9,7 @@ import torch
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
-from flexd.embedding.replicas.directory import Directory, HomeOrder
+from flexd.embedding.store.directory import Directory, HomeOrder
 from flexd.embedding.store.store import GroupStore
 from flexd.planner.baselines import Case
 from flexd.planner.baselines.peers import PEERS

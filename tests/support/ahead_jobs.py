@@ -15,6 +15,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
+from flexd.embedding.prefetch.run_ahead import RunAhead
 from tests.support.collection_jobs import Tower, some
 from tests.support.collection_jobs import tables as job_tables
 from tests.support.exactness import Scenario, batch, loss_of, random_chunks, row_optimizer, tables_of
@@ -107,8 +108,8 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             schedule.step()
             versions.append(collection.placement_version)
             unequal += not collection.replicas_bit_equal()
-            ahead = collection.engine._ahead
-            left += ahead is not None and ahead._left is not None
+            hooks = collection.engine.hooks
+            left += isinstance(hooks, RunAhead) and hooks._deferred is not None
             if each(index, step, loop.between_every):
                 losses.append(backward(collection, batch(scenario, 30_000 + step, rank)))
                 collection.optimizer.step()
@@ -140,12 +141,12 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         on(every[loop.left_at + 1 :])
     totals = collection.traffic.totals()
     tables = {table.name: collection.gather_table(table.name).double().numpy() for table in collection.tables}
-    ahead = collection.engine._ahead
+    overlapped = collection.engine.hooks.overlapped
     return {
         "losses": losses, "trained": trained, "versions": versions, "unequal": unequal, "tables": tables, "left": left,
         "said": said,
         "traffic": {name: totals[name] - built[name] for name in totals},
-        "overlapped": {} if ahead is None else ahead.overlapped.totals(),
+        "overlapped": {} if overlapped is None else overlapped.totals(),
         "digest": collection.engine.migrator.digest, "threads": threads(),
     }  # fmt: skip
 
@@ -177,10 +178,10 @@ def count_bytes(rank: int, layout: RankLayout, ids: list[list[list[int]]], excha
     said = []
 
     def totals() -> tuple[int, int]:
-        engine._ahead.join()
+        engine.hooks.wait()
         return tuple(
             traffic.all_to_all_intra_bytes + traffic.all_to_all_inter_bytes
-            for traffic in (collection.traffic, engine._ahead.overlapped)
+            for traffic in (collection.traffic, engine.hooks.overlapped)
         )
 
     for features in flexd.prefetch(loader, collection):

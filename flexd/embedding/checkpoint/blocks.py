@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexd.embedding.exchange.process_groups import Peers
+from flexd.embedding.exchange.collectives import Peers
 
 MAX_WINDOW_BYTES = 32 * 2**20
 """Sent and received at once by each rank, each."""

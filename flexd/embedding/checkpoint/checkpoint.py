@@ -112,7 +112,7 @@ def load_sharded_state_dict(collection: EmbeddingCollection, state: Mapping[str,
                 f"tables {', '.join(torn)} are not those that were saved: parts are missing or of another checkpoint",
                 remedy="load another checkpoint",
             )
-        collection.engine.rows_loaded()
+        collection.engine.before_rows_load()
         for columns in _tables(collection):
             for column in columns:
                 from_block(_world(collection), column.homes, _local(state[column.key]), column.held)
@@ -205,7 +205,7 @@ def load_whole_state_dict(collection: EmbeddingCollection, state: Mapping[str, t
     if stateful and step not in state:
         faults.append(f"{step} is missing")
     _agree(collection, faults)
-    collection.engine.rows_loaded()
+    collection.engine.before_rows_load()
     with torch.no_grad():
         for key, column in wanted.items():
             homes = column.homes

@@ -34,7 +34,7 @@ def load_local(
 ) -> None:
     """Collective, if anything is ahead. Inverse of ``save_local``; what does not fit is added to the lists, as
     ``nn.Module._load_from_state_dict`` does."""
-    engine.rows_loaded()
+    engine.before_rows_load()
     own, mine = _own(engine, prefix), _shard(engine)
     shards = [f"{own}shard", *(key for key in state if key.startswith(prefix) and key.endswith(".shard"))]
     shard = next((state[key].cpu() for key in shards if key in state), None)

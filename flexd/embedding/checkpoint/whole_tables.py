@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from flexd.core.layout import Tier
-from flexd.embedding.exchange.process_groups import ChainGroups, Peers
+from flexd.embedding.exchange.collectives import Peers
+from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.store.store import GroupStore
 
 

@@ -1,327 +1,233 @@
-"""Where the rows of one lookup are found: the stations it passes and what each holds.
-
-A request climbs stations (self, node owner, home) joined by hops and stops at the first that holds a copy. The route
-remembers, per station and dim-group, which rows were held there and which were asked further on; the forward pass
-walks it from the last station to the first, the backward pass from the first to the last.
-
-On a GPU the host waits for the device once a station and dim-group for each of: the number of distinct rows, of rows
-held, and of rows not held; once a hop for the sizes; once a pass for the accesses by tier. Carrying rows and gradients
-waits for nothing, except once a step for the numbers of touched replicas (``ReplicaSums``).
-"""
+"""Routes of look-ups: the rows that each station on the way holds, and the rows that it requests from the next."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import chain
+from dataclasses import dataclass, replace
 
 import torch
 
-from flexd.core.errors import EmbeddingError
-from flexd.core.layout import RankLayout
-from flexd.embedding.exchange.hop import Agreement, Column, Counts, Hop, Note
-from flexd.embedding.exchange.route_merge import merged
-from flexd.embedding.exchange.sent_bytes import Kind, Traffic
-from flexd.embedding.exchange.station import COUNT_SHIFT, GroupStop, Route, Stations, rows_of, split
-from flexd.embedding.replicas.listing import Listing
-from flexd.embedding.replicas.replica_sync import ReplicaSums, Touched
-from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
+from flexd.embedding.exchange.hop import Agreement, Counts, Hop, as_counts
+from flexd.embedding.store.store import GroupStore
 
-_KEY_MASK = (1 << COUNT_SHIFT) - 1
+COUNT_SHIFT = 44
+"""A request is a key in the lower bits and its number of accesses in the bits above."""
+_MAX_COUNT = (1 << (63 - COUNT_SHIFT)) - 1
+_FEW_PEERS = 8
+MAX_TABLE_ROWS = 2**22
+"""``Dedup`` sorts in larger dim-groups: its table (8 bytes a row) would take too much memory."""
 
 
-class Router:
-    """Finds routes, and carries rows and gradients along them.
+@dataclass(frozen=True)
+class StationRows:
+    """Rows of one dim-group at one station. All tensors are int64 on the store's device.
 
-    Args:
-        dedup: ask for each row once a station.
-        comm_dtype: of rows and gradients on the wire; None: each table's own. Gradients are added in float32, or in the
-            wider of table and wire. With a narrower wire every row is rounded when it is read, wherever it is held, so
-            that what is learned does not depend on the placement.
-
-    Raises:
-        EmbeddingError: an unknown ``comm_dtype``.
+    Attributes:
+        rows: number of distinct rows requested at the station.
+        expand: [requests] -> row; None if every row was requested once, in this order.
+        held: rows that this rank holds.
+        slots: their slots in the store.
+        positions: their directory positions; -1 for a plain home row.
+        forwarded: rows requested from the next station, in the order in which they are sent.
     """
 
-    def __init__(
-        self,
-        stores: Sequence[GroupStore],
-        hops: Sequence[Hop],
-        layout: RankLayout,
-        traffic: Traffic,
-        *,
-        dedup: bool,
-        comm_dtype: str | None = None,
-    ) -> None:
-        if comm_dtype not in (None, "float32", "float16", "bfloat16"):
-            raise EmbeddingError(f"comm_dtype {comm_dtype!r}", remedy="one of float32, float16, bfloat16, or None")
-        self._stores = list(stores)
-        self.hops = list(hops)
-        self._layout = layout
-        self.traffic = traffic
-        self._stations = Stations(stores, dedup=dedup)
-        self._firsts = [store.group.first_key for store in self._stores]
-        self.wire = [store.dtype if comm_dtype is None else TORCH_DTYPES[comm_dtype] for store in self._stores]
-        """Of each dim-group."""
-        self.wide = [
-            torch.promote_types(torch.promote_types(store.dtype, wire), torch.float32)
-            for store, wire in zip(self._stores, self.wire, strict=True)
-        ]
-        """In what gradients of each dim-group are added."""
-        self._listing: Listing | None = None
-        self._listed: list[object] = []
+    rows: int
+    expand: torch.Tensor | None
+    held: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    forwarded: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where the rows of one look-up are.
+
+    Attributes:
+        stations: ``[station][group]``.
+        requested: for the hop after each station, the rows requested from each peer.
+        served: for the hop after each station, the rows that each peer requests here.
+        agreement: combined over all ranks.
+        keys: ``[station][group]`` int64: at the first station the keys of its rows, at later ones the requested keys in
+            the order of their arrival.
+    """
+
+    stations: tuple[tuple[StationRows, ...], ...]
+    requested: tuple[Counts, ...]
+    served: tuple[Counts, ...]
+    agreement: Agreement
+    keys: tuple[tuple[torch.Tensor, ...], ...]
+
+
+class Dedup:
+    """Finds the distinct keys of one dim-group, without sorting where a table of its rows is small enough. Thread-safe.
+
+    Args:
+        first, rows: keys lie in [first, first + rows).
+    """
+
+    def __init__(self, first: int, rows: int, device: torch.device) -> None:
+        self._first = first
+        self._lock = threading.Lock()
+        # Its content between calls is irrelevant: every place is written before it is read.
+        self._table = torch.empty(rows, dtype=torch.int64, device=device) if rows <= MAX_TABLE_ROWS else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held between steps."""
+        return 0 if self._table is None else self._table.nbytes
+
+    def unique(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """int64 [n] keys -> (int64 [m] distinct keys, int64 [n] place of each key among them).
+
+        The places are None if all keys are distinct; then the distinct keys are the keys as given.
+        """
+        if self._table is None:
+            distinct, places = torch.unique(keys, return_inverse=True)
+            return (keys, None) if len(distinct) == len(keys) else (distinct, places)
+        at = keys - self._first if self._first else keys
+        number = torch.arange(len(keys), device=keys.device)
+        with self._lock:
+            table = self._table
+            # The last writer among equal keys represents them all.
+            table.scatter_(0, at, number)
+            chosen = (table.index_select(0, at) == number).nonzero().view(-1)
+            if len(chosen) == len(keys):
+                return keys, None
+            table.scatter_(0, at.index_select(0, chosen), number[: len(chosen)])
+            return keys.index_select(0, chosen), table.index_select(0, at)
+
+
+class StationLookup:
+    """Looks requested keys up in the stores of this rank.
+
+    Args:
+        dedup: request each row once.
+    """
+
+    def __init__(self, stores: Sequence[GroupStore], *, dedup: bool) -> None:
+        self.stores = list(stores)
+        self._deduplicates = dedup
+        self._dedup = [Dedup(store.group.first_key, store.group.rows, store.rows.device) for store in stores]
 
     @property
     def working_bytes(self) -> int:
-        """Of the tables that find distinct keys, and of what is listed for replicas."""
-        listed = 0 if self._listing is None else self._listing.nbytes
-        return listed + self._stations.working_bytes
+        """Bytes of the tables that find distinct keys."""
+        return sum(dedup.nbytes for dedup in self._dedup)
 
-    def find(self, keys: torch.Tensor, agreement: Agreement, trains: bool = False) -> Route:
-        """Collective. int64 [n] keys wanted by this rank, in any order, repeats allowed.
+    def locate(
+        self, group: int, ids: torch.Tensor, weights: torch.Tensor | None, *, dedup: bool | None = None
+    ) -> tuple[StationRows, torch.Tensor, torch.Tensor]:
+        """Look int64 [n] requested keys up, each with its number of accesses (None: 1).
 
-        Nothing is fetched here when a rank reports a fault, but the sizes still go round, so that every rank learns
-        of it. The same where ranks make different calls: the route is then of no use.
-
-        Args:
-            trains: gradients will be pushed: replicated rows that are read are noted. Equal on all ranks.
+        Returns:
+            (the rows, with ``forwarded`` not yet ordered by peer; int64 [rows] keys; int64 [rows] accesses).
         """
-        touched = self._nothing_touched() if trains else None
-        ids = self._by_group(keys)
-        weights: list[torch.Tensor | None] = [None] * len(ids)
-        route = Route([], [], [], agreement, [], touched)
-        by_tier = []
-        for station, hop in enumerate((*self.hops, None)):
-            stops, missing = [], []
-            for group, (of_group, weight) in enumerate(zip(ids, weights, strict=True)):
-                stop, keys_of, counts = self._stations.stop(group, of_group, weight)
-                by_tier.append(self._accesses(group, stop, counts))
-                if station == 0:
-                    ids[group] = keys_of
-                if touched is not None:
-                    touched.add(group, stop.entries)
-                stops.append(stop)
-                missing.append((keys_of, counts))
-            route.stops.append(stops)
-            route.requests.append(ids)
-            if hop is None:
-                _check_all_held(stops)
-                break
-            stops, sizes = self._stations.by_peer(hop, stops, [keys_of for keys_of, _ in missing])
-            route.stops[-1] = stops
-            if agreement.parted:
-                sizes = torch.zeros_like(sizes)
-            sent, received, agreement = hop.exchange_sizes(sizes, agreement)
-            if agreement.parted:  # the ranks of the next hop are to hear of it too
-                ids, weights, touched = [of_group[:0] for of_group in ids], [None] * len(ids), None
-                continue
-            packed = [
-                keys_of.index_select(0, stop.asked) | (counts.index_select(0, stop.asked) << COUNT_SHIFT)
-                for stop, (keys_of, counts) in zip(stops, missing, strict=True)
-            ]
-            note = None if touched is None else touched.up(station)
-            arrived, words = hop.exchange_ids(
-                _interleaved(packed, sent), sent, received, None if note is None or note.empty else note
-            )
-            if touched is not None and note is not None:
-                touched.told_up(station, note.words if words is None else words)
-            parts = _deinterleaved(arrived, received)
-            ids, weights = [part & _KEY_MASK for part in parts], [part >> COUNT_SHIFT for part in parts]
-            route.asked.append(sent)
-            route.asked_of_me.append(received)
-        home, node, device = torch.stack(by_tier).sum(dim=0).tolist()
-        self.traffic.home_accesses += home
-        self.traffic.node_accesses += node
-        self.traffic.device_accesses += device
-        return replace(route, agreement=agreement)
+        store = self.stores[group]
+        keys, expand = self._dedup[group].unique(ids) if self._deduplicates or dedup else (ids, None)
+        if expand is None:
+            counts = torch.ones_like(keys) if weights is None else weights
+        elif weights is None:
+            counts = torch.bincount(expand, minlength=len(keys))
+        else:
+            counts = torch.zeros_like(keys).scatter_add_(0, expand, weights)
+        held, slots, positions = store.locate(keys)
+        here, absent = held.nonzero().view(-1), (~held).nonzero().view(-1)
+        slots, positions = slots.index_select(0, here), positions.index_select(0, here)
+        return StationRows(len(keys), expand, here, slots, positions, absent), keys, counts.clamp_(max=_MAX_COUNT)
 
-    def fetch(self, route: Route, *, expand: bool = True) -> list[torch.Tensor]:
-        """Collective. Per group [requests of this rank, dim]; without ``expand`` [rows of the first station, dim]."""
-        touched = route.touched if route.touched is not None and not route.touched.known_everywhere else None
-        found: list[torch.Tensor] = []
-        for station in range(len(route.stops) - 1, -1, -1):
-            answers = None
-            if station < len(self.hops):
-                above = zip(found, route.stops[station + 1], self.wire, strict=True)
-                asked, asked_of_me = route.asked[station], route.asked_of_me[station]
-                columns = [
-                    Column(rows, stop.expand, rows_of(g, asked_of_me), rows_of(g, asked), wire)
-                    for g, (rows, stop, wire) in enumerate(above)
-                ]
-                note = None if touched is None else touched.down(station)
-                if note is not None and not note.empty:
-                    columns.append(_noted(note))
-                answers = self.hops[station].exchange(columns)
-                if touched is not None and note is not None:
-                    told = note.words if note.empty else torch.cat(answers.pop()).view(-1)
-                    touched.told_down(station, told)
-            found = []
-            for group, stop in enumerate(route.stops[station]):
-                source = self._stores[group].rows
-                if len(stop.held) == stop.rows:
-                    found.append(source.index_select(0, stop.slots).to(self.wire[group]))
-                    continue
-                rows = source.new_empty((stop.rows, source.shape[1]), dtype=self.wire[group])
-                rows.index_copy_(0, stop.held, source.index_select(0, stop.slots).to(rows.dtype))
-                if answers is not None:
-                    for part, at in zip(answers[group], split(stop.asked, route.asked[station], group), strict=True):
-                        rows.index_copy_(0, at, part)
-                found.append(rows)
-        return [
-            (rows if stop.expand is None or not expand else rows.index_select(0, stop.expand)).to(store.dtype)
-            for rows, stop, store in zip(found, route.stops[0], self._stores, strict=True)
-        ]
-
-    def reduce(self, route: Route, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Per group [requests of this rank, dim] gradients -> [rows, dim], those of one row summed."""
-        reduced = []
-        for stop, grad, wide in zip(route.stops[0], grads, self.wide, strict=True):
-            if stop.expand is None:
-                reduced.append(grad.to(wide))
+    def order_by_peer(
+        self, hop: Hop, stations: Sequence[StationRows], keys: Sequence[torch.Tensor], *, by_key: bool = False
+    ) -> tuple[tuple[StationRows, ...], torch.Tensor]:
+        """Order the forwarded rows by peer (and key, if ``by_key``); and count them: int64 [peers, groups]."""
+        ordered, sizes = [], []
+        for at_station, of_group in zip(stations, keys, strict=True):
+            forwarded = at_station.forwarded
+            if by_key:
+                forwarded = forwarded.index_select(0, torch.argsort(of_group.index_select(0, forwarded)))
+            peer = hop.destination(of_group.index_select(0, forwarded))
+            if hop.peers.size <= _FEW_PEERS:
+                order = torch.cat([(peer == number).nonzero().view(-1) for number in range(hop.peers.size)])
             else:
-                total = grad.new_zeros((stop.rows, grad.shape[1]), dtype=wide)
-                reduced.append(total.index_add_(0, stop.expand, grad.to(wide)))
-        return reduced
-
-    def push(
-        self, route: Route, grads: Sequence[torch.Tensor], replicas: ReplicaSums | None = None
-    ) -> list[list[tuple[GroupStop, torch.Tensor]]]:
-        """Collective. Per group [rows at station 0, dim] gradients -> per group (stop, gradient of its held rows).
-
-        Args:
-            replicas: of the step: the gradients of the route's replicated rows are added to it, and travel along.
-        """
-        landed: list[list[tuple[GroupStop, torch.Tensor]]] = [[] for _ in self._stores]
-        grads = [grad.to(wide) for grad, wide in zip(grads, self.wide, strict=True)]
-        for station, stops in enumerate(route.stops):
-            for group, stop in enumerate(stops):
-                here = grads[group] if len(stop.held) == stop.rows else grads[group].index_select(0, stop.held)
-                landed[group].append((stop, here))
-                if replicas is not None:
-                    replicas.land(group, stop.entries, here)
-            if station == len(self.hops):
-                break
-            sent, received = route.asked[station], route.asked_of_me[station]
-            columns = [
-                Column(grad, stop.asked, rows_of(g, sent), rows_of(g, received), wire)
-                for g, (grad, stop, wire) in enumerate(zip(grads, stops, self.wire, strict=True))
-            ]
-            if replicas is not None:
-                columns += replicas.up(station)
-            hop = self.hops[station]
-            arrived = hop.exchange(columns)
-            grads = [
-                self._summed(parts, route.stops[station + 1][group], received, group, hop.peers.index)
-                for group, parts in enumerate(arrived[: len(stops)])
-            ]
-            if replicas is not None:
-                replicas.came_up(station, arrived[len(stops) :])
-        return landed
-
-    def _summed(
-        self, parts: Sequence[torch.Tensor], stop: GroupStop, counts: Counts, group: int, me: int
-    ) -> torch.Tensor:
-        """Gradients by peer -> [rows, dim]. Those of this rank come first, as they do for a replicated row."""
-        wide = self.wide[group]
-        if stop.expand is None:
-            return torch.cat([part.to(wide) for part in parts])
-        total = parts[0].new_zeros((stop.rows, parts[0].shape[1]), dtype=wide)
-        places = split(stop.expand, counts, group)
-        for peer in (me, *(peer for peer in range(len(parts)) if peer != me)):
-            if len(places[peer]):
-                total.index_add_(0, places[peer], parts[peer].to(wide))
-        return total
-
-    def merged(self, passes: Sequence[tuple[Route, list[torch.Tensor]]]) -> tuple[Route, list[torch.Tensor]]:
-        """``merge.merged``."""
-        return merged(self._stations, self.hops, self.wide, passes)
-
-    def touched(self, routes: Sequence[Route]) -> Touched | None:
-        """Collective. The replicated rows that any rank has touched on any of its routes; None if there can be none.
-
-        What was not told with ids and rows of the passes is told now.
-        """
-        if self._nothing_touched() is None:
-            return None
-        parts = [route.touched if route.touched is not None else self._tell_up(route) for route in routes]
-        whole = Touched.together(parts)
-        if not whole.known_everywhere:
-            for number in reversed(range(len(self.hops))):
-                whole.told_down(number, self._told(whole, number, whole.down(number)))
-        return whole
-
-    def sums(self, touched: Touched) -> ReplicaSums:
-        """For the gradients of a step."""
-        dims = [store.rows.shape[1] for store in self._stores]
-        return ReplicaSums(touched, dims, self.wire, self.wide, [hop.all_reduces for hop in self.hops])
-
-    def spread(self, replicas: ReplicaSums) -> None:
-        """Collective. Gives every holder the sums."""
-        replicas.spread(self.hops)
-
-    def _tell_up(self, route: Route) -> Touched:
-        touched = self._nothing_touched()
-        if touched is None:
-            raise AssertionError("no replicas")
-        for station, stops in enumerate(route.stops):
-            for group, stop in enumerate(stops):
-                touched.add(group, stop.entries)
-            if station < len(self.hops):
-                touched.told_up(station, self._told(touched, station, touched.up(station)))
-        return touched
-
-    def _told(self, touched: Touched, hop: int, note: Note) -> torch.Tensor:
-        """Collective over a hop, if any of its ranks has rows to tell of: ranks of other hops may list none at all."""
-        if not touched.listing.exchanged[hop]:
-            return note.words
-        return self.hops[hop].exchange_note(note)
-
-    def _nothing_touched(self) -> Touched | None:
-        directories: list[object] = [store.directory for store in self._stores]
-        if self._listing is None or any(a is not b for a, b in zip(directories, self._listed, strict=True)):
-            self._listing = Listing.of(self._stores, self.hops, self._layout)
-            self._listed = directories
-        return Touched(self._listing, self._stores[0].rows.device) if any(self._listing.exchanged) else None
-
-    def _by_group(self, keys: torch.Tensor) -> list[torch.Tensor]:
-        if len(self._stores) == 1:
-            return [keys]
-        firsts = torch.tensor(self._firsts, dtype=torch.int64, device=keys.device)
-        group = torch.searchsorted(firsts, keys, right=True) - 1
-        return [keys[group == number] for number in range(len(self._stores))]
-
-    def _accesses(self, group: int, stop: GroupStop, counts: torch.Tensor) -> torch.Tensor:
-        """int64 [3] accesses answered here, by tier."""
-        directory = self._stores[group].directory
-        weight = counts if len(stop.held) == stop.rows else counts.index_select(0, stop.held)
-        if len(directory) == 0:
-            return torch.nn.functional.pad(weight.sum().view(1), (0, 2))
-        tier = torch.where(stop.entries >= 0, directory.tiers_at(stop.entries.clamp(min=0)), 0)
-        return torch.zeros(3, dtype=torch.int64, device=weight.device).scatter_add_(0, tier.to(torch.int64), weight)
+                order = torch.argsort(peer, stable=True)
+            ordered.append(replace(at_station, forwarded=forwarded.index_select(0, order)))
+            sizes.append(torch.bincount(peer, minlength=hop.peers.size))
+        return tuple(ordered), torch.stack(sizes, dim=1)
 
 
-def _check_all_held(stops: Sequence[GroupStop]) -> None:
-    lost = sum(len(stop.asked) for stop in stops)
-    if lost:
-        raise EmbeddingError(f"{lost} rows were asked of a rank that is not their home")
+def merge_passes(
+    lookup: StationLookup,
+    hops: Sequence[Hop],
+    wide: Sequence[torch.dtype],
+    passes: Sequence[tuple[Route, Sequence[torch.Tensor]]],
+) -> tuple[Route, list[torch.Tensor]]:
+    """Merge passes over one placement into one route with every row once, and sum the gradients of each row.
+
+    A step then pushes every row's gradient once. Nothing is exchanged: both ends of a hop know the requests of each
+    pass, and put their union in the order of the keys.
+
+    Args:
+        wide: dtype of each dim-group in which gradients are added.
+        passes: routes, and per group [rows of the first station, dim] gradients.
+    """
+    if len(passes) == 1:
+        return passes[0][0], list(passes[0][1])
+    routes = [route for route, _ in passes]
+    ids = [torch.cat([route.keys[0][g] for route in routes]) for g in range(len(lookup.stores))]
+    stations, all_keys, requested, served = [], [], [], []
+    for station, hop in enumerate((*hops, None)):
+        located = [lookup.locate(group, of_group, None, dedup=True) for group, of_group in enumerate(ids)]
+        at_station, keys = tuple(rows for rows, _, _ in located), [keys for _, keys, _ in located]
+        all_keys.append(tuple(keys if station == 0 else ids))
+        if hop is None:
+            stations.append(at_station)
+            break
+        at_station, sizes = lookup.order_by_peer(hop, at_station, keys, by_key=True)
+        stations.append(at_station)
+        ids, sizes_served = _union_served(lookup.stores, routes, station, hop.peers.size)
+        of_hop = torch.stack([sizes, sizes_served]).tolist()
+        requested.append(as_counts(of_hop[0]))
+        served.append(as_counts(of_hop[1]))
+    total = []
+    for group, (first, dtype) in enumerate(zip(stations[0], wide, strict=True)):
+        parts = [grads[group].to(dtype) for _, grads in passes]
+        if first.expand is None:
+            total.append(torch.cat(parts))
+            continue
+        total.append(parts[0].new_zeros((first.rows, parts[0].shape[1])))
+        for part, at in zip(parts, torch.split(first.expand, [len(part) for part in parts]), strict=True):
+            total[group].index_add_(0, at, part)
+    merged = Route(tuple(stations), tuple(requested), tuple(served), routes[-1].agreement, tuple(all_keys))
+    return merged, total
 
 
-def _interleaved(columns: Sequence[torch.Tensor], counts: Counts) -> torch.Tensor:
-    """Per group [n] ordered by peer -> one tensor, peer after peer, in each group after group."""
-    if len(columns) == 1:
-        return columns[0]
-    parts = [split(column, counts, group) for group, column in enumerate(columns)]
-    return torch.cat(list(chain.from_iterable(zip(*parts, strict=True))))
+def _union_served(
+    stores: Sequence[GroupStore], routes: Sequence[Route], station: int, peers: int
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Unite the requests that each peer made in any pass over the hop after a station.
+
+    Returns:
+        (per group the keys ordered by peer and key; int64 [peers, groups] their numbers).
+    """
+    ids, sizes = [], []
+    for group, store in enumerate(stores):
+        rows, first = store.group.rows, store.group.first_key
+        by_peer: list[torch.Tensor] = []
+        for peer in range(peers):
+            keys = [split_by_peer(r.keys[station + 1][group], r.served[station], group)[peer] for r in routes]
+            by_peer.append(torch.cat(keys) - first + peer * rows)
+        distinct = torch.unique(torch.cat(by_peer))
+        ids.append(distinct % rows + first)
+        sizes.append(torch.bincount(distinct // rows, minlength=peers))
+    return ids, torch.stack(sizes, dim=1)
 
 
-def _deinterleaved(flat: torch.Tensor, counts: Counts) -> list[torch.Tensor]:
-    """Inverse of ``_interleaved``."""
-    groups = len(counts[0])
-    if groups == 1:
-        return [flat]
-    pieces = torch.split(flat, list(chain.from_iterable(counts)))
-    return [torch.cat(pieces[group::groups]) for group in range(groups)]
+def counts_of_group(group: int, counts: Counts) -> list[int]:
+    """Return the counts of one dim-group by peer."""
+    return [row[group] for row in counts]
 
 
-def _noted(note: Note) -> Column:
-    return Column(note.words.view(-1, 1), None, note.sent, note.received, torch.int64, Kind.SYNC)
+def split_by_peer(column: torch.Tensor, counts: Counts, group: int) -> tuple[torch.Tensor, ...]:
+    """Split a tensor of one dim-group that is ordered by peer."""
+    return torch.split(column, counts_of_group(group, counts))

@@ -18,9 +18,9 @@ from flexd.control.agent.inbox import Prepared
 from flexd.core.errors import PlacementError
 from flexd.core.layout import Tier
 from flexd.core.placement import Delta
-from flexd.embedding.exchange.process_groups import ChainGroups, Peers
-from flexd.embedding.exchange.sent_bytes import Kind, Traffic
-from flexd.embedding.replicas.directory import Directory
+from flexd.embedding.exchange.collectives import Peers, Traffic, TrafficKind
+from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.store import FreeSlots, GroupStore
 
 Int64Array = npt.NDArray[np.int64]
@@ -290,7 +290,7 @@ class Migrator:
         return torch.split(store.locate(ordered, directory)[1], np.bincount(owner, minlength=peers).tolist())
 
     def _copy(self, block: _Block) -> None:
-        with self._traffic.kind(Kind.MIGRATION):
+        with self._traffic.kind(TrafficKind.MIGRATION):
             _spread(self._groups.rail, self._stores, block.over_rail)
             _spread(self._groups.node, self._stores, block.in_node)
 

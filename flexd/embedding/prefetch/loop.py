@@ -1,4 +1,4 @@
-"""``flexd.prefetch``: a trainer's loop over batches that are looked up ahead."""
+"""``flexd.prefetch``: iterate over batches and look up each one's rows during the step before."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.prefetch.job import Upcoming
 from flexd.embedding.prefetch.run_ahead import RunAhead
+from flexd.embedding.prefetch.run_ahead_job import NextBatch
 
 logger = logging.getLogger(__name__)
 
@@ -18,12 +18,12 @@ Batch = TypeVar("Batch")
 _END = object()
 
 
-def _itself(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
 class Prefetch(Generic[Batch]):
-    """Made by ``prefetch``; each iteration goes over the loader once."""
+    """Result of ``prefetch``; each iteration goes over the loader once."""
 
     def __init__(
         self,
@@ -48,43 +48,39 @@ class Prefetch(Generic[Batch]):
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Batch]:
-        engine = self._collection.engine
-        ahead = engine.run_ahead(self._timeout_seconds, self._passes_per_step)
+        run_ahead = RunAhead.begin(self._collection.engine, self._timeout_seconds, self._passes_per_step)
         try:
             batches = iter(self._loader)
-            upcoming: Any = next(batches, _END)
-            ahead.announce(self._upcoming(upcoming))
+            following: Any = next(batches, _END)
+            run_ahead.announce(self._next_batch(following))
             while True:
-                engine.start_ahead()
-                if upcoming is _END:
-                    ahead.finish()
+                run_ahead.start_announced()
+                if following is _END:
+                    run_ahead.finish()
                     return
-                batch, upcoming = upcoming, next(batches, _END)
-                ahead.announce(self._upcoming(upcoming))
+                batch, following = following, next(batches, _END)
+                run_ahead.announce(self._next_batch(following))
                 yield batch
         finally:
-            self._close(ahead)
+            if not run_ahead.close():
+                logger.warning("rank %d: the run-ahead thread did not end", self._collection.rank)
 
-    def _upcoming(self, batch: Any) -> Upcoming:
+    def _next_batch(self, batch: Any) -> NextBatch:
         if batch is _END:
-            return Upcoming(None, None)
+            return NextBatch(None, None)
         given = self._features(batch)
-        return Upcoming(given, lambda: self._collection.resolve(given))
-
-    def _close(self, ahead: RunAhead) -> None:
-        if not ahead.close():
-            logger.warning("rank %d: the exchange ahead does not end", self._collection.rank)
+        return NextBatch(given, lambda: self._collection.resolve(given))
 
 
 def prefetch(
     loader: Iterable[Batch],
     collection: EmbeddingCollection,
     *,
-    features: Callable[[Batch], Any] = _itself,
+    features: Callable[[Batch], Any] = _identity,
     passes_per_step: int = 1,
     timeout_seconds: float = 300.0,
 ) -> Prefetch[Batch]:
-    """Iterates over ``loader``, and exchanges the rows of each batch while the step before it computes.
+    """Iterate over ``loader``, and exchange the rows of each batch while the step before it computes.
 
     ::
 
@@ -92,23 +88,23 @@ def prefetch(
             rows = collection(batch.features)
             ...
 
-    Losses and tables are as without it. Iterating is collective: every rank goes over equally many batches, and leaves
-    the loop at the same one. While it runs, reading rows from outside a step (``state_dict``, ``gather_table``,
-    evaluation on other batches) is collective too, since a step may have left gradients to be pushed.
+    Losses and tables are those of training without it. Iterating is collective: every rank goes over equally many
+    batches, and leaves the loop at the same one. While it runs, reading rows from outside a step (``state_dict``,
+    ``gather_table``, evaluation on other batches) is collective too, since a step may have deferred gradients.
 
     Args:
-        loader: gives batches whose ids are where the tables are. One batch more than usual is held.
-        features: what of a batch the collection is called with; the same object, or a mapping of the same ones, each
-            time. Default: the batch itself.
+        loader: batches whose ids are on the device of the tables. One batch more than usual is held.
+        features: returns the part of a batch that the collection is called with: the same object, or a mapping of the
+            same ones, each time. Default: the batch itself.
         passes_per_step: forward passes between two steps of the optimizer (gradient accumulation). With another number
-            than this everything is still exact, only less of it is ahead.
-        timeout_seconds: of each collective and of each wait for the exchange ahead.
+            than this training is still exact, but less of the exchange overlaps.
+        timeout_seconds: deadline of each collective of run-ahead, and of each wait for it.
 
     Returns:
-        an iterable with the loader's length; it can be gone over again.
+        An iterable with the loader's length; it can be iterated again.
 
     Raises:
         EmbeddingError: an argument is not positive. While iterating: another such loop runs; on every rank: another
-            rank has more or fewer batches, or an exchange ahead did not end within the deadline.
+            rank has more or fewer batches, or a job did not end within the deadline.
     """
     return Prefetch(loader, collection, features, passes_per_step, timeout_seconds)

@@ -1,4 +1,4 @@
-"""Cuts routes in two by a mark that the holders of the rows set: one bit a row travels back along the route."""
+"""Splits routes in two by a mark that the holders of the rows set: one bit a row travels back along the route."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from flexd.embedding.exchange.hop import Counts, Hop
-from flexd.embedding.exchange.process_groups import Peers
-from flexd.embedding.exchange.station import GroupStop, Route
+from flexd.embedding.exchange.collectives import Peers
+from flexd.embedding.exchange.hop import Counts, Hop, as_counts
+from flexd.embedding.exchange.route import Route, StationRows
 
 Marks = list[list[torch.Tensor]]
 """``[station][group]``: bool [rows] of the station."""
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A route as two, which share no row. What passes along one needs no word of the other.
+class RouteSplit:
+    """A route as two that share no row. Exchanges along one need nothing of the other.
 
     Attributes:
         marked, rest: routes whose first station expands nothing: [requests] are its rows.
@@ -30,7 +30,7 @@ class Cut:
     marked_rows: list[torch.Tensor]
     rest_rows: list[torch.Tensor]
 
-    def divide(self, rows: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def split_rows(self, rows: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Per group [rows of the first station, dim] -> those of the marked rows, those of the rest."""
         marked, rest = (
             [part.index_select(0, at) for part, at in zip(rows, places, strict=True)]
@@ -39,8 +39,8 @@ class Cut:
         return marked, rest
 
 
-def carry_marks(hops: Sequence[Hop], routes: Sequence[Route], flags: Sequence[Marks]) -> list[Marks]:
-    """Collective. Tells each station which of its rows their holder has marked.
+def exchange_marks(hops: Sequence[Hop], routes: Sequence[Route], flags: Sequence[Marks]) -> list[Marks]:
+    """Collective. Send each station the marks that the holders of its rows have set.
 
     Args:
         flags: per route ``[station][group]``: bool [held] for the rows held at the station.
@@ -52,22 +52,22 @@ def carry_marks(hops: Sequence[Hop], routes: Sequence[Route], flags: Sequence[Ma
     marks: list[Marks] = [[[] for _ in range(stations)] for _ in routes]
     for station in reversed(range(stations)):
         for route, of_route, of_held in zip(routes, marks, flags, strict=True):
-            for stop, flag in zip(route.stops[station], of_held[station], strict=True):
-                of_route[station].append(flag.new_zeros(stop.rows).index_copy_(0, stop.held, flag))
+            for rows, flag in zip(route.stations[station], of_held[station], strict=True):
+                of_route[station].append(flag.new_zeros(rows.rows).index_copy_(0, rows.held, flag))
         if station < len(hops):
-            answers = _bits_back(hops[station].peers, routes, marks, station)
-            for route, of_route, answer in zip(routes, marks, answers, strict=True):
-                for stop, mark, bits in zip(route.stops[station], of_route[station], answer, strict=True):
-                    mark.index_copy_(0, stop.asked, bits)
+            received = _marks_of_served(hops[station].peers, routes, marks, station)
+            for route, of_route, of_groups in zip(routes, marks, received, strict=True):
+                for rows, mark, bits in zip(route.stations[station], of_route[station], of_groups, strict=True):
+                    mark.index_copy_(0, rows.forwarded, bits)
     return marks
 
 
-def cut(route: Route, marks: Marks) -> Cut:
-    """Local: ``route`` by the marks of its rows, as ``carry_marks`` gave them on every rank."""
-    groups = range(len(route.stops[0]))
-    stations = range(len(route.stops))
-    sent = [[marks[s][g][route.stops[s][g].asked] for g in groups] for s in stations[:-1]]
-    answered = [[_requests(route.stops[s + 1][g], marks[s + 1][g]) for g in groups] for s in stations[:-1]]
+def split_route(route: Route, marks: Marks) -> RouteSplit:
+    """Split a route by the marks of its rows, as ``exchange_marks`` returned them on every rank. Local."""
+    groups = range(len(route.stations[0]))
+    stations = range(len(route.stations))
+    requested_marks = [[marks[s][g][route.stations[s][g].forwarded] for g in groups] for s in stations[:-1]]
+    served_marks = [[_of_requests(route.stations[s + 1][g], marks[s + 1][g]) for g in groups] for s in stations[:-1]]
     rows = [[mark.sum() for mark in marks[s]] for s in stations]
     # One transfer to the host for all sizes.
     sizes = iter(
@@ -76,7 +76,7 @@ def cut(route: Route, marks: Marks) -> Cut:
                 *(torch.stack(of_station) for of_station in rows),
                 *(
                     _sums(bits, [peer[group] for peer in counts])
-                    for all_bits, all_counts in ((sent, route.asked), (answered, route.asked_of_me))
+                    for all_bits, all_counts in ((requested_marks, route.requested), (served_marks, route.served))
                     for of_hop, counts in zip(all_bits, all_counts, strict=True)
                     for group, bits in enumerate(of_hop)
                 ),
@@ -84,64 +84,72 @@ def cut(route: Route, marks: Marks) -> Cut:
         ).tolist()
     )
     marked_sizes = [[next(sizes) for _ in groups] for _ in stations]
-    asked, asked_of_me = (
-        [_transposed([[next(sizes) for _ in counts] for _ in groups]) for counts in all_counts]
-        for all_counts in (route.asked, route.asked_of_me)
+    requested, served = (
+        tuple(_transposed([[next(sizes) for _ in counts] for _ in groups]) for counts in all_counts)
+        for all_counts in (route.requested, route.served)
     )
-    marked = Route(
-        [[_part(route, s, g, marks[s][g], marked_sizes[s][g]) for g in groups] for s in stations],
-        asked,
-        asked_of_me,
+    rest_sizes = [[route.stations[s][g].rows - marked_sizes[s][g] for g in groups] for s in stations]
+    rest_marks = [[~mark for mark in of_station] for of_station in marks]
+    marked = _part(route, marks, marked_sizes, requested, served)
+    rest = _part(
+        route,
+        rest_marks,
+        rest_sizes,
+        tuple(_minus(whole, part) for whole, part in zip(route.requested, requested, strict=True)),
+        tuple(_minus(whole, part) for whole, part in zip(route.served, served, strict=True)),
+    )
+    places = ([mark.nonzero().view(-1) for mark in of_first] for of_first in (marks[0], rest_marks[0]))
+    return RouteSplit(marked, rest, *places)
+
+
+def _part(
+    route: Route,
+    chosen: Marks,
+    sizes: list[list[int]],
+    requested: tuple[Counts, ...],
+    served: tuple[Counts, ...],
+) -> Route:
+    groups = range(len(route.stations[0]))
+    stations = range(len(route.stations))
+    return Route(
+        tuple(tuple(_part_of_station(route, s, g, chosen[s][g], sizes[s][g]) for g in groups) for s in stations),
+        requested,
+        served,
         route.agreement,
-        [[_keys(route, s, g, marks[s][g]) for g in groups] for s in stations],
-    )
-    rest = Route(
-        [
-            [_part(route, s, g, ~marks[s][g], route.stops[s][g].rows - marked_sizes[s][g]) for g in groups]
-            for s in stations
-        ],
-        [_minus(whole, part) for whole, part in zip(route.asked, asked, strict=True)],
-        [_minus(whole, part) for whole, part in zip(route.asked_of_me, asked_of_me, strict=True)],
-        route.agreement,
-        [[_keys(route, s, g, ~marks[s][g]) for g in groups] for s in stations],
-    )
-    return Cut(
-        marked,
-        rest,
-        [mark.nonzero().view(-1) for mark in marks[0]],
-        [(~mark).nonzero().view(-1) for mark in marks[0]],
+        tuple(tuple(_keys(route, s, g, chosen[s][g]) for g in groups) for s in stations),
     )
 
 
-def _part(route: Route, station: int, group: int, chosen: torch.Tensor, rows: int) -> GroupStop:
-    """The chosen rows of one stop, numbered anew in the same order."""
-    stop = route.stops[station][group]
+def _part_of_station(route: Route, station: int, group: int, chosen: torch.Tensor, rows: int) -> StationRows:
+    """Return the chosen rows of one dim-group at one station, numbered anew in the same order."""
+    whole = route.stations[station][group]
     place = chosen.cumsum(0) - 1
-    held = chosen[stop.held]
+    held = chosen[whole.held]
     expand = None
-    if station and stop.expand is not None:
-        expand = place[stop.expand[chosen[stop.expand]]]
-    return GroupStop(
+    if station and whole.expand is not None:
+        expand = place[whole.expand[chosen[whole.expand]]]
+    return StationRows(
         rows,
         expand,
-        place[stop.held[held]],
-        stop.slots[held],
-        stop.entries[held],
-        place[stop.asked[chosen[stop.asked]]],
+        place[whole.held[held]],
+        whole.slots[held],
+        whole.positions[held],
+        place[whole.forwarded[chosen[whole.forwarded]]],
     )
 
 
 def _keys(route: Route, station: int, group: int, chosen: torch.Tensor) -> torch.Tensor:
-    """``Route.requests`` of the chosen rows of one stop."""
-    return route.requests[station][group][_requests(route.stops[station][group], chosen) if station else chosen]
+    """Return ``Route.keys`` of the chosen rows of one dim-group at one station."""
+    return route.keys[station][group][_of_requests(route.stations[station][group], chosen) if station else chosen]
 
 
-def _requests(stop: GroupStop, marks: torch.Tensor) -> torch.Tensor:
-    return marks if stop.expand is None else marks.index_select(0, stop.expand)
+def _of_requests(rows: StationRows, marks: torch.Tensor) -> torch.Tensor:
+    """bool [rows] marks -> bool [requests]."""
+    return marks if rows.expand is None else marks.index_select(0, rows.expand)
 
 
 def _sums(bits: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """int64 [peers]: marked ones of each peer's part of ``bits``."""
+    """Count the marks in each peer's part of ``bits``: int64 [peers]."""
     if sum(counts) == 0:
         return torch.zeros(len(counts), dtype=torch.int64, device=bits.device)
     total = torch.nn.functional.pad(bits.cumsum(0), (1, 0))
@@ -150,37 +158,39 @@ def _sums(bits: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
 
 
 def _transposed(rows: list[list[int]]) -> Counts:
-    return [list(column) for column in zip(*rows, strict=True)]
+    return as_counts(zip(*rows, strict=True))
 
 
 def _minus(whole: Counts, part: Counts) -> Counts:
-    return [[a - b for a, b in zip(*rows, strict=True)] for rows in zip(whole, part, strict=True)]
+    return as_counts([a - b for a, b in zip(*rows, strict=True)] for rows in zip(whole, part, strict=True))
 
 
-def _bits_back(peers: Peers, routes: Sequence[Route], marks: Sequence[Marks], station: int) -> list[list[torch.Tensor]]:
-    """Collective. Answers the requests that arrived over the hop after ``station``: per route and group bool
-    [asked]."""
+def _marks_of_served(
+    peers: Peers, routes: Sequence[Route], marks: Sequence[Marks], station: int
+) -> list[list[torch.Tensor]]:
+    """Collective. Send the marks of the rows that were requested over the hop after ``station``; return per route and
+    group bool [forwarded] marks of the rows that this rank requested."""
     columns = [
-        _requests(stop, mark)
+        _of_requests(rows, mark)
         for route, of_route in zip(routes, marks, strict=True)
-        for stop, mark in zip(route.stops[station + 1], of_route[station + 1], strict=True)
+        for rows, mark in zip(route.stations[station + 1], of_route[station + 1], strict=True)
     ]
-    to_send = _beside([route.asked_of_me[station] for route in routes])
-    to_receive = _beside([route.asked[station] for route in routes])
+    to_send = _beside([route.served[station] for route in routes])
+    to_receive = _beside([route.requested[station] for route in routes])
     received = _exchange_bits(peers, columns, to_send, to_receive)
-    groups = len(routes[0].stops[0])
+    groups = len(routes[0].stations[0])
     return [received[first : first + groups] for first in range(0, len(received), groups)]
 
 
 def _beside(counts: Sequence[Counts]) -> Counts:
-    """[peers][columns] of several routes."""
-    return [[number for row in rows for number in row] for rows in zip(*counts, strict=True)]
+    """Concatenate the counts of several routes: [peers][columns]."""
+    return as_counts([number for row in rows for number in row] for rows in zip(*counts, strict=True))
 
 
 def _exchange_bits(
     peers: Peers, columns: Sequence[torch.Tensor], to_send: Counts, to_receive: Counts
 ) -> list[torch.Tensor]:
-    """Columns bool [n] ordered by peer -> columns received, eight rows a byte."""
+    """Exchange bool [n] columns ordered by peer, eight rows a byte; return the received columns."""
     parts = [torch.split(column, [row[index] for row in to_send]) for index, column in enumerate(columns)]
     ordered = torch.cat([part[peer] for peer in range(peers.size) for part in parts])
     sent, received = ([sum(row) for row in counts] for counts in (to_send, to_receive))
@@ -198,7 +208,7 @@ def _exchange_bits(
 
 
 def _without_padding(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 [sum of sizes]: where the bits of each peer stand when every peer's part begins at a whole byte."""
+    """Return int64 [sum of sizes] places of the bits of each peer when every peer's part begins at a whole byte."""
     starts = [0, *accumulate(8 * -(-size // 8) for size in sizes)][:-1]
     ends = [0, *accumulate(sizes)]
     shift = torch.tensor([start - end for start, end in zip(starts, ends, strict=False)], device=device)

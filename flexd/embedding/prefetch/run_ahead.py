@@ -1,27 +1,26 @@
-"""Run-ahead: what of batch t+1 can be done while step t computes, and what of step t can be left for step t+1.
+"""Run-ahead: exchange rows of batch t+1, and deferred gradients of step t-1, while step t computes.
 
-While the training thread computes batch t, a second thread, on process groups of its own, does one job::
+While the training thread computes batch t, a second thread, on process groups of its own, runs one job::
 
-    1. push the gradients that step t-1 left behind, and update their rows
-    2. find the route of batch t+1, and which replicated rows it reads on any rank
-    3. tell, one bit a row, which rows of batch t+1 step t changes (the holder of a row has seen all requests of
-       both batches), and which rows of step t batch t+1 reads
+    1. push the gradients that step t-1 deferred, and update their rows
+    2. find the route of batch t+1, and agree which replicated rows it reads on any rank
+    3. send back, one bit a row, which rows of batch t+1 step t changes (the holder of a row has received all requests
+       of both batches), and which rows of step t batch t+1 reads
     4. fetch the rows of batch t+1 that step t does not change
 
-``optimizer.step`` then pushes the gradients of rows that batch t+1 reads and leaves the others to the next job; the
-forward pass of batch t+1 fetches the rows that the step has changed. For replicated rows the same holds of their
-synchronisation. So every row is read after the last update before
-its batch, and updated once a step with the whole sum of its gradients: losses and tables are as without run-ahead.
+``optimizer.step`` then pushes the gradients of rows that batch t+1 reads and defers the others to the next job; the
+forward pass of batch t+1 fetches the rows that the step has changed. The synchronisation of replicated rows is split in
+the same way. So every row is read after the last update before its batch, and updated once a step with the whole sum of
+its gradients: losses and tables are those of training without run-ahead.
 
-The training thread waits for the job before any collective of its own on rows, and every decision is made from what
-all ranks know alike, so ranks cannot part. The life of one batch::
+The training thread waits for the job before any collective of its own on rows, and every decision depends only on what
+all ranks know, so ranks cannot diverge. ``RunAhead`` implements ``StepHooks``; the life of one batch::
 
-    announce -> start -> (job) -> take -> fetch          by forward passes
-                          |-> left_of -> leave           by ``optimizer.step``: what is left goes with the next start
+    announce -> start -> (job) -> claim -> fetch                by forward passes
+                          |-> split_gradients -> after_update   by ``optimizer.step``; deferred: to the next start
 
-What breaks the assumptions of a job (a pass that it has not seen, a step where none was expected, rows loaded from a
-checkpoint) only makes its rows, or all of it, be fetched anew. Chunks are applied between two jobs: where one is due
-the next batch is not looked up ahead.
+A pass that the job did not see, a step where none was expected, or rows loaded from a checkpoint only cause the rows to
+be fetched again. Chunks are applied between two jobs: where one is due the next batch is not looked up by the job.
 
 Memory: one batch of ids, its route, and its rows beyond what a step needs, the gradients of one step, and one byte for
 each row slot of the stores.
@@ -29,114 +28,114 @@ each row slot of the stores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
+from datetime import timedelta
 
 import torch
 
-from flexd.control.agent.inbox import ChunkInbox
 from flexd.core.errors import EmbeddingError
-from flexd.embedding.exchange.route import Router
-from flexd.embedding.exchange.sent_bytes import Traffic
-from flexd.embedding.exchange.station import Route
+from flexd.embedding.engine import ForwardPass, LocatedInput, RowEngine, StepHooks
+from flexd.embedding.exchange.collectives import Traffic
+from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.jagged import Jagged
-from flexd.embedding.prefetch.background import Background
-from flexd.embedding.prefetch.job import Ahead, AheadJob, Left, Upcoming
-from flexd.embedding.replicas.replica_sync import Touched
-from flexd.embedding.replicas.row_updates import ReplicaSync, Summed
+from flexd.embedding.prefetch.run_ahead_job import DeferredGradients, NextBatch, RunAheadJob, RunAheadResult
+from flexd.embedding.prefetch.worker_thread import WorkerThread
+from flexd.embedding.replicas.replica_sync import RowGradients
+from flexd.embedding.replicas.touched_rows import TouchedRows
+from flexd.embedding.row_optimizers import RowOptimizer
 
 
-class RunAhead:
-    """Everything here is called by the training thread, at the same points on every rank.
+class RunAhead(StepHooks):
+    """Runs the jobs of an engine. Called by the training thread, at the same points on every rank.
 
-    Args:
-        job: on process groups that nobody else uses.
-        traffic: of those; it moves to ``trainer_traffic`` when a job is over, and is added up in ``overlapped``.
+    Collective: makes process groups that no other thread uses. Their traffic moves to the engine's when a job is over,
+    and is added up in ``overlapped``: no step waits for it unless the step is shorter than the job.
     """
 
-    def __init__(
-        self,
-        job: AheadJob,
-        inbox: ChunkInbox,
-        traffic: Traffic,
-        trainer_traffic: Traffic,
-        *,
-        rank: int,
-        device: torch.device,
-        timeout_seconds: float,
-    ) -> None:
-        self.overlapped = Traffic()
-        """Bytes and accesses of the jobs, which no step waited for unless it was shorter."""
+    def __init__(self, engine: RowEngine, timeout_seconds: float) -> None:
+        self.overlapped: Traffic = Traffic()
         self.passes_per_step = 1
-        self._job = job
-        self._inbox = inbox
-        self._traffic = traffic
-        self._trainer_traffic = trainer_traffic
-        self._rank = rank
-        self._device = device
         self.timeout_seconds = timeout_seconds
-        self._thread: Background[Ahead] = Background(f"flexd-ahead-{rank}", device)
-        self._announced: Upcoming | None = None
-        self._started: Upcoming | None = None
-        self._ahead: Ahead | None = None
-        self._left: Left | None = None
+        self._engine = engine
+        self._rank = engine.groups.rank
+        self._device = engine.stores[0].rows.device
+        self._traffic = Traffic()
+        with engine.router.traffic.uncounted():
+            groups = ChainGroups(engine.groups.layout, self._traffic, self._device, timedelta(seconds=timeout_seconds))
+        router, sync = engine.new_exchange(groups, self._traffic)
+        self._job = RunAheadJob(engine.stores, router, sync, engine.inbox, self._rank)
+        self._thread: WorkerThread[RunAheadResult] = WorkerThread(f"flexd-ahead-{self._rank}", self._device)
+        self._announced: NextBatch | None = None
+        self._started: NextBatch | None = None
+        self._result: RunAheadResult | None = None
+        self._splitting: DeferredGradients | None = None
+        self._deferred: DeferredGradients | None = None
         self._looping = False
-        self._entered = False
+        self._claimed = False
         self._failure: BaseException | None = None
 
-    # What ``prefetch`` calls.
+    @staticmethod
+    def begin(engine: RowEngine, timeout_seconds: float, passes_per_step: int) -> RunAhead:
+        """Begin a loop that announces its batches. Collective when the deadline differs from that of the loop before:
+        makes process groups.
 
-    def begin(self) -> None:
-        """A loop begins. Raises EmbeddingError if another has not ended."""
-        if self._looping:
+        Raises:
+            EmbeddingError: another loop has not ended.
+        """
+        hooks = engine.hooks
+        if isinstance(hooks, RunAhead) and hooks._looping:
             raise EmbeddingError(
                 "another loop over prefetched batches of this collection has not ended",
                 remedy="leave it first, or close() its iterator",
             )
-        self._looping = True
+        if not isinstance(hooks, RunAhead) or hooks.timeout_seconds != timeout_seconds:
+            engine.settle()
+            engine.hooks = hooks = RunAhead(engine, timeout_seconds)
+        hooks._looping = True
+        hooks.passes_per_step = passes_per_step
+        return hooks
 
-    def announce(self, upcoming: Upcoming) -> None:
-        """The batch after the one whose forward pass comes next; that forward pass starts its job."""
-        self._announced = upcoming
+    # Called by the loop.
 
-    def start_announced(self, open_routes: Sequence[Route] = (), *, idle: bool = False) -> None:
-        """Collective. Starts the job of the announced batch if no forward pass has.
+    def announce(self, batch: NextBatch) -> None:
+        """Set the batch after the one whose forward pass comes next; that forward pass starts its job."""
+        self._announced = batch
 
-        Args:
-            open_routes: of the passes that the next step will push.
-            idle: look nothing up: more than these routes' rows may change before the batch.
-        """
+    def start_announced(self) -> None:
+        """Collective. Start the job of the announced batch unless a forward pass has."""
         self._check_failure()
         if self._announced is None:
             return
-        self.join()
-        self._ahead = None
-        upcoming, self._announced = self._announced, None
-        self._started = upcoming
-        left, self._left = self._left, None
-        due = idle or self._inbox.agreed_version > self._inbox.applied_version
-        stepping = len(open_routes) % self.passes_per_step == 0
-        passes = tuple(open_routes)
-        self._thread.submit(lambda: self._job.run(upcoming, left, passes, stepping=stepping, due=due))
+        self.wait()
+        self._result = None
+        batch, self._announced = self._announced, None
+        self._started = batch
+        deferred, self._deferred = self._deferred, None
+        inbox, passes = self._engine.inbox, tuple(self._engine.passes)
+        # Chunks are applied before the next look-up, and gradients that wait belong to rows of passes that are gone.
+        locate = inbox.agreed_version <= inbox.applied_version and not self._engine.awaits_push
+        step_expected = len(passes) % self.passes_per_step == 0
+        self._thread.submit(lambda: self._job.run(batch, deferred, passes, step_expected=step_expected, locate=locate))
 
     def finish(self) -> None:
-        """The loop is over on this rank. Raises EmbeddingError if it is not on all others."""
-        self.join()
-        ahead, self._ahead, self._started, self._announced = self._ahead, None, None, None
-        if ahead is not None and ahead.uneven >= 0:
-            raise _uneven(ahead.uneven)
+        """End the loop on this rank. Raises EmbeddingError if it does not end on all others."""
+        self.wait()
+        result, self._result, self._started, self._announced = self._result, None, None, None
+        if result is not None and result.ended_rank >= 0:
+            raise _uneven(result.ended_rank)
 
     def close(self) -> bool:
-        """Forgets the upcoming batch and ends the thread. What a step has left stays, for the next use of the rows.
+        """Forget the next batch and end the thread. Deferred gradients stay for the next use of the rows.
 
         Returns:
-            Did the thread end within the deadline?
+            Whether the thread ended within the deadline.
         """
         try:
-            self.join()
-        except Exception as error:  # of a job that no step will ask for
+            self.wait()
+        except Exception as error:  # of a job whose result no step will use
             self._failure = self._failure or error
-        self._ahead = self._started = self._announced = None
+        self._result = self._started = self._announced = None
         self._looping = False
         return self._thread.stop(self.timeout_seconds)
 
@@ -144,140 +143,130 @@ class RunAhead:
     def thread_alive(self) -> bool:
         return self._thread.alive
 
-    # What the engine calls.
+    # Called by the engine: ``StepHooks``.
 
     @property
-    def held(self) -> object:
-        """Whose tensors stay until the next job."""
-        return self._ahead, self._left
+    def held(self) -> object:  # type: ignore[override]
+        return self._result, self._deferred
 
     @property
-    def working_bytes(self) -> int:
-        """Allocated once."""
+    def working_bytes(self) -> int:  # type: ignore[override]
         return self._job.working_bytes
 
     @property
-    def holds_route(self) -> bool:
-        """Was a route found that is yet to be used? No chunk may be applied then."""
-        return self._thread.under_way or (self._ahead is not None and self._ahead.route is not None)
+    def holds_route(self) -> bool:  # type: ignore[override]
+        return self._thread.busy or (self._result is not None and self._result.forward_pass is not None)
 
-    def join(self) -> None:
-        """Waits for the job under way.
+    def wait(self) -> None:
+        """Wait for the job under way.
 
         Raises:
-            EmbeddingError: the job did not end within the deadline, or one before had failed.
-            Exception: what the job failed with.
+            EmbeddingError: the job did not end within the deadline, or an earlier one failed.
+            Exception: the error of the job.
         """
         self._check_failure()
-        if not self._thread.under_way:
+        if not self._thread.busy:
             return
         try:
-            self._ahead = self._thread.result(self.timeout_seconds)
+            self._result = self._thread.result(self.timeout_seconds)
         except BaseException as error:
             self._failure = error
             raise
-        for name, value in self._traffic.totals().items():
-            setattr(self.overlapped, name, getattr(self.overlapped, name) + value)
-        self._traffic.move_to(self._trainer_traffic)
+        self.overlapped.add(self._traffic)
+        self._engine.router.traffic.add(self._traffic)
+        self._traffic.reset()
         if self._device.type == "cuda":
-            _keep_for(torch.cuda.current_stream(self._device), self._ahead)
+            _record_stream(torch.cuda.current_stream(self._device), self._result)
 
-    def settle(self, sync: ReplicaSync) -> None:
-        """Collective. After it the rows are as if nothing had been left behind.
+    def settle(self) -> None:
+        self.wait()
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            deferred.push(self._engine.sync)
 
-        Args:
-            sync: of the training thread.
-        """
-        self.join()
-        left, self._left = self._left, None
-        if left is not None:
-            left.push(sync)
+    def discard(self) -> None:
+        self.settle()
+        self._result = None
 
-    def drop(self, sync: ReplicaSync) -> None:
-        """Collective. ``settle``, and nothing that was found or fetched ahead is used."""
-        self.settle(sync)
-        self._ahead = None
-
-    def take(self, given: object, *, usable: bool) -> Ahead | None:
-        """Collective. Of the input of a forward pass: what was found ahead, or None if it must be looked up now.
-
-        Args:
-            usable: False if it must be in any case.
+    def claim(self, given: object, *, usable: bool) -> LocatedInput | None:
+        """Return the located input of a forward pass, or None if it must be looked up now.
 
         Raises:
             EmbeddingError: this rank has a batch that another has not.
         """
-        # The loop has the batch only once the one after it is announced: before, what is given is something else, even
-        # if nothing tells it from the batch (without any feature on this rank).
+        # The loop yields a batch only after announcing the next one. Before that ``given`` is another input, even if
+        # it cannot be told from the batch (without any feature on this rank).
         started = self._started if self._announced is not None else None
-        self._entered = started is not None and _same(given, started.given)
-        if not self._entered:
+        self._claimed = started is not None and _same(given, started.given)
+        if not self._claimed:
             return None
-        self.join()
+        self.wait()
         self._started = None
-        ahead = self._ahead
-        if ahead is not None and ahead.uneven >= 0:
-            self._ahead = None
-            raise _uneven(ahead.uneven)
-        if ahead is None or ahead.route is None or not usable:
-            self._ahead = None
+        result = self._result
+        if result is not None and result.ended_rank >= 0:
+            self._result = None
+            raise _uneven(result.ended_rank)
+        if result is None or result.forward_pass is None or not usable:
+            self._result = None
             return None
-        if ahead.route.agreement.fault:
-            self._ahead = None
-        return ahead
+        if result.forward_pass.route.agreement.fault:
+            self._result = None
+        return LocatedInput(result.resolved, result.error, result.forward_pass)
 
-    def fetch(self, route: Route, router: Router, *, expand: bool) -> list[torch.Tensor]:
-        """Collective. As ``Router.fetch``; rows that were fetched ahead do not travel again."""
-        ahead = self._ahead
-        if ahead is None or ahead.route is not route:
-            return router.fetch(route, expand=expand)
-        self._ahead = None
-        if ahead.rows is None:
-            return router.fetch(route, expand=expand)
-        if ahead.cut is not None:
-            late = router.fetch(ahead.cut.marked, expand=False)
-            for found, at, part in zip(ahead.rows, ahead.cut.marked_rows, late, strict=True):
-                found.index_copy_(0, at, part)
+    def fetch(self, forward_pass: ForwardPass, *, expand: bool) -> list[torch.Tensor] | None:
+        result = self._result
+        if result is None or result.forward_pass is not forward_pass:
+            return None
+        self._result = None
+        if result.rows is None:
+            return None
+        if result.split is not None:
+            late = self._engine.router.fetch(result.split.marked, expand=False)
+            for rows, at, part in zip(result.rows, result.split.marked_rows, late, strict=True):
+                rows.index_copy_(0, at, part)
         return [
-            rows.index_select(0, stop.expand) if expand and stop.expand is not None else rows
-            for rows, stop in zip(ahead.rows, route.stops[0], strict=True)
+            rows.index_select(0, first.expand) if expand and first.expand is not None else rows
+            for rows, first in zip(result.rows, forward_pass.route.stations[0], strict=True)
         ]
 
-    def fetched(self, open_routes: Sequence[Route], *, idle: bool) -> None:
-        """Collective. A forward pass has its rows: if it was that of the trainer's batch, the next job starts, as by
-        ``start_announced``."""
-        if self._entered:
-            self._entered = False
-            self.start_announced(open_routes, idle=idle)
+    def after_fetch(self) -> None:
+        if self._claimed:
+            self._claimed = False
+            self.start_announced()
 
-    def left_of(self, routes: Sequence[Route], *, leave: bool) -> Left | None:
-        """Collective. Before the gradients of these passes are pushed: what divides them, or None to push everything.
-
-        Args:
-            leave: may anything be left? Not if all gradients are needed at once (clipping by norm).
-        """
-        self.join()
-        ahead = self._ahead
-        if ahead is None or ahead.route is None:
+    def split_gradients(self, *, defer: bool) -> DeferredGradients | None:
+        self._splitting = None
+        self.wait()
+        result, passes = self._result, self._engine.passes
+        if result is None or result.forward_pass is None:
             return None
-        seen = len(routes) == len(ahead.passes) and all(a is b for a, b in zip(routes, ahead.passes, strict=True))
-        if seen and ahead.cuts:
-            self._ahead = replace(ahead, cuts=())
-            if not leave:
-                return None
-            *passes, upcoming = ahead.touched
-            ours = [touched for touched in passes if touched is not None]
-            if upcoming is None or not ours:
-                return Left(ahead.cuts, None, None)
-            return Left(ahead.cuts, *Touched.together(ours).divide(upcoming))
-        # The step changes rows that the job did not expect it to.
-        self._ahead = replace(ahead, rows=None, cut=None, cuts=())
-        return None
+        seen = len(passes) == len(result.passes) and all(a is b for a, b in zip(passes, result.passes, strict=True))
+        if not seen or not result.pass_splits:
+            # The step changes rows that the job did not expect it to.
+            self._result = replace(result, rows=None, split=None, pass_splits=())
+            return None
+        self._result = replace(result, pass_splits=())
+        if not defer:
+            return None
+        *of_passes, of_next = result.touched
+        touched = [of_pass for of_pass in of_passes if of_pass is not None]
+        if of_next is None or not touched:
+            self._splitting = DeferredGradients(result.pass_splits, None, None)
+        else:
+            self._splitting = DeferredGradients(result.pass_splits, *TouchedRows.union(touched).split(of_next))
+        return self._splitting
 
-    def leave(self, left: Left, update: Callable[[list[Summed]], None]) -> None:
-        """After a step: the next job, or ``settle``, pushes what it left and calls ``update`` with the sums."""
-        left.update_by(update)
-        self._left = left
+    def after_update(self, optimizer: RowOptimizer, step: int) -> None:
+        deferred, self._splitting = self._splitting, None
+        if deferred is None:
+            return
+        sync = self._engine.sync
+
+        def update(summed: list[RowGradients]) -> None:
+            sync.update(summed, optimizer, step)
+
+        deferred.update_by(update)
+        self._deferred = deferred
 
     def _check_failure(self) -> None:
         if self._failure is not None:
@@ -295,7 +284,7 @@ def _uneven(rank: int) -> EmbeddingError:
 
 
 def _same(given: object, announced: object) -> bool:
-    """Is this the announced input? A mapping made anew counts if it holds the same objects or ids."""
+    """Return whether this is the announced input. A new mapping counts if it holds the same objects or ids."""
     if given is announced:
         return True
     if not isinstance(given, Mapping) or not isinstance(announced, Mapping) or given.keys() != announced.keys():
@@ -309,13 +298,15 @@ def _same(given: object, announced: object) -> bool:
     )
 
 
-def _keep_for(stream: torch.cuda.Stream, value: object) -> None:
-    """Memory of tensors that another stream made is not used again before what is queued on this one is done."""
+def _record_stream(stream: torch.cuda.Stream, value: object) -> None:
+    """Keep memory of tensors that another stream made until the work queued on ``stream`` is done."""
     if isinstance(value, torch.Tensor):
         value.record_stream(stream)
     elif isinstance(value, (list, tuple)):
         for part in value:
-            _keep_for(stream, part)
+            _record_stream(stream, part)
     elif is_dataclass(value) and not isinstance(value, type):
         for part in fields(value):
-            _keep_for(stream, getattr(value, part.name))
+            _record_stream(stream, getattr(value, part.name))
+    elif isinstance(value, (ForwardPass, TouchedRows)):
+        _record_stream(stream, list(vars(value).values()))

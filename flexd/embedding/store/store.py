@@ -10,7 +10,7 @@ import torch
 
 from flexd.core.keyspace import DimGroup, state_columns
 from flexd.core.layout import RankLayout
-from flexd.embedding.replicas.directory import Directory, HomeOrder
+from flexd.embedding.store.directory import Directory, HomeOrder
 
 TORCH_DTYPES = {
     "float64": torch.float64,

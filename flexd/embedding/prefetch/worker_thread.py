@@ -23,12 +23,12 @@ class _Job(Generic[Result]):
         self.error: BaseException | None = None
 
 
-class Background(Generic[Result]):
-    """``submit`` hands a job over, ``result`` waits for it; at most one is under way.
+class WorkerThread(Generic[Result]):
+    """Runs jobs: ``submit`` starts one, ``result`` waits for it; at most one is under way.
 
-    On CUDA a job runs on a stream of its own, after what was queued on the submitter's current stream, and what is
-    queued after ``result`` comes after the job. The thread starts with the first job. It is a daemon thread: a
-    collective that never returns must not keep the process.
+    On CUDA a job runs on a stream of its own, after the work queued on the submitter's current stream; work queued
+    after ``result`` comes after the job. The thread starts with the first job. It is a daemon thread: a collective that
+    never returns must not keep the process.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -41,8 +41,8 @@ class Background(Generic[Result]):
         self._finished: torch.cuda.Event | None = None
 
     @property
-    def under_way(self) -> bool:
-        """Was a job submitted whose result nobody took?"""
+    def busy(self) -> bool:
+        """True from ``submit`` until ``result`` has returned or raised the job's result."""
         return self._current is not None
 
     @property
@@ -50,9 +50,9 @@ class Background(Generic[Result]):
         return self._thread is not None and self._thread.is_alive()
 
     def submit(self, work: Callable[[], Result]) -> None:
-        """Raises EmbeddingError if the last job's result was not taken."""
+        """Start a job. Raises EmbeddingError if one is under way."""
         if self._current is not None:
-            raise EmbeddingError(f"{self._name}: a job is under way", remedy="take its result first")
+            raise EmbeddingError(f"{self._name}: a job is under way", remedy="wait for its result first")
         ready = None
         if self._stream is not None:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ class Background(Generic[Result]):
         self._jobs.put(self._current)
 
     def result(self, timeout_seconds: float) -> Result:
-        """Of the job under way; what it raised is raised here.
+        """Wait for the job under way; raise the exception that ended it, if any.
 
         Raises:
             EmbeddingError: it did not end within the deadline. It stays under way.
@@ -84,7 +84,7 @@ class Background(Generic[Result]):
         return job.result  # type: ignore[return-value]
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Ends the thread after the job under way; did it end within the deadline?"""
+        """End the thread after the job under way. Returns whether it ended within the deadline."""
         if self._thread is None:
             return True
         self._jobs.put(None)
@@ -98,7 +98,7 @@ class Background(Generic[Result]):
         while (job := jobs.get()) is not None:
             try:
                 job.result = self._on_stream(job)
-            except BaseException as error:  # raised where the result is taken
+            except BaseException as error:  # raised again by ``result``
                 job.error = error
             job.done.set()
             del job

@@ -1,0 +1,185 @@
+"""Collectives over one group of ranks, and counters of the bytes they send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+
+import torch
+import torch.distributed as dist
+
+from flexd.core.errors import CollectiveError
+from flexd.core.layout import RankLayout
+
+# torch 2.13 renamed it and warns of the old name.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class TrafficKind(StrEnum):
+    ALL_TO_ALL = "all_to_all"
+    SYNC = "sync"
+    MIGRATION = "migration"
+
+
+@dataclass
+class Traffic:
+    """Running totals of one rank: payload bytes sent to other ranks, by link class, and lookups by tier.
+
+    An all-reduce of n bytes over m ranks is counted as the 2 n (m-1)/m bytes each rank sends in it and an all-gather
+    as the n (m-1) it forwards; gloo's wire counters agree (``tools/check_collective_bytes.py``).
+    """
+
+    all_to_all_intra_bytes: int = 0
+    all_to_all_inter_bytes: int = 0
+    sync_intra_bytes: int = 0
+    sync_inter_bytes: int = 0
+    migration_intra_bytes: int = 0
+    migration_inter_bytes: int = 0
+    home_accesses: int = 0
+    node_accesses: int = 0
+    device_accesses: int = 0
+    _kind: TrafficKind = field(default=TrafficKind.ALL_TO_ALL, repr=False)
+
+    @property
+    def current_kind(self) -> TrafficKind:
+        """Kind that bytes are counted as unless the collective names another."""
+        return self._kind
+
+    @contextmanager
+    def kind(self, kind: TrafficKind) -> Iterator[None]:
+        """Count bytes that are sent inside as ``kind``."""
+        before, self._kind = self._kind, kind
+        try:
+            yield
+        finally:
+            self._kind = before
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave out collectives inside that are not part of training (checks, exports)."""
+        before = self.totals()
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
+
+    def sent(self, intra_bytes: int, inter_bytes: int, kind: TrafficKind | None = None) -> None:
+        """Add sent bytes; ``kind`` defaults to ``current_kind``."""
+        intra, inter = f"{kind or self._kind}_intra_bytes", f"{kind or self._kind}_inter_bytes"
+        setattr(self, intra, getattr(self, intra) + intra_bytes)
+        setattr(self, inter, getattr(self, inter) + inter_bytes)
+
+    def add(self, other: Traffic) -> None:
+        """Add the totals of ``other``."""
+        for name, value in other.totals().items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def reset(self) -> None:
+        """Set all totals to 0."""
+        for name in self.totals():
+            setattr(self, name, 0)
+
+    def totals(self) -> dict[str, int]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("_")}
+
+
+class Peers:
+    """One group of ranks that a rank exchanges with; collectives over a single rank are skipped.
+
+    Attributes:
+        ranks: ascending global ranks of the group, this rank among them.
+        index: place of this rank in ``ranks``.
+        far: for each member, whether a message to it leaves the node.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int, layout: RankLayout, traffic: Traffic
+    ) -> None:
+        self.group = group
+        self.rank = rank
+        self.ranks = list(ranks)
+        self.size = len(self.ranks)
+        self.index = self.ranks.index(rank)
+        node = layout.node_of(rank)
+        self.far = [layout.node_of(peer) != node for peer in self.ranks]
+        self._traffic = traffic
+
+    def all_to_all(
+        self,
+        send: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        sync_counts: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Flat ``send`` split by peer -> flat received, split by ``receive_counts``.
+
+        Args:
+            sync_counts: the part of each peer's ``send_counts`` that is counted as replica synchronisation.
+        """
+        if self.size == 1:
+            return send
+        received = send.new_empty(sum(receive_counts))
+        with self._naming_errors("all_to_all"):
+            dist.all_to_all_single(received, send, list(receive_counts), list(send_counts), group=self.group)
+        synced = [0] * self.size if sync_counts is None else sync_counts
+        width = send.element_size()
+        self._count([(count - sync) * width for count, sync in zip(send_counts, synced, strict=True)])
+        if sync_counts is not None:
+            self._count([sync * width for sync in synced], TrafficKind.SYNC)
+        return received
+
+    def all_reduce(
+        self, flat: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, kind: TrafficKind | None = None
+    ) -> None:
+        """All-reduce in place; the result is bit-equal on every member."""
+        if self.size == 1 or flat.numel() == 0:
+            return
+        with self._naming_errors("all_reduce"):
+            dist.all_reduce(flat, op=op, group=self.group)
+        self._count_even(2 * flat.numel() * flat.element_size() * (self.size - 1) // self.size, kind)
+
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+        """[n, ...] on every member (equal shapes) -> [size, n, ...]."""
+        if self.size == 1:
+            return part.unsqueeze(0)
+        parts = part.new_empty((self.size, *part.shape))
+        if part.numel():
+            with self._naming_errors("all_gather"):
+                all_gather_flat(parts.view(-1), part.reshape(-1), group=self.group)
+            self._count_even(part.numel() * part.element_size() * (self.size - 1))
+        return parts
+
+    @contextmanager
+    def _naming_errors(self, collective: str) -> Iterator[None]:
+        """Raise errors of the process group as CollectiveError that names the ranks and the collective."""
+        try:
+            yield
+        except RuntimeError as error:
+            others = [rank for rank in self.ranks if rank != self.ranks[self.index]]
+            cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise CollectiveError(
+                f"rank {self.ranks[self.index]}: {collective} with ranks {', '.join(map(str, others))} "
+                f"({self._traffic.current_kind}): {cause}",
+                remedy="one of them has died, hangs, or makes other calls than this one: see its log, then restart the "
+                "job from a checkpoint",
+            ) from error
+
+    def _count(self, bytes_by_peer: Sequence[int], kind: TrafficKind | None = None) -> None:
+        intra = inter = 0
+        for peer, sent in enumerate(bytes_by_peer):
+            if peer == self.index:
+                continue
+            if self.far[peer]:
+                inter += sent
+            else:
+                intra += sent
+        self._traffic.sent(intra, inter, kind)
+
+    def _count_even(self, total: int, kind: TrafficKind | None = None) -> None:
+        """Count a collective whose sent bytes spread evenly over the other members."""
+        others = self.size - 1
+        far = sum(self.far)
+        self._traffic.sent(total * (others - far) // others, total * far // others, kind)

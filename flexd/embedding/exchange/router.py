@@ -1,0 +1,324 @@
+"""Finds where the rows of a look-up are, and carries rows and gradients along the route.
+
+A request passes stations (self, node owner, home) joined by hops and stops at the first that holds a copy. The route
+records, per station and dim-group, which rows are held there and which are requested from the next station; the forward
+pass walks it from the last station to the first, the backward pass from the first to the last.
+
+The router does not know of replicas. Data about them travels in the same messages: see ``LookupPiggyback`` and
+``GradientPiggyback``, which ``flexd.embedding.replicas`` implements.
+
+On a GPU the host waits for the device once a station and dim-group for each of: the number of distinct rows, of rows
+held, and of rows not held; once a hop for the sizes; once a pass for the accesses by tier. Carrying rows and gradients
+waits for nothing, except once a step for the numbers of touched replicas (``ReplicaSums``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Protocol
+
+import torch
+
+from flexd.core.errors import EmbeddingError
+from flexd.embedding.exchange.collectives import Traffic
+from flexd.embedding.exchange.hop import Agreement, Column, Counts, Hop, PeerWords
+from flexd.embedding.exchange.route import (
+    COUNT_SHIFT,
+    Route,
+    StationLookup,
+    StationRows,
+    counts_of_group,
+    merge_passes,
+    split_by_peer,
+)
+from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
+
+_KEY_MASK = (1 << COUNT_SHIFT) - 1
+
+
+class LookupPiggyback(Protocol):
+    """Words that travel with the ids and rows of a look-up.
+
+    Called in the order of the stations: ``add`` for all dim-groups of station 0, ``up`` and ``recv_up`` of hop 0,
+    ``add`` of station 1, and so on; then ``down`` and ``recv_down`` from the last hop to the first.
+    """
+
+    @property
+    def complete(self) -> bool:
+        """True once ``recv_down`` was called for every hop. Then nothing travels with the rows."""
+        ...
+
+    def add(self, group: int, positions: torch.Tensor) -> None:
+        """Add the rows held at a station: int64 [n] directory positions, -1 for plain home rows."""
+        ...
+
+    def up(self, hop: int) -> PeerWords:
+        """Return the words that travel with the ids of a hop."""
+        ...
+
+    def recv_up(self, hop: int, words: torch.Tensor) -> None: ...
+
+    def down(self, hop: int) -> PeerWords:
+        """Return the words that travel with the rows of a hop."""
+        ...
+
+    def recv_down(self, hop: int, words: torch.Tensor) -> None: ...
+
+
+class GradientPiggyback(Protocol):
+    """Columns that travel with the gradients: ``add`` for each station, then ``up`` and ``recv_up`` of its hop."""
+
+    def add(self, group: int, positions: torch.Tensor, grads: torch.Tensor) -> None:
+        """Add [n, dim] gradients of rows held at a station, with int64 [n] directory positions (-1: plain home row)."""
+        ...
+
+    def up(self, hop: int) -> list[Column]:
+        """Return the columns that travel over a hop."""
+        ...
+
+    def recv_up(self, hop: int, arrived: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Receive, for each column of ``up``, the rows by peer."""
+        ...
+
+
+class Router:
+    """Finds routes, and carries rows and gradients along them.
+
+    Args:
+        dedup: request each row once a station.
+        comm_dtype: dtype of rows and gradients on the wire; None: each table's own. Gradients are added in float32, or
+            in the wider of table and wire. With a narrower wire every row is rounded when it is read, wherever it is
+            held, so that training does not depend on the placement.
+
+    Raises:
+        EmbeddingError: an unknown ``comm_dtype``.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[GroupStore],
+        hops: Sequence[Hop],
+        traffic: Traffic,
+        *,
+        dedup: bool,
+        comm_dtype: str | None = None,
+    ) -> None:
+        if comm_dtype not in (None, "float32", "float16", "bfloat16"):
+            raise EmbeddingError(f"comm_dtype {comm_dtype!r}", remedy="one of float32, float16, bfloat16, or None")
+        self._stores = list(stores)
+        self.hops = list(hops)
+        self.traffic = traffic
+        self._lookup = StationLookup(stores, dedup=dedup)
+        self._first_keys = [store.group.first_key for store in self._stores]
+        self.wire = [store.dtype if comm_dtype is None else TORCH_DTYPES[comm_dtype] for store in self._stores]
+        """Dtype of each dim-group on the wire."""
+        self.wide = [
+            torch.promote_types(torch.promote_types(store.dtype, wire), torch.float32)
+            for store, wire in zip(self._stores, self.wire, strict=True)
+        ]
+        """Dtype of each dim-group in which gradients are added."""
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes of the tables that find distinct keys."""
+        return self._lookup.working_bytes
+
+    def find(self, keys: torch.Tensor, agreement: Agreement, piggyback: LookupPiggyback | None = None) -> Route:
+        """Collective. Find the route of int64 [n] keys, in any order, repeats allowed.
+
+        Where a rank reports a fault, or ranks make different calls, the sizes still go round so that every rank learns
+        of it; the route is then of no use.
+
+        Args:
+            piggyback: given on all ranks or on none.
+        """
+        ids = self._by_group(keys)
+        weights: list[torch.Tensor | None] = [None] * len(ids)
+        stations, all_keys, requested, served, by_tier = [], [], [], [], []
+        for station, hop in enumerate((*self.hops, None)):
+            located = []
+            for group, (of_group, weight) in enumerate(zip(ids, weights, strict=True)):
+                rows, keys_of, counts = self._lookup.locate(group, of_group, weight)
+                by_tier.append(self._accesses(group, rows, counts))
+                if station == 0:
+                    ids[group] = keys_of
+                if piggyback is not None:
+                    piggyback.add(group, rows.positions)
+                located.append((rows, keys_of, counts))
+            at_station = tuple(rows for rows, _, _ in located)
+            all_keys.append(tuple(ids))
+            if hop is None:
+                _check_all_held(at_station)
+                stations.append(at_station)
+                break
+            at_station, sizes = self._lookup.order_by_peer(hop, at_station, [keys_of for _, keys_of, _ in located])
+            stations.append(at_station)
+            if agreement.diverged:
+                sizes = torch.zeros_like(sizes)
+            sent, received, agreement = hop.exchange_sizes(sizes, agreement)
+            if agreement.diverged:  # the peers of the next hop must learn of it too
+                ids, weights, piggyback = [of_group[:0] for of_group in ids], [None] * len(ids), None
+                continue
+            packed = [
+                keys_of.index_select(0, rows.forwarded) | (counts.index_select(0, rows.forwarded) << COUNT_SHIFT)
+                for rows, (_, keys_of, counts) in zip(at_station, located, strict=True)
+            ]
+            words = None if piggyback is None else piggyback.up(station)
+            arrived, arrived_words = hop.exchange_ids(
+                _interleaved(packed, sent), sent, received, None if words is None or words.empty else words
+            )
+            if piggyback is not None and words is not None:
+                piggyback.recv_up(station, words.words if arrived_words is None else arrived_words)
+            parts = _deinterleaved(arrived, received)
+            ids, weights = [part & _KEY_MASK for part in parts], [part >> COUNT_SHIFT for part in parts]
+            requested.append(sent)
+            served.append(received)
+        home, node, device = torch.stack(by_tier).sum(dim=0).tolist()
+        self.traffic.home_accesses += home
+        self.traffic.node_accesses += node
+        self.traffic.device_accesses += device
+        return Route(tuple(stations), tuple(requested), tuple(served), agreement, tuple(all_keys))
+
+    def fetch(
+        self, route: Route, piggyback: LookupPiggyback | None = None, *, expand: bool = True
+    ) -> list[torch.Tensor]:
+        """Collective. Return per group [requests of this rank, dim]; without ``expand`` [rows of station 0, dim]."""
+        if piggyback is not None and piggyback.complete:
+            piggyback = None
+        found: list[torch.Tensor] = []
+        for station in range(len(route.stations) - 1, -1, -1):
+            arrived = None
+            if station < len(self.hops):
+                above = zip(found, route.stations[station + 1], self.wire, strict=True)
+                requested, served = route.requested[station], route.served[station]
+                columns = [
+                    Column(rows, next_rows.expand, counts_of_group(g, served), counts_of_group(g, requested), wire)
+                    for g, (rows, next_rows, wire) in enumerate(above)
+                ]
+                words = None if piggyback is None else piggyback.down(station)
+                if words is not None and not words.empty:
+                    columns.append(words.as_column())
+                arrived = self.hops[station].exchange(columns)
+                if piggyback is not None and words is not None:
+                    piggyback.recv_down(station, words.words if words.empty else torch.cat(arrived.pop()).view(-1))
+            found = []
+            for group, at_station in enumerate(route.stations[station]):
+                source = self._stores[group].rows
+                if len(at_station.held) == at_station.rows:
+                    found.append(source.index_select(0, at_station.slots).to(self.wire[group]))
+                    continue
+                rows = source.new_empty((at_station.rows, source.shape[1]), dtype=self.wire[group])
+                rows.index_copy_(0, at_station.held, source.index_select(0, at_station.slots).to(rows.dtype))
+                if arrived is not None:
+                    places = split_by_peer(at_station.forwarded, route.requested[station], group)
+                    for part, at in zip(arrived[group], places, strict=True):
+                        rows.index_copy_(0, at, part)
+                found.append(rows)
+        return [
+            (rows if first.expand is None or not expand else rows.index_select(0, first.expand)).to(store.dtype)
+            for rows, first, store in zip(found, route.stations[0], self._stores, strict=True)
+        ]
+
+    def reduce(self, route: Route, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Sum per group [requests of this rank, dim] gradients of equal rows -> [rows of station 0, dim]."""
+        reduced = []
+        for first, grad, wide in zip(route.stations[0], grads, self.wide, strict=True):
+            if first.expand is None:
+                reduced.append(grad.to(wide))
+            else:
+                total = grad.new_zeros((first.rows, grad.shape[1]), dtype=wide)
+                reduced.append(total.index_add_(0, first.expand, grad.to(wide)))
+        return reduced
+
+    def push(
+        self, route: Route, grads: Sequence[torch.Tensor], piggyback: GradientPiggyback | None = None
+    ) -> list[list[tuple[StationRows, torch.Tensor]]]:
+        """Collective. Carry per group [rows of station 0, dim] gradients to the ranks that hold the rows.
+
+        Returns:
+            Per group and station (rows, gradients [held, dim] of those that this rank holds there).
+        """
+        held: list[list[tuple[StationRows, torch.Tensor]]] = [[] for _ in self._stores]
+        grads = [grad.to(wide) for grad, wide in zip(grads, self.wide, strict=True)]
+        for station, at_station in enumerate(route.stations):
+            for group, rows in enumerate(at_station):
+                here = grads[group] if len(rows.held) == rows.rows else grads[group].index_select(0, rows.held)
+                held[group].append((rows, here))
+                if piggyback is not None:
+                    piggyback.add(group, rows.positions, here)
+            if station == len(self.hops):
+                break
+            sent, received = route.requested[station], route.served[station]
+            columns = [
+                Column(grad, rows.forwarded, counts_of_group(g, sent), counts_of_group(g, received), wire)
+                for g, (grad, rows, wire) in enumerate(zip(grads, at_station, self.wire, strict=True))
+            ]
+            if piggyback is not None:
+                columns += piggyback.up(station)
+            hop = self.hops[station]
+            arrived = hop.exchange(columns)
+            grads = [
+                self._sum_by_row(parts, route.stations[station + 1][group], received, group, hop.peers.index)
+                for group, parts in enumerate(arrived[: len(at_station)])
+            ]
+            if piggyback is not None:
+                piggyback.recv_up(station, arrived[len(at_station) :])
+        return held
+
+    def merge(self, passes: Sequence[tuple[Route, Sequence[torch.Tensor]]]) -> tuple[Route, list[torch.Tensor]]:
+        """Merge passes with their gradients into one route; see ``merge_passes``."""
+        return merge_passes(self._lookup, self.hops, self.wide, passes)
+
+    def _sum_by_row(
+        self, parts: Sequence[torch.Tensor], rows: StationRows, counts: Counts, group: int, me: int
+    ) -> torch.Tensor:
+        """Sum gradients by peer -> [rows, dim]. Those of this rank come first, as they do for a replicated row."""
+        wide = self.wide[group]
+        if rows.expand is None:
+            return torch.cat([part.to(wide) for part in parts])
+        total = parts[0].new_zeros((rows.rows, parts[0].shape[1]), dtype=wide)
+        places = split_by_peer(rows.expand, counts, group)
+        for peer in (me, *(peer for peer in range(len(parts)) if peer != me)):
+            if len(places[peer]):
+                total.index_add_(0, places[peer], parts[peer].to(wide))
+        return total
+
+    def _by_group(self, keys: torch.Tensor) -> list[torch.Tensor]:
+        if len(self._stores) == 1:
+            return [keys]
+        firsts = torch.tensor(self._first_keys, dtype=torch.int64, device=keys.device)
+        group = torch.searchsorted(firsts, keys, right=True) - 1
+        return [keys[group == number] for number in range(len(self._stores))]
+
+    def _accesses(self, group: int, rows: StationRows, counts: torch.Tensor) -> torch.Tensor:
+        """Count int64 [3] accesses to rows held at this station, by tier."""
+        directory = self._stores[group].directory
+        weight = counts if len(rows.held) == rows.rows else counts.index_select(0, rows.held)
+        if len(directory) == 0:
+            return torch.nn.functional.pad(weight.sum().view(1), (0, 2))
+        tier = torch.where(rows.positions >= 0, directory.tiers_at(rows.positions.clamp(min=0)), 0)
+        return torch.zeros(3, dtype=torch.int64, device=weight.device).scatter_add_(0, tier.to(torch.int64), weight)
+
+
+def _check_all_held(at_home: Sequence[StationRows]) -> None:
+    missing = sum(len(rows.forwarded) for rows in at_home)
+    if missing:
+        raise EmbeddingError(f"{missing} rows were requested from a rank that is not their home")
+
+
+def _interleaved(columns: Sequence[torch.Tensor], counts: Counts) -> torch.Tensor:
+    """Per group [n] ordered by peer -> one tensor, peer after peer, in each group after group."""
+    if len(columns) == 1:
+        return columns[0]
+    parts = [split_by_peer(column, counts, group) for group, column in enumerate(columns)]
+    return torch.cat(list(chain.from_iterable(zip(*parts, strict=True))))
+
+
+def _deinterleaved(flat: torch.Tensor, counts: Counts) -> list[torch.Tensor]:
+    """Undo ``_interleaved``."""
+    groups = len(counts[0])
+    if groups == 1:
+        return [flat]
+    pieces = torch.split(flat, list(chain.from_iterable(counts)))
+    return [torch.cat(pieces[group::groups]) for group in range(groups)]

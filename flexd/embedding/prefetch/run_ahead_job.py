@@ -1,0 +1,213 @@
+"""One job of run-ahead: push deferred gradients, then locate and fetch the rows of the next batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flexd.control.agent.inbox import ChunkInbox
+from flexd.embedding.engine import ForwardPass
+from flexd.embedding.exchange.hop import Agreement, CallSignature
+from flexd.embedding.exchange.route import Route
+from flexd.embedding.exchange.router import Router
+from flexd.embedding.prefetch.route_split import Marks, RouteSplit, exchange_marks, split_route
+from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
+from flexd.embedding.replicas.touched_rows import TouchedRows
+from flexd.embedding.store.store import GroupStore
+
+
+@dataclass(frozen=True)
+class NextBatch:
+    """The batch after the one that the training loop has.
+
+    Attributes:
+        given: the input of its forward pass. None: there is no further batch on this rank.
+        resolve: returns (resolved input, int64 [n] keys); raises an error that the forward pass will raise.
+    """
+
+    given: object
+    resolve: Callable[[], tuple[Any, torch.Tensor]] | None
+
+
+@dataclass(frozen=True)
+class RunAheadResult:
+    """Result of a job.
+
+    Attributes:
+        resolved: resolved input of the next batch; None if resolving it raised ``error``.
+        forward_pass: pass of the next batch; None if it is not looked up ahead.
+        ended_rank: a rank that has no further batch while another has; -1 if there is none.
+        rows: per group [rows of the route's first station, dim], without those of ``split.marked``; None: fetch all.
+        split: of the route; None: nothing is missing in ``rows``.
+        passes: the passes that were open.
+        pass_splits: of those (marked: read by the next batch); empty if no step was expected in between.
+        touched: replicated rows that each of ``passes``, and then the next batch, touches on any rank; None: none.
+    """
+
+    resolved: Any
+    error: Exception | None
+    forward_pass: ForwardPass | None
+    ended_rank: int
+    rows: list[torch.Tensor] | None
+    split: RouteSplit | None
+    passes: tuple[ForwardPass, ...]
+    pass_splits: tuple[RouteSplit, ...]
+    touched: tuple[TouchedRows | None, ...]
+
+
+class DeferredGradients:
+    """Splits the gradients of one step into those pushed in it and those, of rows that the next batch does not read,
+    deferred to the next job.
+
+    Args:
+        splits: of the step's passes.
+        touched, deferred: replicated rows with gradients of either kind on any rank.
+    """
+
+    def __init__(self, splits: Sequence[RouteSplit], touched: TouchedRows | None, deferred: TouchedRows | None) -> None:
+        self.touched = touched
+        self._splits = splits
+        self._deferred = deferred
+        self._parts: list[tuple[Route, list[torch.Tensor]]] = []
+        self._update: Callable[[list[RowGradients]], None] | None = None
+
+    def split(self, number: int, grads: Sequence[torch.Tensor]) -> tuple[Route, list[torch.Tensor]]:
+        """Keep the deferred part of the gradients of a pass, and return the part to push now with its route.
+
+        Args:
+            grads: per group [rows of the first station, dim].
+        """
+        now, later = self._splits[number].split_rows(grads)
+        self._parts.append((self._splits[number].rest, later))
+        return self._splits[number].marked, now
+
+    def update_by(self, update: Callable[[list[RowGradients]], None]) -> None:
+        """Set the function that updates rows by the deferred gradients."""
+        self._update = update
+
+    def push(self, sync: ReplicaSync) -> None:
+        """Collective. Push the deferred gradients, and update their rows."""
+        summed = sync.push(self._parts, self._deferred)
+        if self._update is not None:
+            self._update(summed)
+
+
+class RunAheadJob:
+    """Works in a thread of its own, on process groups of its own.
+
+    Args:
+        router, sync: over those process groups.
+        rank: this rank.
+    """
+
+    def __init__(
+        self, stores: Sequence[GroupStore], router: Router, sync: ReplicaSync, inbox: ChunkInbox, rank: int
+    ) -> None:
+        self._stores = list(stores)
+        self._router = router
+        self._sync = sync
+        self._inbox = inbox
+        self._rank = rank
+        self._device = stores[0].rows.device
+        self._slot_marks = [torch.zeros(len(store.rows), dtype=torch.bool, device=self._device) for store in stores]
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes allocated once."""
+        marks = sum(marks.nbytes for marks in self._slot_marks)
+        return marks + self._router.working_bytes + self._sync.working_bytes
+
+    def run(
+        self,
+        batch: NextBatch,
+        deferred: DeferredGradients | None,
+        passes: tuple[ForwardPass, ...],
+        *,
+        step_expected: bool,
+        locate: bool,
+    ) -> RunAheadResult:
+        """Collective.
+
+        Args:
+            deferred: gradients of the step before; pushed first.
+            passes: passes that the step under way will push.
+            step_expected: whether these are all of its passes.
+            locate: whether to look the batch up. Equal on all ranks.
+        """
+        if deferred is not None:
+            deferred.push(self._sync)
+        resolved: Any = None
+        error: Exception | None = None
+        keys = torch.empty(0, dtype=torch.int64, device=self._device)
+        if batch.given is not None and locate:
+            assert batch.resolve is not None  # noqa: S101
+            try:
+                resolved, keys = batch.resolve()
+            except Exception as fault:  # a rank that stops alone would leave the others waiting
+                error = fault
+        touched = self._sync.new_touched()
+        route = self._router.find(keys, self._agreement(batch, error), touched)
+        forward_pass = ForwardPass(route, touched)
+        agreement = route.agreement
+        self._inbox.end_exchange(max(agreement.version, 0))
+        result = RunAheadResult(resolved, error, None, -1, None, None, passes, (), ())
+        if agreement.version < 0:
+            return result if agreement.fault < 0 else replace(result, ended_rank=-1 - agreement.version)
+        if not locate:
+            return result
+        result = replace(result, forward_pass=forward_pass)
+        if agreement.fault:
+            return result
+        if not step_expected or not passes:
+            return replace(result, rows=self._router.fetch(route, touched, expand=False))
+        return self._fetch_unchanged(result, forward_pass)
+
+    def _agreement(self, batch: NextBatch, error: Exception | None) -> Agreement:
+        """A rank without a batch sends a version below all others' and a fault below none: so every rank learns
+        whether any loader has ended, which one, and whether all have."""
+        version = self._inbox.begin_exchange()
+        call = CallSignature.of(self._rank, trains=True, passes=0, steps=0)
+        if batch.given is None:
+            return Agreement(-1 - self._rank, -1, call, call)
+        return Agreement(version, 0 if error is None else 1 + self._rank, call, call)
+
+    def _fetch_unchanged(self, result: RunAheadResult, forward_pass: ForwardPass) -> RunAheadResult:
+        """Collective. Fetch the rows that the passes of the step under way do not change."""
+        passes, route = result.passes, forward_pass.route
+        touched = tuple(self._sync.agree([(one.route, one.touched)]) for one in (*passes, forward_pass))
+        before = [(one.route, of_pass) for one, of_pass in zip(passes, touched, strict=False)]
+        after = [(route, touched[-1])]
+        marks = exchange_marks(
+            self._router.hops,
+            [route, *(one.route for one in passes)],
+            [self._shared(route, before), *(self._shared(one.route, after) for one in passes)],
+        )
+        split = split_route(route, marks[0])
+        rows = []
+        for first, store, at, part in zip(
+            route.stations[0], self._stores, split.rest_rows, self._router.fetch(split.rest), strict=True
+        ):
+            rows.append(part.new_empty((first.rows, store.rows.shape[1])).index_copy_(0, at, part))
+        pass_splits = tuple(split_route(one.route, of_pass) for one, of_pass in zip(passes, marks[1:], strict=True))
+        return replace(
+            result, forward_pass=forward_pass, rows=rows, split=split, pass_splits=pass_splits, touched=touched
+        )
+
+    def _shared(self, route: Route, others: Sequence[tuple[Route, TouchedRows | None]]) -> Marks:
+        """Mark the rows that this rank holds for ``route`` and that ``others`` touch on any rank."""
+        stations = range(len(route.stations))
+        flags: Marks = [[] for _ in stations]
+        for group, (store, marks) in enumerate(zip(self._stores, self._slot_marks, strict=True)):
+            # All requests for a row without replicas arrive here; for the others ranks have agreed on touched rows.
+            slots = torch.cat(
+                [at_station[group].slots for other, _ in others for at_station in other.stations]
+                + [store.directory.slots_at(touched.positions(group)) for _, touched in others if touched is not None]
+            )
+            marks.index_fill_(0, slots, True)
+            for station in stations:
+                flags[station].append(marks.index_select(0, route.stations[station][group].slots))
+            marks.index_fill_(0, slots, False)
+        return flags
