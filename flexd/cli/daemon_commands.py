@@ -16,7 +16,6 @@ from flexd.cli.config_view import effective
 from flexd.cli.options import OutputOption
 from flexd.cli.view import Facts, OutputFormat, emit, show
 from flexd.core import units
-from flexd.core.errors import ConfigError
 from flexd.core.fast_start import import_numba, pause_garbage_collector
 
 if TYPE_CHECKING:
@@ -42,12 +41,14 @@ def run(
     signal.signal(signal.SIGTERM, _end_quietly)
     # Whoever has changed the file already finds it read; the default action is to end.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    from flexd.config import checks
     from flexd.config.load import load_config
 
     checked = load_config(config)
     # Until the daemon has started.
     pause_garbage_collector()
     import_numba()
+    checks.check_config(checked, str(config))
     from flexd.daemon import run_daemon
 
     raise typer.Exit(run_daemon(checked, config))
@@ -63,19 +64,17 @@ def check_config(
         OutputFormat | None, typer.Option("-o", "--output", help="Print the effective configuration, secrets left out.")
     ] = None,
 ) -> None:
-    """Checks a configuration, with FLEXD__SECTION__KEY variables laid over it. Exit status 2 if it is wrong.
+    """Checks a configuration as `flexd run` does, with FLEXD__SECTION__KEY variables laid over it.
+
+    Exit status 2 if `run` would refuse it. Secrets and certificates are not looked for.
 
     Example: flexd check-config configs/laptop.yaml -o yaml
     """
+    from flexd.config import checks
     from flexd.config.load import load_config
-    from flexd.topology.files import preset_names
 
     config = load_config(file)
-    preset = config.topology.preset
-    if preset is not None and preset not in preset_names():
-        raise ConfigError(
-            f"{file}: topology.preset: is not known (got {preset!r})", remedy=f"one of {', '.join(preset_names())}"
-        )
+    checks.check_config(config, str(file))
     if output is None:
         show([_summary(file, config)], typer.get_text_stream("stdout"))
     else:

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from flexd.api.config import ConfigStatus, KeyChange, ReloadReport
+from flexd.config.checks import check_tables
 from flexd.config.load import load_config
 from flexd.config.model import Config
 from flexd.config.reload import Merged, merge
@@ -103,10 +104,12 @@ class ConfigFile:
             raise ConfigError("this daemon was not started from a file", remedy="start it with flexd run -c FILE")
         wanted = load_config(self._path, self._environ)
         try:
-            return self._path, wanted, merge(self.config, wanted)
+            merged = merge(self.config, wanted)
         except ValidationError as error:
             faults = "\n".join(f"{self._path}: {line}" for line in describe_faults(error, Config, {}))
             raise ConfigError(faults, remedy="these keys contradict others that need a restart") from None
+        check_tables(merged.effective, str(self._path))
+        return self._path, wanted, merged
 
     def status(self) -> ConfigStatus:
         return ConfigStatus(

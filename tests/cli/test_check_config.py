@@ -88,6 +88,20 @@ def test_an_unknown_preset_is_found_before_the_daemon_runs(flexd_command, tmp_pa
     assert "azure-a100-200g" in done.stderr
 
 
+@pytest.mark.parametrize("command", [["check-config"], ["run", "-c"]])
+def test_what_the_parts_would_refuse_is_exit_code_two(flexd_command, tmp_path, command):
+    document = yaml.safe_load((REPOSITORY / "configs" / "synthetic.yaml").read_text())
+    document["planner"] = {**document.get("planner", {}), "frozen_tables": ["no-such-table"]}
+    document["topology"] = {"file": str(tmp_path / "missing.yaml")}
+    file = tmp_path / "faulty.yaml"
+    file.write_text(yaml.safe_dump(document))
+    done = flexd_command(*command, file)
+    assert done.returncode == 2
+    assert "planner.frozen_tables: no table in tables is named 'no-such-table'" in done.stderr
+    assert f"topology.file: {tmp_path}/missing.yaml: cannot be read" in done.stderr
+    assert done.stdout == ""
+
+
 def test_sigterm_before_the_daemon_is_up_ends_it(tmp_path):
     """As process 1 of a container a process has no default action for SIGTERM: what is not handled is lost."""
     code = (

@@ -1,0 +1,136 @@
+"""Check a configuration beyond its schema: table names, memory, the topology, and brokers and options of Kafka.
+
+``flexd run``, ``flexd check-config`` and a reload call the same functions, so one refuses what the others refuse.
+Secrets and certificates are not looked for: they are often mounted only where the daemon runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+
+from flexd.config.base import split_address
+from flexd.config.model import Config
+from flexd.config.stream import KafkaSource
+from flexd.core.errors import ConfigError, SketchError, StreamError, TopologyError
+
+_MAX_NAMED = 5
+
+
+def check_config(config: Config, origin: str = "config") -> None:
+    """Check everything that can be known before the daemon starts.
+
+    Args:
+        origin: the file that the configuration comes from; begins every line of the error.
+
+    Raises:
+        ConfigError: the text lists every fault as ``origin: key.path: what is wrong``.
+    """
+    faults = [*_table_faults(config), *_memory_faults(config), *_topology_faults(config), *_kafka_faults(config)]
+    _raise(faults, origin)
+
+
+def check_tables(config: Config, origin: str = "config") -> None:
+    """Check that ``planner`` names only tables and rows that ``tables`` has.
+
+    Raises:
+        ConfigError: the text lists every fault as ``origin: key.path: what is wrong``.
+    """
+    _raise(list(_table_faults(config)), origin)
+
+
+def _raise(faults: list[str], origin: str) -> None:
+    if faults:
+        raise ConfigError("\n".join(f"{origin}: {fault}" for fault in faults))
+
+
+def _table_faults(config: Config) -> Iterator[str]:
+    planner = config.planner
+    rows_of = {table.name: table.rows for table in config.tables}
+    named: list[tuple[str, Iterable[str]]] = [
+        ("planner.frozen_tables", planner.frozen_tables),
+        ("planner.exclude_tables", planner.exclude_tables),
+        ("planner.table_budgets", planner.table_budgets),
+    ]
+    for key, names in named:
+        unknown = sorted(set(names) - rows_of.keys())
+        if unknown:
+            yield f"{key}: {_unknown_table(unknown, rows_of)}"
+    for index, pin in enumerate(planner.pins):
+        key = f"planner.pins[{index}]"
+        if pin.table not in rows_of:
+            yield f"{key}.table: {_unknown_table([pin.table], rows_of)}"
+            continue
+        if pin.table in planner.exclude_tables and pin.tier != "HOME":
+            yield f"{key}.tier: {pin.table!r} is in planner.exclude_tables, so it must be HOME (got {pin.tier!r})"
+        rows = rows_of[pin.table]
+        outside = [row for row in pin.rows or () if not 0 <= row < rows]
+        if outside:
+            yield f"{key}.rows: rows of table {pin.table!r} are 0 to {rows - 1} (got {_listed(outside)})"
+
+
+def _unknown_table(unknown: list[str], known: Mapping[str, int]) -> str:
+    close = difflib.get_close_matches(unknown[0], known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else f"; known tables: {_listed(known)}"
+    return f"no table in tables is named {_listed(unknown)}{hint}"
+
+
+def _listed(values: Iterable[object]) -> str:
+    shown = [repr(value) for value in values]
+    more = len(shown) - _MAX_NAMED
+    return ", ".join(shown[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _memory_faults(config: Config) -> Iterator[str]:
+    from flexd.sketch.budget import choose
+
+    sketch = config.sketch
+    try:
+        choose(config.keyspace().tables, sketch.memory_bytes, sketch.max_hot_rows, logarithmic=sketch.logarithmic)
+    except SketchError as error:
+        yield f"sketch.memory_bytes: {error}"
+
+
+def _topology_faults(config: Config) -> Iterator[str]:
+    from flexd.topology.files import load_cluster, preset_names
+
+    topology = config.topology
+    if topology.preset is not None and topology.preset not in preset_names():
+        yield f"topology.preset: must be one of {', '.join(preset_names())} (got {topology.preset!r})"
+    # A follower plans nothing and reads no topology.
+    if topology.file is not None and config.scale_out.role != "follower":
+        try:
+            load_cluster(topology.file)
+        except TopologyError as error:
+            yield f"topology.file: {error}"
+
+
+def _kafka_faults(config: Config) -> Iterator[str]:
+    source = config.stream.source
+    if not isinstance(source, KafkaSource):
+        return
+    for server in source.bootstrap_servers.split(","):
+        try:
+            if split_address(server.strip())[1] == 0:
+                raise ValueError("the port must be 1 to 65535")
+        except ValueError as error:
+            yield f"stream.source.bootstrap_servers: {error} (got {server.strip()!r})"
+    # The client's package is imported only where its options are checked.
+    from kafka import KafkaConsumer
+
+    from flexd.stream.kafka.options import checked
+
+    known = KafkaConsumer.DEFAULT_CONFIG.keys()
+    given = [("client_options", name) for name in source.client_options]
+    given += [("client_option_files", name) for name in source.client_option_files]
+    for section, name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            yield f"stream.source.{section}.{name}: is not an option of the Kafka client{hint}"
+    try:
+        # Values in files are secrets; only their names are checked.
+        names = source.client_option_files.keys() - {"security_protocol", "api_version"}
+        checked(source.client_options | dict.fromkeys(names, ""))
+    except (StreamError, ValueError) as error:
+        yield f"stream.source.client_options: {error}"
