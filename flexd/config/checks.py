@@ -118,7 +118,7 @@ def _kafka_faults(config: Config) -> Iterator[str]:
     # The client's package is imported only where its options are checked.
     from kafka import KafkaConsumer
 
-    from flexd.stream.kafka.options import checked
+    from flexd.stream.kafka.options import checked_options
 
     known = KafkaConsumer.DEFAULT_CONFIG.keys()
     given = [("client_options", name) for name in source.client_options]
@@ -131,6 +131,6 @@ def _kafka_faults(config: Config) -> Iterator[str]:
     try:
         # Values in files are secrets; only their names are checked.
         names = source.client_option_files.keys() - {"security_protocol", "api_version"}
-        checked(source.client_options | dict.fromkeys(names, ""))
+        checked_options(source.client_options | dict.fromkeys(names, ""))
     except (StreamError, ValueError) as error:
         yield f"stream.source.client_options: {error}"

@@ -56,7 +56,7 @@ class ControlVerbs:
             logger.info("paused since before the start, by %s: %s", pause.who or ANONYMOUS, pause.reason)
             coordinator.pause()
         if throttle is not None and throttle.matches_config(control.throttle):
-            logger.info("throttle as chosen before the start: %s, adaptive %s", throttle.limits, throttle.adaptive)
+            logger.info("throttle as chosen before the start: %s", throttle.words)
             pacing.set_limits(throttle.limits, throttle.adaptive)
         self._drop_overtaken_throttle()
 
@@ -125,11 +125,7 @@ class ControlVerbs:
                 configured=self._control.throttle.model_dump_json(),
             )  # fmt: skip
             self._decisions.update(throttle=chosen)
-        words = (
-            f"bytes a step {limits.bytes_per_step or 'no limit'}, bytes a second "
-            f"{limits.bytes_per_second or 'no limit'}, adaptive {'on' if adapts else 'off'}"
-        )
-        self.note("throttle", who, reason, words)
+        self.note("throttle", who, reason, chosen.words)
 
     def apply_config(self, control: ControlConfig) -> None:
         """Another configuration. Its throttle replaces the chosen one if it is another than before."""
@@ -163,5 +159,5 @@ class ControlVerbs:
     def _drop_overtaken_throttle(self) -> None:
         throttle = self._decisions.current.throttle
         if throttle is not None and not throttle.matches_config(self._control.throttle):
-            logger.info("throttle: control.throttle was changed since %s was chosen, and counts", throttle.limits)
+            logger.info("throttle: control.throttle has changed and replaces the chosen one: %s", throttle.words)
             self._decisions.update(throttle=None)

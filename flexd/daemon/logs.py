@@ -1,4 +1,4 @@
-"""The daemon's log lines on stderr."""
+"""The daemon's log lines on stderr: text or one JSON object a line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexd.config.model import Config
 
 
 class _JsonLines(logging.Formatter):
-    """One JSON object a line, for log collectors."""
+    """Format a record as one JSON object, for log collectors. Fields of an event are an object under ``fields``."""
 
     def __init__(self, job: str) -> None:
         super().__init__()
@@ -25,19 +25,22 @@ class _JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        fields = getattr(record, "fields", None)
+        if fields is not None:
+            entry["fields"] = fields
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry)
+        return json.dumps(entry, default=str)
 
 
 def set_up_logging(config: Config) -> None:
-    """As ``log`` says; may be called again when that changes."""
+    """Set level and format from ``log``. May be called again when that section changes."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter(f"%(asctime)s %(levelname)s [{config.job}] %(name)s: %(message)s")
     handler.setFormatter(_JsonLines(config.job) if config.log.format == "json" else text)
     logging.basicConfig(level=config.log.level.upper(), handlers=[handler], force=True)
-    # These log every reconnect attempt of a broker that is down; the source reports that itself, once.
+    # kafka-python logs every attempt to reconnect to a broker that is down; the source reports that once.
     logging.getLogger("kafka").setLevel(logging.ERROR)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    # One line for every renewal of a Kubernetes lease.
+    # httpx logs one line for every renewal of a Kubernetes lease.
     logging.getLogger("httpx").setLevel(logging.WARNING)

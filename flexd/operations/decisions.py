@@ -53,6 +53,14 @@ class ThrottleOverride(_Stored):
     def limits(self) -> ThrottleLimits:
         return ThrottleLimits(self.bytes_per_step, self.bytes_per_second)
 
+    @property
+    def words(self) -> str:
+        """The limits in words, for log lines and the history."""
+        return (
+            f"bytes a step {self.bytes_per_step or 'no limit'}, bytes a second {self.bytes_per_second or 'no limit'}, "
+            f"adaptive {'on' if self.adaptive else 'off'}"
+        )
+
     def matches_config(self, throttle: ThrottleConfig) -> bool:
         """Whether it was chosen while the configuration said the same."""
         return self.configured == throttle.model_dump_json()

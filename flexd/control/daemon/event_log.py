@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
+from flexd.core.log_fields import log_event
+
 logger = logging.getLogger(__name__)
 
 OnEvent = Callable[[str, Mapping[str, object]], None]
@@ -17,7 +19,7 @@ class EventLog:
         self._on_event = on_event
 
     def emit(self, name: str, **fields: object) -> None:
-        logger.info("control channel: %s %s", name, fields)
+        log_event(logger, logging.INFO, f"control channel: {name}", fields)
         if self._on_event is not None:
             try:
                 self._on_event(name, fields)

@@ -1,0 +1,37 @@
+"""Structured log lines: an event's name and its fields, as ``key=value`` text and as data for the JSON format."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+
+_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-+:/,@%")
+
+
+def log_event(logger: logging.Logger, level: int, event: str, fields: Mapping[str, object]) -> None:
+    """Log ``event key=value ...``. The record carries ``event`` and ``fields`` for formatters that keep structure."""
+    if logger.isEnabledFor(level):
+        text = " ".join([event, *format_fields(fields)])
+        logger.log(level, "%s", text, extra={"event": event, "fields": dict(fields)}, stacklevel=2)
+
+
+def format_fields(fields: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+    """Yield one ``key=value`` a field. Nested mappings are flattened to ``outer.inner=value``, lists are JSON, and text
+    with spaces, quotes, equal signs or line breaks is quoted as JSON."""
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from format_fields(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={_format_value(value)}"
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, str):
+        return value if value and _PLAIN.issuperset(value) else json.dumps(value)
+    if value is None or isinstance(value, bool | int | float):
+        return json.dumps(value)
+    if isinstance(value, list | tuple | set | frozenset):
+        items = sorted(value, key=str) if isinstance(value, set | frozenset) else list(value)
+        return json.dumps(items, separators=(",", ":"), default=str)
+    return _format_value(str(value))

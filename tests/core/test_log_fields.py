@@ -1,0 +1,76 @@
+"""Events in the log: ``key=value`` text, and data for the JSON format."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from flexd.config.model import LogConfig
+from flexd.control.daemon.event_log import EventLog
+from flexd.core.log_fields import format_fields
+from flexd.daemon.logs import set_up_logging
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (5, "5"),
+        (0.25, "0.25"),
+        (True, "true"),
+        (None, "null"),
+        ("plan-1", "plan-1"),
+        ("", '""'),
+        ("two words", '"two words"'),
+        ('a="b"', '"a=\\"b\\""'),
+        ("two\nlines", '"two\\nlines"'),
+        ((1, 2), "[1,2]"),
+        ({3, 1}, "[1,3]"),
+        (ValueError("no disk"), '"no disk"'),
+    ],
+)
+def test_a_value_is_one_word_that_reads_back(value: object, text: str) -> None:
+    assert list(format_fields({"key": value})) == [f"key={text}"]
+
+
+def test_nested_mappings_are_flattened() -> None:
+    fields = {"a": {"b": 1, "c": {"d": "x y"}}, "e": []}
+    assert list(format_fields(fields)) == ["a.b=1", 'a.c.d="x y"', "e=[]"]
+
+
+class _Config:
+    job = "ads"
+
+    def __init__(self, kind: Any) -> None:
+        self.log = LogConfig(format=kind)
+
+
+@pytest.fixture(autouse=True)
+def _restore_logging() -> Any:
+    root, levels = logging.getLogger(), {name: logging.getLogger(name).level for name in ("kafka", "uvicorn", "httpx")}
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+    for name, before in levels.items():
+        logging.getLogger(name).setLevel(before)
+
+
+def test_a_text_line_of_an_event_holds_no_python_dict(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging(_Config("text"))  # type: ignore[arg-type]
+    EventLog().emit("epoch_live", epoch=3, ranks=4, layout={"nodes": 2, "local": 2}, reason="a rank joined")
+    line = capsys.readouterr().err
+    assert line.endswith(
+        'control channel: epoch_live epoch=3 ranks=4 layout.nodes=2 layout.local=2 reason="a rank joined"\n'
+    )
+    assert "{" not in line
+
+
+def test_a_json_line_of_an_event_keeps_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging(_Config("json"))  # type: ignore[arg-type]
+    EventLog().emit("epoch_live", epoch=3, layout={"nodes": 2}, error=ValueError("x"))
+    entry = json.loads(capsys.readouterr().err)
+    assert entry["message"] == "control channel: epoch_live epoch=3 layout.nodes=2 error=x"
+    assert (entry["job"], entry["level"]) == ("ads", "info")
+    assert entry["fields"] == {"epoch": 3, "layout": {"nodes": 2}, "error": "x"}
