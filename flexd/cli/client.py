@@ -55,8 +55,10 @@ class DaemonAddress:
         return f"unix socket {self.socket}" if self.socket is not None else self.url
 
     @staticmethod
-    def choose(url: str | None, socket: Path | None, environ: Mapping[str, str]) -> DaemonAddress:
-        """An option beats a variable; the default is ``DEFAULT_URL``.
+    def choose(
+        url: str | None, socket: Path | None, environ: Mapping[str, str], configured: DaemonAddress | None = None
+    ) -> DaemonAddress:
+        """An option beats a variable; without both it is ``configured``, by default ``DEFAULT_URL``.
 
         Raises:
             ConfigError: both options or both variables are given, or the URL is none.
@@ -68,6 +70,8 @@ class DaemonAddress:
             raise ConfigError("a URL and a socket of the daemon are given", remedy="give one of them")
         if socket is not None:
             return DaemonAddress("http://flexd", socket)
+        if url is None and configured is not None:
+            return configured
         # Imported where it is used: it brings a command line of its own, and `flexd run` needs neither.
         import httpx
 

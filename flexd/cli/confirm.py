@@ -1,4 +1,4 @@
-"""Asks before something changes: on a terminal only, so that a script or a pipe never hangs on a question."""
+"""Asks before a change, on a terminal only: a script or a pipe never hangs on a question."""
 
 from __future__ import annotations
 
@@ -14,19 +14,26 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would ha
 
 
 def must_ask(yes: bool) -> bool:
-    """Whether somebody sits in front of it and has not agreed yet."""
+    """True on a terminal without ``--yes``."""
     return not yes and sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Returns if it may go on. Otherwise ends the command (exit status 1) with nothing changed.
+    """Returns if the answer is yes. Otherwise ends the command: exit status 1, or 130 at Control-C.
 
     Args:
-        question: without the question mark's answer: ``Pause job j?``.
+        question: without the choices: ``Pause job j?``.
     """
     if not must_ask(yes):
         return
     # On stderr: stdout may be redirected to a file.
-    if not typer.confirm(question, default=False, err=True):
+    try:
+        agreed = typer.confirm(question, default=False, err=True)
+    except typer.Abort as ended:
+        # Raised for Control-C and for the end of the input alike.
+        interrupted = isinstance(ended.__context__, KeyboardInterrupt)
+        print("\nnothing was changed", file=sys.stderr)
+        raise typer.Exit(ExitCode.INTERRUPTED if interrupted else ExitCode.FAILED) from ended
+    if not agreed:
         print("nothing was changed", file=sys.stderr)
         raise typer.Exit(ExitCode.FAILED)

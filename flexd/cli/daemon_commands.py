@@ -30,6 +30,20 @@ def add_to(app: typer.Typer) -> None:
     app.command("version")(version_command)
 
 
+def _print_version(given: bool) -> None:
+    if given:
+        print(f"flexd {flexd.__version__}")
+        raise typer.Exit
+
+
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print flexd's version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Options of ``flexd`` itself."""
+
+
 def run(
     config: Annotated[Path, typer.Option("-c", "--config", metavar="FILE", help="The daemon's YAML.")],
 ) -> None:

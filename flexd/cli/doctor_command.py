@@ -1,4 +1,4 @@
-"""``doctor``: looks at everything that a daemon needs, and says what to do about what is wrong."""
+"""``doctor``: checks everything that a daemon needs, and names the remedy of each fault."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flexd.api.status import Status
-from flexd.cli.client import DaemonClient
+from flexd.cli.client import DaemonAddress, DaemonClient
 from flexd.cli.exit_codes import DaemonRefusedError, ExitCode
 from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
 from flexd.cli.view import Block, OutputFormat, Sentences, Table, emit
@@ -38,7 +38,7 @@ def doctor(
 
     Example: flexd doctor -c configs/laptop.yaml
     """
-    findings = examine(config, connect(url, socket), timeout)
+    findings = examine(config, timeout, url, socket)
     counts = Counter(found.level for found in findings)
     document = {
         "findings": [{**vars(found), "level": found.level.value} for found in findings],
@@ -48,8 +48,9 @@ def doctor(
     raise typer.Exit(ExitCode.FOUND if counts[Level.FAULT] else ExitCode.OK)
 
 
-def examine(file: Path, client: DaemonClient, timeout_seconds: float) -> list[Finding]:
-    """All findings, in the order in which things must be right."""
+def examine(file: Path, timeout_seconds: float, url: str | None, socket: Path | None) -> list[Finding]:
+    """All findings, in the order in which things must be right. The daemon is looked for where ``url`` or ``socket``
+    says, else where the environment does, else where the file puts its API."""
     from flexd.config.load import load_config
     from flexd.doctor import host, stream
 
@@ -60,6 +61,7 @@ def examine(file: Path, client: DaemonClient, timeout_seconds: float) -> list[Fi
             finding.fault("configuration", line, error.remedy or "docs/configuration.md lists every key")
             for line in error.message.splitlines()
         ]
+    client = connect(url, socket, configured=configured_address(config))
     status, answers = _status(client)
     checks = {
         "versions": lambda: host.versions(config),
@@ -73,6 +75,21 @@ def examine(file: Path, client: DaemonClient, timeout_seconds: float) -> list[Fi
     for name, look in checks.items():
         findings += finding.run(name, look)
     return findings + answers + (finding.run("daemon", lambda: _running(client, status, config)) if status else [])
+
+
+def configured_address(config: Config) -> DaemonAddress | None:
+    """Where a daemon with this configuration serves its admin API, as seen from this machine; None if it takes any
+    free port."""
+    from flexd.doctor.host import reachable
+
+    server = config.server
+    if server.unix_socket is not None:
+        return DaemonAddress("http://flexd", server.unix_socket)
+    if server.port == 0:
+        return None
+    scheme = "http" if server.tls.cert_file is None else "https"
+    host = reachable(server.host)
+    return DaemonAddress(f"{scheme}://{f'[{host}]' if ':' in host else host}:{server.port}")
 
 
 def _status(client: DaemonClient) -> tuple[Status | None, list[Finding]]:

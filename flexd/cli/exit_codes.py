@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from flexd.core.errors import ApiError, ConfigError, FlexdError, StateLockedError, StreamError
+from flexd.core.errors import ApiError, ConfigError, FlexdError, StateLockedError, StreamError, TopologyError
 
 
 class ExitCode(IntEnum):
@@ -48,6 +48,7 @@ class NotDeliveredError(StreamError):
 
 _CODES: tuple[tuple[type[FlexdError], ExitCode], ...] = (
     (ConfigError, ExitCode.USAGE),
+    (TopologyError, ExitCode.USAGE),
     (DaemonUnreachableError, ExitCode.UNREACHABLE),
     (DaemonRefusedError, ExitCode.REFUSED),
     (DaemonTimeoutError, ExitCode.TIMED_OUT),

@@ -26,6 +26,7 @@ from flexd.cli import (
     top_command,
 )
 from flexd.cli.exit_codes import ExitCode, exit_code_of
+from flexd.cli.watch import with_watch_interval
 from flexd.core.errors import FlexdError
 
 app = typer.Typer(
@@ -39,6 +40,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.callback()(daemon_commands.root)
 daemon_commands.add_to(app)
 app.command("status")(inspect_commands.status)
 app.command("top")(top_command.top)
@@ -84,7 +86,7 @@ def _unread() -> bool:
 
 def _run() -> None:
     try:
-        app()
+        app(args=with_watch_interval(sys.argv[1:]))
     except FlexdError as error:
         # One fault a line (a configuration may have several); the remedy stands on a line of its own then.
         print(f"error: {error.message}", file=sys.stderr)

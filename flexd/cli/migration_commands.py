@@ -58,7 +58,7 @@ def history(
     Example: flexd history -n 5 --state aborted
     """
     answer = connect(url, socket).migrations(limit, None if state is None else state.name)
-    emit(answer, history_blocks(answer), output)
+    emit(answer, history_blocks(answer, None if state is None else state.value), output)
 
 
 def list_command(

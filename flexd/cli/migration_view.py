@@ -13,13 +13,16 @@ _SPARE = ("who", "bytes", "took")
 _TRANSITION_NUMBERS = frozenset(("pushed", "applied", "version"))
 
 
-def history_blocks(history: MigrationList) -> list[Block]:
+def history_blocks(history: MigrationList, state: str | None = None) -> list[Block]:
+    """``state``: the filter that the list was requested with."""
     blocks: list[Block] = []
     if history.migrations:
         columns = ("when", "migration", "who", "state", "rows", "bytes", "took", "reason")
         blocks.append(Table("", columns, tuple(_row(entry) for entry in history.migrations), _NUMBERS, _SPARE))
     else:
-        blocks.append(Sentences("", ("no migration is kept",)))
+        blocks.append(
+            Sentences("", ("no migration is recorded" if state is None else f"no recorded migration is {state}",))
+        )
     if history.actions:
         actions = tuple(_action(each) for each in history.actions)
         blocks.append(Table("actions", ("when", "action", "who", "reason", "what"), actions))

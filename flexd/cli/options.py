@@ -27,10 +27,17 @@ ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Rec
 BY_HAND = "asked for by hand"
 
 
-def connect(url: str | None, socket: Path | None) -> DaemonClient:
-    """The client of the daemon that options and environment name. Raises ConfigError if they contradict or a file that
-    they name cannot be used."""
-    return DaemonClient(DaemonAddress.choose(url, socket, os.environ), Credentials.choose(os.environ))
+def connect(url: str | None, socket: Path | None, *, configured: DaemonAddress | None = None) -> DaemonClient:
+    """The client of the daemon that options and environment name.
+
+    Args:
+        configured: the address where they name none; default: ``DEFAULT_URL``.
+
+    Raises:
+        ConfigError: options or variables contradict each other, or a file that they name cannot be used.
+    """
+    address = DaemonAddress.choose(url, socket, os.environ, configured)
+    return DaemonClient(address, Credentials.choose(os.environ))
 
 
 def who() -> str:

@@ -1,4 +1,4 @@
-"""Shows something again and again: a screen that renews itself on a terminal, one answer after another in a pipe."""
+"""Repeats a request: a screen that renews itself on a terminal, one answer after another in a pipe."""
 
 from __future__ import annotations
 
@@ -21,10 +21,34 @@ from flexd.core.errors import FlexdError
 
 WatchOption = Annotated[
     float | None,
-    typer.Option("-w", "--watch", metavar="S", min=0.2, max=3600, help="Show it again every S seconds."),
+    typer.Option("-w", "--watch", metavar="[S]", min=0.2, max=3600, help="Repeat every S seconds (default 2)."),
 ]
+DEFAULT_INTERVAL = "2"
+_WATCHED_COMMANDS = frozenset(("status", "tables", "rows", "topology"))
 Answer = tuple[BaseModel, Sequence[Block]]
 _CLEAR = "\x1b[H\x1b[2J\x1b[3J"
+
+
+def with_watch_interval(arguments: Sequence[str]) -> list[str]:
+    """Adds the default interval after ``-w`` or ``--watch`` where none follows: typer has no options with an optional
+    value. ``arguments`` are those after the program's name."""
+    if not arguments or arguments[0] not in _WATCHED_COMMANDS:
+        return list(arguments)
+    completed: list[str] = []
+    for at, argument in enumerate(arguments):
+        completed.append(argument)
+        following = arguments[at + 1] if at + 1 < len(arguments) else ""
+        if argument in ("-w", "--watch") and not _is_number(following):
+            completed.append(DEFAULT_INTERVAL)
+    return completed
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def emit_watched(ask: Callable[[], Answer], output: OutputFormat, seconds: float | None) -> None:

@@ -112,7 +112,7 @@ def _port(check: str, host: str, port: int, key: str, running: bool) -> Iterator
         yield skipped(check, f"{key} is 0: any free port is taken at the start")
     elif running:
         try:
-            socket.create_connection((_reachable(host), port), _CONNECT_SECONDS).close()
+            socket.create_connection((reachable(host), port), _CONNECT_SECONDS).close()
         except OSError as error:
             yield fault(check, f"the daemon runs, and nothing answers on {where}: {error}", f"is {key} the daemon's?")
         else:
@@ -142,7 +142,8 @@ def _unusable(host: str, port: int) -> int | None:
     return None
 
 
-def _reachable(host: str) -> str:
+def reachable(host: str) -> str:
+    """The address at which this machine reaches what listens on ``host``."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import flexd
 from flexd.cli import client as client_module
 from flexd.cli.client import DaemonAddress, DaemonClient
 from flexd.cli.exit_codes import DaemonTimeoutError, DaemonUnreachableError, ExitCode, exit_code_of
@@ -34,6 +35,19 @@ def test_status_in_a_pipe_is_plain_text(flexd_process, url):
     assert ESCAPE not in done.stdout
     assert re.search(r"^  source +file_log, 0 messages behind", done.stdout, re.MULTILINE)
     assert all(len(line) == len(line.rstrip()) for line in done.stdout.splitlines())
+
+
+def test_version_and_a_bare_watch_as_users_type_them(flexd_process, url):
+    done = flexd_process("--version")
+    assert (done.returncode, done.stdout) == (0, f"flexd {flexd.__version__}\n")
+    done = flexd_process("status", "--watch", "--url", "http://127.0.0.1:1")
+    assert done.returncode == ExitCode.UNREACHABLE, done.stderr
+
+
+def test_an_unknown_preset_is_wrong_usage(flexd_command):
+    done = flexd_command("simulate", "--preset", "azure-a100-20g")
+    assert done.returncode == ExitCode.USAGE
+    assert "azure-a100-200g" in done.stderr
 
 
 @pytest.mark.parametrize(("output", "load"), [("json", json.loads), ("yaml", yaml.safe_load)])

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flexd.cli.doctor_command import configured_address
 from flexd.cli.exit_codes import ExitCode
+from flexd.config.load import load_config
+from flexd.config.server import ServerConfig, TlsConfig, TokenConfig
 
 
 @pytest.fixture
@@ -58,3 +61,34 @@ def test_the_running_daemon_is_compared_with_the_file(flexd_command, file, url):
     report = found(done.stdout)
     assert report["running configuration"] == "warning"
     assert report["daemon"] == "warning"
+
+
+def test_the_daemon_is_looked_for_where_the_file_puts_it(flexd_command, file, url):
+    port = int(url.rsplit(":", 1)[1])
+    file.write_text(file.read_text().replace("server:\n  port: 0", f"server:\n  port: {port}"))
+    report = json.loads(flexd_command("doctor", "-c", file, "-o", "json").stdout)["findings"]
+    by_check = {each["check"]: each for each in report}
+    assert "running configuration" in by_check
+    assert by_check["api port"]["level"] == "ok", "the daemon's own port is not another process's"
+    report = found(flexd_command("doctor", "-c", file, "-o", "json", FLEXD_URL="http://127.0.0.1:1").stdout)
+    assert "running configuration" not in report
+
+
+@pytest.mark.parametrize(
+    ("server", "address"),
+    [
+        (ServerConfig(), "http://127.0.0.1:9464"),
+        (ServerConfig(port=0), "None"),
+        (ServerConfig(unix_socket=Path("/run/flexd.sock")), "unix socket /run/flexd.sock"),
+        (
+            ServerConfig(
+                host="::", port=9000, tls=TlsConfig(cert_file=Path("c"), key_file=Path("k")),
+                tokens=[TokenConfig(name="ops", file=Path("t"))],
+            ),
+            "https://[::1]:9000",
+        ),
+    ],
+)  # fmt: skip
+def test_the_address_that_a_file_implies(file, server, address):
+    config = load_config(file)
+    assert str(configured_address(config.model_copy(update={"server": server}))) == address

@@ -140,9 +140,17 @@ def test_wrong_usage_of_simulate(flexd_command, arguments):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--scale", "0.5"], ["--preset", "nothing"], ["--trace", __file__]])
-def test_what_simulate_cannot_read(flexd_command, arguments):
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--scale", "0.5"], ExitCode.USAGE),
+        (["--preset", "nothing"], ExitCode.USAGE),
+        (["--topology", "nowhere.yaml"], ExitCode.USAGE),
+        (["--trace", __file__], ExitCode.FAILED),
+    ],
+)
+def test_what_simulate_cannot_read(flexd_command, arguments, code):
     done = flexd_command("simulate", *arguments)
-    assert done.returncode == ExitCode.FAILED
+    assert done.returncode == code
     assert "remedy: " in done.stderr
     assert "Traceback" not in done.stderr

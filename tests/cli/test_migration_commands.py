@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from flexd.api.abort import AbortPreview, RollbackPreview
-from flexd.api.migration import MigrationReport
+from flexd.api.migration import MigrationList, MigrationReport
 from flexd.cli.exit_codes import ExitCode
-from flexd.cli.migration_view import abort_sentence
+from flexd.cli.migration_view import abort_sentence, history_blocks
+from flexd.cli.view import Sentences
 from flexd.core.errors import ApiError
 
 
@@ -112,4 +113,6 @@ def test_what_is_not_there_is_a_refusal(flexd_command, url, daemon):
 
 def test_an_empty_history_says_so(flexd_command, url):
     done = flexd_command("history", "--state", "failed", "--url", url)
-    assert done.stdout == "no migration is kept\n"
+    assert done.stdout == "no recorded migration is failed\n"
+    (sentences,) = history_blocks(MigrationList(migrations=(), actions=()))
+    assert sentences == Sentences("", ("no migration is recorded",))

@@ -75,6 +75,16 @@ def test_what_changes_something_asks_first_and_no_is_no(terminal, daemon):
     assert daemon.calls == []
 
 
+def test_control_c_at_the_question_changes_nothing(terminal, daemon):
+    process = terminal("pause", "--reason", "night")
+    process.expect(r"Pause\? \[y/N\]")
+    process.sendintr()
+    text, status = ended(process)
+    assert "nothing was changed" in text
+    assert status == ExitCode.INTERRUPTED
+    assert daemon.calls == []
+
+
 def test_yes_is_yes_whether_typed_or_given(terminal, daemon):
     process = terminal("replan")
     process.expect(r"As of now nothing would move\. Replan\? \[y/N\]")
