@@ -1,1 +1,1 @@
-"""Shared leaf modules: keys, layout, placement, errors, units, small durable files. Imports nothing else of flexd."""
+"""Shared leaf modules: keys, layout, placement, tap counts, errors, units, files. They import no other package."""

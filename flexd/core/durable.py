@@ -1,4 +1,4 @@
-"""Small files of the state directory: whole or as they were, durable, readable by their owner only."""
+"""Write small files of the state directory atomically and durably, readable by their owner only."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from flexd.core.errors import SnapshotError
 
 UNUSABLE = ".unusable"
-"""Behind the name of a file that was put aside; the newest such file is kept."""
+"""Suffix of a quarantined file; the newest such file is kept."""
 
 
 def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Writes the file anew: under another name, synced, renamed, the directory synced. Mode 0600.
+    """Replace the file: write under another name, sync, rename, sync the directory. Mode 0600.
 
     Raises:
-        SnapshotError: it cannot be written; the file is as it was, and nothing half-made stays.
+        SnapshotError: the file cannot be written; it is unchanged, and no partial file stays.
     """
-    # Known to whoever copies the directory as half made (flexd.ha.term_directories).
+    # flexd.ha.term_directories does not copy files of this suffix.
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -39,13 +39,13 @@ def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
 
 
 def quarantine_file(path: Path) -> None:
-    """Out of the way, for people to look at; a file that cannot be moved stays."""
+    """Rename an unusable file, so that an operator can inspect it. A file that cannot be renamed stays."""
     with contextlib.suppress(OSError):
         path.replace(path.with_name(path.name + UNUSABLE))
 
 
 def sync_directory(directory: Path) -> None:
-    """Raises OSError."""
+    """Make renames in the directory durable. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Every error flexd raises on purpose: what was wrong, where, and what to do about it."""
+"""The exception hierarchy of flexd. An error states what was wrong, where, and what to do about it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class FlexdError(Exception):
 
     Args:
         message: what was wrong and where (names the table, row, file, rank, key path ...).
-        remedy: what the reader can do about it; appended to the text after a dash.
+        remedy: an action for the reader; appended to the text after a dash.
     """
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
@@ -26,7 +26,7 @@ class MissingExtraError(ConfigError, ImportError):
 
 
 class StreamError(FlexdError):
-    """A stream source or publisher cannot do what was asked (unreachable broker, corrupt segment)."""
+    """A stream source or publisher cannot fulfil a request (unreachable broker, corrupt segment)."""
 
 
 class CodecError(StreamError):
@@ -38,11 +38,11 @@ class CodecError(StreamError):
 
 
 class PositionLostError(StreamError):
-    """The saved position lies beyond the log's end or before its start: the log lost data."""
+    """The saved position is beyond the log's end or before its start: the log lost data."""
 
 
 class SketchError(FlexdError):
-    """A sketch was given what it cannot hold, or two sketches cannot be merged."""
+    """Values do not fit a sketch, or two sketches cannot be merged."""
 
 
 class SnapshotError(FlexdError):
@@ -58,7 +58,7 @@ class TopologyError(FlexdError):
 
 
 class PlanError(FlexdError):
-    """No plan can be made from what was given."""
+    """No plan can be made from the input."""
 
 
 class PlacementError(FlexdError):
@@ -70,7 +70,7 @@ class ControlError(FlexdError):
 
 
 class LeaseError(FlexdError):
-    """The lease that decides which daemon leads cannot be reached, read or written."""
+    """The lease that selects the leading daemon cannot be reached, read or written."""
 
 
 class AuthenticationError(ControlError):
@@ -82,19 +82,19 @@ class StaleMessageError(ControlError):
 
 
 class IllegalTransitionError(ControlError):
-    """A migration was to go where its state table has no way: a fault of flexd."""
+    """The state table of a migration has no such transition: a fault of flexd."""
 
 
 class ReplayedMessageError(StaleMessageError):
-    """A control message comes a second time, or after a newer one of the same sender."""
+    """A control message arrived a second time, or after a newer one of the same sender."""
 
 
 class ChunkRefusedError(PlacementError):
-    """A chunk was refused whole by a rank; the placement is as it was."""
+    """A rank refused a whole chunk; the placement is unchanged."""
 
 
 class EmbeddingError(FlexdError):
-    """A lookup cannot be served: row out of range, wrong dtype, unknown feature."""
+    """The trainer passed input that cannot be looked up or trained: row out of range, wrong dtype, unknown feature."""
 
 
 class CheckpointError(EmbeddingError):
@@ -102,7 +102,7 @@ class CheckpointError(EmbeddingError):
 
 
 class CollectiveError(FlexdError, RuntimeError):
-    """A collective among the training ranks failed or passed its deadline. A RuntimeError too, as torch's own are."""
+    """A collective among the training ranks failed or passed its deadline. Also a RuntimeError, as in torch."""
 
 
 class ApiError(FlexdError):
@@ -114,7 +114,7 @@ class ApiError(FlexdError):
 
 
 class ScaleOutError(FlexdError):
-    """A follower and its leader cannot work together as asked. ``reason`` is a bounded label for metrics."""
+    """A follower and its leader refuse to work together. ``reason`` is a bounded label for metrics."""
 
     def __init__(self, message: str, *, reason: str, remedy: str = "") -> None:
         self.reason = reason

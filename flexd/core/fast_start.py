@@ -1,6 +1,6 @@
-"""What makes a start short: work of the interpreter and of libraries that a start can do without.
+"""Shorten the start of a process by skipping work of the interpreter and of libraries that it does not need.
 
-``tools/bench_daemon.py`` shows what a start takes.
+``tools/bench_daemon.py`` measures the time of a start.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ _BLAS = "scipy.linalg.cython_blas"
 
 
 def pause_garbage_collector() -> None:
-    """Modules, classes and routes are made to stay: looking through them for cycles again and again finds nothing."""
+    """Disable the garbage collector while modules, classes and routes are created: none of them is garbage."""
     gc.disable()
 
 
 def resume_garbage_collector() -> None:
-    """Ends ``pause_garbage_collector``. What has been made so far is no longer looked through, then or later."""
+    """Enable the garbage collector again; it never scans the objects created so far."""
     gc.freeze()
     gc.enable()
 
 
 def import_numba() -> None:
-    """Imports what numba needs to run compiled kernels, without scipy's linear algebra.
+    """Import the parts of numba that compiled kernels need, without scipy's linear algebra.
 
-    numba imports all of ``scipy.linalg`` when the first kernel is loaded, to find out whether kernels may call BLAS.
-    flexd's do not. scipy itself can be imported as ever, before and afterwards.
+    numba imports all of ``scipy.linalg`` when the first kernel is loaded, to check whether kernels can call BLAS.
+    flexd's kernels do not. scipy itself can be imported before and afterwards.
     """
     if _BLAS in sys.modules:
         return

@@ -1,8 +1,8 @@
-"""Named points at which a test makes the process die or stop. Nothing happens at them in a process that was not armed.
+"""Named points at which a test kills or stops the process. They have no effect in a process that was not armed.
 
 ``FLEXD_FAULT_POINT=name:count:action[,name:count:action]`` arms ``flexd run``: when the process passes point ``name``
-for the ``count``-th time it does ``action`` to itself: ``kill`` (SIGKILL) or ``stop`` (SIGSTOP, until somebody sends
-SIGCONT). Each entry strikes once.
+for the ``count``-th time it sends itself a signal: ``kill`` (SIGKILL) or ``stop`` (SIGSTOP, until it receives SIGCONT).
+Each entry acts once.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ POINTS = (
 _ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 _armed: dict[str, dict[int, signal.Signals]] = {}
-"""By point: the passage that strikes (counted from 1) and its signal."""
+"""Signal by point and number of the passage (from 1)."""
 _passed: dict[str, int] = {}
 
 
 def fault_point(name: str) -> None:
-    """The process is at ``name``."""
+    """Record that the process passes point ``name``."""
     if _armed:
         _pass(name)
 
 
 def arm(environ: Mapping[str, str] = os.environ) -> None:
-    """Arms this process as the environment says; disarms it if that says nothing.
+    """Arm this process according to the environment; without the variable disarm it.
 
     Raises:
         ConfigError: the variable cannot be read, or names an unknown point or action.
@@ -51,7 +51,7 @@ def arm(environ: Mapping[str, str] = os.environ) -> None:
         if name not in POINTS or not count.isdecimal() or int(count) < 1 or action not in _ACTIONS:
             _armed.clear()
             raise ConfigError(
-                f"{VARIABLE}: {entry!r} is no fault point",
+                f"{VARIABLE}: {entry!r} is not a fault point",
                 remedy="unset it, or give name:count:action (kill, stop) with a point of core/fault_points.py",
             )
         _armed.setdefault(name, {})[int(count)] = _ACTIONS[action]
@@ -59,6 +59,6 @@ def arm(environ: Mapping[str, str] = os.environ) -> None:
 
 def _pass(name: str) -> None:
     _passed[name] = _passed.get(name, 0) + 1
-    strike = _armed.get(name, {}).pop(_passed[name], None)
-    if strike is not None:
-        os.kill(os.getpid(), strike)
+    signal_to_send = _armed.get(name, {}).pop(_passed[name], None)
+    if signal_to_send is not None:
+        os.kill(os.getpid(), signal_to_send)

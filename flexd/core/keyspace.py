@@ -1,4 +1,4 @@
-"""Tables, and the one flat key space that all parts of flexd name rows by."""
+"""Tables, and the flat key space in which all parts of flexd name rows."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ OPTIMIZERS = tuple(_STATE_PER_ELEMENT)
 
 
 def state_columns(optimizer: str, dim: int) -> dict[str, int]:
-    """Optimizer state kept beside a row of ``dim`` numbers: name in ``torch.optim`` -> float32 (float64 for float64
-    tables) numbers, in the order in which they stand there."""
+    """Return the optimizer state of a row of ``dim`` numbers: name in ``torch.optim`` -> how many float32 numbers
+    (float64 for float64 tables), in storage order."""
     return {name: dim if per_element else 1 for name, per_element in _STATE_PER_ELEMENT[optimizer].items()}
 
 
 @dataclass(frozen=True)
 class TableSpec:
-    """One embedding table as every part of flexd sees it."""
+    """Shape, dtype and optimizer of one embedding table."""
 
     name: str
     rows: int
@@ -59,12 +59,12 @@ class TableSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row's values: what an exchange of the row moves in one direction."""
+        """Bytes of one row's values, which an exchange of the row moves in one direction."""
         return self.dim * DTYPE_BYTES[self.dtype]
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one row's optimizer state: migrates with the row."""
+        """Bytes of one row's optimizer state, which migrates with the row."""
         return sum(state_columns(self.optimizer, self.dim).values()) * (8 if self.dtype == "float64" else 4)
 
 
@@ -88,10 +88,9 @@ class DimGroup:
 class KeySpace:
     """Maps (table, row) to one int64 key and back.
 
-    Groups stand one after another in the order of their first table; within a group the tables stand in the
-    order given. A key therefore depends on the table list alone, not on the number of ranks, so plans and
-    placements keep their meaning when the world size changes. Home rank and node owner are arithmetic on the key
-    (``flexd.core.layout``).
+    Groups follow one another in the order of their first table; within a group the tables keep their order. A key
+    therefore depends on the table list alone, not on the number of ranks, so plans and placements keep their meaning
+    when the world size changes. Home rank and node owner are arithmetic on the key (``flexd.core.layout``).
 
     Raises:
         ConfigError: no tables, or two of the same name.
@@ -123,7 +122,7 @@ class KeySpace:
         self.total_rows = key
 
     def keys(self, table: int, rows: npt.NDArray[np.integer]) -> Int64Array:
-        """Row ids of one table -> int64[n] keys. Rows are not range-checked here."""
+        """Map row ids of one table to int64[n] keys. The range of the rows is not checked."""
         keys: Int64Array = rows.astype(np.int64, copy=False) + self.first_key[table]
         return keys
 
@@ -132,23 +131,23 @@ class KeySpace:
         return np.argsort(self.first_key, kind="stable").astype(np.int64)
 
     def table_of(self, keys: Int64Array) -> Int64Array:
-        """int64[n] keys -> int64[n] table indices."""
+        """Map int64[n] keys to int64[n] table indices."""
         order = self._order
         tables: Int64Array = order[np.searchsorted(self.first_key[order], keys, side="right") - 1]
         return tables
 
     def table_rows(self, keys: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """int64[n] keys -> (int64[n] table indices, int64[n] rows in those tables)."""
+        """Map int64[n] keys to (int64[n] table indices, int64[n] rows in those tables)."""
         table = self.table_of(keys)
         return table, keys - self.first_key[table]
 
     def group_of(self, keys: Int64Array) -> Int64Array:
-        """int64[n] keys -> int64[n] dim-group indices."""
+        """Map int64[n] keys to int64[n] dim-group indices."""
         starts = np.array([group.first_key for group in self.groups], dtype=np.int64)
         return (np.searchsorted(starts, keys, side="right") - 1).astype(np.int64)
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of the table list: ranks and daemon must agree on it."""
+        """Hex digest of the table list, which must be equal on ranks and daemon."""
         text = json.dumps([[t.name, t.rows, t.dim, t.dtype, t.optimizer] for t in self.tables])
         return hashlib.sha256(text.encode()).hexdigest()[:16]

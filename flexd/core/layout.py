@@ -1,4 +1,4 @@
-"""Who holds what: the arithmetic of ranks, nodes, home ranks and node owners."""
+"""Arithmetic of ranks, nodes, home ranks and node owners."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Tier(IntEnum):
-    """Where copies of a row live; the value is what travels in chunks."""
+    """Tier of a row, which states where its copies live. Chunks contain the value."""
 
     HOME = 0
     """One copy, on the home rank."""
@@ -56,23 +56,23 @@ class RankLayout:
         return node * self.local_ranks + local_rank
 
     def node_ranks(self, node: int) -> list[int]:
-        """The ranks of one node."""
+        """Return the ranks of one node."""
         return [self.rank_of(node, local) for local in range(self.local_ranks)]
 
     def rail_ranks(self, local_rank: int) -> list[int]:
-        """The ranks of equal local rank, one of each node."""
+        """Return the ranks of equal local rank (a rail), one in each node."""
         return [self.rank_of(node, local_rank) for node in range(self.nodes)]
 
     def home_rank(self, keys: Int64Array) -> Int64Array:
-        """int64[n] keys -> int64[n] home ranks."""
+        """Map int64[n] keys to int64[n] home ranks."""
         return keys % self.world_size
 
     def home_node(self, keys: Int64Array) -> Int64Array:
-        """int64[n] keys -> int64[n] nodes of the home ranks."""
+        """Map int64[n] keys to the int64[n] nodes of their home ranks."""
         return (keys % self.world_size) // self.local_ranks
 
     def holds_replica(self, rank: int, keys: Int64Array, tiers: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-        """bool[n]: does ``rank`` keep a replica (a copy beside the home copy) of each row at its tier?"""
+        """Return bool[n]: true where ``rank`` holds a replica (a copy beside the home copy) of the row at its tier."""
         home = self.home_rank(keys)
         node = (
             (tiers == Tier.NODE)
@@ -83,7 +83,7 @@ class RankLayout:
         return held
 
     def replica_slots_used(self, keys: Int64Array, tiers: npt.NDArray[np.uint8]) -> Int64Array:
-        """int64[world_size]: replica slots that rows at these tiers take on each rank."""
+        """Return int64[world_size]: replica slots that rows at these tiers use on each rank."""
         home = self.home_rank(keys)
         world = self.world_size
         device_by_home = np.bincount(home[tiers == Tier.DEVICE], minlength=world)

@@ -1,4 +1,4 @@
-"""The live map row -> tier, the deltas that change it, and the chunks a delta is pushed in."""
+"""Placement (the map row -> tier), deltas that change it, and the chunks of a delta."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def _row_hash(keys: Int64Array, tiers: UInt8Array) -> npt.NDArray[np.uint64]:
-    """splitmix64 of (key, tier); a HOME row hashes to 0, so only hot rows count."""
+    """Return splitmix64 of (key, tier). A HOME row hashes to 0, so that only listed rows count."""
     x = (keys.astype(np.uint64) << np.uint64(2)) + tiers + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * _MIX[0]
     x = (x ^ (x >> np.uint64(27))) * _MIX[1]
@@ -30,7 +30,7 @@ def _row_hash(keys: Int64Array, tiers: UInt8Array) -> npt.NDArray[np.uint64]:
 class Delta:
     """Rows whose tier changes: int64[n] ``keys`` (unique), uint8[n] ``old_tiers`` and ``new_tiers``.
 
-    The order is the order of application; any prefix leaves a valid placement.
+    Rows are applied in order; any prefix leaves a valid placement.
     """
 
     keys: Int64Array
@@ -48,12 +48,12 @@ class Delta:
         return Delta(self.keys[index], self.old_tiers[index], self.new_tiers[index])
 
     def chunks(self, rows_per_chunk: int) -> Iterator[Delta]:
-        """Successive slices of at most ``rows_per_chunk`` rows."""
+        """Yield successive slices of at most ``rows_per_chunk`` rows."""
         for start in range(0, len(self), max(1, rows_per_chunk)):
             yield self.select(slice(start, start + max(1, rows_per_chunk)))
 
     def digest_change(self) -> int:
-        """What applying this delta adds to ``Placement.digest`` (mod 2^64)."""
+        """Return the change of ``Placement.digest`` (mod 2^64) when this delta is applied."""
         after, before = (_row_hash(self.keys, tiers).sum(dtype=np.uint64) for tiers in (self.new_tiers, self.old_tiers))
         return (int(after) - int(before)) % 2**64
 
@@ -78,7 +78,7 @@ class Placement:
 
     @staticmethod
     def of(keys: Int64Array, tiers: UInt8Array, version: int = 0) -> Placement:
-        """Sorts, and leaves out HOME rows. Raises PlacementError on repeated keys."""
+        """Sort the rows and drop HOME rows. Raises PlacementError on repeated keys."""
         hot = tiers != Tier.HOME
         keys, tiers = keys[hot], tiers[hot]
         order = np.argsort(keys, kind="stable")
@@ -88,7 +88,7 @@ class Placement:
         return Placement(keys.astype(np.int64), tiers.astype(np.uint8), version)
 
     def tiers_of(self, keys: Int64Array) -> UInt8Array:
-        """int64[n] keys (any order) -> uint8[n] tiers."""
+        """Map int64[n] keys in any order to uint8[n] tiers."""
         tiers = np.zeros(len(keys), dtype=np.uint8)
         if len(self.keys):
             at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
@@ -97,11 +97,11 @@ class Placement:
         return tiers
 
     def digest(self) -> int:
-        """Order-free 64-bit digest of the hot rows; two placements with the same rows have the same digest."""
+        """Return a 64-bit digest of the listed rows that does not depend on their order."""
         return int(_row_hash(self.keys, self.tiers).sum(dtype=np.uint64))
 
     def apply(self, delta: Delta) -> Placement:
-        """The placement after one chunk, with ``version`` one higher.
+        """Return the placement after one chunk, with ``version`` one higher.
 
         Raises:
             PlacementError: a row of the delta is not at its ``old_tier`` here, or appears twice.
@@ -119,7 +119,7 @@ class Placement:
         )
 
     def delta_to(self, target: Placement) -> Delta:
-        """The rows whose tier differs, demotions first (they free the slots that promotions need), by key."""
+        """Return the rows whose tier differs, by key, demotions first: they free the slots that promotions need."""
         keys = np.sort(np.concatenate([self.keys, target.keys]))
         keys = keys[np.concatenate([np.ones(min(1, len(keys)), np.bool_), keys[1:] != keys[:-1]])]
         old, new = self.tiers_of(keys), target.tiers_of(keys)

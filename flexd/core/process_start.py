@@ -1,4 +1,4 @@
-"""When this process began: for people by the calendar, for durations by a clock that nobody sets."""
+"""Start time of this process: wall clock for people, monotonic clock for durations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ProcessStart:
-    """Made at the start."""
+    """Start time; construct it when the process starts."""
 
     unix_seconds: float = field(default_factory=time.time)
     monotonic_seconds: float = field(default_factory=time.monotonic)
@@ -19,5 +19,5 @@ class ProcessStart:
 
     @property
     def unix_seconds_since(self) -> float:
-        """The present time by the calendar as it was at the start: setting the calendar does not move it."""
+        """The present Unix time, counted from the start: setting the wall clock does not change it."""
         return self.unix_seconds + self.uptime_seconds

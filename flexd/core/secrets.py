@@ -1,4 +1,4 @@
-"""Shared secrets in files: at most two keys, so that one can replace the other while everybody goes on."""
+"""Shared secrets in files: at most two keys, so that one can replace the other without an interruption."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MIN_SECRET_BYTES = 16
 MAX_KEYS = 2
 MAX_FILE_BYTES = 4096
 RELOAD_SECONDS = 1.0
-"""Between two looks at whether a file has changed."""
+"""Time between two checks for a changed file."""
 
 logger = logging.getLogger(__name__)
 
 
 def read_keys(path: str | Path, named_by: str) -> tuple[bytes, ...]:
-    """The keys in a file, one a line, without surrounding white space: the first signs, all are accepted.
+    """Read the keys of a file, one a line, without surrounding white space: the first signs, all are accepted.
 
     Args:
-        named_by: what gave the path, for the error text (a key path, an argument).
+        named_by: origin of the path for the error text (a key path, an argument).
 
     Raises:
         ConfigError: the file cannot be read, is empty or too large, has more than ``MAX_KEYS`` keys, or one of them is
@@ -46,7 +46,7 @@ def read_keys(path: str | Path, named_by: str) -> tuple[bytes, ...]:
     if len(text) > MAX_FILE_BYTES or len(keys) > MAX_KEYS:
         raise ConfigError(
             f"{named_by}: {path} has more than {MAX_KEYS} lines or {MAX_FILE_BYTES} bytes",
-            remedy="one key a line: the one in use, and beside it the one that comes or goes",
+            remedy="write one key a line: the key in use, and during a rotation the other one",
         )
     if min(len(key) for key in keys) < MIN_SECRET_BYTES:
         raise ConfigError(
@@ -57,14 +57,14 @@ def read_keys(path: str | Path, named_by: str) -> tuple[bytes, ...]:
 
 
 class KeyFile:
-    """A secret file that is read again when it changes; a bad new content is logged and the old keys stay. Any thread.
+    """A secret file, read again when it changes. Invalid new content is logged and the old keys stay; thread-safe.
 
     Args:
-        named_by: as ``read_keys``.
+        named_by: origin of the path for error texts.
         clock: monotonic seconds, for tests.
 
     Raises:
-        ConfigError: as ``read_keys``.
+        ConfigError: see ``read_keys``.
     """
 
     def __init__(self, path: str | Path, named_by: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -77,7 +77,7 @@ class KeyFile:
         self._checked_at = clock()
 
     def keys(self) -> tuple[bytes, ...]:
-        """At least one: the first signs, all are accepted."""
+        """Return at least one key: the first signs, all are accepted."""
         with self._lock:
             now = self._clock()
             if now - self._checked_at >= RELOAD_SECONDS:
@@ -86,7 +86,7 @@ class KeyFile:
             return self._keys
 
     def _reload_if_changed(self) -> None:
-        # Taken before reading: a write in between is seen at the next look.
+        # Taken before reading: the next check detects a write in between.
         identity = self._identity()
         if identity == self._seen:
             return
@@ -107,21 +107,21 @@ class KeyFile:
 
 
 Secret = KeyFile | bytes | None
-"""Where keys come from: a file that may change, a fixed key, or none (loopback only)."""
+"""Source of keys: a file that may change, a fixed key, or none (loopback only)."""
 
 
 def signing_key(secret: Secret) -> bytes:
-    """What new signatures are made with; empty without a secret."""
+    """Return the key for new signatures; empty without a secret."""
     return accepted_keys(secret)[0]
 
 
 def accepted_keys(secret: Secret) -> tuple[bytes, ...]:
-    """What signatures may be made with; one empty key without a secret."""
+    """Return the keys that verify signatures; one empty key without a secret."""
     return secret.keys() if isinstance(secret, KeyFile) else (secret or b"",)
 
 
 def equals_any(given: bytes, expected: list[bytes]) -> bool:
-    """Whether ``given`` equals any; takes equally long whichever it is."""
+    """Return whether ``given`` equals any of ``expected``, in a time that does not depend on which."""
     found = False
     for candidate in expected:
         found |= hmac.compare_digest(given, candidate)

@@ -1,4 +1,4 @@
-"""Figures as people read them. Bytes in powers of 1000, like the bandwidths they are divided by."""
+"""Format figures for people. Bytes are in powers of 1000, like the bandwidths they are divided by."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plural(number: int, what: str) -> str:
 
 
 def by_tier(rows: Mapping[_Tier, int]) -> str:
-    """Rows by tier, from one copy to many, whatever their order is."""
+    """Format rows by tier in the order HOME, NODE, DEVICE."""
     order = {tier: i for i, tier in enumerate(TIERS)}
     tiers = sorted(rows, key=lambda tier: order.get(tier, len(TIERS)))
     return ", ".join(f"{tier} {count(rows[tier])}" for tier in tiers)
@@ -52,7 +52,7 @@ def rate(value: float | None, what: str) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A short time: what one step or one plan takes."""
+    """Format a short time, such as that of one step or one plan."""
     if value is None:
         return UNKNOWN
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
@@ -62,7 +62,7 @@ def seconds(value: float | None) -> str:
 
 
 def age(value: float | None) -> str:
-    """A long time: two units of it."""
+    """Format a long time in two units."""
     if value is None:
         return UNKNOWN
     whole = round(value)
@@ -81,7 +81,7 @@ def share(value: float | None) -> str:
 
 
 def change(before: float | None, after: float | None) -> str:
-    """Of ``after`` against ``before``."""
+    """Format the relative change from ``before`` to ``after``."""
     if before is None or after is None or before == 0:
         return UNKNOWN
     text = f"{after / before - 1:+.1%}"

@@ -1,6 +1,6 @@
-"""Whole numbers as LEB128: seven bits a byte, the lowest first, the top bit set on all but a number's last byte.
+"""Encode and decode arrays of integers as LEB128, without a loop over numbers.
 
-Arrays at a time; no loop over numbers.
+Seven bits a byte, the lowest first; the top bit is set on all bytes of a number but the last.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from flexd.core.errors import StreamError
 Int64Array = npt.NDArray[np.int64]
 
 VARINT_BYTES = 9
-"""Of the longest: 63 bits."""
+"""Bytes of the longest number, of 63 bits."""
 _TOP = np.uint8(0x80)
 
 
 def to_varints(values: Int64Array) -> bytes:
-    """int64[n] from 0 up -> LEB128. Raises StreamError if one is negative."""
+    """Encode int64[n] numbers. Raises StreamError if one is negative."""
     if not len(values):
         return b""
     if int(values.min()) < 0:
-        raise StreamError("negative numbers in counted accesses", remedy="count from zero up")
+        raise StreamError("negative numbers in the counts of a tap", remedy="count from zero up")
     highest = int(values.max())
     if highest < 128:
         return values.astype(np.uint8).tobytes()
@@ -40,11 +40,11 @@ def to_varints(values: Int64Array) -> bytes:
 
 
 def from_varints(body: bytes, count: int) -> Int64Array:
-    """LEB128 -> int64[count]. Raises ValueError if the bytes are not so many numbers of at most 63 bits."""
+    """Decode int64[count] numbers. Raises ValueError if the bytes are not ``count`` numbers of at most 63 bits."""
     data = np.frombuffer(body, np.uint8)
     ends = np.flatnonzero(data < _TOP)
     if len(ends) != count or (len(data) and data[-1] >= _TOP):
-        raise ValueError(f"{len(ends)} numbers where {count} belong")
+        raise ValueError(f"{len(ends)} numbers, {count} were announced")
     if count == len(data):
         return data.astype(np.int64)
     start = np.empty_like(ends)

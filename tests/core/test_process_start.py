@@ -1,4 +1,4 @@
-"""Uptime by a clock that nobody sets."""
+"""Uptime follows the monotonic clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from flexd.core.process_start import ProcessStart
 
 
-def test_a_calendar_that_is_set_back_does_not_make_a_process_younger(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_the_wall_clock_back_does_not_change_the_uptime(monkeypatch: pytest.MonkeyPatch) -> None:
     started = ProcessStart()
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - 1e6)

@@ -1,4 +1,4 @@
-"""Figures as people read them."""
+"""Formatting of figures."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from flexd.core import units
         (units.rate(None, "x"), "-"),
     ],
 )
-def test_units(shown, expected):
+def test_figures_are_formatted(shown, expected):
     assert shown == expected
 
 
-def test_one_is_not_counted_as_several():
+def test_the_plural_follows_the_number():
     assert (units.plural(1, "table"), units.plural(0, "table")) == ("1 table", "0 tables")

@@ -1,4 +1,4 @@
-"""Fault points strike when armed, at the passage they name, and do nothing otherwise."""
+"""Fault points send their signal at the passage that was armed, and have no effect otherwise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from flexd.core import fault_points as faults
 from flexd.core.errors import ConfigError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROGRAM = """
 from flexd.core import fault_points as faults
 faults.arm()
@@ -35,17 +35,17 @@ def passages(armed: str | None) -> tuple[int, list[str]]:
     return done.returncode, done.stdout.split()
 
 
-def test_nothing_happens_unarmed() -> None:
+def test_an_unarmed_process_runs_to_its_end() -> None:
     assert passages(None) == (0, ["1", "2", "3"])
 
 
-def test_an_armed_process_dies_at_the_passage_that_was_named() -> None:
+def test_an_armed_process_dies_at_the_named_passage() -> None:
     assert passages("chunk.agreed:2:kill") == (-signal.SIGKILL, ["1", "2"])
     assert passages("chunk.agreed:4:kill,epoch.live:1:kill") == (0, ["1", "2", "3"])
 
 
 @pytest.mark.parametrize("armed", ["nowhere:1:kill", "chunk.sent:0:kill", "chunk.sent:1:jump", "chunk.sent", ":::"])
-def test_what_cannot_be_armed_is_refused(armed: str) -> None:
+def test_invalid_entries_are_refused(armed: str) -> None:
     with pytest.raises(ConfigError, match="unset it"):
         faults.arm({faults.VARIABLE: armed})
     faults.fault_point("chunk.sent")

@@ -1,4 +1,4 @@
-"""A start without the work it can do without: what it must not change."""
+"""Work that a start skips must not change what works afterwards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 
 def _prints(code: str) -> list[str]:
@@ -17,7 +17,7 @@ def _prints(code: str) -> list[str]:
 
 
 def test_kernels_run_without_scipy_which_can_be_imported_later() -> None:
-    """scipy's linear algebra is most of a second of a start on a slow machine; the planner needs scipy's solver."""
+    """Importing scipy's linear algebra takes most of a second on a slow machine; the planner needs scipy's solver."""
     printed = _prints(
         "import sys\n"
         "from flexd.core.fast_start import import_numba\n"
@@ -34,7 +34,7 @@ def test_kernels_run_without_scipy_which_can_be_imported_later() -> None:
     assert printed == ["False", "True", "milp", "True"]
 
 
-def test_the_collector_rests_until_it_is_released() -> None:
+def test_the_garbage_collector_is_paused_until_it_is_resumed() -> None:
     printed = _prints(
         "import gc\n"
         "from flexd.core.fast_start import pause_garbage_collector, resume_garbage_collector\n"
@@ -46,8 +46,8 @@ def test_the_collector_rests_until_it_is_released() -> None:
     assert printed == ["False", "True", "True"]
 
 
-def test_a_daemon_that_runs_has_its_collector_again() -> None:
-    """Held for good, what it makes in circles would stay for good."""
+def test_a_running_daemon_has_its_garbage_collector_enabled() -> None:
+    """Cyclic garbage of the daemon would never be freed otherwise."""
     printed = _prints(
         "import gc, types\n"
         "from pathlib import Path\n"
@@ -68,8 +68,8 @@ def test_a_daemon_that_runs_has_its_collector_again() -> None:
     assert printed == ["False", "True", "Exit"]
 
 
-def test_a_command_that_asks_the_daemon_loads_no_planner_and_no_configuration() -> None:
-    """They made half of the time that ``flexd status`` took."""
+def test_a_client_command_imports_neither_planner_nor_configuration() -> None:
+    """These imports took half of the time of ``flexd status``."""
     printed = _prints(
         "import sys\n"
         "import flexd.cli.main\n"

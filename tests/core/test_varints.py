@@ -1,4 +1,4 @@
-"""Varints against the definition, a number at a time."""
+"""Varints against the definition of LEB128, number by number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def leb128(number: int) -> bytes:
 
 
 @given(numbers=NUMBERS)
-def test_bytes_are_those_of_the_definition_and_come_back(numbers: list[int]) -> None:
+def test_bytes_equal_the_definition_and_decode_to_the_numbers(numbers: list[int]) -> None:
     values = np.array(numbers, np.int64)
     body = to_varints(values)
     assert body == b"".join(leb128(number) for number in numbers)
@@ -30,7 +30,7 @@ def test_bytes_are_those_of_the_definition_and_come_back(numbers: list[int]) -> 
 
 
 @given(body=st.binary(max_size=40), count=st.integers(0, 40))
-def test_any_bytes_are_so_many_numbers_or_refused(body: bytes, count: int) -> None:
+def test_bytes_that_are_not_so_many_numbers_are_refused(body: bytes, count: int) -> None:
     ends = [place for place, byte in enumerate(body) if byte < 128]
     lengths = np.diff([-1, *ends])
     whole = len(ends) == count and (not body or body[-1] < 128) and not any(lengths > VARINT_BYTES)

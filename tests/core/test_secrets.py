@@ -1,4 +1,4 @@
-"""Secret files: what is a key, and how one replaces another while everybody goes on."""
+"""Secret files: format, reloading, and rotation of keys without an interruption."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Clock:
 
 
 def write(path: Path, *keys: bytes) -> None:
-    """As secrets are replaced: another file takes the name at once."""
+    """Replace the file atomically, like a mounted secret."""
     fresh = path.with_suffix(".new")
     fresh.write_bytes(b"\n".join(keys) + b"\n")
     os.replace(fresh, path)
@@ -59,7 +59,7 @@ def test_keys_are_lines(tmp_path: Path) -> None:
         (b"x" * 5000, "4096 bytes"),
     ],
 )
-def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path, text: bytes | None, said: str) -> None:
+def test_invalid_files_are_refused_without_showing_keys(tmp_path: Path, text: bytes | None, said: str) -> None:
     path = tmp_path / "secret"
     if text is not None:
         path.write_bytes(text)
@@ -69,7 +69,7 @@ def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path, text: bytes | N
     assert "of last year" not in str(caught.value)
 
 
-def test_the_shortest_key_and_the_largest_file_will_do(tmp_path: Path) -> None:
+def test_the_shortest_key_and_the_largest_file_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b"x" * MIN_SECRET_BYTES + b"\n" * (MAX_FILE_BYTES - MIN_SECRET_BYTES))
     assert read_keys(path, "x") == (b"x" * MIN_SECRET_BYTES,)
@@ -78,25 +78,25 @@ def test_the_shortest_key_and_the_largest_file_will_do(tmp_path: Path) -> None:
         read_keys(path, "x")
 
 
-def test_a_file_is_looked_at_once_in_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_checked_at_most_once_an_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, clock = tmp_path / "secret", Clock()
     write(path, OLD)
-    looks: list[float] = []
+    checks: list[float] = []
     identity = KeyFile._identity
 
-    def look(file: KeyFile) -> tuple[int, ...]:
-        looks.append(clock.now)
+    def count_check(file: KeyFile) -> tuple[int, ...]:
+        checks.append(clock.now)
         return identity(file)
 
-    monkeypatch.setattr(KeyFile, "_identity", look)
+    monkeypatch.setattr(KeyFile, "_identity", count_check)
     keys = KeyFile(path, "x", clock)
     for _ in range(30):
         clock.now += RELOAD_SECONDS / 10
         keys.keys()
-    assert len(looks) <= 4, looks
+    assert len(checks) <= 4, checks
 
 
-def test_a_change_during_the_first_reading_is_seen_at_the_next_look(
+def test_a_change_during_the_first_read_is_detected_at_the_next_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, clock = tmp_path / "secret", Clock()
@@ -115,7 +115,7 @@ def test_a_change_during_the_first_reading_is_seen_at_the_next_look(
     assert keys.keys() == (NEW,)
 
 
-def test_a_change_is_seen_and_a_bad_one_keeps_the_old_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_file_is_read_and_an_invalid_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, clock = tmp_path / "secret", Clock()
     write(path, OLD)
     keys = KeyFile(path, "control.secret_file", clock)
@@ -135,7 +135,7 @@ def test_a_change_is_seen_and_a_bad_one_keeps_the_old_keys(tmp_path: Path, caplo
     assert "of last year" not in caplog.text
 
 
-def test_a_key_as_long_as_the_one_before_is_a_change(tmp_path: Path) -> None:
+def test_a_new_key_of_the_same_length_is_detected(tmp_path: Path) -> None:
     path, clock = tmp_path / "secret", Clock()
     write(path, b"0" * 32)
     keys = KeyFile(path, "control.secret_file", clock)
@@ -144,8 +144,8 @@ def test_a_key_as_long_as_the_one_before_is_a_change(tmp_path: Path) -> None:
     assert keys.keys() == (b"1" * 32,)
 
 
-def test_each_step_of_a_rotation_is_understood_by_both_neighbours(tmp_path: Path) -> None:
-    """One side may be a step ahead of the other at any time; two steps ahead is too far."""
+def test_adjacent_steps_of_a_rotation_accept_each_other(tmp_path: Path) -> None:
+    """Two sides may be one step of a rotation apart, not two."""
     files = []
     for step, keys in enumerate([(OLD,), (OLD, NEW), (NEW, OLD), (NEW,)]):
         write(tmp_path / str(step), *keys)

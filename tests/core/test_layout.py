@@ -1,0 +1,51 @@
+"""Arithmetic of homes, node owners and replicas against definitions row by row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexd.core.errors import TopologyError
+from flexd.core.layout import RankLayout, Tier
+
+LAYOUTS = st.builds(RankLayout, st.integers(1, 4), st.integers(1, 4))
+
+
+@given(LAYOUTS)
+def test_ranks_are_numbered_node_by_node(layout: RankLayout) -> None:
+    for rank in range(layout.world_size):
+        node, local_rank = layout.node_of(rank), layout.local_rank_of(rank)
+        assert layout.rank_of(node, local_rank) == rank
+        assert rank in layout.node_ranks(node)
+        assert rank in layout.rail_ranks(local_rank)
+
+
+@given(LAYOUTS, st.lists(st.tuples(st.integers(0, 2**40), st.sampled_from(list(Tier))), max_size=30))
+def test_replicas_are_beside_the_home_on_the_ranks_of_the_tier(
+    layout: RankLayout, rows: list[tuple[int, Tier]]
+) -> None:
+    keys = np.array([key for key, _ in rows], dtype=np.int64)
+    tiers = np.array([tier for _, tier in rows], dtype=np.uint8)
+    holders: list[set[int]] = []
+    for key, tier in rows:
+        home = key % layout.world_size
+        everywhere = {
+            Tier.HOME: {home},
+            Tier.NODE: {layout.rank_of(node, key % layout.local_ranks) for node in range(layout.nodes)},
+            Tier.DEVICE: set(range(layout.world_size)),
+        }[tier]
+        assert home in everywhere, "the node owner in the home's node is the home"
+        holders.append(everywhere - {home})
+    used = layout.replica_slots_used(keys, tiers)
+    for rank in range(layout.world_size):
+        held = layout.holds_replica(rank, keys, tiers)
+        assert held.tolist() == [rank in ranks for ranks in holders]
+        assert used[rank] == held.sum()
+    assert layout.home_node(keys).tolist() == [key % layout.world_size // layout.local_ranks for key, _ in rows]
+
+
+def test_a_layout_without_ranks_is_refused() -> None:
+    with pytest.raises(TopologyError, match="0 nodes"):
+        RankLayout(0, 2)
