@@ -99,7 +99,7 @@ def produce(
 
     Exit status 4 if the broker cannot be reached, or did not deliver messages that it accepted.
 
-    Example: flexd produce events.npz -c flexd.yaml --speed 600 --now start --yes
+    Example: flexd produce events.npz -c configs/laptop.yaml --speed 600 --now start --yes
     """
     if sum(given is not None for given in (log, kafka, config)) != 1:
         raise ConfigError("no target, or several", remedy="give one of --log, --kafka and --config")
