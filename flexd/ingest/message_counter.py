@@ -13,7 +13,6 @@ from flexd.ingest.message_counts import MAX_REASONS, MessageCounts
 from flexd.ingest.stats import ROW_REASONS
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import AccessCounts
-from flexd.sketch.weighted import ingest_counts
 from flexd.stream.types import AccessBatch, Message
 
 _log = logging.getLogger(__name__)
@@ -78,5 +77,6 @@ class MessageCounter:
 
 def _ingest(sketches: SketchSet, batch: AccessBatch | TapCounts) -> AccessCounts:
     if isinstance(batch, TapCounts):
-        return ingest_counts(sketches, batch)
+        rank, time = batch.source_rank, batch.event_time_seconds
+        return sum((sketches.ingest_counted(counts, rank, time) for counts in batch.tables), AccessCounts())
     return sketches.ingest(batch.table, batch.rows, batch.source_rank, batch.event_time_seconds, batch.sequence_lengths)

@@ -1,4 +1,4 @@
-"""How each table is counted, and how precisely, within one memory budget."""
+"""Chooses the kind and precision of every table's counters within one memory budget."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from flexd.sketch.distinct import LOG2_REGISTERS
 from flexd.sketch.sample import AccessSample
 
 LOG_BITS = (3, 4, 8)
-_MOST_LOG_SAMPLE = 65_536
+_MAX_LOG_SAMPLE = 65_536
 
 
 @dataclass(frozen=True)
 class TableChoice:
-    """How one table is counted.
+    """The kind and precision of one table's counters.
 
     Attributes:
         table: name.
         kind: ``dense`` (exact), ``logarithmic`` (every row, right on average) or ``count_min``.
-        bytes: memory it is given.
-        error_share: over-estimate as a share of the table's accesses that one row's estimate in a count-min exceeds
-            with probability at most ``failure_probability``; 0 for the other kinds.
-        failure_probability: see above.
+        bytes: memory of the counters.
+        error_share: error of one row's estimate in a count-min, as a share of the table's accesses, exceeded with
+            probability at most ``failure_probability``; 0 for the other kinds.
+        failure_probability: of ``error_share``.
         log2_width: of the count-min; 0 for the other kinds.
-        hot_rows: rows that can be listed one by one.
-        sampled_accesses: kept to tell where accesses come from, and to estimate the tail of a count-min or the hottest
-            rows of logarithmic counters.
-        counter_bits: of a logarithmic counter; 0 for the other kinds.
+        hot_rows: rows that can be listed individually.
+        sampled_accesses: size of the sample that gives the source nodes, the tail of a count-min, and the hottest rows
+            of logarithmic counters.
+        counter_bits: bits of a logarithmic counter; 0 for the other kinds.
         relative_error: relative standard error of one row's estimate in logarithmic counters; 0 for the other kinds.
     """
 
@@ -54,19 +54,19 @@ class TableChoice:
 def choose(
     tables: Sequence[TableSpec], memory_bytes: int, max_hot_rows: int, *, logarithmic: bool = True
 ) -> tuple[TableChoice, ...]:
-    """A counter for every row as far as memory goes, then exact ones, then less coarse ones; small tables first.
+    """Give every row a counter as far as memory allows, then exact ones, then more precise ones; small tables first.
 
     1. Tables get 3 bits a row (if ``logarithmic``).
-    2. Those that have a counter for every row get exact ones.
-    3. The others get 4 bits a row, then 8.
-    4. Tables that got none of this share what is left as count-mins in proportion to their rows. Every one is at least
-       2^8 wide and never larger than the dense counter it replaces.
-    5. What is left still lets the samples of logarithmic tables grow.
+    2. Tables that have a counter for every row get exact counters.
+    3. Tables without exact counters get 4 bits a row, then 8.
+    4. Tables without a counter for every row share the remaining memory as count-mins in proportion to their rows. A
+       count-min is at least 2^8 wide and never larger than the dense counter it replaces.
+    5. The memory that remains enlarges the samples of logarithmic tables.
 
     Raises:
         SketchError: the smallest choice for every table does not fit.
     """
-    # 0: a count-min, unless exact.
+    # Bits of each table's logarithmic counters; 0 for a count-min or exact counters.
     bits = [0] * len(tables)
     spent = [_count_min_bytes(table, MIN_LOG2_WIDTH, max_hot_rows) for table in tables]
     for i, table in enumerate(tables):
@@ -92,7 +92,7 @@ def choose(
         return True
 
     def upgrade_all(wanted: int) -> None:
-        """In this order each as far as memory goes; a table that has as much already is passed over."""
+        """Upgrade tables in ascending order until memory ends, except those that have as many bits already."""
         for i in ascending:
             if i in exact or bits[i] >= wanted:
                 continue
@@ -111,7 +111,7 @@ def choose(
         for wanted in LOG_BITS[1:]:
             upgrade_all(wanted)
     width = {i: MIN_LOG2_WIDTH for i in ascending if i not in exact and not bits[i]}
-    # The table with the most rows per cell is widened next, until nothing more fits.
+    # Widen the table with the most rows per cell next, until nothing more fits.
     growing = set(width)
     while growing:
         i = max(growing, key=lambda i: (tables[i].rows >> width[i], i))
@@ -165,7 +165,7 @@ def _dense_choice(table: TableSpec, max_hot_rows: int) -> TableChoice:
 
 
 def _count_min_choice(table: TableSpec, log2_width: int, max_hot_rows: int) -> TableChoice:
-    # e / width with probability e^-depth: Cormode and Muthukrishnan 2005.
+    # The error exceeds e / width with probability e^-depth: Cormode and Muthukrishnan 2005.
     return TableChoice(
         table.name,
         "count_min",
@@ -179,7 +179,7 @@ def _count_min_choice(table: TableSpec, log2_width: int, max_hot_rows: int) -> T
 
 
 def _log_sample_capacity(table: TableSpec) -> int:
-    return min(_MOST_LOG_SAMPLE, max(1, table.rows // 4096))
+    return min(_MAX_LOG_SAMPLE, max(1, table.rows // 4096))
 
 
 def _log_bytes(table: TableSpec, bits: int) -> int:
@@ -188,7 +188,7 @@ def _log_bytes(table: TableSpec, bits: int) -> int:
 
 def _log_choice(table: TableSpec, bits: int, max_hot_rows: int, extra_bytes: int) -> TableChoice:
     more = extra_bytes // AccessSample.bytes_of(1)
-    sampled = min(_MOST_LOG_SAMPLE, _log_sample_capacity(table) + more)
+    sampled = min(_MAX_LOG_SAMPLE, _log_sample_capacity(table) + more)
     return TableChoice(
         table.name,
         "logarithmic",

@@ -1,4 +1,4 @@
-"""Counters read out: the hottest rows one by one, the rest in bins of about equal frequency."""
+"""Frequency curves read from counters: the hottest rows individually, the rest in bins of similar frequency."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
 BINS = 256
-"""8 bins an octave: the rows of one differ by less than 12.5 % in frequency; values below 16 have a bin each."""
+"""8 bins an octave: the rows of a bin differ by less than 12.5 % in frequency; values below 16 have a bin each."""
 TAIL_BINS = 32
 
 
@@ -66,12 +66,12 @@ def _collect(low: Any, lowest: Any, rows: Any) -> int:
 
 @dataclass(frozen=True)
 class RowCurve:
-    """Counters of one table by row, in units.
+    """The counters of one table by row, in units.
 
     Attributes:
         hot_rows: int64[h] row ids, most frequent first (equal ones by id).
         hot_units: float64[h].
-        bin_rows, bin_units: float64[k]: rows in each bin of the others, and the units of one such row.
+        bin_rows, bin_units: float64[k]: rows in each bin of the other rows, and the units of one such row.
         distinct_rows: rows with a counter above zero.
         total_units: of all rows.
     """
@@ -87,7 +87,7 @@ class RowCurve:
 def enumerate_rows(
     low: npt.NDArray[np.uint32], high_rows: Int64Array, high_units: Int64Array, max_hot_rows: int
 ) -> RowCurve:
-    """Reads exact counters out in two passes over them.
+    """Read exact counters in two passes.
 
     Args:
         low: uint32[rows] units below 2^31, 0 for rows of the side list.
@@ -103,9 +103,9 @@ def enumerate_rows(
     spilled = hot_units[max_hot_rows:]
     hot_rows, hot_units = hot_rows[:max_hot_rows], hot_units[:max_hot_rows]
     if wanted:
-        cut = int(np.flatnonzero(from_top >= wanted)[-1])
-        rows = np.empty(int(from_top[cut]), dtype=np.int64)
-        _collect(low, np.uint32(bin_floor(cut)), rows)
+        lowest_bin = int(np.flatnonzero(from_top >= wanted)[-1])
+        rows = np.empty(int(from_top[lowest_bin]), dtype=np.int64)
+        _collect(low, np.uint32(bin_floor(lowest_bin)), rows)
         units = low[rows]
         if len(rows) > wanted:
             chosen = np.argpartition(units, len(rows) - wanted)[len(rows) - wanted :]
@@ -114,9 +114,10 @@ def enumerate_rows(
             rows, units = rows[chosen], units[chosen]
         else:
             left, left_sum = 0, 0.0
-        counts[cut:], sums[cut:] = 0, 0.0
-        counts[cut], sums[cut] = left, left_sum
-        # Descending by units, then by row, in one sort of 64-bit keys: a table of 2^32 rows is never dense.
+        counts[lowest_bin:], sums[lowest_bin:] = 0, 0.0
+        counts[lowest_bin], sums[lowest_bin] = left, left_sum
+        # One sort of 64-bit keys, descending by units, then by row: row ids fit 32 bits, because larger tables are not
+        # counted exactly.
         order = np.argsort((np.int64(2**31) - units.astype(np.int64) << 32) | rows)
         hot_rows = np.concatenate([hot_rows, rows[order]])
         hot_units = np.concatenate([hot_units, units[order].astype(np.float64)])
@@ -133,7 +134,7 @@ def enumerate_rows(
 
 
 def bin_floor(index: int) -> int:
-    """The lowest value of a bin."""
+    """Return the lowest value of a bin."""
     if index < 16:
         return index
     shift = (index - 8) // 8
@@ -141,15 +142,15 @@ def bin_floor(index: int) -> int:
 
 
 def tail_curve(units: Float64Array, tail_units: float, max_rows: float) -> tuple[Float64Array, Float64Array]:
-    """The frequency curve of rows known only by a sample of their accesses.
+    """Return the frequency curve of rows known only by a sample of their accesses.
 
-    The quantiles of frequency *weighted by access* (KLL) cut the sample into bins of equal mass; a bin that
-    carries A units at f units a row has A / f rows.
+    The quantiles of frequency *weighted by access* (KLL) divide the sample into bins of equal mass; a bin with A units
+    at f units a row has A / f rows.
 
     Args:
-        units: float64[n] > 0: for each sampled access the units of its row.
+        units: float64[n] > 0: units of the row of each sampled access.
         tail_units: units of all such rows together.
-        max_rows: rows there can be.
+        max_rows: most rows that the curve may have.
 
     Returns:
         (float64[k] rows, float64[k] units of one row), most frequent first.
@@ -165,12 +166,12 @@ def tail_curve(units: Float64Array, tail_units: float, max_rows: float) -> tuple
     filled = np.flatnonzero(size)[::-1]
     mass = tail_units * size[filled] / len(units)
     rows = mass * inverse[filled] / size[filled]
-    # Estimates are too high rather than too low, but sampling can still give more rows than there are.
+    # Estimates are rather too high, but sampling can still give more rows than exist.
     rows *= min(1.0, max_rows / float(rows.sum()))
     return rows, mass / rows
 
 
 def warm_up() -> None:
-    """Compiles the kernels (or loads them from numba's cache)."""
+    """Compile the kernels (or load them from numba's cache)."""
     none = np.empty(0, dtype=np.int64)
     enumerate_rows(np.arange(3, dtype=np.uint32), none, none, 1)

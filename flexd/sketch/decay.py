@@ -1,4 +1,4 @@
-"""Forward decay: what an access weighs by its event time, as whole units of a counter."""
+"""Forward decay: the weight of an access by its event time, in whole units of a counter."""
 
 from __future__ import annotations
 
@@ -9,50 +9,50 @@ from typing import Any
 from flexd.core.errors import SketchError
 
 UNIT_BITS = 16
-"""Of an exact counter: an access weighs 2^16 to 2^18 units when it is counted, so rounding to a whole unit costs at
-most 2^-17 of it."""
+"""Of an exact counter: an access is counted with 2^16 to 2^18 units, so rounding to a whole unit changes its weight by
+at most 2^-17."""
 GROWTH_HALF_LIVES = 2
-"""Half-lives that a counter takes on before it is rescaled."""
+"""Half-lives of event time between two rescales of a counter."""
 MIN_HALF_LIFE_SECONDS = 1e-3
 
 JUMP_TIMES = 8
-"""So many different event times in a row beyond the future limit are believed: not one clock is wrong, the stream was
-idle."""
+"""Distinct event times beyond the future limit, without one within it in between, that move the clock: the stream was
+idle, and not a single clock is wrong."""
 
 
 @dataclass(frozen=True)
 class Admission:
-    """How the accesses of one event time are counted.
+    """The rule by which the accesses of one event time are counted.
 
     Attributes:
-        event_time_seconds: the time they count as (another than their own only if ``future_clamped``).
-        late: older than the newest event by more than the allowance; weighted by their own time all the same.
-        future_clamped: dated too far ahead, counted as of the newest event.
-        relabel_half_lives: non-zero once, when the first event of the stream turns out to have been dated wrongly:
-            everything counted so far moves this many half-lives back.
+        event_time_seconds: the time at which they are counted (different from their own only if ``future_clamped``).
+        late: older than the newest event by more than the allowance; weighted by their own time nevertheless.
+        future_clamped: dated too far ahead, counted at the newest event time.
+        backdate_half_lives: non-zero once, when the first event of the stream turns out to have been dated wrongly:
+            everything counted so far must move this many half-lives back.
     """
 
     event_time_seconds: float
     late: bool = False
     future_clamped: bool = False
-    relabel_half_lives: int = 0
+    backdate_half_lives: int = 0
 
 
 class ForwardDecay:
     """The event-time clock of a stream and the weights it gives (Cormode, Shkapenyuk, Srivastava and Xu, *Forward
     Decay*, ICDE 2009: exponential decay with a landmark).
 
-    An access at event time t has forward weight ``2^(t/H)`` for ever; what it weighs *now* is that divided by
-    ``2^(now/H)``, where *now* is the newest event time. Nothing stored changes as time passes, so order of arrival
+    An access at event time t has the constant forward weight ``2^(t/H)``; its weight *now* is that divided by
+    ``2^(now/H)``, where *now* is the newest event time. Nothing stored changes as time passes, so the order of arrival
     does not matter, late accesses are weighted like punctual ones, and idle tables decay by themselves. Counters hold
-    the forward weight in whole units of ``2^unit_exponent``; an exponent is an integer, so that two counters with the
-    same half-life merge after a shift.
+    the forward weight in whole units of ``2^unit_exponent``; an exponent is an integer, so two counters with the same
+    half-life merge after a shift.
 
     Args:
         half_life_seconds: event time in which an access loses half its weight; None counts for ever (weight 1).
-        max_future_seconds: accesses dated further ahead of the newest event are counted as of the newest event.
-        late_after_seconds: how much older than the newest event an access may be before it is called late. Ranks and
-            partitions interleave, so a little behind is the rule.
+        max_future_seconds: accesses dated further ahead of the newest event are counted at the newest event time.
+        late_after_seconds: an access is late if it is older than the newest event by more than this. Ranks and
+            partitions interleave, so small differences are normal.
 
     Raises:
         SketchError: half-life under a millisecond or not finite, or a negative limit.
@@ -73,8 +73,8 @@ class ForwardDecay:
         self._newest = math.nan
         self._oldest = math.nan
         self._confirmed = False
-        self._ahead: list[float] = []
-        """Different event times beyond the future limit since the last one within it."""
+        self._future_times: list[float] = []
+        """Distinct event times beyond the future limit since the last one within it."""
 
     @property
     def newest_seconds(self) -> float:
@@ -87,7 +87,7 @@ class ForwardDecay:
         return self._oldest
 
     def admit(self, event_time_seconds: float) -> Admission:
-        """Places one event time on the clock and moves the clock.
+        """Place one event time on the clock and move the clock.
 
         Raises:
             SketchError: the time is not finite.
@@ -101,31 +101,31 @@ class ForwardDecay:
             return Admission(time)
         if time > newest + self.max_future_seconds:
             return self._admit_ahead(time)
-        self._ahead.clear()
+        self._future_times.clear()
         if time >= newest:
             self._confirmed = self._confirmed or time > newest
             self._newest = time
             return Admission(time)
         if not self._confirmed and time < newest - self.max_future_seconds:
-            # Only the stream's first event stood behind this clock. Were it kept, everything after an event dated
-            # years ahead would weigh nothing.
+            # Only the stream's first event supports this clock. If it were kept, everything after an event dated years
+            # ahead would have no weight.
             self._newest = self._oldest = time
             half_life = self.half_life_seconds
             return Admission(
-                time, relabel_half_lives=0 if half_life is None else math.ceil((newest - time) / half_life)
+                time, backdate_half_lives=0 if half_life is None else math.ceil((newest - time) / half_life)
             )
         self._confirmed = True
         self._oldest = min(self._oldest, time)
         return Admission(time, late=self._late(time))
 
     def _admit_ahead(self, time: float) -> Admission:
-        if time not in self._ahead:
-            self._ahead.append(time)
-        if len(self._ahead) < JUMP_TIMES:
+        if time not in self._future_times:
+            self._future_times.append(time)
+        if len(self._future_times) < JUMP_TIMES:
             return Admission(self._newest, future_clamped=True)
-        # The median: a wrong clock among the witnesses does not decide where the stream goes on.
-        self._newest = sorted(self._ahead)[(JUMP_TIMES - 1) // 2]
-        self._ahead.clear()
+        # The median, so that a wrong clock among the witnesses does not decide where the stream continues.
+        self._newest = sorted(self._future_times)[(JUMP_TIMES - 1) // 2]
+        self._future_times.clear()
         self._confirmed = True
         if time <= self._newest + self.max_future_seconds:
             late = self._late(time)
@@ -137,23 +137,25 @@ class ForwardDecay:
         return time < self._newest - self.late_after_seconds
 
     def advance(self, to_event_time_seconds: float) -> None:
-        """Moves the clock on without an event: an idle stream decays too. Earlier times do nothing."""
+        """Move the clock on without an event, so that an idle stream decays. Earlier times do nothing."""
         if not math.isnan(self._newest) and math.isfinite(to_event_time_seconds):
             self._newest = max(self._newest, to_event_time_seconds)
 
     def unit_exponent(self, event_time_seconds: float, unit_bits: int = UNIT_BITS) -> int:
-        """The exponent at which an access of this time weighs ``2^unit_bits`` to twice as many units; 0 without
-        decay."""
+        """Return the exponent at which an access of this time has ``2^unit_bits`` to twice as many units.
+
+        Without decay it is 0.
+        """
         if self.half_life_seconds is None:
             return 0
         return math.floor(event_time_seconds / self.half_life_seconds) - unit_bits
 
     def needs_rescale(self, event_time_seconds: float, exponent: int, unit_bits: int = UNIT_BITS) -> bool:
-        """True if an access of this time weighs ``2^(unit_bits + GROWTH_HALF_LIVES)`` units or more at it."""
+        """Return whether an access of this time has ``2^(unit_bits + GROWTH_HALF_LIVES)`` units or more."""
         return self.unit_exponent(event_time_seconds, unit_bits) >= exponent + GROWTH_HALF_LIVES
 
     def units(self, event_time_seconds: float, exponent: int, *, up: bool = False) -> int:
-        """The weight of one access in units of ``2^exponent``, rounded to nearest or ``up``; 1 without decay."""
+        """Return the weight of one access in units of ``2^exponent``, rounded to nearest or ``up``; 1 without decay."""
         if self.half_life_seconds is None:
             return 1
         power = event_time_seconds / self.half_life_seconds - exponent
@@ -162,18 +164,18 @@ class ForwardDecay:
         return round(2.0**power) if power > -2 else 0
 
     def unit_weight(self, exponent: int) -> float:
-        """What one unit of ``2^exponent`` weighs now, in accesses of now; 0 if it has decayed away."""
+        """Return the present weight of one unit of ``2^exponent``, in present accesses; 0 if it has decayed away."""
         if self.half_life_seconds is None or math.isnan(self._newest):
             return 1.0
         power = exponent - self._newest / self.half_life_seconds
         return 2.0**power if power > -1000 else 0.0
 
     def log_weight(self, event_time_seconds: float) -> float:
-        """Natural logarithm of the forward weight ``2^(t/H)``; 0 without decay."""
+        """Return the natural logarithm of the forward weight ``2^(t/H)``; 0 without decay."""
         return 0.0 if self.half_life_seconds is None else event_time_seconds / self.half_life_seconds * math.log(2.0)
 
     def merge(self, other: ForwardDecay) -> None:
-        """Takes the other clock's window in.
+        """Merge the other clock's window into this one.
 
         Raises:
             SketchError: another half-life.
@@ -191,19 +193,23 @@ class ForwardDecay:
         self._confirmed = self._confirmed or other._confirmed
 
     def state(self) -> dict[str, Any]:
-        """JSON-able; floats as hexadecimal text, so that they come back bit by bit and NaN is no problem."""
+        """Return JSON-able values; floats are hexadecimal text, which restores every bit and NaN."""
         return {
             "newest": self._newest.hex(),
             "oldest": self._oldest.hex(),
             "confirmed": self._confirmed,
-            "ahead": [time.hex() for time in self._ahead],
+            "ahead": [time.hex() for time in self._future_times],
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Takes over what ``state`` gave. Raises KeyError, TypeError or ValueError on anything else."""
+        """Replace everything by what ``state`` returned.
+
+        Raises:
+            KeyError, TypeError, ValueError: fields are missing or malformed.
+        """
         newest, oldest = float.fromhex(state["newest"]), float.fromhex(state["oldest"])
         ahead = [float.fromhex(time) for time in state["ahead"]]
         if len(ahead) >= JUMP_TIMES:
             raise ValueError(f"{len(ahead)} event times ahead")
-        self._newest, self._oldest, self._ahead = newest, oldest, ahead
+        self._newest, self._oldest, self._future_times = newest, oldest, ahead
         self._confirmed = bool(state["confirmed"])

@@ -1,7 +1,7 @@
-"""How many different rows were seen: HyperLogLog registers, filled in the counters' own pass.
+"""Estimate of distinct rows: HyperLogLog registers, filled in the same pass as the count-min cells.
 
 The DataSketches binding updates its HLL one item a call (about 5 M/s); these registers are filled in bulk by
-``flexd.sketch.counters.countmin`` at no measurable extra cost, so nothing has to be sampled.
+``flexd.sketch.counters.countmin`` at no measurable extra cost, so no sampling is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOG2_REGISTERS = 12
 RELATIVE_STANDARD_ERROR = 1.04 / math.sqrt(2**LOG2_REGISTERS)
 """1.6 % (Flajolet et al. 2007)."""
 _HASH_BITS = 62
-"""Bits counted for zeros: a register holds 0 to 63, as in DataSketches."""
+"""Bits examined for leading zeros: a register holds 0 to 63, as in DataSketches."""
 
 
 class DistinctRows:
@@ -34,7 +34,7 @@ class DistinctRows:
         self.registers: UInt8Array = np.zeros(2**LOG2_REGISTERS, dtype=np.uint8)
 
     def estimate(self) -> float:
-        """Different rows seen, relative standard error ``RELATIVE_STANDARD_ERROR``."""
+        """Return the estimate of distinct rows, with relative standard error ``RELATIVE_STANDARD_ERROR``."""
         m = len(self.registers)
         counts = np.bincount(self.registers, minlength=_HASH_BITS + 2).tolist()
         if counts[0] == m:
@@ -54,7 +54,11 @@ class DistinctRows:
         return twin
 
     def load(self, registers: npt.NDArray[Any]) -> None:
-        """Takes over saved registers. Raises SketchError on anything else."""
+        """Replace the registers by saved ones.
+
+        Raises:
+            SketchError: they do not fit or are damaged.
+        """
         fits = registers.dtype == np.uint8 and registers.shape == self.registers.shape
         if not fits or int(registers.max()) > _HASH_BITS + 1:
             raise SketchError("saved HyperLogLog registers are damaged", remedy="start from empty counters")
@@ -62,7 +66,7 @@ class DistinctRows:
 
 
 def _sigma(x: float) -> float:
-    """sum over k of x^(2^k) 2^(k-1), plus x (Ertl, equation 20)."""
+    """Return the sum over k of x^(2^k) 2^(k-1), plus x (Ertl, equation 20)."""
     if x == 1:
         return math.inf
     y, z = 1.0, x
@@ -76,7 +80,7 @@ def _sigma(x: float) -> float:
 
 
 def _tau(x: float) -> float:
-    """Ertl, equation 25."""
+    """Return tau(x) of Ertl, equation 25."""
     if x in (0, 1):
         return 0.0
     y, z = 1.0, 1 - x

@@ -1,4 +1,4 @@
-"""One checksummed block of JSON and numeric arrays: what a snapshot file holds and what daemons send each other."""
+"""A checksummed block of JSON and numeric arrays, used for snapshot files and for messages between daemons."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DTYPES = ("|u1", "<u2", "<u4", "<u8", "<i4", "<i8", "<f4", "<f8")
 
 
 def encode(meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> list[bytes | memoryview]:
-    """The frame in parts, one after the other; the arrays are not copied if they are contiguous.
+    """Return the frame as successive parts; contiguous arrays are not copied.
 
     Layout (all integers little-endian): head (magic, format version, CRC-32 of the description, its length, length of
     the frame), CRC-32 of the head, description (JSON: ``meta`` and name, dtype, shape, CRC-32 of each array), arrays.
@@ -37,7 +37,7 @@ def encode(meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> l
         arrays: numeric, by name.
 
     Raises:
-        SnapshotError: an array is of no known type, or ``meta`` is no plain JSON.
+        SnapshotError: an array is of an unsupported type, or ``meta`` is not plain JSON.
     """
     plain = {name: _plain(name, array) for name, array in arrays.items()}
     head, description = _describe(meta, plain)
@@ -45,21 +45,21 @@ def encode(meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> l
 
 
 def decode(data: bytes, name: str, remedy: str) -> tuple[dict[str, Any], Arrays]:
-    """(meta, writable arrays) of a frame in memory. Raises as ``read``."""
+    """Return (meta, writable arrays) of a frame in memory. Raises the errors of ``read``."""
     return read(io.BytesIO(data), len(data), name, remedy)
 
 
 def read(file: BinaryIO, size: int, name: str, remedy: str) -> tuple[dict[str, Any], Arrays]:
-    """(meta, writable arrays) of the frame that ``file`` holds from here to its end.
+    """Return (meta, writable arrays) of the frame from the current position of ``file`` to its end.
 
-    Nothing larger than ``size`` is allocated, whatever the frame says.
+    No allocation is larger than ``size``, whatever the frame claims.
 
     Args:
         size: bytes of the frame.
-        name, remedy: for the error text.
+        name, remedy: for error messages.
 
     Raises:
-        SnapshotError: it is of another format, or a single byte of it is missing or changed.
+        SnapshotError: the frame is of another format, or any byte of it is missing or changed.
         OSError, MemoryError: it cannot be read.
     """
     origin = _Origin(name, remedy)
@@ -108,7 +108,7 @@ def _parse_head(origin: _Origin, head: bytes, size: int) -> tuple[int, int]:
         raise origin.damaged(f"cut short at {size} bytes")
     magic, version, checksum, length, total = _HEAD.unpack_from(head)
     if magic != MAGIC:
-        raise origin.damaged("no flexd snapshot")
+        raise origin.damaged("not a flexd snapshot")
     if version != FORMAT_VERSION:
         raise origin.damaged(f"format version {version}, this flexd reads {FORMAT_VERSION}")
     if _HEAD_CRC.unpack_from(head, _HEAD.size)[0] != zlib.crc32(head[: _HEAD.size]):
@@ -127,7 +127,7 @@ def _parse_description(origin: _Origin, text: bytes) -> tuple[dict[str, Any], li
         ]
         meta = dict(description["meta"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise origin.damaged(f"the description makes no sense: {error!r}") from error
+        raise origin.damaged(f"the description is malformed: {error!r}") from error
     if any(entry.dtype not in _DTYPES or any(n < 0 for n in entry.shape) for entry in layout):
         raise origin.damaged("an array is of unknown type or shape")
     return meta, layout
@@ -153,5 +153,5 @@ def _plain(name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _bytes(array: npt.NDArray[Any]) -> memoryview:
-    """The memory of a contiguous array."""
+    """Return the memory of a contiguous array."""
     return array.reshape(-1).view(np.uint8).data

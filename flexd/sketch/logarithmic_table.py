@@ -1,4 +1,4 @@
-"""A table of which every row has a logarithmic counter: read out with the help of the sample of accesses."""
+"""The sketch of a table with a logarithmic counter for every row; the sample orders the hottest rows."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from flexd.sketch.budget import TableChoice
 from flexd.sketch.counters.logarithmic import LogCounter
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
 from flexd.sketch.profile import TableProfile
-from flexd.sketch.tables import Arrays, RowArray, TableSketch
+from flexd.sketch.table_sketch import Arrays, RowArray, TableSketch
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
 QUARTILE = 0.6745
-"""Standard deviations: half of the estimates of a normal error lie within. The planner takes the bounds to promote and
-to keep a row. Wider ones would keep rows at home that are worth a copy, for counters this coarse; a counter's error
-stays the same from profile to profile until its row is accessed, so it does not make a row flap."""
+"""Standard deviations within which half of the estimates of a normal error lie. The planner promotes and keeps a row by
+these bounds. With wider ones, and counters this coarse, it would keep rows at home that are worth a copy. A counter's
+error stays the same from profile to profile until its row is accessed, so narrow bounds do not make a row flap."""
 
 
 @dataclass(frozen=True)
 class _Excess:
-    """What the rows at the top level have beyond it.
+    """The units of rows at the top level beyond that level.
 
     Attributes:
-        rows: int64[k] of them, the sampled ones, ascending.
-        units: float64[k], of each. sampled: int64[k], accesses of each in the sample.
-        rest: units of each other row at the top level.
-        units_an_access: that one sampled access stands for.
+        rows: int64[k], the sampled rows at the top level, ascending.
+        units: float64[k], excess of each of ``rows``.
+        sampled: int64[k], accesses of each of ``rows`` in the sample.
+        rest: excess of each other row at the top level.
+        units_an_access: excess that one sampled access represents.
     """
 
     rows: Int64Array
@@ -42,7 +43,7 @@ class _Excess:
     units_an_access: float
 
     def of(self, rows: Int64Array) -> tuple[Float64Array, Int64Array]:
-        """int64[n] rows at the top level -> (float64[n] units, int64[n] sampled accesses)."""
+        """Return (float64[n] excess, int64[n] sampled accesses) of int64[n] rows at the top level."""
         if not len(self.rows):
             return np.full(len(rows), self.rest), np.zeros(len(rows), dtype=np.int64)
         at = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
@@ -51,8 +52,11 @@ class _Excess:
 
 
 class LogTable(TableSketch):
-    """Logarithmic counters. What the rows at the top level have beyond it is known in total, since all accesses
-    together are counted exactly, and is shared among them as they are in the sample."""
+    """Logarithmic counters of one table.
+
+    The units beyond the top level are known in total, because all accesses together are counted exactly. They are
+    shared among the rows at the top level in proportion to the sample.
+    """
 
     unit_bits = UNIT_BITS
     coarsest_units = 1
@@ -61,12 +65,8 @@ class LogTable(TableSketch):
         super().__init__(spec, choice, seed)
         self._counter = LogCounter(spec.rows, choice.counter_bits, seed)
 
-    def add_weights(self, rows: Int64Array, units: Float64Array, total_units: int) -> None:
-        """As ``LogCounter.add_weights``."""
-        self._counter.add_weights(rows, units, total_units)
-
     def query(self, rows: Int64Array, decay: ForwardDecay) -> Float64Array:
-        """int64[n] rows of the table -> float64[n] decayed accesses: unbiased up to the top level."""
+        """Return the decayed accesses of int64[n] rows of the table as float64[n]: unbiased up to the top level."""
         counter = self._counter
         levels, values = counter.levels(rows), counter.values
         units = values[levels]
@@ -77,8 +77,11 @@ class LogTable(TableSketch):
         return result
 
     def _excess(self, histogram: Int64Array) -> _Excess:
-        """The share of the sampled rows is as they are in the sample, but for what rows never sampled have: as much as
-        those sampled once (Good, *The population frequencies of species*, Biometrika 1953)."""
+        """Divide the units beyond the top level among its rows.
+
+        Rows never sampled get together the share of the accesses whose row was sampled once (Good, *The population
+        frequencies of species*, Biometrika 1953). The sampled rows divide the rest as they do the sample.
+        """
         counter = self._counter
         beyond = max(0.0, float(counter.total_units) - float(histogram @ counter.values))
         top_rows = int(histogram[-1])
@@ -95,15 +98,15 @@ class LogTable(TableSketch):
             beyond / max(1, accesses),
         )
 
-    def _profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile:
+    def _read_profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile:
         counter = self._counter
         total = float(counter.total_units)
         if total == 0:
-            return self._nothing()
+            return self._empty_profile()
         histogram, values = counter.histogram(), counter.values
         top = len(values) - 1
         excess = self._excess(histogram)
-        # All rows at the top level: which of them are the hottest is decided here.
+        # All rows at the top level are read, because their order is only decided here.
         above = np.cumsum(histogram[::-1])[::-1] - histogram
         room = np.clip(max_hot_rows - above, 0, histogram)
         room[0], room[top] = 0, histogram[top]
@@ -113,8 +116,8 @@ class LogTable(TableSketch):
         lower, upper = units * np.exp(-half), units * np.exp(half)
         first = int(histogram[top])
         beyond, sampled = excess.of(rows[:first])
-        # Of counts with a power-law tail, a fifth to a quarter of those at the top have not earned it yet (Bayes,
-        # prior 1 / x^2, errors of half an octave): the top level is their lower quartile.
+        # Of counts with a power-law tail, a fifth to a quarter of those at the top level are lower in truth (Bayes,
+        # prior 1 / x^2, errors of half an octave), so the top level is their lower quartile.
         lower[:first] = units[:first]
         units[:first] += beyond
         upper[:first] += excess.units_an_access * (sampled + 1 + QUARTILE * np.sqrt(sampled + 1))
@@ -126,7 +129,7 @@ class LogTable(TableSketch):
             bin_rows = np.append(float(len(spilled)), bin_rows)
             bin_units = np.append(float(spilled.mean()), bin_units)
         explained = float(units.sum() - spilled.sum() + bin_rows @ bin_units)
-        # Estimates add up to a little more or less than what is known to have been counted.
+        # Estimates add up to a little more or less than the exact total.
         whole = max(total, explained)
         share = units[listed] / whole
         return TableProfile(
@@ -159,6 +162,9 @@ class LogTable(TableSketch):
 
     def _count(self, rows: RowArray, time: float, decay: ForwardDecay) -> tuple[int, int]:
         return self._counter.add(rows, self.access_units(time, decay))
+
+    def _count_times(self, rows: Int64Array, times: Int64Array, units: int) -> None:
+        self._counter.add_weights(rows, times.astype(np.float64) * units, int(times.sum()) * units)
 
     def _crowded(self) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""From which nodes the accesses of a table's rows come, read from a sample of them."""
+"""Source nodes of the accesses of a table's rows, estimated from a sample."""
 
 from __future__ import annotations
 
@@ -24,24 +24,27 @@ _LEAST_PRIOR_ACCESSES = 1e-2
 
 @dataclass(frozen=True)
 class TableSources:
-    """By node: the accesses of one table, and of its listed rows as far as the sample has any.
+    """Sampled accesses of one table and of its listed rows, by node.
 
-    Kept sparse: the sample is bounded and most listed rows of a large table have none in it, so the memory does not
-    grow with listed rows x nodes.
+    The counts are sparse: the sample is bounded and most listed rows of a large table are not in it, so the memory does
+    not grow with listed rows x nodes.
 
     Attributes:
-        node_share: float64[nodes], of the sampled accesses (the table's own node mix); all zero if there are none.
-        sampled_accesses: behind all of this; those of ranks outside the layout are not among them.
-        foreign_share: of the sampled accesses before that, 0-1.
-        hot_position: int64[e], which listed row (index into ``hot_rows``), ascending; with
-        hot_node: int32[e] and hot_accesses: float32[e] the sampled accesses of that row from that node.
-        prior_accesses: the weight of the table's mix against a row's own sampled accesses.
+        node_share: float64[nodes], share of each node in the sampled accesses (the table's node mix); zeros if there
+            are none.
+        sampled_accesses: number of sampled accesses from ranks of the layout.
+        foreign_share: share of all sampled accesses that came from ranks outside the layout, 0-1.
+        hot_position: int64[e], index into ``hot_rows``, ascending.
+        hot_node: int32[e], node of each entry.
+        hot_accesses: float32[e], sampled accesses of that row from that node.
+        prior_accesses: weight of the table's mix against a row's own sampled accesses.
         affinity: probability that two accesses of the same row come from the same node (the row being that of a random
-            access), above what the node mix alone gives, on a scale of 0 (rows come from anywhere) to 1 (every row
+            access), above what the node mix alone gives, on a scale of 0 (rows come from any node) to 1 (every row
             belongs to one node). Unbiased: where it is near 0, or few rows were sampled twice, the estimate can be
             below 0, by about ``affinity_error``. 0 with one node, NaN if no row was sampled twice.
-        affinity_error: its standard error (delete-a-group jackknife), NaN if unknown.
-        paired_share: of the sampled accesses, those of rows sampled at least twice: what the affinity was read from.
+        affinity_error: standard error of ``affinity`` (delete-a-group jackknife), NaN if unknown.
+        paired_share: share of the sampled accesses whose row was sampled at least twice; the affinity is estimated from
+            these.
     """
 
     node_share: Float64Array
@@ -70,16 +73,16 @@ class TableSources:
         return sum(array.nbytes for array in arrays)
 
     def evidence(self, positions: Int64Array) -> Float32Array:
-        """int64[n] positions in the listed rows -> float32[n] sampled accesses of each."""
+        """Return the sampled accesses of each of int64[n] positions in the listed rows, float32[n]."""
         counts: Float32Array = self._counts(positions).sum(axis=1)
         return counts
 
     def share(self, positions: Int64Array) -> Float32Array:
-        """int64[n] positions in the listed rows -> float32[n, nodes], the share of each node in that row's accesses.
+        """Return the share of each node in the accesses of listed rows: int64[n] positions -> float32[n, nodes].
 
         Posterior mean of a Dirichlet prior with the table's own mix as its mean and ``prior_accesses`` as its weight
         (Gelman et al., *Bayesian Data Analysis*, 3rd ed., section 3.4): (counts + prior * mix) / (accesses + prior). A
-        row without sampled accesses gets the mix. The weight follows from the affinity: two draws from one
+        row without sampled accesses gets the mix. The prior weight follows from the affinity: two draws from one
         Dirichlet-multinomial agree beyond the mix with probability 1 / (prior + 1).
         """
         counts = self._counts(positions)
@@ -93,18 +96,18 @@ class TableSources:
         if len(wanted):
             at = np.minimum(np.searchsorted(wanted, self.hot_position), len(wanted) - 1)
             found = wanted[at] == self.hot_position
-            # (row, node) pairs do not repeat.
+            # Assignment is enough, because (row, node) pairs do not repeat.
             counts[at[found], self.hot_node[found]] = self.hot_accesses[found]
         result: Float32Array = counts[where.reshape(-1)]
         return result
 
 
 def read_sources(rows: Int64Array, ranks: Int32Array, hot_rows: Int64Array, layout: RankLayout) -> TableSources:
-    """Source nodes of a sample, for the layout as it is now (the sample keeps ranks, so it outlives layouts).
+    """Return the source nodes of a sample under the present layout. The sample keeps ranks, so layouts may change.
 
     Args:
         rows, ranks: int64[n] row and int32[n] source rank of each sampled access.
-        hot_rows: int64[h] listed rows, any order, without repeats.
+        hot_rows: int64[h] listed rows in any order, without repeats.
     """
     nodes = layout.nodes
     known = (ranks >= 0) & (ranks < layout.world_size)
@@ -137,10 +140,10 @@ def read_sources(rows: Int64Array, ranks: Int32Array, hot_rows: Int64Array, layo
 
 
 def _positions(seen: Int64Array, hot_rows: Int64Array) -> Int64Array:
-    """int64[s] ascending rows -> int64[s] where each stands in ``hot_rows``, -1 if it does not."""
+    """Return the index in ``hot_rows`` of each of int64[s] ascending rows, -1 if it is not listed."""
     position = np.full(len(seen), -1, dtype=np.int64)
     if len(seen) and len(hot_rows):
-        # The sample is the shorter one: searching the listed rows in it needs no sort of a million rows.
+        # The sample is shorter: searching the listed rows in it avoids sorting a million rows.
         at = np.minimum(np.searchsorted(seen, hot_rows), len(seen) - 1)
         found = np.flatnonzero(seen[at] == hot_rows)
         position[at[found]] = found
@@ -150,12 +153,12 @@ def _positions(seen: Int64Array, hot_rows: Int64Array) -> Int64Array:
 def _affinity(
     pair_of: Int64Array, accesses: Float64Array, pair_row: Int64Array, pair_node: Int32Array, nodes: int
 ) -> tuple[float, float]:
-    """(affinity, standard error) of sampled accesses.
+    """Return (affinity, standard error) of sampled accesses.
 
     Args:
-        pair_of: int64[n], the (row, node) pair of each access.
-        accesses: float64[p] of each pair; pairs ascend by row.
-        pair_row, pair_node: [p].
+        pair_of: int64[n], index of the (row, node) pair of each access.
+        accesses: float64[p], accesses of each pair; pairs ascend by row.
+        pair_row, pair_node: [p], row and node of each pair.
     """
     if nodes == 1:
         return 0.0, 0.0
@@ -164,8 +167,8 @@ def _affinity(
     whole = float(_affinities(accesses[None, :], pair_row, pair_node)[0])
     if not math.isfinite(whole) or len(pair_of) < 2 * _JACKKNIFE_GROUPS:
         return whole, math.nan
-    # Delete-a-group jackknife (Wolter, Introduction to Variance Estimation, 2nd ed., section 4.2). Which group an
-    # access is in must not follow its time: accesses of one message would leave together.
+    # Delete-a-group jackknife (Wolter, Introduction to Variance Estimation, 2nd ed., section 4.2). Groups are random,
+    # because in groups by time the accesses of one message would be left out together.
     group = np.random.Generator(np.random.PCG64(0)).integers(0, _JACKKNIFE_GROUPS, len(pair_of))
     without: list[Float64Array] = []
     at_once = max(1, _JACKKNIFE_CELLS // len(accesses))

@@ -1,4 +1,4 @@
-"""What the planner reads: per table the access rate, the frequency curve and the hot rows with their bounds."""
+"""The planner's input: per table the access rate, the frequency curve and the hot rows with error bounds."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ Float64Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TableProfile:
-    """The accesses of one table, as shares of the table's own accesses.
+    """The accesses of one table as shares of the table's own accesses.
 
     Attributes:
         table: name.
         rows: rows of the table.
-        weight: decayed accesses seen (the sum over rows); 0 means the stream has not touched the table.
+        weight: decayed accesses counted (the sum over rows); 0 means that the stream has not touched the table.
         accesses_per_step: expected accesses of the whole job (all ranks) to this table in one training step.
-        hot_rows: int64[h], row ids listed one by one, most frequent first.
+        hot_rows: int64[h], individually listed row ids, most frequent first.
         hot_share: float64[h], estimated share of the table's accesses (``estimate / weight``).
         hot_lower, hot_upper: float64[h], bounds on the share (equal to it for exact counters).
-        bin_share: float64[k], share of one row in each frequency bin of the rows not listed.
+        bin_share: float64[k], share of one row in each frequency bin of the other rows.
         bin_rows: float64[k], rows in each bin (fractional where a sketch estimates the curve).
-        distinct_rows: rows seen at all (estimate).
+        distinct_rows: rows with at least one access (estimate).
         coverage: share of ``weight`` that hot rows and bins together explain, 0-1.
-        sources: by which node the accesses come from, or None if the layout was not known.
+        sources: source nodes of the accesses, or None if the layout was not known.
     """
 
     table: str
@@ -50,8 +50,10 @@ class TableProfile:
 
     @property
     def source_node_share(self) -> Float32Array | None:
-        """float32[h, nodes], by which node the accesses of each hot row come from (``TableSources.share``); made when
-        it is asked for: take ``sources.share`` of the rows you need where there are many."""
+        """Share of each node in the accesses of each hot row, float32[h, nodes].
+
+        Computed at every call: with many rows, call ``sources.share`` with the needed ones instead.
+        """
         return None if self.sources is None else self.sources.share(np.arange(len(self.hot_rows)))
 
     def __post_init__(self) -> None:
@@ -68,12 +70,12 @@ class Profile:
 
     Attributes:
         tables: one entry a table, in the order of the key space.
-        generation: counts the profiles made by this daemon (monotonic across restarts through the snapshot).
-        window_seconds: event time between the oldest and newest access seen.
-        event_time_seconds: newest event time seen (Unix seconds), NaN before the first.
-        half_life_seconds: of the decay; inf if none.
-        lag_messages: stream messages not read yet when the profile was made.
-        samples: accesses behind the profile, undecayed.
+        generation: number of the profile, increasing across restarts of the daemon.
+        window_seconds: event time between the oldest and newest access.
+        event_time_seconds: newest event time (Unix seconds), NaN before the first access.
+        half_life_seconds: of the decay; inf without decay.
+        lag_messages: stream messages not yet read when the profile was made.
+        samples: accesses counted, undecayed.
     """
 
     tables: tuple[TableProfile, ...]

@@ -1,4 +1,4 @@
-"""Profiles as files: one ``.npz``, so that a replay can be made of what a daemon or another replay has seen."""
+"""Saves profiles as ``.npz`` files, as input of a replay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ _SPANS = ("window_seconds", "event_time_seconds", "half_life_seconds")
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Everything but the source nodes. Raises SketchError if the file cannot be written."""
+    """Write everything but the source nodes.
+
+    Raises:
+        SketchError: the file cannot be written.
+    """
     tables = profile.tables
     arrays: dict[str, npt.NDArray[Any]] = {
         "format": np.array([FORMAT]),
@@ -42,10 +46,10 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """What ``write_profile`` wrote.
+    """Read a file of ``write_profile``.
 
     Raises:
-        SketchError: the file cannot be read, is of another format, or its arrays do not fit one another.
+        SketchError: the file cannot be read, is of another format, or its arrays do not fit each other.
     """
     try:
         with path.open("rb") as opened:

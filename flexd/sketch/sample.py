@@ -1,4 +1,4 @@
-"""A bounded sample of accesses with the ranks they came from, weighted by their decayed weight."""
+"""A bounded sample of accesses with their source ranks, weighted by decayed weight."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
 _SPARSE = 0.1
-"""Below this chance of an access to enter, the way to the next one is drawn instead of every access."""
+"""Below this chance of an access to enter, the distance to the next one is drawn instead of every access."""
 _MAX_RANK = 2**31 - 1
 _LEAST_DRAW = 5e-324
 
 
 @numba.njit(cache=True, nogil=True)
 def _exponential(state: Any) -> Any:
-    """The next draw of Exp(1), from SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number
-    generators*, OOPSLA 2014). numpy's generators take longer to get into compiled code than a whole message does."""
+    """Draw from Exp(1) with SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*,
+    OOPSLA 2014). Passing numpy's generators to compiled code takes longer than a whole message."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
     z = state[0]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -34,7 +34,7 @@ def _exponential(state: Any) -> Any:
 
 
 @numba.njit(cache=True, nogil=True)
-def _enter(
+def _select(
     ids: Any,
     start: int,
     chance: float,
@@ -48,10 +48,10 @@ def _enter(
     keys: Any,
     count: int,
 ) -> tuple[int, float, int]:
-    """Appends the accesses that enter, until there are no more or the room is used up.
+    """Append the accesses that enter, until there are no more or the buffer is full.
 
-    Each access owns ``chance`` of a way on which points lie at unit rate; it enters if a point lies on its part, and
-    the place of the first one there is its draw. ``gap`` is the way from ``start`` to the next point.
+    Each access covers a length of ``chance`` on a line with points at unit rate. It enters if a point lies on its part,
+    and the position of the first point there is its draw. ``gap`` is the distance from ``start`` to the next point.
     """
     at = start
     while at < ids.size and count < rows.size:
@@ -82,13 +82,13 @@ class AccessSample:
     """Keeps the accesses with the lowest ``Exp(1) / weight`` (Efraimidis and Spirakis, *Weighted random sampling with
     a reservoir*, IPL 2006; with forward decay as in Cormode et al. 2009, section 4).
 
-    The share of anything that a sample of n shows has a standard error of ``sqrt(p (1 - p) / n)``, at most 0.2 % for
-    65,536. Keys are kept as logarithms, so they need no rescaling. Only the accesses that enter cost anything: the
-    weight that passes until the next one enters is exponential and drawn in advance (the "exponential jumps" of the
-    same paper), so most messages are one comparison. Two samples merge into a sample of both streams.
+    A share p estimated from a sample of n has a standard error of ``sqrt(p (1 - p) / n)``, at most 0.2 % for 65,536.
+    Keys are logarithms, so they need no rescaling. Only accesses that enter cost time: the weight that passes until the
+    next one enters is exponential and drawn in advance (the "exponential jumps" of the same paper), so most messages
+    cost one comparison. Two samples merge into a sample of both streams.
 
     Args:
-        capacity: accesses kept (up to twice that between trims).
+        capacity: accesses kept (up to twice as many between two trims).
         seed: of the draws; equal streams give equal samples.
     """
 
@@ -102,26 +102,26 @@ class AccessSample:
         self._keys: Float64Array = np.empty(2 * capacity, dtype=np.float64)
         self._count = 0
         self._limit = math.inf
-        """Accesses with a key above it are not in the sample."""
+        """Accesses with a larger key are not in the sample."""
         self._gap = float(_exponential(self._random))
-        """What is left until the next access enters, in units of an access' chance to enter."""
+        """Distance to the next access that enters, in units of an access' chance to enter."""
 
     def __len__(self) -> int:
         return self._count
 
     @staticmethod
     def bytes_of(capacity: int) -> int:
-        """Memory of a sample: row, rank and key of twice its capacity."""
+        """Return the memory of a sample: row, rank and key of twice its capacity."""
         return 2 * (8 + 4 + 8) * capacity
 
     def add(
         self, rows: npt.NDArray[np.int32] | Int64Array, source_rank: int, log_weight: float, table_rows: int
     ) -> None:
-        """Offers accesses of one event time and one rank.
+        """Offer accesses of one event time and one rank.
 
         Args:
             rows: int32[n] or int64[n]; ids outside ``0..table_rows`` are left out.
-            source_rank: where they come from; kept as -1 if it is no rank at all.
+            source_rank: of all of them; kept as -1 if it is no rank.
             log_weight: natural logarithm of their forward weight.
         """
         chance = self._chance(log_weight)
@@ -133,7 +133,7 @@ class AccessSample:
         readonly.flags.writeable = False
         start = 0
         while start < len(rows):
-            start, self._gap, self._count = _enter(
+            start, self._gap, self._count = _select(
                 readonly, start, self._chance(log_weight), self._gap, self._random, table_rows, rank, log_weight,
                 self._rows, self._ranks, self._keys, self._count,
             )  # fmt: skip
@@ -141,7 +141,7 @@ class AccessSample:
                 self._trim()
 
     def _chance(self, log_weight: float) -> float:
-        """Of an access to enter, to first order: the length of its part of the way that ``_gap`` measures."""
+        """Return the chance of an access to enter, to first order: its length on the line that ``_gap`` measures."""
         power = self._limit + log_weight
         return math.exp(power) if power < 700 else math.inf
 
@@ -157,20 +157,20 @@ class AccessSample:
         self._count = end
 
     def rows(self) -> Int64Array:
-        """int64[n] sampled accesses as row ids (a row that is accessed often is there often)."""
+        """Return the row of each sampled access, int64[n]; rows repeat as often as they were sampled."""
         return self._rows[: self._count].copy()
 
     def source_ranks(self) -> Int32Array:
-        """int32[n] the rank of each of ``rows``; -1 if it was none."""
+        """Return the source rank of each of ``rows``, int32[n]; -1 if it was no rank."""
         return self._ranks[: self._count].copy()
 
-    def relabel(self, log_weight_change: float) -> None:
-        """Counts what is sampled so far as of a time whose accesses weigh ``exp(log_weight_change)`` times as much."""
+    def scale_weights(self, log_weight_change: float) -> None:
+        """Multiply the weights of everything sampled so far by ``exp(log_weight_change)``."""
         self._keys[: self._count] -= log_weight_change
         self._limit -= log_weight_change
 
     def merge(self, other: AccessSample) -> None:
-        """Becomes a sample of both streams; the other is left as it is."""
+        """Become a sample of both streams; the other is not changed."""
         limit = min(self._limit, other._limit)
         rows, ranks, keys = (
             np.concatenate([mine[: self._count], theirs[: other._count]])
@@ -193,8 +193,11 @@ class AccessSample:
         return twin
 
     def state(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """(random state and limit, {``sample_rows`` int64[n], ``sample_ranks`` int32[n], ``sample_keys`` float64[n]}),
-        all copied."""
+        """Return a copy of everything.
+
+        Returns:
+            (random state and limit, {``sample_rows`` int64[n], ``sample_ranks`` int32[n], ``sample_keys`` float64[n]}).
+        """
         meta = {
             "sample_limit": self._limit.hex(),
             "sample_gap": self._gap.hex(),
@@ -208,7 +211,11 @@ class AccessSample:
         return meta, arrays
 
     def load(self, meta: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], table_rows: int) -> None:
-        """Takes over what ``state`` gave. Raises SketchError if it cannot be of this sample."""
+        """Replace everything by what ``state`` returned.
+
+        Raises:
+            SketchError: it does not fit this sample.
+        """
         rows, ranks, keys = arrays["sample_rows"], arrays["sample_ranks"], arrays["sample_keys"]
         gap = float.fromhex(meta["sample_gap"])
         fits = (
@@ -227,7 +234,7 @@ class AccessSample:
         self._append(rows, ranks, keys)
 
     def _trim(self) -> None:
-        """Down to ``capacity``."""
+        """Keep the ``capacity`` accesses with the lowest keys."""
         if self._count <= self.capacity:
             return
         best = np.sort(np.argpartition(self._keys[: self._count], self.capacity - 1)[: self.capacity])
@@ -238,7 +245,30 @@ class AccessSample:
         self._limit = float(self._keys[: self.capacity].max())
 
 
+def draw_accesses(
+    rows: Int64Array, times: Int64Array, at_most: int, random: np.random.Generator
+) -> tuple[Int64Array, float]:
+    """Draw uniformly, without replacement, from accesses counted by row.
+
+    The draw must be independent of other messages and of the order of the rows, because the affinity of a table is
+    estimated from how often two sampled accesses of a row come from one node.
+
+    Args:
+        rows, times: int64[n], ``times`` accesses of each row.
+        at_most: accesses to draw.
+
+    Returns:
+        (row of each drawn access, accesses that each drawn one represents).
+    """
+    ends = np.cumsum(times)
+    accesses = int(ends[-1]) if len(ends) else 0
+    if accesses <= at_most:
+        return np.repeat(rows, times), 1.0
+    places = random.choice(accesses, at_most, replace=False, shuffle=False)
+    return rows[np.searchsorted(ends, places, side="right")], accesses / at_most
+
+
 def warm_up() -> None:
-    """Compiles the kernel (or loads it from numba's cache)."""
+    """Compile the kernel (or load it from numba's cache)."""
     for ids in (np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.int64)):
         AccessSample(1, 0).add(ids, 0, 0.0, 1)

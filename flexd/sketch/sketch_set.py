@@ -1,4 +1,4 @@
-"""All tables of a job: what the daemon remembers of the stream, within one memory budget."""
+"""The sketches of all tables of a job, within one memory budget."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ import numpy.typing as npt
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
+from flexd.core.tap_counts import TableCounts
 from flexd.sketch import budget, kinds
 from flexd.sketch.budget import TableChoice
-from flexd.sketch.decay import ForwardDecay
+from flexd.sketch.decay import Admission, ForwardDecay
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.quantiles import KllQuantiles
-from flexd.sketch.tables import Arrays, TableSketch
+from flexd.sketch.table_sketch import Arrays, TableSketch
 from flexd.sketch.types import AccessCounts, SketchSettings
 
 Int64Array = npt.NDArray[np.int64]
@@ -31,7 +32,7 @@ _ROW_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 class SketchSet:
-    """Counters of every table over one event-time clock. Not thread-safe: the owner brings the lock.
+    """Counters of every table over one event-time clock. Not thread-safe: the owner holds a lock.
 
     Args:
         key_tables: the tables of the key space, in its order.
@@ -77,7 +78,7 @@ class SketchSet:
 
     @classmethod
     def of(cls, key_tables: Sequence[TableSpec], settings: SketchSettings) -> SketchSet:
-        """An empty set. Raises as the constructor does."""
+        """Return an empty set. Raises the errors of the constructor."""
         return cls(
             key_tables,
             settings.memory_bytes,
@@ -90,12 +91,12 @@ class SketchSet:
         )
 
     def choices(self) -> tuple[TableChoice, ...]:
-        """How each table is counted, in the order of the key space."""
+        """Return how each table is counted, in the order of the key space."""
         return self._choices
 
     @property
     def nbytes(self) -> int:
-        """Memory of all counters now."""
+        """Memory of all counters in use."""
         return sum(table.nbytes for table in self._tables)
 
     @property
@@ -104,7 +105,7 @@ class SketchSet:
         return sum(table.samples for table in self._tables)
 
     def samples_by_table(self) -> tuple[int, ...]:
-        """Accesses counted of each table, undecayed, in the order of the tables."""
+        """Return the accesses counted of each table, undecayed, in the order of the tables."""
         return tuple(table.samples for table in self._tables)
 
     @property
@@ -120,13 +121,13 @@ class SketchSet:
         event_time_seconds: float,
         sequence_lengths: npt.NDArray[np.integer[Any]] | None = None,
     ) -> AccessCounts:
-        """Counts one batch.
+        """Count one batch.
 
         Args:
-            table: name; accesses of an unknown one are counted as such and nothing else happens.
+            table: name; accesses of an unknown table are counted as such and change nothing else.
             rows: integer[n] row ids (int32 and int64 without a copy).
             source_rank: rank whose samples made the accesses.
-            event_time_seconds: when, Unix seconds.
+            event_time_seconds: Unix time of the accesses.
             sequence_lengths: integer[s] or None.
 
         Raises:
@@ -139,53 +140,72 @@ class SketchSet:
             return AccessCounts(unknown_table=len(rows))
         if not len(rows):
             return AccessCounts()
-        admission = self._decay.admit(event_time_seconds)
-        if admission.relabel_half_lives:
-            for sketch in self._tables:
-                sketch.relabel(admission.relabel_half_lives)
+        admission = self._admit(event_time_seconds)
         ids = rows if rows.dtype in _ROW_DTYPES else rows.astype(np.int64)
         negative, outside = self._tables[index].add(
             np.ascontiguousarray(ids), source_rank, admission.event_time_seconds, self._decay
         )
         if sequence_lengths is not None:
             self._lengths.setdefault(index, KllQuantiles()).add(sequence_lengths)
-        accepted = len(rows) - negative - outside
-        return AccessCounts(
-            accepted=accepted,
-            negative_row=negative,
-            row_out_of_range=outside,
-            future_clamped=accepted if admission.future_clamped else 0,
-            late=accepted if admission.late else 0,
+        return _access_counts(admission, len(rows) - negative - outside, negative, outside)
+
+    def ingest_counted(self, counts: TableCounts, source_rank: int, event_time_seconds: float) -> AccessCounts:
+        """Count accesses of one table that come as numbers of accesses by row, of one event time and one rank.
+
+        Exact tables end up equal, bit by bit, to the same accesses given to ``ingest``. In a count-min, estimates are
+        never too low, because rows are added conservatively. In logarithmic counters they are right on average.
+
+        Raises:
+            SketchError: the event time is not finite.
+        """
+        index = self._index.get(counts.table)
+        if index is None:
+            return AccessCounts(unknown_table=counts.accesses)
+        if not counts.accesses:
+            return AccessCounts()
+        admission = self._admit(event_time_seconds)
+        # Seeded by the message: counted again after a crash, it gives the same sample.
+        random = np.random.default_rng([source_rank, int(np.float64(event_time_seconds).view(np.uint64))])
+        outside = self._tables[index].add_counted(
+            counts.rows, counts.counts, source_rank, admission.event_time_seconds, self._decay, random
         )
+        if len(counts.lengths.lengths):
+            self._lengths.setdefault(index, KllQuantiles()).add_counted(counts.lengths.lengths, counts.lengths.counts)
+        return _access_counts(admission, counts.accesses - outside, 0, outside)
 
     def advance(self, to_event_time_seconds: float) -> None:
-        """Lets an idle stream decay: event time has moved on although nothing was accessed."""
+        """Move event time on without an access, so that an idle stream decays."""
         self._decay.advance(to_event_time_seconds)
 
     def query(self, table: str, rows: Int64Array) -> Float64Array:
-        """int64[n] rows -> float64[n] decayed accesses: exact for dense tables, never too few for count-min,
-        right on average for logarithmic ones.
+        """Return the decayed accesses of int64[n] rows as float64[n].
+
+        They are exact for dense tables, never too low for count-min, and right on average for logarithmic counters.
 
         Raises:
             SketchError: unknown table, or rows outside it.
         """
-        index = self._known(table)
+        index = self._index_of(table)
         if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= self._specs[index].rows):
             raise SketchError(f"rows outside table {table!r}", remedy=f"ask for 0 to {self._specs[index].rows - 1}")
         return self._tables[index].query(rows, self._decay)
 
     def sequence_length_quantiles(self, table: str, ranks: Sequence[float]) -> Float64Array:
-        """float64[len(ranks)] at normalised ranks 0-1 (rank error ``KllQuantiles.rank_error``); empty if none seen.
+        """Return sequence lengths at normalised ranks 0-1 as float64[len(ranks)]; empty if none were counted.
+
+        The rank error is ``KllQuantiles.rank_error``.
 
         Raises:
             SketchError: unknown table.
         """
-        lengths = self._lengths.get(self._known(table))
+        lengths = self._lengths.get(self._index_of(table))
         return np.empty(0, dtype=np.float64) if lengths is None else lengths.quantiles(ranks)
 
     def as_of(self, event_time_seconds: float) -> SketchSet:
-        """The same counters read at a later event time (earlier ones and NaN: at their own). They stay shared: the
-        writers of this set must be kept away from what is done with that one, which is for reading only."""
+        """Return a read-only view of these counters at a later event time; an earlier time or NaN changes nothing.
+
+        The view shares the counters: nothing may write to this set while the view is read.
+        """
         view = copy.copy(self)
         view._decay = copy.deepcopy(self._decay)
         view._decay.advance(event_time_seconds)
@@ -199,15 +219,15 @@ class SketchSet:
         guard: AbstractContextManager[Any] | None = None,
         layout: RankLayout | None = None,
     ) -> Profile:
-        """What the planner reads.
+        """Return the profile that the planner reads.
 
         Args:
-            accesses_per_step: of the whole job in one training step: by table (those not named: 0), or in total, which
-                is split as the decayed accesses are; None leaves 0 everywhere (not known).
+            accesses_per_step: of the whole job in one training step: by table (0 for tables not named), or in total,
+                to be divided in proportion to the decayed accesses; None (unknown) leaves 0 everywhere.
             generation, lag_messages: copied into the profile.
             guard: a lock that is entered again for each table, and held only while that table's counters are copied;
                 without it the caller keeps writers away.
-            layout: of the ranks as they are now, to tell source nodes; without it ``sources`` is None.
+            layout: present layout of the ranks, to map ranks to nodes; without it ``sources`` is None.
         """
         guard = guard or contextlib.nullcontext()
         with guard:
@@ -234,24 +254,24 @@ class SketchSet:
     def table_profile(
         self, table: str, guard: AbstractContextManager[Any] | None = None, layout: RankLayout | None = None
     ) -> TableProfile:
-        """One table of ``profile``, without its accesses a step.
+        """Return one table of ``profile``, without its accesses a step.
 
         Raises:
             SketchError: unknown table.
         """
-        index = self._known(table)
+        index = self._index_of(table)
         with guard or contextlib.nullcontext():
             decay, frozen = copy.copy(self._decay), self._tables[index].copy()
         return frozen.profile(decay, self.settings.max_hot_rows, layout)
 
     def empty_copy(self, seed: int, clock: Mapping[str, Any] | None = None) -> SketchSet:
-        """An empty set of the same tables and settings, for what is counted from now on and merged later.
+        """Return an empty set of the same tables and settings, to be merged later.
 
-        Its clock goes on where this one is: an empty clock would believe any date that comes first.
+        Its clock continues from this one: an empty clock would accept any first event time.
 
         Args:
-            seed: of its samples; sets that are merged must not draw alike.
-            clock: that of another set (``clock``), taken in.
+            seed: of its samples; sets that are merged must draw differently.
+            clock: of another set (``clock``), merged into its clock.
 
         Raises:
             SketchError: the clock is malformed or of another half-life.
@@ -272,14 +292,14 @@ class SketchSet:
         return fresh
 
     def clock(self) -> dict[str, Any]:
-        """The event-time clock as JSON-able values, for ``empty_copy`` of another set."""
+        """Return the event-time clock as JSON-able values, for ``empty_copy`` of another set."""
         return self._decay.state()
 
     def merge(self, other: SketchSet) -> None:
-        """Adds what another daemon has seen of other partitions; the other is left as it is.
+        """Add the counters of another daemon, which counted other messages; the other is not changed.
 
         Raises:
-            SketchError: other tables or settings. Nothing is merged then.
+            SketchError: the other has other tables or settings. Nothing is merged then.
         """
         if other.digest != self.digest or other.settings != self.settings:
             raise SketchError(
@@ -293,7 +313,7 @@ class SketchSet:
             self._lengths.setdefault(index, KllQuantiles()).merge(lengths)
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
-        """(JSON-able description, arrays by name): a copy of everything; ``from_state`` makes an equal set of it."""
+        """Return a copy of everything for ``from_state``: (JSON-able description, arrays by name)."""
         metas: list[dict[str, Any]] = []
         arrays: Arrays = {}
         for index, sketch in enumerate(self._tables):
@@ -315,10 +335,10 @@ class SketchSet:
     def from_state(
         cls, key_tables: Sequence[TableSpec], settings: SketchSettings, meta: Mapping[str, Any], arrays: Arrays
     ) -> SketchSet:
-        """The set that ``state`` described.
+        """Return the set that ``state`` described.
 
         Raises:
-            SketchError: it is of other tables or settings, of another format, or damaged.
+            SketchError: the state is of other tables or settings, of another format, or damaged.
         """
         fresh = cls.of(key_tables, settings)
         if meta.get("format") != STATE_FORMAT:
@@ -343,11 +363,28 @@ class SketchSet:
             raise SketchError(f"sketch state is damaged: {error!r}", remedy="start from empty sketches") from error
         return fresh
 
-    def _known(self, table: str) -> int:
+    def _admit(self, event_time_seconds: float) -> Admission:
+        admission = self._decay.admit(event_time_seconds)
+        if admission.backdate_half_lives:
+            for sketch in self._tables:
+                sketch.backdate(admission.backdate_half_lives)
+        return admission
+
+    def _index_of(self, table: str) -> int:
         index = self._index.get(table)
         if index is None:
             raise SketchError(f"unknown table {table!r}", remedy=f"one of {', '.join(self._index)}"[:500])
         return index
+
+
+def _access_counts(admission: Admission, accepted: int, negative: int, outside: int) -> AccessCounts:
+    return AccessCounts(
+        accepted=accepted,
+        negative_row=negative,
+        row_out_of_range=outside,
+        future_clamped=accepted if admission.future_clamped else 0,
+        late=accepted if admission.late else 0,
+    )
 
 
 def _accesses(table: TableProfile, total_weight: float, given: Mapping[str, float] | float | None) -> float:
@@ -359,7 +396,7 @@ def _accesses(table: TableProfile, total_weight: float, given: Mapping[str, floa
 
 
 def warm_up(used: Collection[str] = kinds.KINDS) -> None:
-    """Compiles the kernels before the first message: seconds the first time, a moment with numba's cache.
+    """Compile the kernels before the first message: takes seconds, or little with numba's cache.
 
     Args:
         used: kinds of tables, as in ``TableChoice.kind``.

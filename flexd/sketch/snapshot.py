@@ -1,4 +1,4 @@
-"""Snapshots on disk: one file each, complete or not there, checked when read."""
+"""Snapshots on disk: one checksummed file each, written atomically."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _WRITE_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class LoadedSnapshot:
-    """What was saved, and which newer files could not be used.
+    """A snapshot read from disk, and the newer files that could not be used.
 
     Attributes:
-        meta: as given to ``save``.
+        meta: the argument of ``save``.
         arrays: by name; writable copies.
         path: the file it came from.
         problems: one line for each newer file that is damaged or of another format.
@@ -44,10 +44,9 @@ class LoadedSnapshot:
 class SnapshotStore:
     """A directory of numbered snapshots, the newest ``keep`` of them. One process writes to it.
 
-    A file is written under a temporary name, synced, renamed, and the directory synced; so a snapshot that has its
-    name is complete, and a crash at any point leaves the previous one. Files are readable by their owner only.
-
-    What is in a file: ``flexd.sketch.frame``.
+    A file is written under a temporary name, synced, renamed, and the directory synced, so a file of that name is
+    complete, and a crash at any point leaves the previous one. Only the owner can read the files. Their format is that
+    of ``flexd.sketch.frame``.
 
     Raises:
         SnapshotError: the directory cannot be made or listed.
@@ -70,7 +69,11 @@ class SnapshotStore:
             ) from error
 
     def paths(self) -> list[Path]:
-        """Snapshots there are, newest first. Raises SnapshotError if the directory cannot be listed."""
+        """Return the snapshot files, newest first.
+
+        Raises:
+            SnapshotError: the directory cannot be listed.
+        """
         try:
             found = [entry for entry in self.directory.iterdir() if _NAME.match(entry.name)]
         except OSError as error:
@@ -78,15 +81,15 @@ class SnapshotStore:
         return sorted(found, reverse=True)
 
     def save(self, meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Path:
-        """Makes one snapshot durable, then removes those beyond ``keep``.
+        """Make one snapshot durable, then remove those beyond ``keep``.
 
         Args:
             meta: JSON-able.
             arrays: numeric, by name.
 
         Raises:
-            SnapshotError: it cannot be written (disk full, ...) or an array is of no known type. Earlier snapshots are
-                as they were and no temporary file stays.
+            SnapshotError: it cannot be written (disk full, ...) or an array is of an unsupported type. Earlier
+                snapshots are unchanged and no temporary file remains.
         """
         present = self.paths()
         number = 1 + max((_number(path) for path in present), default=0)
@@ -110,7 +113,7 @@ class SnapshotStore:
         return path
 
     def load_newest(self) -> LoadedSnapshot | None:
-        """The newest snapshot that is whole; None if there is none.
+        """Return the newest undamaged snapshot; None if there are no files.
 
         Raises:
             SnapshotError: the directory cannot be listed, or there are snapshots and all are unusable.
@@ -137,10 +140,10 @@ class SnapshotStore:
 
 
 def read(path: Path) -> tuple[dict[str, Any], Arrays]:
-    """One snapshot file: (meta, arrays).
+    """Read one snapshot file: (meta, arrays).
 
     Raises:
-        SnapshotError: it cannot be read, is of another format, or a single byte of it is missing or changed.
+        SnapshotError: it cannot be read, is of another format, or any byte of it is missing or changed.
     """
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What a ``SketchSet`` is made with, and what it says of accesses that it was given."""
+"""Settings of a ``SketchSet``, and counts of accesses by outcome."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SketchSettings:
-    """What a ``SketchSet`` is made with; saved with its state, which fits only equal ones.
+    """Settings of a ``SketchSet``. They are saved with its state, which only loads into a set of equal settings.
 
     Attributes:
         memory_bytes: for the counters of all tables.
         half_life_seconds: event time in which an access loses half its weight; None counts for ever.
-        max_future_seconds: accesses dated further ahead of the newest event count as of the newest event.
-        max_hot_rows: rows listed one by one in a profile, per table.
+        max_future_seconds: accesses dated further ahead of the newest event are counted at the newest event time.
+        max_hot_rows: rows listed individually in a profile, per table.
         late_after_seconds: accesses older than the newest event by more than this are counted as late.
-        conservative: count-min counters err less; plain ones do not depend on the order of arrival.
-        logarithmic: tables too large for exact counters may be counted by logarithmic ones, where those fit.
+        conservative: count-min counters use conservative update: smaller errors, but dependent on the order of arrival.
+        logarithmic: allow logarithmic counters for tables too large for exact ones.
     """
 
     memory_bytes: int = 512 * 2**20
@@ -30,10 +30,10 @@ class SketchSettings:
 
 @dataclass(frozen=True)
 class AccessCounts:
-    """Accesses of one or more batches, by what became of them.
+    """Accesses of one or more batches by outcome.
 
-    ``accepted + unknown_table + negative_row + row_out_of_range`` is all of them; ``future_clamped`` and ``late`` are
-    parts of ``accepted``.
+    ``accepted + unknown_table + negative_row + row_out_of_range`` is the total; ``future_clamped`` and ``late`` are
+    included in ``accepted``.
     """
 
     accepted: int = 0

@@ -218,25 +218,6 @@ def test_state_of_other_tables_settings_or_damaged_is_refused():
             SketchSet.from_state(TABLES, sketches.settings, {**meta, key: None}, arrays)
 
 
-def test_heavy_decayed_tables_get_a_coarser_unit_instead_of_more_memory():
-    rows = 200_000
-    sketches = SketchSet([TableSpec("heavy", rows, 4)], 3 * 2**19, 1000.0, 1e9, 10)
-    sketches.ingest("heavy", np.zeros(1, dtype=np.int32), 0, T0)
-    # As after a long stream; counting up to here would take billions of accesses.
-    counter = sketches._tables[0]._counter
-    unit = sketches._decay.unit_weight(sketches._tables[0].exponent)
-    counter._low[:] = 2**31 - 1
-    largest = 0
-    for _ in range(4):
-        for start in range(0, rows, 5000):
-            sketches.ingest("heavy", np.arange(start, start + 5000, dtype=np.int64), 0, T0)
-            largest = max(largest, sketches.nbytes)
-    got = sketches.query("heavy", np.arange(rows))
-    assert np.allclose(got, 2**31 * unit + 4, atol=1e-2)
-    assert largest <= sketches.choices()[0].bytes
-    assert sketches.profile().tables[0].weight == pytest.approx(got.sum())
-
-
 def test_a_wrong_first_event_does_not_fill_the_sample_for_ever():
     sketches = SketchSet(TABLES, MEMORY, 50.0, 300.0, 500)
     first = np.full(200_000, 1, dtype=np.int64)

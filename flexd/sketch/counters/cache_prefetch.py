@@ -1,4 +1,4 @@
-"""An instruction that numba has no function for: ask for a cache line before it is needed."""
+"""The prefetch instruction for numba kernels: load a cache line before it is needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 
 
 def _prefetch_code(typing_context: Any, array: Any, index: Any) -> Any:
-    """Asks for the cache line of ``array[index]``."""
+    """Build the instruction that loads the cache line of ``array[index]``."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -18,8 +18,8 @@ def _prefetch_code(typing_context: Any, array: Any, index: Any) -> Any:
         insert: Any = cgutils.get_or_insert_function
         function = insert(builder.module, ir.FunctionType(ir.VoidType(), [byte, word, word, word]), "llvm.prefetch.p0")
         address = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
-        # For reading and into the second level: measured to be faster than for writing, and than into the first, which
-        # the lines of a whole block do not fit.
+        # For reading, into the second-level cache: measured faster than for writing, and than into the first level,
+        # which cannot hold the lines of a whole block.
         builder.call(function, [address, word(0), word(2), word(1)])
         return context.get_dummy_value()
 
@@ -27,4 +27,4 @@ def _prefetch_code(typing_context: Any, array: Any, index: Any) -> Any:
 
 
 prefetch: Any = intrinsic(_prefetch_code)
-"""``prefetch(array, index)``: any index may be given, one outside the array does nothing."""
+"""``prefetch(array, index)``: loads the cache line of the element; an index outside the array does nothing."""

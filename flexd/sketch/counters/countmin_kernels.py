@@ -1,9 +1,9 @@
-"""The loops of the count-min counters: 32-bit cells, of which two neighbours become one of 62 bits when one is full.
+"""The loops of the count-min counters: 32-bit cells; two neighbours become one of 62 bits when one is full.
 
 A pair is *joined* once either cell would reach 2^31 (SALSA: Basat et al., *Self-Adjusting Lean Streaming Analytics*,
-ICDE 2021): the top bit of both words says so, and their 31-bit halves hold one value, the low half in the even word.
-So heavy cells cost no memory beyond their pair and no look-up elsewhere, and nothing wraps. A joined cell is larger
-than any other as a plain 32-bit number, so the minimum of four words is right as long as one of them is not joined.
+ICDE 2021): the top bit of both words is set, and their 31-bit halves hold one value, the low half in the even word.
+So heavy cells need no memory beyond their pair and no look-up elsewhere, and nothing wraps. As a plain 32-bit number a
+joined cell is larger than any other, so the minimum of four words is right as long as one of them is not joined.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from flexd.sketch.counters.cache_prefetch import prefetch
 from flexd.sketch.counters.hashing import cell_positions, distinct_halves
 
 BLOCK_IDS = 256
-"""Hashed at once, while the cells of the block before are counted: their cache lines (64 KiB) fit the second level."""
+"""Ids hashed at once, while the cells of the block before are counted; their cache lines (64 KiB) fit the second-level
+cache."""
 DEPTH = 4
+ADMISSION_BAND = 2
+"""Accesses past the admission threshold within which a row is still reported as a candidate."""
 _HALF = np.uint64(2**31 - 1)
 _FULL = np.uint64(2**31)
 _MOST = np.uint64(2**62 - 1)
@@ -26,7 +29,7 @@ _TOP32 = np.uint32(31)
 _FLAG = np.uint32(2**31)
 _ONE = np.uint64(1)
 _PLAIN_SPLIT_UNITS = np.uint64(2**24)
-"""A joined pair of plain counters is parted only when this small: both get the sum, and joining again adds them."""
+"""A joined pair of plain counters is split only below this: both cells get the sum, and joining again adds them."""
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
@@ -48,7 +51,7 @@ def _join(cells: Any, at: Any, value: Any) -> None:
 
 @numba.njit(cache=True, nogil=True)
 def _set(cells: Any, at: Any, value: Any, conservative: bool) -> int:
-    """Raises one cell to ``value``; returns 1 if its pair was joined for that."""
+    """Raise one cell to ``value``. Return 1 if this joined its pair."""
     if cells[at] >> _TOP32:
         _join(cells, at, value)
         return 0
@@ -61,8 +64,8 @@ def _set(cells: Any, at: Any, value: Any, conservative: bool) -> int:
 
 
 @numba.njit(cache=True, nogil=True)
-def _keep(rows: Any, start: int, count: int, limit: Any, kept: Any) -> tuple[int, int]:
-    """Copies the ids inside the table; returns how many they are and how many are below 0."""
+def _copy_valid(rows: Any, start: int, count: int, limit: Any, kept: Any) -> tuple[int, int]:
+    """Copy the ids inside the table. Return how many they are, and how many ids are below 0."""
     bad = 0
     for i in range(count):
         row: Any = np.int64(rows[start + i])
@@ -89,13 +92,16 @@ def _least(registers: Any) -> Any:
 
 
 @numba.njit(cache=True, nogil=True)
-def _see(kept: Any, count: int, registers: Any, least: Any, slots: Any, bits: Any, rare: Any) -> None:
-    """A register holds 1 + the most leading zeros seen; it grows only if that many bits are all zero. So no id with
-    fewer zeros than ``least``, the smallest register or a smaller number, changes any."""
+def _update_registers(kept: Any, count: int, registers: Any, least: Any, slots: Any, bits: Any, rare: Any) -> None:
+    """Update HyperLogLog registers, each of which holds 1 + the most leading zeros so far.
+
+    A register grows only if as many bits as it holds are all zero, so an id with fewer zeros than ``least`` (at most
+    the smallest register) changes none and is skipped.
+    """
     distinct_halves(kept, count, slots, bits)
     mask = np.uint64(registers.size - 1)
     rares: Any = 0
-    # In two shifts: one by 64 is undefined, and the smallest register is 0 at first.
+    # Two shifts, because a shift by 64 is undefined and the smallest register is 0 at first.
     rest = np.uint64(63) - np.uint64(min(least, 63))
     for i in range(count):
         rare[rares] = i
@@ -125,8 +131,8 @@ def add(
     candidates: Any,
     candidate_count: int,
 ) -> tuple[int, int, int, int, int]:
-    """See ``CountMin.add``; also returns the pairs joined."""
-    band = threshold + np.uint64(2) * units
+    """Count ids as ``CountMin.add`` describes; also return the number of pairs joined."""
+    band = threshold + np.uint64(ADMISSION_BAND) * units
     units32 = np.uint32(units)
     fits = np.uint32(units < _FULL)
     position = np.zeros((DEPTH, BLOCK_IDS), np.uint32)
@@ -142,22 +148,22 @@ def add(
     joined: Any = 0
     n = rows.size
     size: Any = min(BLOCK_IDS, n - start)
-    count, below = _keep(rows, start, size, limit, kept)
+    count, below = _copy_valid(rows, start, size, limit, kept)
     least = _least(registers)
-    _see(kept, count, registers, least, slots, bits, rare)
+    _update_registers(kept, count, registers, least, slots, bits, rare)
     cell_positions(kept, count, log2_width, position)
     while start < n and candidate_count + BLOCK_IDS <= candidates.size:
         next_start = start + size
         next_size = min(BLOCK_IDS, n - next_start)
-        next_count, next_below = _keep(rows, next_start, next_size, limit, next_kept)
-        _see(next_kept, next_count, registers, least, slots, bits, rare)
+        next_count, next_below = _copy_valid(rows, next_start, next_size, limit, next_kept)
+        _update_registers(next_kept, next_count, registers, least, slots, bits, rare)
         cell_positions(next_kept, next_count, log2_width, next_position)
         heavies: Any = np.uint64(0)
         p0, p1, p2, p3 = position[0], position[1], position[2], position[3]
         n0, n1, n2, n3 = next_position[0], next_position[1], next_position[2], next_position[3]
-        # Unsigned indices, as everywhere in this loop: signed ones are checked for being counted from the end.
+        # Unsigned indices, as everywhere in this loop: numba checks signed ones for being negative.
         for i in range(np.uint64(count)):
-            # A position left over from an earlier block costs a needless request and no branch.
+            # A stale position of an earlier block costs a needless prefetch, which is cheaper than a branch.
             prefetch(cells, np.uint64(n0[i]))
             prefetch(cells, np.uint64(n1[i]))
             prefetch(cells, np.uint64(n2[i]))
@@ -172,7 +178,7 @@ def add(
             vd = cells[d]
             before = min(min(va, vb), min(vc, vd))
             after = np.uint32(before + units32)
-            # Heavy rows are put off instead of branched to, which would be mispredicted for every other access.
+            # Heavy rows are deferred: a branch to them would be mispredicted for every other access.
             full = before | after
             if not conservative:
                 most = max(max(va, vb), max(vc, vd))
@@ -234,7 +240,7 @@ def add(
 
 @numba.njit(cache=True, nogil=True)
 def query(rows: Any, cells: Any, log2_width: int, out: Any) -> None:
-    """Estimates of int64[n] rows into uint64[n]."""
+    """Write the estimates of int64[n] rows to uint64[n]."""
     position = np.empty((DEPTH, BLOCK_IDS), np.uint32)
     for start in range(0, rows.size, BLOCK_IDS):
         count = min(BLOCK_IDS, rows.size - start)
@@ -248,32 +254,14 @@ def query(rows: Any, cells: Any, log2_width: int, out: Any) -> None:
 
 @numba.njit(cache=True, nogil=True)
 def values(cells: Any, out: Any) -> None:
-    """uint32[n] words -> uint64[n] values; both cells of a joined pair have the pair's."""
+    """Write the values of uint32[n] words to uint64[n]; both cells of a joined pair have the pair's value."""
     for i in range(cells.size):
         out[i] = _value(cells, np.uint64(i))
 
 
 @numba.njit(cache=True, nogil=True)
-def store(numbers: Any, cells: Any, conservative: bool) -> int:
-    """uint64[n] values -> words; returns the pairs joined. What does not fit a word joins its neighbour as counting
-    would."""
-    joined = 0
-    for pair in range(cells.size // 2):
-        low = np.uint64(2 * pair)
-        a = numbers[low]
-        b = numbers[low | _ONE]
-        if a < _FULL and b < _FULL:
-            cells[low] = np.uint32(a)
-            cells[low | _ONE] = np.uint32(b)
-        else:
-            _join(cells, low, max(a, b) if conservative else a + b)
-            joined += 1
-    return joined
-
-
-@numba.njit(cache=True, nogil=True)
 def rescale(cells: Any, bits: Any, conservative: bool) -> int:
-    """Divides by ``2^bits`` (1 to 62), rounding up; parts what fits one word again. Returns the pairs still joined."""
+    """Divide by ``2^bits`` (1 to 62), rounding up, and split pairs that fit one word again. Return the pairs joined."""
     joined = 0
     up = (_ONE << bits) - _ONE
     limit = _FULL if conservative else _PLAIN_SPLIT_UNITS
@@ -295,7 +283,7 @@ def rescale(cells: Any, bits: Any, conservative: bool) -> int:
 
 @numba.njit(cache=True, nogil=True)
 def merge(cells: Any, other: Any, conservative: bool) -> int:
-    """Adds the other's cells; returns the pairs joined now."""
+    """Add the other's cells. Return the pairs joined."""
     joined = 0
     for pair in range(cells.size // 2):
         low = np.uint64(2 * pair)
@@ -320,7 +308,7 @@ def merge(cells: Any, other: Any, conservative: bool) -> int:
 
 @numba.njit(cache=True, nogil=True)
 def joined_pairs(cells: Any) -> int:
-    """Joined pairs, or -1 if the words of some pair disagree on whether they are one."""
+    """Return the number of joined pairs, or -1 if the top bits of some pair differ."""
     joined = 0
     for pair in range(cells.size // 2):
         first = cells[2 * pair] >> _TOP32

@@ -1,4 +1,4 @@
-"""One exact counter a row: 4 bytes, and 16 more for the few rows that outgrow them."""
+"""Exact counters: 4 bytes a row, and 16 more for each of the few rows that exceed them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Int64Array = npt.NDArray[np.int64]
 UInt32Array = npt.NDArray[np.uint32]
 
 CARRY_BITS = 31
-"""``low`` holds less than 2^31 units between calls; what exceeds it is carried to ``high``."""
+"""``low`` holds less than 2^31 units between calls; the excess is carried to ``high``."""
 _CARRY_MASK = np.uint32(2**CARRY_BITS - 1)
 _PENDING_CARRIES = 8_192
 CHECK_IDS = 8_192
-"""Ids counted between two looks at how long the side list has become."""
+"""Ids counted between two checks of the length of the side list."""
 _MIN_SIDE_ROWS = 1024
 _BLOCK_IDS = 4096
-_AHEAD_IDS = 96
-"""Asked for before they are counted: a processor runs ahead over a few dozen instructions only, ten ids."""
+_PREFETCH_IDS = 96
+"""Ids between the one prefetched and the one counted: out-of-order execution alone covers only about ten."""
 
 
 @numba.njit(cache=True, nogil=True)
@@ -40,7 +40,7 @@ def _add(
         end = min(start + block_ids, n)
         seen = np.uint32(0)
         for i in range(start, end):
-            prefetch(low, np.uint64(np.int64(rows[min(np.uint64(i + _AHEAD_IDS), last)])))
+            prefetch(low, np.uint64(np.int64(rows[min(np.uint64(i + _PREFETCH_IDS), last)])))
             row = rows[i]
             at = np.uint64(np.int64(row))
             if at < limit:
@@ -51,7 +51,7 @@ def _add(
                 negative += 1
             else:
                 outside += 1
-        # The top bit stands in for a carry flag, so that the loop above has no second branch.
+        # The top bit serves as the carry flag, so that the loop above has no second branch.
         if seen >> top:
             for i in range(start, end):
                 at = np.uint64(np.int64(rows[i]))
@@ -65,7 +65,7 @@ def _add(
 
 @numba.njit(cache=True, nogil=True)
 def _shift_low(low: Any, bits: int) -> None:
-    """Halves round down, so that a row which is never seen again ends at 0."""
+    """Divide by ``2^bits``; halves round down, so that a row without further accesses ends at 0."""
     half = np.uint64((1 << (bits - 1)) - 1)
     for i in range(low.size):
         low[i] = np.uint32((np.uint64(low[i]) + half) >> np.uint64(bits))
@@ -92,12 +92,12 @@ def _shift(units: Int64Array, bits: int) -> Int64Array:
 
 
 def side_rows_allowed(rows: int) -> int:
-    """Rows that may outgrow 31 bits before the unit of a decayed table is made coarser."""
+    """Return the number of rows that may exceed 31 bits before the unit of a decayed table is made coarser."""
     return max(_MIN_SIDE_ROWS, rows // 64)
 
 
 def bytes_of(rows: int) -> int:
-    """Most memory of a counter whose side list is kept to ``side_rows_allowed``, looked at every ``CHECK_IDS`` ids."""
+    """Return the most memory of a counter if ``side_rows_allowed`` is enforced every ``CHECK_IDS`` ids."""
     side_rows = min(rows, side_rows_allowed(rows) + _PENDING_CARRIES + CHECK_IDS)
     return 4 * rows + 16 * side_rows + 8 * _PENDING_CARRIES
 
@@ -105,10 +105,10 @@ def bytes_of(rows: int) -> int:
 class DenseCounter:
     """Whole units a row, exact up to 2^62.
 
-    Why whole units and not floats: a float32 counter stops counting at 2^24 equal increments and drifts long before;
-    a float64 one takes twice the memory; and integer sums do not depend on the order of arrival, so that counters
-    rebuilt after a crash, or merged from several daemons, are equal bit by bit. Units that do not fit 31 bits are
-    carried to a sorted side list, which an access reaches once in 2^31 units (8,192 accesses or more).
+    Units are integers because a float32 counter stops counting at 2^24 equal increments and drifts long before, a
+    float64 one takes twice the memory, and integer sums do not depend on the order of arrival: counters rebuilt after a
+    crash, or merged from several daemons, are equal bit by bit. Units that do not fit 31 bits are carried to a sorted
+    side list, which a row reaches once in 2^31 units (8,192 accesses or more).
 
     Args:
         rows: rows of the table.
@@ -127,16 +127,16 @@ class DenseCounter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now."""
+        """Bytes in use."""
         return self._low.nbytes + self._high_rows.nbytes + self._high_carries.nbytes + self._pending.nbytes
 
     @property
     def side_rows(self) -> int:
-        """Rows in the side list; up to 8,192 carries may still wait to enter it."""
+        """Rows in the side list; up to 8,192 pending carries are not in it yet."""
         return len(self._high_rows)
 
     def add(self, rows: npt.NDArray[np.int32] | Int64Array, units: int) -> tuple[int, int]:
-        """Adds ``units`` to each row named, once for every time it is named.
+        """Add ``units`` to each row in ``rows``, once for every occurrence.
 
         Args:
             rows: int32[n] or int64[n], contiguous; ids outside the table are not counted.
@@ -160,14 +160,15 @@ class DenseCounter:
             negative += below
             outside += beyond
             if self._pending_count + _BLOCK_IDS > _PENDING_CARRIES:
-                self._settle()
+                self._apply_pending()
         return negative, outside
 
     def add_units(self, rows: Int64Array, units: Int64Array) -> None:
-        """Adds to each row its own number of units.
+        """Add to each row its own number of units.
 
         Args:
-            rows: int64[n] rows of the table, without repeats. units: int64[n], 0 to 2^61.
+            rows: int64[n] rows of the table, without repeats.
+            units: int64[n], 0 to 2^61.
         """
         sums = self._low[rows].astype(np.int64) + units
         self._low[rows] = (sums & int(_CARRY_MASK)).astype(np.uint32)
@@ -176,10 +177,10 @@ class DenseCounter:
         self._carry(rows[over], carries[over])
 
     def rescale(self, bits: int) -> None:
-        """Divides all counters by ``2^bits``, to the nearest unit."""
+        """Divide all counters by ``2^bits``, rounded to the nearest unit."""
         if bits <= 0:
             return
-        self._settle()
+        self._apply_pending()
         bits = min(bits, 63)
         high = self._high_units()
         if bits > 32:
@@ -189,51 +190,55 @@ class DenseCounter:
         self._set_high(self._high_rows, _shift(high, bits) if bits < 62 else np.zeros_like(high))
 
     def merge(self, other: DenseCounter) -> None:
-        """Adds the other's counters, which must be at the same scale. The other is left as it is.
+        """Add the other's counters, which must be at the same scale. The other is not changed.
 
         Raises:
-            SketchError: another number of rows.
+            SketchError: the other has another number of rows.
         """
         if other.rows != self.rows:
             raise SketchError(
                 f"counters of {self.rows} and {other.rows} rows cannot be merged", remedy="use one table list"
             )
-        self._settle()
+        self._apply_pending()
         start = 0
         while start < self.rows:
             start, self._pending_count = _merge_low(self._low, other._low, start, self._pending)
-            self._settle()
+            self._apply_pending()
         self._carry(other._high_rows, other._high_carries)
-        waiting, times = np.unique(other._pending[: other._pending_count], return_counts=True)
-        self._carry(waiting, times.astype(np.int64))
+        pending, times = np.unique(other._pending[: other._pending_count], return_counts=True)
+        self._carry(pending, times.astype(np.int64))
 
     def query(self, rows: Int64Array) -> Int64Array:
-        """int64[n] rows of the table -> int64[n] units."""
-        self._settle()
+        """Return the units of int64[n] rows of the table as int64[n]."""
+        self._apply_pending()
         units = self._low[rows].astype(np.int64)
         if len(self._high_rows):
             at = np.minimum(np.searchsorted(self._high_rows, rows), len(self._high_rows) - 1)
             units += np.where(self._high_rows[at] == rows, self._high_carries[at] << CARRY_BITS, 0)
         return units
 
-    def split(self) -> tuple[UInt32Array, Int64Array, Int64Array]:
-        """(uint32[rows] units of the rows not in the side list and 0 for the others, int64[h] side-list rows in
-        ascending order, int64[h] their units). The first array is a copy."""
-        self._settle()
+    def low_and_high(self) -> tuple[UInt32Array, Int64Array, Int64Array]:
+        """Return the counters in two parts.
+
+        Returns:
+            (uint32[rows] units of the rows outside the side list and 0 for the others, int64[h] rows of the side list
+            in ascending order, int64[h] their units). The first array is a copy.
+        """
+        self._apply_pending()
         low = self._low.copy()
         low[self._high_rows] = 0
         return low, self._high_rows, self._high_units()
 
     def copy(self) -> DenseCounter:
-        self._settle()
+        self._apply_pending()
         twin = DenseCounter(0)
         twin._low = self._low.copy()
         twin._high_rows, twin._high_carries = self._high_rows, self._high_carries
         return twin
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
-        """Copies of the arrays: ``low`` uint32[rows], ``high_rows`` int64[h], ``high_carries`` int64[h]."""
-        self._settle()
+        """Return copies of the arrays: ``low`` uint32[rows], ``high_rows`` int64[h], ``high_carries`` int64[h]."""
+        self._apply_pending()
         return {
             "low": self._low.copy(),
             "high_rows": self._high_rows.copy(),
@@ -241,10 +246,10 @@ class DenseCounter:
         }
 
     def load(self, arrays: dict[str, npt.NDArray[Any]]) -> None:
-        """Takes over what ``state`` gave.
+        """Replace everything by what ``state`` returned.
 
         Raises:
-            SketchError: arrays of another table or damaged ones.
+            SketchError: the arrays are of another table or damaged.
         """
         low, rows, carries = arrays["low"], arrays["high_rows"], arrays["high_carries"]
         fits = (
@@ -271,7 +276,7 @@ class DenseCounter:
         kept = units >> CARRY_BITS > 0
         self._high_rows, self._high_carries = rows[kept], units[kept] >> CARRY_BITS
 
-    def _settle(self) -> None:
+    def _apply_pending(self) -> None:
         if self._pending_count:
             rows, times = np.unique(self._pending[: self._pending_count], return_counts=True)
             self._pending_count = 0
@@ -287,7 +292,7 @@ class DenseCounter:
 
 
 def warm_up() -> None:
-    """Compiles the kernels (or loads them from numba's cache), so that the first messages do not wait for it."""
+    """Compile the kernels (or load them from numba's cache), so that the first messages do not wait for it."""
     for rows in (np.zeros(4, dtype=np.int32), np.zeros(4, dtype=np.int64)):
         counter = DenseCounter(4)
         counter.add(rows, 1)

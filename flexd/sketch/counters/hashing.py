@@ -1,10 +1,10 @@
-"""The hash positions of Apache DataSketches, vectorised: counters that use them are readable by other tools.
+"""The hash positions of Apache DataSketches, vectorised.
 
 ``MurmurHash3_x64_128`` (Appleby, public domain) of the 8 bytes of an id. The count-min sketch of DataSketches hashes
 row i of its cells with ``seed + s_i``, where s_i are the first outputs of C++'s ``uniform_int_distribution<uint64>``
 over ``default_random_engine(seed)``; the constants below are those of the library's default seed 9001. Its HyperLogLog
-hashes with the seed itself: the slot is in the low bits of the first half, the zeros counted are the leading ones of
-the second.
+hashes with the seed itself: the low bits of the first half are the slot, and the leading zeros of the second half are
+counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SEED = 9001
 """DEFAULT_SEED of DataSketches."""
 _SPREAD = (4480857443237077987, 6631161516192690341, 11350819014790085518, 4160660749069242171)
 _MASK = 2**64 - 1
-# The length of the key, 8, is mixed into both halves of the state, each of which starts as the seed.
+# Both halves of the state start as the seed; the length of the key, 8, is mixed into each.
 _FIRST = tuple(np.uint64(((spread + SEED) & _MASK) ^ 8) for spread in _SPREAD)
 _S0, _S1, _S2, _S3 = _FIRST
 _DISTINCT = np.uint64(SEED ^ 8)
@@ -48,7 +48,7 @@ def _first_half(k: Any, s: Any) -> Any:
 
 @numba.njit(cache=True, nogil=True)
 def cell_positions(rows: Any, count: int, log2_width: int, positions: Any) -> None:
-    """Positions of ``rows[:count]`` (int64, not negative) in the 4 x 2^k cells, into uint32[4, >= count]."""
+    """Write the positions of ``rows[:count]`` (int64, not negative) in the 4 x 2^k cells to uint32[4, >= count]."""
     width = np.uint64(1) << np.uint64(log2_width)
     mask = width - np.uint64(1)
     for i in range(count):
@@ -61,8 +61,8 @@ def cell_positions(rows: Any, count: int, log2_width: int, positions: Any) -> No
 
 @numba.njit(cache=True, nogil=True)
 def distinct_halves(rows: Any, count: int, slots: Any, bits: Any) -> None:
-    """Both halves of the HyperLogLog hash of ``rows[:count]``: the first, cut to 16 bits, into uint16[>= count], the
-    second into uint64[>= count]."""
+    """Write both halves of the HyperLogLog hash of ``rows[:count]``: the low 16 bits of the first to uint16[>= count],
+    the second to uint64[>= count]."""
     for i in range(count):
         k = _premix(np.uint64(rows[i]))
         h1 = (_DISTINCT ^ k) + _DISTINCT

@@ -1,4 +1,4 @@
-"""The bounded set of rows of a count-min table that may be hot, so that they can be asked for by id."""
+"""A bounded set of rows of a count-min table that may be hot, so that they can be queried by id."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Query = Callable[[Int64Array], Int64Array]
 
 @numba.njit(cache=True, nogil=True)
 def _union(a: Any, b: Any, out: Any) -> int:
-    """Merges two ascending arrays without repeats into ``out``; returns how many there are."""
+    """Merge two ascending arrays without repeats into ``out``. Return the length of the result."""
     i = 0
     j = 0
     n = 0
@@ -39,7 +39,7 @@ def _union(a: Any, b: Any, out: Any) -> int:
 
 
 def _sorted_unique(rows: Int64Array) -> Int64Array:
-    """As np.unique, which hashes integers and takes four times as long on a buffer's worth."""
+    """Return the distinct rows, ascending: four times faster than np.unique, which hashes integers."""
     rows = np.sort(rows)
     kept = np.ones(len(rows), dtype=np.bool_)
     np.not_equal(rows[1:], rows[:-1], out=kept[1:])
@@ -47,11 +47,11 @@ def _sorted_unique(rows: Int64Array) -> Int64Array:
 
 
 class HotSet:
-    """Up to twice ``capacity`` candidates; when full, all are queried and the best ``capacity`` kept.
+    """Holds up to twice ``capacity`` candidates; when full, queries all of them and keeps the best ``capacity``.
 
-    ``threshold`` is the lowest estimate kept by the last trim: a row is admitted when an access takes its estimate
-    past it, so a row that was dropped comes back by itself once it is hotter than the coldest kept then. Admission
-    is a side product of counting (``CountMin.add`` fills ``buffer``), so a cold row costs nothing.
+    ``threshold`` is the lowest estimate kept by the last trim. A row is admitted when an access raises its estimate
+    past it, so a dropped row returns once it is hotter than the coldest row kept then. Candidates are a by-product of
+    counting (``CountMin.add`` fills ``buffer``), so a cold row costs nothing.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -65,11 +65,11 @@ class HotSet:
 
     @staticmethod
     def bytes_of(capacity: int) -> int:
-        """Memory of a full set, with its buffer."""
+        """Return the memory of a full set with its buffer."""
         return 8 * (2 * capacity + min(CANDIDATE_BUFFER, max(2 * BLOCK_IDS, capacity)))
 
-    def absorb(self, query: Query) -> None:
-        """Takes the buffered candidates in; trims if there are too many (``query``: rows -> estimated units)."""
+    def admit_buffered(self, query: Query) -> None:
+        """Admit the buffered candidates, and trim if there are too many (``query``: rows -> estimated units)."""
         if self.buffered:
             new = _sorted_unique(self.buffer[: self.buffered])
             self.buffered = 0
@@ -78,19 +78,19 @@ class HotSet:
             self._trim(query)
 
     def rows(self) -> Int64Array:
-        """int64[n] candidates absorbed so far, ascending."""
+        """Return the admitted candidates, int64[n] ascending."""
         return self._rows
 
     def rescale(self, bits: int) -> None:
-        """Follows ``CountMin.rescale``."""
+        """Divide the threshold by ``2^bits``, as ``CountMin.rescale`` divides the cells."""
         self.threshold = (self.threshold + (1 << bits) - 1) >> bits if bits < 63 else 0
 
     def merge(self, other: HotSet, query: Query) -> None:
-        """Union of both sets, trimmed by ``query``, which must already answer for the merged counters."""
-        self.absorb(query)
+        """Become the union of both sets, trimmed by ``query``, which must read the merged counters."""
+        self.admit_buffered(query)
         self._admit(other._rows)
         self._admit(_sorted_unique(other.buffer[: other.buffered]))
-        # A row below both thresholds may pass their sum; the lower one is safe.
+        # A row below both thresholds may have an estimate above the higher one after merging; the lower one is safe.
         self.threshold = min(self.threshold, other.threshold)
         if len(self._rows) > 2 * self.capacity:
             self._trim(query)
@@ -102,12 +102,16 @@ class HotSet:
         return twin
 
     def state(self) -> tuple[dict[str, int], dict[str, Int64Array]]:
-        """(threshold, {``hot_rows``, ``hot_buffer``})."""
+        """Return a copy of everything: (threshold, {``hot_rows``, ``hot_buffer``})."""
         arrays = {"hot_rows": self._rows.copy(), "hot_buffer": self.buffer[: self.buffered].copy()}
         return {"hot_threshold": self.threshold}, arrays
 
     def load(self, meta: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], table_rows: int) -> None:
-        """Takes over what ``state`` gave. Raises SketchError if it cannot be of this set."""
+        """Replace everything by what ``state`` returned.
+
+        Raises:
+            SketchError: it does not fit this set.
+        """
         rows, buffer = arrays["hot_rows"], arrays["hot_buffer"]
         fits = (
             rows.dtype == buffer.dtype == np.int64
@@ -136,6 +140,6 @@ class HotSet:
 
 
 def warm_up() -> None:
-    """Compiles the kernel (or loads it from numba's cache)."""
+    """Compile the kernel (or load it from numba's cache)."""
     one = np.zeros(1, dtype=np.int64)
     _union(one, one, np.empty(2, dtype=np.int64))

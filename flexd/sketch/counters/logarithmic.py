@@ -1,4 +1,4 @@
-"""A logarithmic counter for every row: 3, 4 or 8 bits that say how often, give or take, and need no list of ids."""
+"""Logarithmic counters: an approximate count of 3, 4 or 8 bits for every row."""
 
 from __future__ import annotations
 
@@ -17,45 +17,48 @@ Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
 BASES = {3: 1.4, 4: 1.25, 8: 1.04}
-"""Bits of a counter -> how much larger each level's step is than the one before."""
+"""Ratio of the steps of two successive levels, by bits of a counter."""
 CHECK_IDS = 8_192
-"""Ids counted between two looks at how many rows are at the top level."""
+"""Ids counted between two checks of the number of rows at the top level."""
 TOP_SHARE = 1 / 32
-"""Of the rows, how many may be at the top level before the unit is doubled."""
+"""Share of the rows that may be at the top level before the step is doubled."""
 
 
 def relative_error(bits: int) -> float:
-    """Relative standard error of a counter's estimate (Morris, *Counting large numbers of events in small registers*,
-    CACM 1978; Flajolet, *Approximate counting: a detailed analysis*, BIT 1985): sqrt((base - 1) / 2)."""
+    """Return the relative standard error of a counter's estimate, sqrt((base - 1) / 2).
+
+    Morris, *Counting large numbers of events in small registers*, CACM 1978; Flajolet, *Approximate counting: a
+    detailed analysis*, BIT 1985.
+    """
     return math.sqrt((BASES[bits] - 1) / 2)
 
 
 @cache
 def level_values(bits: int) -> Float64Array:
-    """float64[2^bits] what each level stands for, in steps: (base^level - 1) / (base - 1). Read-only."""
+    """Return the value of each level in steps, (base^level - 1) / (base - 1), as read-only float64[2^bits]."""
     values: Float64Array = (BASES[bits] ** np.arange(1 << bits, dtype=np.float64) - 1) / (BASES[bits] - 1)
     values.flags.writeable = False
     return values
 
 
 class LogCounter:
-    """Unbiased approximate counts: an access of weight w takes a row from the level of value v to the one at or below
-    v + w, or to the one above that, at random so that the mean is v + w.
+    """Unbiased approximate counts: an access of weight w moves a row from the level of value v to the level at or below
+    v + w, or to the next one, at random so that the mean is v + w.
 
-    The levels are those of Morris's counter, times ``step`` units; the step doubles once more than ``TOP_SHARE`` of the
-    rows have reached the top level, and every counter is rounded, up or down at random, to the new levels. What a row
-    at the top gets beyond that level is not counted by row, but ``total_units`` is of all accesses, exactly.
+    The levels are those of Morris's counter, times ``step`` units. The step doubles once more than ``TOP_SHARE`` of the
+    rows have reached the top level; every counter is then rounded, up or down at random, to the new levels. Units of a
+    row beyond the top level are not counted by row, but ``total_units`` is exact for all accesses.
 
-    Random numbers come from the number of draws made (``logarithmic_kernels``), which is saved: equal streams in equal
-    order give equal bits, across a restart too.
+    Random numbers are a function of the number of draws made (``logarithmic_kernels``), which is saved: equal streams
+    in equal order give equal bits, across a restart too.
 
     Args:
         rows: rows of the table; ids outside are not counted.
         bits: 3, 4 or 8.
-        seed: of the random numbers; counters that are merged must not draw alike.
+        seed: of the random numbers; counters that are merged must draw differently.
 
     Raises:
-        SketchError: another number of bits.
+        SketchError: unsupported number of bits.
     """
 
     def __init__(self, rows: int, bits: int, seed: int) -> None:
@@ -64,7 +67,7 @@ class LogCounter:
         self.rows = rows
         self.bits = bits
         self.total_units = 0
-        """Units added, by all rows together."""
+        """Units added to all rows together."""
         self.step = 0.0
         """Units of the first level; 0 before any access."""
         self._draws = (seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64
@@ -83,11 +86,11 @@ class LogCounter:
 
     @property
     def values(self) -> Float64Array:
-        """float64[2^bits] units that each level stands for."""
+        """Units of each level, float64[2^bits]."""
         return level_values(self.bits) * self.step
 
     def add(self, rows: npt.NDArray[np.int32] | Int64Array, units: int) -> tuple[int, int]:
-        """Adds ``units`` to each row named, once for every time it is named.
+        """Add ``units`` to each row in ``rows``, once for every occurrence.
 
         Args:
             rows: int32[n] or int64[n], contiguous; ids outside the table are not counted.
@@ -110,21 +113,22 @@ class LogCounter:
                 readonly, start, end, np.uint64(self.rows), self._packed, self._counts, self.bits,
                 level_values(self.bits), weight, np.uint64(self._draws),
             )  # fmt: skip
-            self._drawn(end - start)
+            self._skip_draws(end - start)
             negative += below
             outside += beyond
             if self.top_rows > self._top_allowed():
-                self._relieve()
+                self._double_step_if_crowded()
                 weight = units / self.step
         self.total_units += units * (len(rows) - negative - outside)
         return negative, outside
 
     def add_weights(self, rows: Int64Array, units: Float64Array, total_units: int) -> None:
-        """Adds to each row its own number of units, with the same mean as access by access and less variance.
+        """Add to each row its own number of units, with the same mean as access by access and less variance.
 
         Args:
-            rows: int64[n] rows of the table, without repeats. units: float64[n], 0 or more.
-            total_units: what all of them together count as.
+            rows: int64[n] rows of the table, without repeats.
+            units: float64[n], 0 or more.
+            total_units: added to the exact total.
         """
         self.total_units += total_units
         if not self.step:
@@ -138,20 +142,20 @@ class LogCounter:
             kernels.add_weights(
                 part, weights, self._packed, self._counts, self.bits, level_values(self.bits), np.uint64(self._draws)
             )
-            self._drawn(len(part))
-            self._relieve()
+            self._skip_draws(len(part))
+            self._double_step_if_crowded()
 
     def rescale(self, bits: int) -> None:
-        """Divides all counters by ``2^bits``. Levels stay as they are: what one stands for changes."""
+        """Divide all counters by ``2^bits``. The levels do not change; the value of each does."""
         if bits > 0:
             self.step = math.ldexp(self.step, -bits) if self.step else 0.0
             self.total_units = (self.total_units + (1 << (bits - 1))) >> bits
 
     def merge(self, other: LogCounter) -> None:
-        """Adds the other's counters, which must be at the same scale; the mean is kept. The other is left as it is.
+        """Add the other's counters, which must be at the same scale; the mean is kept. The other is not changed.
 
         Raises:
-            SketchError: another number of rows or bits.
+            SketchError: the other has another number of rows or bits.
         """
         if (other.rows, other.bits) != (self.rows, self.bits):
             raise SketchError(
@@ -166,33 +170,34 @@ class LogCounter:
         step = max(self.step, other.step)
         self._combine(other, *before, step)
         if self.top_rows > self._top_allowed():
-            # Once more, with a step at which no sum is beyond the top.
+            # Repeat with a step at which no sum exceeds the top level.
             self._combine(other, *before, 2 * step)
-            self._relieve()
+            self._double_step_if_crowded()
 
     def _combine(self, other: LogCounter, packed: UInt8Array, own_step: float, step: float) -> None:
         values = level_values(self.bits)
         sums = (values[:, None] * own_step + values * other.step) / step
         self._packed = packed.copy()
         kernels.combine(self._packed, other._packed, self.rows, self.bits, sums, values, np.uint64(self._draws))
-        self._drawn(self.rows)
+        self._skip_draws(self.rows)
         self.step = step
         self._count_levels()
 
     def levels(self, rows: Int64Array) -> UInt8Array:
-        """int64[n] rows of the table -> uint8[n]."""
+        """Return the levels of int64[n] rows of the table as uint8[n]."""
         out = np.empty(len(rows), dtype=np.uint8)
         kernels.read(self._packed, np.ascontiguousarray(rows, dtype=np.int64), self.bits, out)
         return out
 
     def histogram(self) -> Int64Array:
-        """int64[2^bits] rows at each level."""
+        """Return the number of rows at each level, int64[2^bits]."""
         return self._counts.copy()
 
     def rows_of_levels(self, room: Int64Array) -> Int64Array:
-        """int64[2^bits] how many rows of each level are wanted -> their ids, highest level first, then ascending.
+        """Return row ids by level, highest level first, ascending within a level.
 
-        No level may have fewer rows than are wanted of it.
+        Args:
+            room: int64[2^bits], rows to return of each level, at most as many as it has.
         """
         ends = np.cumsum(room[::-1])[::-1]
         rows = np.empty(int(room.sum()), dtype=np.int64)
@@ -200,14 +205,15 @@ class LogCounter:
         return rows
 
     def level_errors(self, units: float, *, equal: bool) -> Float64Array:
-        """float64[2^bits] relative standard error of the estimate of each level.
+        """Return the relative standard error of the estimate of each level, float64[2^bits].
 
         An access of u steps, at a level whose gap to the next is g, adds (g - u) u to the variance while u < g, and
-        g^2 / 6 on average if it is wider; the gap is linear in the count, so this is integrated up to the level. High
+        g^2 / 6 on average if it is wider. The gap is linear in the count, so this is integrated up to the level. High
         levels approach ``relative_error``.
 
         Args:
-            units: of a typical access. equal: all accesses weighed the same, so that steps as wide as one are exact.
+            units: of a typical access.
+            equal: all accesses have the same weight, so that steps as wide as one are exact.
         """
         values = level_values(self.bits)
         weight = units / self.step if self.step and units > 0 else 1.0
@@ -216,7 +222,7 @@ class LogCounter:
         if not equal:
             growth = np.minimum(growth, gaps)
         variance = np.append(0.0, np.cumsum(np.diff(values) * (growth[:-1] + growth[1:]) / 2))
-        # Within the first gap nothing is random if one access crosses it.
+        # The first gap adds no variance if one access crosses it.
         variance -= variance[1] if equal and weight >= 1 else 0.0
         errors: Float64Array = np.sqrt(np.maximum(variance, 0.0)) / np.maximum(values, 1.0)
         return errors
@@ -228,7 +234,7 @@ class LogCounter:
         return twin
 
     def state(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """(JSON-able, {``levels``: uint8, packed}), copied."""
+        """Return a copy of everything: (JSON-able values, {``levels``: uint8, packed})."""
         meta = {
             "bits": self.bits,
             "step": self.step.hex(),
@@ -238,10 +244,10 @@ class LogCounter:
         return meta, {"levels": self._packed.copy()}
 
     def load(self, meta: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> None:
-        """Takes over what ``state`` gave.
+        """Replace everything by what ``state`` returned.
 
         Raises:
-            SketchError: it is of another table or number of bits, or makes no sense.
+            SketchError: it is of another table or number of bits, or inconsistent.
             KeyError, TypeError, ValueError: fields are missing or malformed.
         """
         packed, step, total = arrays["levels"], float.fromhex(meta["step"]), int(meta["total_units"])
@@ -265,14 +271,14 @@ class LogCounter:
     def _top_allowed(self) -> int:
         return max(1, int(self.rows * TOP_SHARE))
 
-    def _relieve(self) -> None:
+    def _double_step_if_crowded(self) -> None:
         while self.top_rows > self._top_allowed():
-            self._relevel(2 * self.step)
+            self._set_step(2 * self.step)
 
-    def _relevel(self, step: float) -> None:
+    def _set_step(self, step: float) -> None:
         values = level_values(self.bits)
         kernels.relevel(self._packed, self.rows, self.bits, values * (self.step / step), values, np.uint64(self._draws))
-        self._drawn(self.rows)
+        self._skip_draws(self.rows)
         self.step = step
         self._count_levels()
 
@@ -280,22 +286,22 @@ class LogCounter:
         self._counts = np.zeros(1 << self.bits, dtype=np.int64)
         kernels.histogram(self._packed, self.rows, self.bits, self._counts)
 
-    def _drawn(self, draws: int) -> None:
+    def _skip_draws(self, draws: int) -> None:
         self._draws = (self._draws + draws) % 2**64
 
 
 def packed_bytes(rows: int, bits: int) -> int:
-    """Memory of the counters of a table."""
+    """Return the memory of the counters of a table."""
     return (rows * bits + 7) // 8 + 1
 
 
 def warm_up() -> None:
-    """Compiles the kernels (or loads them from numba's cache)."""
+    """Compile the kernels (or load them from numba's cache)."""
     for bits in BASES:
         for rows in (np.zeros(4, dtype=np.int32), np.zeros(4, dtype=np.int64)):
             counter = LogCounter(64, bits, 0)
             counter.add(rows, 1)
         counter.add_weights(np.arange(4, dtype=np.int64), np.ones(4), 4)
         counter.merge(counter.copy())
-        counter._relevel(2 * counter.step)
+        counter._set_step(2 * counter.step)
         counter.levels(counter.rows_of_levels(counter.histogram()))

@@ -1,9 +1,9 @@
-"""The loops of the logarithmic counters: packed levels of 3, 4 or 8 bits, moved by a stream of random numbers.
+"""The loops of the logarithmic counters: packed levels of 3, 4 or 8 bits, updated with a stream of random numbers.
 
-A level is the ``bits`` bits from bit ``row * bits`` on, least significant first; a field of 3 bits may lie across two
-bytes, so the array has one byte more than it needs. The i-th random number is SplitMix64 (Steele, Lea and Flood,
-*Fast splittable pseudorandom number generators*, OOPSLA 2014) of ``seed + i``: the number of ids seen is all the state
-there is, and two steps of the loop do not wait for each other.
+The level of a row is in the ``bits`` bits from bit ``row * bits`` on, least significant first. A field of 3 bits may
+cross a byte boundary, so the array has one spare byte. The i-th random number is SplitMix64 (Steele, Lea and Flood,
+*Fast splittable pseudorandom number generators*, OOPSLA 2014) of ``seed + i``: the number of ids is the whole state,
+and successive iterations are independent.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _put(packed: Any, bit: Any, mask: Any, level: Any) -> None:
 
 @numba.njit(cache=True, nogil=True, inline="always")
 def _as_threshold(share: Any) -> Any:
-    """Random numbers below the result are ``share`` of all; from 1 - 2^-53 on all but one."""
+    """Return the threshold below which a random number lies with probability ``share`` (all but one from 1 - 2^-53)."""
     if share <= 0.0:
         return np.uint64(0)
     if share >= 1.0 - 2.0**-53:
@@ -51,7 +51,7 @@ def _as_threshold(share: Any) -> Any:
 
 @numba.njit(cache=True, nogil=True, inline="always")
 def _place(value: Any, values: Any, first: Any) -> tuple[Any, Any]:
-    """(level at or below a value, share of cases to be rounded up to the next): the mean is the value."""
+    """Return (level at or below a value, probability of rounding up to the next), so that the mean is the value."""
     top = values.size - 1
     low = first
     while low < top and values[low + 1] <= value:
@@ -74,8 +74,9 @@ def add(
     weight: float,
     state: Any,
 ) -> tuple[int, int]:
-    """Adds ``weight`` (in the unit of ``values``) to every row of ``rows[start:end]``; ``counts`` are the rows of each
-    level.
+    """Add ``weight`` (in the unit of ``values``) to every row of ``rows[start:end]``.
+
+    ``counts``, the number of rows at each level, is updated.
 
     Returns:
         (ids below 0, ids beyond the table).
@@ -130,7 +131,7 @@ def add(
 
 @numba.njit(cache=True, nogil=True)
 def add_weights(rows: Any, weights: Any, packed: Any, counts: Any, bits: int, values: Any, state: Any) -> None:
-    """Adds to each row its own weight."""
+    """Add to each row its own weight."""
     mask = np.uint64(values.size - 1)
     number = np.uint64(state)
     for i in range(rows.size):
@@ -147,7 +148,7 @@ def add_weights(rows: Any, weights: Any, packed: Any, counts: Any, bits: int, va
 
 @numba.njit(cache=True, nogil=True)
 def combine(packed: Any, other: Any, table_rows: int, bits: int, sums: Any, values: Any, state: Any) -> None:
-    """Level a here and b there become the level of ``sums[a, b]``, rounded so that the mean is kept."""
+    """Replace level a here, with level b in ``other``, by the level of ``sums[a, b]``; rounding keeps the mean."""
     size = values.size
     to = np.empty((size, size), dtype=np.uint8)
     up = np.empty((size, size), dtype=np.uint64)
@@ -168,7 +169,7 @@ def combine(packed: Any, other: Any, table_rows: int, bits: int, sums: Any, valu
 
 @numba.njit(cache=True, nogil=True)
 def relevel(packed: Any, table_rows: int, bits: int, old_values: Any, values: Any, state: Any) -> None:
-    """Every level becomes that of its old value, rounded so that the mean is kept."""
+    """Replace every level by that of its old value; rounding keeps the mean."""
     size = values.size
     to = np.empty(size, dtype=np.uint8)
     up = np.empty(size, dtype=np.uint64)
@@ -188,7 +189,7 @@ def relevel(packed: Any, table_rows: int, bits: int, old_values: Any, values: An
 
 @numba.njit(cache=True, nogil=True)
 def histogram(packed: Any, table_rows: int, bits: int, counts: Any) -> None:
-    """Adds the rows of each level to ``counts``."""
+    """Add the number of rows at each level to ``counts``."""
     mask = np.uint64(counts.size - 1)
     for row in range(table_rows):
         counts[_level(packed, np.uint64(row) * np.uint64(bits), mask)] += 1
@@ -196,7 +197,7 @@ def histogram(packed: Any, table_rows: int, bits: int, counts: Any) -> None:
 
 @numba.njit(cache=True, nogil=True)
 def read(packed: Any, rows: Any, bits: int, out: Any) -> None:
-    """The level of each row named."""
+    """Write the level of each of ``rows`` to ``out``."""
     mask = np.uint64((1 << bits) - 1)
     for i in range(rows.size):
         out[i] = _level(packed, np.uint64(rows[i]) * np.uint64(bits), mask)
@@ -204,8 +205,10 @@ def read(packed: Any, rows: Any, bits: int, out: Any) -> None:
 
 @numba.njit(cache=True, nogil=True)
 def collect(packed: Any, table_rows: int, bits: int, starts: Any, ends: Any, rows: Any) -> None:
-    """Writes the rows of each level to ``rows[starts[level]:ends[level]]``, ascending, as many as have room there;
-    ``starts`` is moved on."""
+    """Write the rows of each level, ascending, to ``rows[starts[level]:ends[level]]`` until that is full.
+
+    ``starts`` is advanced.
+    """
     mask = np.uint64(starts.size - 1)
     for row in range(table_rows):
         level = _level(packed, np.uint64(row) * np.uint64(bits), mask)

@@ -1,4 +1,4 @@
-"""Dense and count-min counters against plain counting."""
+"""Dense counters against plain counting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import SketchError
 from flexd.sketch.counters import dense as dense_module
-from flexd.sketch.counters.countmin import BLOCK_IDS, CountMin
 from flexd.sketch.counters.dense import CARRY_BITS, DenseCounter
 
 ROWS = 50
@@ -23,17 +22,6 @@ def _exact(batches: list[tuple[list[int], int]]) -> np.ndarray:
             if 0 <= row < ROWS:
                 exact[row] += units
     return exact
-
-
-def _add(counter: CountMin, rows: np.ndarray, units: int, registers: np.ndarray | None = None) -> tuple[int, int]:
-    start, negative, outside = 0, 0, 0
-    registers = np.zeros(16, dtype=np.uint8) if registers is None else registers
-    while start < len(rows):
-        candidates = np.empty(BLOCK_IDS, dtype=np.int64)
-        start, below, beyond, _ = counter.add(rows, start, units, registers, 0, candidates, 0)
-        negative += below
-        outside += beyond
-    return negative, outside
 
 
 @settings(max_examples=60, deadline=None)
@@ -123,74 +111,3 @@ def test_dense_state_round_trip_and_damaged_state():
 def test_dense_refuses_a_weight_that_could_overflow_within_a_block():
     with pytest.raises(SketchError):
         DenseCounter(1).add(np.zeros(1, dtype=np.int32), 2**20)
-
-
-@pytest.mark.parametrize("conservative", [True, False])
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(ids, st.integers(1, 2**18)), max_size=5), st.integers(0, 3))
-def test_count_min_never_under_estimates(conservative, batches, shift):
-    counter = CountMin(ROWS, 8, conservative=conservative)
-    exact = _exact(batches)
-    for batch, units in batches:
-        rows = np.array(batch, dtype=np.int64)
-        assert _add(counter, rows, units) == (int((rows < 0).sum()), int((rows >= ROWS).sum()))
-    assert counter.total_units == sum(exact)
-    assert (counter.query(np.arange(ROWS)) >= exact).all()
-    counter.rescale(shift)
-    assert (counter.query(np.arange(ROWS)) * 2**shift >= exact).all()
-
-
-@pytest.mark.parametrize("conservative", [True, False])
-def test_count_min_error_stays_within_its_bound_and_conservative_is_no_worse(conservative):
-    random = np.random.default_rng(1)
-    rows = 100_000
-    accesses = (random.zipf(1.3, 300_000) % rows).astype(np.int32)
-    exact = np.bincount(accesses, minlength=rows)
-    counter = CountMin(rows, 12, conservative=conservative)
-    _add(counter, accesses, 3)
-    error = counter.query(np.arange(rows)) - 3 * exact
-    assert error.min() >= 0
-    over = (error > counter.error_share * counter.total_units).mean()
-    assert over <= np.exp(-4)
-    mean_noise, bound = counter.noise()
-    assert 0 < mean_noise <= bound <= counter.error_share * counter.total_units
-    assert (error > bound).mean() <= 2 * np.exp(-4)
-    if conservative:
-        plain = CountMin(rows, 12, conservative=False)
-        _add(plain, accesses, 3)
-        assert (counter.query(np.arange(rows)) <= plain.query(np.arange(rows))).all()
-        assert error.sum() < 0.7 * (plain.query(np.arange(rows)) - 3 * exact).sum()
-
-
-@settings(max_examples=30, deadline=None)
-@given(ids, ids)
-def test_count_min_merge_bounds_the_concatenation(first, second):
-    exact = _exact([(first + second, 5)])
-    for conservative in (True, False):
-        a, b, both = (CountMin(ROWS, 8, conservative=conservative) for _ in range(3))
-        _add(a, np.array(first, dtype=np.int32), 5)
-        _add(b, np.array(second, dtype=np.int32), 5)
-        _add(both, np.array(first + second, dtype=np.int32), 5)
-        a.merge(b)
-        merged = a.query(np.arange(ROWS))
-        assert (merged >= exact).all()
-        assert a.total_units == both.total_units
-        if not conservative:
-            assert np.array_equal(a.cells(), both.cells())
-
-
-def test_count_min_hashes_spread_evenly_and_rows_are_independent():
-    counter = CountMin(2**22, 10, conservative=False)
-    _add(counter, np.arange(2**17, dtype=np.int64), 1)
-    cells = counter.cells().reshape(4, -1).astype(np.float64)
-    expected = 2**17 / 2**10
-    chi_square = ((cells - expected) ** 2 / expected).sum(axis=1)
-    assert (abs(chi_square - 1023) < 6 * np.sqrt(2 * 1023)).all()
-    assert abs(np.corrcoef(cells)[np.triu_indices(4, 1)]).max() < 0.2
-
-
-def test_count_min_of_other_shape_is_not_merged():
-    with pytest.raises(SketchError):
-        CountMin(10, 8).merge(CountMin(10, 9))
-    with pytest.raises(SketchError):
-        CountMin(10, 7)

@@ -1,4 +1,4 @@
-"""Where accesses come from: the sample that carries ranks, the shares by node, the affinity of a table."""
+"""Source nodes of accesses: shares by node and the affinity of a table."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
 from flexd.sketch.node_sources import TableSources, read_sources
-from flexd.sketch.sample import AccessSample
 from flexd.sketch.sketch_set import SketchSet
 
 LAYOUT = RankLayout(4, 2)
@@ -156,44 +153,3 @@ def test_old_accesses_fade_from_the_shares() -> None:
     (table,) = sketches.profile(layout=LAYOUT).tables
     assert table.source_node_share is not None
     assert table.source_node_share[:3, 3] == pytest.approx(np.full(3, 1.0), abs=0.05)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**30), st.sampled_from([1, 7, 40, 1_000]), st.floats(-2.0, 2.0))
-def test_sampled_keys_have_the_distribution_of_the_lowest(seed: int, capacity: int, log_weight: float) -> None:
-    """Of n equal accesses the k-th lowest of n exponentials / weight is near k / n / weight, jumps or not."""
-    sample = AccessSample(capacity, seed)
-    n = 40_000
-    for start in range(0, n, 500):
-        sample.add(np.arange(start, start + 500), 1, log_weight, n)
-    rows = sample.rows()
-    assert len(np.unique(rows)) == len(rows) == len(sample) <= 2 * capacity
-    keys = np.sort(sample._keys[: len(sample)])
-    assert (keys <= sample._limit).all()
-    expected = len(rows) / n * np.exp(-log_weight)
-    assert abs(np.exp(keys[-1]) / expected - 1) < 6 / np.sqrt(len(rows)) + 0.1 or len(rows) < 4
-    if capacity == 1_000:
-        # Any part of the stream is sampled alike.
-        assert abs((rows < n / 4).mean() - 0.25) < 6 * np.sqrt(0.1875 / len(rows))
-        draws = np.exp(keys) / np.exp(sample._limit)
-        assert abs(draws.mean() - 0.5) < 6 / np.sqrt(12 * len(rows)) + 0.02
-
-
-def test_most_messages_cost_no_draw() -> None:
-    sample = AccessSample(16, 0)
-    state = 0
-    unchanged = 0
-    rows = np.zeros(100, dtype=np.int64)
-    for _ in range(2_000):
-        sample.add(rows, 0, 0.0, 1)
-        now = int(sample._random[0])
-        unchanged += now == state
-        state = now
-    assert unchanged > 1_800
-
-
-def test_ranks_that_are_none_are_kept_as_such() -> None:
-    sample = AccessSample(10, 0)
-    for rank in (-5, 2**40, 3):
-        sample.add(np.zeros(2, dtype=np.int64), rank, 0.0, 1)
-    assert sorted(sample.source_ranks().tolist()) == [-1, -1, -1, -1, 3, 3]

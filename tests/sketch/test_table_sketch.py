@@ -1,4 +1,4 @@
-"""Counted accesses end up as the same accesses counted one by one."""
+"""Accesses counted by row end up like the same accesses counted individually."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexd.core.layout import RankLayout
 from flexd.core.tap_counts import LengthCounts, TableCounts, TapCounts
 from flexd.sketch.node_sources import read_sources
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.weighted import ingest_counts
+from flexd.sketch.types import AccessCounts
 
 SMALL, LARGE = TableSpec("small", 500, 8), TableSpec("large", 3_000_000, 8)
 MEMORY = 6 * 2**20
@@ -22,6 +22,11 @@ def sketches(half_life: float | None = None) -> SketchSet:
     made = SketchSet([SMALL, LARGE], memory_bytes=MEMORY, half_life_seconds=half_life, logarithmic=False)
     assert [choice.kind for choice in made.choices()] == ["dense", "count_min"]
     return made
+
+
+def ingest_counted(sketches: SketchSet, counts: TapCounts) -> AccessCounts:
+    rank, time = counts.source_rank, counts.event_time_seconds
+    return sum((sketches.ingest_counted(table, rank, time) for table in counts.tables), AccessCounts())
 
 
 def rows_of(table: str, ids: np.ndarray, lengths: LengthCounts | None = None) -> TableCounts:
@@ -40,7 +45,7 @@ def test_exact_tables_are_equal_bit_by_bit(parts):
     for when, part in enumerate(parts):
         ids = np.array(part, np.int64)
         a = one_by_one.ingest("small", ids, 0, float(when))
-        b = ingest_counts(counted, TapCounts(0, float(when), (rows_of("small", ids),)))
+        b = ingest_counted(counted, TapCounts(0, float(when), (rows_of("small", ids),)))
         assert a == b
     state_a, state_b = one_by_one.state()[1], counted.state()[1]
     for name in ("0/low", "0/high_rows", "0/high_carries"):
@@ -53,7 +58,7 @@ def test_decayed_exact_tables_are_equal_to_rounding():
     for when in range(60):
         ids = zipf(when, 2000, SMALL.rows)
         one_by_one.ingest("small", ids, 0, float(when))
-        ingest_counts(counted, TapCounts(0, float(when), (rows_of("small", ids),)))
+        ingest_counted(counted, TapCounts(0, float(when), (rows_of("small", ids),)))
     rows = np.arange(SMALL.rows)
     a, b = one_by_one.query("small", rows), counted.query("small", rows)
     assert a.sum() > 1000
@@ -64,7 +69,7 @@ def test_counts_far_beyond_32_bits_are_exact():
     made = sketches()
     rows, counts = np.array([3, 7]), np.array([2**39 + 5, 2**31])
     for _ in range(3):
-        ingest_counts(made, TapCounts(0, 1.0, (TableCounts("small", rows, counts, LengthCounts.none()),)))
+        ingest_counted(made, TapCounts(0, 1.0, (TableCounts("small", rows, counts, LengthCounts.none()),)))
     assert made.query("small", np.array([3, 7, 4])).tolist() == [3 * (2**39 + 5), 3 * 2**31, 0]
 
 
@@ -74,7 +79,7 @@ def test_rows_with_counts_never_count_too_little_in_a_count_min():
     for when in range(4):
         ids = zipf(when, 40_000, LARGE.rows)
         np.add.at(exact, ids, 1)
-        ingest_counts(counted, TapCounts(0, float(when), (rows_of("large", ids),)))
+        ingest_counted(counted, TapCounts(0, float(when), (rows_of("large", ids),)))
         one_by_one.ingest("large", ids, 0, float(when))
     seen = np.flatnonzero(exact)
     estimates = counted.query("large", seen)
@@ -89,10 +94,10 @@ def test_rows_with_counts_never_count_too_little_in_a_count_min():
     assert profile.coverage > 0.5
 
 
-def test_what_cannot_be_counted_is_told():
+def test_accesses_that_cannot_be_counted_are_counted_by_reason():
     made = sketches()
     ids = np.array([1, 1, 600, 601, 601], np.int64)
-    counts = ingest_counts(made, TapCounts(0, 1.0, (rows_of("small", ids), rows_of("nobody", ids))))
+    counts = ingest_counted(made, TapCounts(0, 1.0, (rows_of("small", ids), rows_of("nobody", ids))))
     assert (counts.accepted, counts.row_out_of_range, counts.unknown_table) == (2, 3, 5)
     assert made.samples == 2
 
@@ -101,7 +106,7 @@ def test_sequence_lengths_enter_the_quantiles_few_or_many():
     for times in (1, 10_000):
         made = sketches()
         lengths = LengthCounts(np.arange(1, 101), np.full(100, times))
-        ingest_counts(made, TapCounts(0, 1.0, (rows_of("small", np.arange(9), lengths),)))
+        ingest_counted(made, TapCounts(0, 1.0, (rows_of("small", np.arange(9), lengths),)))
         median, high = made.sequence_length_quantiles("small", [0.5, 0.99])
         assert abs(median - 50) <= 3
         assert abs(high - 99) <= 3
@@ -110,8 +115,8 @@ def test_sequence_lengths_enter_the_quantiles_few_or_many():
 def test_the_sample_holds_sources_and_rows_by_their_share():
     made = sketches()
     common = np.repeat(np.arange(100), 400)
-    ingest_counts(made, TapCounts(0, 1.0, (rows_of("small", common),)))
-    ingest_counts(made, TapCounts(1, 1.0, (rows_of("small", np.repeat([499], 120_000)),)))
+    ingest_counted(made, TapCounts(0, 1.0, (rows_of("small", common),)))
+    ingest_counted(made, TapCounts(1, 1.0, (rows_of("small", np.repeat([499], 120_000)),)))
     sample = made._tables[0]._sample
     assert (sample.rows() == 499).mean() == pytest.approx(0.75, abs=0.1)
     assert (sample.source_ranks() == 1).mean() == pytest.approx(0.75, abs=0.1)
@@ -130,7 +135,7 @@ def test_counts_of_nodes_with_the_same_accesses_have_no_affinity(rows, exponent)
             counts = random.multinomial(200_000, popularity / popularity.sum())
             there = np.flatnonzero(counts)
             table = TableCounts("t", there, counts[there], LengthCounts.none())
-            ingest_counts(made, TapCounts(rank, 1.7e9 + seed, (table,)))
+            ingest_counted(made, TapCounts(rank, 1.7e9 + seed, (table,)))
         sample = made._tables[0]._sample
         sources = read_sources(sample.rows(), sample.source_ranks(), np.arange(1), RankLayout(2, 1))
         affinity.append(sources.affinity)

@@ -1,0 +1,73 @@
+"""The set of rows that may be hot."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.sketch.counters.countmin import BLOCK_IDS, CountMin
+from flexd.sketch.counters.hot_set import HotSet
+from flexd.sketch.distinct import DistinctRows
+
+
+def _fill(counter: CountMin, distinct: DistinctRows, rows: np.ndarray, hot: HotSet | None = None) -> None:
+    start = 0
+    while start < len(rows):
+        buffer = np.empty(len(rows) + BLOCK_IDS, dtype=np.int64) if hot is None else hot.buffer
+        taken = 0 if hot is None else hot.buffered
+        threshold = 2**62 if hot is None else hot.threshold
+        start, _, _, taken = counter.add(rows, start, 1, distinct.registers, threshold, buffer, taken)
+        if hot is not None:
+            hot.buffered = taken
+            hot.admit_buffered(counter.query)
+
+
+def test_hot_set_finds_the_hot_rows_of_a_skewed_stream_and_stays_bounded():
+    random = np.random.default_rng(3)
+    rows = 200_000
+    weights = 1 / np.arange(1, rows + 1) ** 1.05
+    names = random.permutation(rows)
+    hot, counter = HotSet(2000), CountMin(rows, 16)
+    seen = np.zeros(rows, dtype=np.int64)
+    for _ in range(40):
+        batch = names[np.searchsorted(np.cumsum(weights) / weights.sum(), random.random(20_000))]
+        seen += np.bincount(batch, minlength=rows)
+        _fill(counter, DistinctRows(), batch, hot)
+        assert len(hot.rows()) <= 2 * hot.capacity + len(hot.buffer)
+    hot.admit_buffered(counter.query)
+    assert np.isin(np.argsort(-seen)[:1000], hot.rows()).all()
+    assert np.isin(np.argsort(-seen)[:2000], hot.rows()).mean() > 0.95
+
+
+def test_hot_set_follows_drift():
+    hot, counter = HotSet(100), CountMin(10_000, 12)
+    for first in (0, 5000):
+        for _ in range(50):
+            _fill(counter, DistinctRows(), np.arange(first, first + 300, dtype=np.int32), hot)
+        counter.rescale(6)
+        hot.rescale(6)
+    _fill(counter, DistinctRows(), np.tile(np.arange(5000, 5100, dtype=np.int32), 60), hot)
+    hot.admit_buffered(counter.query)
+    assert np.isin(np.arange(5000, 5100), hot.rows()).all()
+
+
+def test_hot_set_admits_by_the_rescaled_threshold():
+    hot, counter = HotSet(100), CountMin(10_000, 14)
+    _fill(counter, DistinctRows(), np.repeat(np.arange(300, dtype=np.int64), 64), hot)
+    hot.admit_buffered(counter.query)
+    assert hot.threshold >= 64
+    counter.rescale(5)
+    hot.rescale(5)
+    _fill(counter, DistinctRows(), np.full(5, 9999, dtype=np.int64), hot)
+    hot.admit_buffered(counter.query)
+    assert 9999 in hot.rows().tolist()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 500)), st.lists(st.integers(0, 500)))
+def test_hot_set_admits_each_row_once(first, second):
+    hot = HotSet(1000)
+    for rows in (first, second):
+        hot._admit(np.unique(np.array(rows, dtype=np.int64)))
+    assert hot.rows().tolist() == sorted(set(first) | set(second))

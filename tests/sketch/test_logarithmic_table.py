@@ -1,0 +1,124 @@
+"""Tables with logarithmic counters: profiles, decay, merging, counted accesses."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import numpy as np
+import pytest
+
+from flexd.core.keyspace import TableSpec
+from flexd.core.tap_counts import LengthCounts, TableCounts
+from flexd.sketch.counters.logarithmic import TOP_SHARE
+from flexd.sketch.sketch_set import SketchSet
+
+T0 = 1.7e9
+
+
+def _mean_within(values: np.ndarray, expected: float) -> None:
+    """Five standard errors."""
+    assert abs(values.mean() - expected) <= 5 * values.std() / math.sqrt(len(values)) + 1e-9
+
+
+ROWS = 200_000
+TABLE = [TableSpec("t", ROWS, 4)]
+
+
+def _zipf_set(memory: int, half_life: float | None = None, max_hot_rows: int = 10**6, seed: int = 0):
+    sketches = SketchSet(TABLE, memory, half_life, 1e9, max_hot_rows)
+    assert sketches.choices()[0].kind == "logarithmic"
+    random = np.random.default_rng(seed)
+    exact = np.zeros(ROWS)
+    for i in range(20):
+        rows = random.permutation(ROWS)[:1] * 0 + random.zipf(1.15, 50_000) % ROWS
+        sketches.ingest("t", rows, i % 4, T0 + 10 * i)
+        weight = 1.0 if half_life is None else 2.0 ** ((10 * i - 190) / half_life)
+        exact += weight * np.bincount(rows, minlength=ROWS)
+    return sketches, exact
+
+
+@pytest.mark.parametrize("half_life", [None, 60.0])
+@pytest.mark.parametrize(("memory", "bits"), [(80_000, 3), (110_000, 4), (300_000, 8)])
+def test_a_profile_lists_rows_that_exact_counts_would_list(memory, bits, half_life):
+    sketches, exact = _zipf_set(memory, half_life)
+    assert sketches.choices()[0].counter_bits == bits
+    assert sketches.nbytes == sketches.choices()[0].bytes <= memory
+    table = sketches.profile().tables[0]
+    assert table.weight == pytest.approx(exact.sum(), rel=1e-3)
+    assert table.hot_share.sum() + table.bin_share @ table.bin_rows <= 1 + 1e-9
+    assert (np.diff(table.hot_share) <= 1e-12).all()
+    assert (table.hot_lower <= table.hot_share).all()
+    assert (table.hot_share <= table.hot_upper).all()
+    assert len(np.unique(table.hot_rows)) == len(table.hot_rows) > 1000
+    hottest = np.argsort(-exact)[:5]
+    assert set(hottest.tolist()) <= set(table.hot_rows[: int(ROWS * TOP_SHARE)].tolist())
+    estimates = sketches.query("t", np.arange(ROWS))
+    listed = estimates[table.hot_rows] / max(estimates.sum(), table.weight)
+    assert np.allclose(listed, table.hot_share, rtol=1e-6)
+    # Half of the rows that are not at the top lie within the quartiles, or more where the low levels are exact.
+    middle = (exact[table.hot_rows] > 0) & (table.hot_share < table.hot_share.max() / 100)
+    share = exact[table.hot_rows] / exact.sum()
+    within = (table.hot_lower <= share * 1.001) & (share * 0.999 <= table.hot_upper)
+    assert within[middle].mean() > 0.3
+
+
+def test_what_is_not_listed_is_in_bins():
+    all_rows, _ = _zipf_set(80_000)
+    few, _ = _zipf_set(80_000, max_hot_rows=100)
+    a, b = all_rows.profile().tables[0], few.profile().tables[0]
+    assert len(b.hot_rows) == 100
+    assert np.allclose(b.hot_share, a.hot_share[:100])
+    assert b.hot_share.sum() + b.bin_share @ b.bin_rows == pytest.approx(a.hot_share.sum() + a.bin_share @ a.bin_rows)
+    assert b.bin_rows.sum() + 100 == len(a.hot_rows) == a.distinct_rows == b.distinct_rows
+
+
+def test_rows_at_the_top_share_what_is_beyond_it_as_the_sample_says():
+    sketches = SketchSet(TABLE, 90_000, None)
+    rows = np.concatenate([np.full(60_000, 7), np.full(30_000, 8), np.arange(1000, 3000)])
+    np.random.default_rng(0).shuffle(rows)
+    sketches.ingest("t", rows, 0, T0)
+    got = sketches.query("t", np.array([7, 8, 9]))
+    assert got[:2] == pytest.approx([60_000, 30_000], rel=0.25)
+    assert got[2] == 0
+    assert sketches.profile().tables[0].hot_rows[:2].tolist() == [7, 8]
+
+
+def test_an_idle_table_decays_by_the_formula_and_levels_stay():
+    sketches, _ = _zipf_set(80_000, 60.0)
+    before = sketches.query("t", np.arange(ROWS))
+    levels = sketches.state()[1]["0/levels"]
+    sketches.advance(T0 + 190 + 120)
+    assert np.allclose(sketches.query("t", np.arange(ROWS)), before / 4)
+    # Ten half-lives on, an access of another row makes the unit coarser: nothing is forgotten but by time.
+    sketches.ingest("t", np.array([ROWS - 1]), 0, T0 + 190 + 600)
+    later = sketches.state()[1]["0/levels"]
+    assert (np.flatnonzero(levels != later) >= (ROWS - 1) * 3 // 8).all()
+    below = np.flatnonzero(sketches._tables[0]._counter.levels(np.arange(ROWS - 1000)) < 7)
+    assert len(below) > ROWS / 2
+    assert np.allclose(sketches.query("t", below), before[below] / 2**10, rtol=1e-6)
+
+
+def test_merged_sets_and_snapshots_are_one_stream():
+    a, b = (SketchSet(TABLE, 80_000, 60.0, 1e9) for _ in range(2))
+    touched = np.arange(ROWS // 2)
+    for sketches, times, when in ((a, 2, T0), (b, 3, T0 + 180)):
+        for _ in range(times):
+            sketches.ingest("t", touched, 0, when)
+    meta, arrays = b.state()
+    b = SketchSet.from_state(TABLE, b.settings, json.loads(json.dumps(meta)), arrays)
+    for first, second in ((copy.deepcopy(a), b), (copy.deepcopy(b), a)):
+        first.merge(second)
+        _mean_within(first.query("t", touched), 2 / 8 + 3)
+        assert first.profile().tables[0].weight == pytest.approx((2 / 8 + 3) * len(touched), rel=1e-3)
+        assert not first.query("t", np.arange(ROWS // 2, ROWS)).any()
+
+
+def test_counts_of_a_tap_are_right_on_average():
+    sketches = SketchSet(TABLE, 80_000, None)
+    rows = np.arange(5_000)
+    counts = TableCounts("t", rows, np.full(5_000, 9), LengthCounts.none())
+    assert sketches.ingest_counted(counts, 0, T0).accepted == 45_000
+    _mean_within(sketches.query("t", rows), 9)
+    assert sketches.profile().tables[0].weight == 45_000

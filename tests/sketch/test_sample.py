@@ -1,0 +1,89 @@
+"""The weighted sample of accesses."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.sketch.sample import AccessSample
+
+
+def test_sample_share_is_the_decayed_share_in_any_order_and_merged():
+    streams = [(0.0, 1), (np.log(8.0), 2)]
+
+    def sampled(order: list[int], seed: int) -> AccessSample:
+        sample = AccessSample(4000, seed)
+        for part in order:
+            log_weight, row = streams[part]
+            for _ in range(100):
+                sample.add(np.full(2000, row, dtype=np.int32), 0, log_weight, 10)
+        return sample
+
+    merged = sampled([0], 5)
+    merged.merge(sampled([1], 6))
+    for sample in (sampled([0, 1], 1), sampled([1, 0], 2), merged):
+        assert len(sample.rows()) <= 8000
+        share = (sample.rows() == 2).mean()
+        assert abs(share - 8 / 9) < 5 * np.sqrt(8 / 81 / 4000)
+
+
+def test_sample_is_repeatable_and_resumes_bit_by_bit():
+    batches = [np.random.default_rng(i).integers(-5, 300, 777).astype(np.int32) for i in range(30)]
+    whole, first = AccessSample(50, 9), AccessSample(50, 9)
+    for batch in batches:
+        whole.add(batch, int(batch[0]), 0.1, 290)
+    for batch in batches[:13]:
+        first.add(batch, int(batch[0]), 0.1, 290)
+    meta, arrays = first.state()
+    resumed = AccessSample(50, 0)
+    resumed.load(meta, arrays, 290)
+    for batch in batches[13:]:
+        resumed.add(batch, int(batch[0]), 0.1, 290)
+    assert np.array_equal(resumed._keys, whole._keys)
+    assert np.array_equal(resumed.rows(), whole.rows())
+    assert np.array_equal(resumed.source_ranks(), whole.source_ranks())
+    assert resumed._gap == whole._gap
+    assert whole.rows().min() >= 0
+    assert whole.rows().max() < 290
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**30), st.sampled_from([1, 7, 40, 1_000]), st.floats(-2.0, 2.0))
+def test_sampled_keys_have_the_distribution_of_the_lowest(seed: int, capacity: int, log_weight: float) -> None:
+    """Of n equal accesses the k-th lowest of n exponentials / weight is near k / n / weight, jumps or not."""
+    sample = AccessSample(capacity, seed)
+    n = 40_000
+    for start in range(0, n, 500):
+        sample.add(np.arange(start, start + 500), 1, log_weight, n)
+    rows = sample.rows()
+    assert len(np.unique(rows)) == len(rows) == len(sample) <= 2 * capacity
+    keys = np.sort(sample._keys[: len(sample)])
+    assert (keys <= sample._limit).all()
+    expected = len(rows) / n * np.exp(-log_weight)
+    assert abs(np.exp(keys[-1]) / expected - 1) < 6 / np.sqrt(len(rows)) + 0.1 or len(rows) < 4
+    if capacity == 1_000:
+        # Any part of the stream is sampled alike.
+        assert abs((rows < n / 4).mean() - 0.25) < 6 * np.sqrt(0.1875 / len(rows))
+        draws = np.exp(keys) / np.exp(sample._limit)
+        assert abs(draws.mean() - 0.5) < 6 / np.sqrt(12 * len(rows)) + 0.02
+
+
+def test_most_messages_cost_no_draw() -> None:
+    sample = AccessSample(16, 0)
+    state = 0
+    unchanged = 0
+    rows = np.zeros(100, dtype=np.int64)
+    for _ in range(2_000):
+        sample.add(rows, 0, 0.0, 1)
+        now = int(sample._random[0])
+        unchanged += now == state
+        state = now
+    assert unchanged > 1_800
+
+
+def test_ranks_that_are_none_are_kept_as_such() -> None:
+    sample = AccessSample(10, 0)
+    for rank in (-5, 2**40, 3):
+        sample.add(np.zeros(2, dtype=np.int64), rank, 0.0, 1)
+    assert sorted(sample.source_ranks().tolist()) == [-1, -1, -1, -1, 3, 3]
