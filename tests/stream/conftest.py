@@ -1,8 +1,6 @@
-"""What stream tests share: batches to send and brokers to send them to."""
+"""Fixtures of the stream tests: batches to send, and brokers."""
 
 from __future__ import annotations
-
-import uuid
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from flexd.stream.types import AccessBatch
 
 @pytest.fixture
 def make_batch():
-    """A batch whose row ids tell its number apart."""
+    """Make a batch whose row ids identify its number."""
 
     def make(number: int, ids: int = 16, dtype: type = np.int32) -> AccessBatch:
         return AccessBatch("items", np.arange(ids, dtype=dtype) + number * 1000, number % 4, float(number))
@@ -22,7 +20,7 @@ def make_batch():
 
 @pytest.fixture(scope="session")
 def tansu():
-    """One broker for all tests that do not stop it."""
+    """A broker for all tests that do not stop it."""
     from tansu_broker import TansuBroker
 
     with TansuBroker() as broker:
@@ -40,26 +38,17 @@ def own_tansu():
 
 @pytest.fixture
 def mock_broker():
-    """librdkafka's mock cluster, which answers as Kafka does where tansu does not: (address, make a topic)."""
-    return mock_cluster()
+    """librdkafka's mock cluster, which behaves as Kafka does where tansu does not."""
+    from tests.support.mock_kafka import MockKafka
+
+    with MockKafka() as broker:
+        yield broker
 
 
 @pytest.fixture
 def slow_broker():
-    """A mock cluster that takes longer for every answer than the tests' polls last."""
-    return mock_cluster({"test.mock.broker.rtt": 150})
+    """A mock cluster that takes longer for every response than a poll of the tests lasts."""
+    from tests.support.mock_kafka import MockKafka
 
-
-def mock_cluster(options=None):
-    from confluent_kafka.admin import AdminClient
-
-    admin = AdminClient({"test.mock.num.brokers": 1, "bootstrap.servers": "mock", **(options or {})})
-    broker = next(iter(admin.list_topics(timeout=30).brokers.values()))
-
-    def make_topic() -> str:
-        topic = f"topic-{uuid.uuid4().hex[:8]}"
-        # Asking for a topic makes it.
-        admin.list_topics(topic, timeout=30)
-        return topic
-
-    return f"{broker.host}:{broker.port}", make_topic
+    with MockKafka(round_trip_ms=150) as broker:
+        yield broker

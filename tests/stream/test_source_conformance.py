@@ -81,9 +81,7 @@ def kafka_tansu(tansu):
 
 @pytest.fixture
 def kafka_mock(mock_broker):
-    address, make_topic = mock_broker
-    # Its first rebalance takes three seconds: a shorter session would end before.
-    stream, sink = kafka_stream(address, make_topic(), 6.0, api_version="2.3")
+    stream, sink = kafka_stream(mock_broker.bootstrap_servers, mock_broker.create_topic(4), 2.0, api_version="2.3")
     yield stream
     sink.close()
 

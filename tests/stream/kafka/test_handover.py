@@ -1,4 +1,4 @@
-"""Partitions that move between members of a group: asked for, announced, and read exactly once."""
+"""Handover: partitions that move between members of a group are read exactly once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from flexd.stream.types import Message
 from tests.support.until import until
 
 
-def test_a_question_is_asked_again_until_it_is_answered(monkeypatch):
+def test_position_of_is_called_again_until_it_succeeds(monkeypatch):
     monkeypatch.setattr("flexd.stream.kafka.handover._BACKOFF_SECONDS", (0.0, 0.0))
     answers = iter([OSError("leader away"), {"t/0": -1}, {"t/0": "x"}, {"t/0": 7, "t/9": 3}])
-    asked = []
+    requests = []
 
     def position_of(keys):
-        asked.append(list(keys))
+        requests.append(list(keys))
         answer = next(answers)
         if isinstance(answer, Exception):
             raise answer
@@ -37,27 +37,27 @@ def test_a_question_is_asked_again_until_it_is_answered(monkeypatch):
     assert handover.failures == 3
     assert handover.resolve() == ({"t/0", "t/1"}, {"t/0": 7})
     assert handover.problem is None
-    assert asked == [["t/0", "t/1"]] * 4
+    assert requests == [["t/0", "t/1"]] * 4
     assert handover.unresolved(["t/0", "t/1"]) == set()
     handover.add_assigned(["t/1"])
-    assert handover.unresolved(["t/0", "t/1"]) == {"t/1"}, "every assignment is a new question"
+    assert handover.unresolved(["t/0", "t/1"]) == {"t/1"}, "every assignment calls it again"
 
 
-def test_a_failed_question_waits_before_the_next():
-    asked = []
+def test_a_failed_callback_is_retried_after_a_back_off():
+    requests = []
 
     def position_of(keys):
-        asked.append(keys)
+        requests.append(keys)
         raise OSError
 
     handover = Handover(position_of, None, None, wait_seconds=1.0)
     handover.add_assigned(["t/0"])
     for _ in range(5):
         handover.resolve()
-    assert len(asked) == 1
+    assert len(requests) == 1
 
 
-def test_a_partition_taken_away_during_the_question_is_not_read():
+def test_a_partition_revoked_during_the_callback_is_not_read():
     def position_of(keys):
         handover.add_revoked(["t/0"])
         return {"t/0": 1, "t/1": 2}
@@ -67,32 +67,32 @@ def test_a_partition_taken_away_during_the_question_is_not_read():
     assert handover.resolve()[0] == {"t/1"}
 
 
-def test_revocations_are_told_between_polls_and_errors_do_not_stop_them():
-    told = []
+def test_callbacks_run_between_polls_and_errors_do_not_stop_them():
+    called = []
 
     def revoked(keys):
-        told.append(("revoked", list(keys), threading.current_thread()))
+        called.append(("revoked", list(keys), threading.current_thread()))
         raise RuntimeError
 
-    handover = Handover(None, revoked, lambda keys: told.append(("lost", list(keys))), wait_seconds=1.0)
+    handover = Handover(None, revoked, lambda keys: called.append(("lost", list(keys))), wait_seconds=1.0)
     events = []
     announcer = threading.Thread(target=lambda: events.append(handover.add_revoked(["t/1", "t/0"])))
     announcer.start()
     announcer.join()
-    assert told == []
+    assert called == []
     assert not events[0].is_set()
     handover.run_callbacks()
     assert events[0].is_set(), "an error does not hold the group up"
     handover.add_lost(["t/2"])
     handover.run_callbacks()
     handover.run_callbacks()
-    assert told == [("revoked", ["t/0", "t/1"], threading.current_thread()), ("lost", ["t/2"])]
+    assert called == [("revoked", ["t/0", "t/1"], threading.current_thread()), ("lost", ["t/2"])]
     assert handover.failures == 1
     assert Handover(None, None, None, wait_seconds=1.0).add_revoked(["t/0"]) is None
 
 
 class Ledger:
-    """What a leader would keep: how far each partition has been handed over, and by whom."""
+    """The positions that a leader keeps: how far each partition has been handed over."""
 
     def __init__(self) -> None:
         self.positions: dict[str, int] = {}
@@ -107,7 +107,7 @@ class Ledger:
 
 
 class Member:
-    """Polls in a thread; what it has read counts only once it is in the ledger, and goes there on revocation."""
+    """A member that polls in a thread and hands its messages over to the ledger on revocation."""
 
     def __init__(self, open_source, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -149,7 +149,20 @@ class Member:
         assert not self.thread.is_alive()
 
 
-def members_come_and_go(open_source, produce) -> None:
+def test_members_of_a_group_hand_partitions_over(tansu):
+    topic = f"topic-{uuid.uuid4().hex[:8]}"
+    tansu.create_topic(topic, 2)
+    group = f"group-{uuid.uuid4().hex[:8]}"
+    sink = KafkaSink(tansu.bootstrap_servers, topic)
+
+    def produce(count: int) -> None:
+        for i in range(count):
+            sink.send(b"%d" % i)
+        sink.flush(10.0)
+
+    def open_source(**callbacks) -> KafkaSource:
+        return KafkaSource(tansu.bootstrap_servers, topic, group, session_timeout_seconds=3.0, **callbacks)
+
     ledger = Ledger()
     produce(60)
     first = Member(open_source, ledger)
@@ -173,21 +186,4 @@ def members_come_and_go(open_source, produce) -> None:
     assert len(everything) == len(set(everything)) == 120
     assert sum(ledger.positions.values()) == 120
     assert not second.unsent, "closing hands over too"
-
-
-def test_members_of_a_group_hand_partitions_over(tansu):
-    topic = f"topic-{uuid.uuid4().hex[:8]}"
-    tansu.create_topic(topic, 2)
-    group = f"group-{uuid.uuid4().hex[:8]}"
-    sink = KafkaSink(tansu.bootstrap_servers, topic)
-
-    def produce(count: int) -> None:
-        for i in range(count):
-            sink.send(b"%d" % i)
-        sink.flush(10.0)
-
-    members_come_and_go(
-        lambda **hooks: KafkaSource(tansu.bootstrap_servers, topic, group, session_timeout_seconds=3.0, **hooks),
-        produce,
-    )
     sink.close()

@@ -12,6 +12,7 @@ from kafka.errors import KafkaTimeoutError, LogTruncationError, OffsetOutOfRange
 from kafka.structs import TopicPartition
 
 from flexd.core.errors import PositionLostError, StreamError
+from flexd.stream.kafka import source as kafka_source
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.source import KafkaSource
 from flexd.stream.types import Message
@@ -82,7 +83,9 @@ def test_wrong_options_are_errors(tansu, options):
         KafkaSource(tansu.bootstrap_servers, "t", "g", client_options=options).poll(5.0)
 
 
-def test_a_broker_that_goes_silent_is_noticed(own_tansu):
+def test_a_broker_that_goes_silent_is_noticed(own_tansu, monkeypatch):
+    monkeypatch.setattr(kafka_source, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(kafka_source, "_CLOSE_SECONDS", 2.0)
     topic = topic_on(own_tansu)
     produce(own_tansu, topic, 0, 3)
     source = open_source(own_tansu, topic)
@@ -156,8 +159,7 @@ def test_a_mark_from_before_a_seek_proves_nothing(tansu):
 
 
 def test_a_broker_that_says_out_of_range_is_believed(mock_broker):
-    address, make_topic = mock_broker
-    topic = make_topic()
+    address, topic = mock_broker.bootstrap_servers, mock_broker.create_topic(4)
     options = {"api_version": "2.3"}
     sink = KafkaSink(address, topic, client_options=options)
     for i in range(40):

@@ -1,0 +1,202 @@
+"""The broker probe: a quiet topic is not a dead broker, and a dead broker is noticed, however short a poll is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from flexd.core.errors import StreamError
+from flexd.stream.kafka import broker_probe
+from flexd.stream.kafka import source as kafka_source
+from flexd.stream.kafka.broker_probe import BrokerProbe
+from flexd.stream.kafka.sink import KafkaSink
+from flexd.stream.kafka.source import KafkaSource
+from tests.support.reading import poll_until
+from tests.support.until import until
+
+pytestmark = pytest.mark.slow
+
+POLL_SECONDS = 0.05
+
+
+def source_at(address: str, topic: str, options: dict[str, str] | None = None):
+    return KafkaSource(address, topic, "g", session_timeout_seconds=2.0, client_options=options)
+
+
+def send(address: str, topic: str, payloads: list[bytes], options: dict[str, str] | None = None) -> None:
+    sink = KafkaSink(address, topic, client_options=options)
+    for payload in payloads:
+        sink.send(payload)
+    sink.flush(30.0)
+    assert sink.messages_failed == 0
+    sink.close()
+
+
+def read_one(source: KafkaSource) -> list[bytes]:
+    return [bytes(message.payload) for message in poll_until(source, len, poll_seconds=POLL_SECONDS)]
+
+
+def test_an_unreachable_broker_is_reported_after_five_seconds():
+    assert broker_probe.SILENT_SECONDS + broker_probe.ANSWER_SECONDS <= 5.0
+
+
+def test_a_quiet_topic_of_a_slow_broker_is_no_problem(slow_broker, monkeypatch):
+    """The broker holds a fetch back for half a second and delays each response, longer than a poll lasts."""
+    monkeypatch.setattr(kafka_source, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(broker_probe, "SPACING_SECONDS", 0.1)
+    address, topic, options = slow_broker.bootstrap_servers, slow_broker.create_topic(4), {"api_version": "2.3"}
+    send(address, topic, [b"first"], options)
+    source = source_at(address, topic, options)
+    try:
+        assert read_one(source) == [b"first"]
+        assert source.problem is None
+        answered, deadline = {source._last_answer}, time.monotonic() + 60.0
+        while len(answered) < 4:
+            assert time.monotonic() < deadline, "three probes are answered"
+            assert source.poll(POLL_SECONDS) == []
+            assert source.problem is None
+            answered.add(source._last_answer)
+        send(address, topic, [b"second"], options)
+        assert read_one(source) == [b"second"]
+    finally:
+        source.close()
+
+
+def test_a_stopped_broker_is_noticed_and_the_source_can_be_closed(own_tansu, monkeypatch):
+    own_tansu.create_topic("quiet", 1)
+    send(own_tansu.bootstrap_servers, "quiet", [b"first"])
+    source = source_at(own_tansu.bootstrap_servers, "quiet")
+    assert read_one(source) == [b"first"]
+    assert source.problem is None
+    monkeypatch.setattr(kafka_source, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(broker_probe, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(kafka_source, "_CLOSE_SECONDS", 2.0)
+    os.kill(own_tansu.pid, signal.SIGSTOP)
+    try:
+        poll_until(source, lambda _: source.problem is not None, poll_seconds=POLL_SECONDS)
+        assert "broker does not answer" in source.problem
+        # The source is closed while the next probe waits for its answer.
+        poll_until(source, lambda _: source._probe._thread is not None, poll_seconds=POLL_SECONDS)
+        began = time.monotonic()
+        source.close()
+        assert time.monotonic() - began < 10.0
+    finally:
+        os.kill(own_tansu.pid, signal.SIGCONT)
+
+
+class ExpectedError(Exception):
+    pass
+
+
+def result_of(probe: BrokerProbe):
+    return until(probe.poll, 10.0)
+
+
+def test_probes_run_one_at_a_time_and_spaced(monkeypatch):
+    probe, answer, seconds_left = BrokerProbe((ExpectedError,)), threading.Event(), []
+
+    def request(deadline: float) -> str:
+        seconds_left.append(deadline - time.monotonic())
+        answer.wait(10.0)
+        return "here"
+
+    assert probe.poll() is None
+    probe.start(request)
+    probe.start(request)
+    assert probe.poll() is None
+    answer.set()
+    assert result_of(probe).error is None
+    assert probe.poll() is None, "a result is returned once"
+    probe.start(request)
+    assert probe.poll() is None
+    assert len(seconds_left) == 1, "the next probe is not due yet"
+    assert 0 < seconds_left[0] <= broker_probe.ANSWER_SECONDS
+    monkeypatch.setattr(broker_probe, "SPACING_SECONDS", 0.0)
+    probe.start(request)
+    assert result_of(probe).error is None
+    assert len(seconds_left) == 2
+
+
+def test_an_expected_error_is_a_result_and_another_is_raised(monkeypatch):
+    monkeypatch.setattr(broker_probe, "SPACING_SECONDS", 0.0)
+    probe = BrokerProbe((ExpectedError,))
+
+    def refuse(deadline: float) -> None:
+        raise ExpectedError("no")
+
+    def break_down(deadline: float) -> None:
+        raise ZeroDivisionError
+
+    probe.start(refuse)
+    assert isinstance(result_of(probe).error, ExpectedError)
+    probe.start(break_down)
+    with pytest.raises(ZeroDivisionError):
+        result_of(probe)
+
+
+def test_join_waits_for_the_probe():
+    probe, answer, ended = BrokerProbe((ExpectedError,)), threading.Event(), []
+
+    def request(deadline: float) -> None:
+        answer.wait(10.0)
+        ended.append(time.monotonic())
+
+    probe.start(request)
+    threading.Timer(0.2, answer.set).start()
+    probe.join()
+    assert len(ended) == 1
+    assert not probe._thread.is_alive()
+
+
+def test_disposing_of_a_late_client_does_not_end_probing():
+    """The connection attempt of the late client was abandoned; the source uses the client of another attempt."""
+    source, requests = source_at("127.0.0.1:1", "t"), []
+    late = LateClient()
+    source._disconnect(late)
+    assert late.closed
+    source._probe.start(requests.append)
+    source._probe.join()
+    assert len(requests) == 1
+    source.close()
+
+
+class LateClient:
+    closed = False
+
+    def close(self, **options: object) -> None:
+        self.closed = True
+
+
+def test_a_result_from_before_the_last_message_is_ignored(monkeypatch):
+    """Without a broker: the probe's results are given to the source directly."""
+    monkeypatch.setattr(kafka_source, "SILENT_SECONDS", 1e6)
+    source = source_at("127.0.0.1:1", "t")
+    failed = StreamError("broker gone")
+    source._probe = BrokerProbe((StreamError,))
+
+    def fail(deadline: float) -> None:
+        raise failed
+
+    def problem_with(last_answer: float) -> str | None:
+        source._last_answer = last_answer
+        source._probe_if_silent(NoPartitions())
+        return source._problem
+
+    source._probe.start(fail)
+    source._probe._thread.join(10.0)
+    assert problem_with(time.monotonic()) is None
+    source._probe._started = float("-inf")
+    source._probe.start(fail)
+    source._probe._thread.join(10.0)
+    now = source._probe._result.started
+    assert "broker does not answer" in problem_with(now - 0.001)
+    source.close()
+
+
+class NoPartitions:
+    def assignment(self) -> set[object]:
+        return set()
