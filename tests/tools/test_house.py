@@ -1,0 +1,82 @@
+"""``tools/house.py`` finds each fault in a small tree, and no import cycle in this one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import house
+import pytest
+
+from tests.support.repository import ROOT
+
+TREE = {
+    "flexd/__init__.py": "",
+    "flexd/first.py": "from flexd import second\n",
+    "flexd/second.py": "from flexd.room.third import f\n",
+    "flexd/room/__init__.py": "",
+    "flexd/room/third.py": "from .. import first\n\ndef f():\n    import flexd.fourth\n",
+    "flexd/fourth.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import flexd.fifth\n",
+    "flexd/fifth.py": "import flexd.fourth\n" + "x = 1\n" * 60,
+    "flexd/sixth.py": "x = 1\n" * 60,
+    "tests/test_sixth.py": '"""Plain."""\n\ndef f():\n    """How it is done."""\n\ndef g():\n    """Is it?"""\n',
+    "tools/names.py": (
+        "class Asked:\n    cut: int\n\nclass RightAsk:\n    pass\n\n"
+        "def offsets_set_aside(courier_count, cut):\n    take = cut\n"
+        "    return 'way_back', 'the way_back of a row', take.hurry\n"
+    ),
+    "configs/a.yaml": "rate: 1\nstream:\n  silent_after_seconds: 2  # stranger\n",
+}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name, text in TREE.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+@pytest.fixture
+def found(tree: Path) -> dict[str, Any]:
+    return house.report(tree)
+
+
+def test_modules_that_import_each_other_are_a_cycle(found: dict[str, Any]) -> None:
+    assert found["cycles"] == [["flexd.first", "flexd.room.third", "flexd.second"]]
+
+
+def test_large_modules_without_a_test_file_of_their_name(found: dict[str, Any]) -> None:
+    assert found["untested"] == ["flexd/fifth.py"]
+
+
+def test_summaries_that_are_questions(found: dict[str, Any]) -> None:
+    assert found["summaries"] == ["tests/test_sixth.py:4: How it is done.", "tests/test_sixth.py:7: Is it?"]
+
+
+def test_denied_names(found: dict[str, Any]) -> None:
+    assert [line.removeprefix("tools/names.py:") for line in found["denied"]] == [
+        "1: Asked", "1: cut", "7: courier_count", "7: offsets_set_aside", "9: 'way_back'", "9: hurry",
+        "configs/a.yaml:3: silent_after_seconds", "configs/a.yaml:3: stranger",
+    ]  # fmt: skip
+
+
+def test_sizes(found: dict[str, Any]) -> None:
+    assert found["folders"]["flexd/room"] == {"files": 2, "lines": 4}
+    assert found["folders"]["flexd"] == {"files": 8, "lines": 4 + 2 + 3 + 61 + 60}
+    assert next(iter(found["largest"])) == "flexd/fifth.py"
+
+
+def test_the_command_fails_while_there_is_a_cycle(tree: Path) -> None:
+    command = [sys.executable, house.__file__, "--json", "--root", str(tree)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert json.loads(done.stdout) == house.report(tree)
+
+
+def test_this_repository_has_no_import_cycle() -> None:
+    assert house.report(ROOT)["cycles"] == []

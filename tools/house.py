@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Report the order of the source tree: sizes, import cycles, missing tests, docstring summaries and denied names.
+
+Usage: tools/house.py [--root FOLDER] [--json]. Exit status 1 if there is an import cycle or a denied name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+CODE, TEXT = ("flexd", "tests", "tools", "examples"), ("configs", "deploy", "helm", "examples")
+TEXT_SUFFIXES = {".yaml", ".yml", ".json", ".tpl", ".md", ".txt", ".conf", ".toml", ".html"}
+TESTED_LINES = 60  # a module with at least as many has a test file of its name
+# Words of an identifier (`offsets_set_aside` has `set_aside`) in code, in strings that are one, and in configuration.
+DENIED = {
+    "in_charge", "news_teller", "epoch_keeper", "migration_about", "way_back", "abort_outlook", "late_rollbacks",
+    "told_up", "told_down", "came_up", "came_down", "half_merged", "set_aside", "silent_after", "depositions",
+    "takeovers", "stranger", "courier", "hurry", "daemon_figures", "tap_hash", "cell_tap", "ingest_threads",
+}  # fmt: skip
+# The whole name of a module, class, function or attribute; a variable may have it.
+DENIED_DEFINITIONS = {
+    "asked", "Asked", "Ending", "parts", "Board", "Reception", "Attendance", "Chain", "Stretch", "Upcoming", "Ahead",
+    "Left", "Found", "Pass", "Note", "Figures", "Measured", "answers", "land", "parted", "cut", "absorb", "adopt",
+    "take", "consume",
+}  # fmt: skip
+DENIED_STRINGS = {"somebody"}
+BAD_SUMMARY = re.compile(r"(What|How|Who|Whose|Whether)\b|[^.]*\?$")
+
+
+def has_denied_word(name: str) -> bool:
+    words = "_" + re.sub(r"(?<=[a-z0-9])(?=[A-Z])|\W", "_", name).lower() + "_"
+    return any(f"_{denied}_" in words for denied in DENIED)
+
+
+def denied_in_code(tree: ast.Module, stem: str) -> Iterator[tuple[int, str]]:
+    if stem in DENIED_DEFINITIONS or has_denied_word(stem):
+        yield 1, stem
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        defined = [getattr(node, "attr", "") if stored else getattr(node, "name", "")]
+        if isinstance(node, ast.ClassDef):
+            defined += [getattr(each.target, "id", "") for each in node.body if isinstance(each, ast.AnnAssign)]
+        if not isinstance(node, ast.alias):
+            yield from ((line, name) for name in defined if name in DENIED_DEFINITIONS)
+        names = [getattr(node, field, None) for field in ("id", "attr", "name", "arg", "asname")]
+        yield from ((line, name) for name in names if isinstance(name, str) and has_denied_word(name))
+        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        if text in DENIED_STRINGS or (re.fullmatch(r"[\w.]+", text) and has_denied_word(text)):
+            yield line, repr(text)
+
+
+def denied_in_text(root: Path) -> Iterator[str]:
+    for path in sorted(path for folder in TEXT for path in (root / folder).rglob("*") if path.suffix in TEXT_SUFFIXES):
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            for name in filter(has_denied_word, re.findall(r"[A-Za-z_]\w*", line)):
+                yield f"{path.relative_to(root)}:{number}: {name}"
+
+
+def imports(tree: ast.Module, name: str, package: bool, modules: set[str]) -> set[str]:
+    """Return the modules that are imported as ``name`` is: no imports inside functions or for type checking only."""
+    found: set[str] = set()
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = name.split(".")[: name.count(".") + 1 - node.level + package] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {inner if (inner := f"{base}.{alias.name}") in modules else base for alias in node.names}
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            pending += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            pending += ast.iter_child_nodes(node)
+    return (found & modules) - {name}
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of modules of which each reaches every other."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        pending, reached[start] = list(graph[start]), set()
+        while pending:
+            if (node := pending.pop()) not in reached[start]:
+                reached[start].add(node)
+                pending += graph[node]
+    return sorted(map(sorted, {frozenset(m for m in reached[n] if n in reached[m]) for n in graph if n in reached[n]}))
+
+
+def report(root: Path) -> dict[str, Any]:
+    texts = {path: path.read_text() for folder in CODE for path in sorted((root / folder).rglob("*.py"))}
+    trees = {str(path.relative_to(root)): ast.parse(text) for path, text in texts.items()}
+    lines = {str(path.relative_to(root)): len(text.splitlines()) for path, text in texts.items()}
+    folders: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    for path in lines:
+        for folder in {path.split("/")[0], "/".join(path.split("/")[:-1][:2])}:
+            folders[folder] += lines[path]
+            files[folder] += 1
+    flexd = [path for path in trees if path.startswith("flexd/")]
+    names = {path: path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in flexd}
+    graph = {n: imports(trees[path], n, path.endswith("__init__.py"), set(names.values())) for path, n in names.items()}
+    tested = {Path(path).stem.removeprefix("test_") for path in trees if Path(path).stem.startswith("test_")}
+    tests = [path for path in flexd if lines[path] >= TESTED_LINES and Path(path).stem not in tested]
+    docs = [
+        (f"{path}:{node.lineno}", node.value.value.strip().split("\n")[0])
+        for path, tree in trees.items() for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]  # fmt: skip
+    code = {
+        f"{path}:{line}: {name}" for path, tree in trees.items() if path != "tools/house.py"
+        for line, name in denied_in_code(tree, Path(path).stem)
+    }  # fmt: skip
+    return {
+        "folders": {folder: {"files": files[folder], "lines": folders[folder]} for folder in sorted(folders)},
+        "largest": {path: lines[path] for path in sorted(lines, key=lines.__getitem__, reverse=True)[:15]},
+        "cycles": cycles(graph),
+        "untested": [path for path in tests if not path.endswith("__init__.py")],
+        "summaries": [f"{where}: {summary}" for where, summary in docs if BAD_SUMMARY.match(summary)],
+        "denied": sorted(code) + list(denied_in_text(root)),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=Path(__file__).parents[1])
+    parser.add_argument("--json", action="store_true")
+    house = report((options := parser.parse_args()).root.resolve())
+    if options.json:
+        print(json.dumps(house, indent=1))
+    else:
+        sizes = [f"{size['files']:5} files {size['lines']:7} lines  {name}" for name, size in house["folders"].items()]
+        print(*sizes, "\nlargest files", *(f"{n:6}  {path}" for path, n in house["largest"].items()), sep="\n")
+        for title in ("cycles", "untested", "summaries", "denied"):
+            print(f"\n{title}: {len(house[title])}", *house[title], sep="\n  ")
+    return 1 if house["cycles"] or house["denied"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
