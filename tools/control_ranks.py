@@ -107,7 +107,7 @@ def simulated_ranks(
             inbox.end_exchange(int(lowest[0]))
         step += 1
         for at, (agent, inbox) in enumerate(zip(agents, inboxes, strict=True)):
-            for version, delta in inbox.take(2**40, len):
+            for version, delta in inbox.poll_agreed(2**40, len):
                 digest = (digest + delta.digest_change()) % 2**64 if at == 0 else digest
                 inbox.applied(version)
             version = inbox.applied_version

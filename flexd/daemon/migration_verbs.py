@@ -142,7 +142,7 @@ class MigrationVerbs:
             rollback=migration_report(done.rollback),
             placement_version=self._coordinator.placement().version,
             message=f"migration {stopped.migration_id} had ended with the daemon; its rollback to placement version "
-            f"{done.interrupted.undone_at} is {now.state.value}, {now.rows_applied} of {now.rows} rows applied",
+            f"{done.interrupted.rollback_version} is {now.state.value}, {now.rows_applied} of {now.rows} rows applied",
         )
 
     def _wait(self, migration: Migration, deadline: float) -> None:

@@ -340,7 +340,7 @@ class RowEngine:
 
     def _apply_chunks(self) -> None:
         started = time.perf_counter()
-        chunks = self.inbox.take(self._max_migration_bytes, self.migrator.copied_bytes)
+        chunks = self.inbox.poll_agreed(self._max_migration_bytes, self.migrator.copied_bytes)
         if not chunks:
             return
         with torch.no_grad():

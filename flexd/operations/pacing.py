@@ -111,7 +111,7 @@ class MigrationPacing:
                 self._decide()
 
     def _decide(self) -> None:
-        before, enough = self._controller.why, max(LEAST_REPORTS, 2 * self._world_size())
+        before, enough = self._controller.reason, max(LEAST_REPORTS, 2 * self._world_size())
         if len(self._recent) >= enough and self._recent_applied:
             baseline, recent = self._baseline.times(), self._recent.times()
             if baseline is not None and recent is not None and baseline.reports >= enough:
@@ -122,10 +122,10 @@ class MigrationPacing:
             self._judged = recent
             self._recent.clear()
             self._recent_applied = False
-        self._controller.look(self._clock(), measured=len(self._baseline) >= enough)
+        self._controller.update(self._clock(), measured=len(self._baseline) >= enough)
         self._set_pace()
-        if self._controller.why != before:
-            logger.info("throttle: %s, %d bytes a step", self._controller.why, self._controller.bytes_per_step)
+        if self._controller.reason != before:
+            logger.info("throttle: %s, %d bytes a step", self._controller.reason, self._controller.bytes_per_step)
 
     def _set_pace(self) -> None:
         if not self._adaptive:
@@ -144,17 +144,17 @@ class MigrationPacing:
             self._recent.clear()
             self._recent_applied = False
             self._judged = None
-            self._controller.forget()
+            self._controller.reset()
             self._set_pace()
 
     def set_limits(self, limits: ThrottleLimits, adaptive: bool) -> None:
         """Other limits from the next chunk on, whether a migration runs or not."""
         with self._lock:
-            self._throttle.change(limits)
+            self._throttle.set_limits(limits)
             if adaptive and not self._adaptive:
-                self._controller.forget()
+                self._controller.reset()
             self._adaptive = adaptive
-            self._controller.adopt(self._pace_settings())
+            self._controller.apply_settings(self._pace_settings())
             self._set_pace()
 
     def apply_config(self, settings: ControlConfig) -> None:
@@ -182,8 +182,8 @@ class MigrationPacing:
                 adaptive=self._adaptive,
                 bytes_per_step=self._throttle.bytes_per_step,
                 state=controller.state if self._adaptive else None,
-                why=controller.why if self._adaptive else "",
-                throttle=self._throttle.figures(),
+                why=controller.reason if self._adaptive else "",
+                throttle=self._throttle.snapshot(),
                 baseline=self._baseline.times(),
                 recent=self._judged,
                 slowed=controller.slowed,

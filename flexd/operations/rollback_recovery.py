@@ -124,11 +124,11 @@ class RollbackRecovery:
         if live is None or not live.ready:
             raise ApiError("the ranks are not all there", status=409, remedy="flexd status says what is missing")
         try:
-            return interrupted, self._coordinator.placement_at(interrupted.undone_at), live
+            return interrupted, self._coordinator.placement_at(interrupted.rollback_version), live
         except SnapshotError as error:
             raise ApiError(
                 f"migration {interrupted.migration_id} cannot be taken back: placement version "
-                f"{interrupted.undone_at} is not in the journal any more",
+                f"{interrupted.rollback_version} is not in the journal any more",
                 status=409,
                 remedy="flexd replan makes a plan from what the ranks have now",
             ) from error

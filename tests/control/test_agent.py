@@ -71,7 +71,7 @@ def test_without_a_daemon_nothing_blocks_and_nothing_grows() -> None:
             agent.report(step_report(step, Placement.empty()))
         until(lambda: agent.counters.get("errors", 0) >= 3)
         assert "no daemon at" in agent.state
-        pending = agent._side.reports.take()
+        pending = agent._side.reports.drain()
         assert pending is not None
         assert pending.steps == 2000
         assert agent.stop(5)

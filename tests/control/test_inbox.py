@@ -47,13 +47,13 @@ def test_a_chunk_is_taken_only_when_agreed() -> None:
     box = inbox()
     box.offer(1, delta([4]))
     box.offer(2, delta([5]))
-    assert box.take(100, len) == []
+    assert box.poll_agreed(100, len) == []
     assert box.begin_exchange() == 2
     box.end_exchange(1)
-    assert [version for version, _ in box.take(100, len)] == [1]
+    assert [version for version, _ in box.poll_agreed(100, len)] == [1]
     assert box.agreed_version == 1
     agree(box)
-    assert [version for version, _ in box.take(100, len)] == [2]
+    assert [version for version, _ in box.poll_agreed(100, len)] == [2]
     box.applied(2)
     assert box.applied_version == 2
 
@@ -63,8 +63,8 @@ def test_take_stops_at_the_byte_cap_but_gives_at_least_one() -> None:
     for version in range(1, 4):
         box.offer(version, delta([2 * version, 2 * version + 1]))
     agree(box)
-    assert [version for version, _ in box.take(1, len)] == [1]
-    assert [version for version, _ in box.take(4, len)] == [2, 3]
+    assert [version for version, _ in box.poll_agreed(1, len)] == [1]
+    assert [version for version, _ in box.poll_agreed(4, len)] == [2, 3]
 
 
 def test_settle_drops_what_is_not_agreed_and_gives_its_slots_back() -> None:
@@ -78,7 +78,7 @@ def test_settle_drops_what_is_not_agreed_and_gives_its_slots_back() -> None:
     with pytest.raises(ChunkRefusedError, match="replica slots"):
         box.offer(3, delta([10]))
     agree(box)
-    assert [chunk.keys.tolist() for _, chunk in box.take(100, len)] == [[4], [8]]
+    assert [chunk.keys.tolist() for _, chunk in box.poll_agreed(100, len)] == [[4], [8]]
 
 
 def test_settle_waits_for_the_running_exchange() -> None:
@@ -110,7 +110,7 @@ def test_a_repeated_version_is_ignored() -> None:
     box.offer(1, delta([4]))
     box.offer(1, delta([9]))
     agree(box)
-    assert [chunk.keys.tolist() for _, chunk in box.take(100, len)] == [[4]]
+    assert [chunk.keys.tolist() for _, chunk in box.poll_agreed(100, len)] == [[4]]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ class SeveralInboxes(RuleBasedStateMachine):
         if rank in self.ended:
             return
         self.boxes[rank].end_exchange(min(self.told.values()))
-        for version, chunk in self.boxes[rank].take(10**9, len):
+        for version, chunk in self.boxes[rank].poll_agreed(10**9, len):
             key = int(chunk.keys[0])
             assert self.applied.setdefault(version, key) == key, f"version {version} differs between ranks"
         self.ended.add(rank)

@@ -114,7 +114,7 @@ def test_voided_versions_agreement_and_restarts(
             model.append(model[-1].apply(delta))
             if seed % 3 == 0:
                 agreed = len(model) - 1 - seed % 2
-                journal.note_agreed(agreed)
+                journal.compact(agreed)
             if reopen:
                 journal.close()
                 journal = PlacementJournal(directory)
@@ -134,7 +134,7 @@ def test_old_chunks_are_folded_so_that_the_file_stays_small(tmp_path: Path, monk
         delta = random_delta(placement, version)
         journal.append(version, delta)
         placement = placement.apply(delta)
-        journal.note_agreed(version)
+        journal.compact(version)
         sizes.append((tmp_path / "placement.journal").stat().st_size)
     assert max(sizes) < 5_000
     assert same(journal.placement_at(299), placement)

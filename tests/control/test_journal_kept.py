@@ -50,7 +50,7 @@ def test_folded_versions_leave_nothing_behind(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(journal_module, "_OVERLAY_ROWS", 0)
     monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
     journal = begun(tmp_path, *[None] * 4)
-    journal.note_agreed(1)
+    journal.compact(1)
     with pytest.raises(SnapshotError, match=r"versions 1\.\.4, not 0"):
         journal.placement_at(0)
     journal.append(5, step(5))
@@ -62,7 +62,7 @@ def test_the_newest_migration_can_be_taken_back_and_the_one_before_it_not(
     monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
     journal = begun(tmp_path, FIRST, FIRST, SECOND, SECOND, SECOND)
     start = journal.placement_at(2)
-    journal.note_agreed(5)
+    journal.compact(5)
     journal.close()
     journal = PlacementJournal(tmp_path)
     assert journal.newest_migration == SECOND
@@ -78,10 +78,10 @@ def test_what_is_kept_for_a_rollback_is_bounded(
     monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
     monkeypatch.setattr(journal_module, name, limit)
     journal = begun(tmp_path, FIRST, FIRST, FIRST)
-    journal.note_agreed(3)
+    journal.compact(3)
     assert journal.placement_at(0).version == 0
     monkeypatch.setattr(journal_module, name, limit - 1)
-    journal.note_agreed(3)
+    journal.compact(3)
     with pytest.raises(SnapshotError, match=r"versions 3\.\.3, not 0"):
         journal.placement_at(0)
     assert journal.newest_migration is None, "not known any more"
@@ -96,14 +96,14 @@ def test_a_large_placement_is_not_written_anew_for_every_few_rows(
     done = watch_disk(monkeypatch)
     for version in range(1, 26):
         journal.append(version, step(version))
-        journal.note_agreed(version)
+        journal.compact(version)
     assert done.count("name placement.journal") == 1, "100 rows that changed, beside 100 rows"
 
 
 def test_agreement_beyond_what_is_recorded_folds_what_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
     journal = begun(tmp_path, None, None)
-    journal.note_agreed(9)
+    journal.compact(9)
     assert journal.last_version == 2
     journal.append(3, step(3))
 
@@ -236,7 +236,7 @@ def test_a_directory_that_cannot_be_synced_loses_no_chunk(tmp_path: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(journal_module, "sync_directory", fail)
         with pytest.raises(SnapshotError, match="Input/output error"):
-            journal.note_agreed(2)
+            journal.compact(2)
         with pytest.raises(SnapshotError, match="Input/output error"):
             journal.append(3, step(3))
         assert journal.last_version == 2

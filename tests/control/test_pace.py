@@ -17,7 +17,7 @@ SLOW = StepTimes(0.0105, 0.014, 20)
 
 def running() -> PaceController:
     controller = PaceController(SETTINGS)
-    controller.look(0.0, measured=True)
+    controller.update(0.0, measured=True)
     assert controller.state is PaceState.RUNNING
     return controller
 
@@ -25,9 +25,9 @@ def running() -> PaceController:
 def test_nothing_moves_before_there_is_a_baseline() -> None:
     controller = PaceController(SETTINGS)
     controller.judge(SLOW, BASE, 1.0)
-    controller.look(100.0, measured=False)
+    controller.update(100.0, measured=False)
     assert controller.state is PaceState.MEASURING
-    controller.look(100.0, measured=True)
+    controller.update(100.0, measured=True)
     assert controller.state is PaceState.RUNNING
 
 
@@ -38,7 +38,7 @@ def test_good_judgements_add_and_bad_ones_halve() -> None:
     assert controller.bytes_per_step == at_first + 4_000
     controller.judge(SLOW, BASE, 2.0)
     assert controller.bytes_per_step == (at_first + 4_000) // 2
-    assert controller.why == "slowed: p90 of a step is 14 ms, 1.17 times the 12 ms without"
+    assert controller.reason == "slowed: p90 of a step is 14 ms, 1.17 times the 12 ms without"
     assert (controller.sped, controller.slowed, controller.pauses) == (1, 1, 0)
 
 
@@ -54,29 +54,29 @@ def test_at_the_floor_it_pauses_ever_longer_and_says_why() -> None:
     while controller.state is PaceState.RUNNING:
         controller.judge(SLOW, BASE, now)
     assert controller.bytes_per_step == SETTINGS.floor_bytes
-    assert controller.why.startswith("paused for 5 s, at the floor already: p90")
+    assert controller.reason.startswith("paused for 5 s, at the floor already: p90")
     pauses = []
     for _ in range(8):
         before = now
         while controller.state is PaceState.PAUSED:
             now += 0.25
-            controller.look(now, measured=True)
+            controller.update(now, measured=True)
         pauses.append(now - before)
         controller.judge(SLOW, BASE, now)
     assert pauses == [5, 10, 20, 40, 80, 80, 80, 80], "bounded: the migration still ends"
     now += 80
-    controller.look(now, measured=True)
+    controller.update(now, measured=True)
     controller.judge(FINE, BASE, now)
     while controller.state is PaceState.RUNNING:
         controller.judge(SLOW, BASE, now)
-    assert "paused for 5 s" in controller.why, "a good judgement forgives"
+    assert "paused for 5 s" in controller.reason, "a good judgement forgives"
 
 
 def test_a_pause_without_a_baseline_goes_on() -> None:
     controller = running()
     while controller.state is PaceState.RUNNING:
         controller.judge(SLOW, BASE, 0.0)
-    controller.look(1_000.0, measured=False)
+    controller.update(1_000.0, measured=False)
     assert controller.state is PaceState.PAUSED
 
 
@@ -84,11 +84,11 @@ def test_a_judgement_in_a_pause_changes_nothing() -> None:
     controller = running()
     while controller.state is PaceState.RUNNING:
         controller.judge(SLOW, BASE, 0.0)
-    why = controller.why
+    why = controller.reason
     for times in (SLOW, FINE):
         controller.judge(times, BASE, 4.0)
-    assert (controller.bytes_per_step, controller.pauses, controller.why) == (SETTINGS.floor_bytes, 1, why)
-    controller.look(5.0, measured=True)
+    assert (controller.bytes_per_step, controller.pauses, controller.reason) == (SETTINGS.floor_bytes, 1, why)
+    controller.update(5.0, measured=True)
     assert controller.state is PaceState.RUNNING, "nor is the pause any longer"
 
 
@@ -107,14 +107,18 @@ def test_just_as_slow_as_tolerated_is_fine() -> None:
 
 def test_other_pauses_hold_from_the_next_one_on() -> None:
     controller = running()
-    controller.adopt(PaceSettings(0.1, 1_000, 65_000, 4_000, first_pause_seconds=20.0, longest_pause_seconds=30.0))
+    controller.apply_settings(
+        PaceSettings(0.1, 1_000, 65_000, 4_000, first_pause_seconds=20.0, longest_pause_seconds=30.0)
+    )
     while controller.state is PaceState.RUNNING:
         controller.judge(SLOW, BASE, 0.0)
-    assert controller.why.startswith("paused for 20 s")
-    controller.adopt(PaceSettings(0.1, 1_000, 65_000, 4_000, first_pause_seconds=2.0, longest_pause_seconds=3.0))
-    controller.look(20.0, measured=True)
+    assert controller.reason.startswith("paused for 20 s")
+    controller.apply_settings(
+        PaceSettings(0.1, 1_000, 65_000, 4_000, first_pause_seconds=2.0, longest_pause_seconds=3.0)
+    )
+    controller.update(20.0, measured=True)
     controller.judge(SLOW, BASE, 20.0)
-    assert controller.why.startswith("paused for 3 s")
+    assert controller.reason.startswith("paused for 3 s")
 
 
 @settings(max_examples=60, deadline=None)
@@ -136,14 +140,14 @@ def test_the_pace_stays_between_floor_and_ceiling(events: list[tuple[str, float,
             controller.judge(StepTimes(min(a, b), max(a, b), 9), BASE, now)
         elif name == "look":
             now += a
-            controller.look(now, measured=bool(b))
+            controller.update(now, measured=bool(b))
         elif name == "adopt":
-            controller.adopt(PaceSettings(0.1, int(a), int(b), 100))
+            controller.apply_settings(PaceSettings(0.1, int(a), int(b), 100))
         else:
-            controller.forget()
+            controller.reset()
         bounds = controller.settings
         assert bounds.floor_bytes <= controller.bytes_per_step <= bounds.ceiling_bytes
-        assert controller.why
+        assert controller.reason
 
 
 @settings(max_examples=40, deadline=None)
@@ -153,7 +157,7 @@ def test_it_converges_to_what_training_bears(bearable: int) -> None:
     controller, paces = running(), []
     for turn in range(200):
         if controller.state is PaceState.PAUSED:
-            controller.look(turn * 100.0, measured=True)
+            controller.update(turn * 100.0, measured=True)
         controller.judge(SLOW if controller.bytes_per_step > bearable else FINE, BASE, turn * 100.0)
         paces.append(controller.bytes_per_step)
     late = paces[100:]
@@ -169,7 +173,7 @@ def test_it_recovers_after_a_noisy_time(noise: list[bool]) -> None:
         controller.judge(SLOW if slow else FINE, BASE, now)
         now += 1
     now += SETTINGS.longest_pause_seconds
-    controller.look(now, measured=True)
+    controller.update(now, measured=True)
     for _ in range(SETTINGS.ceiling_bytes // SETTINGS.increase_bytes + 1):
         controller.judge(FINE, BASE, now)
     assert controller.bytes_per_step == SETTINGS.ceiling_bytes

@@ -1,4 +1,4 @@
-"""Deltas on their way from outbox to source: real agents, a real store, one coordinator after another."""
+"""Counted accesses from outbox to source: real agents, a real store, one coordinator after another."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TappedRanks(Ranks):
         return f"tap/a1/{rank}/{self.ranks[rank].agent._side.session}"
 
 
-def test_deltas_of_any_size_arrive_whole_and_are_forgotten_only_after_the_snapshot(daemon):
+def test_payloads_of_any_size_arrive_whole_and_are_forgotten_only_after_the_snapshot(daemon):
     it = daemon()
     with TappedRanks(it.hosted.port) as ranks:
         sizes = (1, 3 * PIECE_BYTES + 5)
@@ -94,7 +94,7 @@ def test_deltas_of_any_size_arrive_whole_and_are_forgotten_only_after_the_snapsh
         assert it.counted[-1] == (ranks.partition(0), 1, b"next")
 
 
-def test_a_daemon_that_dies_before_the_snapshot_is_sent_the_delta_again_and_one_after_it_is_not(daemon):
+def test_a_daemon_that_dies_before_the_snapshot_is_sent_the_payload_again_and_one_after_it_is_not(daemon):
     first = daemon()
     with TappedRanks(first.hosted.port) as ranks:
         zero, one = ranks.outboxes
@@ -128,7 +128,7 @@ def test_training_and_outboxes_do_not_wait_for_a_daemon_that_reads_nothing(daemo
         until(lambda: len(it.counted) == 1)
 
 
-def test_tampered_pieces_are_counted_and_the_delta_comes_whole_in_the_end(daemon, monkeypatch):
+def test_tampered_pieces_are_counted_and_the_payload_comes_whole_in_the_end(daemon, monkeypatch):
     it = daemon()
     broken = [0]
     send = seal_with_bytes
@@ -151,7 +151,7 @@ def test_tampered_pieces_are_counted_and_the_delta_comes_whole_in_the_end(daemon
 
 
 def test_pieces_that_nobody_asked_for_are_never_read(daemon):
-    """Whoever can write to the store without the secret cannot get a delta in."""
+    """A writer to the store without the secret cannot deliver a payload."""
     it = daemon()
     with TappedRanks(it.hosted.port) as ranks:
         until(it.hosted.ready)
@@ -226,7 +226,7 @@ def test_any_changed_byte_of_a_piece_is_refused():
         open_with_bytes(signer, sealed + b"x" * (MAX_MESSAGE_BYTES + 2**20), 2**20)
 
 
-def test_an_outbox_holds_one_delta_and_forgets_only_that():
+def test_an_outbox_holds_one_payload_and_forgets_only_that():
     outbox = TapOutbox()
     assert outbox.put(b"a") == 0
     with pytest.raises(ValueError, match="holds"):

@@ -35,19 +35,19 @@ def rows(*sizes: int) -> np.ndarray:
 def test_without_limits_everything_goes_at_once() -> None:
     throttle = Throttle()
     assert throttle.release(rows(*[1 << 40] * 100), 1 << 60) == 100
-    assert throttle.figures().waits_for is None
+    assert throttle.snapshot().waits_for is None
 
 
 def test_a_step_limit_cuts_the_chunk_and_holds_the_next_until_the_first_is_applied() -> None:
     throttle = Throttle(ThrottleLimits(bytes_per_step=250))
     assert throttle.release(rows(100, 100, 100, 100), 0) == 2
     assert throttle.release(rows(100, 100), 200) == 0
-    assert throttle.figures().waits_for is ThrottleReason.STEP
+    assert throttle.snapshot().waits_for is ThrottleReason.STEP
     assert throttle.release(rows(50, 100), 200) == 0, "what is cut by the limit is not cut further: two rows fit"
     assert throttle.release(rows(50), 200) == 1
     assert throttle.release(rows(100, 100), 0) == 2
-    assert throttle.figures().waits_for is None
-    assert throttle.figures().released_bytes == 450
+    assert throttle.snapshot().waits_for is None
+    assert throttle.snapshot().released_bytes == 450
 
 
 def test_a_row_larger_than_the_limit_goes_by_itself() -> None:
@@ -76,7 +76,7 @@ def test_a_pace_can_only_lower_the_limit_and_a_pause_holds_all() -> None:
     assert throttle.bytes_per_step == 100
     throttle.set_pace(PaceLimit(bytes_per_step=40, paused=True))
     assert throttle.release(rows(0), 0) == 0
-    assert throttle.figures().waits_for is ThrottleReason.PAUSE
+    assert throttle.snapshot().waits_for is ThrottleReason.PAUSE
 
 
 @pytest.mark.parametrize("limits", [{"bytes_per_step": 0}, {"bytes_per_second": 0}, {"bytes_per_second": -5}])
@@ -95,7 +95,7 @@ def test_waiting_is_accounted_by_cause() -> None:
     throttle.release(rows(10), 0)
     clock.now += 0.75
     throttle.idle()
-    waited = throttle.figures().waiting_seconds
+    waited = throttle.snapshot().waiting_seconds
     assert waited == {ThrottleReason.STEP: pytest.approx(0.75), ThrottleReason.SECOND: 0.0, ThrottleReason.PAUSE: 0.0}
 
 
@@ -142,19 +142,19 @@ def test_a_change_of_the_rate_pays_for_what_went_before_and_gives_no_second_burs
     clock = Clock()
     throttle = Throttle(ThrottleLimits(bytes_per_second=1_000), clock)
     assert throttle.release(rows(1_000), 0) == 1, "the burst is spent"
-    throttle.change(ThrottleLimits(bytes_per_second=1_000))
+    throttle.set_limits(ThrottleLimits(bytes_per_second=1_000))
     assert throttle.release(rows(1_000), 0) == 0
     clock.now += 0.5
-    throttle.change(ThrottleLimits(bytes_per_second=10))
+    throttle.set_limits(ThrottleLimits(bytes_per_second=10))
     assert throttle.release(rows(10), 0) == 1, "the half second before the change counts at the old rate"
-    throttle.change(ThrottleLimits(bytes_per_second=1_000))
+    throttle.set_limits(ThrottleLimits(bytes_per_second=1_000))
     assert throttle.release(rows(400), 0) == 0, "what the smaller bucket did not hold is gone"
 
 
 def test_a_rate_where_there_was_none_begins_with_a_full_bucket() -> None:
     throttle = Throttle(ThrottleLimits(), Clock())
     throttle.release(rows(1 << 40), 0)
-    throttle.change(ThrottleLimits(bytes_per_second=1_000))
+    throttle.set_limits(ThrottleLimits(bytes_per_second=1_000))
     assert throttle.release(rows(1_000), 0) == 1
     assert throttle.release(rows(1), 0) == 0
 
@@ -169,7 +169,7 @@ def test_time_without_anything_to_let_go_is_no_waiting_and_a_silence_counts_for_
     throttle.release(rows(10), 10)
     clock.now += 60.0
     throttle.release(rows(10), 0)
-    assert throttle.figures().waiting_seconds[ThrottleReason.STEP] == pytest.approx(0.25 + 1.0)
+    assert throttle.snapshot().waiting_seconds[ThrottleReason.STEP] == pytest.approx(0.25 + 1.0)
 
 
 @dataclass
@@ -224,7 +224,7 @@ def test_no_step_applies_more_than_the_cap_and_all_arrives(
             it.push()
             it.step()
             in_force = caps[turn]
-            it.throttle.change(ThrottleLimits(bytes_per_step=in_force))
+            it.throttle.set_limits(ThrottleLimits(bytes_per_step=in_force))
         it.push()
         if turn in epochs:
             # The ranks hold, and have agreed on, only some of what was pushed.
@@ -269,6 +269,6 @@ def test_a_restarted_daemon_waits_until_the_ranks_have_applied_what_they_had_agr
     it.pusher.submit(Migration("p", lambda p: p.delta_to(target(2, 30)).chunks(60)))
     it.pusher.acknowledge(3, 2)
     assert it.pusher.next_chunk(1) is None, "the third chunk may be applied at the next step: nothing beside it"
-    assert it.throttle.figures().waits_for is ThrottleReason.STEP
+    assert it.throttle.snapshot().waits_for is ThrottleReason.STEP
     it.pusher.acknowledge(3, 3)
     assert it.pusher.next_chunk(1) is not None

@@ -37,7 +37,7 @@ class MeasuredRanks(Ranks):
                 rank.inbox.end_exchange(min(told))
             copied = []
             for rank in self.ranks:
-                taken = rank.inbox.take(1 << 40, lambda delta: 8 * len(delta))
+                taken = rank.inbox.poll_agreed(1 << 40, lambda delta: 8 * len(delta))
                 for version, delta in taken:
                     rank.placement = rank.placement.apply(delta)
                     rank.inbox.applied(version)
@@ -86,14 +86,14 @@ def test_no_rank_copies_more_at_a_step_than_it_may_and_all_copy_the_same(tmp_pat
     with Throttled(tmp_path, ThrottleConfig(bytes_per_step=1_500)) as it, MeasuredRanks(it.coordinator.port) as ranks:
         migration = it.migrate(wanted)
         until(lambda: migration.progress.chunks_applied >= 4, what=ranks.state())
-        it.throttle.change(ThrottleLimits(bytes_per_step=400))
+        it.throttle.set_limits(ThrottleLimits(bytes_per_step=400))
         # What was let go under the first limit is applied before the second holds: perhaps one that is not counted yet.
         pushed = migration.progress.chunks_pushed + 1
         until(lambda: migration.progress.chunks_applied >= pushed)
         changed_at = len(ranks.copied)
         until(lambda: migration.progress.chunks_applied >= pushed + 4)
         until_there = len(ranks.copied)
-        it.throttle.change(ThrottleLimits())
+        it.throttle.set_limits(ThrottleLimits())
         assert migration.wait(20) is MigrationState.COMMITTED, (migration.progress, ranks.state())
         until(lambda: ranks.all_at(wanted))
     assert all(len(set(step)) == 1 for step in ranks.copied), "at every step the same on every rank"
@@ -107,17 +107,17 @@ def test_steps_that_become_slower_slow_the_migration_down(tmp_path: Path) -> Non
     wanted = target(2, 20_000)
     with Throttled(tmp_path, settings) as it, MeasuredRanks(it.coordinator.port, 2e-6) as ranks:
         migration = it.migrate(wanted)
-        until(lambda: it.pacing.figures().slowed >= 2, what=ranks.state())
-        figures = it.pacing.figures()
+        until(lambda: it.pacing.snapshot().slowed >= 2, what=ranks.state())
+        figures = it.pacing.snapshot()
         assert migration.state is MigrationState.PUSHING
         until(lambda: migration.progress.chunks_applied > 0)
         early = max(step[0] for step in ranks.copied)
         halved = len(ranks.copied)
         until(lambda: sum(step[0] > 0 for step in ranks.copied[halved + 50 :]) >= 3, what=str(figures))
         late = max(step[0] for step in ranks.copied[halved + 50 :])
-        assert late < early, (late, early, it.pacing.figures())
+        assert late < early, (late, early, it.pacing.snapshot())
         assert "times the" in figures.why
-        it.pacing.change(ThrottleLimits(), adaptive=False)
+        it.pacing.set_limits(ThrottleLimits(), adaptive=False)
         assert migration.wait(30) is MigrationState.COMMITTED, (migration.progress, ranks.state())
         until(lambda: ranks.all_at(wanted))
     assert all(len(set(step)) == 1 for step in ranks.copied)

@@ -42,7 +42,7 @@ def main(port: int, store_file: str, rank: int, world_size: int, attempt: str, s
         exchange = torch.tensor([inbox.begin_exchange(), over])
         dist.all_reduce(exchange, dist.ReduceOp.MIN)
         inbox.end_exchange(int(exchange[0]))
-        for version, delta in inbox.take(1000, lambda delta: 8 * len(delta)):
+        for version, delta in inbox.poll_agreed(1000, lambda delta: 8 * len(delta)):
             placement = placement.apply(delta)
             history.append([version, hashlib.sha256(delta.keys.tobytes() + delta.new_tiers.tobytes()).hexdigest()])
             inbox.applied(version)

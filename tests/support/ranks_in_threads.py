@@ -121,7 +121,7 @@ class Ranks:
             for rank in self.ranks:
                 rank.inbox.end_exchange(min(told))
             for number, rank in enumerate(self.ranks):
-                for version, delta in rank.inbox.take(4096, lambda delta: 8 * len(delta)):
+                for version, delta in rank.inbox.poll_agreed(4096, lambda delta: 8 * len(delta)):
                     rank.placement = rank.placement.apply(delta)
                     assert rank.placement.version == version
                     self.history[number].append((version, delta.keys.tobytes() + delta.new_tiers.tobytes()))

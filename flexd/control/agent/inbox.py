@@ -7,7 +7,7 @@ them before its next step.
 
 ::
 
-    received ---> prepared ---- end_exchange(min >= version) ----> agreed ---- take() ----> applied
+    received ---> prepared ---- end_exchange(min >= version) ----> agreed -- poll_agreed() --> applied
         |            |
         `------------`---- settle() (epoch ended) ----> dropped
 
@@ -225,7 +225,7 @@ class ChunkInbox:
             self._in_exchange = False
             self._changed.notify_all()
 
-    def take(self, max_bytes: int, bytes_of: Callable[[Delta], int]) -> list[tuple[int, Delta]]:
+    def poll_agreed(self, max_bytes: int, bytes_of: Callable[[Delta], int]) -> list[tuple[int, Delta]]:
         """Agreed chunks not applied yet, in order, up to ``max_bytes`` of row copies (but at least one).
 
         All ranks are given the same chunks at the same step: what is agreed and ``bytes_of`` are equal everywhere.

@@ -227,7 +227,7 @@ class RankConnection:
             busy = time.monotonic() - self._last_command_at < BUSY_SECONDS
             busy |= self._inbox.prepare_next()
             if shipper is not None:
-                busy |= shipper.turn()
+                busy |= shipper.advance()
             if side.stopping.wait(min(side.poll_seconds, BUSY_POLL_SECONDS) if busy else side.poll_seconds):
                 self._send_progress(final=True)
                 return
@@ -308,7 +308,7 @@ class RankConnection:
         pending = self._side.reports.waiting and (final or (due and self._is_read()))
         if not (pending or told != self._last_told or since >= HEARTBEAT_SECONDS):
             return
-        report = self._side.reports.take() if pending else None
+        report = self._side.reports.drain() if pending else None
         try:
             self._push(
                 Progress(
@@ -318,7 +318,7 @@ class RankConnection:
             )  # fmt: skip
         except CHANNEL_ERRORS:
             if report is not None:
-                self._side.reports.put_back(report)
+                self._side.reports.restore(report)
             raise
         self._last_told = told
         if report is not None:

@@ -1,14 +1,13 @@
-"""The ranks' side of shipping counted accesses: offers the outbox's delta, sends it in pieces when asked for.
+"""Sending of counted accesses: offers the outbox's payload, and sends it in pieces on request.
 
 ::
 
-    rank -> daemon   TapOffer (queue): I hold delta s of so many bytes
-    daemon -> rank   TapState (key): send it (a new ``grant``)
+    rank -> daemon   TapOffer (queue): number, bytes and pieces of a payload
+    daemon -> rank   TapState (key): request (a new ``grant``)
     rank -> daemon   TapPiece (keys): the bytes, a piece at a turn
-    daemon -> rank   TapState: a snapshot holds all deltas before ``acknowledged``
+    daemon -> rank   TapState: a snapshot holds all payloads before number ``acknowledged``
 
-Nothing is sent that was not granted, so the daemon's memory is bounded by what it grants; a rank has one delta under
-way.
+Only granted payloads are sent, so the daemon's memory is bounded by what it grants; a rank has one payload under way.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ PIECE_BYTES = 2**20
 
 
 class TapSender:
-    """Of one rank in one epoch; belongs to the agent's thread.
+    """Sends the payloads of one rank in one epoch; belongs to the agent's thread.
 
     Args:
         fence: the fields of ``EpochMessage``.
-        session: of this training process.
+        session: identifies this training process.
         push: sends a message to the daemon's queue; raises a channel error.
     """
 
@@ -61,43 +60,48 @@ class TapSender:
         self._grant = 0
         self._next_piece: int | None = None
 
-    def turn(self) -> bool:
-        """Does what is due, at most one piece; True if there is more to do at once. Raises channel errors."""
-        delta = self._outbox.current()
-        if delta is None:
+    def advance(self) -> bool:
+        """Do what is due, at most one piece; True if there is more to do at once. Raises channel errors."""
+        counts = self._outbox.current()
+        if counts is None:
             return False
-        pieces = max(1, -(-len(delta.payload) // PIECE_BYTES))
-        offer = (delta.sequence, self._outbox.urgent)
+        pieces = max(1, -(-len(counts.payload) // PIECE_BYTES))
+        offer = (counts.sequence, self._outbox.urgent)
         if offer != self._offered:
             self._push(
                 TapOffer(
                     **self._fence, rank=self._rank, sequence=self._next_sequence(), session=self._session,
-                    delta=delta.sequence, bytes=len(delta.payload), pieces=pieces, urgent=self._outbox.urgent,
+                    number=counts.sequence, bytes=len(counts.payload), pieces=pieces, urgent=self._outbox.urgent,
                 )
             )  # fmt: skip
             self._offered = offer
         state = self._state()
         if state is None:
             return False
-        if self._outbox.refuse(state.problem) and state.problem:
+        if self._outbox.set_problem(state.problem) and state.problem:
             logger.warning("rank %d: counted accesses stay here: %s", self._rank, state.problem)
-        if state.acknowledged > delta.sequence:
-            self._outbox.acknowledge(delta.sequence)
+        if state.acknowledged > counts.sequence:
+            self._outbox.acknowledge(counts.sequence)
             self._next_piece = None
             return True
-        # An older state of this epoch, put back by somebody, asks for nothing.
-        if state.grant > self._grant and state.delta == delta.sequence:
+        # A replayed older state of this epoch has no newer grant and requests nothing.
+        if state.grant > self._grant and state.number == counts.sequence:
             self._grant, self._next_piece = state.grant, 0
         if self._next_piece is None or self._next_piece >= pieces:
             return False
-        self._send(delta.sequence, self._next_piece, delta.payload)
+        self._send(counts.sequence, self._next_piece, counts.payload)
         self._next_piece += 1
         return True
 
-    def _send(self, delta: int, piece: int, payload: bytes) -> None:
+    def _send(self, number: int, piece: int, payload: bytes) -> None:
         data = payload[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES]
         header = TapPiece(
-            **self._fence, rank=self._rank, delta=delta, grant=self._grant, piece=piece, sha256=sha256(data).hexdigest()
+            **self._fence,
+            rank=self._rank,
+            number=number,
+            grant=self._grant,
+            piece=piece,
+            sha256=sha256(data).hexdigest(),
         )
         sealed = seal_with_bytes(self._signer, header, data)
         key = Keys.tap_piece(self._fence["epoch"], self._rank, self._grant, piece)

@@ -59,7 +59,7 @@ class JournalledMigration:
     returns_to: int | None = None
 
     @property
-    def undone_at(self) -> int:
+    def rollback_version(self) -> int:
         """The version to go to when it is taken back, or, if it goes back itself, to its end."""
         return self.base_version if self.returns_to is None else self.returns_to
 
@@ -196,7 +196,7 @@ class PlacementJournal:
             newest = self.newest_migration
             kept = sum(len(chunk.delta) for chunk in self._chunks)
             if newest is not None and kept <= _ROLLBACK_ROWS and len(self._chunks) <= _ROLLBACK_CHUNKS:
-                version = min(version, newest.undone_at)
+                version = min(version, newest.rollback_version)
             rows = sum(len(chunk.delta) for chunk in self._chunks if chunk.version <= version)
             if self._segment is not None and rows > max(_COMPACT_ROWS, len(self._base) // 2):
                 later = [chunk for chunk in self._chunks if chunk.version > version]

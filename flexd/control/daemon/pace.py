@@ -95,7 +95,7 @@ class PaceController:
 
     Attributes:
         bytes_per_step: allowed now, while ``RUNNING``.
-        why: of the newest decision, in words.
+        reason: of the newest decision, in words.
         slowed, sped, pauses: decisions by kind since the start.
     """
 
@@ -108,15 +108,15 @@ class PaceController:
         settings = self.settings
         self.state = PaceState.MEASURING
         self.bytes_per_step = max(settings.floor_bytes, settings.ceiling_bytes // 4)
-        self.why = "measuring the steps without a migration"
+        self.reason = "measuring the steps without a migration"
         self._pause_seconds = settings.first_pause_seconds
         self._until_seconds = 0.0
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Other ranks: what was learned of the old ones no longer holds."""
         self._start()
 
-    def adopt(self, settings: PaceSettings) -> None:
+    def apply_settings(self, settings: PaceSettings) -> None:
         """Other settings; the pace goes on, within them."""
         self.settings = settings
         self.bytes_per_step = min(max(self.bytes_per_step, settings.floor_bytes), settings.ceiling_bytes)
@@ -135,25 +135,25 @@ class PaceController:
                 self.sped += 1
             self.bytes_per_step = min(settings.ceiling_bytes, self.bytes_per_step + settings.increase_bytes)
             self._pause_seconds = settings.first_pause_seconds
-            self.why = "steps are as fast as without"
+            self.reason = "steps are as fast as without"
             return
         if self.bytes_per_step > settings.floor_bytes:
             self.slowed += 1
             self.bytes_per_step = max(settings.floor_bytes, self.bytes_per_step // 2)
-            self.why = f"slowed: {hurt}"
+            self.reason = f"slowed: {hurt}"
             return
         self.state = PaceState.PAUSED
         self.pauses += 1
-        self.why = f"paused for {self._pause_seconds:g} s, at the floor already: {hurt}"
+        self.reason = f"paused for {self._pause_seconds:g} s, at the floor already: {hurt}"
         self._until_seconds = now_seconds + self._pause_seconds
         self._pause_seconds = min(2 * self._pause_seconds, self.settings.longest_pause_seconds)
 
-    def look(self, now_seconds: float, *, measured: bool) -> None:
+    def update(self, now_seconds: float, *, measured: bool) -> None:
         """Leaves ``MEASURING`` when there is a baseline, and ``PAUSED`` when the pause is over and has given one."""
         if self.state is PaceState.MEASURING and measured:
-            self.state, self.why = PaceState.RUNNING, "begins"
+            self.state, self.reason = PaceState.RUNNING, "begins"
         elif self.state is PaceState.PAUSED and now_seconds >= self._until_seconds and measured:
-            self.state, self.why = PaceState.RUNNING, "tries again at the floor"
+            self.state, self.reason = PaceState.RUNNING, "tries again at the floor"
 
 
 class StepWindow:

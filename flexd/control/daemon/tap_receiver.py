@@ -82,13 +82,13 @@ class TapReceiver:
         if self._sessions[offer.rank] != offer.session:
             raise StaleMessageError(f"an offer of another process than rank {offer.rank}")
         pieces = max(1, -(-offer.bytes // PIECE_BYTES))
-        if offer.delta < 0 or not 0 < offer.bytes <= MAX_PAYLOAD_BYTES or offer.pieces != pieces:
+        if offer.number < 0 or not 0 < offer.bytes <= MAX_PAYLOAD_BYTES or offer.pieces != pieces:
             raise ControlError(f"rank {offer.rank} offers {offer.bytes} bytes in {offer.pieces} pieces")
         before = self._transfers.pop(offer.rank, None)
         transfer = _Transfer(offer, partition_of(offer.attempt, offer.rank, offer.session))
         if before is not None:
             transfer.sent = before.sent
-            if (before.offer.delta, before.offer.bytes) == (offer.delta, offer.bytes):
+            if (before.offer.number, before.offer.bytes) == (offer.number, offer.bytes):
                 transfer.granted, transfer.pieces = before.granted, before.pieces
         self._transfers[offer.rank] = transfer
 
@@ -102,7 +102,7 @@ class TapReceiver:
         under_way = self._source.queued_bytes + sum(w.offer.bytes for w in self._transfers.values() if w.granted)
         budget = _PIECES_PER_TICK
         for rank, transfer in list(self._transfers.items()):
-            state = self._source.offered(transfer.partition, transfer.offer.delta)
+            state = self._source.offered(transfer.partition, transfer.offer.number)
             if state is DeltaState.DURABLE:
                 del self._transfers[rank]
                 self._write_state(transfer, self._source.durable(transfer.partition), "")
@@ -148,8 +148,8 @@ class TapReceiver:
         if sealed is None:
             return False
         header, data = open_with_bytes(self._store.signer, sealed, PIECE_BYTES)
-        numbers = (header.rank, header.delta, header.grant, header.piece)
-        if numbers != (offer.rank, offer.delta, grant, number):
+        received = (header.rank, header.number, header.grant, header.piece)
+        if received != (offer.rank, offer.number, grant, number):
             raise StaleMessageError(f"a piece of rank {offer.rank} that was not requested")
         if any(getattr(header, name) != value for name, value in self._fence.items()):
             raise StaleMessageError(f"a piece of rank {offer.rank} of another attempt, generation or epoch")
@@ -163,7 +163,7 @@ class TapReceiver:
                 f"{len(payload)} bytes of the {transfer.offer.bytes} that rank {transfer.offer.rank} offered"
             )
         if self._source is not None:
-            self._source.deliver(transfer.partition, transfer.offer.delta, payload)
+            self._source.deliver(transfer.partition, transfer.offer.number, payload)
 
     def _refuse(self, transfer: _Transfer, kind: str) -> None:
         self.refused[kind] += 1
@@ -180,7 +180,7 @@ class TapReceiver:
         state = TapState(
             **self._fence, rank=transfer.offer.rank, session=transfer.offer.session, acknowledged=acknowledged,
             grant=self._grant_of(transfer) if grant is None else grant,
-            delta=transfer.offer.delta, problem=problem,
+            number=transfer.offer.number, problem=problem,
         )  # fmt: skip
         if state != transfer.sent:
             self._store.write_tap_state(state)

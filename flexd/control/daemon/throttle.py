@@ -123,7 +123,7 @@ class Throttle:
         known = [limit for limit in (self._limits.bytes_per_step, self._pace.bytes_per_step) if limit is not None]
         return min(known, default=None)
 
-    def change(self, limits: ThrottleLimits) -> None:
+    def set_limits(self, limits: ThrottleLimits) -> None:
         """Holds from the next chunk on. Tokens are kept, up to what the new bucket holds."""
         with self._lock:
             self._refill()
@@ -159,7 +159,7 @@ class Throttle:
         with self._lock:
             self._account(None)
 
-    def figures(self) -> ThrottleSnapshot:
+    def snapshot(self) -> ThrottleSnapshot:
         with self._lock:
             return ThrottleSnapshot(self._released_bytes, self._released_chunks, dict(self._seconds), self._waits_for)
 

@@ -1,8 +1,8 @@
-"""What travels between daemon and ranks: small signed JSON texts. Nothing is looked into before its signature holds.
+"""The messages between daemon and ranks: small signed JSON texts, parsed only after their signature is verified.
 
 Wire form: 64 hex digits of HMAC-SHA256 over the rest, a newline, then canonical JSON (sorted keys, no spaces) with the
 message's ``kind`` and fields. Freshness is mutual: a rank's hello carries a new nonce, the epoch announcement repeats
-the nonces it is for and adds a new token, and everything said in the epoch carries that token; so nothing recorded
+the nonces it is for and adds a new token, and every message of the epoch carries that token; so nothing recorded
 earlier can be replayed, to either side.
 """
 
@@ -40,8 +40,12 @@ class Message:
 
 @dataclass(frozen=True)
 class DaemonNotice(Message):
-    """Who hosts this store. ``instance`` is new for every start of the daemon; ``term`` is that of its lease, 0 without
-    one. A rank follows the highest term it was told."""
+    """The daemon that hosts this store.
+
+    Attributes:
+        instance: new for every start of the daemon.
+        term: of its lease, 0 without one. A rank follows the highest term it has received.
+    """
 
     kind: ClassVar[str] = "daemon"
     instance: str
@@ -51,14 +55,16 @@ class DaemonNotice(Message):
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """A rank registers; repeated as it stands (``sequence`` counts on) while the rank waits for an epoch.
+    """The registration of a rank; repeated with a higher ``sequence`` while the rank waits for an epoch.
 
     Attributes:
-        session: new for every training process. nonce: new for every registration.
+        session: new for every training process.
+        nonce: new for every registration.
         address: the rank's address as seen on the way to the daemon.
         can_list: the rank can list its placement if the daemon has lost it.
         tables: the first tables of the rank (``table_entries``) if its digest is not the one of the daemon's notice,
-            else empty. table_count: number of all its tables.
+            else empty.
+        table_count: number of all its tables.
     """
 
     kind: ClassVar[str] = "hello"
@@ -108,7 +114,7 @@ class EpochAnnouncement(Message):
 
 @dataclass(frozen=True)
 class EpochMessage(Message):
-    """Base of all that is said inside an epoch: the fence."""
+    """Base of all messages inside an epoch; its fields are the fence."""
 
     attempt: str
     generation: int
@@ -119,7 +125,7 @@ class EpochMessage(Message):
 
 @dataclass(frozen=True)
 class Settled(EpochMessage):
-    """The rank has left the previous epoch and settled its inbox: it takes no chunk before this epoch's first."""
+    """The rank has left the previous epoch and settled its inbox: it accepts no chunk before this epoch's first."""
 
     kind: ClassVar[str] = "settled"
     rank: int
@@ -131,7 +137,7 @@ class Settled(EpochMessage):
 
 @dataclass(frozen=True)
 class Progress(EpochMessage):
-    """The rank is alive and has come this far; with the training steps since the last one, if any."""
+    """The rank is alive, with its agreed and applied version, and a report of the steps since the last one, if any."""
 
     kind: ClassVar[str] = "progress"
     rank: int
@@ -154,7 +160,7 @@ class ChunkRefused(EpochMessage):
 
 @dataclass(frozen=True)
 class Listing(EpochMessage):
-    """Answer to ``ListRequest``: the tensors follow over the group. ``error`` says why not, if so."""
+    """The response to ``ListRequest``: the rows follow over the group, unless ``error`` is set."""
 
     kind: ClassVar[str] = "listing"
     rank: int
@@ -179,7 +185,7 @@ class ChunkHeader(EpochMessage):
 
 @dataclass(frozen=True)
 class ListRequest(EpochMessage):
-    """The daemon has lost the placement of ``version``: ``ranks`` list the rows that they know above HOME."""
+    """The daemon does not have the placement of ``version``: ``ranks`` list the rows that they know above HOME."""
 
     kind: ClassVar[str] = "list"
     command: int
@@ -189,18 +195,19 @@ class ListRequest(EpochMessage):
 
 @dataclass(frozen=True)
 class TapOffer(EpochMessage):
-    """The rank holds a delta of counted accesses (``flexd.core.tap_counts``) and sends it when asked to.
+    """The rank holds a payload of counted accesses (``flexd.core.tap_counts``), which it sends on request.
 
     Attributes:
-        session: of the rank's process, which numbers its deltas (``delta``) from 0.
-        urgent: the rank is about to end: do not wait for the next regular snapshot.
+        session: identifies the rank's process.
+        number: of the payload; a process numbers its payloads from 0.
+        urgent: the rank is about to end: a snapshot is to be written before the next regular one.
     """
 
     kind: ClassVar[str] = "tap_offer"
     rank: int
     sequence: int
     session: str
-    delta: int
+    number: int
     bytes: int
     pieces: int
     urgent: bool
@@ -208,12 +215,12 @@ class TapOffer(EpochMessage):
 
 @dataclass(frozen=True)
 class TapState(EpochMessage):
-    """Where the daemon stands with one rank's deltas.
+    """The daemon's progress with one rank's payloads.
 
     Attributes:
-        acknowledged: a snapshot holds all deltas with a smaller number.
-        grant: counts the requests of this epoch, from 1; the newest asks for ``delta``, from its first piece.
-        problem: why no delta is taken, or empty.
+        acknowledged: a snapshot holds all payloads with a smaller number.
+        grant: counts the requests of this epoch, from 1; the newest requests payload ``number``, from its first piece.
+        problem: the reason why no payload is accepted, or empty.
     """
 
     kind: ClassVar[str] = "tap_state"
@@ -221,17 +228,17 @@ class TapState(EpochMessage):
     session: str
     acknowledged: int
     grant: int
-    delta: int
+    number: int
     problem: str
 
 
 @dataclass(frozen=True)
 class TapPiece(EpochMessage):
-    """Stands before one piece of a granted delta; ``sha256`` of the bytes that follow."""
+    """The header of one piece of a granted payload; ``sha256`` is of the bytes that follow it."""
 
     kind: ClassVar[str] = "tap_piece"
     rank: int
-    delta: int
+    number: int
     grant: int
     piece: int
     sha256: str
@@ -259,7 +266,7 @@ class Signer:
         self._secret = secret
 
     def seal(self, message: Message) -> str:
-        """Raises ControlError if the message is longer than ``MAX_MESSAGE_BYTES``."""
+        """Encode and sign a message. Raises ControlError if it is longer than ``MAX_MESSAGE_BYTES``."""
         body = json.dumps(
             {"kind": message.kind, **_to_json(message)}, sort_keys=True, separators=(",", ":"), allow_nan=False
         )
@@ -269,7 +276,12 @@ class Signer:
         return text
 
     def open(self, data: bytes) -> Message:
-        """Raises AuthenticationError (bad signature) or ControlError (signed, but no message this version knows)."""
+        """Verify and parse a message.
+
+        Raises:
+            AuthenticationError: bad signature.
+            ControlError: signed, but not a message that this version knows.
+        """
         if len(data) > MAX_MESSAGE_BYTES:
             raise ControlError(f"a message of {len(data)} bytes is longer than {MAX_MESSAGE_BYTES}")
         mac, line_break, body = data[:_MAC_HEX], data[_MAC_HEX : _MAC_HEX + 1], data[_MAC_HEX + 1 :]
@@ -281,7 +293,7 @@ class Signer:
         return _from_body(body)
 
     def open_as(self, kind: type[AnyMessage], data: bytes) -> AnyMessage:
-        """As ``open``; also raises ControlError if it is another kind of message."""
+        """Open a message of the given kind. Raises as ``open``, and ControlError if it is of another kind."""
         message = self.open(data)
         if not isinstance(message, kind):
             raise ControlError(f"a {message.kind} message where a {kind.kind} message belongs")
@@ -293,12 +305,12 @@ def _mac(key: bytes, body: bytes) -> bytes:
 
 
 def seal_with_bytes(signer: Signer, header: TapPiece, data: bytes) -> bytes:
-    """The sealed header, a newline, and the bytes whose digest it names. Raises as ``Signer.seal``."""
+    """Return the sealed header, a newline, and the bytes whose digest it names. Raises as ``Signer.seal``."""
     return signer.seal(header).encode() + b"\n" + data
 
 
 def open_with_bytes(signer: Signer, sealed: bytes, max_data_bytes: int) -> tuple[TapPiece, bytes]:
-    """Back from ``seal_with_bytes``; nothing is looked into before signature and digest hold.
+    """Open what ``seal_with_bytes`` made; nothing is parsed before signature and digest are verified.
 
     Raises:
         AuthenticationError: bad signature, or other bytes than the header names.

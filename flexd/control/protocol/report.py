@@ -98,12 +98,12 @@ class PendingReports:
         with self._lock:
             self._pending = fold_reports(self._pending, report)
 
-    def take(self) -> StepReport | None:
+    def drain(self) -> StepReport | None:
         with self._lock:
             pending, self._pending = self._pending, None
         return pending
 
-    def put_back(self, report: StepReport) -> None:
+    def restore(self, report: StepReport) -> None:
         """A report that could not be sent; it is older than any added meanwhile."""
         with self._lock:
             self._pending = report if self._pending is None else fold_reports(report, self._pending)
