@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import platform
 import signal
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -65,7 +67,24 @@ def run(
     checks.check_config(checked, str(config))
     from flexd.daemon import run_daemon
 
-    raise typer.Exit(run_daemon(checked, config))
+    try:
+        code = run_daemon(checked, config)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    _end_process(code)
+
+
+def _end_process(code: int) -> NoReturn:
+    """End without the interpreter's teardown.
+
+    Threads of parts that did not stop in time still hold sketches. Teardown would report these as leaked instances,
+    types and functions of nanobind on stderr (the DataSketches module has no setting for that), and with frozen objects
+    of the garbage collector it would do so even when every thread has ended.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _end_quietly(*_: object) -> None:
