@@ -1,4 +1,4 @@
-"""What the cost model knows of a cluster: for each link and collective, how long a message takes."""
+"""Model of a cluster: for each link and collective the time of a message as a function of its size."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Float64Array = npt.NDArray[np.float64]
 
 
 class Link(StrEnum):
-    """Where bytes travel between two ranks."""
+    """Class of the link between two ranks."""
 
     INTRA_NODE = "intra_node"
     INTER_NODE = "inter_node"
 
 
 class Collective(StrEnum):
-    """The collectives a training step uses. A reduce-scatter is an all-gather backwards and priced as one."""
+    """The collectives a training step uses. A reduce-scatter is priced as an all-gather, its reverse."""
 
     ALL_TO_ALL = "all_to_all"
     ALL_REDUCE = "all_reduce"
@@ -34,10 +34,10 @@ class CollectiveCurve:
     """Time of one collective on one link: ``latency + bytes / bandwidth(bytes)``.
 
     ``bytes`` are those that one rank sends over the link during the collective, so the bandwidth is the *bus bandwidth*
-    of nccl-tests (doc/PERFORMANCE.md there), which compares with the wire whatever the collective.
+    of nccl-tests (doc/PERFORMANCE.md there), which can be compared with the wire for every collective.
 
     Attributes:
-        latency_seconds: of an empty message.
+        latency_seconds: time of an empty message.
         points: (message bytes, bytes per second) by increasing size; between two points the bandwidth is a power of the
             size (a straight line on log-log axes), beyond the ends it is constant.
 
@@ -52,7 +52,7 @@ class CollectiveCurve:
         self.check("curve")
 
     def check(self, where: str) -> None:
-        """Raises TopologyError that names ``where`` and the key at fault."""
+        """Raise TopologyError that names ``where`` and the invalid key."""
         if not (math.isfinite(self.latency_seconds) and self.latency_seconds >= 0):
             raise TopologyError(
                 f"{where}.latency_seconds: {self.latency_seconds!r}", remedy="give a number of seconds, at least 0"
@@ -75,11 +75,11 @@ class CollectiveCurve:
 
     @property
     def is_affine(self) -> bool:
-        """One bandwidth at every size."""
+        """Whether the bandwidth is the same at every size."""
         return len({bandwidth for _, bandwidth in self.points}) == 1
 
     def bandwidth(self, message_bytes: float) -> float:
-        """Bytes per second at this message size."""
+        """Return bytes per second at this message size."""
         sizes, bandwidths = np.array(self.points, dtype=np.float64).T
         at = math.log(max(message_bytes, float(sizes[0])))
         return float(np.exp(np.interp(at, np.log(sizes), np.log(bandwidths))))
@@ -88,16 +88,16 @@ class CollectiveCurve:
         return 1.0 / self.bandwidth(message_bytes)
 
     def seconds(self, message_bytes: float) -> float:
-        """Time of one collective in which each rank sends ``message_bytes`` over the link."""
+        """Return the time of one collective in which each rank sends ``message_bytes`` over the link."""
         return self.latency_seconds + message_bytes / self.bandwidth(message_bytes)
 
 
 @dataclass(frozen=True)
 class LinkModel:
-    """One link class. Collectives on it have one rank's share of the wire.
+    """Model of one class of links. A collective on it has one rank's share of the wire.
 
     Attributes:
-        wire_bytes_per_second: what the hardware moves in one direction, per rank.
+        wire_bytes_per_second: hardware bandwidth in one direction, per rank.
         all_to_all, all_reduce, all_gather: measured curves.
     """
 
@@ -111,7 +111,7 @@ class LinkModel:
         return curve
 
     def bandwidth_only(self) -> LinkModel:
-        """The same link without latencies."""
+        """Return the same link without latencies."""
         return LinkModel(
             self.wire_bytes_per_second,
             all_to_all=replace(self.all_to_all, latency_seconds=0.0),
@@ -130,11 +130,11 @@ class LinkModel:
 
 @dataclass(frozen=True)
 class Exposed:
-    """Share (0-1) of each part of the communication that compute cannot hide, so that a step waits for it.
+    """Share (0-1) of each part of the communication that compute cannot hide and that a step therefore waits for.
 
     Attributes:
-        forward: the forward exchange. Nothing computes before the rows are there: 1, unless rows are fetched ahead.
-        backward: the gradients on their way to the home ranks.
+        forward: the forward exchange: 1, because compute needs the rows, unless rows are fetched ahead.
+        backward: the exchange of gradients to the home ranks.
         sync: the replica synchronisation.
     """
 
@@ -151,17 +151,17 @@ class Exposed:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Bandwidths and latencies of a cluster. How many nodes and ranks there are is ``RankLayout``'s matter.
+    """Bandwidths and latencies of a cluster; ``RankLayout`` has the numbers of nodes and ranks.
 
     Attributes:
-        name: of the file or preset.
-        source: where the figures come from, in words.
-        intra_node: between ranks of one node.
-        inter_node: between ranks of equal local rank (a rail), all rails at work.
-        exposed: what compute cannot hide.
+        name: name of the file or preset.
+        source: origin of the figures, in words.
+        intra_node: links between ranks of one node.
+        inter_node: links between ranks of equal local rank (a rail), with all rails in use.
+        exposed: shares of the communication that compute cannot hide.
 
     Raises:
-        TopologyError: a figure is missing or not possible; the text names its key.
+        TopologyError: a figure is missing or invalid; the text names its key.
     """
 
     name: str
@@ -174,7 +174,7 @@ class Cluster:
         if not self.name:
             raise TopologyError("name: empty", remedy="name the cluster")
         if not self.source.strip():
-            raise TopologyError(f"cluster {self.name!r}: source: empty", remedy="say where the figures come from")
+            raise TopologyError(f"cluster {self.name!r}: source: empty", remedy="state the origin of the figures")
         for link in Link:
             self.link(link).check(f"cluster {self.name!r}: {link}")
         self.exposed.check(f"cluster {self.name!r}: exposed")
@@ -188,17 +188,17 @@ class Cluster:
 
     @property
     def is_affine(self) -> bool:
-        """No bandwidth depends on the message size, so prices are the same for every placement."""
+        """Whether no bandwidth depends on the message size, so that prices are the same for every placement."""
         return all(self.curve(link, collective).is_affine for link in Link for collective in Collective)
 
     def with_exposed(self, exposed: Exposed) -> Cluster:
-        """The same cluster under another runtime, which hides more or less."""
+        """Return the same cluster with other exposed shares."""
         return replace(self, exposed=exposed)
 
     def bandwidth_only(self) -> Cluster:
-        """The same cluster without latencies: for a small rehearsal of a job whose messages are large.
+        """Return the same cluster without latencies, for a small rehearsal of a job whose messages are large.
 
-        Latency is a fixed cost of a step. In a large job it is small beside the bytes; in a rehearsal with thousandths
-        of the bytes it would be all there is.
+        Latency is a fixed cost of a step. It is small beside the time of the bytes in a large job, and would dominate
+        in a rehearsal with thousandths of the bytes.
         """
         return replace(self, intra_node=self.intra_node.bandwidth_only(), inter_node=self.inter_node.bandwidth_only())

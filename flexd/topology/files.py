@@ -1,4 +1,4 @@
-"""Cluster descriptions as YAML: read, write, and the presets that ship with flexd."""
+"""Read and write cluster descriptions as YAML, and load the presets that ship with flexd."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _PRESETS = resources.files("flexd.topology") / "presets"
 
 
 def preset_names() -> list[str]:
-    """Names of the presets, sorted."""
+    """Return the names of the presets, sorted."""
     return sorted(item.name.removesuffix(".yaml") for item in _PRESETS.iterdir() if item.name.endswith(".yaml"))
 
 
 def load_preset(name: str) -> Cluster:
-    """Raises TopologyError if there is no such preset; the text lists those there are."""
+    """Load a preset. Raises TopologyError, which lists the presets, if there is none of this name."""
     names = preset_names()
     if name not in names:
         raise TopologyError(f"no topology preset {name!r}", remedy=f"one of {', '.join(names)}")
@@ -31,7 +31,7 @@ def load_preset(name: str) -> Cluster:
 
 
 def load_cluster(path: Path) -> Cluster:
-    """Reads a topology file. Raises TopologyError that names the file and the key at fault."""
+    """Read a topology file. Raises TopologyError that names the file and the invalid key."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -39,12 +39,12 @@ def load_cluster(path: Path) -> Cluster:
     except (OSError, UnicodeDecodeError) as error:
         raise TopologyError(f"{path}: cannot be read: {error}", remedy="give a readable UTF-8 YAML file") from error
     if len(data) > MAX_FILE_BYTES:
-        raise TopologyError(f"{path}: larger than {MAX_FILE_BYTES} bytes", remedy="this is no topology file")
+        raise TopologyError(f"{path}: larger than {MAX_FILE_BYTES} bytes", remedy="give a topology file")
     return parse_cluster(text, origin=str(path))
 
 
 def write_cluster(cluster: Cluster, path: Path) -> None:
-    """Writes a file that ``load_cluster`` reads back equal. Raises TopologyError if it cannot be written."""
+    """Write a file that ``load_cluster`` reads back as an equal cluster. Raises TopologyError if that fails."""
     try:
         path.write_text(dump_cluster(cluster), encoding="utf-8")
     except OSError as error:
@@ -52,7 +52,7 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
 
 
 def dump_cluster(cluster: Cluster) -> str:
-    """The cluster as YAML text."""
+    """Return the cluster as YAML text."""
     data: dict[str, Any] = {"version": FORMAT_VERSION, "name": cluster.name, "source": cluster.source}
     for link in Link:
         model = cluster.link(link)
@@ -69,11 +69,11 @@ def dump_cluster(cluster: Cluster) -> str:
 
 
 def parse_cluster(text: str, origin: str) -> Cluster:
-    """YAML text to a cluster. Raises TopologyError that starts with ``origin`` and names the key at fault."""
+    """Parse YAML text. Raises TopologyError that starts with ``origin`` and names the invalid key."""
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise TopologyError(f"{origin}: no valid YAML: {error}", remedy="correct the syntax") from error
+        raise TopologyError(f"{origin}: invalid YAML: {error}", remedy="correct the syntax") from error
     top = _mapping(data, origin, {"version", "name", "source", "intra_node", "inter_node", "exposed"}, {"exposed"})
     if top["version"] != FORMAT_VERSION:
         raise TopologyError(f"{origin}: version: {top['version']!r}", remedy=f"this flexd reads {FORMAT_VERSION}")

@@ -1,4 +1,4 @@
-"""From measured times to a curve: latency from the small messages, bandwidth at each size from what is left."""
+"""Fit a curve to measured times: latency from the small messages, then bandwidth at each size from the rest."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from flexd.topology.cluster import CollectiveCurve
 Float64Array = npt.NDArray[np.float64]
 
 _LATENCY_BOUND = 2.0
-"""Messages up to this many times as slow as the smallest one tell the latency."""
+"""Messages that take at most this many times as long as the smallest one determine the latency."""
 _RESOLVED = 0.05
-"""Below this share of the latency the time of the bytes cannot be told from noise."""
+"""Below this share of the latency the time of the bytes cannot be distinguished from noise."""
 _STEP = 1e-5
 """Least relative increase of the bytes' time from one size to the next: keeps curves valid when figures are rounded."""
 _DIGITS = 7
@@ -24,14 +24,14 @@ _LEAST_SECONDS = 1e-9
 
 @dataclass(frozen=True)
 class CollectiveTimes:
-    """How long one collective took on one link.
+    """Measured times of one collective on one link.
 
     Attributes:
-        message_bytes: float64[k], what a rank sends over the link, ascending.
+        message_bytes: float64[k], bytes that a rank sends over the link, ascending.
         seconds: k arrays float64[r], of one collective in each repetition; r may differ from size to size.
 
     Raises:
-        TopologyError: nothing was measured, sizes do not increase, or a time is not above 0.
+        TopologyError: no size was measured, sizes do not increase, or a time is not above 0.
     """
 
     message_bytes: Float64Array
@@ -40,7 +40,7 @@ class CollectiveTimes:
     def __post_init__(self) -> None:
         sizes = self.message_bytes
         if not len(sizes) or len(sizes) != len(self.seconds) or not all(len(times) for times in self.seconds):
-            raise TopologyError("times: nothing was measured at some size", remedy="measure at least one size once")
+            raise TopologyError("times: a size without a measurement", remedy="measure at least one size once")
         if not (np.isfinite(sizes).all() and sizes[0] > 0 and (np.diff(sizes) > 0).all()):
             raise TopologyError("times: message sizes do not increase from above 0", remedy="sort by size")
         times = np.concatenate(self.seconds)
@@ -61,14 +61,14 @@ class CollectiveTimes:
 
 
 def fit_curve(times: CollectiveTimes) -> CollectiveCurve:
-    """The curve through the medians.
+    """Return the curve through the medians.
 
-    - A size that took longer than a larger one was disturbed (nothing makes a collective faster than it is), so it
-      takes the larger one's time.
-    - Latency: where the times of the small messages, up to twice the smallest one's time, meet zero bytes (Theil-Sen:
-      the median of the slopes between all pairs, so that one bad size does not tilt it).
-    - Bandwidth at a size: its bytes over what its time leaves when the latency is taken off. Sizes at which that is
-      too little to be told from noise give no point; the first point's bandwidth counts for them.
+    - A size that took longer than a larger one was disturbed (a disturbance only adds time), so it gets the larger
+      one's time.
+    - Latency: the intercept at zero bytes of the times of the small messages, up to twice the smallest one's time
+      (Theil-Sen: the median of the slopes between all pairs, so that one bad size does not tilt it).
+    - Bandwidth at a size: its bytes over its time without the latency. A size at which that time cannot be
+      distinguished from noise gives no point; the first point's bandwidth applies to it.
     """
     sizes = times.message_bytes
     seconds = np.minimum.accumulate(times.medians[::-1])[::-1]
@@ -88,7 +88,7 @@ def fit_curve(times: CollectiveTimes) -> CollectiveCurve:
 
 
 def _latency(sizes: Float64Array, seconds: Float64Array) -> float:
-    """Seconds of an empty message, between 0 and the smallest message's time."""
+    """Return the seconds of an empty message, between 0 and the smallest message's time."""
     count = max(int(np.searchsorted(seconds, _LATENCY_BOUND * seconds[0], side="right")), min(2, len(sizes)))
     size, time = sizes[:count], seconds[:count]
     if count == 1:
@@ -99,5 +99,5 @@ def _latency(sizes: Float64Array, seconds: Float64Array) -> float:
 
 
 def _rounded(value: float) -> float:
-    """To a number of digits that people can read in a file."""
+    """Round to a number of digits that is readable in a file."""
     return float(f"{value:.{_DIGITS}g}")

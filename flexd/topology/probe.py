@@ -1,4 +1,4 @@
-"""Measures the running job's own links: times of its collectives by message size, as a cluster the planner can use."""
+"""Measure the links of the running job: times of its collectives by message size, as a cluster for the planner."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from flexd.topology.timing import ProbeGroups, make_collective
 Float64Array = npt.NDArray[np.float64]
 
 WARM_UPS = 3
-LEAST_REPEATS = 3
-MOST_REPEATS = 31
+MIN_REPEATS = 3
+MAX_REPEATS = 31
 SAMPLE_SECONDS = 5e-3
-"""Small messages are sent often enough in a row for this long, so that neither clock nor start matter."""
-MOST_IN_A_ROW = 500
+"""Small messages are sent in a row for this long, so that neither clock nor start matter."""
+MAX_IN_A_ROW = 500
 
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """What to measure, and how long. Equal on all ranks.
+    """Sizes and time budget of a probe, equal on all ranks.
 
     Attributes:
-        min_bytes, max_bytes: smallest and largest message, in bytes a rank sends in one collective.
+        min_bytes: smallest message, in bytes that a rank sends in one collective.
+        max_bytes: largest message.
         growth: factor from one size to the next.
-        budget_seconds: about how long all of it may take. Large sizes are left out where it does not suffice.
+        budget_seconds: approximate time of the whole probe; large sizes that do not fit it are skipped.
 
     Raises:
         TopologyError: a value is out of range.
@@ -49,7 +50,8 @@ class ProbeOptions:
     def __post_init__(self) -> None:
         if not 1 <= self.min_bytes <= self.max_bytes <= 2**34:
             raise TopologyError(
-                f"probe: sizes from {self.min_bytes} to {self.max_bytes} bytes", remedy="1 <= least <= largest <= 2**34"
+                f"probe: sizes from {self.min_bytes} to {self.max_bytes} bytes",
+                remedy="1 <= min_bytes <= max_bytes <= 2**34",
             )
         if not 1.1 <= self.growth <= 1024:
             raise TopologyError(f"probe: growth {self.growth!r}", remedy="a factor between 1.1 and 1024")
@@ -60,19 +62,19 @@ class ProbeOptions:
 
     @property
     def sizes(self) -> list[int]:
-        """Message sizes in bytes, log-spaced, the largest included."""
+        """Message sizes in bytes, log-spaced, including the largest."""
         steps = math.ceil(math.log(self.max_bytes / self.min_bytes) / math.log(self.growth) - 1e-9)
         return [*(round(self.min_bytes * self.growth**i) for i in range(steps)), self.max_bytes]
 
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """What was measured, equal on all ranks.
+    """Result of a probe, equal on all ranks.
 
     Attributes:
-        times: by (link, collective), of the links this job has.
-        started_unix_seconds: by rank 0's clock.
-        seconds: how long the measurement took.
+        times: measured times by (link, collective), for the links that this job has.
+        started_unix_seconds: start, by rank 0's clock.
+        seconds: duration of the measurement.
         conditions: backend, world and sizes, in words.
     """
 
@@ -92,15 +94,15 @@ class ProbeReport:
         exposed: Exposed | None = None,
         missing_from: Cluster | None = None,
     ) -> Cluster:
-        """The cluster that plans can be priced on; its ``source`` says how it came about.
+        """Return the cluster for pricing plans; its ``source`` states the conditions of the measurement.
 
         Args:
-            wire_bytes_per_second: per rank and direction, where known. Else the largest bandwidth that a collective
-                reached at its largest size stands for it: what the wire does at least (smaller sizes may run ahead of
-                it in buffers on the way).
-            exposed: shares that compute cannot hide; a probe does not measure them. Default: 1 each.
-            missing_from: where the figures of a link class that this job does not have (one node, or one rank a node)
-                are taken from. Default: the other link's figures; no plan of this layout uses them.
+            wire_bytes_per_second: per rank and direction, where known. Default: the largest bandwidth that a collective
+                reached at its largest size, a lower bound of the wire's (buffers on the way can make smaller sizes
+                look faster than the wire).
+            exposed: shares that compute cannot hide, which a probe does not measure. Default: 1 each.
+            missing_from: source of the figures of a class of links that this job does not have (one node, or one rank a
+                node). Default: the other link's figures; no plan of this layout uses them.
         """
         given, curves, notes = wire_bytes_per_second or {}, self.curves(), []
         links: dict[Link, LinkModel] = {}
@@ -138,14 +140,14 @@ def measure(groups: ProbeGroups, options: ProbeOptions | None = None) -> Cluster
 def probe(
     groups: ProbeGroups, options: ProbeOptions | None = None, clock: Callable[[], float] = time.perf_counter
 ) -> ProbeReport:
-    """Collective over all ranks; every rank gets the same report.
+    """Collective. Measure the links of the job and return the same report on every rank.
 
-    Each link class is measured over the groups it joins alone: the ranks of a node (all nodes at work at once), and the
-    ranks of equal local rank (all of these rails at once), since that is how a training step loads them. How often a
-    size is measured follows from numbers that all ranks have agreed on, so that no rank waits for another that is done.
+    Each class of links is measured over the groups that use it alone: the ranks of a node (all nodes at once), and the
+    ranks of equal local rank (all rails at once), because a training step loads them like that. The number of
+    repetitions follows from values that are equal on all ranks, so that every rank runs the same collectives.
 
     Args:
-        clock: seconds, monotonic.
+        clock: monotonic seconds.
 
     Raises:
         TopologyError: the job has one rank, ranks were given different options, or a rank did not answer in time.
@@ -159,14 +161,14 @@ def probe(
     ]
     if not links:
         raise TopologyError("probe: one rank has no link to measure", remedy="launch at least two ranks")
-    started_unix_seconds = groups.from_first(time.time())
+    started_unix_seconds = groups.from_rank0(time.time())
     started, times = clock(), {}
     wanted = [(link, collective) for link in links for collective in Collective]
     for index, (link, collective) in enumerate(wanted):
-        spent = float(groups.largest(np.array([clock() - started]))[0])
+        spent = float(groups.max_over_ranks(np.array([clock() - started]))[0])
         share = max(options.budget_seconds - spent, 0.0) / (len(wanted) - index)
         times[link, collective] = _measure_one(groups, link, collective, options.sizes, share, clock)
-    seconds = float(groups.largest(np.array([clock() - started]))[0])
+    seconds = float(groups.max_over_ranks(np.array([clock() - started]))[0])
     return ProbeReport(times, started_unix_seconds, seconds, _conditions(groups, options, times))
 
 
@@ -178,33 +180,33 @@ def _measure_one(
     budget_seconds: float,
     clock: Callable[[], float],
 ) -> CollectiveTimes:
-    """One collective on one link: ascending sizes until they or the budget end; the smallest in any case."""
-    group = groups.over(link)
+    """Measure one collective on one link at ascending sizes until the budget ends, the smallest in any case."""
+    group = groups.group_of(link)
     if group is None:
         raise TopologyError(f"probe: rank {groups.rank} has no {link} peers", remedy="use ProbeGroups.create")
     started = clock()
     sent_bytes: list[float] = []
     seconds: list[Float64Array] = []
     for index, size in enumerate(sizes):
-        left = budget_seconds - float(groups.largest(np.array([clock() - started]))[0])
+        left = budget_seconds - float(groups.max_over_ranks(np.array([clock() - started]))[0])
         if seconds:
             expected = float(np.median(seconds[-1])) * size / sent_bytes[-1]
-            if (WARM_UPS + LEAST_REPEATS) * expected > left:
+            if (WARM_UPS + MIN_REPEATS) * expected > left:
                 break
         sent, work = make_collective(collective, size, group, groups.device)
         if sent_bytes and sent <= sent_bytes[-1]:
             continue  # rounded up to the same size
         began = clock()
-        one = float(groups.largest(np.array([groups.seconds(work, 1) for _ in range(WARM_UPS)])).min())
-        # With the barrier before it, which on a slow machine takes longer than a small message.
-        with_barrier = float(groups.largest(np.array([clock() - began]))[0]) / WARM_UPS
-        in_a_row = min(max(math.ceil(SAMPLE_SECONDS / one), 1), MOST_IN_A_ROW)
-        left = budget_seconds - float(groups.largest(np.array([clock() - started]))[0])
+        one = float(groups.max_over_ranks(np.array([groups.seconds(work, 1) for _ in range(WARM_UPS)])).min())
+        # Includes the barrier, which on a slow machine takes longer than a small message.
+        with_barrier = float(groups.max_over_ranks(np.array([clock() - began]))[0]) / WARM_UPS
+        in_a_row = min(max(math.ceil(SAMPLE_SECONDS / one), 1), MAX_IN_A_ROW)
+        left = budget_seconds - float(groups.max_over_ranks(np.array([clock() - started]))[0])
         allotted = left / (len(sizes) - index + 1)
-        repeats = min(max(int(allotted / (one * (in_a_row - 1) + with_barrier)), LEAST_REPEATS), MOST_REPEATS)
+        repeats = min(max(int(allotted / (one * (in_a_row - 1) + with_barrier)), MIN_REPEATS), MAX_REPEATS)
         samples = np.array([groups.seconds(work, in_a_row) for _ in range(repeats)])
-        # A step waits for its slowest rank, so a repetition takes as long as there.
-        seconds.append(groups.largest(samples))
+        # A step waits for its slowest rank, so the slowest rank determines the time.
+        seconds.append(groups.max_over_ranks(samples))
         sent_bytes.append(sent)
     return CollectiveTimes(np.array(sent_bytes), tuple(seconds))
 
@@ -216,9 +218,9 @@ def _conditions(
     repeats = [len(samples) for measured in times.values() for samples in measured.seconds]
     largest = [measured.message_bytes[-1] for measured in times.values()]
     device = "cpu" if groups.device.type == "cpu" else torch.cuda.get_device_name(groups.device)
-    cut = "" if min(largest) >= options.max_bytes else f" (cut to {min(largest):.0f} and more by the budget)"
+    truncated = "" if min(largest) >= options.max_bytes else f" (up to {min(largest):.0f} and more within the budget)"
     return (
         f"{dist.get_backend(groups.world)} on {device}, torch {torch.__version__}, {layout.nodes} nodes x "
-        f"{layout.local_ranks} ranks, {options.min_bytes} to {options.max_bytes} bytes a rank and collective{cut}, "
-        f"{min(repeats)} to {max(repeats)} repetitions; inter_node over rails, all at once"
+        f"{layout.local_ranks} ranks, {options.min_bytes} to {options.max_bytes} bytes a rank and collective{truncated}"
+        f", {min(repeats)} to {max(repeats)} repetitions; inter_node over rails, all at once"
     )

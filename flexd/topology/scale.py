@@ -1,4 +1,4 @@
-"""A cluster scaled down to a rehearsal that moves fewer bytes than the job it stands for."""
+"""Scale a cluster to a rehearsal that moves fewer bytes than the job that it models."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, LinkMod
 
 
 def scale_model(cluster: Cluster, factor: float) -> Cluster:
-    """The same cluster with latencies divided by ``factor``: bytes and latencies keep their ratio.
+    """Return the same cluster with latencies divided by ``factor``, which keeps the ratio of bytes and latencies.
 
     Curves with several points keep their message sizes, so a scale model is exact for one-point curves only.
 
     Raises:
-        TopologyError: the factor is not a number from 1 on.
+        TopologyError: the factor is not a finite number of at least 1.
     """
     if not 1 <= factor < float("inf"):
         raise TopologyError(f"scale {factor!r}", remedy="give a factor of at least 1")

@@ -1,4 +1,4 @@
-"""Runs collectives over given groups and times them, on the CPU or a CUDA device, every wait with a deadline."""
+"""Run and time collectives over given groups, on the CPU or a CUDA device. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True)
 class ProbeGroups:
-    """The groups of one rank that a probe measures over.
+    """The process groups of one rank that a probe measures.
 
     Attributes:
         layout: nodes x local ranks of the job.
-        rank: of this process.
-        world: all ranks, for agreement and barriers.
-        node, rail: ranks of this node; ranks of this local rank. None where that is this rank alone.
-        device: where the collectives work.
-        timeout: no collective waits longer for another rank.
+        rank: rank of this process.
+        world: group of all ranks, for agreement and barriers.
+        node: group of the ranks of this node; None if this rank is the only one.
+        rail: group of the ranks of this local rank; None if this rank is the only one.
+        device: device of the tensors.
+        timeout: longest wait of a collective for another rank.
     """
 
     layout: RankLayout
@@ -47,18 +48,18 @@ class ProbeGroups:
 
     @classmethod
     def create(cls, layout: RankLayout, device: torch.device | str, timeout: timedelta) -> ProbeGroups:
-        """Collective over the default process group, whose backend the new groups have.
+        """Collective over the default process group. Make the groups, with its backend.
 
         Raises:
-            TopologyError: on every rank, if the layouts differ between ranks or are not of this many ranks; or a rank
-                did not answer in time.
+            TopologyError: on every rank, if the layouts differ between ranks or do not fit the world size; or if a
+                rank did not answer in time.
         """
         if not (dist.is_available() and dist.is_initialized()):
             raise TopologyError("no process group to measure over", remedy="call init_process_group first")
         try:
             world = dist.new_group(timeout=timeout)
         except RuntimeError as error:
-            raise _failed("the ranks do not meet", error) from error
+            raise _failed("the ranks do not all join", error) from error
         rank, device = dist.get_rank(), torch.device(device)
         alone = cls(layout, rank, world, None, None, device, timeout)
         alone.check_equal("layout", [layout.nodes, layout.local_ranks])
@@ -72,22 +73,22 @@ class ProbeGroups:
             nodes = [_group(layout.node_ranks(node), timeout) for node in range(layout.nodes)]
             rails = [_group(layout.rail_ranks(local), timeout) for local in range(layout.local_ranks)]
         except RuntimeError as error:
-            raise _failed("the ranks do not meet", error) from error
+            raise _failed("the ranks do not all join", error) from error
         node, rail = nodes[layout.node_of(rank)], rails[layout.local_rank_of(rank)]
         return cls(layout, rank, world, node, rail, device, timeout)
 
     def close(self) -> None:
-        """Drops the groups; the default process group stays."""
+        """Destroy the groups; the default process group stays."""
         for group in (self.node, self.rail, self.world):
             if group is not None:
                 dist.destroy_process_group(group)
 
-    def over(self, link: Link) -> dist.ProcessGroup | None:
-        """The group whose members are joined by this link class alone."""
+    def group_of(self, link: Link) -> dist.ProcessGroup | None:
+        """Return the group whose members communicate over this class of links only."""
         return self.node if link is Link.INTRA_NODE else self.rail
 
     def check_equal(self, what: str, values: list[float]) -> None:
-        """Collective. Raises TopologyError on every rank if not all ranks gave the same numbers."""
+        """Collective. Raise TopologyError on every rank if ranks passed different numbers."""
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)
         size = dist.get_world_size(self.world)
         gathered = mine.new_empty(size * len(values))
@@ -100,51 +101,51 @@ class ProbeGroups:
                 remedy="give all ranks the same, and launch equally many on every node",
             )
 
-    def largest(self, values: Float64Array) -> Float64Array:
-        """Collective. float64[n] of each rank -> the element-wise maximum over all ranks, on every rank."""
+    def max_over_ranks(self, values: Float64Array) -> Float64Array:
+        """Collective. Return the element-wise maximum of float64[n] over all ranks, on every rank."""
         shared = torch.tensor(values, dtype=torch.float64, device=self.device)
         self.run(lambda: dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.world))
         result: Float64Array = shared.cpu().numpy()
         return result
 
-    def from_first(self, value: float) -> float:
-        """Collective. Rank 0's value."""
-        return float(self.largest(np.array([value if self.rank == 0 else -np.inf]))[0])
+    def from_rank0(self, value: float) -> float:
+        """Collective. Return rank 0's value."""
+        return float(self.max_over_ranks(np.array([value if self.rank == 0 else -np.inf]))[0])
 
     def run(self, work: Callable[[], object]) -> None:
-        """Does ``work`` and waits until the device is done. Raises TopologyError past the deadline."""
+        """Run ``work`` and wait until the device is done. Raises TopologyError past the deadline."""
         try:
             work()
             if self.device.type == "cuda":
-                self._wait(self._mark())
+                self._wait(self._record_event())
         except RuntimeError as error:
             raise _failed(f"rank {self.rank}: a collective failed", error) from error
 
     def seconds(self, work: Callable[[], object], times: int) -> float:
-        """Mean seconds of ``work`` over ``times`` in a row, started on all ranks together."""
-        self.largest(np.zeros(1))
+        """Return the mean seconds of ``work`` over ``times`` calls in a row, started on all ranks together."""
+        self.max_over_ranks(np.zeros(1))
         try:
             if self.device.type != "cuda":
                 started = time.perf_counter()
                 for _ in range(times):
                     work()
                 return (time.perf_counter() - started) / times
-            first = self._mark()
+            first = self._record_event()
             for _ in range(times):
                 work()
-            last = self._mark()
+            last = self._record_event()
             self._wait(last)
             return float(first.elapsed_time(last)) / 1e3 / times
         except RuntimeError as error:
             raise _failed(f"rank {self.rank}: a collective failed", error) from error
 
-    def _mark(self) -> torch.cuda.Event:
+    def _record_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def _wait(self, event: torch.cuda.Event) -> None:
-        # synchronize() has no deadline: with a dead peer it would wait for ever.
+        # synchronize() has no deadline and never returns if a peer is dead.
         deadline = time.monotonic() + self.timeout.total_seconds()
         while not event.query():  # type: ignore[no-untyped-call]
             if time.monotonic() > deadline:
@@ -155,13 +156,13 @@ class ProbeGroups:
 def make_collective(
     collective: Collective, message_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[float, Callable[[], None]]:
-    """One collective of about this size -> (bytes a rank sends in it, what does it).
+    """Return the bytes that a rank sends in a collective of about this size, and a function that runs it.
 
     Sizes round up to whole float32 for each peer. An all-reduce of s bytes over g ranks sends 2 s (g-1)/g a rank, an
     all-gather of parts of s bytes (g-1) s (nccl-tests, doc/PERFORMANCE.md: the bus bandwidth).
 
     Raises:
-        TopologyError: there is no memory for it.
+        TopologyError: there is not enough memory.
     """
     try:
         return _make_collective(collective, message_bytes, group, device)
@@ -188,7 +189,7 @@ def _make_collective(
         part = torch.zeros(count, device=device)
         return sent, lambda: _all_gather(received, part, group=group)
     send = torch.zeros(count * size, device=device)
-    splits = [count] * size  # the training's exchange gives splits too: another code path than without
+    splits = [count] * size  # as in the training's exchange: torch has another code path without splits
     return sent, lambda: dist.all_to_all_single(received, send, splits, splits, group=group)
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of the probe's tests run."""
+"""Programs that the ranks of the probe's tests run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = ProbeOptions(min_bytes=256, max_bytes=65_536, growth=16.0, budget_second
 
 
 def measured(rank: int, layout: RankLayout, options: ProbeOptions) -> tuple[Cluster, dict[str, list[float]]]:
-    """The cluster, and message bytes by link and collective."""
+    """Return the cluster, and message bytes by link and collective."""
     groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=30))
     report = probe(groups, options)
     groups.close()
@@ -31,7 +31,7 @@ def measured(rank: int, layout: RankLayout, options: ProbeOptions) -> tuple[Clus
 
 
 def error_of(rank: int, layout: RankLayout, own: dict[int, ProbeOptions]) -> str:
-    """What the probe says where ranks were given these options."""
+    """Return the error of a probe with these options on each rank."""
     try:
         groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=30))
         probe(groups, own.get(rank, SMALL))
@@ -41,7 +41,7 @@ def error_of(rank: int, layout: RankLayout, own: dict[int, ProbeOptions]) -> str
 
 
 def leaves(rank: int, layout: RankLayout, victim: int, hangs: bool, timeout_seconds: float) -> str:
-    """One rank ends, or stops answering, in the middle of a collective between nodes."""
+    """Let one rank exit, or stop responding, in the middle of a collective between nodes."""
     groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=timeout_seconds))
     over, seconds = ProbeGroups.over, ProbeGroups.seconds
     reached = False
@@ -54,7 +54,7 @@ def leaves(rank: int, layout: RankLayout, victim: int, hangs: bool, timeout_seco
     def leave(self: ProbeGroups, work: Any, times: int) -> float:
         if not reached:
             return seconds(self, work, times)
-        self.largest(np.zeros(1))  # the others start
+        self.max_over_ranks(np.zeros(1))  # the others start
         if not hangs:
             os._exit(9)
         time.sleep(300)
@@ -94,7 +94,7 @@ def bytes_sent(rank: int, layout: RankLayout, sizes: list[int]) -> list[tuple[st
         patch.setattr(timing.dist, "all_to_all_single", all_to_all)
         patch.setattr(timing, "_all_gather", all_gather)
         for link in Link:
-            group = groups.over(link)
+            group = groups.group_of(link)
             for collective in Collective if group is not None else ():
                 for size in sizes:
                     assert group is not None

@@ -1,4 +1,4 @@
-"""Curves from times: synthetic ones are found again, disturbed ones stay valid."""
+"""Curves fitted to synthetic and to disturbed times."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def largest_error(found: CollectiveCurve, true: CollectiveCurve, sizes: np.ndarr
 
 
 @given(st.floats(1e-7, 1e-2), st.floats(1e7, 4e11))
-def test_one_bandwidth_is_found_exactly(latency: float, bandwidth: float) -> None:
+def test_a_constant_bandwidth_is_recovered_exactly(latency: float, bandwidth: float) -> None:
     true = CollectiveCurve(latency, ((1e6, bandwidth),))
     found = fit_curve(times_of(seconds_of(true)))
     assert largest_error(found, true, np.geomspace(64, SIZES[-1], 60)) < 0.06
@@ -41,7 +41,7 @@ def test_one_bandwidth_is_found_exactly(latency: float, bandwidth: float) -> Non
 
 
 @given(st.floats(1e-6, 1e-4), st.floats(1e8, 1e9), st.floats(1.0, 30.0), st.floats(1.0, 4.0))
-def test_bandwidth_that_grows_is_found(latency: float, small: float, more: float, most: float) -> None:
+def test_a_growing_bandwidth_is_recovered(latency: float, small: float, more: float, most: float) -> None:
     true = CollectiveCurve(latency, ((SIZES[2], small), (SIZES[5], small * more), (SIZES[8], small * more * most)))
     found = fit_curve(times_of(seconds_of(true)))
     assert largest_error(found, true) < 0.06
@@ -50,7 +50,7 @@ def test_bandwidth_that_grows_is_found(latency: float, small: float, more: float
 
 @given(st.floats(1e-6, 1e-3), st.floats(1e8, 1e11), st.integers(0, 2**31))
 @settings(max_examples=50)
-def test_noise_and_outliers_move_it_little(latency: float, bandwidth: float, seed: int) -> None:
+def test_noise_and_outliers_change_the_fit_little(latency: float, bandwidth: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
     true = CollectiveCurve(latency, ((1e6, bandwidth),))
     samples = []
@@ -62,7 +62,7 @@ def test_noise_and_outliers_move_it_little(latency: float, bandwidth: float, see
     assert largest_error(found, true) < 0.16
 
 
-def test_a_size_that_was_disturbed_as_a_whole_does_no_harm() -> None:
+def test_a_disturbed_size_does_not_change_the_others() -> None:
     true = CollectiveCurve(2e-5, ((1e6, 1e9),))
     seconds = seconds_of(true)
     seconds[3] *= 40
@@ -73,7 +73,7 @@ def test_a_size_that_was_disturbed_as_a_whole_does_no_harm() -> None:
 
 
 @given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=9))
-def test_any_times_make_a_valid_curve(seconds: list[float]) -> None:
+def test_any_positive_times_give_a_valid_curve(seconds: list[float]) -> None:
     found = fit_curve(times_of(np.array(seconds)))
     found.check("curve")
     assert 0 <= found.latency_seconds <= min(seconds) * (1 + 1e-6)
@@ -81,7 +81,7 @@ def test_any_times_make_a_valid_curve(seconds: list[float]) -> None:
     assert all(a <= b * (1 + 1e-12) for a, b in pairwise(grid))
 
 
-def test_one_size_is_latency_and_a_bound() -> None:
+def test_a_single_size_gives_its_latency_and_a_bound() -> None:
     found = fit_curve(times_of(np.array([1e-3])))
     assert found.latency_seconds == pytest.approx(1e-3)
     assert found.seconds(SIZES[0]) == pytest.approx(1e-3, rel=0.06)
@@ -105,6 +105,6 @@ def test_spread_and_medians() -> None:
         ([1.0], [[float("nan")]]),
     ],
 )
-def test_impossible_times(sizes: list[float], seconds: list[list[float]]) -> None:
+def test_invalid_times_are_refused(sizes: list[float], seconds: list[list[float]]) -> None:
     with pytest.raises(TopologyError, match="times:"):
         CollectiveTimes(np.array(sizes), tuple(np.array(part) for part in seconds))

@@ -1,4 +1,4 @@
-"""The probe on real gloo ranks: what it measures, what it writes, and what ends it."""
+"""The probe on real gloo ranks: measurements, files, deadlines and errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def plan_on(cluster: Cluster, layout: RankLayout) -> None:
-    """The planner takes the cluster: a plan with finite, positive cost."""
+    """Make a plan with the cluster and check that its cost is finite and positive."""
     keyspace = KeySpace([TableSpec("item", 1000, 16)])
     share = np.arange(1, 1001) ** -1.1
     share /= share.sum()
@@ -57,7 +57,7 @@ def plan_on(cluster: Cluster, layout: RankLayout) -> None:
     assert 0 < plan.after.exposed_seconds <= plan.before.exposed_seconds * (1 + 1e-12)
 
 
-def test_all_ranks_measure_one_cluster_that_the_planner_takes(pool: RankPool) -> None:
+def test_all_ranks_report_one_cluster_that_prices_a_plan(pool: RankPool) -> None:
     results = pool.run("probe_jobs:measured", LAYOUT, SMALL)
     cluster, sizes = results[0]
     assert all(other == cluster for other, _ in results)
@@ -73,7 +73,7 @@ def test_all_ranks_measure_one_cluster_that_the_planner_takes(pool: RankPool) ->
 
 
 @pytest.mark.parametrize(("layout", "missing"), [(RankLayout(1, 4), "inter_node"), (RankLayout(4, 1), "intra_node")])
-def test_a_link_that_the_job_does_not_have(pool: RankPool, layout: RankLayout, missing: str) -> None:
+def test_a_link_that_the_job_does_not_have_gets_other_figures(pool: RankPool, layout: RankLayout, missing: str) -> None:
     options = ProbeOptions(min_bytes=1024, max_bytes=1024, budget_seconds=0.01)
     cluster, sizes = pool.run("probe_jobs:measured", layout, options)[0]
     assert not any(name.startswith(missing) for name in sizes)
@@ -82,14 +82,14 @@ def test_a_link_that_the_job_does_not_have(pool: RankPool, layout: RankLayout, m
     plan_on(cluster, layout)
 
 
-def test_the_budget_cuts_sizes_but_leaves_one(pool: RankPool) -> None:
+def test_a_small_budget_measures_only_the_smallest_size(pool: RankPool) -> None:
     options = ProbeOptions(min_bytes=64, max_bytes=2**22, growth=4.0, budget_seconds=1e-6)
     cluster, sizes = pool.run("probe_jobs:measured", LAYOUT, options)[0]
     assert all(len(measured) == 1 for measured in sizes.values())
-    assert "cut to" in cluster.source
+    assert "within the budget" in cluster.source
 
 
-def test_bytes_stated_are_the_bytes_sent(pool: RankPool) -> None:
+def test_stated_bytes_equal_the_sent_bytes(pool: RankPool) -> None:
     for layout in (LAYOUT, RankLayout(1, 4)):
         for rows in pool.run("probe_jobs:bytes_sent", layout, [1, 1000, 4099, 65_536]):
             assert rows
@@ -98,19 +98,19 @@ def test_bytes_stated_are_the_bytes_sent(pool: RankPool) -> None:
                 assert wanted <= stated <= wanted + 4 * 2 * layout.world_size, name
 
 
-def test_ranks_with_other_options_are_named_on_every_rank(pool: RankPool) -> None:
+def test_different_options_are_refused_on_every_rank_by_name(pool: RankPool) -> None:
     other = ProbeOptions(max_bytes=1024)
     texts = pool.run("probe_jobs:error_of", LAYOUT, {2: other})
     assert all("probe options of rank 2" in text for text in texts)
 
 
-def test_a_layout_of_another_size(pool: RankPool) -> None:
+def test_a_layout_of_another_world_size_is_refused(pool: RankPool) -> None:
     texts = pool.run("probe_jobs:error_of", RankLayout(3, 2), {})
     assert all("the process group has 4 ranks" in text for text in texts)
 
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["dies", "hangs"])
-def test_a_rank_that_leaves_ends_the_probe_within_the_deadline(hangs: bool) -> None:
+def test_a_missing_rank_fails_the_probe_within_the_deadline(hangs: bool) -> None:
     pool = RankPool(4)
     try:
         for pipe in pool._pipes:
@@ -138,7 +138,7 @@ def test_a_rank_that_leaves_ends_the_probe_within_the_deadline(hangs: bool) -> N
         {"budget_seconds": float("nan")},
     ],
 )
-def test_wrong_options(wrong: dict[str, float]) -> None:
+def test_invalid_options_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(TopologyError, match="probe:"):
         ProbeOptions(**wrong)  # type: ignore[arg-type]
 
@@ -162,7 +162,7 @@ def report(links: tuple[Link, ...] = tuple(Link)) -> ProbeReport:
     return ProbeReport(times, 0.0, 1.0, "made up")
 
 
-def test_what_is_given_goes_into_the_cluster_and_its_source() -> None:
+def test_given_figures_enter_the_cluster_and_its_source() -> None:
     cluster = report().cluster(
         "mine", wire_bytes_per_second={Link.INTER_NODE: 25e9}, exposed=Exposed(1.0, 0.5, 0.0)
     )  # fmt: skip
@@ -185,7 +185,7 @@ def test_a_missing_link_is_taken_from_another_cluster() -> None:
 
 
 def launch(folder: Path, ranks: int, *options: str) -> list[subprocess.Popen[str]]:
-    """``flexd probe`` as torchrun starts it: one process a rank, told by the environment."""
+    """Run ``flexd probe`` as torchrun starts it: one process a rank, configured by the environment."""
     port = str(free_ports(1)[0])
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
     shared |= {"LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -223,7 +223,7 @@ def test_the_command_writes_a_file_that_loads(tmp_path: Path) -> None:
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """``flexd probe`` in this process, which is no rank of a job -> what it prints as its error."""
+    """Run ``flexd probe`` in this process, which is no rank of a job, and return its error output."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -252,19 +252,19 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         (["--out", "c.yaml", "--max-bytes", "10"], "least <= largest"),
     ],
 )
-def test_wrong_arguments_end_before_anything_is_measured(
+def test_invalid_arguments_fail_before_measuring(
     tmp_path: Path, command: Callable[..., str], options: list[str], message: str
 ) -> None:
     assert message in command(*options)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_is_not_there_is_said_before_measuring(command: Callable[..., str]) -> None:
+def test_a_missing_folder_fails_before_measuring(command: Callable[..., str]) -> None:
     job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     assert "cannot be written" in command("--out", "no/c.yaml", **job)
 
 
-def test_ranks_that_never_come_end_it_at_the_deadline(command: Callable[..., str]) -> None:
+def test_ranks_that_never_join_fail_it_at_the_deadline(command: Callable[..., str]) -> None:
     job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
     said = command("--out", "c.yaml", "--timeout-seconds", "1", "--backend", "gloo", **job, LOCAL_WORLD_SIZE="1")
     assert "no process group" in said
