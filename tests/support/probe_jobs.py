@@ -43,13 +43,13 @@ def error_of(rank: int, layout: RankLayout, own: dict[int, ProbeOptions]) -> str
 def leaves(rank: int, layout: RankLayout, victim: int, hangs: bool, timeout_seconds: float) -> str:
     """Let one rank exit, or stop responding, in the middle of a collective between nodes."""
     groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=timeout_seconds))
-    over, seconds = ProbeGroups.over, ProbeGroups.seconds
+    group_of, seconds = ProbeGroups.group_of, ProbeGroups.seconds
     reached = False
 
     def watched(self: ProbeGroups, link: Link) -> Any:
         nonlocal reached
         reached = link is Link.INTER_NODE
-        return over(self, link)
+        return group_of(self, link)
 
     def leave(self: ProbeGroups, work: Any, times: int) -> float:
         if not reached:
@@ -61,7 +61,7 @@ def leaves(rank: int, layout: RankLayout, victim: int, hangs: bool, timeout_seco
         return 0.0
 
     if rank == victim:
-        ProbeGroups.over, ProbeGroups.seconds = watched, leave  # type: ignore[method-assign]
+        ProbeGroups.group_of, ProbeGroups.seconds = watched, leave  # type: ignore[method-assign]
     try:
         probe(groups, SMALL)
     except TopologyError as error:
