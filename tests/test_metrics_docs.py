@@ -1,4 +1,4 @@
-"""docs/metrics.md says what the collectors say, and the page of a daemon has nothing else."""
+"""docs/metrics.md has the families of the API's models, and the page of a daemon has no others."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 import gen_metrics_docs
 from prometheus_client.parser import text_string_to_metric_families
 
-from flexd.server.figures import DaemonFigures
 from flexd.server.metrics import Metrics
+from tests.support.fake_daemon import FakeDaemon
 
 
 def test_the_page_is_up_to_date():
@@ -19,7 +19,7 @@ def test_the_page_is_up_to_date():
 
 def test_every_family_of_a_daemon_is_documented_with_its_labels():
     text = gen_metrics_docs.render()
-    page, _ = Metrics(lambda: DaemonFigures(job="j", version="1", started_unix_seconds=0.0)).render()
+    page, _ = Metrics(FakeDaemon()).render()
     for family in text_string_to_metric_families(page.decode()):
         if family.name.startswith("flexd_"):
             assert re.search(rf"^\| `{family.name}", text, re.MULTILINE), family.name

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from flexd.api.base import CommandRequest, Model
 from flexd.api.migration import MigrationReport
+
+if TYPE_CHECKING:
+    from flexd.operations.executions import RollbackPlan
 
 
 class AbortRequest(CommandRequest):
@@ -68,3 +71,13 @@ class AbortPreview(Model):
 def abort_status(result: AbortResult) -> int:
     """The HTTP status it is answered with: 202 while something goes on."""
     return 202 if result.outcome in ("accepted", "timed_out") else 200
+
+
+def rollback_preview(rollback_plan: RollbackPlan) -> RollbackPreview:
+    """Return what a rollback would move."""
+    delta = rollback_plan.delta
+    promotions = int((delta.new_tiers > delta.old_tiers).sum())
+    return RollbackPreview(
+        to_version=rollback_plan.to_version, promotions=promotions, demotions=len(delta) - promotions,
+        bytes=rollback_plan.bytes_to_copy,
+    )  # fmt: skip

@@ -35,7 +35,7 @@ class Model(BaseModel):
     model_config = ConfigDict(defer_build=True, frozen=True, extra="ignore", use_attribute_docstrings=True)
 
     @classmethod
-    def from_object(cls, source: object, **fields: Any) -> Self:
+    def from_object(cls, source: object, /, **fields: Any) -> Self:
         """Build the model from the attributes of ``source`` that are fields by name; ``fields`` take precedence."""
         names = (name for name in cls.model_fields if name not in fields and hasattr(source, name))
         return cls(**{name: getattr(source, name) for name in names}, **fields)

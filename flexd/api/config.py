@@ -1,32 +1,39 @@
-"""The running configuration, as the admin API tells it."""
+"""The running configuration and its file."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
 
 from flexd.api.base import FiniteOrNone, Model
+from flexd.api.families import counters, gauge
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 
 class KeyChange(Model):
     """A key whose value in the file differs from what runs; secrets are replaced."""
 
     key: str
-    """Its path."""
+    """Path of the key."""
     before: Any = None
-    """What runs, or ran until the reload."""
+    """The running value, or the one before the reload."""
     after: Any = None
-    """What the file says."""
+    """The value in the file."""
     needs_restart: bool = False
     """Whether a reload leaves it as it is."""
 
 
 class ReloadReport(Model):
-    """What became of a changed file, or would become of it."""
+    """The result of reading the configuration file again, or the preview of one."""
 
     file: str
-    """That was read again."""
+    """The file that was read."""
     dry_run: bool = False
-    """Whether nothing was taken from it: the rest is then what a reload would come to."""
+    """Whether this is a preview that changed nothing."""
     applied: tuple[str, ...] = ()
     """Key paths that differ from what ran, and are in effect now."""
     pending: tuple[str, ...] = ()
@@ -39,21 +46,26 @@ class ConfigStatus(Model):
     """The file that the daemon runs on."""
 
     file: str | None = None
-    """Null for a daemon that was made without one."""
+    """Path of the file; null for a daemon without one."""
     read_unix_seconds: FiniteOrNone = None
-    """When it was last read and taken."""
+    """When it was last read and applied."""
     pending: tuple[str, ...] = ()
     """Key paths in which it differs from what runs, until a restart."""
-    rejected: int = 0
-    """Reloads that were refused since the daemon started."""
+    reloads: dict[str, int] = Field(default_factory=dict)
+    """Reloads since the daemon started, by outcome: ``applied``, ``unchanged``, ``rejected``."""
     problem: str | None = None
-    """Why the newest reload was refused, if it was."""
+    """Reason why the newest reload was rejected; null if it was not."""
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of the configuration."""
+        yield counters("flexd_config_reloads", "Reloads by outcome.", "outcome", self.reloads)
+        yield gauge("flexd_config_pending_keys", "Changed keys that need a restart.", len(self.pending))
 
 
 class ConfigReport(Model):
-    """What the daemon runs with."""
+    """The effective configuration."""
 
     version: str
-    """Of flexd: another version may know other keys."""
+    """Version of flexd: another version may know other keys."""
     config: dict[str, Any]
     """The effective configuration, defaults included; secrets are replaced."""

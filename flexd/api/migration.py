@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
 
 from flexd.api.base import FiniteOrNone, Model, Share
+from flexd.api.families import counter, counters, gauge, with_zeros
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+    from flexd.control.daemon.journal import JournalledMigration
+    from flexd.operations.executions import Execution, Executions
+    from flexd.operations.history.history import HistorySnapshot
+    from flexd.operations.history.records import ActionRecord, MigrationRecord, TransitionRecord
 
 MAX_LISTED = 1000
 MigrationStateName = Literal[
     "PENDING", "PUSHING", "APPLYING", "COMMITTED", "ABORTING", "ABORTED", "SUPERSEDED", "FAILED"
 ]
+
+FINAL_STATES: tuple[MigrationStateName, ...] = ("COMMITTED", "ABORTED", "SUPERSEDED", "FAILED")
 
 
 class MigrationStep(Model):
@@ -31,13 +46,13 @@ class MigrationReport(Model):
     parent_plan_id: str | None = None
     """The plan that the placement before it came from."""
     trigger: str | None = None
-    """What led to it: ``interval``, ``drift``, ``topology`` or ``manual``."""
+    """Its trigger: ``interval``, ``drift``, ``topology`` or ``manual``."""
     who: str = ""
-    """Who or what asked for it."""
+    """The person or program that requested it."""
     reason: str = ""
-    """Why, in their words."""
+    """The reason given."""
     state: MigrationStateName
-    """Where it stands."""
+    """Its state."""
     progress: Share = 0.0
     """Share of its rows that every rank has applied."""
     steps: tuple[MigrationStep, ...] = ()
@@ -51,7 +66,7 @@ class MigrationReport(Model):
     chunks: int = 0
     """Chunks it is pushed in."""
     chunks_pushed: int = 0
-    """Of which pushed."""
+    """Chunks pushed."""
     chunks_applied: int = 0
     """Of which applied by every rank."""
     bytes: int = 0
@@ -65,7 +80,7 @@ class MigrationReport(Model):
     started_unix_seconds: FiniteOrNone = None
     """When it was started."""
     problem: str | None = None
-    """Why it failed or is held up."""
+    """Reason why it failed or is held up."""
 
 
 class MigrationEntry(Model):
@@ -78,19 +93,19 @@ class MigrationEntry(Model):
     parent_plan_id: str | None = None
     """The plan that the placement before it came from."""
     trigger: str | None = None
-    """What led to it: ``interval``, ``drift``, ``topology`` or ``manual``."""
+    """Its trigger: ``interval``, ``drift``, ``topology`` or ``manual``."""
     who: str = ""
-    """Who or what asked for it."""
+    """The person or program that requested it."""
     reason: str = ""
-    """Why, in their words."""
+    """The reason given."""
     state: MigrationStateName
-    """Where it stands, or how it ended."""
+    """Its state."""
     problem: str | None = None
-    """Why it ended early."""
+    """Reason why it ended early."""
     rows: int = 0
-    """Rows that it was to move; 0 if it never started."""
+    """Rows of its delta; 0 if it never started."""
     rows_pushed: int = 0
-    """Of which sent to the ranks."""
+    """Rows sent to the ranks."""
     rows_applied: int = 0
     """Of which applied by every rank."""
     chunks_pushed: int = 0
@@ -106,15 +121,15 @@ class MigrationEntry(Model):
     last_version: int = 0
     """Highest placement version that it pushed; 0 if none."""
     created_unix_seconds: FiniteOrNone = None
-    """When it was asked for."""
+    """When it was requested."""
     started_unix_seconds: FiniteOrNone = None
     """When its first chunk was made."""
     ended_unix_seconds: FiniteOrNone = None
     """When it ended."""
     seconds: FiniteOrNone = None
-    """From being asked for to its end."""
+    """From the request to its end."""
     settled: bool = False
-    """Whether nothing of it is on its way any more, so that rows and bytes are final."""
+    """Whether no chunk of it is in flight any more, so that rows and bytes are final."""
 
 
 class TransitionReport(Model):
@@ -125,49 +140,194 @@ class TransitionReport(Model):
     unix_seconds: FiniteOrNone = None
     """When."""
     event: str | None = None
-    """What happened; null for the submission."""
+    """The event; null for the submission."""
     before: MigrationStateName | None = None
     """State before; null for the submission."""
     after: MigrationStateName
     """State after."""
     reason: str = ""
-    """Why, if that is known."""
+    """Reason, if that is known."""
     rows_pushed: int = 0
-    """Sent to the ranks by then."""
+    """Rows sent to the ranks by then."""
     rows_applied: int = 0
-    """Applied by every rank by then."""
+    """Rows applied by every rank by then."""
     version: int = 0
     """Highest placement version that it had pushed by then; 0 before its first chunk."""
 
 
 class MigrationDetail(MigrationEntry):
-    """One migration of the history, with everything that it went through."""
+    """One migration of the history with all its transitions."""
 
     transitions: tuple[TransitionReport, ...] = ()
     """In order; of very many the first and the newest are kept."""
 
 
 class ActionEntry(Model):
-    """Something else that was asked of the daemon."""
+    """Another command that the daemon carried out."""
 
     unix_seconds: FiniteOrNone = None
     """When."""
     kind: str
     """``pause``, ``resume``, ``throttle``, ``reload``, or ``override`` of gates that were closed."""
     who: str = ""
-    """Who asked for it."""
+    """The person or program that gave it."""
     reason: str = ""
-    """Why, in their words."""
+    """The reason given."""
     detail: str = ""
-    """What it came to."""
+    """Its result."""
 
 
 class MigrationList(Model):
-    """The newest first, of each."""
+    """Migrations and other commands, newest first."""
 
     migrations: tuple[MigrationEntry, ...] = ()
-    """At most as many as were asked for."""
+    """At most as many as requested."""
     actions: tuple[ActionEntry, ...] = ()
-    """What else was asked for, at most as many; none if migrations in one state were asked for."""
+    """Other commands, at most as many; none if migrations in one state were requested."""
     problem: str | None = None
-    """Why the newest are not in the history's file yet, if so."""
+    """Reason why the newest are not in the history's file yet; null if they are."""
+
+
+class HistoryStatus(Model):
+    """The file of the history of migrations; counters run since the daemon started."""
+
+    entries: int = 0
+    """Entries written."""
+    lost: int = 0
+    """Entries dropped unwritten."""
+    failures: int = 0
+    """Writes that failed, and are tried again."""
+    quarantined: int = 0
+    """Files that were not usable and were quarantined."""
+
+
+class MigrationCounts(Model):
+    """All migrations since the daemon started."""
+
+    ended: dict[str, int] = Field(default_factory=dict)
+    """Migrations ended, by final state: ``committed``, ``superseded``, ``aborted``, ``failed``."""
+    rows: int = 0
+    """Rows whose tier changed on every rank."""
+    bytes: int = 0
+    """Row values and optimizer state copied."""
+    chunks: int = 0
+    """Chunks applied by every rank."""
+    illegal_transitions: int = 0
+    """Transitions that the state table refused: a fault of flexd."""
+    history: HistoryStatus = HistoryStatus()
+    """The file of the history."""
+
+    def metrics(self, newest: MigrationReport | None) -> Iterator[Metric]:
+        """Yield the metric families of migrations.
+
+        Args:
+            newest: the migration in flight, or the newest one.
+        """
+        running = newest if newest is not None and newest.state not in FINAL_STATES else None
+        yield counters("flexd_migrations", "Migrations ended, by final state.", "state", self.ended)
+        yield counter("flexd_migration_rows", "Rows whose tier changed on every rank.", self.rows)
+        yield counter("flexd_migration_bytes", "Row values and optimizer state copied.", self.bytes)
+        yield counter("flexd_migration_chunks", "Chunks applied by every rank.", self.chunks)
+        yield gauge(
+            "flexd_migration_progress_ratio", "Of the migration in flight, 0-1; NaN if none is.",
+            None if running is None else running.progress,
+        )  # fmt: skip
+        yield gauge(
+            "flexd_migration_eta_seconds", "Until the migration in flight is applied; NaN if unknown.",
+            None if newest is None else newest.eta_seconds,
+        )  # fmt: skip
+        yield counter(
+            "flexd_migration_illegal_transitions", "Transitions that the state table refused: a fault of flexd.",
+            self.illegal_transitions,
+        )  # fmt: skip
+        history = self.history
+        yield counter("flexd_history_entries", "Entries written to the history of migrations.", history.entries)
+        yield counter("flexd_history_lost_entries", "Entries of the history that were dropped unwritten.", history.lost)
+        yield counter(
+            "flexd_history_failures", "Writes of the history that failed, and are tried again.", history.failures
+        )
+        yield counter(
+            "flexd_history_quarantined", "History files that were not usable and were quarantined.", history.quarantined
+        )
+
+
+def migration_report(execution: Execution) -> MigrationReport:
+    """Return a migration that this daemon has started."""
+    from flexd.operations.history.records import MigrationRecord
+
+    plan, migration = execution.plan, execution.migration
+    progress = migration.progress
+    record = MigrationRecord.of(migration, settled=False)
+    # Until it starts, only its plan knows the number of rows.
+    planned = replace(record, rows=record.rows or (0 if plan is None else len(plan.delta)))
+    return ended_report(planned).model_copy(
+        update={
+            "progress": 1.0 if record.state == "COMMITTED" else _share(planned),
+            "steps": tuple(MigrationStep.from_object(step) for step in progress.steps),
+            "eta_seconds": progress.eta_seconds,
+            "bytes": progress.bytes_to_copy or (0 if plan is None else plan.migration_bytes),
+        }
+    )
+
+
+def ended_report(record: MigrationRecord) -> MigrationReport:
+    """Return a migration as its record describes it: nothing more is known of one of an earlier daemon."""
+    return MigrationReport.from_object(
+        record,
+        **_null_if_empty(record, "parent_plan_id", "trigger", "problem"),
+        progress=_share(record),
+        chunks=record.chunks_pushed,
+        bytes_applied=record.copied_bytes,
+        started_unix_seconds=record.created_unix_seconds,
+    )
+
+
+def interrupted_report(migration: JournalledMigration) -> MigrationReport:
+    """Return a migration of an earlier daemon that the history has lost."""
+    from flexd.operations.history.store import ENDED_UNSEEN
+
+    return MigrationReport(
+        migration_id=migration.migration_id, plan_id=migration.plan_id, state="FAILED",
+        base_version=migration.base_version, problem=ENDED_UNSEEN,
+    )  # fmt: skip
+
+
+def migration_entry(record: MigrationRecord) -> MigrationEntry:
+    """Return a migration of the history."""
+    return MigrationEntry.from_object(record, **_entry_fields(record))
+
+
+def migration_detail(record: MigrationRecord, transitions: Sequence[TransitionRecord]) -> MigrationDetail:
+    """Return a migration of the history with its transitions."""
+    shown = tuple(TransitionReport.from_object(each, **_null_if_empty(each, "event", "before")) for each in transitions)
+    return MigrationDetail.from_object(record, **_entry_fields(record), transitions=shown)
+
+
+def action_entry(record: ActionRecord) -> ActionEntry:
+    """Return another command of the history."""
+    return ActionEntry.from_object(record)
+
+
+def migration_counts(executions: Executions, illegal_transitions: int, history: HistorySnapshot) -> MigrationCounts:
+    """Return the counters of all migrations since the daemon started."""
+    from flexd.control.daemon.migration_states import FINAL_STATES as ENDED
+
+    return MigrationCounts(
+        ended=with_zeros(sorted(state.value for state in ENDED), executions.migrations),
+        **executions.migrated,
+        illegal_transitions=illegal_transitions,
+        history=HistoryStatus.from_object(history),
+    )
+
+
+def _entry_fields(record: MigrationRecord) -> dict[str, Any]:
+    unknown = ("parent_plan_id", "trigger", "problem", "started_unix_seconds", "ended_unix_seconds")
+    return {**_null_if_empty(record, *unknown), "bytes": record.copied_bytes, "seconds": record.seconds}
+
+
+def _null_if_empty(record: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) or None for name in names}
+
+
+def _share(record: MigrationRecord) -> float:
+    return min(1.0, record.rows_applied / record.rows) if record.rows else 0.0

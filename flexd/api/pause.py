@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 from flexd.api.base import CommandRequest, Model, Reason
+from flexd.api.families import counter
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 
 class PauseRequest(CommandRequest):
@@ -21,3 +28,22 @@ class PauseState(Model):
     """What the pause was asked for."""
     changed: bool = True
     """False if it was so already."""
+
+
+class DecisionsStatus(Model):
+    """The file of the operators' decisions, which outlive the daemon; counters run since it started."""
+
+    failures: int = 0
+    """Writes that failed, and are tried again."""
+    quarantined: int = 0
+    """Files that were not usable and were quarantined."""
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of the file."""
+        yield counter(
+            "flexd_decisions_failures", "Writes of decisions.json that failed, and are tried again.", self.failures
+        )
+        yield counter(
+            "flexd_decisions_quarantined", "Files of decisions that were not usable and were quarantined.",
+            self.quarantined,
+        )  # fmt: skip

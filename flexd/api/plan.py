@@ -1,14 +1,24 @@
-"""A plan as the admin API shows it: the planner's summary, typed."""
+"""A plan: its changes, its cost, and the reasons."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from flexd.api.base import FiniteOrNone, Model, RowsByTier, TierName
-from flexd.api.planning import GateReport, TriggerName
+from flexd.api.families import gauge, gauges
+from flexd.api.placement import rows_above_home
+from flexd.api.planning import GateReport, TriggerName, gate_report
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+    from flexd.core.placement import Placement
+    from flexd.operations.proposals import Proposal
+    from flexd.planner.plan import Plan
 
 LinkName = Literal["intra_node", "inter_node"]
 
@@ -195,10 +205,42 @@ class PlanReport(Model):
     """What replication wins here, and what it does not."""
 
     @classmethod
-    def from_summary(cls, summary: Mapping[str, Any], rows_before: Mapping[str, int]) -> PlanReport:
-        """The planner's ``Plan.summary()``, with the live placement's rows by tier beside it."""
+    def from_summary(cls, summary: Mapping[str, Any], rows_before: Mapping[Any, int]) -> PlanReport:
+        """Build the report from ``Plan.summary()`` and the live placement's rows by tier."""
         return cls.model_validate({**summary, "rows_before": dict(rows_before)})
 
     @property
     def changed_rows(self) -> int:
         return self.promotions + self.demotions
+
+
+def plan_metrics(newest: PlanReport | None) -> Iterator[Metric]:
+    """Yield the metric families of the newest plan."""
+    before = None if newest is None else newest.before.exposed_seconds
+    after = None if newest is None else newest.after.exposed_seconds
+    yield gauges(
+        "flexd_plan_predicted_step_communication_seconds",
+        "Communication of one step as the newest plan prices it, before and after.",
+        "placement",
+        {"before": before, "after": after},
+    )
+    yield gauge(
+        "flexd_plan_predicted_saving_ratio",
+        "Of a step's communication, by the newest plan, 0-1; NaN before the first.",
+        1 - after / before if before and after is not None else None,
+    )
+    created = None if newest is None else newest.created_unix_seconds
+    yield gauge("flexd_plan_age_seconds", "Since the newest plan.", None if created is None else time.time() - created)
+
+
+def plan_report(plan: Plan, live: Placement) -> PlanReport:
+    """Return a plan against the placement that it starts from."""
+    return PlanReport.from_summary(plan.summary(), rows_above_home(live))
+
+
+def proposal_report(proposal: Proposal) -> PlanReport:
+    """Return a kept plan with its trigger and the gates of its profile."""
+    trigger, gates = proposal.trigger, tuple(gate_report(gate) for gate in proposal.gates)
+    return plan_report(proposal.plan, proposal.live).model_copy(
+        update={"trigger": trigger.kind.value, "who": trigger.who, "gates": gates}
+    )

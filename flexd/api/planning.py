@@ -1,48 +1,59 @@
-"""When the daemon plans, what it waits for, and what it proposes, as the admin API tells it."""
+"""When the daemon plans, what it waits for, and the plans that it keeps for ``flexd apply``."""
 
 from __future__ import annotations
 
-from typing import Literal
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from flexd.api.base import FiniteOrNone, Model
+from flexd.api.families import counters, gauge, gauges, summary, with_zeros
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+    from flexd.operations.autoplan import AutoPlanner
+    from flexd.operations.gates import Gate
+    from flexd.operations.planning import Planning
+    from flexd.operations.proposals import Proposal
 
 TriggerName = Literal["interval", "drift", "topology", "manual"]
 
 
 class GateReport(Model):
-    """One thing that must be known well enough before a plan is made."""
+    """One measure that must be good enough before a plan is made."""
 
     gate: str
     """``samples``, ``coverage``, ``window``, ``lag`` or ``sketch_error``."""
     key: str
-    """Of the configuration."""
+    """Key of the configuration."""
     measured: FiniteOrNone = None
-    """Accesses, share, seconds, messages or share."""
+    """Accesses, share, seconds, messages or share, by the gate."""
     required: FiniteOrNone = None
     """The bound."""
     at_most: bool = False
     """Whether it is an upper bound."""
     open: bool = True
-    """Whether a plan may be made, as far as this gate is concerned."""
+    """Whether this gate allows a plan."""
     words: str = ""
-    """What is wrong, if it is closed."""
+    """The fault, if the gate is closed."""
 
 
 class ProposalReport(Model):
     """A plan that is kept for ``flexd apply``."""
 
     plan_id: str
-    """What ``flexd apply`` takes."""
+    """Argument of ``flexd apply``."""
     created_unix_seconds: FiniteOrNone = None
     """When it was made."""
     trigger: TriggerName = "manual"
-    """What it was made for."""
+    """Its trigger."""
     reason: str = ""
-    """The same in words."""
+    """The trigger in words."""
     dry_run: bool = False
-    """Somebody asked to see it; otherwise the daemon proposes it."""
+    """Whether it was requested as a dry run; otherwise the daemon proposes it."""
     promotions: int = 0
     """Rows that get more copies."""
     demotions: int = 0
@@ -50,11 +61,11 @@ class ProposalReport(Model):
     migration_bytes: int = 0
     """Row values and optimizer state that it would copy."""
     saved_seconds: FiniteOrNone = None
-    """Of a step's exposed communication, by its model."""
+    """Predicted saving of a step's exposed communication."""
     closed_gates: tuple[str, ...] = ()
-    """It is carried out with ``--force`` only."""
+    """Gates that only ``--force`` overrides."""
     outdated: str | None = None
-    """Why it cannot be carried out any more, if so."""
+    """Reason why it cannot be carried out any more; null if it can."""
 
 
 class ProposalList(Model):
@@ -65,12 +76,12 @@ class ProposalList(Model):
 
 
 class PlanningStatus(Model):
-    """When the daemon plans by itself, and what holds it back."""
+    """When the daemon plans by itself, and what holds it back; counters run since the daemon started."""
 
     auto: bool = True
     """Whether plans are carried out; otherwise they are proposed only."""
     held: str | None = None
-    """Why the daemon starts no migration by itself now, if so."""
+    """Reason why the daemon starts no migration by itself now; null if it does."""
     window_open: bool = True
     """Whether the maintenance windows allow it now."""
     window_changes_unix_seconds: FiniteOrNone = None
@@ -78,10 +89,89 @@ class PlanningStatus(Model):
     waiting_for_window: str | None = None
     """The trigger that fires when the window opens."""
     refused: str | None = None
-    """Why the newest try made no plan, if it did not."""
+    """Reason why the newest attempt made no plan; null if it did."""
     gates: tuple[GateReport, ...] = ()
-    """Of the newest profile; empty before the first."""
+    """Gates of the newest profile; empty before the first."""
+    gates_overridden: dict[str, int] = Field(default_factory=dict)
+    """Plans carried out with a closed gate, by gate."""
     triggers: dict[TriggerName, int] = Field(default_factory=dict)
-    """Plans asked for since the daemon started, by what asked."""
+    """Plans requested, by trigger."""
+    plans: dict[str, int] = Field(default_factory=dict)
+    """Plans requested, by outcome: ``changed``, ``unchanged``, ``refused``."""
+    planning_seconds: float = 0.0
+    """Wall time of all planning."""
     proposals: tuple[ProposalReport, ...] = ()
     """Kept plans, newest first."""
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of planning."""
+        yield counters("flexd_plans", "Plans requested, by outcome.", "outcome", self.plans)
+        yield summary(
+            "flexd_plan_duration_seconds", "Wall time of planning.", sum(self.plans.values()), self.planning_seconds
+        )
+        yield gauge("flexd_planner_auto", "1 if plans of the daemon's own are carried out, 0 if proposed.", self.auto)
+        yield gauge("flexd_maintenance_window_open", "1 while automatic migrations may start.", self.window_open)
+        yield counters("flexd_plan_triggers", "Plans requested, by trigger.", "trigger", _by_name(self.triggers))
+        yield gauge("flexd_plan_proposals", "Plans that are kept for flexd apply.", len(self.proposals))
+        for name, text, values in (
+            ("open", "1 if the gate allows a plan.", {gate.gate: float(gate.open) for gate in self.gates}),
+            ("measured", "Measure of the gate in the newest profile.", {g.gate: g.measured for g in self.gates}),
+            ("required", "The configured bound.", {gate.gate: gate.required for gate in self.gates}),
+        ):
+            yield gauges(f"flexd_plan_gate_{name}", text, "gate", values)
+        yield counters(
+            "flexd_plan_gates_overridden", "Plans carried out with a closed gate, by gate.", "gate",
+            self.gates_overridden,
+        )  # fmt: skip
+
+
+def _by_name(counts: dict[TriggerName, int]) -> dict[str, float]:
+    return {str(name): count for name, count in counts.items()}
+
+
+def gate_report(gate: Gate) -> GateReport:
+    """Return a gate as measured on a profile."""
+    return GateReport.from_object(gate, gate=gate.name, words="" if gate.open else gate.problem)
+
+
+def proposal_list(planning: Planning) -> ProposalList:
+    """Return the kept plans, newest first."""
+    kept = reversed(planning.proposals.all())
+    return ProposalList(proposals=tuple(_proposal_report(each, planning.outdated(each)) for each in kept))
+
+
+def planning_status(planning: Planning, auto: AutoPlanner) -> PlanningStatus:
+    """Return when the daemon plans, and what holds it back."""
+    from flexd.operations.gates import GATE_NAMES
+    from flexd.operations.planning import PLAN_OUTCOMES
+    from flexd.operations.triggers import TriggerKind
+
+    triggers, now = auto.triggers, time.time()
+    settings, waiting = triggers.settings, triggers.waiting_for_window
+    return PlanningStatus(
+        auto=settings.auto,
+        held=triggers.held(now) or None,
+        window_open=settings.calendar.is_open(now),
+        window_changes_unix_seconds=settings.calendar.next_change(now),
+        waiting_for_window=None if waiting is None else waiting.reason,
+        refused=auto.refusal or None,
+        gates=tuple(gate_report(gate) for gate in planning.last_gates),
+        gates_overridden=with_zeros(GATE_NAMES, planning.overridden),
+        triggers={kind.value: triggers.fired[kind] for kind in TriggerKind},
+        plans=with_zeros(PLAN_OUTCOMES, planning.outcomes),
+        planning_seconds=planning.seconds,
+        proposals=proposal_list(planning).proposals,
+    )
+
+
+def _proposal_report(proposal: Proposal, outdated: str) -> ProposalReport:
+    plan = proposal.plan
+    return ProposalReport.from_object(
+        plan,
+        trigger=proposal.trigger.kind.value,
+        reason=proposal.trigger.reason,
+        dry_run=proposal.dry_run,
+        saved_seconds=plan.before.exposed_seconds - plan.after.exposed_seconds,
+        closed_gates=tuple(gate.name for gate in proposal.closed_gates),
+        outdated=outdated or None,
+    )

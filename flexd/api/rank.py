@@ -1,41 +1,117 @@
-"""The ranks one by one, a page at a time, as the admin API tells them."""
+"""The training ranks: one by one, a page at a time, and together."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
 from flexd.api.base import FiniteOrNone, Model
+from flexd.api.families import counter, counters, gauge, gauges
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+    from flexd.control.daemon.coordinator_types import ControlStatus, LiveTopology
+    from flexd.core.layout import RankLayout
+    from flexd.operations.training_monitor import RankAverages
+
+
+class RefusedRankStatus(Model):
+    """A rank whose registration was refused."""
+
+    attempt: str
+    """Its job attempt."""
+    rank: int
+    """Its rank."""
+    reason: str
+    """What differs between it and the daemon."""
+
+
+class TopologyStatus(Model):
+    """The training ranks that have registered, and the control channel to them; counters run since the daemon
+    started."""
+
+    generation: int = 0
+    """Counts the changes of the live ranks."""
+    attempt: str | None = None
+    """The job attempt of the live ranks."""
+    nodes: int = 0
+    """Nodes of the training job."""
+    local_ranks: int = 0
+    """Ranks in each node."""
+    ready: bool = False
+    """Whether every rank is there and plans can be pushed."""
+    missing_ranks: tuple[int, ...] = ()
+    """Ranks of the newest attempt that are not here; when none is here, all of the last attempt that was complete."""
+    refused_ranks: tuple[RefusedRankStatus, ...] = ()
+    """Ranks that the daemon refused in the last seconds, newest first."""
+    cluster: str | None = None
+    """Name of the cluster description that prices plans."""
+    problem: str | None = None
+    """Reason why the ranks cannot be driven; null if they can."""
+    ranks: int = 0
+    """Ranks that the newest attempt has."""
+    ranks_ready: int = 0
+    """Ranks of it that have joined the control channel."""
+    epochs: int = 0
+    """Epochs of the control channel begun."""
+    refused_messages: dict[str, int] = Field(default_factory=dict)
+    """Control messages refused, by kind."""
+    refused_chunks: int = 0
+    """Chunks that a rank refused whole."""
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.local_ranks
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of the control channel."""
+        yield counter("flexd_control_epochs", "Epochs of the control channel begun.", self.epochs)
+        yield gauge("flexd_control_topology_generation", "Changes of the live ranks.", self.generation)
+        yield gauge("flexd_control_ranks", "Ranks that the live attempt has.", self.ranks)
+        yield gauge(
+            "flexd_control_ranks_ready", "Ranks of the live attempt that joined the control channel.", self.ranks_ready
+        )
+        yield counters(
+            "flexd_control_refused_messages", "Control messages refused, by kind.", "kind", self.refused_messages
+        )
+        yield counter("flexd_control_refused_chunks", "Chunks that a rank refused whole.", self.refused_chunks)
 
 
 class RankReport(Model):
     """One rank. Averages are over about its newest 50 steps; null until it has reported."""
 
     rank: int
-    """In the job."""
+    """Number of the rank in the job."""
     node: int
-    """That it is in."""
+    """Its node."""
     local_rank: int
-    """In its node."""
+    """Its number in the node."""
     placement_version: int | None = None
-    """As it reported last."""
+    """Placement version in its newest report."""
     behind: int | None = None
     """Placement versions that the daemon is ahead of it."""
     step: int | None = None
-    """The newest it reported."""
-    heard_seconds_ago: FiniteOrNone = None
+    """The newest step it reported."""
+    report_age_seconds: FiniteOrNone = None
     """Since its newest report."""
     step_seconds: FiniteOrNone = None
     """Wall time of a step."""
     accesses_per_step: FiniteOrNone = None
     """Look-ups of a step."""
     replica_share: FiniteOrNone = None
-    """Of its look-ups that rows above HOME answered, 0-1."""
+    """Share of its look-ups that rows above HOME served, 0-1."""
     intra_node_bytes_per_step: FiniteOrNone = None
-    """Sent inside the node in a step, of all kinds."""
+    """Bytes of all kinds sent inside the node in a step."""
     inter_node_bytes_per_step: FiniteOrNone = None
-    """Sent to other nodes in a step, of all kinds."""
+    """Bytes of all kinds sent to other nodes in a step."""
 
 
 class RankPage(Model):
-    """Some of the ranks, and what they are together."""
+    """Some of the ranks, and the job that they make up."""
 
     generation: int = 0
     """Counts the changes of the live ranks."""
@@ -48,18 +124,106 @@ class RankPage(Model):
     ready: bool = False
     """Whether every rank is there and plans can be pushed."""
     problem: str | None = None
-    """Why not, if not."""
+    """Reason why they are not ready; null if they are."""
     replica_slots: tuple[int, ...] = ()
-    """For each dim-group, what every rank has."""
+    """Replica slots of every rank, for each dim-group."""
     cluster: str = ""
     """Name of the cluster description that prices plans."""
     placement_version: int = 0
-    """That every rank has agreed on."""
+    """The version that every rank has agreed on."""
     imbalance: FiniteOrNone = None
     """Bytes that the busiest rank sends in a step, over the mean of those that have reported."""
     total: int = 0
-    """Ranks that there are."""
+    """Number of all ranks."""
     offset: int = 0
     """The first rank of the page."""
     ranks: tuple[RankReport, ...] = ()
-    """The entries."""
+    """The ranks of the page."""
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of the ranks on the page that have reported."""
+        ranks = [rank for rank in self.ranks if rank.step is not None]
+        yield gauges(
+            "flexd_rank_placement_version", "Placement version in the newest report of each rank.", "rank",
+            {str(rank.rank): rank.placement_version for rank in ranks},
+        )  # fmt: skip
+        for name, text, values in (
+            ("step_seconds", "Wall time of a step.", {str(rank.rank): rank.step_seconds for rank in ranks}),
+            (
+                "inter_node_bytes",
+                "Sent to other nodes in a step.",
+                {str(rank.rank): rank.inter_node_bytes_per_step for rank in ranks},
+            ),
+            (
+                "replica_hit_ratio",
+                "Look-ups that rows above HOME served, 0-1.",
+                {str(rank.rank): rank.replica_share for rank in ranks},
+            ),
+        ):
+            yield gauges(f"flexd_rank_{name}", f"Of each rank, over its newest steps. {text}", "rank", values)
+
+
+def topology_status(live: LiveTopology | None, control: ControlStatus, cluster: str) -> TopologyStatus:
+    """Return the ranks that have registered and the state of the control channel."""
+    return TopologyStatus.from_object(
+        control,
+        refused_ranks=tuple(RefusedRankStatus.from_object(each) for each in control.refused_ranks),
+        attempt=control.attempt or None,
+        nodes=live.layout.nodes if live else 0,
+        local_ranks=live.layout.local_ranks if live else 0,
+        ready=live is not None and live.ready,
+        cluster=cluster,
+        problem=control.reason or None,
+    )
+
+
+def rank_page(
+    live: LiveTopology | None,
+    reported: dict[int, RankAverages],
+    placement_version: int,
+    cluster: str,
+    offset: int,
+    limit: int,
+) -> RankPage:
+    """Return at most ``limit`` ranks from ``offset`` on.
+
+    Args:
+        reported: averages of the ranks that have reported.
+    """
+    if live is None:
+        return RankPage(problem="no rank is registered", cluster=cluster, placement_version=placement_version)
+    layout = live.layout
+    sent = [rank.intra_bytes + rank.inter_bytes for rank in reported.values()]
+    mean = sum(sent) / len(sent) if sent else 0.0
+    return RankPage.from_object(
+        live,
+        nodes=layout.nodes,
+        local_ranks=layout.local_ranks,
+        problem=live.reason or None,
+        cluster=cluster,
+        placement_version=placement_version,
+        imbalance=max(sent) / mean if mean > 0 else None,
+        total=layout.world_size,
+        offset=offset,
+        ranks=tuple(
+            _rank(rank, layout, reported.get(rank), placement_version)
+            for rank in range(offset, min(offset + limit, layout.world_size))
+        ),
+    )
+
+
+def _rank(rank: int, layout: RankLayout, known: RankAverages | None, placement_version: int) -> RankReport:
+    node, local_rank = layout.node_of(rank), layout.local_rank_of(rank)
+    if known is None:
+        return RankReport(rank=rank, node=node, local_rank=local_rank)
+    return RankReport.from_object(
+        known,
+        rank=rank,
+        node=node,
+        local_rank=local_rank,
+        placement_version=known.version,
+        behind=max(0, placement_version - known.version),
+        report_age_seconds=time.monotonic() - known.heard_at,
+        intra_node_bytes_per_step=known.intra_bytes,
+        inter_node_bytes_per_step=known.inter_bytes,
+    )

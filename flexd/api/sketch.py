@@ -1,10 +1,19 @@
-"""What the daemon remembers of the stream, as the admin API tells it."""
+"""The counters of the stream, and the profile that the planner reads from them."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Literal
 
 from flexd.api.base import FiniteOrNone, Model
+from flexd.api.families import gauge, gauges
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+    from flexd.sketch.budget import TableChoice
+    from flexd.sketch.node_sources import TableSources
+    from flexd.sketch.profile import Profile
 
 SketchKind = Literal["dense", "logarithmic", "count_min"]
 
@@ -25,7 +34,7 @@ class TableSketchStatus(Model):
     relative_error: FiniteOrNone = None
     """Relative standard error of one row's estimate by logarithmic counters; 0 for the other kinds."""
     counter_bits: int = 0
-    """Of each row's logarithmic counter; 0 for the other kinds."""
+    """Bits of each row's logarithmic counter; 0 for the other kinds."""
     width: int = 0
     """Counters in each of a count-min's rows of counters; 0 for the other kinds."""
     hot_rows: int = 0
@@ -41,7 +50,7 @@ class TableSketchStatus(Model):
 
 
 class ProfileStatus(Model):
-    """What the planner would read now."""
+    """The newest profile."""
 
     generation: int = 0
     """Counts the profiles made; goes on over restarts."""
@@ -56,7 +65,7 @@ class ProfileStatus(Model):
 
 
 class SketchStatus(Model):
-    """What the daemon remembers of the stream."""
+    """All counters."""
 
     bytes: int = 0
     """Memory of all counters."""
@@ -64,3 +73,75 @@ class SketchStatus(Model):
     """One entry a table, in the configured order."""
     profile: ProfileStatus = ProfileStatus()
     """The newest profile."""
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of the counters and the profile."""
+        for name, text, values in (
+            ("flexd_sketch_bytes", "Memory of the counter of each table.", {t.table: t.bytes for t in self.tables}),
+            (
+                "flexd_sketch_error_bound_ratio",
+                "Largest over-estimate as a share of the table's accesses; 0 for other kinds.",
+                {t.table: t.error_bound for t in self.tables},
+            ),
+            (
+                "flexd_sketch_width",
+                "Counters in each row of counters of a table's count-min; 0 for other kinds.",
+                {t.table: t.width for t in self.tables},
+            ),
+            (
+                "flexd_sketch_relative_error_ratio",
+                "Relative standard error of one row's estimate by logarithmic counters; 0 for other kinds.",
+                {t.table: t.relative_error for t in self.tables},
+            ),
+            (
+                "flexd_sketch_counter_bits",
+                "Bits of one row's logarithmic counter; 0 for other kinds.",
+                {t.table: t.counter_bits for t in self.tables},
+            ),
+            (
+                "flexd_table_affinity",
+                "Excess over chance of two accesses of a row coming from one node: 0 none, 1 always; an unbiased "
+                "estimate, so noise can make it negative; NaN if unknown.",
+                {t.table: t.affinity for t in self.tables},
+            ),
+            (
+                "flexd_table_affinity_error",
+                "Standard error of the affinity.",
+                {t.table: t.affinity_error for t in self.tables},
+            ),
+        ):
+            yield gauges(name, text, "table", values)
+        profile = self.profile
+        yield gauge("flexd_profile_age_seconds", "Since the newest profile.", profile.age_seconds)
+        yield gauge("flexd_profile_coverage_ratio", "Accesses the newest profile explains, 0-1.", profile.coverage)
+        yield gauge("flexd_profile_samples", "Accesses behind the newest profile.", profile.samples)
+        yield gauge("flexd_profile_generation", "Profiles made; goes on over restarts.", profile.generation)
+
+
+def sketch_status(choices: Iterable[TableChoice], profile: Profile | None, profile_age_seconds: float) -> SketchStatus:
+    """Return the counters in memory and the newest profile.
+
+    Args:
+        choices: how each table is counted.
+        profile: the newest; None before the first, and on a follower.
+    """
+    tables = () if profile is None else profile.tables
+    sources = {table.table: table.sources for table in tables if table.sources is not None}
+    counters = tuple(_table(choice, sources.get(choice.table)) for choice in choices)
+    shown = ProfileStatus()
+    if profile is not None:
+        # The table that is known least decides; NaN if none was accessed.
+        coverage = min((table.coverage for table in profile.tables if table.weight > 0), default=None)
+        shown = ProfileStatus.from_object(profile, coverage=coverage, age_seconds=profile_age_seconds)
+    return SketchStatus(bytes=sum(table.bytes for table in counters), tables=counters, profile=shown)
+
+
+def _table(choice: TableChoice, sources: TableSources | None) -> TableSketchStatus:
+    return TableSketchStatus.from_object(
+        choice,
+        error_bound=choice.error_share,
+        error_probability=choice.failure_probability,
+        width=1 << choice.log2_width if choice.kind == "count_min" else 0,
+        affinity=None if sources is None else sources.affinity,
+        affinity_error=None if sources is None else sources.affinity_error,
+    )

@@ -1,109 +1,45 @@
-"""The daemon on one screen: what ``GET /v1/status`` answers."""
+"""The daemon on one screen: the response of ``GET /v1/status``."""
 
 from __future__ import annotations
 
-from pydantic import Field
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from flexd.api.base import FiniteOrNone, Model, RowsByTier
+from flexd.api.base import Model
 from flexd.api.config import ConfigStatus
-from flexd.api.drift import DriftStatus
-from flexd.api.leadership import AvailabilityStatus
-from flexd.api.migration import MigrationReport
-from flexd.api.plan import PlanReport
-from flexd.api.planning import PlanningStatus
-from flexd.api.scale_out import ScaleOutStatus
-from flexd.api.sketch import SketchStatus
-from flexd.api.throttle import ThrottleStatus
+from flexd.api.drift import DriftStatus, drift_status
+from flexd.api.families import counter, gauge, info
+from flexd.api.leadership import LeadershipStatus
+from flexd.api.migration import MigrationCounts, MigrationReport, migration_counts, migration_report
+from flexd.api.pause import DecisionsStatus
+from flexd.api.placement import PlacementStatus, placement_status
+from flexd.api.plan import PlanReport, plan_metrics, plan_report
+from flexd.api.planning import PlanningStatus, planning_status
+from flexd.api.rank import TopologyStatus, topology_status
+from flexd.api.scale_out import Leader, ScaleOutStatus, leader_status
+from flexd.api.sketch import SketchStatus, sketch_status
+from flexd.api.snapshot import SnapshotStatus, snapshot_status
+from flexd.api.stream import StreamStatus, stream_status
+from flexd.api.throttle import ThrottleStatus, throttle_status
+from flexd.api.training import TrainingStatus, training_status
 
+if TYPE_CHECKING:
+    from pathlib import Path
 
-class StreamStatus(Model):
-    """The access stream as it is read now."""
+    from prometheus_client.core import Metric
 
-    source: str
-    """Kind of the source: ``file_log``, ``kafka``, ``synthetic`` or ``tap``."""
-    lag_messages: int = 0
-    """Messages in the stream that are not read yet."""
-    messages_per_second: FiniteOrNone = None
-    """Recent rate."""
-    accesses_per_second: FiniteOrNone = None
-    """Recent rate."""
-    messages: int = 0
-    """Messages read since the daemon started."""
-    accesses: int = 0
-    """Accesses counted since the daemon started."""
-    rejected_messages: dict[str, int] = Field(default_factory=dict)
-    """Messages not counted, by reason."""
-    rejected_accesses: dict[str, int] = Field(default_factory=dict)
-    """Accesses not counted inside good messages, by reason."""
-    adjusted_accesses: dict[str, int] = Field(default_factory=dict)
-    """Accesses counted by rule: ``late`` (older than ``sketch.late_after_seconds``, at their own time),
-    ``future_clamped`` (dated too far ahead, as of the newest event)."""
-    newest_event_unix_seconds: FiniteOrNone = None
-    """Newest event time seen."""
-    problem: str | None = None
-    """Why the source cannot be read at the moment, if so."""
-
-
-class RefusedRankStatus(Model):
-    """A rank whose registration was refused."""
-
-    attempt: str
-    """Its job attempt."""
-    rank: int
-    """Its rank."""
-    reason: str
-    """What differs between it and the daemon."""
-
-
-class TopologyStatus(Model):
-    """The training ranks that have said hello."""
-
-    generation: int = 0
-    """Counts the changes of the live ranks."""
-    attempt: str | None = None
-    """The job attempt of the live ranks."""
-    nodes: int = 0
-    """Nodes of the training job."""
-    local_ranks: int = 0
-    """Ranks in each node."""
-    ready: bool = False
-    """Whether every rank is there and plans can be pushed."""
-    missing_ranks: tuple[int, ...] = ()
-    """Ranks of the newest attempt that are not here; when none is here, all of the last attempt that was complete."""
-    refused_ranks: tuple[RefusedRankStatus, ...] = ()
-    """Ranks that the daemon refused in the last seconds, newest first."""
-    cluster: str | None = None
-    """Name of the cluster description that prices plans."""
-    problem: str | None = None
-    """Why the ranks cannot be driven, if so."""
-
-    @property
-    def world_size(self) -> int:
-        return self.nodes * self.local_ranks
-
-
-class PlacementStatus(Model):
-    """The placement that every rank has agreed on."""
-
-    version: int = 0
-    """Counts the applied chunks."""
-    rows: RowsByTier = Field(default_factory=dict)
-    """Rows in each tier."""
-    digest: str = "0" * 16
-    """Order-free digest of the hot rows, 16 hexadecimal digits."""
-
-
-class SnapshotStatus(Model):
-    """How much would be read again after a crash."""
-
-    age_seconds: FiniteOrNone = None
-    """Since the newest durable snapshot; null before the first."""
-    written: int = 0
-    """Snapshots written since the daemon started."""
-    failures: int = 0
-    """Snapshots that could not be written since the daemon started."""
-    problem: str | None = None
-    """Why the newest attempt failed, if it did."""
+    from flexd.api.errors import ProbeResult
+    from flexd.config.model import Config
+    from flexd.control.daemon.coordinator import Coordinator
+    from flexd.core.process_start import ProcessStart
+    from flexd.ingest import Ingestor
+    from flexd.operations.autoplan import AutoPlanner
+    from flexd.operations.drift import DriftMonitor
+    from flexd.operations.history.history import MigrationHistory
+    from flexd.operations.pacing import MigrationPacing
+    from flexd.operations.planning import Planning
+    from flexd.operations.training_monitor import TrainingMonitor
 
 
 class Status(Model):
@@ -113,6 +49,8 @@ class Status(Model):
     """Name of the training job."""
     version: str
     """Version of flexd."""
+    started_unix_seconds: float = 0.0
+    """When the daemon started."""
     uptime_seconds: float = 0.0
     """Since the daemon started."""
     healthy: bool = True
@@ -120,34 +58,132 @@ class Status(Model):
     ready: bool = False
     """Whether it is useful now."""
     reasons: tuple[str, ...] = ()
-    """Why it is not healthy or not ready."""
+    """Reasons why it is not healthy or not ready."""
     paused: bool = False
     """Whether planning and pushing are held."""
     pause_reason: str | None = None
-    """What the pause was asked for."""
+    """Reason given for the pause."""
+    pauses: int = 0
+    """Pauses since the daemon started."""
     stream: StreamStatus
     """The access stream."""
     sketch: SketchStatus = SketchStatus()
-    """What is remembered of it."""
+    """The counters of it."""
     drift: DriftStatus = DriftStatus()
     """How far it has moved since the live plan was made."""
     topology: TopologyStatus = TopologyStatus()
     """The training ranks."""
     placement: PlacementStatus = PlacementStatus()
-    """Where the rows are now."""
+    """The placement of rows."""
+    training: TrainingStatus = TrainingStatus()
+    """The steps of all ranks."""
     last_plan: PlanReport | None = None
     """The newest plan that was made."""
     migration: MigrationReport | None = None
     """The migration in flight, or the newest one."""
+    migrations: MigrationCounts = MigrationCounts()
+    """All migrations since the daemon started."""
     planning: PlanningStatus = PlanningStatus()
     """When the daemon plans by itself, and what holds it back."""
     throttle: ThrottleStatus = ThrottleStatus()
     """How fast rows may migrate."""
+    decisions: DecisionsStatus = DecisionsStatus()
+    """The file of the operators' decisions."""
     snapshot: SnapshotStatus = SnapshotStatus()
     """Durable state."""
     scale_out: ScaleOutStatus | None = None
     """Leader and followers; null for a daemon that is alone."""
     config: ConfigStatus = ConfigStatus()
     """The file it runs on."""
-    high_availability: AvailabilityStatus | None = None
-    """Who leads; null for a daemon without a lease."""
+    leadership: LeadershipStatus | None = None
+    """The lease; null for a daemon without one."""
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of the whole daemon but those of single ranks."""
+        yield info("flexd_build", "The running flexd.", {"version": self.version, "training_job": self.job})
+        yield gauge("flexd_start_time_seconds", "Start of the daemon, Unix time.", self.started_unix_seconds)
+        yield gauge("flexd_healthy", "1 while the daemon's loop ticks.", self.healthy)
+        yield gauge("flexd_ready", "1 while the daemon is useful (as /readyz).", self.ready)
+        yield gauge("flexd_paused", "1 while planning and pushing are held.", self.paused)
+        yield counter("flexd_pauses", "Pauses requested.", self.pauses)
+        yield from self.stream.metrics()
+        yield from self.sketch.metrics()
+        yield from self.drift.metrics()
+        yield from plan_metrics(self.last_plan)
+        yield from self.planning.metrics()
+        yield from self.migrations.metrics(self.migration)
+        yield from self.throttle.metrics()
+        yield from self.decisions.metrics()
+        yield from self.placement.metrics()
+        yield from self.training.metrics()
+        yield from self.topology.metrics()
+        yield from self.snapshot.metrics()
+        if self.scale_out is not None:
+            yield from self.scale_out.metrics()
+        yield from self.config.metrics()
+        if self.leadership is not None:
+            yield from self.leadership.metrics()
+
+
+def base_status(config: Config, started: ProcessStart, health: ProbeResult, ready: ProbeResult) -> Status:
+    """Return what a daemon of any role knows: the job, the process and its probes."""
+    from flexd import __version__
+
+    return Status(
+        job=config.job,
+        version=__version__,
+        started_unix_seconds=started.unix_seconds,
+        uptime_seconds=started.uptime_seconds,
+        healthy=health.ok,
+        ready=ready.ok,
+        reasons=(*health.reasons, *ready.reasons),
+        stream=StreamStatus(source=config.stream.source.kind),
+    )
+
+
+@dataclass
+class Components:
+    """The running components of a daemon that queries read; reading blocks on nothing.
+
+    Attributes:
+        config: the effective configuration; replaced by a reload.
+        total_rows: rows of all tables.
+        snapshot_directory: of this daemon's snapshots.
+        leader: of scale-out; None for a daemon without followers.
+    """
+
+    config: Config
+    total_rows: int
+    ingestor: Ingestor
+    coordinator: Coordinator
+    planning: Planning
+    training: TrainingMonitor
+    drift: DriftMonitor
+    auto: AutoPlanner
+    pacing: MigrationPacing
+    history: MigrationHistory
+    snapshot_directory: Path
+    leader: Leader | None = None
+
+    def status(self, base: Status) -> Status:
+        """Return ``base`` with the state of every component. May be called from any thread."""
+        ingest, control, planning = self.ingestor.stats(), self.coordinator.status(), self.planning
+        last, execution = planning.last_plan, planning.executions.last
+        placement = self.coordinator.placement()
+        return base.model_copy(
+            update={
+                "stream": stream_status(self.config, ingest),
+                "sketch": sketch_status(self.ingestor.choices(), planning.last_profile, planning.profile_age_seconds()),
+                "drift": drift_status(self.drift, self.config.planner.drift_threshold),
+                "topology": topology_status(self.coordinator.live(), control, planning.cluster.name),
+                "placement": placement_status(placement, self.total_rows, control.digest_mismatches),
+                "training": training_status(self.training.totals()),
+                "last_plan": None if last is None else plan_report(last, planning.last_live),
+                "migration": None if execution is None else migration_report(execution),
+                "migrations": migration_counts(planning.executions, control.illegal_transitions, self.history.snapshot),
+                "planning": planning_status(planning, self.auto),
+                "throttle": throttle_status(self.pacing.snapshot()),
+                "snapshot": snapshot_status(ingest, self.snapshot_directory),
+                "scale_out": None if self.leader is None else leader_status(self.leader),
+            }
+        )

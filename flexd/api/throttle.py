@@ -1,12 +1,23 @@
-"""How fast rows may migrate, as the admin API tells and takes it."""
+"""The throttle: how fast rows may migrate."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from flexd.api.base import CommandRequest, FiniteOrNone, Model
+from flexd.api.families import counter, counters, gauge, gauges_by
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+    from flexd.control.daemon.pace import StepTimes
+    from flexd.operations.pacing import PacingSnapshot
+
+WaitName = Literal["bytes_per_step", "bytes_per_second", "adaptive_pause"]
+DecisionName = Literal["slowed", "sped", "paused"]
 
 
 class StepTimeReport(Model):
@@ -15,36 +26,74 @@ class StepTimeReport(Model):
     p50_seconds: FiniteOrNone = None
     """Median."""
     p90_seconds: FiniteOrNone = None
-    """Nine of ten are quicker."""
+    """90th percentile."""
 
 
 class ThrottleStatus(Model):
-    """What holds a migration back. Bytes are of row values and optimizer state copied."""
+    """The limits on migrations and their state. Bytes are of row values and optimizer state copied; counters run since
+    the daemon started."""
 
     bytes_per_step: int | None = None
-    """Asked for, at one step boundary of every rank; null: no limit but the ranks' own."""
+    """Requested limit at one step boundary of every rank; null: no limit but the ranks' own."""
     bytes_per_second: int | None = None
-    """Asked for, in the long run; null: no limit."""
+    """Requested limit in the long run; null: no limit."""
     adaptive: bool = False
-    """Whether step times slow it down further."""
+    """Whether step times slow migrations down further."""
     effective_bytes_per_step: int | None = None
-    """In effect now."""
+    """Limit in effect now."""
     state: Literal["measuring", "running", "paused"] | None = None
-    """Of the adaptive controller; null if it is off."""
+    """State of the adaptive controller; null if it is off."""
     why: str | None = None
-    """Its newest decision."""
-    waits_for: Literal["bytes_per_step", "bytes_per_second", "adaptive_pause"] | None = None
+    """Newest decision of the adaptive controller."""
+    waits_for: WaitName | None = None
     """What the next chunk waits for; null if for nothing."""
     waiting_seconds: dict[str, float] = Field(default_factory=dict)
-    """In which a chunk was held, by what it waited for, since the daemon started."""
+    """Time in which a chunk was held, by what it waited for."""
     released_bytes: int = 0
-    """Let go since the daemon started."""
+    """Bytes released to the ranks."""
+    released_chunks: int = 0
+    """Chunks released to the ranks."""
     baseline: StepTimeReport | None = None
     """Steps without a migration; null if not known yet."""
     recent: StepTimeReport | None = None
     """Steps of the newest judgement, while chunks were applied; null before the first."""
-    decisions: dict[Literal["slowed", "sped", "paused"], int] = Field(default_factory=dict)
-    """Of the adaptive controller since the daemon started."""
+    decisions: dict[DecisionName, int] = Field(default_factory=dict)
+    """Decisions of the adaptive controller."""
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of the throttle."""
+        yield gauge(
+            "flexd_throttle_bytes_per_step", "Limit in effect; NaN: the ranks' own alone.",
+            self.effective_bytes_per_step,
+        )  # fmt: skip
+        yield gauge("flexd_throttle_bytes_per_second", "Limit; NaN without one.", self.bytes_per_second)
+        yield gauge("flexd_throttle_adaptive", "1 if step times slow migrations down.", self.adaptive)
+        yield gauge(
+            "flexd_throttle_paused",
+            "1 while the adaptive controller holds a chunk back.",
+            self.waits_for == "adaptive_pause",
+        )
+        yield counter("flexd_throttle_released_bytes", "Row values and state released.", self.released_bytes)
+        yield counter("flexd_throttle_released_chunks", "Chunks released.", self.released_chunks)
+        yield counters(
+            "flexd_throttle_waiting_seconds", "Time in which a chunk was held, by what it waited for.", "wait",
+            self.waiting_seconds,
+        )  # fmt: skip
+        decisions = {str(name): count for name, count in self.decisions.items()}
+        yield counters("flexd_throttle_decisions", "Decisions of the adaptive controller.", "decision", decisions)
+        yield gauges_by(
+            "flexd_throttle_step_seconds",
+            "Seconds of a training step without a migration and at the newest judgement of one; NaN if not known.",
+            ("steps", "point"),
+            {
+                (steps, point): seconds
+                for steps, times in (
+                    ("without_migration", self.baseline or StepTimeReport()),
+                    ("migrating", self.recent or StepTimeReport()),
+                )
+                for point, seconds in (("p50", times.p50_seconds), ("p90", times.p90_seconds))
+            },
+        )
 
 
 class ThrottleRequest(CommandRequest):
@@ -56,3 +105,27 @@ class ThrottleRequest(CommandRequest):
     """In the long run; 0 lifts the limit."""
     adaptive: bool | None = None
     """Whether step times slow migrations down further."""
+
+
+def throttle_status(pacing: PacingSnapshot) -> ThrottleStatus:
+    """Return the limits on migrations and their state."""
+    throttle = pacing.throttle
+    return ThrottleStatus(
+        bytes_per_step=pacing.limits.bytes_per_step,
+        bytes_per_second=pacing.limits.bytes_per_second,
+        adaptive=pacing.adaptive,
+        effective_bytes_per_step=pacing.bytes_per_step,
+        state=None if pacing.state is None else pacing.state.value,
+        why=pacing.why or None,
+        waits_for=None if throttle.waits_for is None else throttle.waits_for.value,
+        waiting_seconds={reason.value: seconds for reason, seconds in throttle.waiting_seconds.items()},
+        released_bytes=throttle.released_bytes,
+        released_chunks=throttle.released_chunks,
+        baseline=_step_times(pacing.baseline),
+        recent=_step_times(pacing.recent),
+        decisions={"slowed": pacing.slowed, "sped": pacing.sped, "paused": pacing.pauses},
+    )
+
+
+def _step_times(times: StepTimes | None) -> StepTimeReport | None:
+    return None if times is None else StepTimeReport.from_object(times)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flexd.api.leadership import AvailabilityStatus
+from flexd.api.leadership import LeadershipStatus
 from flexd.api.migration import MigrationReport
 from flexd.api.replan import ReplanResult
 from flexd.api.sketch import TableSketchStatus
@@ -89,14 +89,14 @@ def _daemon(status: Status) -> Facts:
         ("health", health),
         *(("", reason) for reason in status.reasons),
     ]
-    if status.high_availability is not None:
-        facts.append(("availability", _availability(status.high_availability)))
+    if status.leadership is not None:
+        facts.append(("leadership", _leadership(status.leadership)))
     if status.paused:
         facts.append(("paused", status.pause_reason or "yes"))
     return Facts("", tuple(facts), frozenset() if status.healthy and status.ready else frozenset(("health", "")))
 
 
-def _availability(shown: AvailabilityStatus) -> str:
+def _leadership(shown: LeadershipStatus) -> str:
     leader = shown.holder or "nobody"
     words = f"{shown.role} ({shown.identity})" + ("" if shown.role == "leader" else f"; {leader} leads")
     return f"{words}, term {shown.term}" + (f"; {shown.problem}" if shown.problem else "")

@@ -101,7 +101,7 @@ def rank_blocks(page: RankPage) -> list[Block]:
             str(rank.local_rank),
             _version(rank.placement_version, rank.behind),
             units.count(rank.step),
-            units.age(rank.heard_seconds_ago),
+            units.age(rank.report_age_seconds),
             units.seconds(rank.step_seconds),
             units.count(rank.accesses_per_step),
             units.share(rank.replica_share),

@@ -21,7 +21,6 @@ from flexd.config.reload import Merged, merge
 from flexd.config.text import describe_faults
 from flexd.core.errors import ConfigError, FlexdError
 from flexd.daemon.logs import set_up_logging
-from flexd.server.figures import ConfigFigures
 
 logger = logging.getLogger("flexd")
 
@@ -116,13 +115,9 @@ class ConfigFile:
             file=None if self._path is None else str(self._path),
             read_unix_seconds=self._read_unix_seconds,
             pending=self._pending,
-            rejected=self._outcomes["rejected"],
+            reloads={name: self._outcomes[name] for name in ("applied", "unchanged", "rejected")},
             problem=self._problem or None,
         )
-
-    def figures(self) -> ConfigFigures:
-        outcomes = {name: self._outcomes[name] for name in ("applied", "unchanged", "rejected")}
-        return ConfigFigures(reloads=outcomes, pending_keys=len(self._pending))
 
 
 def _report(path: Path, running: Config, wanted: Config, merged: Merged, *, dry_run: bool = False) -> ReloadReport:

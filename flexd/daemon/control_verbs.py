@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from flexd.api.config import ReloadReport
-from flexd.api.pause import PauseState
+from flexd.api.pause import DecisionsStatus, PauseState
 from flexd.config.links import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.core.errors import FlexdError
@@ -16,7 +16,6 @@ from flexd.operations.decisions import DecisionFile, Pause, ThrottleOverride
 from flexd.operations.history.history import MigrationHistory
 from flexd.operations.history.records import ActionKind, ActionRecord
 from flexd.operations.pacing import MigrationPacing, merge_limits
-from flexd.server.figures import DecisionFigures
 
 logger = logging.getLogger("flexd")
 
@@ -70,9 +69,9 @@ class ControlVerbs:
         pause = self.paused
         return None if pause is None else pause.reason
 
-    def figures(self) -> DecisionFigures:
-        """For the metrics page."""
-        return DecisionFigures(self._decisions.failures, self._decisions.quarantined)
+    def decisions_status(self) -> DecisionsStatus:
+        """Return the state of the decisions' file."""
+        return DecisionsStatus.from_object(self._decisions)
 
     def tick(self) -> None:
         """Writes what could not be written, every few seconds."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from flexd.api.base import TierName
 from flexd.api.explanation import Explanation, RowReport, ThresholdReport
+from flexd.api.planning import gate_report
 from flexd.core.layout import Tier
-from flexd.daemon.planning_view import gate_report
 from flexd.operations.gates import Gate
 from flexd.planner.explanation import RowExplanation, TableExplanation
 

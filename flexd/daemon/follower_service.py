@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 
-from flexd import __version__
 from flexd.api.config import ReloadReport
 from flexd.api.errors import ProbeResult
-from flexd.api.explanation import Explanation
-from flexd.api.interface import MigrationsApi, PlanningApi
-from flexd.api.pause import PauseState
-from flexd.api.plan import PlanReport
-from flexd.api.replan import ReplanResult
-from flexd.api.sketch import SketchStatus, TableSketchStatus
-from flexd.api.status import Status
+from flexd.api.interface import InspectApi
+from flexd.api.scale_out import follower_status
+from flexd.api.sketch import sketch_status
+from flexd.api.status import Status, base_status
+from flexd.api.stream import stream_status
 from flexd.config.model import Config
 from flexd.core.errors import ApiError, FlexdError
 from flexd.core.process_start import ProcessStart
 from flexd.daemon import factory
+from flexd.daemon.active_daemon import InactiveDaemon
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.follower_inspection import FollowerInspection
 from flexd.daemon.scale_out import remote_follower
-from flexd.daemon.scale_out_view import follower_figures, follower_status
 from flexd.daemon.shutdown_budget import ShutdownBudget
 from flexd.daemon.signal_flag import SignalFlag
-from flexd.daemon.view import ingest_figures, stream_status
-from flexd.server.figures import DaemonFigures, SketchFigures
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 
@@ -36,7 +32,7 @@ _SHARE_INGEST = 0.7
 TICK_SECONDS = 0.1
 
 
-class FollowerDaemon:
+class FollowerDaemon(InactiveDaemon):
     """Implements ``DaemonApi``; the verbs that plan or push are refused with the leader's address.
 
     Raises:
@@ -49,8 +45,8 @@ class FollowerDaemon:
         self._started = ProcessStart()
         factory.make_state_directory(config)
         self._unit = remote_follower(config)
-        self.inspect = FollowerInspection(config)
-        self._server = DaemonServer(self, Metrics(self._figures), config.server)
+        self._inspection = FollowerInspection(config)
+        self._server = DaemonServer(self, Metrics(self), config.server)
         self._stopping, self._reload_asked = SignalFlag(), SignalFlag()
 
     @property
@@ -99,49 +95,19 @@ class FollowerDaemon:
         return budget.in_time
 
     def status(self) -> Status:
-        healthy, ready = self.health(), self.ready()
-        choices = self._unit.ingestor.choices()
-        return Status(
-            job=self._config.job,
-            version=__version__,
-            uptime_seconds=self._started.uptime_seconds,
-            healthy=healthy.ok,
-            ready=ready.ok,
-            reasons=(*healthy.reasons, *ready.reasons),
-            stream=stream_status(self._config, self._unit.ingestor.stats()),
-            sketch=SketchStatus(
-                bytes=sum(choice.bytes for choice in choices),
-                tables=tuple(
-                    TableSketchStatus(table=c.table, kind=c.kind, bytes=c.bytes, error_bound=c.error_share)
-                    for c in choices
-                ),
-            ),
-            config=self._file.status(),
-            scale_out=follower_status(self._config.scale_out.leader or "", self._unit.stats()),
+        base = base_status(self._config, self._started, self.health(), self.ready())
+        return base.model_copy(
+            update={
+                "stream": stream_status(self._config, self._unit.ingestor.stats()),
+                "sketch": sketch_status(self._unit.ingestor.choices(), None, math.nan),
+                "config": self._file.status(),
+                "scale_out": follower_status(self._config.scale_out.leader or "", self._unit.stats()),
+            }
         )
 
-    def plan(self) -> PlanReport:
-        raise self._refusal()
-
-    def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
-        raise self._refusal()
-
     @property
-    def planning(self) -> PlanningApi:
-        raise self._refusal()
-
-    @property
-    def migrations(self) -> MigrationsApi:
-        raise self._refusal()
-
-    def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
-        raise self._refusal()
-
-    def pause(self, reason: str, who: str = "") -> PauseState:
-        raise self._refusal()
-
-    def resume(self, reason: str = "", who: str = "") -> PauseState:
-        raise self._refusal()
+    def inspect(self) -> InspectApi:
+        return self._inspection
 
     def health(self) -> ProbeResult:
         if self._stopping.is_set() or self._unit.ingestor.stats().running:
@@ -157,24 +123,7 @@ class FollowerDaemon:
             reasons.append("shutting down")
         return ProbeResult(ok=not reasons, reasons=tuple(reasons))
 
-    def _refusal(self) -> ApiError:
+    def refusal(self) -> ApiError:
         return ApiError(
             "a follower plans and moves nothing", status=409, remedy=f"ask the leader ({self._config.scale_out.leader})"
-        )
-
-    def _figures(self) -> DaemonFigures:
-        choices = self._unit.ingestor.choices()
-        return DaemonFigures(
-            job=self._config.job,
-            version=__version__,
-            started_unix_seconds=self._started.unix_seconds,
-            healthy=self.health().ok,
-            ready=self.ready().ok,
-            ingest=ingest_figures(self._unit.ingestor.stats()),
-            sketch=SketchFigures(
-                bytes_by_table={choice.table: choice.bytes for choice in choices},
-                error_bound_by_table={choice.table: choice.error_share for choice in choices},
-            ),
-            config=self._file.figures(),
-            scale_out=follower_figures(self._unit.stats()),
         )

@@ -16,20 +16,19 @@ import os
 import socket
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from flexd.api.config import ReloadReport
 from flexd.api.errors import ProbeResult
 from flexd.api.interface import DaemonApi
-from flexd.api.leadership import AvailabilityStatus
+from flexd.api.leadership import LeadershipStatus
 from flexd.api.status import Status
 from flexd.config.availability import FileLease, KubernetesLease
 from flexd.config.model import Config
 from flexd.core.errors import ApiError, ConfigError, FlexdError
 from flexd.core.process_start import ProcessStart
 from flexd.daemon import factory
-from flexd.daemon.active_daemon import whoever_is_in_charge
+from flexd.daemon.active_daemon import ActiveDaemon
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.service import HEALTHY_TICK_SECONDS, TICK_SECONDS, Daemon
 from flexd.daemon.shutdown_budget import ShutdownBudget
@@ -42,7 +41,6 @@ from flexd.ha.lease import Lease
 from flexd.ha.lease_renewer import LeaseRenewer
 from flexd.ha.lease_store import LeaseStore
 from flexd.ha.term_directories import highest_term, open_term_directory
-from flexd.server.figures import AvailabilityFigures, DaemonFigures
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 
@@ -55,7 +53,7 @@ _SHARE_LEASE = 0.05
 _SHARE_SERVER = 0.05
 
 
-class HighAvailabilityDaemon:
+class HighAvailabilityDaemon(ActiveDaemon):
     """``start``, then ``run_until_stopped``; ``ask_to_stop`` from anywhere. Its API answers in both roles.
 
     Raises:
@@ -83,8 +81,7 @@ class HighAvailabilityDaemon:
         self._taking_over = False
         self._stopping, self._reload_asked = SignalFlag(), SignalFlag()
         self._ticked_at = time.monotonic()
-        self._front = _Front(self, whoever_is_in_charge(self._in_charge))
-        self._server = DaemonServer(self._front.api, Metrics(self.figures), config.server)
+        self._server = DaemonServer(self, Metrics(self), config.server)
 
     @property
     def address(self) -> str:
@@ -161,7 +158,8 @@ class HighAvailabilityDaemon:
         daemon, self._leading = self._leading, None
         return daemon is None or daemon.stop(seconds)
 
-    def _in_charge(self) -> DaemonApi:
+    def active(self) -> DaemonApi:
+        """Return the leading daemon, or the standby."""
         return self._leading or self._standby
 
     def reload(self, reason: str = "", who: str = "") -> ReloadReport:
@@ -198,54 +196,25 @@ class HighAvailabilityDaemon:
 
     def status(self) -> Status:
         lease, seen = self._renewer.lease, self._renewer.lease.last_record
-        shown = AvailabilityStatus(
+        leadership = LeadershipStatus(
             role="leader" if self._leading is not None else "standby",
             identity=lease.identity,
             lease=lease.location,
             term=0 if seen is None else seen.term,
+            held_term=lease.term,
             holder=None if seen is None or not seen.holder else seen.holder,
             leadership_acquisitions=self._leadership_acquisitions,
             leadership_losses=self._leadership_losses,
+            lease_failures=self._renewer.failures,
             problem=self._renewer.problem or self._standby.problem or None,
         )
-        return self._in_charge().status().model_copy(update={"high_availability": shown, "config": self._file.status()})
-
-    def figures(self) -> DaemonFigures:
-        """For the metrics page."""
-        daemon, renewer = self._leading, self._renewer
-        figures = (daemon or self._standby).figures()
-        availability = AvailabilityFigures(
-            leading=daemon is not None,
-            term=renewer.lease.term,
-            leadership_acquisitions=self._leadership_acquisitions,
-            leadership_losses=self._leadership_losses,
-            lease_failures=renewer.failures,
-        )
-        return replace(figures, availability=availability, config=self._file.figures())
+        return self.active().status().model_copy(update={"leadership": leadership, "config": self._file.status()})
 
     def health(self) -> ProbeResult:
         silent = time.monotonic() - self._ticked_at
         if silent > (MAX_TAKEOVER_SECONDS if self._taking_over else HEALTHY_TICK_SECONDS):
             return ProbeResult(ok=False, reasons=(f"the loop has not ticked for {silent:.0f} s",))
-        return self._in_charge().health()
-
-
-class _Front:
-    """The API of whoever is in charge, with what this process adds to it in both roles."""
-
-    def __init__(self, daemon: HighAvailabilityDaemon, rest: DaemonApi) -> None:
-        self.status = daemon.status
-        self.health = daemon.health
-        self.reload = daemon.reload
-        self.preview_reload = daemon.preview_reload
-        self._rest = rest
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._rest, name)
-
-    @property
-    def api(self) -> DaemonApi:
-        return self  # type: ignore[return-value]
+        return self.active().health()
 
 
 def make_lease_store(config: Config) -> LeaseStore:

@@ -243,7 +243,7 @@ def _rank(rank: int, node: int, local_rank: int, known: RankAverages | None, ver
         placement_version=known.version,
         behind=max(0, version - known.version),
         step=known.step,
-        heard_seconds_ago=time.monotonic() - known.heard_at,
+        report_age_seconds=time.monotonic() - known.heard_at,
         step_seconds=known.step_seconds,
         accesses_per_step=accesses,
         replica_share=known.replica_accesses_per_step / accesses if accesses > 0 else None,

@@ -6,21 +6,22 @@ import threading
 import time
 from collections.abc import Sequence
 
-from flexd.api.abort import AbortOutcome, AbortPreview, AbortResult
-from flexd.api.migration import MigrationDetail, MigrationList, MigrationStateName
-from flexd.control.daemon.coordinator import Coordinator
-from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_states import MigrationState
-from flexd.core.errors import ApiError
-from flexd.daemon.migration_view import (
+from flexd.api.abort import AbortOutcome, AbortPreview, AbortResult, rollback_preview
+from flexd.api.migration import (
+    MigrationDetail,
+    MigrationList,
+    MigrationStateName,
     action_entry,
     ended_report,
     interrupted_report,
     migration_detail,
     migration_entry,
     migration_report,
-    rollback_preview,
 )
+from flexd.control.daemon.coordinator import Coordinator
+from flexd.control.daemon.migration import Migration
+from flexd.control.daemon.migration_states import MigrationState
+from flexd.core.errors import ApiError
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import MAX_ROLLED_BACK, DecisionFile, RequestedRollback
 from flexd.operations.executions import Abort, Execution, Executions

@@ -6,16 +6,15 @@ import threading
 import time
 from collections.abc import Mapping
 
-from flexd.api.plan import PlanReport
-from flexd.api.planning import ProposalList
+from flexd.api.migration import migration_report
+from flexd.api.plan import PlanReport, proposal_report
+from flexd.api.planning import ProposalList, proposal_list
 from flexd.api.replan import ReplanOutcome, ReplanResult
-from flexd.api.throttle import ThrottleStatus
+from flexd.api.throttle import ThrottleStatus, throttle_status
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError
 from flexd.daemon.control_verbs import ControlVerbs
-from flexd.daemon.planning_view import proposal_reports, throttle_status
-from flexd.daemon.view import DaemonView
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.executions import Execution
 from flexd.operations.pacing import MigrationPacing
@@ -45,7 +44,6 @@ class PlanVerbs:
         auto: AutoPlanner,
         pacing: MigrationPacing,
         coordinator: Coordinator,
-        view: DaemonView,
         stopping: threading.Event,
         control: ControlVerbs,
     ) -> None:
@@ -53,7 +51,6 @@ class PlanVerbs:
         self._auto = auto
         self._pacing = pacing
         self._coordinator = coordinator
-        self._view = view
         self._stopping = stopping
         self._control = control
 
@@ -61,15 +58,15 @@ class PlanVerbs:
         """A dry run; kept for ``apply``."""
         # A GET does not say who asks.
         trigger = Trigger(TriggerKind.MANUAL, "dry run", who="")
-        return self._view.proposal(self._planning.propose(trigger, dry_run=True))
+        return proposal_report(self._planning.propose(trigger, dry_run=True))
 
     def proposals(self) -> ProposalList:
         """What can be applied."""
-        return ProposalList(proposals=proposal_reports(self._planning))
+        return proposal_list(self._planning)
 
     def proposal(self, plan_id: str) -> PlanReport:
         """A kept one. Raises ApiError if there is none of that id (404)."""
-        return self._view.proposal(self._planning.proposals.get(plan_id))
+        return proposal_report(self._planning.proposals.get(plan_id))
 
     def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
         """As ``DaemonApi.replan``."""
@@ -115,7 +112,7 @@ class PlanVerbs:
         if execution is not None:
             trigger = execution.trigger
             self._control.overrode(trigger.who, trigger.reason, proposal.plan.plan_id, execution.overridden)
-        report = self._view.proposal(proposal)
+        report = proposal_report(proposal)
         if execution is None:
             return self._result("unchanged", report, "the live placement is as good as the plan: nothing to move")
         deadline = time.monotonic() + wait_seconds
@@ -124,7 +121,7 @@ class PlanVerbs:
         state = execution.migration.state
         outcome = _OUTCOMES.get(state, "timed_out" if wait_seconds > 0 else "accepted")
         result = self._result(outcome, report, f"{len(proposal.plan.delta)} rows: migration {state.value}")
-        return result.model_copy(update={"migration": self._view.migration(execution)})
+        return result.model_copy(update={"migration": migration_report(execution)})
 
     def _result(self, outcome: ReplanOutcome, plan: PlanReport, message: str) -> ReplanResult:
         version = self._coordinator.placement().version

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import secrets
 import socket
+from dataclasses import replace
 
+from flexd.api.families import with_zeros
 from flexd.config.base import split_address
 from flexd.config.model import Config
 from flexd.config.stream import KafkaSource
@@ -12,9 +14,9 @@ from flexd.core.secrets import KeyFile
 from flexd.daemon import factory
 from flexd.ingest import Ingestor, IngestStats
 from flexd.ingest.dead_letters import DeadLetterFile
-from flexd.scaleout.delta_sender import Courier, Link
+from flexd.scaleout.delta_sender import FAILURE_REASONS, Courier, Link
 from flexd.scaleout.follower import Follower, FollowerOptions, FollowerStats
-from flexd.scaleout.leader import FollowerReport, Leader
+from flexd.scaleout.leader import REASONS, FollowerReport, Leader
 from flexd.scaleout.ledger import Ledger
 from flexd.scaleout.transport import HttpLink, LocalLink, listener
 
@@ -83,7 +85,8 @@ class FollowerUnit:
         return self._courier.stop(1.0) and ended
 
     def stats(self) -> FollowerStats:
-        return self._follower.stats()
+        stats = self._follower.stats()
+        return replace(stats, failures=with_zeros(FAILURE_REASONS, stats.failures))
 
 
 class LeaderUnit:
@@ -134,7 +137,7 @@ class LeaderUnit:
         return self._leader.followers()
 
     def refused(self) -> dict[str, int]:
-        return self._leader.refused()
+        return with_zeros(REASONS, self._leader.refused())
 
 
 def remote_follower(config: Config) -> FollowerUnit:

@@ -15,7 +15,7 @@ from flexd.api.explanation import Explanation
 from flexd.api.pause import PauseState
 from flexd.api.plan import PlanReport
 from flexd.api.replan import ReplanResult
-from flexd.api.status import Status
+from flexd.api.status import Components, Status, base_status
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.journal import PlacementJournal
@@ -34,7 +34,6 @@ from flexd.daemon.scale_out import LeaderUnit
 from flexd.daemon.shutdown_budget import ShutdownBudget
 from flexd.daemon.signal_flag import SignalFlag
 from flexd.daemon.state_lock import StateLock
-from flexd.daemon.view import Condition, DaemonView
 from flexd.ha.leadership import FencedSnapshotStore, Leadership, without_lease
 from flexd.ingest import Ingestor
 from flexd.ingest.dead_letters import DeadLetterFile
@@ -47,7 +46,6 @@ from flexd.operations.plan_log import PlanLog
 from flexd.operations.planning import Planning
 from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.operations.training_monitor import TrainingMonitor
-from flexd.server.figures import DaemonFigures
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 from flexd.stream.tap_source import TapSource
@@ -140,20 +138,20 @@ class Daemon:
         )  # fmt: skip
         late = RollbackRecovery(self._planning.executions, plan_log, self._history, self._coordinator, decisions)
         self._auto = AutoPlanner(config.planner, self._planning, self._drift, self._coordinator.live, late.resume)
-        self._view = DaemonView(
+        self._components = Components(
             config, keyspace.total_rows, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
-            self._auto, self._pacing, self._history, self._leader,
+            self._auto, self._pacing, self._history, state / "snapshots", self._leader,
         )  # fmt: skip
         self.inspect = Inspection(
             config, keyspace, self._ingestor, self._planning, self._training, self._drift, self._coordinator.live,
             self._coordinator.placement, lambda: plan_log.entries,
         )  # fmt: skip
-        self._server = None if leadership else DaemonServer(self, Metrics(self.figures), config.server)
+        self._server = None if leadership else DaemonServer(self, Metrics(self), config.server)
         self._stopping = threading.Event()
         self._stop_asked, self._reload_asked = SignalFlag(), SignalFlag()
         self._ticked_at = time.monotonic()
         self.planning = PlanVerbs(
-            self._planning, self._auto, self._pacing, self._coordinator, self._view, self._stopping, self._control
+            self._planning, self._auto, self._pacing, self._coordinator, self._stopping, self._control
         )
         self.migrations = MigrationVerbs(
             self._planning.executions, self._history, self._coordinator, self._auto, self._stopping, late, decisions
@@ -257,17 +255,6 @@ class Daemon:
         live = self._coordinator.live()
         return 1 if live is None else live.layout.world_size
 
-    def _condition(self) -> Condition:
-        healthy, ready = self.health(), self.ready()
-        return Condition(
-            self._started,
-            healthy.ok,
-            ready.ok,
-            (*healthy.reasons, *ready.reasons),
-            self._control.pause_reason,
-            self._control.pauses,
-        )
-
     def check(self, config: Config) -> None:
         """Raises FlexdError if ``apply_config`` would."""
         self._planning.check(config)
@@ -284,7 +271,7 @@ class Daemon:
         self._drift.apply_config(config.planner)
         self._auto.apply_config(config.planner)
         self._control.apply_config(config.control)
-        self._view.apply_config(config)
+        self._components.config = config
         self.inspect.apply_config(config)
         self._ingestor.set_snapshot_interval(config.state.snapshot_interval_seconds)
         self._snapshots.keep = config.state.keep_snapshots
@@ -307,13 +294,17 @@ class Daemon:
         """Records what became of a changed file."""
         self._control.reloaded(who, reason, outcome)
 
-    def figures(self) -> DaemonFigures:
-        """For the metrics page."""
-        figures = self._view.figures(self._condition())
-        return replace(figures, config=self._file.figures(), decisions=self._control.figures())
-
     def status(self) -> Status:
-        return self._view.status(self._condition()).model_copy(update={"config": self._file.status()})
+        base = base_status(self._config, self._started, self.health(), self.ready())
+        return self._components.status(base).model_copy(
+            update={
+                "paused": self._control.paused is not None,
+                "pause_reason": self._control.pause_reason,
+                "pauses": self._control.pauses,
+                "decisions": self._control.decisions_status(),
+                "config": self._file.status(),
+            }
+        )
 
     def plan(self) -> PlanReport:
         return self.planning.plan()

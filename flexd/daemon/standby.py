@@ -1,59 +1,39 @@
-"""What a daemon answers while another one leads."""
+"""The API of a daemon while another one leads."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from flexd import __version__
 from flexd.api.errors import ProbeResult
-from flexd.api.status import Status, StreamStatus
+from flexd.api.status import Status, base_status
 from flexd.config.model import Config
 from flexd.core.errors import ApiError
 from flexd.core.process_start import ProcessStart
-from flexd.daemon.active_daemon import refusing
+from flexd.daemon.active_daemon import InactiveDaemon
 from flexd.ha.lease_renewer import LeaseRenewer
-from flexd.server.figures import DaemonFigures
 
 
-class Standby:
-    """Implements ``DaemonApi``: the status and the probes; every other verb is refused with the leader's name."""
+class Standby(InactiveDaemon):
+    """Implements ``DaemonApi``: the status and the probes; every command is refused with the leader's name.
+
+    Attributes:
+        problem: reason why this daemon could not lead when it held the lease; empty if there is none.
+    """
 
     def __init__(self, config: Config, renewer: LeaseRenewer, started: ProcessStart) -> None:
         self._config = config
         self._renewer = renewer
         self._started = started
         self.problem = ""
-        """Why this daemon could not lead when it might have; empty if nothing is known."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(refusing(self._refusal), name)
 
     @property
     def reason(self) -> str:
+        """The leader, in words."""
         record = self._renewer.lease.last_record
         if record is None or not record.holder:
             return "standby: nobody leads at present"
         return f"standby: {record.holder} leads (term {record.term})"
 
     def status(self) -> Status:
-        healthy, ready = self.health(), self.ready()
-        return Status(
-            job=self._config.job,
-            version=__version__,
-            uptime_seconds=self._started.uptime_seconds,
-            healthy=healthy.ok,
-            ready=ready.ok,
-            reasons=(*healthy.reasons, *ready.reasons),
-            stream=StreamStatus(source=self._config.stream.source.kind),
-        )
-
-    def figures(self) -> DaemonFigures:
-        """For the metrics page."""
-        return DaemonFigures(
-            job=self._config.job, version=__version__, started_unix_seconds=self._started.unix_seconds, ready=False
-        )
+        return base_status(self._config, self._started, self.health(), self.ready())
 
     def health(self) -> ProbeResult:
         return ProbeResult(ok=True)
@@ -64,5 +44,5 @@ class Standby:
             problems.append(f"could not lead: {self.problem}")
         return ProbeResult(ok=False, reasons=(self.reason, *problems))
 
-    def _refusal(self) -> ApiError:
+    def refusal(self) -> ApiError:
         return ApiError(self.reason, status=503, remedy="ask the daemon that leads")

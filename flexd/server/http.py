@@ -20,9 +20,8 @@ from flexd.config.base import is_loopback, split_address
 from flexd.config.server import ServerConfig
 from flexd.core.errors import ApiError
 from flexd.server.access import AccessControl, Refusals
-from flexd.server.api_metrics import RefusalsCollector
 from flexd.server.app import create_app, create_metrics_app
-from flexd.server.metrics import Metrics
+from flexd.server.metrics import Metrics, RefusalsCollector
 from flexd.server.protocol import BoundedProtocol
 from flexd.server.rate import RateLimiter
 from flexd.server.tls import ServerTls

@@ -28,7 +28,7 @@ def _fake() -> FakeDaemon:
 
 @pytest.fixture(scope="session")
 def _served(_fake: FakeDaemon) -> Iterator[DaemonServer]:
-    server = DaemonServer(_fake, Metrics(lambda: _fake.figures), ServerConfig(port=0))
+    server = DaemonServer(_fake, Metrics(_fake), ServerConfig(port=0))
     server.start()
     yield server
     assert server.stop(10)

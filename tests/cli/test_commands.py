@@ -127,7 +127,7 @@ def test_proxies_of_the_environment_are_not_asked(flexd_command, url):
 
 def test_over_a_unix_socket(flexd_command, daemon, tmp_path):
     path = tmp_path / "flexd.sock"
-    server = DaemonServer(daemon, Metrics(lambda: daemon.figures), ServerConfig(unix_socket=path))
+    server = DaemonServer(daemon, Metrics(daemon), ServerConfig(unix_socket=path))
     server.start()
     try:
         assert flexd_command("status", "--socket", path).returncode == 0

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 from flexd.api.migration import MigrationReport
+from flexd.api.placement import PlacementStatus
 from flexd.api.plan import PlanReport
+from flexd.api.rank import RefusedRankStatus, TopologyStatus
 from flexd.api.sketch import SketchStatus, TableSketchStatus
-from flexd.api.status import PlacementStatus, RefusedRankStatus, SnapshotStatus, Status, StreamStatus, TopologyStatus
+from flexd.api.snapshot import SnapshotStatus
+from flexd.api.status import Status
+from flexd.api.stream import StreamStatus
 from flexd.cli.plan_view import plan_blocks
 from flexd.cli.status_view import MAX_MISSING_RANKS, MAX_TABLES, migration_facts, status_blocks
 from flexd.cli.view import Table, show

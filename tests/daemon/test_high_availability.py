@@ -82,10 +82,10 @@ def test_the_lease_decides_who_leads_and_is_given_back(start: Callable[[Config],
     one = start(_config(tmp_path))
     until(lambda: one.daemon.leads)
     two = start(_config(tmp_path))
-    assert one.status()["high_availability"]["role"] == "leader"
+    assert one.status()["leadership"]["role"] == "leader"
     shown = two.status()
-    assert shown["high_availability"]["role"] == "standby"
-    until(lambda: (two.status()["high_availability"]["holder"] or "").startswith("me/"))
+    assert shown["leadership"]["role"] == "standby"
+    until(lambda: (two.status()["leadership"]["holder"] or "").startswith("me/"))
     assert shown["ready"] is False
     for path in ("/v1/plan", "/v1/explain?table=item", "/v1/tables", "/v1/proposals", "/v1/throttle"):
         refused = two.get(path)
@@ -95,7 +95,7 @@ def test_the_lease_decides_who_leads_and_is_given_back(start: Callable[[Config],
     until(lambda: one.status()["stream"]["accesses"] > 1_000)
     one.stop()
     until(lambda: two.daemon.leads)
-    assert two.status()["high_availability"]["term"] == 2
+    assert two.status()["leadership"]["term"] == 2
     assert sorted(path.name for path in tmp_path.glob("term-*")) == ["term-0000000001", "term-0000000002"]
     assert list((tmp_path / "term-0000000002" / "snapshots").glob("*.flexd")), "it goes on from the last snapshot"
     page = two.get("/metrics").text
@@ -140,7 +140,7 @@ def test_both_roles_say_what_a_reload_would_take(start: Callable[..., Running], 
 
     write(shutdown_seconds=7.0)
     running = start(config, ConfigFile(config, path, {}))
-    until(lambda: running.daemon.leads is leads and running.status()["high_availability"]["holder"] is not None)
+    until(lambda: running.daemon.leads is leads and running.status()["leadership"]["holder"] is not None)
     answer = running.get("/v1/config/reload")
     assert (answer.status_code, answer.json()["applied"]) == (200, ["shutdown_seconds"]), answer.text
     write(planner={"pins": [{"table": "nothing", "tier": "NODE"}]})
@@ -159,10 +159,10 @@ def test_a_leader_whose_lease_is_taken_stands_by(start: Callable[[Config], Runni
 
     until(steal)
     until(lambda: not running.daemon.leads)
-    shown = running.status()["high_availability"]
+    shown = running.status()["leadership"]
     assert (shown["role"], shown["leadership_losses"]) == ("standby", 1)
     until(lambda: running.daemon.leads)
-    assert running.status()["high_availability"]["term"] == 8, "once the thief has been silent for long enough"
+    assert running.status()["leadership"]["term"] == 8, "once the thief has been silent for long enough"
 
 
 def test_a_lease_that_cannot_be_renewed_ends_by_the_clock(
@@ -176,11 +176,11 @@ def test_a_lease_that_cannot_be_renewed_ends_by_the_clock(
 
     monkeypatch.setattr(FileLeaseStore, "compare_and_set", broken)
     until(lambda: not running.daemon.leads)
-    assert running.status()["high_availability"]["problem"] == "the volume is gone"
+    assert running.status()["leadership"]["problem"] == "the volume is gone"
     assert any("the volume is gone" in reason for reason in running.get("/readyz").json()["reasons"])
     monkeypatch.undo()
     until(lambda: running.daemon.leads)
-    assert running.status()["high_availability"]["term"] == 2
+    assert running.status()["leadership"]["term"] == 2
 
 
 def test_a_daemon_that_cannot_lead_leaves_the_lease_to_others(
@@ -193,7 +193,7 @@ def test_a_daemon_that_cannot_lead_leaves_the_lease_to_others(
     with monkeypatch.context() as patched:
         patched.setattr("flexd.ha.term_directories.shutil.copyfileobj", full)
         running = start(_config(tmp_path))
-        until(lambda: "No space left" in (running.status()["high_availability"]["problem"] or ""))
+        until(lambda: "No space left" in (running.status()["leadership"]["problem"] or ""))
         assert not running.daemon.leads
         other = Lease(FileLeaseStore(tmp_path / "lease"), "other", SECONDS)
         until(other.acquire_or_renew)
@@ -206,7 +206,7 @@ def test_terms_go_on_where_the_state_directory_has_seen_higher_ones(
     open_term_directory(tmp_path, 41)
     running = start(_config(tmp_path))
     until(lambda: running.daemon.leads)
-    assert running.status()["high_availability"]["term"] == 42
+    assert running.status()["leadership"]["term"] == 42
 
 
 def test_without_a_lease_there_is_no_store(tmp_path: Path) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import gen_metrics_docs
 from prometheus_client.parser import text_string_to_metric_families
 
+from flexd.api.families import with_zeros
+from flexd.api.scale_out import follower_status
+from flexd.api.stream import stream_status
 from flexd.config.load import parse_config
 from flexd.config.planner import PlannerConfig
 from flexd.daemon import Daemon
-from flexd.daemon.label_values import with_zeros
-from flexd.daemon.scale_out_view import follower_figures
-from flexd.daemon.view import ingest_figures
+from flexd.daemon.scale_out import remote_follower
 from flexd.ingest.stats import IngestStats
 from flexd.operations.gates import GATE_NAMES, evaluate_gates
 from flexd.scaleout.delta_sender import FAILURE_REASONS
-from flexd.scaleout.follower import FollowerStats
+from flexd.scaleout.follower import Follower, FollowerStats
 from flexd.server.metrics import Metrics
 from flexd.sketch.profile import Profile
 
@@ -37,7 +38,7 @@ def test_a_fresh_daemon_shows_every_documented_value_at_zero(tmp_path):
     daemon = Daemon(config)
     daemon.start()
     try:
-        page, _ = Metrics(daemon.figures).render()
+        page, _ = Metrics(daemon).render()
     finally:
         assert daemon.stop(20.0)
     shown = {
@@ -58,7 +59,10 @@ def test_a_fresh_daemon_shows_every_documented_value_at_zero(tmp_path):
 
 def test_what_has_come_up_is_kept_whether_it_was_expected_or_not():
     assert with_zeros(("a", "b"), {"b": 2, "z": 1}) == {"a": 0, "b": 2, "z": 1}
-    counted = ingest_figures(IngestStats(rejected_messages={"truncated": 3, "other": 1})).rejected_messages
+    tables = [{"name": "item", "rows": 3, "dim": 4}]
+    config = parse_config({"job": "j", "tables": tables, "stream": {"source": {"kind": "tap"}}})
+    stats = IngestStats(rejected_messages={"truncated": 3, "other": 1})
+    counted = stream_status(config, stats).rejected_messages
     assert (counted["truncated"], counted["other"], counted["empty"]) == (3, 1, 0)
 
 
@@ -68,6 +72,17 @@ def test_the_gates_are_those_that_are_named():
     )
 
 
-def test_a_follower_shows_why_pushes_can_fail():
-    failures = follower_figures(FollowerStats(failures={"unreachable": 2})).failures
-    assert failures == {**dict.fromkeys(FAILURE_REASONS, 0), "unreachable": 2}
+def test_a_follower_shows_every_reason_of_a_failed_push(tmp_path, monkeypatch):
+    config = parse_config(
+        {
+            "job": "j",
+            "tables": [{"name": "item", "rows": 300, "dim": 4}],
+            "stream": {"source": {"kind": "synthetic", "accesses_per_second": 1}},
+            "scale_out": {"role": "follower", "leader": "127.0.0.1:1"},
+            "state": {"dir": str(tmp_path)},
+        }
+    )
+    monkeypatch.setattr(Follower, "stats", lambda _: FollowerStats(failures={"unreachable": 2}))
+    link = follower_status("127.0.0.1:1", remote_follower(config).stats()).link
+    assert link is not None
+    assert link.failures == {**dict.fromkeys(FAILURE_REASONS, 0), "unreachable": 2}

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from flexd.api.migration import ActionEntry, MigrationEntry, TransitionReport
-from flexd.daemon.migration_view import action_entry, ended_report, migration_detail, migration_entry
+from flexd.api.migration import (
+    ActionEntry,
+    MigrationEntry,
+    TransitionReport,
+    action_entry,
+    ended_report,
+    migration_detail,
+    migration_entry,
+)
 from flexd.operations.history.records import ActionRecord, MigrationRecord, TransitionRecord
 
 RECORD = MigrationRecord(

@@ -95,7 +95,7 @@ def test_a_preview_refuses_what_a_reload_would_refuse(job: OnFile) -> None:
     job.write(planner={"pins": [{"table": "nothing", "tier": "NODE"}]})
     with pytest.raises(FlexdError, match="nothing"):
         job.daemon.preview_reload()
-    assert job.daemon.status().config.rejected == 0, "nobody has asked for a reload"
+    assert job.daemon.status().config.reloads["rejected"] == 0, "nobody has asked for a reload"
     assert job.daemon.status().config.problem is None
 
 
@@ -116,7 +116,7 @@ def test_what_needs_no_restart_is_in_effect_at_once(job: OnFile) -> None:
     assert set(report.pending) == {"planner.exchange", "control.chunk_rows"}
     status = job.daemon.status()
     assert set(status.config.pending) == set(report.pending)
-    assert (status.config.rejected, status.config.problem) == (0, None)
+    assert (status.config.reloads["rejected"], status.config.problem) == (0, None)
     assert status.drift.threshold == 1.5
     assert status.throttle.bytes_per_second == 5_000
     assert logging.getLogger().level == logging.ERROR
@@ -154,7 +154,7 @@ def test_a_bad_file_is_rejected_and_the_old_one_kept(job: OnFile, change: dict[s
     assert job.daemon.inspect.config().config == before
     assert logging.getLogger().level == level
     status = job.daemon.status().config
-    assert status.rejected == 1
+    assert status.reloads["rejected"] == 1
     assert expected in (status.problem or "")
     answer = httpx.post(f"{job.daemon.address}/v1/config/reload")
     assert answer.status_code in (409, 422)
@@ -165,7 +165,7 @@ def test_a_bad_file_is_rejected_and_the_old_one_kept(job: OnFile, change: dict[s
     job.write()
     job.daemon.reload()
     assert job.daemon.status().config.problem is None
-    assert job.daemon.status().config.rejected == 3
+    assert job.daemon.status().config.reloads["rejected"] == 3
 
 
 def test_a_daemon_without_a_file_says_so(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_hot_key_is_refused_that_contradicts_what_waits_for_a_restart(
             read(lambda _: pytest.fail("nothing is adopted"))
         assert "need a restart" in (refused.value.remedy or "")
     assert file.config is before
-    assert file.status().rejected == 1
+    assert file.status().reloads["rejected"] == 1
 
 
 def test_the_environment_lies_over_the_file_also_when_it_is_read_again(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_reloads_are_counted_by_what_came_of_them(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ConfigError):
         file.reload(adopted.append)
-    assert file.figures().reloads == {"applied": 1, "unchanged": 1, "rejected": 1}
+    assert file.status().reloads == {"applied": 1, "unchanged": 1, "rejected": 1}
 
 
 def test_the_time_of_the_file_that_is_in_effect_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +293,7 @@ def test_a_process_reloads_on_sighup_and_by_command(tmp_path: Path) -> None:
         assert running.status()["drift"]["threshold"] == 1.7
         write(planner={"drift_threshold": 0.5})
         os.kill(pid, signal.SIGHUP)
-        until(lambda: running.status()["config"]["rejected"] == 1)
+        until(lambda: running.status()["config"]["reloads"]["rejected"] == 1)
         refused = flexd("reload", "--url", running.url)
         assert refused.returncode == 4
         assert "planner.drift_threshold" in refused.stderr

@@ -13,7 +13,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flexd.api.status import Status, StreamStatus, TopologyStatus
+from flexd.api.rank import TopologyStatus
+from flexd.api.status import Status
+from flexd.api.stream import StreamStatus
 from flexd.config.load import parse_config
 from flexd.config.model import Config
 from flexd.core.errors import StreamError

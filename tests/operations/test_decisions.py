@@ -128,7 +128,7 @@ def test_a_file_that_is_not_usable_is_quarantined(tmp_path: Path, content: bytes
     path.write_bytes(content)
     it = Start(tmp_path)
     assert (it.held, it.pacing.limits) == (False, ThrottleLimits(None, 9_000))
-    assert it.verbs.figures().quarantined == 1
+    assert it.verbs.decisions_status().quarantined == 1
     assert not path.exists()
     assert (tmp_path / "decisions.json.unusable").read_bytes() == content
     it.verbs.pause("night")
@@ -164,7 +164,7 @@ def test_a_full_disk_holds_nobody_up_and_is_tried_again(tmp_path: Path, monkeypa
         patch.setattr(durable.os, "fsync", full)
         assert it.verbs.pause("night").changed is True
         it.verbs.tick()
-    assert (it.held, it.verbs.figures().failures) == (True, 2)
+    assert (it.held, it.verbs.decisions_status().failures) == (True, 2)
     assert "No space left" in it.file.problem
     before = DecisionFile(tmp_path / "decisions.json")
     assert before.current.pause is None

@@ -20,7 +20,7 @@ def _daemon() -> FakeDaemon:
 @pytest.fixture(scope="session")
 def _server(_daemon: FakeDaemon) -> Iterator[DaemonServer]:
     config = ServerConfig(port=0, metrics_listen="127.0.0.1:0")
-    served = DaemonServer(_daemon, Metrics(lambda: _daemon.figures), config)
+    served = DaemonServer(_daemon, Metrics(_daemon), config)
     served.start()
     yield served
     assert served.stop(10)

@@ -35,7 +35,7 @@ class Asked(FakeDaemon):
 
 
 def serve(daemon: FakeDaemon, **config: object) -> DaemonServer:
-    server = DaemonServer(daemon, Metrics(lambda: daemon.figures), ServerConfig(port=0, **config))  # type: ignore[arg-type]
+    server = DaemonServer(daemon, Metrics(daemon), ServerConfig(port=0, **config))  # type: ignore[arg-type]
     server.start()
     return server
 

@@ -55,7 +55,7 @@ def url(fake: FakeDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             TokenConfig(name="operator", scope="admin", file=directory / "admin"),
         ],
     )
-    server = DaemonServer(fake, Metrics(lambda: fake.figures), config)
+    server = DaemonServer(fake, Metrics(fake), config)
     server.start()
     yield server.address
     assert server.stop(10)
@@ -67,7 +67,7 @@ def bearer(token: str) -> dict[str, str]:
 
 def document() -> dict[str, Any]:
     fake = FakeDaemon()
-    return create_app(fake, Metrics(lambda: fake.figures)).openapi()
+    return create_app(fake, Metrics(fake)).openapi()
 
 
 OPERATIONS = operations_of(document())
@@ -149,7 +149,7 @@ def test_other_methods_and_paths_are_errors_of_the_same_form(url: str, fake: Fak
 
 def test_a_directory_of_tokens_is_not_needed_to_read_the_document(tmp_path: Path) -> None:
     fake = FakeDaemon()
-    server = DaemonServer(fake, Metrics(lambda: fake.figures), ServerConfig(unix_socket=tmp_path / "s"))
+    server = DaemonServer(fake, Metrics(fake), ServerConfig(unix_socket=tmp_path / "s"))
     server.start()
     try:
         transport = httpx.HTTPTransport(uds=str(tmp_path / "s"))

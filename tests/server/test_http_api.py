@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from flexd.api.errors import ErrorBody, ProbeResult
+from flexd.api.families import MAX_LABEL_VALUES
 from flexd.api.plan import PlanReport
 from flexd.api.status import Status
 from flexd.core.errors import ApiError, ControlError, EmbeddingError, PlanError
@@ -226,7 +227,7 @@ def test_metrics_listener_reads_only(server, daemon):
             assert client.get(path).status_code == 404
         for path in ("/v1/pause", "/v1/replan", "/v1/resume"):
             assert client.post(path, json={}).status_code == 404
-    assert daemon.calls == []
+    assert daemon.calls == [("status",), ("ranks", 0, MAX_LABEL_VALUES)], "the scrape alone"
 
 
 def test_garbage_on_the_wire_does_not_stop_the_server(client, server):

@@ -19,7 +19,7 @@ from tests.support.until import until
 
 
 def make_server(daemon, **config) -> DaemonServer:
-    return DaemonServer(daemon, Metrics(lambda: daemon.figures), ServerConfig(**config))
+    return DaemonServer(daemon, Metrics(daemon), ServerConfig(**config))
 
 
 def over(path: Path) -> httpx.Client:

@@ -10,58 +10,59 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from flexd.operations.training_monitor import RankAverages, TrainingTotals
-from flexd.server.figures import (
-    ControlFigures,
-    DaemonFigures,
-    IngestFigures,
-    MigrationFigures,
-    PlacementFigures,
-    PlanFigures,
-    SketchFigures,
-    SnapshotFigures,
-)
-from flexd.server.metrics import MAX_LABEL_VALUES, Metrics
+from flexd.api.families import MAX_LABEL_VALUES
+from flexd.api.migration import MigrationCounts, MigrationReport
+from flexd.api.placement import PlacementStatus
+from flexd.api.plan import CostReport, PlanReport
+from flexd.api.planning import PlanningStatus
+from flexd.api.rank import TopologyStatus
+from flexd.api.sketch import ProfileStatus, SketchStatus, TableSketchStatus
+from flexd.api.snapshot import SnapshotStatus
+from flexd.api.status import Status
+from flexd.api.stream import StreamStatus
+from flexd.api.training import TrainingStatus
+from flexd.server.metrics import Metrics
+from tests.support.fake_daemon import FakeDaemon
 
-FULL = DaemonFigures(
+FULL = Status(
     job="job",
     version="1.2.3",
     started_unix_seconds=1700000000.0,
     ready=True,
     paused=True,
     pauses=2,
-    ingest=IngestFigures(
-        messages=10,
-        accesses=1000,
-        bytes=9999,
-        rejected_messages={"truncated": 3, 'odd "reason"\n': 1},
-        rejected_accesses={"negative_row": 7},
-        adjusted_accesses={"late": 4},
-        lag_messages=5,
-        dead_letters=4,
-        newest_event_unix_seconds=1700000001.5,
+    stream=StreamStatus(
+        source="kafka", messages=10, accesses=1000, bytes=9999,
+        rejected_messages={"truncated": 3, 'odd "reason"\n': 1}, rejected_accesses={"negative_row": 7},
+        adjusted_accesses={"late": 4}, lag_messages=5, dead_letters=4, newest_event_unix_seconds=1700000001.5,
         messages_lost=11,
     ),
-    sketch=SketchFigures({"items": 4096}, {"items": 0.0}, 1.5, 0.99, 1000, 8),
-    plan=PlanFigures({"changed": 2, "refused": 1}, 0.75, 0.004, 0.002, 60.0),
-    migration=MigrationFigures({"committed": 2}, 300, 4096, 6, 0.5),
-    placement=PlacementFigures(6, {1: 6, 0: 5}, (90, 7, 3), 0),
-    training=TrainingTotals(
-        (60, 30, 10),
-        {("all_to_all", "inter"): 123, ("sync", "intra"): 45},
-        40,
-        8.5,
-        0.1,
-        21,
+    sketch=SketchStatus(
+        tables=(TableSketchStatus(table="items", kind="dense", bytes=4096, error_bound=0.0),),
+        profile=ProfileStatus(age_seconds=1.5, coverage=0.99, samples=1000, generation=8),
     ),
-    ranks={3: RankAverages(1, 1, 8.0, 6.0, 0.5, 0.0, 1000.0, 0.0)},
-    control=ControlFigures(3, 2, 4, 3, {"stale": 1}, 0),
-    snapshot=SnapshotFigures(12.0, 9, 1, 5000, 0.25),
-)
+    last_plan=PlanReport(
+        plan_id="p", created_unix_seconds=1700000000.0, before=CostReport(exposed_seconds=0.004),
+        after=CostReport(exposed_seconds=0.002),
+    ),
+    planning=PlanningStatus(plans={"changed": 2, "refused": 1}, planning_seconds=0.75),
+    migration=MigrationReport(migration_id="m", plan_id="p", state="PUSHING", progress=0.5),
+    migrations=MigrationCounts(ended={"committed": 2}, rows=300, bytes=4096, chunks=6),
+    placement=PlacementStatus(version=6, rows={"HOME": 90, "NODE": 7, "DEVICE": 3}),
+    training=TrainingStatus(
+        accesses={"HOME": 60, "NODE": 30, "DEVICE": 10},
+        sent_bytes={"all_to_all": {"inter": 123}, "sync": {"intra": 45}},
+        steps=40, step_seconds=8.5, apply_seconds=0.1, newest_step=21,
+    ),
+    topology=TopologyStatus(epochs=3, generation=2, ranks=4, ranks_ready=3, refused_messages={"stale": 1}),
+    snapshot=SnapshotStatus(age_seconds=12.0, written=9, failures=1, bytes=5000, pause_seconds=0.25),
+)  # fmt: skip
+NEW = Status(job="j", version="1", stream=StreamStatus(source="kafka"))
 
 
-def samples(figures: DaemonFigures) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    page, _ = Metrics(lambda: figures).render()
+def samples(status: Status) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    daemon = FakeDaemon(shown=status, paused=status.paused)
+    page, _ = Metrics(daemon).render()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(page.decode())
@@ -69,7 +70,7 @@ def samples(figures: DaemonFigures) -> dict[tuple[str, tuple[tuple[str, str], ..
     }
 
 
-def test_every_figure_is_on_the_page():
+def test_every_number_is_on_the_page():
     found = samples(FULL)
     expected = {
         ("flexd_build_info", (("training_job", "job"), ("version", "1.2.3"))): 1,
@@ -89,7 +90,7 @@ def test_every_figure_is_on_the_page():
         ("flexd_plan_predicted_step_communication_seconds", (("placement", "after"),)): 0.002,
         ("flexd_migration_bytes_total", ()): 4096,
         ("flexd_migration_progress_ratio", ()): 0.5,
-        ("flexd_rank_placement_version", (("rank", "0"),)): 5,
+        ("flexd_rank_placement_version", (("rank", "0"),)): 7,
         ("flexd_placement_rows", (("tier", "device"),)): 3,
         ("flexd_training_accesses_total", (("tier", "node"),)): 30,
         ("flexd_training_sent_bytes_total", (("kind", "all_to_all"), ("link", "inter"))): 123,
@@ -101,21 +102,22 @@ def test_every_figure_is_on_the_page():
         ("flexd_snapshot_pause_seconds", ()): 0.25,
         ("flexd_ingest_lost_messages_total", ()): 11,
         ("flexd_plan_predicted_saving_ratio", ()): 0.5,
-        ("flexd_rank_step_seconds", (("rank", "3"),)): 0.5,
-        ("flexd_rank_inter_node_bytes", (("rank", "3"),)): 1000,
-        ("flexd_rank_replica_hit_ratio", (("rank", "3"),)): 0.75,
+        ("flexd_rank_step_seconds", (("rank", "2"),)): 0.025,
+        ("flexd_rank_inter_node_bytes", (("rank", "2"),)): 3e6,
+        ("flexd_rank_replica_hit_ratio", (("rank", "2"),)): 0.75,
+        ("flexd_rank_step_seconds", (("rank", "3"),)): None,
     }
     assert {key: found.get(key) for key in expected} == expected
 
 
 def test_a_daemon_that_has_seen_nothing_still_has_a_page():
-    found = samples(DaemonFigures(job="j", version="1", started_unix_seconds=1.0))
+    found = samples(NEW)
     assert found[("flexd_ingest_messages_total", ())] == 0
     assert math.isnan(found[("flexd_snapshot_age_seconds", ())])
 
 
 def test_names_follow_prometheus_conventions():
-    page, _ = Metrics(lambda: FULL).render()
+    page, _ = Metrics(FakeDaemon(shown=FULL)).render()
     families = [f for f in text_string_to_metric_families(page.decode()) if f.name.startswith("flexd_")]
     assert len(families) > 40
     assert len({family.name for family in families}) == len(families)
@@ -129,23 +131,21 @@ def test_names_follow_prometheus_conventions():
 
 def test_label_sets_stay_bounded():
     many = {f"reason{i}": 1 for i in range(MAX_LABEL_VALUES + 100)}
-    figures = DaemonFigures(
-        job="j", version="1", started_unix_seconds=1.0, ingest=IngestFigures(rejected_messages=many)
-    )
-    found = {key: v for key, v in samples(figures).items() if key[0] == "flexd_ingest_rejected_messages_total"}
+    status = NEW.model_copy(update={"stream": StreamStatus(source="kafka", rejected_messages=many)})
+    found = {key: v for key, v in samples(status).items() if key[0] == "flexd_ingest_rejected_messages_total"}
     assert len(found) == MAX_LABEL_VALUES + 1
     assert sum(found.values()) == len(many)
 
 
 def test_two_pages_do_not_share_a_registry():
-    other = DaemonFigures(job="other", version="1", started_unix_seconds=1.0)
+    other = NEW.model_copy(update={"job": "other"})
     assert ("flexd_build_info", (("training_job", "other"), ("version", "1"))) in samples(other)
     assert ("flexd_build_info", (("training_job", "job"), ("version", "1.2.3"))) in samples(FULL)
 
 
 @pytest.mark.parametrize("accept", ["", "text/plain;version=0.0.4", "application/openmetrics-text; version=1.0.0"])
 def test_over_http_in_both_formats(server, daemon, accept):
-    daemon.figures = FULL
+    daemon.shown = FULL
     answer = httpx.get(f"{server.address}/metrics", headers={"accept": accept})
     assert answer.status_code == 200
     openmetrics = accept.startswith("application/openmetrics")
@@ -157,8 +157,8 @@ def test_over_http_in_both_formats(server, daemon, accept):
     assert "flexd_ingest_lag_messages" in families
 
 
-def test_figures_that_fail_are_a_500_and_the_next_scrape_works(server, daemon):
-    good, daemon.figures = daemon.figures, None
+def test_a_status_that_fails_is_a_500_and_the_next_scrape_works(server, daemon):
+    daemon.error = RuntimeError("a fault")
     assert httpx.get(f"{server.address}/metrics").status_code == 500
-    daemon.figures = good
+    daemon.error = None
     assert httpx.get(f"{server.address}/metrics").status_code == 200

@@ -18,7 +18,7 @@ def test_an_app_has_built_them_all() -> None:
         "    return [model] + [each for made in model.__subclasses__() for each in below(made)]\n"
         "waiting = sum(not model.__pydantic_complete__ for model in below(Model)[1:])\n"
         "daemon = FakeDaemon()\n"
-        "create_app(daemon, Metrics(lambda: daemon.figures))\n"
+        "create_app(daemon, Metrics(daemon))\n"
         "print(waiting > 0, [model.__name__ for model in below(Model)[1:] if not model.__pydantic_complete__])\n"
     )
     done = subprocess.run(

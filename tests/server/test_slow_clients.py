@@ -29,7 +29,7 @@ def daemon() -> FakeDaemon:
 def served(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[DaemonServer]:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.5)
     monkeypatch.setattr(protocol, "WRITE_SECONDS", 0.3)
-    server = DaemonServer(daemon, Metrics(lambda: daemon.figures), ServerConfig(port=0, max_connections=LIMIT))
+    server = DaemonServer(daemon, Metrics(daemon), ServerConfig(port=0, max_connections=LIMIT))
     server.start()
     yield server
     assert server.stop(10)
@@ -98,7 +98,7 @@ def test_connections_are_bounded_also_those_that_are_turned_away(
 
 
 def test_who_takes_no_answer_is_cut_off(served: DaemonServer, daemon: FakeDaemon) -> None:
-    daemon.figures = daemon.figures.__class__(job="j" * 12_000_000, version="1", started_unix_seconds=1.0)
+    daemon.shown = daemon.shown.model_copy(update={"job": "j" * 12_000_000})
     with contextlib.ExitStack() as stack:
         for _ in range(LIMIT - 1):
             raw = stack.enter_context(socket.socket())

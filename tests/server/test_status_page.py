@@ -13,8 +13,11 @@ import httpx
 import pytest
 
 from flexd.api.migration import MigrationReport
+from flexd.api.placement import PlacementStatus
 from flexd.api.plan import PlanReport
-from flexd.api.status import PlacementStatus, Status, StreamStatus, TopologyStatus
+from flexd.api.rank import TopologyStatus
+from flexd.api.status import Status
+from flexd.api.stream import StreamStatus
 from flexd.config.server import ServerConfig
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
@@ -47,7 +50,7 @@ class BusyDaemon(FakeDaemon):
 
 
 def served(daemon: FakeDaemon, **settings: Any) -> DaemonServer:
-    server = DaemonServer(daemon, Metrics(lambda: daemon.figures), ServerConfig(port=0, **settings))
+    server = DaemonServer(daemon, Metrics(daemon), ServerConfig(port=0, **settings))
     server.start()
     return server
 

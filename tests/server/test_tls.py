@@ -70,9 +70,7 @@ def serve(certificates: Certificates) -> Iterator[Callable[..., tuple[Asked, str
             clients={"dashboard": "read", "operator": "admin"},
         )  # fmt: skip
         daemon = Asked()
-        server = DaemonServer(
-            daemon, Metrics(lambda: daemon.figures), ServerConfig(port=0, tls=settings, tokens=tokens, **config)
-        )
+        server = DaemonServer(daemon, Metrics(daemon), ServerConfig(port=0, tls=settings, tokens=tokens, **config))
         server.start()
         started.append(server)
         return daemon, server.address

@@ -10,12 +10,13 @@ import kubernetes_validate
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from flexd.api.scale_out import ScaleOutStatus
 from flexd.config.base import split_address
 from flexd.config.load import parse_config
 from flexd.config.model import Config
 from flexd.server.app import create_metrics_app
-from flexd.server.figures import DaemonFigures, ScaleOutFigures
 from flexd.server.metrics import Metrics
+from tests.support.fake_daemon import STATUS, FakeDaemon
 from tests.support.ops_tools import ROOT, run_tool
 
 CHART = ROOT / "helm" / "flexd"
@@ -82,16 +83,16 @@ def check_schema(document: Document) -> None:
 
 def known_metrics() -> set[str]:
     """Names of the metrics page, with all its parts; ``_sum`` and ``_count`` of each."""
-    figures = DaemonFigures(job="j", version="1", started_unix_seconds=0.0, scale_out=ScaleOutFigures())
-    text = Metrics(lambda: figures).render()[0].decode()
+    status = STATUS.model_copy(update={"scale_out": ScaleOutStatus(role="leader")})
+    text = Metrics(FakeDaemon(shown=status)).render()[0].decode()
     known = set(re.findall(r"^# TYPE (flexd_\w+) ", text, re.MULTILINE))
     known |= {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
     return known | {f"{name}{suffix}" for name in known for suffix in ("_sum", "_count")}
 
 
 def probe_paths() -> set[str]:
-    figures = DaemonFigures(job="j", version="1", started_unix_seconds=0.0)
-    app = create_metrics_app(None, Metrics(lambda: figures))
+    daemon = FakeDaemon()
+    app = create_metrics_app(daemon, Metrics(daemon))
     return {app.url_path_for(name) for name in ("metrics_page", "healthz", "readyz")}
 
 

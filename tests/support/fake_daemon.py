@@ -12,8 +12,8 @@ from flexd.api.migration import MigrationReport
 from flexd.api.pause import PauseState
 from flexd.api.plan import PlanReport, ReplicationReport
 from flexd.api.replan import ReplanResult
-from flexd.api.status import Status, StreamStatus
-from flexd.server.figures import DaemonFigures
+from flexd.api.status import Status
+from flexd.api.stream import StreamStatus
 from tests.support.fake_inspection import FakeInspection
 from tests.support.fake_migrations import FakeMigrations
 from tests.support.fake_planning import FakePlanning
@@ -29,7 +29,7 @@ RELOADED = ReloadReport(
         ),
     ),
 )  # fmt: skip
-FIGURES = DaemonFigures(job="job", version="1.2.3", started_unix_seconds=1.0)
+STATUS = Status(job="job", version="1.2.3", started_unix_seconds=1.0, stream=StreamStatus(source="file_log"))
 
 
 @dataclass
@@ -43,7 +43,7 @@ class FakeDaemon:
     paused: bool = False
     calls: list[tuple[object, ...]] = field(default_factory=list)
     hold: threading.Event | None = None
-    figures: DaemonFigures = FIGURES
+    shown: Status = STATUS
     kept: FakePlanning | None = None
 
     @property
@@ -67,7 +67,7 @@ class FakeDaemon:
 
     def status(self) -> Status:
         self._enter("status")
-        return Status(job="job", version="1.2.3", stream=StreamStatus(source="file_log"), paused=self.paused)
+        return self.shown.model_copy(update={"paused": self.paused})
 
     def plan(self) -> PlanReport:
         self._enter("plan")

@@ -55,7 +55,7 @@ class FakeInspection:
         ranks = [
             RankReport(
                 rank=rank, node=rank // 2, local_rank=rank % 2, placement_version=7, behind=0, step=120 + rank,
-                heard_seconds_ago=0.5, step_seconds=0.025, accesses_per_step=4096.0, replica_share=0.75,
+                report_age_seconds=0.5, step_seconds=0.025, accesses_per_step=4096.0, replica_share=0.75,
                 intra_node_bytes_per_step=2e6, inter_node_bytes_per_step=1e6 * (rank + 1),
             )
             for rank in range(3)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from flexd.api.drift import DriftStatus
 from flexd.api.migration import MigrationReport, MigrationStep
+from flexd.api.placement import PlacementStatus
 from flexd.api.plan import PlanReport
+from flexd.api.rank import TopologyStatus
 from flexd.api.sketch import ProfileStatus, SketchStatus, TableSketchStatus
-from flexd.api.status import PlacementStatus, SnapshotStatus, Status, StreamStatus, TopologyStatus
+from flexd.api.snapshot import SnapshotStatus
+from flexd.api.status import Status
+from flexd.api.stream import StreamStatus
 
 _PLAN = PlanReport(plan_id="p7", reason="drift", promotions=1200, demotions=300)
 _COMMITTED = MigrationReport(

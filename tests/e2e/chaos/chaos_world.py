@@ -157,7 +157,7 @@ class ChaosWorld:
         return bool(self.status().get("ready"))
 
     def role(self, seat: int = 0) -> str:
-        return str((self.status(seat).get("high_availability") or {}).get("role", ""))
+        return str((self.status(seat).get("leadership") or {}).get("role", ""))
 
     def start_daemon(self, fault_points: str = "", **overrides: str) -> Child:
         """A new life of it; it may die at once if it was told to."""

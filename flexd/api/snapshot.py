@@ -1,0 +1,64 @@
+"""The durable snapshots of the daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from flexd.api.base import FiniteOrNone, Model
+from flexd.api.families import counter, gauge
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from prometheus_client.core import Metric
+
+    from flexd.ingest.stats import IngestStats
+
+
+class SnapshotStatus(Model):
+    """The newest durable snapshot: what came after it is read again after a crash."""
+
+    age_seconds: FiniteOrNone = None
+    """Since the newest durable snapshot; null before the first."""
+    written: int = 0
+    """Snapshots written since the daemon started."""
+    failures: int = 0
+    """Snapshots that could not be written since the daemon started."""
+    bytes: int = 0
+    """Size of the newest snapshot."""
+    pause_seconds: FiniteOrNone = None
+    """How long counting stood still for the newest snapshot."""
+    problem: str | None = None
+    """Reason why the newest attempt failed; null if it did not."""
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of the snapshots."""
+        yield gauge("flexd_snapshot_age_seconds", "Since the newest durable snapshot.", self.age_seconds)
+        yield gauge("flexd_snapshot_bytes", "Size of the newest snapshot.", self.bytes)
+        yield gauge(
+            "flexd_snapshot_pause_seconds",
+            "How long counting stood still for the newest snapshot.",
+            self.pause_seconds,
+        )
+        yield counter("flexd_snapshots", "Snapshots written.", self.written)
+        yield counter("flexd_snapshot_failures", "Snapshots that could not be written.", self.failures)
+
+
+def snapshot_status(stats: IngestStats, directory: Path) -> SnapshotStatus:
+    """Return the state of the snapshots in ``directory``."""
+    return SnapshotStatus(
+        age_seconds=stats.snapshot_age_seconds,
+        written=stats.snapshots,
+        failures=stats.snapshot_failures,
+        bytes=_newest_bytes(directory),
+        pause_seconds=stats.snapshot_pause_seconds,
+        problem=stats.problem if stats.snapshot_failures else None,
+    )
+
+
+def _newest_bytes(directory: Path) -> int:
+    try:
+        return max(directory.iterdir(), key=lambda path: path.stat().st_mtime).stat().st_size
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,104 @@
+"""The access stream: read, rejected, behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from flexd.api.base import FiniteOrNone, Model
+from flexd.api.families import counter, counters, gauge, with_zeros
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+    from flexd.config.model import Config
+    from flexd.ingest.stats import IngestStats
+
+
+class StreamStatus(Model):
+    """The access stream now; counters run since the daemon started."""
+
+    source: str
+    """Kind of the source: ``file_log``, ``kafka``, ``synthetic`` or ``tap``."""
+    lag_messages: int = 0
+    """Messages in the stream that are not read yet."""
+    messages_per_second: FiniteOrNone = None
+    """Recent rate."""
+    accesses_per_second: FiniteOrNone = None
+    """Recent rate."""
+    messages: int = 0
+    """Messages read and counted."""
+    accesses: int = 0
+    """Accesses counted."""
+    bytes: int = 0
+    """Payload of the messages read."""
+    rejected_messages: dict[str, int] = Field(default_factory=dict)
+    """Messages not counted, by reason."""
+    rejected_accesses: dict[str, int] = Field(default_factory=dict)
+    """Accesses not counted inside good messages, by reason."""
+    adjusted_accesses: dict[str, int] = Field(default_factory=dict)
+    """Accesses counted by rule: ``late`` (older than ``sketch.late_after_seconds``, at their own time),
+    ``future_clamped`` (dated too far ahead, as of the newest event)."""
+    messages_lost: int = 0
+    """Messages that existed and the source could not deliver."""
+    dead_letters: int = 0
+    """Samples of rejected messages kept."""
+    dead_letter_failures: int = 0
+    """Samples that could not be written."""
+    source_failures: int = 0
+    """Failed reads of the source."""
+    commit_failures: int = 0
+    """Positions that could not be committed."""
+    newest_event_unix_seconds: FiniteOrNone = None
+    """Newest event time seen."""
+    problem: str | None = None
+    """Reason why the source cannot be read now; null if it can."""
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of the stream."""
+        yield counter("flexd_ingest_messages", "Stream messages read and counted.", self.messages)
+        yield counter("flexd_ingest_accesses", "Accesses counted.", self.accesses)
+        yield counter("flexd_ingest_bytes", "Payload bytes of the messages read.", self.bytes)
+        yield counters(
+            "flexd_ingest_rejected_messages", "Messages not counted, by reason.", "reason", self.rejected_messages
+        )
+        yield counters(
+            "flexd_ingest_rejected_accesses", "Accesses not counted inside good messages, by reason.", "reason",
+            self.rejected_accesses,
+        )  # fmt: skip
+        yield counters(
+            "flexd_ingest_adjusted_accesses",
+            "Accesses counted by rule: late (at their own time) and future_clamped (as of the newest event).",
+            "rule",
+            self.adjusted_accesses,
+        )
+        yield gauge("flexd_ingest_lag_messages", "Messages in the stream not read yet.", self.lag_messages)
+        yield gauge("flexd_ingest_connected", "0 while the source reports a problem.", self.problem is None)
+        yield counter("flexd_ingest_dead_letters", "Samples of rejected messages kept.", self.dead_letters)
+        yield counter(
+            "flexd_ingest_dead_letter_failures", "Samples that could not be written.", self.dead_letter_failures
+        )
+        yield counter(
+            "flexd_ingest_lost_messages", "Messages that existed and the source could not deliver.", self.messages_lost
+        )
+        yield counter("flexd_ingest_source_failures", "Failed reads of the source.", self.source_failures)
+        yield counter("flexd_ingest_commit_failures", "Positions that could not be committed.", self.commit_failures)
+        yield gauge(
+            "flexd_ingest_newest_event_time_seconds",
+            "Newest event time seen, Unix time; NaN before the first.",
+            self.newest_event_unix_seconds,
+        )
+
+
+def stream_status(config: Config, stats: IngestStats) -> StreamStatus:
+    """Return the stream as the ingest reports it."""
+    from flexd.ingest.stats import MESSAGE_REASONS
+
+    return StreamStatus.from_object(
+        stats,
+        source=config.stream.source.kind,
+        rejected_messages=with_zeros(MESSAGE_REASONS, stats.rejected_messages),
+        newest_event_unix_seconds=stats.newest_event_seconds,
+    )
