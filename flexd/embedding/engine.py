@@ -44,8 +44,12 @@ class ForwardPass:
         self.touched = touched
         self.grads: list[torch.Tensor] | None = None
 
-    def add(self, grads: list[torch.Tensor]) -> None:
-        self.grads = grads if self.grads is None else [a + b for a, b in zip(self.grads, grads, strict=True)]
+    def add(self, grads: list[torch.Tensor], wide: Sequence[torch.dtype]) -> None:
+        """Add the gradients of a backward pass, in dtype ``wide`` of each dim-group if there are some already."""
+        if self.grads is not None:
+            both = zip(self.grads, grads, wide, strict=True)
+            grads = [before.to(dtype) + added.to(dtype) for before, added, dtype in both]
+        self.grads = grads
 
 
 @dataclass(frozen=True)
@@ -253,7 +257,8 @@ class RowEngine:
 
     def reduce(self, forward_pass: ForwardPass, grads: Sequence[torch.Tensor], *, expanded: bool = True) -> None:
         """Add the gradients of one backward pass, shaped as ``fetch`` returned the rows."""
-        forward_pass.add(self.router.reduce(forward_pass.route, list(grads)) if expanded else list(grads))
+        reduced = self.router.reduce(forward_pass.route, list(grads)) if expanded else list(grads)
+        forward_pass.add(reduced, self.router.wide)
 
     def forget_gradients(self) -> None:
         # The passes stay: their backward may be still to come, and every rank must push the same number of them.

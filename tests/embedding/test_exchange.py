@@ -64,6 +64,25 @@ def test_a_narrow_wire_does_not_show_the_placement(ranks: Ranks, layout: RankLay
         assert a["bytes"] < 0.7 * c["bytes"]
 
 
+@pytest.mark.parametrize(("dtype", "comm_dtype"), [("float32", "float16"), ("float32", "bfloat16"), ("float16", None)])
+@pytest.mark.parametrize(("nodes", "local_ranks"), [(2, 2), (2, 3), (3, 2), (1, 4), (4, 1)])
+def test_gradients_are_added_in_the_same_order_at_every_tier(
+    ranks: Ranks, nodes: int, local_ranks: int, dtype: str, comm_dtype: str | None
+) -> None:
+    """Bit by bit, on a wire that is narrower than the sums."""
+    layout = RankLayout(nodes, local_ranks)
+    pool = ranks(layout.world_size)
+    home, *others = (
+        pool.run("exchange_jobs:summed_gradients", layout, tier, dtype, comm_dtype) for tier in (0, 1, 2, None)
+    )
+    sums = home[0][0]
+    assert np.abs(sums).max() > 100
+    for results in (home, *others):
+        for table, equal in results:
+            assert equal, "a replica differed from its home copy"
+            np.testing.assert_array_equal(table, sums)
+
+
 def test_rows_are_rounded_where_they_are_read() -> None:
     """On one rank nothing travels; the same is learned all the same."""
     collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 9, 3)], comm_dtype="bfloat16")

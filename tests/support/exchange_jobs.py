@@ -88,6 +88,39 @@ def pushed(rank: int, layout: RankLayout, seeds: list[int]) -> int:
     return sum(after[name] - before[name] for name in after)
 
 
+def summed_gradients(
+    rank: int, layout: RankLayout, tier: int | None, dtype: str, comm_dtype: str | None
+) -> tuple[np.ndarray, bool]:
+    """The sums of gradients of all ranks, as one step leaves them in a table, and whether replicas are equal.
+
+    Each rank's gradients have magnitudes from 2^-6 to 2^9 and either sign, so that every other order of additions
+    rounds differently.
+
+    Args:
+        tier: of all rows; None: rows at all tiers.
+    """
+    collection = EmbeddingCollection(
+        [EmbeddingTable("t0", ROWS, 16, dtype=dtype)], layout=layout, optimizer=SGD(1.0), replica_fraction=1.0,
+        comm_dtype=comm_dtype, average_gradients=False,
+    )  # fmt: skip
+    collection.load_rows("t0", 0, torch.zeros(ROWS, 16))
+    keys = np.arange(ROWS)
+    tiers = keys % 3 if tier is None else np.full(ROWS, tier)
+    moved = tiers > 0
+    delta = Delta(keys[moved], np.zeros(int(moved.sum()), np.uint8), tiers[moved].astype(np.uint8))
+    collection.engine.inbox.offer(1, delta)
+    with torch.no_grad():
+        for _ in range(2):
+            collection({})
+    assert collection.placement_version == 1
+    rng = np.random.default_rng(rank)
+    weights = torch.from_numpy(rng.normal(size=(ROWS, 16)) * 2.0 ** rng.integers(-6, 10, size=(ROWS, 16)))
+    rows = collection({"t0": Jagged(torch.arange(ROWS), torch.tensor([ROWS]))})["t0"].values
+    (rows * weights.to(rows.dtype)).sum().backward()
+    collection.optimizer.step()
+    return collection.gather_table("t0").float().numpy(), collection.replicas_bit_equal()
+
+
 def train(rank: int, layout: RankLayout, moved: bool, comm_dtype: str | None) -> dict[str, Any]:
     collection = make(layout, [8, 3], ["float32", "float64"], moved, comm_dtype=comm_dtype)
     losses, equal = [], True

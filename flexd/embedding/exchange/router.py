@@ -273,13 +273,17 @@ class Router:
     def _sum_by_row(
         self, parts: Sequence[torch.Tensor], rows: StationRows, counts: Counts, group: int, me: int
     ) -> torch.Tensor:
-        """Sum gradients by peer -> [rows, dim]. Those of this rank come first, as they do for a replicated row."""
+        """Sum gradients by peer -> [rows, dim].
+
+        Received gradients are added in the order of the peers, then those of this rank: whatever its tier, the gradient
+        of a row is the sum of a rank's own and of all received ones, so that every placement rounds alike.
+        """
         wide = self.wide[group]
         if rows.expand is None:
             return torch.cat([part.to(wide) for part in parts])
         total = parts[0].new_zeros((rows.rows, parts[0].shape[1]), dtype=wide)
         places = split_by_peer(rows.expand, counts, group)
-        for peer in (me, *(peer for peer in range(len(parts)) if peer != me)):
+        for peer in (*(peer for peer in range(len(parts)) if peer != me), me):
             if len(places[peer]):
                 total.index_add_(0, places[peer], parts[peer].to(wide))
         return total

@@ -235,9 +235,17 @@ class ReplicaSums:
             return
         received = self._parts[_LISTS * hop + _UP_RECEIVED]
         for sums, parts, (rows, counts) in zip(self.sums, arrived, received, strict=True):
-            for part, at in zip(parts, torch.split(rows, counts), strict=True):
-                if len(part):
-                    sums.index_add_(0, at, part.to(sums.dtype))
+            pieces = [
+                (at, part.to(sums.dtype))
+                for part, at in zip(parts, torch.split(rows, counts), strict=True)
+                if len(part)
+            ]
+            # Received gradients are added up before they join those of this rank: as ``Router`` adds them.
+            total = sums if len(pieces) < 2 else torch.zeros_like(sums)
+            for at, part in pieces:
+                total.index_add_(0, at, part)
+            if total is not sums:
+                sums += total
 
     def spread(self, hops: Sequence[Hop]) -> None:
         """Collective. Give every holder the sum, rounded to the wire's dtype on all of them."""
