@@ -76,7 +76,7 @@ def test_gradients_are_added_in_the_same_order_at_every_tier(
         pool.run("exchange_jobs:summed_gradients", layout, tier, dtype, comm_dtype) for tier in (0, 1, 2, None)
     )
     sums = home[0][0]
-    assert np.abs(sums).max() > 100
+    assert np.unique(sums).size > 100
     for results in (home, *others):
         for table, equal in results:
             assert equal, "a replica differed from its home copy"

@@ -93,8 +93,8 @@ def summed_gradients(
 ) -> tuple[np.ndarray, bool]:
     """The sums of gradients of all ranks, as one step leaves them in a table, and whether replicas are equal.
 
-    Each rank's gradients have magnitudes from 2^-6 to 2^9 and either sign, so that every other order of additions
-    rounds differently.
+    Of each number two ranks have a large gradient, of opposite sign, and the others a small one: in another order of
+    additions another part of the small ones is lost.
 
     Args:
         tier: of all rows; None: rows at all tiers.
@@ -113,8 +113,12 @@ def summed_gradients(
         for _ in range(2):
             collection({})
     assert collection.placement_version == 1
-    rng = np.random.default_rng(rank)
-    weights = torch.from_numpy(rng.normal(size=(ROWS, 16)) * 2.0 ** rng.integers(-6, 10, size=(ROWS, 16)))
+    rng = np.random.default_rng(1)
+    by_rank = rng.normal(size=(layout.world_size, ROWS, 16))
+    large = rng.permuted(np.broadcast_to(np.arange(layout.world_size)[:, None, None], by_rank.shape), axis=0)
+    by_rank[large == 0] = 2.0 ** (15 if "float16" in (dtype, comm_dtype) else 20)
+    by_rank[large == 1] = -by_rank[large == 0].max()
+    weights = torch.from_numpy(by_rank[rank])
     rows = collection({"t0": Jagged(torch.arange(ROWS), torch.tensor([ROWS]))})["t0"].values
     (rows * weights.to(rows.dtype)).sum().backward()
     collection.optimizer.step()
