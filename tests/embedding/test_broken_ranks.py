@@ -7,24 +7,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 import flexd
-from flexd.core.errors import CollectiveError, EmbeddingError, TopologyError
+from flexd.core.errors import CollectiveError, EmbeddingError
 from flexd.core.layout import RankLayout
-from flexd.embedding.exchange.hop import Agreement, CallSignature
-from flexd.embedding.exchange.process_groups import layout_from_environment
 from tests.support.rank_pool import RankPool
 
 pytestmark = pytest.mark.slow
 
 Ranks = Callable[[int], RankPool]
-
-
-def test_collectives_wait_as_long_as_the_default_group(ranks: Ranks) -> None:
-    assert ranks(4).run("broken_jobs:timeouts", RankLayout(2, 2)) == [[60.0] * 3] * 4
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs", "looks up once more"])
@@ -67,20 +58,6 @@ def test_ranks_that_make_different_calls_hear_of_each_other(
         assert goes_on
 
 
-@given(
-    version=st.integers(-(2**20), 2**32 - 8), fault=st.integers(-1, 2**20), passes=st.integers(0, 64),
-    ranks_of=st.lists(st.integers(0, 2**20 - 1), min_size=1, max_size=4), steps=st.integers(0, 2**40),
-)  # fmt: skip
-def test_agreements_come_back_whole(version: int, fault: int, passes: int, ranks_of: list[int], steps: int) -> None:
-    calls = [CallSignature.of(rank, trains=rank % 2 == 0, passes=passes, steps=steps) for rank in ranks_of]
-    told = [Agreement(version + n, fault - n, call, call).pack() for n, call in enumerate(calls)]
-    assert all(-(2**63) <= word < 2**63 for words in told for word in words)
-    both = Agreement.combined(told)
-    assert (both.version, both.fault) == (version, fault)
-    assert (both.first, both.last) == (min(calls), max(calls))
-    assert both.diverged == (len({rank % 2 for rank in ranks_of}) > 1)
-
-
 def test_two_collections_in_one_process(ranks: Ranks) -> None:
     together = ranks(2).run("broken_jobs:two_collections", RankLayout(2, 1), True)
     apart = ranks(2).run("broken_jobs:two_collections", RankLayout(2, 1), False)
@@ -88,27 +65,6 @@ def test_two_collections_in_one_process(ranks: Ranks) -> None:
         for a, b in zip(one, other, strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
     assert not np.array_equal(together[0][0], together[0][1])
-
-
-def test_without_a_process_group_each_rank_would_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    table = flexd.EmbeddingTable("item", 10, 4)
-    with pytest.raises(TopologyError, match=r"WORLD_SIZE=4, but there is no process group.*init_process_group first"):
-        flexd.EmbeddingCollection([table])
-    flexd.EmbeddingCollection([table], layout=RankLayout(1, 1))
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert layout_from_environment() == RankLayout(1, 1)
-
-
-def test_a_process_group_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 10, 4)], layout=RankLayout(1, 1))
-    ids = {"item": flexd.Jagged(torch.tensor([1]), torch.tensor([1]))}
-    collection(ids)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(TopologyError, match="older than the process group of 2 ranks"):
-        collection(ids)
 
 
 def test_ids_of_another_device_are_named() -> None:

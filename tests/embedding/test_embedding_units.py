@@ -12,8 +12,6 @@ import flexd
 from flexd.core.errors import EmbeddingError, TopologyError
 from flexd.core.keyspace import DimGroup, KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.embedding.exchange.collectives import Traffic, TrafficKind
-from flexd.embedding.exchange.process_groups import layout_from_environment
 from flexd.embedding.features import FeatureMap
 from flexd.embedding.jagged import Jagged, as_jagged
 from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
@@ -255,33 +253,6 @@ def test_row_wise_adagrad_is_its_formula(dtype: torch.dtype) -> None:
         expected[index] -= 0.2 * g / (np.sqrt(total[index]) + 1e-3)
         np.testing.assert_allclose(rows.double().numpy(), expected, atol=tolerance, rtol=0)
         np.testing.assert_allclose(state.double().numpy(), total, rtol=tolerance)
-
-
-def test_bytes_are_of_the_kind_they_were_sent_for() -> None:
-    traffic = Traffic()
-    traffic.sent(1, 2)
-    with traffic.kind(TrafficKind.SYNC):
-        traffic.sent(3, 4)
-        with traffic.kind(TrafficKind.MIGRATION):
-            traffic.sent(5, 6)
-        traffic.sent(10, 20)
-        with traffic.uncounted():
-            traffic.sent(100, 100)
-    with pytest.raises(ZeroDivisionError), traffic.kind(TrafficKind.MIGRATION):
-        _ = 1 / 0
-    traffic.sent(1, 1)
-    totals = traffic.totals()
-    assert (totals["all_to_all_intra_bytes"], totals["all_to_all_inter_bytes"]) == (2, 3)
-    assert (totals["sync_intra_bytes"], totals["sync_inter_bytes"]) == (13, 24)
-    assert (totals["migration_intra_bytes"], totals["migration_inter_bytes"]) == (5, 6)
-
-
-def test_layout_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert layout_from_environment() == RankLayout(1, 1)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(TopologyError, match="LOCAL_WORLD_SIZE=3"):
-        layout_from_environment()
 
 
 def test_wrong_construction() -> None:

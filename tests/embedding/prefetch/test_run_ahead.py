@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
-from flexd.embedding.prefetch.worker_thread import WorkerThread
 from tests.support.ahead_jobs import Loop
 from tests.support.collection_jobs import ddp_alone
 from tests.support.exactness import Scenario, train_alone
@@ -154,41 +152,6 @@ def test_any_schedule_ahead(ranks: Ranks, scenario: Scenario, loop: Loop) -> Non
     check(scenario, ranks, replace(loop, loops=1 if loop.left_at >= 0 else loop.loops))
 
 
-@pytest.mark.parametrize("batches", [[3, 3, 2, 3], [0, 1, 1, 1], [1, 0, 0, 0], [5, 4, 4, 2]])
-def test_uneven_loaders_are_an_error_on_every_rank(ranks: Ranks, batches: list[int]) -> None:
-    results = ranks(4).run("ahead_jobs:uneven", RankLayout(2, 2), batches)
-    for steps, text, threads in results:
-        assert steps == min(batches)
-        named = int(text.split()[1])
-        assert f"rank {named} has no further batch, other ranks have" in text
-        assert batches[named] == min(batches)
-        assert threads == []
-
-
-def test_loaders_without_batches(ranks: Ranks) -> None:
-    assert ranks(2).run("ahead_jobs:uneven", RankLayout(2, 1), [0, 0]) == [(0, "", [])] * 2
-
-
-@pytest.mark.parametrize(("layout", "exchange"), [((2, 1), "chain"), ((2, 2), "chain"), ((2, 2), "direct")])
-def test_only_rows_of_both_batches_are_waited_for(ranks: Ranks, layout: tuple[int, int], exchange: str) -> None:
-    """Rows of 16 bytes; batches without a row in common, then equal ones."""
-    world = layout[0] * layout[1]
-    apart = [[list(range(20 * (step % 3), 20 * (step % 3) + 20)) for step in range(6)]] * world
-    for step in ranks(world).run("ahead_jobs:count_bytes", RankLayout(*layout), apart, exchange)[0][1:-1]:
-        assert step["all"] == step["overlapped"] > 0
-    same = [[list(range(20))] * 6] * world
-    results = ranks(world).run("ahead_jobs:count_bytes", RankLayout(*layout), same, exchange)
-    for result in results:
-        for step in result[1:-1]:
-            waited = step["all"] - step["overlapped"]
-            assert waited % 16 == 0, "ids travel ahead"
-            assert waited == result[1]["all"] - result[1]["overlapped"] > 0
-    # Each rank asks for and answers 20 rows, less those that it holds itself, in both directions.
-    if exchange == "direct" or layout == (2, 1):
-        waited = sum(result[1]["all"] - result[1]["overlapped"] for result in results)
-        assert waited == 2 * 16 * 20 * (world - 1)
-
-
 @pytest.mark.parametrize("inside", [False, True])
 def test_ahead_beside_the_collectives_of_ddp(ranks: Ranks, inside: bool) -> None:
     expected = ddp_alone(4, 6)
@@ -226,59 +189,3 @@ def test_a_failure_ahead_is_raised_at_the_next_step_and_from_then_on() -> None:
     with pytest.raises(EmbeddingError, match="start again from the last checkpoint"):
         next(batches)
     assert not ahead.thread_alive
-
-
-def test_a_job_that_does_not_end_is_an_error_within_the_deadline() -> None:
-    release = threading.Event()
-    worker: WorkerThread[int] = WorkerThread("test", torch.device("cpu"))
-    worker.submit(lambda: int(release.wait(60)))
-    with pytest.raises(EmbeddingError, match="test: a job is under way"):
-        worker.submit(lambda: 2)
-    with pytest.raises(EmbeddingError, match=r"not done after 0\.01 s"):
-        worker.result(0.01)
-    assert not worker.stop(0.01)
-    release.set()
-    assert worker.result(60.0) == 1
-    worker.submit(lambda: 3)  # a new thread
-    assert worker.result(60.0) == 3
-    assert worker.stop(60.0)
-    assert not worker.alive
-
-
-@pytest.mark.parametrize("wrong", [{"passes_per_step": 0}, {"timeout_seconds": 0.0}, {"timeout_seconds": float("nan")}])
-def test_prefetch_refuses(wrong: dict[str, float]) -> None:
-    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 4)], layout=RankLayout(1, 1))
-    with pytest.raises(EmbeddingError, match="give positive numbers"):
-        flexd.prefetch([], collection, **wrong)
-
-
-def test_what_is_held_is_bounded_and_counted() -> None:
-    """The same 30 ids again and again: what waits is the same after every step."""
-    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 50, 4)], layout=RankLayout(1, 1))
-    loader = [{"item": flexd.Jagged(torch.arange(30), torch.tensor([30]))} for _ in range(9)]
-    pending = []
-    for features in flexd.prefetch(loader, collection):
-        collection(features)["item"].values.sum().backward()
-        collection.optimizer.step()
-        pending.append(collection.engine.memory().pending_bytes)
-    assert len(set(pending[1:-1])) == 1
-    rows, ids = 30 * 4 * 4, 30 * 8
-    assert rows + ids <= pending[1] <= 2 * rows + 30 * ids
-    marks, keys, slots = 50, 50 * 8, 50 * 8
-    assert collection.engine.memory().working_bytes == marks + 2 * (keys + slots)
-    assert collection.engine.memory().pending_bytes < pending[1]
-
-
-def test_one_loop_at_a_time() -> None:
-    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 4)], layout=RankLayout(1, 1))
-    first = iter(flexd.prefetch([{}, {}], collection))
-    next(first)
-    with pytest.raises(EmbeddingError, match="another loop over prefetched batches"):
-        next(iter(flexd.prefetch([{}], collection, timeout_seconds=5.0)))
-    first.close()
-    assert list(flexd.prefetch([{}], collection)) == [{}]
-
-
-def test_prefetch_is_as_long_as_its_loader() -> None:
-    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 4)], layout=RankLayout(1, 1))
-    assert len(flexd.prefetch([{}, {}, {}], collection)) == 3

@@ -1,0 +1,53 @@
+"""How often ranks talk, what a step of several passes sends, and rows that travel in a narrower dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import flexd
+from flexd.core.errors import EmbeddingError
+from flexd.core.layout import RankLayout
+from tests.support.rank_pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtypes", "training"),
+    [
+        ([8], ["float32"], [9, 1, 0]),
+        ([8, 4, 2], ["float32"] * 3, [9, 1, 0]),
+        ([8, 3], ["float32", "float64"], [9, 2, 0]),
+        ([8, 3], ["float16", "bfloat16"], [10, 0, 0]),
+        ([8, 3], ["float16", "float64"], [10, 1, 0]),
+    ],
+    ids=["one group", "three groups", "two dtypes", "two narrow dtypes", "one of each"],
+)
+def test_collectives_of_a_step(ranks: Ranks, dims: list[int], dtypes: list[str], training: list[int]) -> None:
+    """Two hops: sizes, ids, rows, gradients on each; with copies sums down the first, and across the second an
+    all-reduce, or sums from the homes where it would add what is rounded."""
+    for moved, trained in ((False, [8, 0, 0]), (True, training)):
+        for said in ranks(4).run("exchange_jobs:collectives", RankLayout(2, 2), dims, dtypes, moved):
+            assert said == {"training": trained, "evaluation": [6, 0, 0]}
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_equal_passes_are_pushed_as_one(ranks: Ranks, nodes: int) -> None:
+    layout = RankLayout(nodes, 4 // nodes)
+    once, thrice, others = (ranks(4).run("exchange_jobs:pushed", layout, seeds) for seeds in ([1], [1] * 3, [1, 2, 3]))
+    assert once == thrice
+    assert sum(once) > 0
+    assert sum(once) < sum(others) < 3 * sum(once)
+
+
+def test_rows_are_rounded_where_they_are_read() -> None:
+    """On one rank nothing travels; the same is learned all the same."""
+    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 9, 3)], comm_dtype="bfloat16")
+    out = collection({"item": flexd.Jagged(torch.arange(9), torch.tensor([9]))})["item"].values
+    assert torch.equal(out, collection.initial_table("item").bfloat16().float())
+    assert not torch.equal(out, collection.gather_table("item"))
+    with pytest.raises(EmbeddingError, match="'int8'"):
+        flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 9, 3)], comm_dtype="int8")

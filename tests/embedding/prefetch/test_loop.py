@@ -1,0 +1,51 @@
+"""``flexd.prefetch``: its loaders, arguments and loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import flexd
+from flexd.core.errors import EmbeddingError
+from flexd.core.layout import RankLayout
+from tests.support.rank_pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+@pytest.mark.parametrize("batches", [[3, 3, 2, 3], [0, 1, 1, 1], [1, 0, 0, 0], [5, 4, 4, 2]])
+def test_uneven_loaders_are_an_error_on_every_rank(ranks: Ranks, batches: list[int]) -> None:
+    results = ranks(4).run("ahead_jobs:uneven", RankLayout(2, 2), batches)
+    for steps, text, threads in results:
+        assert steps == min(batches)
+        named = int(text.split()[1])
+        assert f"rank {named} has no further batch, other ranks have" in text
+        assert batches[named] == min(batches)
+        assert threads == []
+
+
+def test_loaders_without_batches(ranks: Ranks) -> None:
+    assert ranks(2).run("ahead_jobs:uneven", RankLayout(2, 1), [0, 0]) == [(0, "", [])] * 2
+
+
+@pytest.mark.parametrize("wrong", [{"passes_per_step": 0}, {"timeout_seconds": 0.0}, {"timeout_seconds": float("nan")}])
+def test_prefetch_refuses(wrong: dict[str, float]) -> None:
+    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 4)], layout=RankLayout(1, 1))
+    with pytest.raises(EmbeddingError, match="give positive numbers"):
+        flexd.prefetch([], collection, **wrong)
+
+
+def test_one_loop_at_a_time() -> None:
+    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 4)], layout=RankLayout(1, 1))
+    first = iter(flexd.prefetch([{}, {}], collection))
+    next(first)
+    with pytest.raises(EmbeddingError, match="another loop over prefetched batches"):
+        next(iter(flexd.prefetch([{}], collection, timeout_seconds=5.0)))
+    first.close()
+    assert list(flexd.prefetch([{}], collection)) == [{}]
+
+
+def test_prefetch_is_as_long_as_its_loader() -> None:
+    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 4)], layout=RankLayout(1, 1))
+    assert len(flexd.prefetch([{}, {}, {}], collection)) == 3

@@ -1,0 +1,51 @@
+"""What a job of run-ahead takes off the critical path, and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import flexd
+from flexd.core.layout import RankLayout
+from tests.support.rank_pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+@pytest.mark.parametrize(("layout", "exchange"), [((2, 1), "chain"), ((2, 2), "chain"), ((2, 2), "direct")])
+def test_only_rows_of_both_batches_are_waited_for(ranks: Ranks, layout: tuple[int, int], exchange: str) -> None:
+    """Rows of 16 bytes; batches without a row in common, then equal ones."""
+    world = layout[0] * layout[1]
+    apart = [[list(range(20 * (step % 3), 20 * (step % 3) + 20)) for step in range(6)]] * world
+    for step in ranks(world).run("ahead_jobs:count_bytes", RankLayout(*layout), apart, exchange)[0][1:-1]:
+        assert step["all"] == step["overlapped"] > 0
+    same = [[list(range(20))] * 6] * world
+    results = ranks(world).run("ahead_jobs:count_bytes", RankLayout(*layout), same, exchange)
+    for result in results:
+        for step in result[1:-1]:
+            waited = step["all"] - step["overlapped"]
+            assert waited % 16 == 0, "ids travel ahead"
+            assert waited == result[1]["all"] - result[1]["overlapped"] > 0
+    # Each rank asks for and answers 20 rows, less those that it holds itself, in both directions.
+    if exchange == "direct" or layout == (2, 1):
+        waited = sum(result[1]["all"] - result[1]["overlapped"] for result in results)
+        assert waited == 2 * 16 * 20 * (world - 1)
+
+
+def test_what_is_held_is_bounded_and_counted() -> None:
+    """The same 30 ids again and again: what waits is the same after every step."""
+    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 50, 4)], layout=RankLayout(1, 1))
+    loader = [{"item": flexd.Jagged(torch.arange(30), torch.tensor([30]))} for _ in range(9)]
+    pending = []
+    for features in flexd.prefetch(loader, collection):
+        collection(features)["item"].values.sum().backward()
+        collection.optimizer.step()
+        pending.append(collection.engine.memory().pending_bytes)
+    assert len(set(pending[1:-1])) == 1
+    rows, ids = 30 * 4 * 4, 30 * 8
+    assert rows + ids <= pending[1] <= 2 * rows + 30 * ids
+    marks, keys, slots = 50, 50 * 8, 50 * 8
+    assert collection.engine.memory().working_bytes == marks + 2 * (keys + slots)
+    assert collection.engine.memory().pending_bytes < pending[1]

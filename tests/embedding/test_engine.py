@@ -1,0 +1,45 @@
+"""The engine: passes that wait for a step, and the hooks of a plain step."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+
+import flexd
+from flexd.embedding.engine import StepHooks
+from flexd.embedding.prefetch.run_ahead import RunAhead
+
+
+def test_two_backward_passes_over_one_forward_pass_are_added_in_float32() -> None:
+    """2048 + 1 + 1 is 2048 in float16."""
+    collection = flexd.EmbeddingBagCollection(
+        [flexd.EmbeddingBagTable("item", 9, 4, dtype="float16")], optimizer=flexd.SGD(2.0**-10)
+    )
+    collection.load_rows("item", 0, torch.zeros(9, 4))
+    bags = collection({"item": flexd.Jagged(torch.tensor([3]), torch.tensor([1]))})["item"]
+    for weight in (2048.0, 1.0, 1.0):
+        (bags * weight).sum().backward(retain_graph=True)
+    collection.optimizer.step()
+    assert torch.equal(collection.gather_table("item")[3], torch.full((4,), -2050.0 / 1024.0).half())
+
+
+def test_run_ahead_replaces_every_hook() -> None:
+    """A hook that only the engine knew would leave run-ahead half done."""
+    for name, member in vars(StepHooks).items():
+        if inspect.isfunction(member) or not name.startswith("_"):
+            assert name in vars(RunAhead) or name == "overlapped", name
+    assert set(vars(StepHooks())) == set(), "a plain step keeps nothing"
+
+
+def test_a_route_cannot_be_changed() -> None:
+    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 9, 4)])
+    route = collection.engine.find(torch.tensor([1, 2, 2]), trains=True).route
+    assert all(isinstance(part, tuple) for part in (route.stations, route.requested, route.served, route.keys))
+    assert all(isinstance(part, tuple) for part in (*route.stations, *route.keys))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        route.stations = ()  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        route.stations[0][0].rows = 0  # type: ignore[misc]
