@@ -1,1 +1,1 @@
-"""The trainer's side: embedding tables sharded over ranks, with hot rows replicated in tiers."""
+"""Embedding tables on the training ranks: sharded over all ranks, with hot rows replicated in tiers."""

@@ -1,4 +1,4 @@
-"""Joins a collection to the daemon: chunks come in through its inbox, step reports go out."""
+"""Connect a collection to the daemon: chunks arrive in its inbox, step reports are sent."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from flexd.embedding.tap.tap import Tap
 logger = logging.getLogger(__name__)
 
 _TAP_SHARE = 0.8
-"""Of the deadline of ``Connection.close``."""
+"""Share of the deadline of ``Connection.close`` that the tap may use."""
 ADDRESS_VARIABLE = "FLEXD_CONTROL"
 SECRET_VARIABLE = "FLEXD_SECRET_FILE"
 
 
 class Connection:
-    """A running agent, fed a report after every step. Losing the daemon is not an event for the trainer."""
+    """A running agent that receives a report after every step. Loss of the daemon does not affect the trainer."""
 
     def __init__(self, collection: EmbeddingCollection, agent: Agent, tap: Tap | None = None) -> None:
         self.agent = agent
@@ -38,12 +38,11 @@ class Connection:
         collection.engine.after_step = self._report
 
     def close(self, timeout_seconds: float = 5.0) -> None:
-        """Sends what is pending and stops the agent's thread, within the deadline. What a tap has counted is sent too,
-        if the daemon is there to take it."""
+        """Send pending reports and the tap's counts, and stop the agent's thread, within the deadline."""
         deadline = time.monotonic() + timeout_seconds
         self._collection.engine.after_step = None
         if self.tap is not None and not self.tap.close(timeout_seconds * _TAP_SHARE):
-            logger.warning("rank %d: the daemon has not taken all that was counted", self._collection.rank)
+            logger.warning("rank %d: the daemon did not acknowledge all counts of the tap", self._collection.rank)
         self.agent.stop(deadline - time.monotonic())
 
     def _report(self) -> None:
@@ -82,18 +81,17 @@ def connect(
     timeout_seconds: float = 15.0,
     tap: Tap | None = None,
 ) -> Connection:
-    """Starts the agent of this rank; returns at once, whether the daemon is there or not.
+    """Start the agent of this rank. Returns at once, also while no daemon can be reached.
 
     Args:
-        address: "host:port" of the daemon's control channel, several separated by commas where several may lead (each
-            name is looked up again at every reconnect); default from ``FLEXD_CONTROL``.
-        job: as in the daemon's configuration.
-        attempt: equal on all ranks and new for every launch of the job; default: torchrun's run id and restart count,
-            or else a random one agreed with rank 0 (collective).
-        secret_file: as in the daemon's configuration, and read again when it changes; default from
-            ``FLEXD_SECRET_FILE``.
+        address: "host:port" of the daemon's control channel, or several separated by commas if several daemons can lead
+            (each name is resolved again at every reconnect); default from ``FLEXD_CONTROL``.
+        job: name of the job in the daemon's configuration.
+        attempt: name of this launch of the job, equal on all ranks; default: torchrun's run id and restart count, or
+            else a random name from rank 0 (collective).
+        secret_file: file with the shared secret, read again when it changes; default from ``FLEXD_SECRET_FILE``.
         timeout_seconds: deadline of every wait of the agent's thread.
-        tap: counts the collection's look-ups for a daemon whose ``stream.source`` is ``{kind: tap}``; started here.
+        tap: counter of the collection's look-ups for a daemon with ``stream.source: {kind: tap}``; started here.
 
     Raises:
         ConfigError: no address, a tap of another collection, or the secret file cannot be read or holds no keys.
@@ -134,7 +132,7 @@ def connect(
 
 def _agreed_attempt(device: torch.device) -> str:
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if run != "none":  # what torchrun says without --rdzv-id, at every launch
+    if run != "none":  # torchrun's value at every launch without --rdzv-id
         return f"{run}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     token = os.urandom(7).hex()
     if dist.is_available() and dist.is_initialized():

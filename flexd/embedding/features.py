@@ -1,4 +1,4 @@
-"""From named jagged features to one tensor of keys, and from rows back to features."""
+"""Convert named jagged features to one tensor of keys, and rows back to features."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexd.embedding.jagged import Jagged
 
 
 class FeatureMap:
-    """Which table each feature reads, and the checks of its ids.
+    """Maps features to tables and checks their ids.
 
     Args:
         features: the feature names of each table, in the order of ``keyspace.tables``.
@@ -38,7 +38,7 @@ class FeatureMap:
                 self.table_of[name] = table
 
     def keys(self, features: Mapping[str, Jagged]) -> tuple[list[str], torch.Tensor]:
-        """Feature names ordered by dim-group, and their ids one after another as int64 keys.
+        """Return the feature names ordered by dim-group, and their ids concatenated as int64 keys.
 
         Raises:
             EmbeddingError: unknown feature, or ids of a wrong dtype, shape, device or range.
@@ -59,7 +59,7 @@ class FeatureMap:
     def split(
         self, features: Mapping[str, Jagged], order: Sequence[str], rows: Sequence[torch.Tensor]
     ) -> dict[str, Jagged]:
-        """Per dim-group [n, dim] rows -> each feature's rows with its lengths."""
+        """Split [n, dim] rows of each dim-group into rows by feature, with the lengths of the input."""
         out: dict[str, Jagged] = {}
         for names, part in zip(self.by_group(order), rows, strict=True):
             if names:
@@ -68,7 +68,7 @@ class FeatureMap:
         return out
 
     def by_group(self, order: Sequence[str]) -> list[list[str]]:
-        """Per dim-group the features that it serves, in the order given."""
+        """Return the features of each dim-group, in the given order."""
         names: list[list[str]] = [[] for _ in self._keyspace.groups]
         for name in order:
             names[self._group_of[self.table_of[name]]].append(name)

@@ -1,4 +1,4 @@
-"""Jagged input and output: the values of all samples in one tensor, with a length a sample."""
+"""Jagged input and output: the values of all samples in one tensor, with one length a sample."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Jagged:
     """``values`` [n] row ids (input) or [n, dim] rows (output), and int64 ``lengths`` [batch] that sum to n.
 
     Raises:
-        EmbeddingError: lengths are not a 1-d integer tensor, or ``values`` is empty of shape.
+        EmbeddingError: lengths are not a 1-d integer tensor, or ``values`` is a scalar.
     """
 
     values: torch.Tensor
@@ -31,15 +31,15 @@ class Jagged:
 
     @staticmethod
     def from_offsets(values: torch.Tensor, offsets: torch.Tensor) -> Jagged:
-        """``offsets`` int [batch + 1], ascending from 0 to n."""
+        """Convert from integer ``offsets`` [batch + 1], ascending from 0 to n."""
         return Jagged(values, offsets[1:] - offsets[:-1])
 
     @staticmethod
     def from_nested(nested: torch.Tensor) -> Jagged:
-        """A nested tensor [batch, jagged] or [batch, jagged, dim] of layout ``torch.jagged``.
+        """Convert a nested tensor [batch, jagged] or [batch, jagged, dim] of layout ``torch.jagged``.
 
         Raises:
-            EmbeddingError: not a nested tensor of that layout, or jagged in another dimension than the second.
+            EmbeddingError: the tensor is not nested with that layout, or its second dimension is not the jagged one.
         """
         if not nested.is_nested or nested.layout != torch.jagged or nested.dim() < 2:
             raise EmbeddingError(
@@ -56,7 +56,7 @@ class Jagged:
         return Jagged.from_offsets(packed.values(), packed.offsets())  # type: ignore[attr-defined]
 
     def to_nested(self) -> torch.Tensor:
-        """A view as a nested tensor [batch, jagged, ...] of layout ``torch.jagged``; gradients flow through it."""
+        """Return a view as a nested tensor [batch, jagged, ...] of layout ``torch.jagged``, with gradients."""
         return torch.nested.nested_tensor_from_jagged(self.values, self.offsets)
 
     @property
@@ -65,7 +65,7 @@ class Jagged:
         return torch.nn.functional.pad(self.lengths.to(torch.int64).cumsum(0), (1, 0))
 
     def to_padded(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output rows as ([batch, length, dim] zero-padded or cut at the end, bool [batch, length] mask)."""
+        """Return output rows as [batch, length, dim], zero-padded or truncated, and a bool [batch, length] mask."""
         lengths = self.lengths.to(torch.int64)
         starts = self.offsets[:-1]
         at = torch.arange(length, device=lengths.device)
@@ -78,13 +78,13 @@ class Jagged:
 
 
 def as_jagged(given: object, name: str) -> Jagged:
-    """A ``Jagged``, a nested tensor of layout ``torch.jagged``, or a pair (values [n], offsets [batch + 1]).
+    """Convert a ``Jagged``, a nested tensor of layout ``torch.jagged``, or a pair (values [n], offsets [batch + 1]).
 
     Args:
-        name: of the feature, for errors.
+        name: name of the feature, for error texts.
 
     Raises:
-        EmbeddingError: anything else, or offsets that do not ascend from 0 to n.
+        EmbeddingError: ``given`` is of another type, or offsets do not ascend from 0 to n.
     """
     if isinstance(given, Jagged):
         return given
@@ -101,7 +101,7 @@ def as_jagged(given: object, name: str) -> Jagged:
 
 
 def _check_offsets(values: torch.Tensor, offsets: torch.Tensor, name: str) -> None:
-    """Offsets are easily taken for lengths, and the difference of lengths is as good a number as any."""
+    """Refuse offsets that are lengths by mistake: their differences would be valid numbers."""
     if offsets.dim() != 1 or offsets.is_floating_point() or offsets.numel() == 0 or values.dim() < 1:
         raise EmbeddingError(
             f"feature {name!r}: offsets of shape {tuple(offsets.shape)} and dtype {offsets.dtype}",

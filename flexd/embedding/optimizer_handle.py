@@ -12,7 +12,7 @@ from flexd.embedding.row_optimizers import RowOptimizer
 
 
 class SteppedRows(Protocol):
-    """What a step works on: ``RowEngine``."""
+    """Rows that an optimizer step updates; ``RowEngine`` implements it."""
 
     steps: int
 
@@ -22,16 +22,16 @@ class SteppedRows(Protocol):
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """What a trainer calls ``step()`` on after ``backward()``; learning-rate schedulers work on it.
+    """Optimizer of a collection's rows: call ``step()`` after ``backward()``. Learning-rate schedulers work on it.
 
-    ``step`` is collective: every rank of the job calls it the same number of times, whether its batch was empty or
-    not, with equal ``param_groups`` (all settings of the row optimizer are there and may be changed). It pushes the
-    gradients of all backward passes since the last step to the rows' homes, synchronises the replicas and updates
-    both. ``zero_grad`` forgets gradients, as everywhere in torch: of backward passes before it. Call it before or
-    after the forward pass.
+    ``step`` is collective: every rank of the job calls it the same number of times, also with an empty batch, with
+    equal ``param_groups`` (they hold all settings of the row optimizer, which may be changed). It pushes the gradients
+    of all backward passes since the last step to the rows' homes, synchronises the replicas and updates both.
+    ``zero_grad`` drops the gradients of earlier backward passes, as in torch. Call it before or after the forward
+    pass.
 
-    ``state_dict`` holds the settings and the number of steps, which bias correction goes by; the rows' own state is
-    with the rows.
+    ``state_dict`` holds the settings and the number of steps, which bias correction uses; the optimizer state of the
+    rows is in the collection's ``state_dict``.
     """
 
     def __init__(self, anchor: torch.nn.Parameter, optimizer: RowOptimizer, rows: SteppedRows) -> None:
@@ -43,7 +43,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def initial_state(self) -> float:
-        """Of every number beside a row that no step has updated."""
+        """Initial value of every number of a row's optimizer state."""
         return self._rule.initial_state
 
     @torch.no_grad()
@@ -72,7 +72,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._rows.steps = int(saved["step"])
 
     def _current(self) -> RowOptimizer:
-        """The optimizer with the settings of the parameter group, which schedulers change."""
+        """Return the optimizer with the settings of the parameter group, which schedulers change."""
         group = self.param_groups[0]
         settings = {
             name: tuple(group[name]) if isinstance(group[name], list) else _number(group[name]) for name in self._names
@@ -82,5 +82,5 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 def _number(value: Any) -> Any:
-    """A learning rate may be a tensor."""
+    """Return a Python number; a learning rate may be a tensor."""
     return value.item() if isinstance(value, torch.Tensor) else value

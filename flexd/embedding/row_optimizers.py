@@ -1,8 +1,7 @@
-"""Row optimizers: one fused update of listed rows and the state beside them.
+"""Row optimizers: one fused update of given rows and their state.
 
-All are *lazy*, as sparse optimizers are in torch and FBGEMM: rows that a step does not look up keep values and state.
-There is no SGD with momentum: momentum moves every row at every step, looked up or not, so a lazy one is another
-optimizer than torch's.
+All are *lazy*, like the sparse optimizers of torch and FBGEMM: rows that a step does not look up keep values and state.
+There is no SGD with momentum: momentum moves every row at every step, so a lazy version would differ from torch's.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ import torch
 from flexd.core.errors import EmbeddingError
 
 _BLOCK_NUMBERS = 1 << 16
-"""Of a block of rows, for each thread."""
+"""Numbers in a block of rows, for each thread."""
 
 
 class RowOptimizer(Protocol):
-    """Updates listed rows in place.
+    """Updates given rows in place.
 
     The same call with the same gradients must give bit-equal rows on every holder, so an implementation may use
-    nothing but its settings and arguments (no random numbers, no position of the row in the table). A frozen
-    dataclass: its ``repr`` tells its settings, and ranks compare it; its numeric fields show in ``param_groups``.
+    only its settings and arguments (no random numbers, no position of the row in the table). An implementation is a
+    frozen dataclass: ranks compare its ``repr``, which contains its settings, and ``param_groups`` has its fields.
     """
 
     @property
     def name(self) -> str:
-        """As in ``TableSpec.optimizer``; ``flexd.core.keyspace.state_columns`` says what state it keeps."""
+        """Name in ``TableSpec.optimizer``; ``flexd.core.keyspace.state_columns`` defines its state."""
         ...
 
     @property
@@ -37,32 +36,32 @@ class RowOptimizer(Protocol):
 
     @property
     def initial_state(self) -> float:
-        """Of every number of the state."""
+        """Initial value of every number of the state."""
         ...
 
     def update(
         self, rows: torch.Tensor, state: torch.Tensor, index: torch.Tensor, grads: torch.Tensor, step: int
     ) -> None:
-        """One step.
+        """Apply one step.
 
         Args:
             rows: [slots, dim], changed in place.
             state: [slots, s] float32 (float64 beside float64 rows), changed in place.
             index: int64 [n] unique slots.
             grads: [n, dim], not changed.
-            step: optimizer steps of the job with this one, from 1: bias correction goes by it.
+            step: number of this optimizer step of the job, from 1, for bias correction.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Decaying:
-    """Weight decay of the rows that a step looks up.
+class _WeightDecay:
+    """Settings of weight decay, which applies to the rows that a step looks up.
 
     Attributes:
         weight_decay: lambda. Coupled (L2, torch's ``weight_decay``, FBGEMM's ``WeightDecayMode.L2``):
             g += lambda * w before anything else.
-        decoupled_weight_decay: instead w *= 1 - lr * lambda (Loshchilov and Hutter, Decoupled Weight Decay
+        decoupled_weight_decay: use w *= 1 - lr * lambda instead (Loshchilov and Hutter, Decoupled Weight Decay
             Regularization, arXiv 1711.05101, algorithm 2; FBGEMM's ``WeightDecayMode.DECOUPLE``).
     """
 
@@ -70,19 +69,19 @@ class _Decaying:
     decoupled_weight_decay: bool = False
 
 
-class _Fused(_Decaying, ABC):
-    """The part all optimizers share: widening, weight decay, reading and writing of the listed rows."""
+class _FusedRowOptimizer(_WeightDecay, ABC):
+    """Shared part of all optimizers: widening, weight decay, reading and writing of the given rows."""
 
     lr: float
 
     @abstractmethod
     def _change(self, grads: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
-        """[n, dim] to subtract from the rows; ``state`` [n, s] is changed in place, ``grads`` are not."""
+        """Return [n, dim] to subtract from the rows. Changes ``state`` [n, s] in place, not ``grads``."""
 
     def update(
         self, rows: torch.Tensor, state: torch.Tensor, index: torch.Tensor, grads: torch.Tensor, step: int
     ) -> None:
-        # On a CPU in blocks whose temporaries stay in its cache: two to three times faster than all at once.
+        # Blocks whose temporaries stay in the cache of a CPU are two to three times faster than all rows at once.
         cached = _BLOCK_NUMBERS * torch.get_num_threads() // rows.shape[1] if rows.device.type == "cpu" else len(index)
         for at, some in zip(index.split(max(1, cached)), grads.split(max(1, cached)), strict=True):  # type: ignore[no-untyped-call]
             self._update(rows, state, at, some, step)
@@ -90,8 +89,8 @@ class _Fused(_Decaying, ABC):
     def _update(
         self, rows: torch.Tensor, state: torch.Tensor, index: torch.Tensor, grads: torch.Tensor, step: int
     ) -> None:
-        # Wide, and one operation a rounding: a fused or half-precision kernel of torch rounds the end of a vector
-        # differently, so that a row's result would depend on its place.
+        # In float32 or wider, with a rounding after each operation: fused and half-precision kernels of torch round the
+        # end of a vector differently, so that a row's result would depend on its position.
         wide = torch.promote_types(rows.dtype, torch.float32)
         weights = rows.index_select(0, index).to(wide)
         grads = grads.to(wide)
@@ -119,8 +118,8 @@ def _check_betas(optimizer: object, betas: tuple[float, float]) -> None:
 
 
 @dataclass(frozen=True)
-class SGD(_Fused):
-    """w -= lr * g, as ``torch.optim.SGD`` without momentum.
+class SGD(_FusedRowOptimizer):
+    """w -= lr * g; equal to ``torch.optim.SGD`` without momentum.
 
     Raises:
         EmbeddingError: a setting below 0.
@@ -138,7 +137,7 @@ class SGD(_Fused):
         return grads.mul(self.lr)
 
 
-class _AdagradLike(_Fused):
+class _AdagradLike(_FusedRowOptimizer):
     eps: float
     initial_accumulator_value: float
 
@@ -150,7 +149,7 @@ class _AdagradLike(_Fused):
         return self.initial_accumulator_value
 
     def _scaled(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """State: the accumulator, as wide as ``squares``."""
+        """Return the change; ``state`` is the accumulator, of the shape of ``squares``."""
         state.add_(squares)
         return grads.div(state.sqrt().add_(self.eps)).mul_(self.lr)
 
@@ -159,7 +158,7 @@ class _AdagradLike(_Fused):
 class Adagrad(_AdagradLike):
     """s += g^2; w -= lr * g / (sqrt(s) + eps), one accumulator a number (Duchi et al., JMLR 12, 2011, section 1.3).
 
-    As ``torch.optim.Adagrad`` with ``lr_decay=0``, FBGEMM's EXACT_ADAGRAD.
+    Equal to ``torch.optim.Adagrad`` with ``lr_decay=0`` and FBGEMM's EXACT_ADAGRAD.
 
     Raises:
         EmbeddingError: a setting below 0.
@@ -179,7 +178,7 @@ class Adagrad(_AdagradLike):
 class RowWiseAdagrad(_AdagradLike):
     """s += mean(g^2); w -= lr * g / (sqrt(s) + eps), one accumulator a row.
 
-    As FBGEMM's EXACT_ROWWISE_ADAGRAD (``OptimType.EXACT_ROWWISE_ADAGRAD``).
+    Equal to FBGEMM's EXACT_ROWWISE_ADAGRAD.
 
     Raises:
         EmbeddingError: a setting below 0.
@@ -195,7 +194,7 @@ class RowWiseAdagrad(_AdagradLike):
         return self._scaled(grads, grads.square().mean(dim=1, keepdim=True), state)
 
 
-class _AdamLike(_Fused):
+class _AdamLike(_FusedRowOptimizer):
     betas: tuple[float, float]
     eps: float
 
@@ -204,7 +203,7 @@ class _AdamLike(_Fused):
         _check_betas(self, self.betas)
 
     def _moments(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
-        """State: first moment [n, dim], then second, as wide as ``squares``."""
+        """Return the change; ``state`` is the first moment [n, dim], then the second, of the shape of ``squares``."""
         beta1, beta2 = self.betas
         first, second = state[:, : grads.shape[1]], state[:, grads.shape[1] :]
         first.add_((grads - first).mul_(1.0 - beta1))
@@ -218,9 +217,9 @@ class Adam(_AdamLike):
     """m += (1-b1)(g-m); v += (1-b2)(g^2-v); w -= lr * m/(1-b1^t) / (sqrt(v/(1-b2^t)) + eps) (Kingma and Ba, arXiv
     1412.6980, algorithm 1); t counts the optimizer steps of the job, not those of the row.
 
-    As ``torch.optim.Adam`` and FBGEMM's ADAM on the rows looked up, lazily as ``torch.optim.SparseAdam``, which differs
-    in adding eps before the correction of v: its eps is ours times sqrt(1-b2^t).
-    ``decoupled_weight_decay=True`` is AdamW, and what FBGEMM's ADAM does.
+    Equal to ``torch.optim.Adam`` and FBGEMM's ADAM on the rows looked up. Lazy like ``torch.optim.SparseAdam``, which
+    adds eps before the correction of v: its eps is ours times sqrt(1-b2^t). ``decoupled_weight_decay=True`` is AdamW,
+    which FBGEMM's ADAM implements.
 
     Raises:
         EmbeddingError: a setting below 0, or betas outside [0, 1).
@@ -240,7 +239,7 @@ class Adam(_AdamLike):
 class RowWiseAdam(_AdamLike):
     """``Adam`` with one second moment a row, of mean(g^2): dim + 1 instead of 2 dim numbers of state.
 
-    As FBGEMM's PARTIAL_ROWWISE_ADAM (with ``decoupled_weight_decay=True`` if there is weight decay).
+    Equal to FBGEMM's PARTIAL_ROWWISE_ADAM (with ``decoupled_weight_decay=True`` if there is weight decay).
 
     Raises:
         EmbeddingError: a setting below 0, or betas outside [0, 1).

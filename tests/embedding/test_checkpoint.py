@@ -82,22 +82,22 @@ ITEM, ODD, TINY = tables()
 @pytest.mark.parametrize(
     ("specs", "optimizer", "causes"),
     [
-        ([ITEM, ODD], "adam", ["embeddings.tiny.weight is not known here"]),
+        ([ITEM, ODD], "adam", ["embeddings.tiny.weight is unknown to the collection"]),
         (
             [ITEM, ODD, TINY, EmbeddingTable("new", 5, 2)], "adam",
             ["embeddings.new.weight is missing", "optimizer.adam.new.exp_avg is missing"],
         ),
         (
             [EmbeddingTable("item", 61, 4, dtype="float64"), ODD, TINY], "adam",
-            ["embeddings.item.weight is 61 x 8 float64 there and 61 x 4 float64 here"],
+            ["embeddings.item.weight is 61 x 8 float64 in the checkpoint and 61 x 4 float64 in the collection"],
         ),
         (
             [EmbeddingTable("item", 62, 8, dtype="float64"), ODD, TINY], "adam",
-            ["embeddings.item.weight is 61 x 8 float64 there and 62 x 8 float64 here"],
+            ["embeddings.item.weight is 61 x 8 float64 in the checkpoint and 62 x 8 float64 in the collection"],
         ),
         (
             [EmbeddingTable("item", 61, 8), ODD, TINY], "adam",
-            ["embeddings.item.weight is 61 x 8 float64 there and 61 x 8 float32 here"],
+            ["embeddings.item.weight is 61 x 8 float64 in the checkpoint and 61 x 8 float32 in the collection"],
         ),
         (
             [ITEM, ODD, TINY], "rowwise_adagrad",
@@ -124,7 +124,7 @@ def test_a_state_that_is_not_the_saved_one(ranks: Ranks, change: str) -> None:
             guilty = "rank 3: embeddings.odd.weight is missing"
             assert (guilty if rank == 3 else "see the error of rank 3") in text
         else:
-            assert "tables item are not those that were saved" in text
+            assert "tables item differ from the saved ones" in text
         assert unchanged
 
 

@@ -249,7 +249,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         (["--out", "c.yaml", "--timeout-seconds", "0"], "--timeout-seconds"),
         (["--out", "c.yaml", "--exposed-sync", "2"], "--exposed"),
         (["--out", "c.yaml", "--missing-from", "none.yaml"], "none.yaml"),
-        (["--out", "c.yaml", "--max-bytes", "10"], "least <= largest"),
+        (["--out", "c.yaml", "--max-bytes", "10"], "min_bytes <= max_bytes"),
     ],
 )
 def test_invalid_arguments_fail_before_measuring(

@@ -1,11 +1,11 @@
-"""Checkpoints of a collection that any number of ranks can load: whole tables, in ``torch.distributed.checkpoint``.
+"""Checkpoints of a collection that any number of ranks can load: whole tables in ``torch.distributed.checkpoint``.
 
-What is saved is a DTensor a table (and one a number of optimizer state), ``Shard(0)`` over all ranks: rows in the order
-of their ids, a contiguous block a rank, under the names that a plain module would have (``embeddings.<table>.weight``).
-So a checkpoint knows nothing of ranks, nodes, tiers or replicas. Saving and loading each take the memory of one more
-copy of this rank's share of the tables and their state, on the device of one's choice.
+A checkpoint has one DTensor for each table and each part of its optimizer state, ``Shard(0)`` over all ranks: rows in
+the order of their ids, a contiguous block a rank, under the names of a plain module (``embeddings.<table>.weight``). So
+it is independent of ranks, nodes, tiers and replicas. Saving and loading each need the memory of one more copy of this
+rank's share of the tables and their state, on a device of the caller's choice.
 
-Replicas are not saved: after loading they are copied anew from their homes.
+Replicas are not saved: after loading they are copied again from their homes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FINGERPRINT = "fingerprint.{table}"
 
 @dataclass(frozen=True)
 class _Column:
-    """One tensor of a checkpoint: a column of a table's rows or of its state."""
+    """One tensor of a checkpoint: the rows of a table, or one part of their optimizer state."""
 
     key: str
     spec: TableSpec
@@ -55,12 +55,12 @@ class _Column:
 
 
 class ShardedState:
-    """A collection as ``torch.distributed.checkpoint`` takes it, beside model and optimizer::
+    """Adapter that saves a collection with ``torch.distributed.checkpoint`` beside model and optimizer::
 
         dcp.save({"model": model, "tables": ShardedState(collection)}, checkpoint_id=path)
         dcp.load({"model": model, "tables": ShardedState(collection)}, checkpoint_id=path)
 
-    (``collection.state_dict()`` itself holds what is homed on one rank, in the same names on every rank.)
+    (``collection.state_dict()`` itself contains only the home rows of one rank.)
     """
 
     def __init__(self, collection: EmbeddingCollection, device: torch.device = CPU) -> None:
@@ -75,31 +75,33 @@ class ShardedState:
 
 
 def sharded_state_dict(collection: EmbeddingCollection, device: torch.device = CPU) -> dict[str, torch.Tensor]:
-    """Collective. A copy of all tables, optimizer state and step as DTensors on ``device`` (plain tensors without
-    ``torch.distributed``), with a fingerprint of each table."""
+    """Collective. Return a copy of all tables, optimizer state and step, with a fingerprint of each table.
+
+    Tables and state are DTensors on ``device`` (plain tensors without ``torch.distributed``).
+    """
     collection.engine.settle()
-    said: dict[str, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
     with collection.traffic.uncounted(), torch.no_grad():
         for columns in _tables(collection):
             blocks = [to_block(_world(collection), column.homes, column.held, device) for column in columns]
             for column, block in zip(columns, blocks, strict=True):
-                said[column.key] = _as_dtensor(block, column.shape)
+                state[column.key] = _as_dtensor(block, column.shape)
             spec = columns[0].spec
-            said[_FINGERPRINT.format(table=spec.name)] = _fingerprint_of(collection, columns[0].homes, blocks)
-        said[_step_key(collection)] = torch.tensor(collection.engine.steps, dtype=torch.int64)
-    return said
+            state[_FINGERPRINT.format(table=spec.name)] = _fingerprint_of(collection, columns[0].homes, blocks)
+        state[_step_key(collection)] = torch.tensor(collection.engine.steps, dtype=torch.int64)
+    return state
 
 
 def load_sharded_state_dict(collection: EmbeddingCollection, state: Mapping[str, Any]) -> None:
-    """Collective. Replaces all tables, optimizer state and step by what ``sharded_state_dict`` of equal tables said.
+    """Collective. Replace all tables, optimizer state and step by those of a ``sharded_state_dict`` of equal tables.
 
     Raises:
-        CheckpointError: on every rank, if on any rank tables are missing, of another shape, dtype or optimizer, or a
-            table is not the one that was saved (a torn checkpoint). The collection is as it was.
+        CheckpointError: on every rank, if on any rank tables are missing or of another shape, dtype or optimizer, or if
+            a table differs from the saved one (a torn checkpoint). The collection is unchanged.
     """
     expected = _shapes(collection)
     found = {key: (tuple(value.shape), value.dtype) for key, value in state.items() if torch.is_tensor(value)}
-    _agree(collection, _differences(expected, found))
+    _raise_if_any_rank_refuses(collection, _differences(expected, found))
     with collection.traffic.uncounted(), torch.no_grad():
         torn = []
         for columns in _tables(collection):
@@ -109,7 +111,7 @@ def load_sharded_state_dict(collection: EmbeddingCollection, state: Mapping[str,
                 torn.append(columns[0].spec.name)
         if torn:
             raise CheckpointError(
-                f"tables {', '.join(torn)} are not those that were saved: parts are missing or of another checkpoint",
+                f"tables {', '.join(torn)} differ from the saved ones: parts are missing or of another checkpoint",
                 remedy="load another checkpoint",
             )
         collection.engine.before_rows_load()
@@ -122,31 +124,33 @@ def load_sharded_state_dict(collection: EmbeddingCollection, state: Mapping[str,
 def save_checkpoint(
     collection: EmbeddingCollection, path: str | os.PathLike[str], *, device: torch.device = CPU
 ) -> None:
-    """Collective. Writes a checkpoint of the collection alone into a directory that all ranks can reach.
+    """Collective. Write a checkpoint of the collection alone into a directory that all ranks can access.
 
-    It is complete once ``.metadata`` is there, which is written last. A directory that holds a checkpoint is refused:
-    a save that breaks off would leave a mixture of the two.
+    It is complete once ``.metadata`` exists, which is written last. A directory with a checkpoint is refused: an
+    interrupted save would leave a mixture of the two.
 
     Raises:
-        CheckpointError: on every rank, if the directory holds a checkpoint or cannot be written.
+        CheckpointError: on every rank, if the directory has a checkpoint or cannot be written.
     """
-    there = Path(path, ".metadata").exists()
-    _agree(collection, [f"{path} holds a checkpoint already"] if there else [], remedy="save into a new directory")
+    exists = Path(path, ".metadata").exists()
+    _raise_if_any_rank_refuses(
+        collection, [f"{path} holds a checkpoint already"] if exists else [], remedy="save into a new directory"
+    )
     state = sharded_state_dict(collection, device)
     try:
         state_dict_saver.save(state, checkpoint_id=path, no_dist=not _distributed())
-    except (Exception, CheckpointException) as error:  # whatever a storage raises; on all ranks if on one
+    except (Exception, CheckpointException) as error:  # any error of a storage; raised on all ranks if on one
         raise CheckpointError(f"rank {collection.rank}: cannot write {path}: {_cause(error)}") from error
 
 
 def load_checkpoint(
     collection: EmbeddingCollection, path: str | os.PathLike[str], *, device: torch.device = CPU
 ) -> None:
-    """Collective. Loads what ``save_checkpoint`` wrote, of a job of any number of ranks.
+    """Collective. Load a checkpoint of ``save_checkpoint``, written by any number of ranks.
 
     Raises:
         CheckpointError: on every rank, if there is no complete checkpoint, or it is of other tables or of another
-            optimizer (the error names the differences). The collection is as it was.
+            optimizer (the error names the differences). The collection is unchanged.
     """
     differences: list[str] = []
     try:
@@ -157,13 +161,13 @@ def load_checkpoint(
             if isinstance(value, TensorStorageMetadata)
         }
         differences = _differences(_shapes(collection), found)
-    except Exception as error:  # whatever unreadable bytes lead to
+    except Exception as error:  # unreadable bytes lead to errors of many types
         differences = [f"{path} holds no complete checkpoint ({type(error).__name__}: {error})"]
-    _agree(collection, differences)
+    _raise_if_any_rank_refuses(collection, differences)
     state = _empty(collection, device)
     try:
         state_dict_loader.load(state, checkpoint_id=path, no_dist=not _distributed())
-    except (Exception, CheckpointException) as error:  # files are missing or cut off
+    except (Exception, CheckpointException) as error:  # files are missing or truncated
         raise CheckpointError(
             f"rank {collection.rank}: cannot read {path}: {_cause(error)}", remedy="load another checkpoint"
         ) from error
@@ -171,8 +175,10 @@ def load_checkpoint(
 
 
 def whole_state_dict(collection: EmbeddingCollection) -> dict[str, torch.Tensor]:
-    """Collective. As ``sharded_state_dict``, whole tables on every rank: for small ones, in any module with an
-    ``nn.Embedding`` at ``embeddings.<table>`` (TorchRec's names)."""
+    """Collective. Return the content of ``sharded_state_dict`` as whole tables on every rank, for small tables.
+
+    Any module with an ``nn.Embedding`` at ``embeddings.<table>`` (TorchRec's names) can load them.
+    """
     return {
         key: value.full_tensor() if isinstance(value, DTensor) else value
         for key, value in sharded_state_dict(collection).items()
@@ -180,16 +186,16 @@ def whole_state_dict(collection: EmbeddingCollection) -> dict[str, torch.Tensor]
 
 
 def load_whole_state_dict(collection: EmbeddingCollection, state: Mapping[str, torch.Tensor], prefix: str = "") -> None:
-    """Collective. Replaces tables by whole ones, of ``whole_state_dict`` or of a plain module; equal on every rank.
+    """Collective. Replace all tables by whole ones of ``whole_state_dict`` or of a plain module, equal on every rank.
 
-    Without optimizer state the collection's becomes what it is before the first step. Other keys are left alone.
+    Without optimizer state in ``state``, the collection's is set to its initial value. Other keys are ignored.
 
     Args:
-        prefix: of ``embeddings.<table>.weight`` in ``state``: "model." for instance.
+        prefix: prefix of ``embeddings.<table>.weight`` in ``state``, for instance "model.".
 
     Raises:
-        CheckpointError: on every rank, if on any rank tables are missing or of another shape, or there is part of the
-            optimizer's state. The collection is as it was.
+        CheckpointError: on every rank, if on any rank tables are missing or of another shape, or only a part of the
+            optimizer's state is there. The collection is unchanged.
     """
     tables = _tables(collection)
     weights = {prefix + columns[0].key: columns[0] for columns in tables}
@@ -204,7 +210,7 @@ def load_whole_state_dict(collection: EmbeddingCollection, state: Mapping[str, t
     ]
     if stateful and step not in state:
         faults.append(f"{step} is missing")
-    _agree(collection, faults)
+    _raise_if_any_rank_refuses(collection, faults)
     collection.engine.before_rows_load()
     with torch.no_grad():
         for key, column in wanted.items():
@@ -218,7 +224,7 @@ def load_whole_state_dict(collection: EmbeddingCollection, state: Mapping[str, t
 
 
 def _tables(collection: EmbeddingCollection) -> list[list[_Column]]:
-    """Per table its weights, then its state column by column."""
+    """Return for each table the column of its weights, then those of its state."""
     return [_columns(collection, store, table) for store in collection.engine.stores for table in store.group.tables]
 
 
@@ -248,27 +254,27 @@ def _step_key(collection: EmbeddingCollection) -> str:
 
 
 def _shapes(collection: EmbeddingCollection) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Of every tensor of a checkpoint."""
+    """Return shape and dtype of every tensor of a checkpoint."""
     tables = _tables(collection)
-    said: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         column.key: (column.shape, column.held.dtype) for columns in tables for column in columns
     }
-    said |= {_FINGERPRINT.format(table=columns[0].spec.name): ((), torch.int64) for columns in tables}
-    return said | {_step_key(collection): ((), torch.int64)}
+    shapes |= {_FINGERPRINT.format(table=columns[0].spec.name): ((), torch.int64) for columns in tables}
+    return shapes | {_step_key(collection): ((), torch.int64)}
 
 
 def _empty(collection: EmbeddingCollection, device: torch.device) -> dict[str, torch.Tensor]:
-    """Tensors as ``sharded_state_dict`` gives, to be filled."""
-    said: dict[str, torch.Tensor] = {}
+    """Return tensors of the shapes of ``sharded_state_dict``, to be filled."""
+    state: dict[str, torch.Tensor] = {}
     for columns in _tables(collection):
         for column in columns:
             rows = len(column.homes.block(collection.rank))
             block = torch.zeros((rows, column.shape[1]), dtype=column.held.dtype, device=device)
-            said[column.key] = _as_dtensor(block, column.shape)
+            state[column.key] = _as_dtensor(block, column.shape)
     for key, (shape, dtype) in _shapes(collection).items():
-        if key not in said:
-            said[key] = torch.zeros(shape, dtype=dtype)
-    return said
+        if key not in state:
+            state[key] = torch.zeros(shape, dtype=dtype)
+    return state
 
 
 def _distributed() -> bool:
@@ -283,7 +289,7 @@ def _as_dtensor(block: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _cause(error: BaseException) -> str:
-    """Of a failure on any rank, without its traceback."""
+    """Describe a failure on any rank, without its traceback."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {type(cause).__name__}: {cause}"
@@ -295,7 +301,7 @@ def _local(value: torch.Tensor) -> torch.Tensor:
 
 
 def _fingerprint_of(collection: EmbeddingCollection, homes: TableHomes, blocks: list[torch.Tensor]) -> torch.Tensor:
-    """Collective. int64 [], of the whole table."""
+    """Collective. Return int64 [], the fingerprint of the whole table."""
     mine = fingerprint(homes.block(homes.rank).start, blocks).to(collection.device).view(1)
     _world(collection).all_reduce(mine)
     return mine.view(()).to(CPU)
@@ -305,26 +311,33 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def _differences(expected: Shapes, found: Shapes) -> list[str]:
-    """What a reader needs to see why a checkpoint does not fit."""
-    said = []
+    """List the differences between the expected tensors and those of a checkpoint."""
+    differences = []
     for key, (shape, dtype) in expected.items():
         if key not in found:
-            said.append(f"{key} is missing")
+            differences.append(f"{key} is missing")
         elif found[key] != (shape, dtype):
-            said.append(f"{key} is {_text(*found[key])} there and {_text(shape, dtype)} here")
+            differences.append(
+                f"{key} is {_text(*found[key])} in the checkpoint and {_text(shape, dtype)} in the collection"
+            )
     prefixes = ("embeddings.", "optimizer.")
-    said += [f"{key} is not known here" for key in found if key.startswith(prefixes) and key not in expected]
-    return said
+    differences += [
+        f"{key} is unknown to the collection" for key in found if key.startswith(prefixes) and key not in expected
+    ]
+    return differences
 
 
 def _text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{' x '.join(map(str, shape)) or 'a number'} {str(dtype).removeprefix('torch.')}"
 
 
-def _agree(
-    collection: EmbeddingCollection, faults: list[str], *, remedy: str = "construct the collection as it was saved"
+def _raise_if_any_rank_refuses(
+    collection: EmbeddingCollection,
+    faults: list[str],
+    *,
+    remedy: str = "construct the collection with the tables and optimizer of the checkpoint",
 ) -> None:
-    """Collective. Raises CheckpointError on every rank if any has faults."""
+    """Collective. Raise CheckpointError on every rank if any rank has faults."""
     worst = torch.tensor([collection.rank + 1 if faults else 0], device=collection.device)
     with collection.traffic.uncounted():
         _world(collection).all_reduce(worst, dist.ReduceOp.MAX)
@@ -333,6 +346,6 @@ def _agree(
         raise CheckpointError(f"rank {collection.rank}: {'; '.join(faults[:5])}{more}", remedy=remedy)
     if int(worst.item()):
         raise CheckpointError(
-            f"rank {int(worst.item()) - 1} cannot go on with the checkpoint",
+            f"rank {int(worst.item()) - 1} refused the checkpoint",
             remedy=f"see the error of rank {int(worst.item()) - 1}",
         )

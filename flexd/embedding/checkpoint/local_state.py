@@ -1,8 +1,8 @@
-"""``state_dict`` of a collection: the rows homed on one rank, for that rank of an equally large job.
+"""``state_dict`` of a collection: the home rows of one rank, for that rank of an equally large job.
 
-Keys name the rank (``rank0.group0.rows``): whoever gathers the state dicts of all ranks, as
-``torch.distributed.checkpoint`` does, would otherwise take them for copies of one and keep the first.
-``flexd.embedding.checkpoint.checkpoint`` has the form that any number of ranks can load.
+Keys contain the rank (``rank0.group0.rows``): ``torch.distributed.checkpoint`` gathers the state dicts of all ranks and
+would otherwise treat equal keys as copies and keep the first. ``flexd.embedding.checkpoint.checkpoint`` saves the form
+that any number of ranks can load.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flexd.embedding.engine import RowEngine
 
 
 def save_local(engine: RowEngine, destination: dict[str, Any], prefix: str) -> None:
-    """Collective, if anything is ahead. Puts copies of this rank's home rows, their state and the step there."""
+    """Collective while run-ahead is active. Store copies of this rank's home rows, their state and the step."""
     engine.settle()
     own = _own(engine, prefix)
     for index, store in enumerate(engine.stores):
@@ -32,8 +32,8 @@ def load_local(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Collective, if anything is ahead. Inverse of ``save_local``; what does not fit is added to the lists, as
-    ``nn.Module._load_from_state_dict`` does."""
+    """Collective while run-ahead is active. Load what ``save_local`` stored, and add differences to the lists like
+    ``nn.Module._load_from_state_dict``."""
     engine.before_rows_load()
     own, mine = _own(engine, prefix), _shard(engine)
     shards = [f"{own}shard", *(key for key in state if key.startswith(prefix) and key.endswith(".shard"))]
@@ -68,7 +68,7 @@ def _own(engine: RowEngine, prefix: str) -> str:
 
 
 def _shard(engine: RowEngine) -> torch.Tensor:
-    """int64 [4]: rank, world size and tables that the home rows of this rank follow from, and the step."""
+    """Return int64 [4]: rank, world size and table digest, which determine the home rows of this rank, and the step."""
     groups = engine.groups
     digest = int(engine.keyspace.digest[:15], 16)
     return torch.tensor([groups.rank, groups.layout.world_size, digest, engine.steps])

@@ -1,4 +1,4 @@
-"""Views over all ranks: whole tables, and whether replicas equal their homes. For tests, exports and health checks."""
+"""Gather whole tables and compare replicas with their home copies, for tests, exports and health checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flexd.embedding.store.store import GroupStore
 
 
 def gather_rows(groups: ChainGroups, store: GroupStore, first_key: int, rows: int) -> torch.Tensor:
-    """Collective. [rows, dim] home rows of the keys from ``first_key``, on every rank."""
+    """Collective. Return [rows, dim] home rows of the keys from ``first_key``, on every rank."""
     world_size = groups.layout.world_size
     part = store.rows.new_zeros((-(-store.group.rows // world_size), store.rows.shape[1]))
     part[: store.home_rows] = store.rows[: store.home_rows]
@@ -26,7 +26,7 @@ def gather_rows(groups: ChainGroups, store: GroupStore, first_key: int, rows: in
 
 
 def replicas_bit_equal(groups: ChainGroups, stores: Sequence[GroupStore]) -> bool:
-    """Collective. Do all replicas, with optimizer state, equal their home copies bit for bit?"""
+    """Collective. Return whether all replicas, with optimizer state, equal their home copies bit for bit."""
     equal = True
     for store in stores:
         for tier, holders in ((Tier.NODE, groups.rail), (Tier.DEVICE, groups.world)):

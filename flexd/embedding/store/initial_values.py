@@ -1,6 +1,6 @@
 """Initial row values as a function of (seed, table, row, column) alone.
 
-Any sharding over any number of ranks starts from the same table, and no rank ever holds more than its share.
+So every sharding over any number of ranks starts from the same table, and no rank holds more than its share.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators (OOPSLA 2014), the finaliser."""
+    """Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators (OOPSLA 2014), finaliser."""
     x = x + _GOLDEN
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -26,9 +26,9 @@ def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def initial_rows(
     table: str, rows: npt.NDArray[np.int64], dim: int, dtype: torch.dtype, *, scale: float, seed: int
 ) -> torch.Tensor:
-    """[n, dim] values of the given rows of a table, uniform in [-scale, scale)."""
+    """Return [n, dim] values of the given rows of a table, uniform in [-scale, scale)."""
     out = torch.empty((len(rows), dim), dtype=dtype)
-    # Mixed, or the tables of two neighbouring seeds would be the same rows shifted by one.
+    # Without mixing, the tables of two consecutive seeds would be the same rows shifted by one.
     salt = _splitmix64(np.array([zlib.crc32(table.encode()) << 32 | (seed & 0xFFFFFFFF)], dtype=np.uint64))
     columns = np.arange(dim, dtype=np.uint64)
     for start in range(0, len(rows), _BLOCK_ROWS):

@@ -1,4 +1,4 @@
-"""What a rank's memory is made of, and what it can come to: stated by arithmetic, counted on the live tensors."""
+"""Memory of a rank, by part: current bytes counted on the live tensors, and upper bounds by arithmetic."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from flexd.embedding.store.store import GroupStore
 
 DIRECTORY_BYTES_PER_ROW = 12
 DIRECTORY_BYTES_PER_ROW_OF_LARGE_GROUP = 16
-"""Of a dim-group of more than 2^31 rows, whose keys need 8 bytes."""
+"""For a dim-group of more than 2^31 rows, whose keys need 8 bytes."""
 _LISTING_BYTES_PER_ROW = 8
-"""Of a row whose tier is not that of its neighbours, in the trainer's exchange and in the one ahead."""
+"""For a row whose tier differs from that of its neighbours, in the trainer's exchange and in the run-ahead exchange."""
 _MERGE_BYTES_PER_ROW = 2
 """Two masks over the rows of a directory while a chunk is merged into it, beside the next directory."""
 _SECTION_BYTES = 32
 """Rounding of the two sections of a dim-group in a block."""
 _SLOT_BYTES_PER_ROW = 32
-"""Where the rows of a prepared chunk are copied from and to: 8 bytes on each hop, and as much for its own columns."""
+"""Source and target slots of the rows of a prepared chunk: 8 bytes on each hop, and as much for its own columns."""
 _CHUNK_BYTES_PER_ROW = 256
 """Keys, tiers, orders, slots and masks of the rows of a chunk while it is applied."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank. Beside them a rank holds what the model does with the rows it looked up.
+    """Bytes of one rank, without the activations of the model.
 
     Attributes:
-        home_bytes: home rows with their optimizer state; allocated once.
-        replica_bytes: replica slots with theirs, taken or not; allocated once.
-        free_list_bytes: of the replica slots, in host memory; allocated once.
-        directory_bytes: of the listed rows, now.
-        max_directory_bytes: with every replica slot of the job taken, and lists for mixed tiers.
-        working_bytes: tables by which distinct rows are found without sorting and the marks of ``flexd.prefetch``,
-            which are allocated once; and lists of DEVICE rows where NODE rows stand between them, now.
+        home_bytes: home rows with optimizer state; allocated once.
+        replica_bytes: all replica slots with optimizer state; allocated once.
+        free_list_bytes: free lists of the replica slots, in host memory; allocated once.
+        directory_bytes: directories of the listed rows, now.
+        max_directory_bytes: directories with every replica slot of the job in use, and lists for mixed tiers.
+        working_bytes: tables that find distinct rows without sorting and the marks of ``flexd.prefetch``, which are
+            allocated once; and lists of DEVICE rows with NODE rows between them, now.
         prepared_bytes: next directories and slots of the chunks that are prepared and not applied, now.
-        max_prepared_bytes: of as many as are prepared ahead, with every replica slot taken.
-        pending_bytes: routes and gradients of the passes that wait for ``optimizer.step``, and what ``flexd.prefetch``
-            holds, now.
-        waiting_bytes: of chunks received and not applied, in host memory, now; the daemon sends
-            ``control.window_chunks`` of ``control.chunk_rows`` at most.
-        max_migration_bytes: while chunks are applied: the next directory, and the buffers of one block of copied
-            rows, of which all may have one home. Evenly spread, the buffers take two blocks.
+        max_prepared_bytes: the same for as many chunks as are prepared ahead, with every replica slot in use.
+        pending_bytes: routes and gradients of the passes that wait for ``optimizer.step``, and those of
+            ``flexd.prefetch``, now.
+        waiting_bytes: chunks received and not applied, in host memory, now; the daemon sends at most
+            ``control.window_chunks`` of ``control.chunk_rows``.
+        max_migration_bytes: while chunks are applied, the next directory and the buffers of one block of copied rows,
+            if all of them have one home. For evenly spread homes the buffers take two blocks.
     """
 
     home_bytes: int
@@ -63,7 +63,7 @@ class RankMemory:
 
     @property
     def stored_bytes(self) -> int:
-        """What stays between steps, now."""
+        """Bytes that stay between steps, now."""
         return (
             self.home_bytes + self.replica_bytes + self.free_list_bytes + self.directory_bytes + self.working_bytes
             + self.prepared_bytes
@@ -71,7 +71,7 @@ class RankMemory:
 
     @property
     def budget_bytes(self) -> int:
-        """The budget: what rows, directory and migrations come to at most, at any moment, whatever the daemon sends."""
+        """Upper bound of the bytes of rows, directory and migrations, for any chunks that the daemon sends."""
         return (
             self.home_bytes
             + self.replica_bytes
@@ -83,23 +83,23 @@ class RankMemory:
         )
 
     def to_dict(self) -> dict[str, int]:
-        """JSON-able."""
+        """Return all fields and sums as JSON values."""
         named = {item.name: getattr(self, item.name) for item in fields(self)}
         return named | {"stored_bytes": self.stored_bytes, "budget_bytes": self.budget_bytes}
 
 
 def max_listed_rows(group: DimGroup, layout: RankLayout, replica_slots: int) -> int:
-    """Rows that a rank's directory lists at most, if every rank has ``replica_slots`` for the dim-group.
+    """Return the upper bound of the rows in a rank's directory, with ``replica_slots`` for the dim-group on every rank.
 
-    A NODE row takes a slot on all but one of the N ranks of its rail. A DEVICE row does on all but one of the world, so
-    on N - 1 ranks of a rail at least; with one node on all but one of the L ranks.
+    A NODE row uses a slot on all but one of the N ranks of its rail. A DEVICE row uses one on all but one rank of the
+    world, so on at least N - 1 ranks of a rail; with one node on all but one of the L ranks.
     """
     holders = layout.nodes if layout.nodes > 1 else layout.local_ranks
     return 0 if holders == 1 else min(group.rows, replica_slots * holders // (holders - 1))
 
 
 def iterate_tensors(held: object) -> Iterator[torch.Tensor]:
-    """The tensors in nested sequences, mappings, dataclasses and plain objects of this package."""
+    """Yield the tensors in nested sequences, mappings, dataclasses and plain objects of this package."""
     if isinstance(held, torch.Tensor):
         yield held
     elif isinstance(held, Mapping):
@@ -122,13 +122,13 @@ def rank_memory(
     working_bytes: int,
     prepared_bytes: int,
 ) -> RankMemory:
-    """The memory of the rank whose dim-groups these are.
+    """Return the memory of the rank with these dim-groups.
 
     Args:
-        buffer_bytes: of one block of copied rows.
-        chunk_rows: of the largest step's chunks so far.
-        working_bytes, prepared_bytes: as in ``RankMemory``.
-        pending: what the passes that wait hold; a storage that occurs twice is counted once.
+        buffer_bytes: size of one block of copied rows.
+        chunk_rows: largest number of rows of one step's chunks so far.
+        working_bytes, prepared_bytes: see ``RankMemory``.
+        pending: objects that waiting passes hold; a storage that occurs twice is counted once.
     """
     directory = at_most = lists = merge = given = 0
     for store in stores:
@@ -143,7 +143,7 @@ def rank_memory(
         merge = max(merge, listed * (row + (8 if wide else 4) + _MERGE_BYTES_PER_ROW))
     widest = max(store.row_bytes for store in stores)
     block = max(buffer_bytes, 2 * widest)
-    # A member's part of an all-gather and the parts of all; nothing is copied in a world of one rank.
+    # One rank's part of an all-gather and the parts of all ranks; a world of one rank copies nothing.
     parts = 0 if layout.world_size == 1 else 1 + max(layout.nodes, layout.local_ranks)
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in iterate_tensors(pending)

@@ -22,12 +22,11 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True)
 class FreeSlots:
-    """Replica slots that no row has. Immutable, so that chunks can be prepared one after another before any is applied;
-    ``compacted`` makes one that refers to nothing but ``slots`` again, in place.
+    """Free replica slots. Immutable, so that several chunks can be prepared before the first is applied.
 
     Attributes:
-        slots: int32; the first ``count`` are free, what stands behind means nothing.
-        released: int32, free too.
+        slots: int32; the first ``count`` are free, the others are undefined.
+        released: int32, further free slots.
     """
 
     slots: npt.NDArray[np.int32]
@@ -41,23 +40,23 @@ class FreeSlots:
         return FreeSlots(self.slots, self.count, np.concatenate([self.released, slots]))
 
     def allocate(self, number: int) -> tuple[npt.NDArray[np.int32], FreeSlots]:
-        """The caller has checked that there are enough."""
-        of_given = min(number, len(self.released))
-        count = self.count - (number - of_given)
-        taken = np.concatenate([self.released[len(self.released) - of_given :], self.slots[count : self.count]])
-        return taken, FreeSlots(self.slots, count, self.released[: len(self.released) - of_given])
+        """Return ``number`` slots and the remaining ones. The caller has checked that there are enough."""
+        kept = max(0, len(self.released) - number)
+        count = self.count - (number - (len(self.released) - kept))
+        allocated = np.concatenate([self.released[kept:], self.slots[count : self.count]])
+        return allocated, FreeSlots(self.slots, count, self.released[:kept])
 
     def compacted(self) -> FreeSlots:
-        """All of them in ``slots``. Those that were made from this one stay right: they have at most as large a
-        ``count``, and nothing is written before it."""
+        """Move all free slots into ``slots``, in place. Objects that were derived from this one stay valid: their
+        ``count`` is not larger, and nothing is written before it."""
         self.slots[self.count : len(self)] = self.released
         return FreeSlots(self.slots, len(self), self.released[:0])
 
 
 class GroupStore:
-    """Allocated once: rows [home_rows + replica_slots, dim], state beside them; memory never grows afterwards.
+    """Rows [home_rows + replica_slots, dim] and their optimizer state, allocated once.
 
-    Home rows stand at ``(key - first_home_key) // world_size``; replica slot s stands at ``home_rows + s``.
+    A home row has slot ``(key - first_home_key) // world_size``; replica slot s has slot ``home_rows + s``.
     """
 
     def __init__(
@@ -87,26 +86,26 @@ class GroupStore:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row with its state: what a migration copies."""
+        """Bytes of one row with its state, which a migration copies."""
         return self.rows.shape[1] * self.rows.element_size() + self.state.shape[1] * self.state.element_size()
 
     def home_keys(self) -> npt.NDArray[np.int64]:
-        """int64 [home_rows]: the keys homed here, in slot order."""
+        """Return int64 [home_rows]: the keys with their home on this rank, in slot order."""
         return np.arange(self.home_rows, dtype=np.int64) * self.world_size + self.first_home_key
 
     def home_slots(self, keys: torch.Tensor) -> torch.Tensor:
-        """int64 keys homed here -> int64 slots."""
+        """Map int64 keys with their home on this rank to int64 slots."""
         return (keys - self.first_home_key) // self.world_size
 
     def locate(
         self, keys: torch.Tensor, directory: Directory | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """int64 [n] keys of the group -> (bool [n] held here, int64 [n] slot, int64 [n] directory position or -1).
+        """Map int64 [n] keys of the group to (bool [n] held here, int64 [n] slot, int64 [n] directory position or -1).
 
-        Slot and position are meaningless where the row is not held.
+        Slot and position are undefined where the row is not held.
 
         Args:
-            directory: of another placement than the one that is applied.
+            directory: directory of another placement than the applied one.
         """
         directory = self.directory if directory is None else directory
         home = keys % self.world_size == self.rank
@@ -118,14 +117,14 @@ class GroupStore:
         return home | found, slots, torch.where(found, at, -1)
 
     def pack(self, slots: torch.Tensor) -> torch.Tensor:
-        """uint8 [n, row_bytes]: rows and state, for copying to another rank."""
+        """Return uint8 [n, row_bytes]: rows and state, for copying to another rank."""
         rows = self.rows.index_select(0, slots).view(torch.uint8)
         if self.state.shape[1] == 0:
             return rows
         return torch.cat([rows, self.state.index_select(0, slots).view(torch.uint8)], dim=1)
 
     def unpack(self, packed: torch.Tensor, slots: torch.Tensor) -> None:
-        """Inverse of ``pack`` into ``slots``."""
+        """Write packed rows and state into ``slots``; inverse of ``pack``."""
         width = self.rows.shape[1] * self.rows.element_size()
         self.rows.index_copy_(0, slots, _aligned(packed[:, :width]).view(self.rows.dtype))
         if self.state.shape[1]:
@@ -133,5 +132,5 @@ class GroupStore:
 
 
 def _aligned(columns: torch.Tensor) -> torch.Tensor:
-    """A copy, always: ``contiguous()`` leaves one row as it is, at an offset that no wider number may start at."""
+    """Return a copy: ``contiguous()`` keeps a single row at its offset, which may be invalid for a wider dtype."""
     return columns.clone(memory_format=torch.contiguous_format)
