@@ -11,6 +11,8 @@ MAX_REASON_CHARACTERS = 500
 MAX_WHO_CHARACTERS = 200
 
 TierName = Literal["HOME", "NODE", "DEVICE"]
+TIERS: tuple[TierName, ...] = ("HOME", "NODE", "DEVICE")
+"""In the order of ``flexd.core.layout.Tier``."""
 RowsByTier = dict[TierName, int]
 Share = Annotated[float, Field(ge=0, le=1)]
 Reason = Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)]

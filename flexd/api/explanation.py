@@ -1,13 +1,18 @@
-"""Why a row is in its tier, as the admin API tells it."""
+"""The reasons for a row's tier."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from flexd.api.base import FiniteOrNone, Model, RowsByTier, TierName
-from flexd.api.planning import GateReport
+from flexd.api.base import TIERS, FiniteOrNone, Model, RowsByTier, TierName
+from flexd.api.planning import GateReport, gate_report
+
+if TYPE_CHECKING:
+    from flexd.operations.gates import Gate
+    from flexd.planner.explanation import RowExplanation, TableExplanation
 
 MAX_EXPLAINED_ROWS = 1000
 WhyName = Literal["saves", "pinned", "excluded", "no_gain", "slot_price", "migration", "latency"]
@@ -17,9 +22,9 @@ class RowReport(Model):
     """One row. Accesses are expected look-ups of the whole job in one step."""
 
     row: int
-    """Id in its table."""
+    """Id of the row in its table."""
     key: int = 0
-    """In the job's key space: home rank and node owner follow from it."""
+    """Its key in the job's key space, which gives home rank and node owner."""
     listed: bool = True
     """Whether the profile lists the row by itself; if not, the mean of the table's unlisted rows stands in."""
     place: int = 0
@@ -27,15 +32,15 @@ class RowReport(Model):
     accesses_per_step: FiniteOrNone = None
     """Estimate."""
     accesses_lower: FiniteOrNone = None
-    """Lower bound: what a promotion must pay with."""
+    """Lower bound, which a promotion must pay off with."""
     accesses_upper: FiniteOrNone = None
-    """Upper bound: what a demotion must not pay with."""
+    """Upper bound, with which the copies must not pay off for a demotion."""
     per_rank: FiniteOrNone = None
     """Probability (or number of micro-batches) that one rank looks it up in a step: u."""
     per_node: FiniteOrNone = None
-    """The same for any rank of one node: v."""
+    """Probability that any rank of one node looks it up in a step: v."""
     anywhere: FiniteOrNone = None
-    """The same for any rank: w."""
+    """Probability that any rank looks it up in a step: w."""
     seconds: dict[TierName, FiniteOrNone] = Field(default_factory=dict)
     """Exposed communication that the row costs a step in each tier."""
     live: TierName = "HOME"
@@ -43,15 +48,15 @@ class RowReport(Model):
     planned: TierName = "HOME"
     """Tier if a plan were made now."""
     why: WhyName = "saves"
-    """Why the planned tier."""
+    """Reason for the planned tier."""
     home_rank: int = 0
     """Rank of the authoritative copy."""
     source_node_share: tuple[float, ...] | None = None
-    """By which node its accesses come from; null if not known."""
+    """Shares of its accesses by the node they come from; null if not known."""
 
 
 class ThresholdReport(Model):
-    """When a row of the table belongs in a tier, in look-ups of the whole job per step."""
+    """The frequencies at which a row of the table belongs in a tier, in look-ups of the whole job per step."""
 
     tier: TierName
     """The tier."""
@@ -69,7 +74,7 @@ class Explanation(Model):
     """A table, its thresholds, and some of its rows."""
 
     table: str
-    """Name."""
+    """Name of the table."""
     rows: int = 0
     """Rows of the table."""
     accesses_per_step: FiniteOrNone = None
@@ -91,6 +96,34 @@ class Explanation(Model):
     thresholds: tuple[ThresholdReport, ...] = ()
     """By tier above HOME that this job can use."""
     explained: tuple[RowReport, ...] = ()
-    """The row that was asked for, or the hottest ones."""
+    """The requested row, or the hottest ones."""
     gates: tuple[GateReport, ...] = ()
-    """Is enough known to carry out a plan that is made now?"""
+    """Gates of a plan that is made now."""
+
+
+def explanation(made: TableExplanation, gates: Sequence[Gate]) -> Explanation:
+    """Return the planner's explanation.
+
+    Args:
+        gates: of the profile that it was made from.
+    """
+    return Explanation.from_object(
+        made,
+        live_rows=dict(zip(TIERS, made.live_rows.tolist(), strict=True)),
+        planned_rows=dict(zip(TIERS, made.planned_rows.tolist(), strict=True)),
+        thresholds=tuple(ThresholdReport.from_object(each, tier=each.tier.name) for each in made.thresholds),
+        explained=tuple(_row(row) for row in made.explained),
+        gates=tuple(gate_report(gate) for gate in gates),
+    )
+
+
+def _row(row: RowExplanation) -> RowReport:
+    share = row.source_node_share
+    return RowReport.from_object(
+        row,
+        seconds=dict(zip(TIERS, row.seconds.tolist(), strict=True)),
+        live=row.live.name,
+        planned=row.planned.name,
+        why=row.why.value,
+        source_node_share=None if share is None else tuple(float(node) for node in share),
+    )

@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flexd.api.base import Model
 from flexd.api.config import ConfigStatus
-from flexd.api.drift import DriftStatus, drift_status
+from flexd.api.drift import DriftStatus
 from flexd.api.families import counter, gauge, info
 from flexd.api.leadership import LeadershipStatus
-from flexd.api.migration import MigrationCounts, MigrationReport, migration_counts, migration_report
+from flexd.api.migration import MigrationCounts, MigrationReport
 from flexd.api.pause import DecisionsStatus
-from flexd.api.placement import PlacementStatus, placement_status
-from flexd.api.plan import PlanReport, plan_metrics, plan_report
-from flexd.api.planning import PlanningStatus, planning_status
-from flexd.api.rank import TopologyStatus, topology_status
-from flexd.api.scale_out import Leader, ScaleOutStatus, leader_status
-from flexd.api.sketch import SketchStatus, sketch_status
-from flexd.api.snapshot import SnapshotStatus, snapshot_status
-from flexd.api.stream import StreamStatus, stream_status
-from flexd.api.throttle import ThrottleStatus, throttle_status
-from flexd.api.training import TrainingStatus, training_status
+from flexd.api.placement import PlacementStatus
+from flexd.api.plan import PlanReport, plan_metrics
+from flexd.api.planning import PlanningStatus
+from flexd.api.rank import TopologyStatus
+from flexd.api.scale_out import ScaleOutStatus
+from flexd.api.sketch import SketchStatus
+from flexd.api.snapshot import SnapshotStatus
+from flexd.api.stream import StreamStatus
+from flexd.api.throttle import ThrottleStatus
+from flexd.api.training import TrainingStatus
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from prometheus_client.core import Metric
 
     from flexd.api.errors import ProbeResult
     from flexd.config.model import Config
-    from flexd.control.daemon.coordinator import Coordinator
     from flexd.core.process_start import ProcessStart
-    from flexd.ingest import Ingestor
-    from flexd.operations.autoplan import AutoPlanner
-    from flexd.operations.drift import DriftMonitor
-    from flexd.operations.history.history import MigrationHistory
-    from flexd.operations.pacing import MigrationPacing
-    from flexd.operations.planning import Planning
-    from flexd.operations.training_monitor import TrainingMonitor
 
 
 class Status(Model):
@@ -139,51 +128,3 @@ def base_status(config: Config, started: ProcessStart, health: ProbeResult, read
         reasons=(*health.reasons, *ready.reasons),
         stream=StreamStatus(source=config.stream.source.kind),
     )
-
-
-@dataclass
-class Components:
-    """The running components of a daemon that queries read; reading blocks on nothing.
-
-    Attributes:
-        config: the effective configuration; replaced by a reload.
-        total_rows: rows of all tables.
-        snapshot_directory: of this daemon's snapshots.
-        leader: of scale-out; None for a daemon without followers.
-    """
-
-    config: Config
-    total_rows: int
-    ingestor: Ingestor
-    coordinator: Coordinator
-    planning: Planning
-    training: TrainingMonitor
-    drift: DriftMonitor
-    auto: AutoPlanner
-    pacing: MigrationPacing
-    history: MigrationHistory
-    snapshot_directory: Path
-    leader: Leader | None = None
-
-    def status(self, base: Status) -> Status:
-        """Return ``base`` with the state of every component. May be called from any thread."""
-        ingest, control, planning = self.ingestor.stats(), self.coordinator.status(), self.planning
-        last, execution = planning.last_plan, planning.executions.last
-        placement = self.coordinator.placement()
-        return base.model_copy(
-            update={
-                "stream": stream_status(self.config, ingest),
-                "sketch": sketch_status(self.ingestor.choices(), planning.last_profile, planning.profile_age_seconds()),
-                "drift": drift_status(self.drift, self.config.planner.drift_threshold),
-                "topology": topology_status(self.coordinator.live(), control, planning.cluster.name),
-                "placement": placement_status(placement, self.total_rows, control.digest_mismatches),
-                "training": training_status(self.training.totals()),
-                "last_plan": None if last is None else plan_report(last, planning.last_live),
-                "migration": None if execution is None else migration_report(execution),
-                "migrations": migration_counts(planning.executions, control.illegal_transitions, self.history.snapshot),
-                "planning": planning_status(planning, self.auto),
-                "throttle": throttle_status(self.pacing.snapshot()),
-                "snapshot": snapshot_status(ingest, self.snapshot_directory),
-                "scale_out": None if self.leader is None else leader_status(self.leader),
-            }
-        )

@@ -1,19 +1,33 @@
-"""The tables and their hot rows, a page at a time, as the admin API tells them."""
+"""The tables and their hot rows, a page at a time."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from flexd.api.base import FiniteOrNone, Model, RowsByTier, TierName
+from flexd.api.base import TIERS, FiniteOrNone, Model, RowsByTier, TierName
 from flexd.api.sketch import SketchKind
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from flexd.control.daemon.coordinator_types import LiveTopology
+    from flexd.core.keyspace import KeySpace
+    from flexd.core.placement import Placement
+    from flexd.ingest import Ingestor
+    from flexd.sketch.budget import TableChoice
+    from flexd.sketch.profile import Profile
+
+    Int64Array = npt.NDArray[np.int64]
 
 MAX_PAGE_ENTRIES = 1000
 """Entries of one page, at most."""
 
 TableOrder = Literal["accesses", "replicas", "memory", "name", "configured"]
-"""What a page of tables is ordered by: figures descending, names ascending, or as the configuration has them."""
+"""Order of a page of tables: numbers descending, names ascending, or as configured."""
 
 
 class TableReport(Model):
@@ -22,29 +36,29 @@ class TableReport(Model):
     table: str
     """Name of the table."""
     rows: int
-    """Of the table."""
+    """Rows of the table."""
     dim: int
     """Numbers in a row."""
     dtype: str
-    """Of a row's numbers."""
+    """Type of these numbers."""
     optimizer: str
-    """Whose state migrates with a row."""
+    """The optimizer, whose state migrates with a row."""
     group: int
     """Index of its dim-group."""
     accesses: int = 0
-    """Counted, undecayed."""
+    """Accesses counted, undecayed."""
     share: FiniteOrNone = None
-    """Of all accesses counted, 0-1; null before the first."""
+    """Share of all accesses counted, 0-1; null before the first."""
     placed_rows: RowsByTier = Field(default_factory=dict)
     """Rows in each tier."""
     counter: SketchKind
-    """How its rows are counted."""
+    """Kind of counter."""
     counter_bytes: int
     """Memory of the counter."""
     distinct_rows: FiniteOrNone = None
     """Rows seen, by the newest profile; null before the first."""
     coverage: FiniteOrNone = None
-    """Of its accesses, by the newest profile, that listed rows and bins explain."""
+    """Share of its accesses that listed rows and bins of the newest profile explain."""
     drift_ratio: FiniteOrNone = None
     """Exposed seconds of its bytes, now / when the live placement was planned."""
 
@@ -53,11 +67,11 @@ class TablePage(Model):
     """Some of the tables."""
 
     total: int
-    """Tables that there are."""
+    """Number of all tables."""
     offset: int
-    """Of the first entry in the order asked for."""
+    """Position of the first entry in the requested order."""
     tables: tuple[TableReport, ...] = ()
-    """The entries."""
+    """The entries of the page."""
 
 
 class HotRow(Model):
@@ -66,19 +80,19 @@ class HotRow(Model):
     place: int
     """1 is the most accessed row of the table."""
     row: int
-    """Id in the table."""
+    """Id of the row in the table."""
     key: int
-    """In the job's key space."""
+    """Its key in the job's key space."""
     share: FiniteOrNone = None
-    """Of the table's accesses, decayed."""
+    """Estimated share of the table's accesses, decayed."""
     share_lower: FiniteOrNone = None
     """Lower bound of the share."""
     share_upper: FiniteOrNone = None
     """Upper bound of the share."""
     tier: TierName
-    """Where its copies are now."""
+    """Its tier in the live placement."""
     home_rank: int | None = None
-    """That holds its home copy; null before ranks are known."""
+    """Rank of its home copy; null before ranks are known."""
 
 
 class HotRowPage(Model):
@@ -87,7 +101,7 @@ class HotRowPage(Model):
     table: str
     """Name of the table."""
     rows: int
-    """Of the table."""
+    """Rows of the table."""
     total: int
     """Rows that the counters list."""
     offset: int
@@ -97,4 +111,130 @@ class HotRowPage(Model):
     placed_rows: RowsByTier = Field(default_factory=dict)
     """Rows of the table in each tier."""
     hottest: tuple[HotRow, ...] = ()
-    """The entries."""
+    """The entries of the page."""
+
+
+def table_page(
+    keyspace: KeySpace,
+    ingestor: Ingestor,
+    placement: Placement,
+    profile: Profile | None,
+    drift_ratios: Mapping[str, float],
+    offset: int,
+    limit: int,
+    order: TableOrder,
+) -> TablePage:
+    """Return at most ``limit`` tables from ``offset`` on.
+
+    Args:
+        profile: the newest; None before the first.
+        drift_ratios: by table, as far as known.
+    """
+    import numpy as np
+
+    choices: Sequence[TableChoice] = ingestor.choices()
+    accesses = np.array(ingestor.samples_by_table(), dtype=np.int64)
+    placed = _placed_rows(keyspace, placement)
+    keys: dict[TableOrder, Any] = {
+        "accesses": -accesses,
+        "replicas": -placed.sum(axis=1),
+        "memory": -np.array([choice.bytes for choice in choices], dtype=np.int64),
+        "name": np.array([table.name for table in keyspace.tables]),
+        "configured": np.arange(len(choices)),
+    }
+    chosen = np.argsort(keys[order], kind="stable")[offset : offset + limit]
+    total = int(accesses.sum())
+    groups = {index: number for number, group in enumerate(keyspace.groups) for index in group.tables}
+
+    def report(index: int) -> TableReport:
+        table, choice = keyspace.tables[index], choices[index]
+        known = None if profile is None else profile.tables[index]
+        return TableReport.from_object(
+            table,
+            table=table.name,
+            group=groups[index],
+            accesses=int(accesses[index]),
+            share=float(accesses[index] / total) if total else None,
+            placed_rows=_by_tier(table.rows, placed[index]),
+            counter=choice.kind,
+            counter_bytes=choice.bytes,
+            distinct_rows=None if known is None else known.distinct_rows,
+            coverage=None if known is None or known.weight <= 0 else known.coverage,
+            drift_ratio=drift_ratios.get(table.name),
+        )
+
+    return TablePage(total=len(choices), offset=offset, tables=tuple(report(int(index)) for index in chosen))
+
+
+def hot_row_page(
+    keyspace: KeySpace,
+    ingestor: Ingestor,
+    placement: Placement,
+    live: LiveTopology | None,
+    table: str,
+    offset: int,
+    limit: int,
+) -> HotRowPage:
+    """Return at most ``limit`` hot rows of a table from ``offset`` on. Raises ApiError (404) if it is not known."""
+    from flexd.core.errors import ApiError
+
+    index = keyspace.index.get(table)
+    if index is None:
+        raise ApiError(f"no table {table!r}"[:300], status=404, remedy="flexd tables lists them")
+    spec, profile = keyspace.tables[index], ingestor.table_profile(table)
+    rows = profile.hot_rows[offset : offset + limit]
+    keys = keyspace.keys(index, rows)
+    tiers = _tiers_of(placement, keys)
+    ranks = None if live is None else keys % live.layout.world_size
+    shown = tuple(
+        HotRow(
+            place=offset + i + 1,
+            row=int(rows[i]),
+            key=int(keys[i]),
+            share=float(profile.hot_share[offset + i]),
+            share_lower=float(profile.hot_lower[offset + i]),
+            share_upper=float(profile.hot_upper[offset + i]),
+            tier=TIERS[int(tiers[i])],
+            home_rank=None if ranks is None else int(ranks[i]),
+        )
+        for i in range(len(rows))  # a page, not a table
+    )
+    return HotRowPage(
+        table=table,
+        rows=spec.rows,
+        total=len(profile.hot_rows),
+        offset=offset,
+        weight=profile.weight,
+        placed_rows=_by_tier(spec.rows, _placed_rows(keyspace, placement)[index]),
+        hottest=shown,
+    )
+
+
+def _placed_rows(keyspace: KeySpace, placement: Placement) -> Int64Array:
+    """Return int64[tables, 2]: rows at NODE and at DEVICE."""
+    import numpy as np
+
+    from flexd.core.layout import Tier
+
+    tables = len(keyspace.tables)
+    cells = keyspace.table_of(placement.keys) * 2 + (placement.tiers.astype(np.int64) - int(Tier.NODE))
+    return np.bincount(cells, minlength=2 * tables).astype(np.int64).reshape(tables, 2)
+
+
+def _by_tier(rows: int, placed: Int64Array) -> RowsByTier:
+    node, device = int(placed[0]), int(placed[1])
+    return {"HOME": rows - node - device, "NODE": node, "DEVICE": device}
+
+
+def _tiers_of(placement: Placement, keys: Int64Array) -> npt.NDArray[np.uint8]:
+    """Return uint8[n], the tiers of int64[n] keys."""
+    import numpy as np
+
+    from flexd.core.layout import Tier
+
+    tiers = np.full(len(keys), int(Tier.HOME), dtype=np.uint8)
+    if len(placement):
+        at = np.minimum(np.searchsorted(placement.keys, keys), len(placement) - 1)
+        listed = placement.keys[at] == keys
+        tiers[listed] = placement.tiers[at[listed]]
+    return tiers

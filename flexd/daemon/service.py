@@ -9,13 +9,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from flexd.api.components import Components
 from flexd.api.config import ReloadReport
 from flexd.api.errors import ProbeResult
-from flexd.api.explanation import Explanation
+from flexd.api.explanation import Explanation, explanation
 from flexd.api.pause import PauseState
 from flexd.api.plan import PlanReport
 from flexd.api.replan import ReplanResult
-from flexd.api.status import Components, Status, base_status
+from flexd.api.status import Status, base_status
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.journal import PlacementJournal
@@ -26,8 +27,6 @@ from flexd.core.process_start import ProcessStart
 from flexd.daemon import factory
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.control_verbs import ControlVerbs
-from flexd.daemon.explained import explanation
-from flexd.daemon.inspection import Inspection
 from flexd.daemon.migration_verbs import MigrationVerbs
 from flexd.daemon.plan_verbs import PlanVerbs
 from flexd.daemon.scale_out import LeaderUnit
@@ -138,13 +137,9 @@ class Daemon:
         )  # fmt: skip
         late = RollbackRecovery(self._planning.executions, plan_log, self._history, self._coordinator, decisions)
         self._auto = AutoPlanner(config.planner, self._planning, self._drift, self._coordinator.live, late.resume)
-        self._components = Components(
-            config, keyspace.total_rows, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
-            self._auto, self._pacing, self._history, state / "snapshots", self._leader,
-        )  # fmt: skip
-        self.inspect = Inspection(
-            config, keyspace, self._ingestor, self._planning, self._training, self._drift, self._coordinator.live,
-            self._coordinator.placement, lambda: plan_log.entries,
+        self.inspect = Components(
+            config, keyspace, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
+            self._auto, self._pacing, self._history, plan_log, state / "snapshots", self._leader,
         )  # fmt: skip
         self._server = None if leadership else DaemonServer(self, Metrics(self), config.server)
         self._stopping = threading.Event()
@@ -271,8 +266,7 @@ class Daemon:
         self._drift.apply_config(config.planner)
         self._auto.apply_config(config.planner)
         self._control.apply_config(config.control)
-        self._components.config = config
-        self.inspect.apply_config(config)
+        self.inspect.settings = config
         self._ingestor.set_snapshot_interval(config.state.snapshot_interval_seconds)
         self._snapshots.keep = config.state.keep_snapshots
         self._history.keep(config.state.keep_migrations)
@@ -296,7 +290,7 @@ class Daemon:
 
     def status(self) -> Status:
         base = base_status(self._config, self._started, self.health(), self.ready())
-        return self._components.status(base).model_copy(
+        return self.inspect.status(base).model_copy(
             update={
                 "paused": self._control.paused is not None,
                 "pause_reason": self._control.pause_reason,

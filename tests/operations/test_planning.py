@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from flexd.api.explanation import explanation
 from flexd.cli.explain_view import explain_blocks
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration_states import TransitionEvent
 from flexd.core.errors import ControlError, PlanError
 from flexd.core.layout import RankLayout
-from flexd.daemon.explained import explanation
 from flexd.operations.plan_log import PlanLog
 from flexd.sketch.profile import Profile
 from tests.support.planning_setting import ROWS, Setting

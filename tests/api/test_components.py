@@ -1,12 +1,15 @@
-"""What the daemon shows of tables, hot rows, ranks and recent traffic."""
+"""Queries of tables, hot rows, ranks and recent traffic."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from flexd.api.components import Components
+from flexd.api.timeline import row_wise_inter_node_bytes
 from flexd.config.load import parse_config
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.protocol.report import StepReport
@@ -14,7 +17,6 @@ from flexd.core.errors import ApiError
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.daemon.follower_inspection import FollowerInspection
-from flexd.daemon.inspection import Inspection, row_wise_inter_node_bytes
 from flexd.operations.traffic_timeline import INTERVAL_SECONDS, MAX_SAMPLES, TrafficTimeline
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.sketch.sketch_set import SketchSet
@@ -57,13 +59,14 @@ def report(step: int, *, steps: int = 1, inter: int = 1000, tiers: tuple[int, in
 
 def inspection(
     placement: Placement | None = None, *, ranks: bool = True, training: TrainingMonitor | None = None
-) -> Inspection:
+) -> Components:
     live = LiveTopology(3, "a", LAYOUT, (8,), ready=False, reason="settling") if ranks else None
     planning = SimpleNamespace(last_profile=None, cluster=SimpleNamespace(name="c"))
     plans = [{"plan_id": f"p{i}", "state": "committed", "promotions": i, "surplus": 1} for i in range(200)]
-    return Inspection(
-        CONFIG, KEYSPACE, Counted(), planning, training or TrainingMonitor(), SimpleNamespace(newest=None),
-        lambda: live, lambda: placement or Placement.empty(6), lambda: plans,
+    coordinator = SimpleNamespace(live=lambda: live, placement=lambda: placement or Placement.empty(6))
+    return Components(
+        CONFIG, KEYSPACE, Counted(), coordinator, planning, training or TrainingMonitor(), SimpleNamespace(newest=None),
+        auto=None, pacing=None, history=None, plan_log=SimpleNamespace(entries=plans), snapshot_directory=Path(),
     )  # fmt: skip
 
 

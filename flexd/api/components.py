@@ -1,0 +1,126 @@
+"""The queries over all components of a daemon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flexd import __version__
+from flexd.api.config import ConfigReport
+from flexd.api.drift import drift_status
+from flexd.api.migration import migration_counts, migration_report
+from flexd.api.placement import placement_status
+from flexd.api.plan import plan_report
+from flexd.api.planning import planning_status
+from flexd.api.rank import RankPage, rank_page, topology_status
+from flexd.api.scale_out import Leader, leader_status
+from flexd.api.sketch import sketch_status
+from flexd.api.snapshot import snapshot_status
+from flexd.api.status import Status
+from flexd.api.stream import stream_status
+from flexd.api.table import HotRowPage, TableOrder, TablePage, hot_row_page, table_page
+from flexd.api.throttle import throttle_status
+from flexd.api.timeline import Timeline, timeline
+from flexd.api.training import training_status
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from flexd.config.model import Config
+    from flexd.control.daemon.coordinator import Coordinator
+    from flexd.core.keyspace import KeySpace
+    from flexd.ingest import Ingestor
+    from flexd.operations.autoplan import AutoPlanner
+    from flexd.operations.drift import DriftMonitor
+    from flexd.operations.history.history import MigrationHistory
+    from flexd.operations.pacing import MigrationPacing
+    from flexd.operations.plan_log import PlanLog
+    from flexd.operations.planning import Planning
+    from flexd.operations.training_monitor import TrainingMonitor
+
+
+@dataclass
+class Components:
+    """The running components of a daemon, and the queries that read them. Implements ``InspectApi``.
+
+    Methods may be called from any thread and block on nothing that ingest or a migration holds for long.
+
+    Attributes:
+        settings: the effective configuration; replaced by a reload.
+        snapshot_directory: of this daemon's snapshots.
+        leader: of scale-out; None for a daemon without followers.
+    """
+
+    settings: Config
+    keyspace: KeySpace
+    ingestor: Ingestor
+    coordinator: Coordinator
+    planning: Planning
+    training: TrainingMonitor
+    drift: DriftMonitor
+    auto: AutoPlanner
+    pacing: MigrationPacing
+    history: MigrationHistory
+    plan_log: PlanLog
+    snapshot_directory: Path
+    leader: Leader | None = None
+
+    def status(self, base: Status) -> Status:
+        """Return ``base`` with the state of every component."""
+        ingest, control, planning = self.ingestor.stats(), self.coordinator.status(), self.planning
+        last, execution = planning.last_plan, planning.executions.last
+        placement = self.coordinator.placement()
+        return base.model_copy(
+            update={
+                "stream": stream_status(self.settings, ingest),
+                "sketch": sketch_status(self.ingestor.choices(), planning.last_profile, planning.profile_age_seconds()),
+                "drift": drift_status(self.drift, self.settings.planner.drift_threshold),
+                "topology": topology_status(self.coordinator.live(), control, planning.cluster.name),
+                "placement": placement_status(placement, self.keyspace.total_rows, control.digest_mismatches),
+                "training": training_status(self.training.totals()),
+                "last_plan": None if last is None else plan_report(last, planning.last_live),
+                "migration": None if execution is None else migration_report(execution),
+                "migrations": migration_counts(planning.executions, control.illegal_transitions, self.history.snapshot),
+                "planning": planning_status(planning, self.auto),
+                "throttle": throttle_status(self.pacing.snapshot()),
+                "snapshot": snapshot_status(ingest, self.snapshot_directory),
+                "scale_out": None if self.leader is None else leader_status(self.leader),
+            }
+        )
+
+    def config(self) -> ConfigReport:
+        return ConfigReport(version=__version__, config=self.settings.document())
+
+    def tables(self, offset: int, limit: int, order: TableOrder) -> TablePage:
+        drift = self.drift.newest
+        return table_page(
+            self.keyspace, self.ingestor, self.coordinator.placement(), self.planning.last_profile,
+            {} if drift is None else drift.table_ratios, offset, limit, order,
+        )  # fmt: skip
+
+    def rows(self, table: str, offset: int, limit: int) -> HotRowPage:
+        return hot_row_page(
+            self.keyspace, self.ingestor, self.coordinator.placement(), self.coordinator.live(), table, offset, limit
+        )
+
+    def ranks(self, offset: int, limit: int) -> RankPage:
+        return rank_page(
+            self.coordinator.live(), self.training.ranks(), self.coordinator.placement().version,
+            self.planning.cluster.name, offset, limit,
+        )  # fmt: skip
+
+    def timeline(self) -> Timeline:
+        live = self.coordinator.live()
+        return timeline(
+            self.training.timeline.intervals(), self.plan_log.entries, None if live is None else live.layout,
+            self._mean_row_bytes(),
+        )  # fmt: skip
+
+    def _mean_row_bytes(self) -> float:
+        """Return the mean size of a looked-up row's values: tables weigh by the accesses counted."""
+        accesses = self.ingestor.samples_by_table()
+        sizes = [table.row_bytes for table in self.keyspace.tables]
+        total = sum(accesses)
+        if total == 0:
+            return sum(sizes) / len(sizes)
+        return float(sum(number * size for number, size in zip(accesses, sizes, strict=True)) / total)
