@@ -39,6 +39,7 @@ from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.drift import DriftMonitor
+from flexd.operations.executions import Executions
 from flexd.operations.history.history import MigrationHistory
 from flexd.operations.pacing import MigrationPacing
 from flexd.operations.plan_log import PlanLog
@@ -105,10 +106,7 @@ class Daemon:
             snapshot_interval_seconds=config.state.snapshot_interval_seconds,
             poll_seconds=config.stream.poll_seconds,
             max_message_bytes=config.stream.max_message_bytes,
-            extra_state=lambda: {
-                "live_plan_id": self._planning.executions.live_plan_id,
-                "drift_reference": self._drift.reference_state(),
-            },
+            extra_state=self._extra_state,
         )
         if self._leader is not None:
             self._leader.attach(self._ingestor)
@@ -121,21 +119,20 @@ class Daemon:
             control, keyspace, self._journal, self._take_report, self._on_event, tap, throttle,
             on_migration=self._history.record_migration, may_act=holds,
         )  # fmt: skip
-        self._pacing = MigrationPacing(
-            config.control, throttle, lambda: self._coordinator.outstanding_chunks, self._world_size
-        )
+        self._pacing = MigrationPacing(config.control, throttle, self._coordinator)
         decisions = DecisionFile(state / "decisions.json")
         self._control = ControlVerbs(config.control, decisions, self._history, self._coordinator, self._pacing)
         plan_log = PlanLog(state / "plans.jsonl")
-        self._planning = Planning(
-            config, keyspace, cluster, self._ingestor.profile, self._coordinator, self._training,
-            plan_log, lambda reference: self._drift.set_reference(reference),
-        )  # fmt: skip
+        executions = Executions(config.control, keyspace, self._coordinator, plan_log)
         self._drift = DriftMonitor(
-            config.planner, keyspace, cluster, self._ingestor.profile, self._coordinator, self._planning.migrating,
-            self._planning.accesses_per_step, self._ingestor.restored.get("drift_reference"),
+            config.planner, keyspace, cluster, self._ingestor.profile, self._coordinator, executions, self._training,
+            self._ingestor.restored.get("drift_reference"),
         )  # fmt: skip
-        late = RollbackRecovery(self._planning.executions, plan_log, self._history, self._coordinator, decisions)
+        self._planning = Planning(
+            config, keyspace, cluster, self._ingestor.profile, self._coordinator, self._training, executions,
+            self._drift.set_reference,
+        )  # fmt: skip
+        late = RollbackRecovery(executions, plan_log, self._history, self._coordinator, decisions)
         self._auto = AutoPlanner(config.planner, self._planning, self._drift, self._coordinator.live, late.resume)
         self.inspect = Components(
             config, keyspace, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
@@ -246,9 +243,12 @@ class Daemon:
         elif name in ("migration_committed", "tap_urgent"):
             self._ingestor.request_snapshot()
 
-    def _world_size(self) -> int:
-        live = self._coordinator.live()
-        return 1 if live is None else live.layout.world_size
+    def _extra_state(self) -> Mapping[str, object]:
+        """Return what a snapshot keeps beside sketches and stream positions."""
+        return {
+            "live_plan_id": self._planning.executions.live_plan_id,
+            "drift_reference": self._drift.reference_state(),
+        }
 
     def check(self, config: Config) -> None:
         """Raises FlexdError if ``apply_config`` would."""

@@ -1,4 +1,4 @@
-"""Plans that nobody has asked for: from a trigger to a migration, or to a proposal."""
+"""Automatic planning: turn a trigger into a migration, or into a proposal where the configuration asks for one."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from flexd.operations.triggers import Triggers, TriggerSettings
 
 logger = logging.getLogger(__name__)
 
-LEAST_SPACING_SECONDS = 0.1
-"""Between two tries, whatever is configured: the loop does not spin."""
+MIN_SPACING_SECONDS = 0.1
+"""Lower bound of ``planner.min_spacing_seconds``, so that the loop does not spin."""
 
 
 def trigger_settings(planner: PlannerConfig) -> TriggerSettings:
     return TriggerSettings(
         interval_seconds=planner.interval_seconds,
-        min_spacing_seconds=max(planner.min_spacing_seconds, LEAST_SPACING_SECONDS),
+        min_spacing_seconds=max(planner.min_spacing_seconds, MIN_SPACING_SECONDS),
         auto=planner.auto,
         calendar=Calendar.of(planner.maintenance),
     )
 
 
 class AutoPlanner:
-    """``tick`` belongs to the daemon's loop; attributes may be read from any thread.
+    """Plans when a trigger fires. Only the daemon's loop calls ``tick``; any thread may read attributes.
 
     Args:
-        resume: asked once, when the ranks are all there for the first time: whether it has set something going that an
-            earlier daemon has left undone. Then the interval counts from there.
+        resume_rollback: called once, when all ranks are ready for the first time. Resumes a rollback that an earlier
+            daemon left unfinished and returns whether there was one; the planning interval then starts over.
 
     Attributes:
-        refusal: why the newest try made no plan; empty if it did.
+        refusal: why the newest attempt made no plan; empty if it made one.
     """
 
     def __init__(
@@ -46,25 +46,25 @@ class AutoPlanner:
         planning: Planning,
         drift: DriftMonitor,
         live: Callable[[], LiveTopology | None],
-        resume: Callable[[], bool] = lambda: False,
+        resume_rollback: Callable[[], bool] = lambda: False,
     ) -> None:
         self.triggers = Triggers(trigger_settings(planner), time.monotonic())
         self._planning = planning
         self._drift = drift
         self._live = live
-        self._go_on = resume
-        self._looked_back = False
+        self._resume_rollback = resume_rollback
+        self._rollback_checked = False
         self._logged = ""
         self.refusal = ""
 
     def tick(self) -> None:
-        """Plans if a trigger fires, and carries the plan out if it may."""
+        """Make a plan if a trigger has fired, and execute it unless it is held."""
         live = self._live()
         if live is None or not live.ready:
             return
-        if not self._looked_back:
-            self._looked_back = True
-            if self._go_on():
+        if not self._rollback_checked:
+            self._rollback_checked = True
+            if self._resume_rollback():
                 self.triggers.migration_started(time.monotonic(), live.generation)
                 return
         due = self.triggers.due(time.monotonic(), time.time(), live.generation, self._drift.pop_reason)
@@ -77,7 +77,7 @@ class AutoPlanner:
             else:
                 self._planning.execute(proposal)
         except FlexdError as error:
-            # The remedy names the cause, whatever the figures in the message are now.
+            # The remedy identifies the cause: figures in the message change with every attempt.
             if error.remedy != self._logged:
                 logger.info("no plan: %s", error)
             self._logged, self.refusal = error.remedy, error.message
@@ -86,12 +86,12 @@ class AutoPlanner:
         self.triggers.plan_made(due, live.generation)
 
     def record_manual_plan(self, *, executed: bool) -> None:
-        """Somebody has had a plan made, and carried out or not."""
+        """Record a plan that a user requested, and whether it was executed."""
         live = self._live() if executed else None
         self.triggers.record_manual_plan(time.monotonic(), executed=executed)
         if live is not None:
             self.triggers.migration_started(time.monotonic(), live.generation)
 
     def apply_config(self, planner: PlannerConfig) -> None:
-        """Other settings, from the next tick on."""
+        """Use other settings from the next tick on."""
         self.triggers.apply_settings(trigger_settings(planner), time.monotonic())

@@ -1,4 +1,4 @@
-"""What people have decided, and must outlive the daemon: a pause, a throttle that was chosen, a rollback."""
+"""Decisions of users that survive a restart of the daemon: a pause, a throttle, a rollback."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Stored(BaseModel):
 
 
 class Pause(_Stored):
-    """Planning and pushing are held. ``unix_seconds``: since when."""
+    """Planning and pushing are on hold since ``unix_seconds``."""
 
     reason: _Words
     who: _Words = ""
@@ -37,11 +37,11 @@ class Pause(_Stored):
 
 
 class ThrottleOverride(_Stored):
-    """Limits instead of the configured ones; None: no limit.
+    """Limits that replace the configured ones; None is no limit.
 
     Attributes:
-        configured: ``control.throttle`` as it was then (JSON). When the configuration says something else by now, it
-            was changed after this, and counts.
+        configured: ``control.throttle`` (JSON) when the limits were chosen. A configuration that differs was changed
+            later and takes precedence.
     """
 
     bytes_per_step: _Bytes | None = None
@@ -62,19 +62,21 @@ class ThrottleOverride(_Stored):
         )
 
     def matches_config(self, throttle: ThrottleConfig) -> bool:
-        """Whether it was chosen while the configuration said the same."""
+        """Return whether the limits were chosen under this configuration."""
         return self.configured == throttle.model_dump_json()
 
 
 class RequestedRollback(_Stored):
-    """Migrations that were under way when their rollback was asked for: one of them, at most, has been started. It
-    says nothing once another migration has pushed a chunk."""
+    """The unfinished migrations whose rollback was requested; at most one of them had started.
+
+    Without meaning once another migration has pushed a chunk.
+    """
 
     migration_ids: Annotated[tuple[_Words, ...], Field(min_length=1, max_length=MAX_ROLLED_BACK)]
 
 
 class Decisions(_Stored):
-    """All that is decided now; None: nothing."""
+    """All decisions in force; None where there is none."""
 
     format: Annotated[int, Field(ge=FORMAT, le=FORMAT)] = FORMAT
     pause: Pause | None = None
@@ -85,15 +87,16 @@ class Decisions(_Stored):
 class DecisionFile:
     """``decisions.json`` of the state directory. Thread-safe.
 
-    A file that is not usable is put aside as ``decisions.json.unusable``, and nothing is decided.
+    A file that cannot be used is kept as ``decisions.json.unusable``, and no decision is in force.
 
     Attributes:
-        now: what is decided, on disk or not.
-        failures: writes that failed since the start; ``retry`` tries again. quarantined: files that were not usable.
-        problem: why the newest write failed; empty if it did not.
+        current: the decisions in force, written to disk or not.
+        failures: failed writes since the start; ``retry`` tries again.
+        quarantined: files that could not be used.
+        problem: why the newest write failed; empty if it succeeded.
 
     Raises:
-        SnapshotError: there is a file, and it cannot be read for another reason than what is in it.
+        SnapshotError: the file exists and cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -104,13 +107,13 @@ class DecisionFile:
         self.current = self._read()
 
     def update(self, **changed: Pause | ThrottleOverride | RequestedRollback | None) -> None:
-        """Changes fields of ``now``: in effect at once; durable when it returns, or else ``problem`` says why not."""
+        """Change fields of ``current``. They hold at once and are durable on return unless ``problem`` is set."""
         with self._lock:
             self.current = self.current.model_copy(update=changed)
             self._write()
 
     def retry(self) -> None:
-        """Writes again what could not be written."""
+        """Repeat a write that failed."""
         with self._lock:
             if self.problem:
                 self._write()
@@ -135,7 +138,7 @@ class DecisionFile:
             self.quarantined += 1
             quarantine_file(self._path)
             logger.error(
-                "%s is not usable (%s): it is kept as *.unusable; no pause, throttle or rollback is taken from it",
+                "%s is not usable (%s): it is kept as *.unusable; no pause, throttle or rollback is in force",
                 self._path, "; ".join(faults)[:500],
             )  # fmt: skip
             return Decisions()
@@ -145,7 +148,11 @@ class DecisionFile:
             replace_file(self._path, [self.current.model_dump_json().encode() + b"\n"])
         except SnapshotError as error:
             self.failures += 1
-            logger.log(logging.DEBUG if self.problem else logging.ERROR, "decisions outlive no restart yet: %s", error)
+            logger.log(
+                logging.DEBUG if self.problem else logging.ERROR,
+                "decisions are not saved: %s",
+                error,
+            )
             self.problem = str(error)
         else:
             self.problem = ""

@@ -1,4 +1,4 @@
-"""Watches how far the accesses have moved since the live plan was made, in a thread of its own."""
+"""Measure, in a thread of its own, how far the accesses have drifted since the live plan was made."""
 
 from __future__ import annotations
 
@@ -22,40 +22,50 @@ from flexd.topology.cluster import Cluster
 
 _log = logging.getLogger(__name__)
 
-DUTY = 0.1
-"""Share of the time that evaluating may take: after a slow one the next comes later."""
+MAX_DUTY_CYCLE = 0.1
+"""Largest share of time spent evaluating: after a slow evaluation the next one starts later."""
 
 ProfileMaker = Callable[[float, RankLayout], Profile]
-"""(accesses of the whole job per step, layout of the ranks) -> the profile as it is now."""
+"""(accesses of the whole job per step, layout of the ranks) -> the current profile."""
 
 
 class LivePlacement(Protocol):
-    """What of the coordinator is read here."""
+    """The part of the coordinator that drift is computed from."""
 
     def live(self) -> LiveTopology | None: ...
 
     def placement(self) -> Placement: ...
 
 
-class DriftMonitor:
-    """Every ``planner.drift_interval_seconds``: the live placement under the present profile, against the reference.
+class RunningMigrations(Protocol):
+    @property
+    def migrating(self) -> bool:
+        """Whether the ranks are moving to another placement."""
+        ...
 
-    The reference is what the placement cost under the profile it was planned from. Only its prices are kept (three
+
+class AccessRates(Protocol):
+    def accesses_per_step(self, world_size: int) -> float | None:
+        """Return the accesses of the whole job per step with so many ranks; None if not known."""
+        ...
+
+
+class DriftMonitor:
+    """Compares, every ``planner.drift_interval_seconds``, the cost of the live placement with a reference. Thread-safe.
+
+    The reference is the cost of the placement under the profile it was planned from; only its prices are kept (three
     numbers a table), not that profile. It is replaced
 
-    - by every plan that is carried out, also by one that moves nothing: the planner has seen the present profile and
-      left things as they are, so drift counts from there. This is why drift cannot ask for the same plan twice;
-    - by the present profile when two evaluations in a row find none for the live placement and ranks: after a migration
-      that was cut short, a topology change without a plan, a restart whose snapshot has another placement.
+    - by every executed plan, including one that moves nothing: the planner has seen the current profile and kept the
+      placement, so drift counts from there. This is why drift never triggers the same plan twice;
+    - by the current profile when two consecutive evaluations find no reference for the live placement and ranks: after
+      an aborted migration, a topology change without a plan, or a restart whose snapshot has another placement.
 
-    While a migration is under way nothing is evaluated. Both profiles are priced at the accesses a step of the
-    reference, so that drift is of the accesses' distribution over rows and tables and not of the batch size.
-
-    Thread-safe.
+    Nothing is evaluated during a migration. Both profiles are priced at the reference's accesses per step, so drift
+    measures the distribution of accesses over rows and tables, not the batch size.
 
     Args:
-        migrating: whether the ranks are on their way to another placement.
-        accesses_per_step: of the whole job with so many ranks, None if not known.
+        restored: a reference from ``reference_state``, saved with the sketches.
     """
 
     def __init__(
@@ -65,8 +75,8 @@ class DriftMonitor:
         cluster: Cluster,
         profile: ProfileMaker,
         coordinator: LivePlacement,
-        migrating: Callable[[], bool],
-        accesses_per_step: Callable[[int], float | None],
+        executions: RunningMigrations,
+        training: AccessRates,
         restored: Mapping[str, Any] | None = None,
     ) -> None:
         self._settings = settings
@@ -74,15 +84,15 @@ class DriftMonitor:
         self._cluster = cluster
         self._profile = profile
         self._coordinator = coordinator
-        self._migrating = migrating
-        self._accesses_per_step = accesses_per_step
+        self._executions = executions
+        self._training = training
         self._guard = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._reference: PlacementTraffic | None = None
         self._candidate: PlacementTraffic | None = None
-        """Of a placement that is not the reference's: taken as the reference if it is still there the next time. A plan
-        that was just made may not have begun to move."""
+        """The cost of a live placement that differs from the reference's. It becomes the reference if the next
+        evaluation finds the same placement; a plan that was just made may not have started to move."""
         self._reason: str | None = None
         self._problem: str | None = None
         self.newest: Drift | None = None
@@ -98,11 +108,11 @@ class DriftMonitor:
         self._thread.start()
 
     def apply_config(self, settings: PlannerConfig) -> None:
-        """Other settings, from the next look on."""
+        """Use other settings from the next evaluation on."""
         self._settings = settings
 
     def stop(self, timeout_seconds: float) -> bool:
-        """True if the thread ended within the deadline."""
+        """Stop the thread. Returns whether it ended within the deadline."""
         self._stop.set()
         if self._thread is None:
             return True
@@ -110,12 +120,11 @@ class DriftMonitor:
         return not self._thread.is_alive()
 
     def age_seconds(self) -> float:
-        """Since the newest evaluation, NaN before the first."""
+        """Seconds since the newest evaluation; NaN before the first."""
         return time.monotonic() - self._evaluated_at
 
     def set_reference(self, reference: PlacementTraffic) -> None:
-        """A plan is carried out, or was found to change nothing: what its target costs under the profile it was made
-        from is the reference from now on."""
+        """Replace the reference by the cost of an executed plan's target under the profile that it was made from."""
         with self._guard:
             self._reference, self._candidate, self._reason, self.newest = reference, None, None, None
 
@@ -127,25 +136,29 @@ class DriftMonitor:
         )  # fmt: skip
 
     def pop_reason(self) -> str | None:
-        """Why to plan again, once for each evaluation that says so."""
+        """Return why to plan again, once for each evaluation beyond the threshold; None if there is no reason."""
         with self._guard:
             reason, self._reason = self._reason, None
             return reason
 
     def reference_state(self) -> dict[str, Any]:
-        """The reference as JSON-able values, for ``restored``; empty if there is none."""
+        """Return the reference as JSON-compatible values, for ``restored``; empty without a reference."""
         with self._guard:
             return {} if self._reference is None else self._reference.to_dict()
 
     def evaluate(self) -> Drift | None:
-        """One evaluation now; None if there is nothing to compare (no ranks, too little seen, a migration, no reference
-        yet: one is taken then)."""
+        """Evaluate now. Returns None if nothing can be compared: no ranks, too few samples, a migration, or no
+        reference yet (one is recorded then)."""
         live = self._coordinator.live()
-        if live is None or not live.ready or self._migrating():
+        if live is None or not live.ready or self._executions.migrating:
             return None
         with self._guard:
             reference = self._reference
-        per_step = reference.accesses_per_step if reference else self._accesses_per_step(live.layout.world_size)
+        if reference is None:
+            measured = self._training.accesses_per_step(live.layout.world_size)
+            per_step = measured or self._settings.batch_accesses_per_step
+        else:
+            per_step = reference.accesses_per_step
         if not per_step:
             return None
         placement = self._coordinator.placement()
@@ -155,9 +168,9 @@ class DriftMonitor:
         now = self._price(profile, live.layout, placement)
         with self._guard:
             if self._reference is not reference:
-                # A plan was made meanwhile: what was compared with is no longer what counts.
+                # A plan was made during the evaluation and has replaced the reference.
                 return None
-            if self._migrating() or self._coordinator.placement().version != placement.version:
+            if self._executions.migrating or self._coordinator.placement().version != placement.version:
                 return None
             if reference is None or not reference.compares_with(now):
                 known = reference is None or (self._candidate is not None and self._candidate.compares_with(now))
@@ -180,7 +193,7 @@ class DriftMonitor:
                 self.evaluate()
                 self._problem = None
             except Exception as error:
-                # A table without accesses, or a fault: neither may end the watch, and each is told once.
+                # Neither a table without accesses nor a fault may end this thread; each problem is logged once.
                 text = str(error) if isinstance(error, FlexdError) else repr(error)
                 if text != self._problem:
                     _log.warning("drift: %s", text, exc_info=not isinstance(error, FlexdError))
@@ -188,7 +201,7 @@ class DriftMonitor:
             took = time.monotonic() - started
             self.seconds += took
             self.evaluations += 1
-            wait = max(self._settings.drift_interval_seconds, took / DUTY)
+            wait = max(self._settings.drift_interval_seconds, took / MAX_DUTY_CYCLE)
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
         try:

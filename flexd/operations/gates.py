@@ -1,4 +1,4 @@
-"""Is enough known to plan from? Too little seen makes a plan worse than none: it would move rows for noise."""
+"""Gates: refuse to plan from a profile that is too thin, since such a plan would move rows because of noise."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ GATE_NAMES = ("samples", "coverage", "window", "lag", "sketch_error")
 
 @dataclass(frozen=True)
 class Gate:
-    """One measure of a profile against what the configuration asks for.
+    """One measure of a profile and the bound that the configuration sets.
 
     Attributes:
         name: one of ``GATE_NAMES``.
-        key: of the configuration.
-        measured: accesses, share, seconds, messages or share, as the name says.
+        key: configuration key of the bound.
+        measured: accesses, share, seconds, messages or share, in the order of ``GATE_NAMES``.
         required: the bound.
-        at_most: the bound is an upper one.
-        problem: what is wrong if it is closed.
-        remedy: what to do then.
+        at_most: whether the bound is an upper one.
+        problem: description of the fault if the gate is closed.
+        remedy: how to open a closed gate.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Gate:
 
 
 def evaluate_gates(profile: Profile, settings: PlannerConfig) -> tuple[Gate, ...]:
-    """All of them, open or closed, always in the same order."""
+    """Return all gates, open and closed, in the order of ``GATE_NAMES``."""
     seen = [table for table in profile.tables if table.weight > 0]
     weight = sum(table.weight for table in seen)
     coverage = sum(table.coverage * table.weight for table in seen) / weight if weight else 0.0
@@ -80,8 +80,10 @@ def evaluate_gates(profile: Profile, settings: PlannerConfig) -> tuple[Gate, ...
 
 
 def sketch_error(profile: Profile) -> float:
-    """Mean width of the listed rows' bounds, as a share of their accesses, 0-1: each row's width counts up to the row's
-    own share, and tables count by their accesses. 0 without listed rows."""
+    """Return the mean width of the listed rows' bounds as a share of their accesses, 0 to 1; 0 without listed rows.
+
+    A row's width counts up to the row's own share, and tables are weighted by their accesses.
+    """
     wide = listed = 0.0
     for table in profile.tables:
         width = np.minimum(table.hot_upper - table.hot_lower, table.hot_share)
@@ -91,7 +93,7 @@ def sketch_error(profile: Profile) -> float:
 
 
 def require_open(checked: Sequence[Gate]) -> None:
-    """Raises PlanError that names every closed gate."""
+    """Raise PlanError naming every closed gate, if there is one."""
     closed = [gate for gate in checked if not gate.open]
     if closed:
         raise PlanError("; ".join(gate.problem for gate in closed), remedy="; ".join(gate.remedy for gate in closed))

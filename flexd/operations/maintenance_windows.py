@@ -1,4 +1,4 @@
-"""Maintenance windows: when the daemon may start a migration by itself. Pure: the caller tells the time."""
+"""Maintenance windows: when the daemon may start a migration by itself. Pure functions of the given time."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from zoneinfo import ZoneInfo
 from flexd.config.planner import WindowConfig
 
 _LOOK_AHEAD_DAYS = 15
-"""A week shows every window; two, each of them even where a change of the clocks has swallowed one."""
+"""Two weeks show every window, even if a change of the clocks skips one of its occurrences."""
 _DAY_SECONDS = 86_400
 
 
 @dataclass(frozen=True)
 class Window:
-    """A piece of some days of the week, by the clock on the wall of a time zone.
+    """A daily period on some days of the week, in local time of a time zone.
 
-    Where clocks are set back the repeated hour is inside both times; where they are set forward the skipped hour is
-    inside never.
+    Where clocks are set back, both occurrences of the repeated hour are inside; a skipped hour is never inside.
 
     Attributes:
-        days: 0 (Monday) to 6, on which it begins.
-        start_minute, end_minute: of the day, 0 to 1440; an end before the start is on the next day.
+        days: days on which the window begins, 0 (Monday) to 6.
+        start_minute: minute of the day, 0 to 1440.
+        end_minute: minute of the day, excluded; before ``start_minute`` it is on the next day.
         zone: IANA time zone.
-        forbids: automatic migrations are forbidden inside, rather than allowed.
+        forbids: whether automatic migrations are forbidden inside; else they are allowed.
     """
 
     days: frozenset[int]
@@ -41,7 +41,7 @@ class Window:
         return Window(days, start, end, ZoneInfo(config.time_zone), config.kind == "forbid")
 
     def contains(self, unix_seconds: float) -> bool:
-        """Whether the moment is inside; the end is not."""
+        """Return whether the time is inside; the end is not."""
         local = datetime.fromtimestamp(unix_seconds, self.zone)
         minute = local.hour * 60 + local.minute
         today, yesterday = local.weekday() in self.days, (local.weekday() - 1) % 7 in self.days
@@ -50,7 +50,7 @@ class Window:
         return (today and minute >= self.start_minute) or (yesterday and minute < self.end_minute)
 
     def edges(self, unix_seconds: float) -> Iterator[float]:
-        """Moments of the next days at which ``contains`` may change, in no order."""
+        """Yield the times of the next days at which ``contains`` may change, in no order."""
         for day in range(-1, _LOOK_AHEAD_DAYS):
             moment = unix_seconds + day * _DAY_SECONDS
             midnight = datetime.fromtimestamp(moment, self.zone).replace(hour=0, minute=0, second=0, microsecond=0)
@@ -61,7 +61,7 @@ class Window:
             yield from self._clock_change(moment, moment + _DAY_SECONDS)
 
     def _clock_change(self, low: float, high: float) -> Iterator[float]:
-        """When the clocks are changed in between, to the second."""
+        """Yield the time of a change of the clocks between ``low`` and ``high``, to the second."""
 
         def offset(moment: float) -> timedelta | None:
             return datetime.fromtimestamp(moment, self.zone).utcoffset()
@@ -77,8 +77,8 @@ class Window:
 
 
 class Calendar:
-    """All windows together: automatic migrations may start inside a window that allows them (always, if none does),
-    and never inside one that forbids them."""
+    """All windows. Automatic migrations may start inside an allowing window (always, if there is none), and never
+    inside a forbidding one."""
 
     def __init__(self, windows: Sequence[Window] = ()) -> None:
         self._allowing = [window for window in windows if not window.forbids]
@@ -93,7 +93,7 @@ class Calendar:
         return allowed and not any(window.contains(unix_seconds) for window in self._forbidding)
 
     def next_change(self, unix_seconds: float) -> float | None:
-        """When ``is_open`` changes next, Unix seconds; None if it does not within two weeks."""
+        """Return when ``is_open`` changes next, in Unix seconds; None if it does not within two weeks."""
         now = self.is_open(unix_seconds)
         edges = {edge for window in (*self._allowing, *self._forbidding) for edge in window.edges(unix_seconds)}
         later = sorted(edge for edge in edges if edge > unix_seconds)

@@ -1,4 +1,4 @@
-"""Migrations no faster than training bears: listens to the ranks' step times and sets the throttle's pace."""
+"""Pace migrations by the ranks' step times: set the throttle so that training does not slow down."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from flexd.config.links import ControlConfig
+from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.pace import PaceController, PaceSettings, PaceState, StepTimes, StepWindow
 from flexd.control.daemon.throttle import PaceLimit, Throttle, ThrottleLimits, ThrottleSnapshot
 from flexd.control.protocol.report import StepReport
@@ -16,13 +18,13 @@ from flexd.control.protocol.report import StepReport
 logger = logging.getLogger(__name__)
 
 BASELINE_REPORTS = 512
-"""Step reports without a migration that the baseline is made of, the newest."""
-LEAST_REPORTS = 8
-"""Of which a baseline or a judgement is made, and two of each rank."""
+"""Newest step reports without a migration that make up the baseline."""
+MIN_REPORTS = 8
+"""Smallest number of reports for a baseline or a decision; at least two per rank are needed as well."""
 LONGEST_PAUSE = 16
-"""In first pauses."""
+"""Longest pause, as a multiple of the first."""
 _INCREASES = 16
-"""From floor to ceiling."""
+"""Number of increases from floor to ceiling."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,17 @@ class PacingSnapshot:
     """The throttle and its controller at one moment.
 
     Attributes:
-        limits: as asked for.
-        adaptive: whether the controller has a say.
-        bytes_per_step: in effect now; None: as much as the ranks apply.
-        state, why: of the controller, None and empty if it has no say.
-        baseline, recent: step times without a migration, and while chunks were applied last; None if not known.
-        slowed, sped, pauses: its decisions since the start.
+        limits: limits that were requested.
+        adaptive: whether the controller may lower them.
+        bytes_per_step: limit in effect; None leaves it to the ranks.
+        state: state of the controller; None if it is not adaptive.
+        why: reason of the controller's newest decision; empty if it is not adaptive.
+        throttle: counters of the throttle.
+        baseline: step times without a migration; None if not known.
+        recent: step times while chunks were applied; None if not known.
+        slowed: decisions to slow down since the start.
+        sped: decisions to speed up since the start.
+        pauses: decisions to pause since the start.
     """
 
     limits: ThrottleLimits
@@ -51,15 +58,26 @@ class PacingSnapshot:
     pauses: int
 
 
-class MigrationPacing:
-    """Thread-safe.
+class MigrationChannel(Protocol):
+    """The part of the coordinator that pacing observes."""
 
-    A report is of the baseline if it spent no time in applying chunks and none is on its way. It is judged if chunks
-    are on their way; a judgement needs at least one report that applied some, else the slowness is not theirs.
+    @property
+    def outstanding_chunks(self) -> int:
+        """Chunks that were pushed and not yet applied by every rank."""
+        ...
+
+    def live(self) -> LiveTopology | None: ...
+
+
+class MigrationPacing:
+    """Sets the throttle's pace from step reports. Thread-safe.
+
+    A report belongs to the baseline if it spent no time applying chunks and no chunk is outstanding, and to the recent
+    reports otherwise. A decision needs at least one report that applied chunks: without one, slow steps have another
+    cause.
 
     Args:
-        outstanding: chunks on their way to the ranks, now.
-        world_size: of the live ranks.
+        channel: the coordinator.
         clock: monotonic seconds.
     """
 
@@ -67,14 +85,12 @@ class MigrationPacing:
         self,
         settings: ControlConfig,
         throttle: Throttle,
-        outstanding: Callable[[], int],
-        world_size: Callable[[], int],
+        channel: MigrationChannel,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._throttle = throttle
-        self._outstanding = outstanding
-        self._world_size = world_size
+        self._channel = channel
         self._clock = clock
         self._lock = threading.Lock()
         self._adaptive = settings.throttle.adaptive
@@ -96,11 +112,11 @@ class MigrationPacing:
         )  # fmt: skip
 
     def add(self, report: StepReport) -> None:
-        """Takes the report of a rank in, and decides when there are enough of them. In the coordinator's thread."""
+        """Add the report of a rank, and decide once there are enough. Called in the coordinator's thread."""
         if report.steps < 1:
             return
         with self._lock:
-            moving = self._outstanding() > 0
+            moving = self._channel.outstanding_chunks > 0
             seconds = report.step_seconds / report.steps
             if report.apply_seconds > 0 or moving:
                 self._recent.add(seconds, report.steps)
@@ -111,13 +127,13 @@ class MigrationPacing:
                 self._decide()
 
     def _decide(self) -> None:
-        before, enough = self._controller.reason, max(LEAST_REPORTS, 2 * self._world_size())
+        before, enough = self._controller.reason, max(MIN_REPORTS, 2 * self._world_size())
         if len(self._recent) >= enough and self._recent_applied:
             baseline, recent = self._baseline.times(), self._recent.times()
             if baseline is not None and recent is not None and baseline.reports >= enough:
                 self._controller.judge(recent, baseline, self._clock())
                 if self._controller.state is PaceState.PAUSED:
-                    # What is measured while nothing moves tells whether the migration was to blame.
+                    # The steps of the pause show whether the migration was the cause.
                     self._baseline.clear()
             self._judged = recent
             self._recent.clear()
@@ -127,6 +143,10 @@ class MigrationPacing:
         if self._controller.reason != before:
             logger.info("throttle: %s, %d bytes a step", self._controller.reason, self._controller.bytes_per_step)
 
+    def _world_size(self) -> int:
+        live = self._channel.live()
+        return 1 if live is None else live.layout.world_size
+
     def _set_pace(self) -> None:
         if not self._adaptive:
             self._throttle.set_pace(PaceLimit())
@@ -135,7 +155,7 @@ class MigrationPacing:
         self._throttle.set_pace(PaceLimit(self._controller.bytes_per_step, paused=not running))
 
     def set_generation(self, generation: int) -> None:
-        """Which topology generation is live. Steps of other ranks take another time."""
+        """Start over for another topology generation, whose steps take another time."""
         with self._lock:
             if generation == self._generation:
                 return
@@ -148,7 +168,7 @@ class MigrationPacing:
             self._set_pace()
 
     def set_limits(self, limits: ThrottleLimits, adaptive: bool) -> None:
-        """Other limits from the next chunk on, whether a migration runs or not."""
+        """Use other limits from the next chunk on, also of a running migration."""
         with self._lock:
             self._throttle.set_limits(limits)
             if adaptive and not self._adaptive:
@@ -158,7 +178,7 @@ class MigrationPacing:
             self._set_pace()
 
     def apply_config(self, settings: ControlConfig) -> None:
-        """Another configuration: its limits, if they are other ones than before, replace what was asked for since."""
+        """Use another configuration. Its limits replace requested ones only if they differ from the previous file's."""
         before, self._settings = self._settings.throttle, settings
         throttle = settings.throttle
         if throttle == before:
@@ -193,7 +213,7 @@ class MigrationPacing:
 
 
 def merge_limits(limits: ThrottleLimits, bytes_per_step: int | None, bytes_per_second: int | None) -> ThrottleLimits:
-    """``limits`` with the given ones replaced: None keeps one, 0 lifts it."""
+    """Return ``limits`` with the given ones replaced: None keeps a limit, 0 removes it."""
     if bytes_per_step is not None:
         limits = replace(limits, bytes_per_step=bytes_per_step or None)
     if bytes_per_second is not None:

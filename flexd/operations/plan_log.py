@@ -1,4 +1,4 @@
-"""Which plans moved rows: an append-only file of JSON lines that outlives the daemon."""
+"""The log of plans that moved rows: an append-only file of JSON lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_ENTRIES = 1_000
 
 
 class PlanLog:
-    """Bounded: past twice ``MAX_ENTRIES`` the oldest are dropped. A torn line (a crash) is left out.
+    """Keeps the newest entries: beyond twice ``MAX_ENTRIES`` the oldest are dropped. Skips a line torn by a crash.
 
     Raises:
         SnapshotError: the file cannot be read or written.
@@ -29,7 +29,7 @@ class PlanLog:
         entries = [entry for line in lines if (entry := _entry(line)) is not None]
         self.entries: list[dict[str, Any]] = entries[-MAX_ENTRIES:]
         self._lines = len(lines)
-        # What is appended to a torn line would be lost with it.
+        # An entry appended to a torn line would be unreadable with it.
         self._rewrite = bool(content) and not content.endswith(b"\n")
 
     @property
@@ -37,7 +37,7 @@ class PlanLog:
         return self.entries[-1] if self.entries else None
 
     def append(self, entry: dict[str, Any]) -> None:
-        """Durable when it returns."""
+        """Append an entry; it is durable on return."""
         self.entries.append(entry)
         try:
             if self._rewrite or self._lines >= 2 * MAX_ENTRIES:
@@ -48,7 +48,7 @@ class PlanLog:
                 temporary.replace(self._path)
                 self._lines, self._rewrite = len(self.entries), False
             else:
-                # Until it is known to be whole: an append that fails may leave half a line.
+                # A failed append may leave half a line: rewrite the file next time unless this one succeeds.
                 self._rewrite = True
                 self._write(self._path, [entry], "a")
                 self._lines, self._rewrite = self._lines + 1, False

@@ -1,4 +1,4 @@
-"""The configuration in the planner's own terms."""
+"""Translate the configuration into the planner's types."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _EXCHANGES = {
 
 
 def running_exchange(settings: PlannerConfig) -> Exchange:
-    """What the trainers run, by the name they gave it."""
+    """Return the exchange that the trainers run, from its configured name."""
     return _EXCHANGES[settings.exchange]
 
 
 def training_shape(settings: PlannerConfig) -> TrainingShape:
-    """How the job trains. The collection pushes the gradients of all micro-batches of a step once."""
+    """Return how the job trains. The collection pushes the gradients of all micro-batches of a step once."""
     return TrainingShape(
         micro_batches=settings.micro_batches,
         merged_backward=True,
@@ -33,7 +33,7 @@ def training_shape(settings: PlannerConfig) -> TrainingShape:
 
 
 def plan_limits(settings: PlannerConfig) -> PlanLimits:
-    """Pins, excluded tables and budgets of tables."""
+    """Return pins, excluded tables and table budgets."""
     return PlanLimits(
         pins=tuple(
             RowPin(pin.table, Tier[pin.tier], None if pin.rows is None else np.array(pin.rows, dtype=np.int64))

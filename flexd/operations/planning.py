@@ -1,4 +1,4 @@
-"""When a plan may be made, from what, and how it becomes a migration."""
+"""Make plans from the current profile, keep them as proposals, and turn them into migrations."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from flexd.core.placement import Placement
 from flexd.operations.drift import ProfileMaker
 from flexd.operations.executions import Execution, Executions
 from flexd.operations.gates import Gate, evaluate_gates, require_open
-from flexd.operations.plan_log import PlanLog
 from flexd.operations.plan_settings import plan_limits, running_exchange, training_shape
-from flexd.operations.proposals import Proposal, Proposals, outdated, refuse_if
+from flexd.operations.proposals import Proposal, Proposals, outdated, require_current
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.triggers import Trigger
 from flexd.planner.drift import Drift, PlacementTraffic, placement_traffic
@@ -34,11 +33,12 @@ PLAN_OUTCOMES = ("changed", "unchanged", "refused")
 
 
 class Planning:
-    """Makes plans, hands them to the coordinator, and keeps account. Thread-safe; one plan at a time.
+    """Makes, keeps and executes plans, one at a time, and counts them. Thread-safe.
 
     Args:
-        on_executed: told of every plan that is carried out, or was found to change nothing: what its target costs under
-            the profile it was made from.
+        executions: starts the migrations of plans.
+        on_executed: called with the cost of a plan's target under its profile whenever the plan is executed or turns
+            out to change nothing.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Planning:
         profile: ProfileMaker,
         coordinator: Coordinator,
         training: TrainingMonitor,
-        log: PlanLog,
+        executions: Executions,
         on_executed: Callable[[PlacementTraffic], None] = lambda reference: None,
     ) -> None:
         self._config = config
@@ -71,20 +71,20 @@ class Planning:
         self.last_gates: tuple[Gate, ...] = ()
         self.seconds = 0.0
         self._profiled_at = math.nan
-        self.executions = Executions(config.control, keyspace, coordinator, log)
+        self.executions = executions
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError or PlanError if plans could not be made with it."""
+        """Raise PlanError if ``config`` names tables or rows that do not exist."""
         plan_limits(config.planner).check(self._keyspace)
         training_shape(config.planner).check_names(self._keyspace)
 
     def apply_config(self, config: Config) -> None:
-        """Other settings, from the next plan on."""
+        """Use other settings from the next plan on."""
         self._config = config
         self.executions.apply_config(config.control)
 
     def profile_age_seconds(self) -> float:
-        """Since the newest profile was made; NaN before the first."""
+        """Seconds since the newest profile was made; NaN before the first."""
         return time.monotonic() - self._profiled_at
 
     def live_topology(self) -> LiveTopology:
@@ -97,12 +97,11 @@ class Planning:
         return live
 
     def propose(self, trigger: Trigger, *, dry_run: bool = False, force: bool = False) -> Proposal:
-        """A plan from what is known now, kept for ``apply``; recorded as the newest unless it is a dry run. Nothing is
-        moved.
+        """Make a plan from the current profile and keep it for ``apply``. Moves nothing.
 
         Args:
-            dry_run: made even if gates are closed.
-            force: the same, for a plan that is meant to be carried out.
+            dry_run: make it even if gates are closed, and do not record it as the newest plan.
+            force: make it even if gates are closed.
 
         Raises:
             PlanError: the ranks are not all there, the accesses of a step are not known, or a gate is closed.
@@ -126,26 +125,26 @@ class Planning:
             return proposal
 
     def apply(self, plan_id: str, trigger: Trigger, *, force: bool = False) -> tuple[Proposal, Execution | None]:
-        """Carries a kept proposal out, if it still holds.
+        """Execute a proposal if it is still current.
 
         Args:
-            force: also if gates were closed when it was made.
+            force: execute it even if gates were closed when it was made.
 
         Raises:
-            ApiError: no such proposal is kept (404).
-            PlanError: the ranks, the placement or the accesses have moved on, or a gate was closed.
+            ApiError: there is no such proposal (404).
+            PlanError: ranks, placement or accesses have changed since, or a gate was closed.
         """
         proposal = self.proposals.get(plan_id)
         plan_id = proposal.plan.plan_id
-        refuse_if(self.outdated(proposal), plan_id)
+        require_current(self.outdated(proposal), plan_id)
         if not force:
             require_open(proposal.gates)
         with self._making:
-            refuse_if(self._drifted(proposal), plan_id)
+            require_current(self._drifted(proposal), plan_id)
         return proposal, self.execute(proposal, trigger)
 
     def outdated(self, proposal: Proposal) -> str:
-        """Why it cannot be carried out any more, whatever the accesses are; empty if it can."""
+        """Return why a proposal can no longer be executed, without evaluating the accesses; empty if it can."""
         return outdated(
             proposal, self._coordinator.live(), self._coordinator.placement(), migrating=self.migrating(),
             age_seconds=time.time() - proposal.plan.created_unix_seconds,
@@ -153,7 +152,7 @@ class Planning:
         )  # fmt: skip
 
     def _drifted(self, proposal: Proposal) -> str:
-        """Whether its target costs more by now than the drift threshold allows a live placement."""
+        """Return by how much the target's cost exceeds the drift threshold under the current profile; empty if not."""
         threshold = self._config.planner.drift_threshold
         if threshold is None:
             return ""
@@ -171,8 +170,9 @@ class Planning:
         )  # fmt: skip
 
     def explain(self, table: str, row: int | None, hottest: int) -> tuple[TableExplanation, tuple[Gate, ...]]:
-        """Of a plan made now, which is not recorded: one row of a table, or its hottest ones. Nothing is moved.
-        Made even if gates are closed, like a dry run; they are in the answer.
+        """Explain a plan made now for one row of a table, or for its hottest rows, and return it with the gates.
+
+        The plan is made even if gates are closed, is not recorded, and moves nothing.
 
         Raises:
             PlanError: no plan can be made, or the table was not looked up yet.
@@ -189,11 +189,11 @@ class Planning:
         return explained, measured
 
     def accesses_per_step(self, world_size: int) -> float | None:
-        """Of the whole job with so many ranks; None if not known yet."""
+        """Return the accesses of the whole job per step with so many ranks; None if not known yet."""
         return self._training.accesses_per_step(world_size) or self._config.planner.batch_accesses_per_step
 
     def migrating(self) -> bool:
-        """Whether the ranks are on their way to another placement."""
+        """Return whether the ranks are moving to another placement."""
         return self.executions.migrating
 
     def _make(self, reason: str, *, checked: bool) -> tuple[Plan, Profile, Placement, RankLayout]:
@@ -232,10 +232,10 @@ class Planning:
         return plan, profile, live, topology.layout
 
     def execute(self, proposal: Proposal, trigger: Trigger | None = None) -> Execution | None:
-        """Starts the plan's migration, which supersedes the one in flight; None if the plan changes nothing.
+        """Start the plan's migration, which supersedes a running one. Returns None if the plan changes nothing.
 
         Args:
-            trigger: what led to it; by default what led to the plan.
+            trigger: the trigger of the migration; by default that of the plan.
 
         Raises:
             PlanError: the ranks are not all there.

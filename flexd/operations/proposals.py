@@ -1,4 +1,4 @@
-"""Plans that were made and can still be carried out: what ``flexd apply`` chooses from."""
+"""Proposals: plans that were made and can still be executed with ``flexd apply``."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from flexd.planner.plan import Plan
 
 LATEST = "latest"
 MAX_PER_KIND = 4
-"""Kept dry runs, and kept proposals of the daemon's own: a million replicated rows take about 27 MB each."""
+"""Limit of kept dry runs, and of kept proposals that are none. One of a million replicated rows takes about 27 MB."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan that was made, with what decides whether it may be carried out.
+    """A plan with everything that decides whether it may still be executed.
 
     Attributes:
-        live: the placement it starts from.
-        gates: of the profile it was made from.
+        live: the placement that the plan starts from.
+        gates: the gates of its profile.
         trigger: why it was made.
-        traffic: of its target, under the profile it was made from.
-        dry_run: somebody only wanted to see it.
+        traffic: cost of its target under its profile.
+        dry_run: whether it was made for display only.
     """
 
     plan: Plan
@@ -44,14 +44,14 @@ class Proposal:
 
 
 class Proposals:
-    """The newest of each kind, bounded. Thread-safe."""
+    """The newest dry runs and the newest other proposals. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Proposal] = OrderedDict()
 
     def add(self, proposal: Proposal) -> None:
-        """The oldest of the same kind leaves: looking never pushes out what the daemon proposed."""
+        """Add a proposal and drop the oldest of its kind, so that dry runs never displace the daemon's proposals."""
         with self._lock:
             self._kept[proposal.plan.plan_id] = proposal
             same = [name for name, other in self._kept.items() if other.dry_run == proposal.dry_run]
@@ -59,26 +59,26 @@ class Proposals:
                 del self._kept[name]
 
     def remove(self, plan_id: str) -> None:
-        """It was carried out, or is of no use any more."""
+        """Remove a proposal that was executed or can no longer be."""
         with self._lock:
             self._kept.pop(plan_id, None)
 
     def all(self) -> tuple[Proposal, ...]:
-        """Oldest first."""
+        """Return all proposals, oldest first."""
         with self._lock:
             return tuple(self._kept.values())
 
     def get(self, plan_id: str) -> Proposal:
-        """By id, or the newest for ``LATEST``.
+        """Return a proposal by id, or the newest for ``LATEST``.
 
         Raises:
-            ApiError: none of that id is kept (404).
+            ApiError: there is no proposal of that id (404).
         """
         kept = {proposal.plan.plan_id: proposal for proposal in self.all()}
         if plan_id == LATEST and kept:
             return next(reversed(kept.values()))
         if plan_id not in kept:
-            remedy = f"kept are {', '.join(kept)}" if kept else "none is kept: flexd plan makes one"
+            remedy = f"proposals: {', '.join(kept)}" if kept else "flexd plan makes one"
             raise ApiError(f"no proposal {plan_id[:100]!r}", status=404, remedy=remedy)
         return kept[plan_id]
 
@@ -87,7 +87,7 @@ def outdated(
     proposal: Proposal, topology: LiveTopology | None, placement: Placement, *, migrating: bool, age_seconds: float,
     max_age_seconds: float,
 ) -> str:  # fmt: skip
-    """Why it cannot be carried out any more, by what is known without looking at the accesses; empty if it can."""
+    """Return why a proposal can no longer be executed, without evaluating the accesses; empty if it can."""
     if topology is None or not topology.ready:
         return "the ranks are not all there"
     if topology.generation != proposal.plan.topology_generation:
@@ -107,7 +107,7 @@ def outdated(
     return ""
 
 
-def refuse_if(outdated: str, plan_id: str) -> None:
-    """Raises PlanError if there is a reason."""
+def require_current(outdated: str, plan_id: str) -> None:
+    """Raise PlanError if ``outdated`` gives a reason."""
     if outdated:
-        raise PlanError(f"plan {plan_id} is not carried out: {outdated}", remedy="flexd plan makes a new one")
+        raise PlanError(f"plan {plan_id} is not executed: {outdated}", remedy="flexd plan makes a new one")

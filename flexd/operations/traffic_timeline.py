@@ -1,4 +1,4 @@
-"""What the ranks sent and looked up lately, in intervals: the picture that the status page draws."""
+"""Recent traffic of the ranks in intervals, for the status page."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ MAX_SAMPLES = 360
 
 @dataclass(frozen=True)
 class TrafficInterval:
-    """Sums over the reports that came in one interval.
+    """Sums over the step reports received in one interval.
 
     Attributes:
-        index: of the interval since the Unix epoch, in ``INTERVAL_SECONDS``.
-        steps: of all ranks. step_seconds: their wall time.
-        accesses_by_tier: look-ups that (HOME, NODE, DEVICE) rows answered.
-        intra_bytes, inter_bytes: sent for rows and their synchronisation. migration_bytes: sent to migrate rows.
+        index: number of the interval since the Unix epoch, in ``INTERVAL_SECONDS``.
+        steps: steps of all ranks.
+        step_seconds: wall time of these steps.
+        accesses_by_tier: look-ups served by HOME, NODE and DEVICE rows.
+        intra_bytes: sent inside nodes for rows and their synchronisation.
+        inter_bytes: sent between nodes for rows and their synchronisation.
+        migration_bytes: sent to migrate rows.
     """
 
     index: int
@@ -34,7 +37,7 @@ class TrafficInterval:
     inter_bytes: int = 0
     migration_bytes: int = 0
 
-    def plus(self, report: StepReport) -> TrafficInterval:
+    def with_report(self, report: StepReport) -> TrafficInterval:
         home, node, device = (a + b for a, b in zip(self.accesses_by_tier, report.accesses_by_tier, strict=True))
         return replace(
             self,
@@ -48,7 +51,7 @@ class TrafficInterval:
 
 
 class TrafficTimeline:
-    """Thread-safe; keeps ``MAX_SAMPLES`` intervals. A report counts in the interval it arrives in."""
+    """The newest ``MAX_SAMPLES`` intervals. A report counts in the interval that it arrives in. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -59,13 +62,13 @@ class TrafficTimeline:
         now = int(self._clock() // INTERVAL_SECONDS)
         with self._lock:
             newest = self._intervals[-1] if self._intervals else None
-            # A clock that was set back must not open intervals in front of those that are there.
+            # A clock that was set back must not add intervals before existing ones.
             if newest is not None and now <= newest.index:
-                self._intervals[-1] = newest.plus(report)
+                self._intervals[-1] = newest.with_report(report)
             else:
-                self._intervals.append(TrafficInterval(now).plus(report))
+                self._intervals.append(TrafficInterval(now).with_report(report))
 
     def intervals(self) -> tuple[TrafficInterval, ...]:
-        """Oldest first; the newest may still grow."""
+        """Return the intervals, oldest first; the newest may still grow."""
         with self._lock:
             return tuple(self._intervals)

@@ -65,8 +65,7 @@ class Throttled:
             TABLES, self.journal, on_report=lambda rank, report: self.pacing.add(report), throttle=self.throttle,
         )  # fmt: skip
         self.pacing = MigrationPacing(
-            ControlConfig(throttle=settings, chunk_bytes=4_096), self.throttle,
-            lambda: self.coordinator.outstanding_chunks, lambda: 4,
+            ControlConfig(throttle=settings, chunk_bytes=4_096), self.throttle, self.coordinator,
         )  # fmt: skip
 
     def __enter__(self) -> Throttled:

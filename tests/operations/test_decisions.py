@@ -19,6 +19,7 @@ from flexd.daemon.control_verbs import ControlVerbs
 from flexd.operations.decisions import MAX_BYTES, DecisionFile, Decisions, Pause, RequestedRollback, ThrottleOverride
 from flexd.operations.history.records import ActionRecord
 from flexd.operations.pacing import MigrationPacing
+from tests.support.fake_channel import FakeChannel
 from tests.support.flexd_processes import RunningDaemon, flexd
 
 CONFIGURED = ThrottleConfig(bytes_per_second=9_000)
@@ -35,7 +36,7 @@ class Start:
     def __init__(self, directory: Path, throttle: ThrottleConfig = CONFIGURED) -> None:
         control = ControlConfig(throttle=throttle)
         limits = ThrottleLimits(throttle.bytes_per_step, throttle.bytes_per_second)
-        self.pacing = MigrationPacing(control, Throttle(limits), lambda: 0, lambda: 1)
+        self.pacing = MigrationPacing(control, Throttle(limits), FakeChannel(1))
         self.held = False
         self.now = 100.0
         self.actions: list[ActionRecord] = []

@@ -72,14 +72,15 @@ def test_a_placement_that_moved_while_it_was_priced_is_not_judged(setting: Setti
 def test_a_migration_that_began_while_it_was_priced_is_not_judged(setting: Setting) -> None:
     setting.execute()
     setting.see(moved=700)
-    setting.during = lambda: setattr(setting, "moving", True)
+    setting.during = lambda: setattr(setting.executions, "migrating", True)
     assert setting.monitor.evaluate() is None
     assert (setting.monitor.pop_reason(), setting.monitor.newest) == (None, None)
 
 
 def test_nothing_is_priced_before_it_is_known_how_much_a_step_reads(setting: Setting) -> None:
     worlds: list[int] = []
-    setting.monitor._accesses_per_step = worlds.append  # type: ignore[assignment]
+    setting.training.accesses_per_step = worlds.append
+    setting.monitor.apply_config(setting.config.planner.model_copy(update={"batch_accesses_per_step": None}))
     live = setting.coordinator.topology
     assert live is not None
     assert setting.monitor.evaluate() is None
@@ -163,9 +164,9 @@ def test_nothing_is_looked_at_without_ranks_during_a_migration_or_with_little_se
     setting.see()
     setting.execute()
     profiles = len(setting.asked)
-    setting.moving = True
+    setting.executions.migrating = True
     assert setting.monitor.evaluate() is None
-    setting.moving = False
+    setting.executions.migrating = False
     for topology in (None, LiveTopology(1, "a", RankLayout(2, 2), (200,), False, "settling")):
         setting.coordinator.topology = topology
         assert setting.monitor.evaluate() is None
@@ -237,7 +238,7 @@ def test_only_the_same_placement_twice_in_a_row_becomes_the_reference(setting: S
 
 def test_drift_is_of_the_distribution_and_not_of_the_batch(setting: Setting) -> None:
     setting.execute()
-    setting.monitor._accesses_per_step = lambda world: 2 * PER_STEP
+    setting.training.accesses_per_step = lambda world: 2 * PER_STEP
     drift = setting.monitor.evaluate()
     assert drift is not None
     assert drift.ratio == pytest.approx(1.0)

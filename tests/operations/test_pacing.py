@@ -12,6 +12,7 @@ from flexd.control.daemon.pace import PaceState
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.control.protocol.report import StepReport
 from flexd.operations.pacing import MigrationPacing, merge_limits
+from tests.support.fake_channel import FakeChannel
 
 WORLD = 4
 STEP_SECONDS = 0.010
@@ -44,8 +45,8 @@ class Job:
         self.copied: list[int] = []
         self.steps: list[float] = []
         self.pacing = MigrationPacing(
-            ControlConfig(throttle=self.settings), self.throttle, lambda: int(self.outstanding > 0), lambda: WORLD,
-            lambda: self.now,
+            ControlConfig(throttle=self.settings), self.throttle,
+            FakeChannel(WORLD, lambda: int(self.outstanding > 0)), lambda: self.now,
         )  # fmt: skip
         self.pacing.set_generation(1)
 
@@ -191,7 +192,7 @@ def test_what_other_ranks_had_applied_is_not_held_against_these() -> None:
 def test_a_large_job_needs_two_reports_of_each_rank_and_an_empty_report_is_none() -> None:
     throttle = Throttle(ThrottleLimits(), lambda: 0.0)
     settings = ControlConfig(throttle=ThrottleConfig(adaptive=True))
-    pacing = MigrationPacing(settings, throttle, lambda: 0, lambda: 10, lambda: 0.0)
+    pacing = MigrationPacing(settings, throttle, FakeChannel(10), lambda: 0.0)
     pacing.set_generation(1)
     for _ in range(19):
         pacing.add(report(STEP_SECONDS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -58,13 +59,14 @@ class Setting:
         self.keyspace = self.config.keyspace()
         self.sketches = SketchSet(self.keyspace.tables, half_life_seconds=5.0)
         self.coordinator = FakeCoordinator()
-        self.moving = False
+        self.executions = SimpleNamespace(migrating=False)
+        self.training = SimpleNamespace(accesses_per_step=lambda world: PER_STEP)
         self.asked: list[float] = []
         self.during: Callable[[], None] = lambda: None
         self.clock = 0.0
         self.monitor = DriftMonitor(
             self.config.planner, self.keyspace, CLUSTER, self._profile, self.coordinator,
-            lambda: self.moving, lambda world: PER_STEP, restored,
+            self.executions, self.training, restored,  # type: ignore[arg-type]
         )  # fmt: skip
 
     def _profile(self, per_step: float, layout: RankLayout) -> Profile:

@@ -13,7 +13,7 @@ from flexd.config.model import Config
 from flexd.control.protocol.report import StepReport
 from flexd.core.layout import RankLayout
 from flexd.daemon.factory import make_cluster
-from flexd.operations.executions import Execution
+from flexd.operations.executions import Execution, Executions
 from flexd.operations.plan_log import PlanLog
 from flexd.operations.planning import Planning
 from flexd.operations.proposals import Proposal
@@ -47,9 +47,10 @@ class Setting:
         self.profiles: list[Profile] = []
         self.profile: Callable[[float], Profile] = lambda per_step: self.sketches.profile(per_step, 1)
         self.log_path = directory / "plans.jsonl"
+        executions = Executions(self.config.control, keyspace, self.coordinator, PlanLog(self.log_path))  # type: ignore[arg-type]
         self.planning = Planning(
             self.config, keyspace, scale_model(make_cluster(self.config), 1e6), self._make_profile, self.coordinator,  # type: ignore[arg-type]
-            self.training, PlanLog(self.log_path),
+            self.training, executions,
         )  # fmt: skip
 
     def _make_profile(self, per_step: float, layout: RankLayout) -> Profile:
