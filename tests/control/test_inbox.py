@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from flexd.control.agent.inbox import ChunkInbox
+from flexd.control.agent.inbox import PREPARED_BYTES, ChunkInbox
 from flexd.core.errors import ChunkRefusedError, ControlError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
@@ -133,6 +134,90 @@ def test_a_bad_chunk_is_refused_whole(version: int, chunk: Delta, reason: str) -
     assert box.begin_exchange() == 0
     box.end_exchange(0)
     box.offer(1, delta([0, 2]))
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A prepared chunk: the keys of all chunks up to it."""
+
+    keys: tuple[int, ...]
+    nbytes: int
+
+
+def preparing_inbox(nbytes: int) -> tuple[ChunkInbox, list[_Made]]:
+    """Return an inbox whose prepared chunks have ``nbytes`` each, and what was prepared, in order."""
+    made: list[_Made] = []
+
+    def prepare(chunk: Delta, after: object) -> _Made:
+        before = after.keys if isinstance(after, _Made) else ()
+        made.append(_Made((*before, *chunk.keys.tolist()), nbytes))
+        return made[-1]
+
+    return ChunkInbox(TABLES, LAYOUT, 1, (50, 50), prepare=prepare), made
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [
+        # Two are always prepared, however large they are.
+        (PREPARED_BYTES, 2),
+        (PREPARED_BYTES // 2 + 1, 2),
+        # Further ones while all of them, the next included, fit in.
+        (PREPARED_BYTES // 3 + 1, 2),
+        (PREPARED_BYTES // 3, 3),
+        (PREPARED_BYTES // 4, 4),
+        (PREPARED_BYTES // 5, 5),
+        (0, 9),
+    ],
+)
+def test_chunks_are_prepared_ahead_within_the_cap(nbytes: int, expected: int) -> None:
+    box, made = preparing_inbox(nbytes)
+    for version in range(1, 10):
+        box.offer(version, delta([2 * version]))
+    assert len(made) == expected
+    assert not box.prepare_next(), "there is no room"
+    assert box.prepared_bytes == expected * nbytes
+    # Only prepared chunks are announced to the peers, so no unprepared one can be agreed on.
+    assert box.begin_exchange() == expected
+    box.end_exchange(expected)
+    assert [version for version, _ in box.poll_agreed(10**9, len)] == list(range(1, expected + 1))
+    for version in range(1, expected + 1):
+        assert box.prepared(version) is made[version - 1]
+    box.applied(expected)
+    assert box.prepared_bytes == 0
+    # What is applied makes room for the rest.
+    while box.prepare_next():
+        pass
+    assert len(made) == min(9, 2 * expected)
+    assert [each.keys[-1] for each in made] == [2 * version for version in range(1, len(made) + 1)]
+
+
+def test_a_chunk_is_prepared_from_the_one_before_it_or_from_what_is_applied() -> None:
+    box, made = preparing_inbox(PREPARED_BYTES)
+    for version in range(1, 4):
+        box.offer(version, delta([2 * version]))
+    assert [each.keys for each in made] == [(2,), (2, 4)]
+    agree(box)
+    box.poll_agreed(10**9, len)
+    box.applied(2)
+    assert box.prepare_next()
+    assert made[-1].keys == (6,)
+
+
+def test_settle_drops_prepared_chunks_that_are_not_agreed() -> None:
+    box, made = preparing_inbox(10)
+    box.offer(1, delta([2]))
+    agree(box)
+    box.offer(2, delta([4]))
+    assert box.prepared_bytes == 20
+    box.settle(1)
+    assert box.prepared_bytes == 10
+    assert box.begin_exchange() == 1
+    box.end_exchange(1)
+    box.offer(2, delta([6]))
+    assert made[-1].keys == (2, 6)
+    assert box.begin_exchange() == 2
+    box.end_exchange(2)
 
 
 class SeveralInboxes(RuleBasedStateMachine):
