@@ -67,18 +67,19 @@ def daemons() -> Iterator[Callable[..., DaemonProcess]]:
         daemon.kill()
 
 
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_a_daemon_killed_in_the_middle_of_migrations_continues_from_its_journal(
-    daemons: Callable[..., DaemonProcess], tmp_path: Path, host: Callable[..., Any]
+    daemons: Callable[..., DaemonProcess], tmp_path: Path, host: Callable[..., Any], kills: int
 ) -> None:
     daemon = daemons(tmp_path / "state")
     with Ranks(daemon.port, timeout_seconds=3.0) as ranks:
-        for round_number in range(3):
+        for round_number in range(kills):
             version = ranks.placements[0].version
             until(lambda version=version: ranks.placements[0].version > version + 20, what=ranks.state())
             daemon.kill()
             steps = ranks.steps
             until(lambda steps=steps: ranks.steps > steps + 50)
-            if round_number < 2:
+            if round_number < kills - 1:
                 daemon = daemons(tmp_path / "state", daemon.port, seed=10 + round_number)
                 until(lambda daemon=daemon: daemon.count("epoch_live"), what=ranks.state())
                 assert daemon.count("placement_listed") == 0

@@ -82,7 +82,7 @@ def test_a_waiting_plan_is_superseded_without_ranks(host: Callable[..., Any]) ->
 
 
 def test_ranks_that_are_missing_are_named(host: Callable[..., Any]) -> None:
-    hosted = host()
+    hosted = host(timeout_seconds=1.5)
 
     def missing() -> tuple[int, ...]:
         return hosted.coordinator.status().missing_ranks

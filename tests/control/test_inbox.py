@@ -333,9 +333,12 @@ def test_the_state_machine_sees_a_settle_that_does_not_wait() -> None:
     class Hasty(SeveralInboxes):
         settle_waits = False
 
-    found_early = settings(
-        max_examples=3_000, stateful_step_count=30, deadline=None, database=None, phases=[Phase.generate]
-    )
+    few = settings(max_examples=40, stateful_step_count=30, deadline=None, database=None, phases=[Phase.generate])
+
+    def search() -> None:
+        # Forty histories of some seeds find it, where one long search may need two thousand; the eighth seed does.
+        for number in range(8, 60):
+            run_state_machine_as_test(seed(number)(Hasty), settings=few)
+
     with pytest.raises(AssertionError):
-        # Any seed finds it, this one after 139 histories instead of two thousand.
-        run_state_machine_as_test(seed(1)(Hasty), settings=found_early)
+        search()

@@ -1,4 +1,4 @@
-"""Calls to a daemon that is stopped: they wait, but the process that makes them does not."""
+"""Calls to a stopped daemon wait, but the process that makes them continues."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CALLS: dict[str, Callable[[StoreClient], object]] = {
     "get": lambda client: client.get("key"),
     "check": lambda client: client.check("key"),
     "queue_push": lambda client: client.queue_push("queue", "text"),
-    "delete_key": lambda client: client.delete_key("key"),
+    "delete_key": lambda client: client.delete_key("other key"),
 }
 
 
@@ -54,12 +54,11 @@ def test_no_call_to_a_stopped_daemon_keeps_this_process_from_running(
     clients = {name: StoreClient("127.0.0.1", port, "job", timeout_seconds=12.0) for name in CALLS}
     for client in clients.values():
         client.call(lambda store: store.set("key", "value"))
-    # Whoever holds the GIL in a call stops this thread too, so that somebody else has to wake the daemon.
+    # A call that holds the GIL stops this thread too, so another process wakes the daemon.
     waker = subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {process.pid}"])
     stop(process.pid)
 
     def make(name: str) -> None:
-        # The keys come and go in the order in which the daemon wakes up to them.
         with contextlib.suppress(ControlError):
             CALLS[name](clients[name])
 
