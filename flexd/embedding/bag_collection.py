@@ -1,9 +1,9 @@
-"""``flexd.EmbeddingBagCollection``: pooled look-ups over the same rows, exchange and tiers.
+"""``flexd.EmbeddingBagCollection``: pooled look-ups with the rows, exchange and tiers of ``EmbeddingCollection``.
 
-Rows are pooled where they are wanted, from the distinct rows that the exchange brings and without expanding them. So a
-row crosses the network once a node and step however many bags hold it, copies of hot rows spare it altogether, and
-tiers, migrations, run-ahead and clipping are those of un-pooled rows. Long bags would send less as partial sums made
-at the homes: the figures are in docs/decisions/embedding.md.
+Rows are pooled on the requesting rank, from the distinct rows of the exchange and without expanding them. So a row
+crosses the network once a node and step for any number of bags, or not at all if it has copies, and tiers, migrations,
+run-ahead and clipping are those of un-pooled rows. Long bags would send less as partial sums made at the homes: the
+figures are in docs/decisions/embedding.md.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ POOLINGS = ("sum", "mean")
 
 @dataclass(frozen=True)
 class EmbeddingBagTable(EmbeddingTable):
-    """A table whose look-ups are pooled over each sample.
+    """A table with look-ups that are pooled over each sample.
 
     Attributes:
         pooling: "sum" or "mean"; a bag without ids is zero in both.
 
     Raises:
-        EmbeddingError: another pooling.
+        EmbeddingError: the pooling is unknown.
     """
 
     pooling: str = "sum"
@@ -43,17 +43,17 @@ class EmbeddingBagTable(EmbeddingTable):
 
 
 class EmbeddingBagCollection(EmbeddingCollection):
-    """As ``EmbeddingCollection``, but each feature of a batch becomes one vector a sample, as ``nn.EmbeddingBag`` does.
+    """An ``EmbeddingCollection`` that pools each feature to one vector a sample, like ``nn.EmbeddingBag``.
 
-    The rows travel as in ``EmbeddingCollection``: each distinct row once a rank and once a node; all of ``connect``,
-    ``Tap``, checkpoints and optimizers works on it too.
+    Rows are exchanged as in ``EmbeddingCollection``: each distinct row once a rank and once a node. ``connect``,
+    ``Tap``, checkpoints and optimizers work in the same way.
 
     Args:
         tables: ``EmbeddingBagTable``; an ``EmbeddingTable`` is pooled by sum.
-        arguments: those of ``EmbeddingCollection``.
+        arguments: keyword arguments of ``EmbeddingCollection``.
 
     Raises:
-        TopologyError, EmbeddingError: as ``EmbeddingCollection``.
+        TopologyError, EmbeddingError: see ``EmbeddingCollection``.
     """
 
     def __init__(self, tables: Sequence[EmbeddingTable], **arguments: Any) -> None:
@@ -66,27 +66,27 @@ class EmbeddingBagCollection(EmbeddingCollection):
     def forward(
         self, features: Mapping[str, JaggedLike], weights: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Ids [n] of each feature -> [batch, dim] sums or means over each sample, in the table's dtype.
+        """Pool ids [n] of each feature to [batch, dim] sums or means over each sample, in the table's dtype.
 
         Args:
-            weights: of features pooled by sum: a factor for each id, floating point [n] (``per_sample_weights`` of
-                ``nn.EmbeddingBag``); gradients flow to them. Features without are not weighted. Given on every rank or
-                on none, if only empty; a batch with weights is not looked up ahead by ``flexd.prefetch``.
+            weights: a factor for each id, floating point [n], of features pooled by sum (``per_sample_weights`` of
+                ``nn.EmbeddingBag``), with gradients. Features without weights have factor 1. Pass weights on every
+                rank or on none (they may be empty); ``flexd.prefetch`` does not look up a batch with weights ahead.
 
         Raises:
-            EmbeddingError: on every rank, if on any rank the ids cannot be looked up (as ``EmbeddingCollection``),
+            EmbeddingError: on every rank, if on any rank the ids cannot be looked up (see ``EmbeddingCollection``),
                 lengths do not sum to the number of ids, or weights do not fit the ids or are for a mean.
         """
         if weights is None:
             routed = self._route(features)
-        else:  # though empty here: whether a batch is looked up ahead must be the same on all ranks
+        else:  # also if empty on this rank: all ranks must agree on whether a batch is looked up ahead
             routed = self._route(features, lambda given: self._check_weights(given, weights))
         return self._pool(routed, self._rows(routed, expand=False), weights or {})
 
     def _pool(
         self, routed: RoutedInput, rows: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """One kernel for all features of a dim-group that are pooled alike."""
+        """Pool with one kernel for all features of a dim-group with equal pooling."""
         pooled: dict[str, torch.Tensor] = {}
         for names, distinct, stop in zip(
             self._features.by_group(routed.order), rows, routed.forward_pass.route.stations[0], strict=True

@@ -1,4 +1,4 @@
-"""``flexd.EmbeddingCollection``: the module a trainer imports."""
+"""``flexd.EmbeddingCollection``: un-pooled look-ups in tables that are sharded over all ranks."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class EmbeddingTable:
     """One table of a collection.
 
     Attributes:
-        features: inputs that look rows up here; default: one named like the table.
-        init_scale: initial values are uniform in [-init_scale, init_scale); default 1/sqrt(rows), as TorchRec.
+        features: names of the inputs that look up rows of the table; default: the name of the table.
+        init_scale: initial values are uniform in [-init_scale, init_scale); default 1/sqrt(rows), as in TorchRec.
     """
 
     name: str
@@ -61,7 +61,11 @@ class EmbeddingTable:
 
 @dataclass(frozen=True)
 class RoutedInput:
-    """An input whose rows are located on all ranks. ``order``: its features, dim-group by dim-group."""
+    """Checked input of a forward pass whose rows are located on all ranks.
+
+    Attributes:
+        order: names of the features, dim-group by dim-group.
+    """
 
     features: Mapping[str, Jagged]
     order: list[str]
@@ -69,33 +73,33 @@ class RoutedInput:
 
 
 class EmbeddingCollection(nn.Module):
-    """Un-pooled lookups in tables sharded over all ranks, with hot rows replicated as the daemon says.
+    """Un-pooled look-ups in tables sharded over all ranks, with hot rows replicated according to the daemon's plan.
 
     ``forward``, ``optimizer.step`` and ``load_state_dict`` are collective: every rank calls them equally often and in
-    the same order, with empty input where it has none. A rank that dies, hangs or calls more or less often is a
-    ``CollectiveError`` on the others within the process group's timeout (or gloo ends the process, saying "collective
-    mismatch"). Gradients that are not finite go into the rows they belong to, as in torch.
+    the same order, also with empty input. If a rank dies, hangs or calls more or less often, the others raise
+    ``CollectiveError`` within the process group's timeout (or gloo ends the process with "collective mismatch").
+    Gradients that are not finite are applied to their rows, as in torch.
 
     Chunks of row migrations are applied at the start of a forward pass that no unstepped backward pass depends on.
-    Without a daemon (``flexd.connect``) all rows stay home and the module is a two-hop row-wise sharded embedding.
+    Without a daemon (``flexd.connect``) no row has replicas and the module is a two-hop row-wise sharded embedding.
 
     Args:
         tables: equal on all ranks, in the same order as in the daemon's configuration.
-        optimizer: of all rows; stepped by ``self.optimizer.step()``.
+        optimizer: optimizer of all rows; ``self.optimizer.step()`` steps it.
         layout: nodes x local ranks; default from torchrun's ``LOCAL_WORLD_SIZE`` (one node without it).
         replica_fraction: replica slots of each rank, as a fraction of all rows of the dim-group.
-        replica_slots: the same as absolute numbers, one a dim-group; instead of ``replica_fraction``.
-        average_gradients: divide gradients by the world size, as ``DistributedDataParallel`` does for the rest.
-        exchange: "chain" (DESIGN: two hops), "direct" (every rank asks every home) or "direct_no_dedup" (what
-            sharded modules do by default); the last two are for comparison.
-        comm_dtype: "float32", "float16" or "bfloat16", in which rows and gradients travel; default each table's own.
-            Gradients are added in float32 or wider, and rows are rounded wherever they are read, so that what is
-            learned does not depend on the placement. Tell the daemon (``planner.comm_dtype``).
-        max_migration_bytes_per_step: cap on copied rows at one step (a chunk above it is applied alone).
-        seed: of the initial values; the same seed gives the same tables on any number of ranks.
+        replica_slots: replica slots of each rank, one number a dim-group, instead of ``replica_fraction``.
+        average_gradients: divide gradients by the world size, as ``DistributedDataParallel`` does.
+        exchange: "chain" (two hops: node owner, then home), "direct" (every rank requests from every home) or
+            "direct_no_dedup" (the default of sharded modules elsewhere); the last two are for comparison.
+        comm_dtype: "float32", "float16" or "bfloat16", the dtype in which rows and gradients are sent; default each
+            table's own. Gradients are added in float32 or wider, and rows are rounded at every read, so that training
+            does not depend on the placement. Set ``planner.comm_dtype`` of the daemon to the same value.
+        max_migration_bytes_per_step: cap on copied rows at one step (a larger chunk is applied alone).
+        seed: seed of the initial values; the same seed gives the same tables on any number of ranks.
 
     Raises:
-        TopologyError: layout and process group disagree, or ranks were given different tables.
+        TopologyError: layout and process group disagree, or ranks have different tables or settings.
         EmbeddingError: two tables read the same feature, or the replica budget is malformed.
     """
 
@@ -145,46 +149,46 @@ class EmbeddingCollection(nn.Module):
         )
         self.engine.initialise([table.scale for table in self.tables], seed, row_optimizer.initial_state)
         self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
-        """Called with the input of every forward pass for training that was looked up; must not raise."""
-        # The anchor gives autograd a reason to call backward, and schedulers a parameter group. It is hidden from
-        # named_parameters(): DDP and dense optimizers must not see it.
+        """Called with the input of every forward pass for training, after its look-up; must not raise."""
+        # Autograd calls backward because of the anchor, and schedulers use its parameter group. It is hidden from
+        # named_parameters(), because DDP and dense optimizers must not use it.
         self.__dict__["_anchor"] = AnchorParameter.of(self.device, self.engine.gradients, self.engine.forget_gradients)
         self.optimizer = FusedOptimizer(self.__dict__["_anchor"], row_optimizer, self.engine)
 
     @property
     def table_of_feature(self) -> Mapping[str, int]:
-        """Which table (by its place in ``tables``) each feature reads."""
+        """Index in ``tables`` of the table that each feature reads."""
         return self._features.table_of
 
     @property
     def placement_version(self) -> int:
-        """Of the last chunk applied."""
+        """Version of the placement after the last applied chunk."""
         return self.engine.inbox.applied_version
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that pushed gradients."""
+        """Number of optimizer steps that pushed gradients."""
         return self.engine.steps
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: Mapping[str, JaggedLike]) -> dict[str, Jagged]:
-        """Looks up every feature given: ids [n] -> rows [n, dim] in the table's dtype, with the lengths of the input.
+        """Look up every given feature: ids [n] -> rows [n, dim] in the table's dtype, with the lengths of the input.
 
-        A feature of the collection that is missing on this rank counts as empty; the result has the features given.
-        A compiled model runs this part as it is, with a graph break around it.
+        A feature of the collection that is missing on this rank counts as empty; the result has the given features.
+        In a compiled model this part is a graph break.
 
         Raises:
             EmbeddingError: on every rank, if on any rank an id is out of range, of a wrong dtype, or of an unknown
-                feature. Nothing was looked up; the step may be tried again with other input.
+                feature. No row was looked up; the step may be repeated with other input.
         """
         routed = self._route(features)
         return self._features.split(routed.features, routed.order, self._rows(routed))
 
     def as_features(self, given: Any) -> dict[str, Jagged]:
-        """What ``forward`` takes, as ids by feature. Local; adapters for other input types override it.
+        """Convert the input of ``forward`` to ids by feature. Local; adapters for other input types override it.
 
         Raises:
-            EmbeddingError: it is of another type.
+            EmbeddingError: the input is of another type.
         """
         if not isinstance(given, Mapping):
             raise EmbeddingError(
@@ -217,7 +221,7 @@ class EmbeddingCollection(nn.Module):
             if check is not None:
                 check(features)
             order, keys = self._features.keys(features)
-        except Exception as fault:  # whatever it is: a rank that leaves alone lets the others wait
+        except Exception as fault:  # any error: a rank that raised alone would leave the others waiting
             error = fault
         forward_pass = self.engine.find(keys, 0 if error is None else self.rank + 1, trains=self._trains())
         self._check_agreed(forward_pass.route, error)
@@ -233,15 +237,15 @@ class EmbeddingCollection(nn.Module):
             )
         if route.agreement.fault:
             raise error or EmbeddingError(
-                f"rank {route.agreement.fault - 1} was given input that cannot be looked up",
+                f"rank {route.agreement.fault - 1} has input that cannot be looked up",
                 remedy=f"see the error of rank {route.agreement.fault - 1}",
             )
 
     def resolve(self, given: Any) -> tuple[tuple[dict[str, Jagged], list[str]], torch.Tensor]:
-        """Local: ((features, their names dim-group by dim-group), int64 keys) of the input of a forward pass.
+        """Local. Return ((features, their names dim-group by dim-group), int64 keys) of the input of a forward pass.
 
         Raises:
-            EmbeddingError: it cannot be looked up.
+            EmbeddingError: the input cannot be looked up.
         """
         features = self.as_features(given)
         order, keys = self._features.keys(features)
@@ -274,15 +278,15 @@ class EmbeddingCollection(nn.Module):
         return tuple(int(count) for count in slots)
 
     def _check_same_everywhere(self, settings: list[object]) -> None:
-        """What ranks do with different settings is not an error but a wait for each other, or replicas that differ."""
+        """Collective. Refuse settings that differ between ranks: they would deadlock or make replicas differ."""
         digests = [self.keyspace.digest, hashlib.sha256(repr((settings, self.tables)).encode()).hexdigest()]
         mine = torch.tensor([int(digest[:15], 16) for digest in digests], dtype=torch.int64, device=self.device)
         tables, others = self._groups.world.all_gather(mine).T.tolist()
-        for what, everyone in (("tables", tables), ("settings", others)):
+        for subject, everyone in (("tables", tables), ("settings", others)):
             odd = [rank for rank, digest in enumerate(everyone) if digest != everyone[0]]
             if odd:
                 raise TopologyError(
-                    f"ranks {odd} have other {what} than rank 0",
+                    f"ranks {odd} have other {subject} than rank 0",
                     remedy="construct the collection with the same arguments on every rank",
                 )
 
@@ -295,42 +299,42 @@ class EmbeddingCollection(nn.Module):
         also: Iterable[torch.Tensor] = (),
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
-        """Collective. ``torch.nn.utils.clip_grad_norm_`` over all rows and ``also``; float64 [], their total norm.
+        """Collective. Clip the gradients of all rows and of ``also`` like ``torch.nn.utils.clip_grad_norm_``.
 
-        A row's gradient is summed over all passes and ranks (averaged with ``average_gradients``) and counts once,
-        however many copies the row has. Call it after the last backward pass of a step; ``optimizer.step`` or
-        ``zero_grad`` follows, on every rank. Costs one all-reduce of one number.
+        Returns float64 [], their total norm. A row's gradient is summed over all passes and ranks (averaged with
+        ``average_gradients``) and counts once for any number of copies. Call it after the last backward pass of a
+        step, before ``optimizer.step`` or ``zero_grad``, on every rank. It costs one all-reduce of one number.
 
         Args:
             also: dense parameters, with gradients that are equal on all ranks (after DDP) or DTensors (FSDP2).
 
         Raises:
-            EmbeddingError: the norm is not finite and ``error_if_nonfinite``, or ``norm_type`` is not above 0.
+            EmbeddingError: the norm is not finite and ``error_if_nonfinite`` is set, or ``norm_type`` is not above 0.
         """
         summed = self.engine.gradients()
         total = clip_grad_norm_(summed, max_norm, norm_type, also, error_if_nonfinite=error_if_nonfinite)
         return torch.tensor(total, dtype=torch.float64, device=self.device)
 
     def initial_table(self, name: str) -> torch.Tensor:
-        """[rows, dim] initial values of a whole table, as training on one process would start from."""
+        """Return [rows, dim], the initial values of a whole table, equal for any number of ranks."""
         spec = self.tables[self.keyspace.index[name]]
         dtype = TORCH_DTYPES[spec.dtype]
         return initial_rows(spec.name, np.arange(spec.rows), spec.dim, dtype, scale=spec.scale, seed=self._seed)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Of a table's rows."""
+        """Return the dtype of a table's rows."""
         return TORCH_DTYPES[self.tables[self.keyspace.index[name]].dtype]
 
     @torch.no_grad()
     def load_rows(self, name: str, first_row: int, values: torch.Tensor) -> None:
-        """Sets rows of a table, from ``first_row`` on, to ``values`` [n, dim]: pretrained vectors, for instance.
+        """Set rows of a table, starting at ``first_row``, to ``values`` [n, dim], for instance pretrained vectors.
 
-        Call it on every rank, with the same values; each takes those it is home of. No communication here, but
-        for what ``flexd.prefetch`` has under way; replicas are copied anew before the next pass. The optimizer's state
-        stays as it is.
+        Call it on every rank with the same values; each rank keeps those of its home rows. It communicates only to
+        finish a running ``flexd.prefetch`` exchange; replicas are copied again before the next pass. The optimizer's
+        state does not change.
 
         Raises:
-            EmbeddingError: no such table, or values that do not fit it.
+            EmbeddingError: the table is unknown, or the values do not fit it.
         """
         if name not in self.keyspace.index:
             raise EmbeddingError(f"no table {name!r}", remedy=f"one of {', '.join(self.keyspace.index)}")
@@ -351,7 +355,7 @@ class EmbeddingCollection(nn.Module):
         store.rows[homes.slots(mine)] = values[mine.start - first_row :: world_size].to(store.rows)
 
     def gather_table(self, name: str) -> torch.Tensor:
-        """Collective. [rows, dim] of a whole table on every rank: for small tables, tests and exports."""
+        """Collective. Return [rows, dim] of a whole table on every rank, for small tables, tests and exports."""
         table = self.keyspace.index[name]
         store = next(store for store in self.engine.stores if table in store.group.tables)
         first, rows = int(self.keyspace.first_key[table]), self.keyspace.tables[table].rows
@@ -360,14 +364,14 @@ class EmbeddingCollection(nn.Module):
             return gather_rows(self._groups, store, first, rows)
 
     def replicas_bit_equal(self) -> bool:
-        """Collective. Do all replicas, with optimizer state, equal their home copies bit for bit?"""
+        """Collective. Return whether all replicas, with optimizer state, equal their home copies bit for bit."""
         self.engine.hooks.wait()
         with self.traffic.uncounted():
             return replicas_bit_equal(self._groups, self.engine.stores)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> EmbeddingCollection:
-        """``model.to(device)``: the tables stay where they were made, so another device is an error at once, not one
-        at the first batch. A dtype is the table's own: ``model.half()`` leaves it."""
+        """Refuse ``model.to(device)`` with another device at once: tables stay on their device. ``model.half()`` does
+        not change the tables, which have their own dtype."""
         if fn(torch.empty(0, dtype=torch.int64, device=self.device)).device != self.device:
             raise EmbeddingError(
                 f"the tables are on {self.device} and cannot be moved", remedy="construct the collection with device="
@@ -377,12 +381,12 @@ class EmbeddingCollection(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise EmbeddingError(
-            "a collection is one rank's part of tables that process groups hold together: not to be copied or pickled",
+            "a collection is one rank's part of distributed tables and cannot be copied or pickled",
             remedy="save state_dict() and load it into a collection constructed on every rank",
         )
 
     def memory(self) -> RankMemory:
-        """Bytes of this rank, by part: as they are and as they can come to at most. Not collective."""
+        """Return the current bytes and upper bounds of this rank, by part. Not collective."""
         return self.engine.memory()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

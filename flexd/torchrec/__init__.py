@@ -1,11 +1,11 @@
-"""TorchRec's types around flexd: drop-ins for sharded ``EmbeddingCollection`` and ``EmbeddingBagCollection``.
+"""Replacements for TorchRec's sharded ``EmbeddingCollection`` and ``EmbeddingBagCollection``, with its types.
 
     from flexd.torchrec import FlexEmbeddingCollection
 
-Nothing else of flexd knows TorchRec.
+No other package of flexd imports TorchRec.
 
 Raises:
-    MissingExtraError: at import, when TorchRec is not installed.
+    MissingExtraError: at import, if TorchRec is not installed.
 """
 
 from __future__ import annotations

@@ -18,17 +18,17 @@ from flexd.torchrec.inputs import as_keyed_jagged, jagged_by_key, weights_by_key
 
 
 class FlexEmbeddingBagCollection(EmbeddingBagCollection, EmbeddingBagCollectionInterface):
-    """In the place of a sharded ``torchrec.EmbeddingBagCollection``; see ``FlexEmbeddingCollection``.
+    """Replaces a sharded ``torchrec.EmbeddingBagCollection``; see ``FlexEmbeddingCollection``.
 
     Args:
-        tables: of any dims; pooling SUM or MEAN.
-        is_weighted: the input's weights are factors of the rows; tables pool by SUM then, as ``nn.EmbeddingBag`` asks.
-        device: as TorchRec's.
+        tables: tables of any dims, pooled by SUM or MEAN.
+        is_weighted: the input's weights are factors of the rows; all tables must pool by SUM (see ``nn.EmbeddingBag``).
+        device: argument of TorchRec's collection.
         arguments: the keyword arguments of ``flexd.EmbeddingCollection``.
 
     Raises:
-        EmbeddingError: a configuration that cannot be honoured, or weights with MEAN.
-        TopologyError: as ``flexd.EmbeddingCollection``.
+        EmbeddingError: a configuration is not supported, or weights are combined with MEAN.
+        TopologyError: see ``flexd.EmbeddingCollection``.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class FlexEmbeddingBagCollection(EmbeddingBagCollection, EmbeddingBagCollectionI
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """float32 [batch, sum of dims], by embedding name.
+        """Return float32 [batch, sum of dims], by embedding name.
 
-        Batch sizes may differ by key if the input has ``inverse_indices`` that say how to expand them.
+        Batch sizes may differ by key if the input has ``inverse_indices`` to expand them.
 
         Raises:
-            EmbeddingError: on every rank, if any rank's input misses a feature, holds a row out of range, has no
-                weights where they are needed, or batch sizes that differ without fitting ``inverse_indices``.
+            EmbeddingError: on every rank, if the input of any rank lacks a feature or required weights, has a row out
+                of range, or has different batch sizes without valid ``inverse_indices``.
         """
         routed = self._route(features)
         kjt = as_keyed_jagged(features, [], self.rank)
@@ -96,7 +96,7 @@ class FlexEmbeddingBagCollection(EmbeddingBagCollection, EmbeddingBagCollectionI
         return {name: by_key[feature] for feature, name in self._names}
 
     def _check_inverse(self, kjt: KeyedJaggedTensor, given: Mapping[str, Jagged]) -> None:
-        """``inverse_indices`` say of each sample of the batch which sample of each key it is."""
+        """Check ``inverse_indices``, which map each sample of the batch to a sample of each key."""
         sizes = {name: given[name].lengths.numel() for _, name in self._names}
         indices = kjt.inverse_indices_or_none()
         if indices is None:

@@ -1,4 +1,4 @@
-"""TorchRec's table configurations as flexd's tables, and the initial values they ask for."""
+"""Convert TorchRec's table configurations to flexd's tables, and set the initial values that they define."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ ELEMENTWISE = (
     nn.init.zeros_,
     nn.init.ones_,
 )
-"""Initialisers that treat a block of rows as they would treat the table."""
+"""Initialisers that treat a block of rows like the whole table."""
 BLOCK_ROWS = 65_536
 MAX_WHOLE_TABLE_BYTES = 2**30
-"""A table is made whole, on every rank, for an ``init_fn`` that may look at its shape or at other rows."""
+"""Limit of a table with another ``init_fn``, which may depend on all rows: every rank makes the whole table."""
 _UNSUPPORTED = {
     "num_embeddings_post_pruning": None,
     "need_pos": False,
@@ -43,12 +43,12 @@ _UNSUPPORTED = {
 
 
 def features_of(config: BaseEmbeddingConfig) -> list[str]:
-    """Names of the inputs that read the table; one named like it if none is given, as TorchRec does."""
+    """Return the names of the inputs that read the table; default: the name of the table, as in TorchRec."""
     return list(config.feature_names) or [config.name]
 
 
 def embedding_names(configs: Sequence[BaseEmbeddingConfig]) -> list[list[str]]:
-    """Per table the names of its outputs: the feature's, or "feature@table" if other tables read the feature too."""
+    """Return the output names of each table: the feature's, or "feature@table" if several tables read the feature."""
     every = [feature for config in configs for feature in features_of(config)]
     return [
         [f"{feature}@{config.name}" if every.count(feature) > 1 else feature for feature in features_of(config)]
@@ -57,10 +57,10 @@ def embedding_names(configs: Sequence[BaseEmbeddingConfig]) -> list[list[str]]:
 
 
 def tables_of(configs: Sequence[BaseEmbeddingConfig]) -> list[EmbeddingTable]:
-    """One table a configuration. Its features are TorchRec's *embedding names*, so each has one table.
+    """Return one table for each configuration. Its features are TorchRec's *embedding names*, so each has one table.
 
     Raises:
-        EmbeddingError: a data type, pooling or property that cannot be honoured; nothing is ignored.
+        EmbeddingError: a data type, pooling or other property is not supported; none is ignored.
     """
     tables: list[EmbeddingTable] = []
     for config, names in zip(configs, embedding_names(configs), strict=True):
@@ -89,8 +89,10 @@ def tables_of(configs: Sequence[BaseEmbeddingConfig]) -> list[EmbeddingTable]:
 
 
 def initialise(collection: EmbeddingCollection, configs: Sequence[BaseEmbeddingConfig], seed: int) -> None:
-    """Local. Runs each ``init_fn`` that is no symmetric uniform one, seeded by seed, table and block: the same seed
-    gives the same tables on any number of ranks."""
+    """Local. Run each ``init_fn`` other than a symmetric uniform one, seeded by seed, table and block.
+
+    So the same seed gives the same tables on any number of ranks.
+    """
     for config, table in zip(configs, collection.tables, strict=True):
         if _uniform_bound(config.init_fn) is not None:
             continue
@@ -124,7 +126,7 @@ def _is_elementwise(function: Callable[..., Any] | None) -> bool:
 
 
 def _uniform_bound(function: Callable[..., Any] | None) -> float | None:
-    """b of a uniform distribution in [-b, b): what flexd draws itself, row by row and on any number of ranks."""
+    """Return b of a uniform distribution in [-b, b), which flexd draws row by row for any number of ranks, or None."""
     if function is None:
         return None
     inner, given, positional = _unwrapped(function)

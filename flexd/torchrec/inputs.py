@@ -1,4 +1,4 @@
-"""``KeyedJaggedTensor`` as features by name."""
+"""Convert ``KeyedJaggedTensor`` to features by name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flexd.embedding.jagged import Jagged
 
 
 def as_keyed_jagged(given: Any, features: Sequence[str], rank: int) -> KeyedJaggedTensor:
-    """A ``KeyedJaggedTensor`` as it is, a ``TensorDict`` of nested tensors converted as TorchRec does.
+    """Return a ``KeyedJaggedTensor`` unchanged, or convert a ``TensorDict`` of nested tensors with TorchRec.
 
     Raises:
-        EmbeddingError: neither, or a feature is missing.
+        EmbeddingError: ``given`` is of another type, or a feature is missing.
     """
     given = maybe_td_to_kjt(given)
     if not isinstance(given, KeyedJaggedTensor):
@@ -29,13 +29,13 @@ def as_keyed_jagged(given: Any, features: Sequence[str], rank: int) -> KeyedJagg
     if missing:
         raise EmbeddingError(
             f"rank {rank}: the KeyedJaggedTensor has no {', '.join(missing)}",
-            remedy="every feature of every table must be a key, on every rank, if only with lengths of zero",
+            remedy="every feature of every table must be a key on every rank; its lengths may be 0",
         )
     return given
 
 
 def jagged_by_key(kjt: KeyedJaggedTensor) -> dict[str, Jagged]:
-    """Ids and lengths of each key, also where batch sizes differ by key (``stride_per_key_per_rank``).
+    """Return ids and lengths of each key, also if batch sizes differ by key (``stride_per_key_per_rank``).
 
     Raises:
         EmbeddingError: lengths and values do not fit each other.
@@ -43,8 +43,8 @@ def jagged_by_key(kjt: KeyedJaggedTensor) -> dict[str, Jagged]:
     counts, strides = kjt.length_per_key(), kjt.stride_per_key()
     if sum(counts) != kjt.values().numel() or sum(strides) != kjt.lengths().numel():
         raise EmbeddingError(
-            f"a KeyedJaggedTensor of {kjt.values().numel()} values and {kjt.lengths().numel()} lengths that says "
-            f"{sum(counts)} and {sum(strides)}",
+            f"a KeyedJaggedTensor of {kjt.values().numel()} values and {kjt.lengths().numel()} lengths, which "
+            f"states {sum(counts)} and {sum(strides)}",
             remedy="lengths of each key sum to its values",
         )
     values, lengths = torch.split(kjt.values(), counts), torch.split(kjt.lengths(), strides)
@@ -52,10 +52,10 @@ def jagged_by_key(kjt: KeyedJaggedTensor) -> dict[str, Jagged]:
 
 
 def weights_by_key(kjt: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-    """The factor of each id, by key.
+    """Return the factor of each id, by key.
 
     Raises:
-        EmbeddingError: there are none, or not one an id.
+        EmbeddingError: there are no weights, or not one for each id.
     """
     weights = kjt.weights_or_none()
     if weights is None or weights.shape != kjt.values().shape:

@@ -17,21 +17,21 @@ from flexd.torchrec.inputs import as_keyed_jagged, jagged_by_key
 
 
 class FlexEmbeddingCollection(EmbeddingCollection, EmbeddingCollectionInterface):
-    """In the place of a sharded ``torchrec.EmbeddingCollection``, without ``DistributedModelParallel``.
+    """Replaces a sharded ``torchrec.EmbeddingCollection``, without ``DistributedModelParallel``.
 
-    Differs from it in one line of the training loop: gradients wait for ``optimizer.step()``, where TorchRec's fused
-    optimizers update inside ``backward()``. ``average_gradients`` is TorchRec's ``set_gradient_division``. Outputs are
-    float32 whatever the table's data type, as TorchRec's. ``state_dict`` has flexd's keys.
+    The training loop differs in one line: gradients wait for ``optimizer.step()``, where TorchRec's fused optimizers
+    update inside ``backward()``. ``average_gradients`` is TorchRec's ``set_gradient_division``. Outputs are float32 for
+    every data type of a table, as in TorchRec. ``state_dict`` has flexd's keys.
 
     Args:
-        tables: all of one ``embedding_dim``. A feature may be read by several tables (then its outputs are named
-            "feature@table"). ``init_fn`` is honoured: see ``flexd.torchrec.configs``.
-        device, need_indices: as TorchRec's.
+        tables: tables of one ``embedding_dim``. Several tables may read a feature (then its outputs are named
+            "feature@table"). ``init_fn`` is supported: see ``flexd.torchrec.configs``.
+        device, need_indices: arguments of TorchRec's collection.
         arguments: the keyword arguments of ``flexd.EmbeddingCollection``.
 
     Raises:
-        EmbeddingError: tables of several dims, or a configuration that cannot be honoured.
-        TopologyError: as ``flexd.EmbeddingCollection``.
+        EmbeddingError: tables have several dims, or a configuration is not supported.
+        TopologyError: see ``flexd.EmbeddingCollection``.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class FlexEmbeddingCollection(EmbeddingCollection, EmbeddingCollectionInterface)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Rows [n, dim] of each embedding name, with lengths; ids as weights if ``need_indices``.
+        """Return rows [n, dim] of each embedding name, with lengths, and with ids as weights if ``need_indices``.
 
-        Keys that no table reads and weights of the input are ignored, as TorchRec ignores them.
+        Keys that no table reads and weights of the input are ignored, as in TorchRec.
 
         Raises:
-            EmbeddingError: on every rank, if any rank's input misses a feature or holds a row out of range.
+            EmbeddingError: on every rank, if the input of any rank lacks a feature or has a row out of range.
         """
         routed = self._route(features)
         looked_up = self._features.split(routed.features, routed.order, self._rows(routed))

@@ -78,7 +78,7 @@ def test_the_state_of_a_whole_model(ranks: Ranks) -> None:
 
 def test_copies_are_refused_and_the_tables_stay(ranks: Ranks) -> None:
     for said in ranks(2).run("around_jobs:copies", TWO):
-        assert ["not to be copied or pickled" in text for text in said[:4]] == [True] * 4
+        assert ["cannot be copied or pickled" in text for text in said[:4]] == [True] * 4
         assert "cannot be moved - construct the collection with device=" in said[4]
         assert said[5] == "torch.float64 torch.float16"
 
