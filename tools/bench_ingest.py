@@ -64,7 +64,7 @@ def open_source(order: dict[str, Any]) -> Source:
     return KafkaSource(order["bootstrap"], order["topic"], group)
 
 
-def consume(order: dict[str, Any]) -> dict[str, float]:
+def read_stream(order: dict[str, Any]) -> dict[str, float]:
     """The pinned process: counts all messages once. Returns rates in millions of ids a second."""
     os.sched_setaffinity(0, order["cores"])
     keep_freed_memory()  # as the daemon does
@@ -97,7 +97,7 @@ def consume(order: dict[str, Any]) -> dict[str, float]:
 
 def in_its_own_process(order: dict[str, Any]) -> dict[str, float]:
     done = subprocess.run(
-        [sys.executable, __file__, "--consume", json.dumps(order)], capture_output=True, text=True, check=False
+        [sys.executable, __file__, "--read-stream", json.dumps(order)], capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
@@ -195,10 +195,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer messages, one repeat")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--consume", help=argparse.SUPPRESS)
+    parser.add_argument("--read-stream", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.consume:
-        print(json.dumps(consume(json.loads(options.consume))))
+    if options.read_stream:
+        print(json.dumps(read_stream(json.loads(options.read_stream))))
         return
     rows, count, repeats = (10_000_000, 3_000, 1) if options.quick else (10_000_000, 8_000, 3)
     figures = measure(rows, count, repeats)

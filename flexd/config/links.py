@@ -72,7 +72,7 @@ class ScaleOutConfig(Section):
     """Leader: address that the followers connect to."""
     listen_port: Port = 29_500
     """Leader: port that the followers connect to; 0 takes any free one."""
-    consume: bool = True
+    read_partitions: bool = True
     """Leader: read partitions of the stream too, as one more member of the group; its counters then take twice
     their memory."""
     name: Name | None = None
@@ -85,7 +85,7 @@ class ScaleOutConfig(Section):
     """Follower: reading stops when a delta has had no answer for so long."""
     settle_seconds: Seconds = 5.0
     """Follower: how long a rebalance or a stop waits for the leader to take what was counted."""
-    silent_after_seconds: Seconds = 30.0
+    follower_timeout_seconds: Seconds = 30.0
     """Leader: a follower that has not pushed for so long is reported."""
 
     @field_validator("leader")

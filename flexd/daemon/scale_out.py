@@ -1,4 +1,4 @@
-"""The parts of a leader and of a follower, made from the configuration."""
+"""Build a leader or a follower from the configuration."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flexd.core.secrets import KeyFile
 from flexd.daemon import factory
 from flexd.ingest import Ingestor, IngestStats
 from flexd.ingest.dead_letters import DeadLetterFile
-from flexd.scaleout.delta_sender import FAILURE_REASONS, Courier, Link
+from flexd.scaleout.delta_sender import FAILURE_REASONS, DeltaSender, Link
 from flexd.scaleout.follower import Follower, FollowerOptions, FollowerStats
 from flexd.scaleout.leader import REASONS, FollowerReport, Leader
 from flexd.scaleout.ledger import Ledger
 from flexd.scaleout.transport import HttpLink, LocalLink, listener
 
 OWN_NAME = "leader"
-"""Of the member of the group that runs inside the leader."""
+"""Name of the group member that runs inside the leader."""
 
 
 def scale_out_secret(config: Config) -> KeyFile | None:
@@ -37,18 +37,18 @@ def dead_letters(config: Config) -> DeadLetterFile:
 
 
 class FollowerUnit:
-    """Reads partitions and hands their counts to a leader.
+    """Read partitions and send their counts to a leader.
 
     Args:
-        link: the way to it; taken over.
+        link: connection to it; owned from now on.
 
     Raises:
-        FlexdError: the source or the counters cannot be made.
+        FlexdError: the source or the counters cannot be built.
     """
 
     def __init__(self, config: Config, link: Link, name: str) -> None:
         settings = config.scale_out
-        self._courier = Courier(link)
+        self._sender = DeltaSender(link)
         self._follower = Follower(
             FollowerOptions(
                 name=name,
@@ -61,7 +61,7 @@ class FollowerUnit:
                 settle_seconds=settings.settle_seconds,
             ),
             lambda follower: factory.make_source(config, follower),
-            self._courier,
+            self._sender,
             grouped=isinstance(config.stream.source, KafkaSource),
         )
         self.ingestor = Ingestor(
@@ -76,13 +76,13 @@ class FollowerUnit:
         self._follower.attach(self.ingestor)
 
     def start(self) -> None:
-        self._courier.start()
+        self._sender.start()
         self.ingestor.start()
 
     def stop(self, timeout_seconds: float) -> bool:
-        """The ingest first: it hands over what it counted. Whether both threads have ended."""
+        """Stop the ingest first, which sends its last counts. Return True if both threads ended."""
         ended = self.ingestor.stop(timeout_seconds)
-        return self._courier.stop(1.0) and ended
+        return self._sender.stop(1.0) and ended
 
     def stats(self) -> FollowerStats:
         stats = self._follower.stats()
@@ -90,38 +90,42 @@ class FollowerUnit:
 
 
 class LeaderUnit:
-    """The ledger (the ``Source`` of the daemon's ingest), the listener, and the leader's own reader if it has one.
+    """Own the ledger (the ``Source`` of the daemon's ingest), the listener, and the leader's own reader if it has one.
 
     Raises:
-        FlexdError: a part cannot be made.
+        FlexdError: a component cannot be built.
     """
 
     def __init__(self, config: Config) -> None:
         settings = config.scale_out
         self.ledger = Ledger(lambda: self._leader.lag_messages(), lambda: self.problem())
         self._leader = Leader(
-            config.job, config.keyspace(), factory.sketch_settings(config), self.ledger, settings.silent_after_seconds
+            config.job,
+            config.keyspace(),
+            factory.sketch_settings(config),
+            self.ledger,
+            settings.follower_timeout_seconds,
         )
         self._listener = listener(self._leader, scale_out_secret(config), settings.listen_host, settings.listen_port)
-        self._own = FollowerUnit(config, LocalLink(self._leader), OWN_NAME) if settings.consume else None
+        self._own = FollowerUnit(config, LocalLink(self._leader), OWN_NAME) if settings.read_partitions else None
 
     @property
     def port(self) -> int:
-        """Of the listener."""
+        """Return the port of the listener."""
         return self._listener.port
 
     def attach(self, ingestor: Ingestor) -> None:
-        """The ingest whose source is the ledger. Before it starts."""
+        """Set the ingest whose source is the ledger, before it starts."""
         self._leader.serve(ingestor)
 
     def start(self) -> None:
-        """After the ingest. Raises ApiError if the address is taken."""
+        """Start after the ingest. Raises ApiError if the address is taken."""
         self._listener.start()
         if self._own is not None:
             self._own.start()
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Before the ingest, so that its last snapshot holds what came last."""
+        """Stop before the ingest, so that its last snapshot holds the last deltas."""
         ended = True if self._own is None else self._own.stop(timeout_seconds / 2)
         return self._listener.stop(timeout_seconds / 2) and ended
 
@@ -130,7 +134,7 @@ class LeaderUnit:
         return own or self._leader.problem()
 
     def own_stats(self) -> IngestStats | None:
-        """Of the leader's own reader; None if it has none."""
+        """Return the counters of the leader's own reader; None if it has none."""
         return None if self._own is None else self._own.ingestor.stats()
 
     def followers(self) -> tuple[FollowerReport, ...]:
@@ -141,10 +145,10 @@ class LeaderUnit:
 
 
 def remote_follower(config: Config) -> FollowerUnit:
-    """The unit of ``scale_out.role: follower``.
+    """Build the unit of ``scale_out.role: follower``.
 
     Raises:
-        FlexdError: a part cannot be made.
+        FlexdError: a component cannot be built.
     """
     settings = config.scale_out
     host, port = split_address(settings.leader or "")

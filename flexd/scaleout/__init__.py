@@ -1,1 +1,1 @@
-"""Several daemons on one stream: followers count partitions, the leader adds their counts up, each access once."""
+"""Share one stream between daemons: followers count partitions, the leader adds their counts, each access once."""

@@ -1,4 +1,4 @@
-"""What a follower sends: the counts of some stretches of the stream, as one checksummed frame."""
+"""Count deltas: the counts of some offset ranges of the stream, as one checksummed frame."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _REMEDY = "run the same flexd on both sides"
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Messages of one partition, from a position to another.
+class OffsetRange:
+    """Messages of one partition between two positions.
 
     Attributes:
-        start: position before the first; None is the earliest message there is.
-        end: position after the last. Below ``start`` if the log lost its data on the way and was begun again.
+        start: position before the first message; None: the earliest message that exists.
+        end: position after the last message. Below ``start`` if the log lost its data and started again.
     """
 
     start: int | None
@@ -40,18 +40,21 @@ class Stretch:
 
 
 @dataclass(frozen=True, eq=False)
-class Delta:
-    """What one follower has counted since its previous delta.
+class CountDelta:
+    """The counts of one follower since its previous delta.
 
     Attributes:
-        follower: its name, unique in the job. session: new for every start of its process.
-        sequence: counts its deltas; the same one repeated has the same number.
-        job, tables: of its configuration; must be the leader's. ``tables`` is the digest of the key space.
-        stretches: what was counted, by partition. Empty: nothing was, the rest is news of the follower.
-        messages: counts of the messages behind it.
-        lag_messages: not read yet in its partitions. partitions: that it reads now.
-        leaving: the follower stops; its silence is no fault.
-        sketch_meta, arrays: ``SketchSet.state`` of the counts; both empty if ``stretches`` is.
+        follower: name of the follower, unique in the job.
+        session: identifier of its process.
+        sequence: number of the delta; a repeated delta keeps its number.
+        job: name of the job; must equal the leader's.
+        tables: digest of the key space; must equal the leader's.
+        ranges: counted messages by partition. Empty: only the follower's state is reported.
+        messages: counts of the messages in ``ranges``.
+        lag_messages: messages that the follower has not read yet.
+        partitions: partitions that the follower reads now.
+        leaving: the follower stops; its silence is not reported.
+        sketch_meta, arrays: ``SketchSet.state`` of the counts; both empty if ``ranges`` is.
     """
 
     follower: str
@@ -59,7 +62,7 @@ class Delta:
     sequence: int
     job: str
     tables: str
-    stretches: Mapping[str, Stretch]
+    ranges: Mapping[str, OffsetRange]
     messages: MessageCounts
     lag_messages: int
     partitions: tuple[str, ...]
@@ -68,11 +71,11 @@ class Delta:
     arrays: Arrays
 
 
-def encode(delta: Delta) -> bytes:
-    """One frame; arrays that are mostly zero take 2 to 8 bytes for each number that is not.
+def encode(delta: CountDelta) -> bytes:
+    """Return one frame; arrays that are mostly zero take 2 to 8 bytes for each non-zero number.
 
     Raises:
-        ScaleOutError: a value that a frame cannot hold.
+        ScaleOutError: a frame cannot hold a value (``malformed``).
     """
     arrays: Arrays = {}
     for name, array in delta.arrays.items():
@@ -84,7 +87,7 @@ def encode(delta: Delta) -> bytes:
         "sequence": delta.sequence,
         "job": delta.job,
         "tables": delta.tables,
-        "stretches": {name: [stretch.start, stretch.end] for name, stretch in delta.stretches.items()},
+        "ranges": {name: [offsets.start, offsets.end] for name, offsets in delta.ranges.items()},
         "messages": delta.messages.document(),
         "lag_messages": delta.lag_messages,
         "partitions": list(delta.partitions),
@@ -97,26 +100,26 @@ def encode(delta: Delta) -> bytes:
         raise ScaleOutError(f"delta cannot be encoded: {error}", reason="malformed") from error
 
 
-def decode(data: bytes, max_bytes: int) -> Delta:
-    """The delta, whole or not at all.
+def decode(data: bytes, max_bytes: int) -> CountDelta:
+    """Return the delta that ``encode`` wrote.
 
     Args:
-        max_bytes: that its arrays may take unpacked; bounds what is allocated.
+        max_bytes: limit of its unpacked arrays; bounds the allocation.
 
     Raises:
-        ScaleOutError: ``malformed`` if it is not what ``encode`` gives, ``too_large`` beyond ``max_bytes``.
+        ScaleOutError: ``malformed``: not the output of ``encode``. ``too_large``: beyond ``max_bytes``.
     """
     try:
         meta, arrays = frame.decode(data, "delta", _REMEDY)
         if meta["delta"] != FORMAT:
             raise ValueError(f"format {str(meta['delta'])[:20]}, this flexd reads {FORMAT}")
-        delta = Delta(
+        delta = CountDelta(
             follower=_name(meta["follower"]),
             session=_name(meta["session"]),
             sequence=_whole(meta["sequence"]),
             job=_name(meta["job"]),
             tables=_name(meta["tables"]),
-            stretches=_stretches(meta["stretches"]),
+            ranges=_ranges(meta["ranges"]),
             messages=MessageCounts.from_document(meta["messages"]),
             lag_messages=_whole(meta["lag_messages"]),
             partitions=_partitions(meta["partitions"]),
@@ -124,8 +127,8 @@ def decode(data: bytes, max_bytes: int) -> Delta:
             sketch_meta=dict(meta["sketches"]),
             arrays=_unpacked(arrays, max_bytes),
         )
-        if bool(delta.sketch_meta) != bool(delta.stretches):
-            raise ValueError("counts without stretches, or stretches without counts")
+        if bool(delta.sketch_meta) != bool(delta.ranges):
+            raise ValueError("counts without offset ranges, or offset ranges without counts")
     except (SnapshotError, StreamError) as error:
         raise ScaleOutError(str(error), reason="malformed") from error
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -134,11 +137,11 @@ def decode(data: bytes, max_bytes: int) -> Delta:
 
 
 def _packed(name: str, array: npt.NDArray[Any]) -> Arrays:
-    """The array as it is, or as (distances between its non-zero numbers, these numbers, shape) if that is smaller."""
+    """Return the array as it is, or as (gaps between non-zero numbers, these numbers, shape) if that is smaller."""
     if array.nbytes < _SPARSE_FROM_BYTES or array.dtype.kind not in "iu":
         return {name: array}
     flat = array.reshape(-1)
-    # Most deltas touch little: counting is several times cheaper than listing, and decides.
+    # Most deltas touch few rows: counting decides, and is several times cheaper than listing.
     touched = int(np.count_nonzero(flat))
     if touched * 2 >= array.nbytes:
         return {name: array}
@@ -184,7 +187,7 @@ def _expanded(gaps: npt.NDArray[Any], values: npt.NDArray[Any], size: int, dtype
     if gaps.shape != values.shape or gaps.ndim != 1 or gaps.dtype.kind != "u" or values.dtype.kind not in "iu":
         raise ValueError("a sparse array whose parts do not fit each other")
     at = np.cumsum(gaps.astype(np.int64) + 1) - 1
-    # Distances are below 2^32 each, so that the sum of as many as fit a request cannot pass 2^63.
+    # Each gap is below 2^32, so the sum of as many as fit a request cannot pass 2^63.
     if len(at) and not (gaps.dtype in _UNSIGNED and int(at[-1]) < size):
         raise ValueError("a sparse array with numbers outside its shape")
     info = np.iinfo(dtype)
@@ -236,10 +239,10 @@ def _partitions(value: object) -> tuple[str, ...]:
     return tuple(_partition(name) for name in value)
 
 
-def _stretches(value: Mapping[str, Any]) -> dict[str, Stretch]:
+def _ranges(value: Mapping[str, Any]) -> dict[str, OffsetRange]:
     if len(value) > MAX_PARTITIONS:
         raise ValueError("too many partitions")
     return {
-        _partition(name): Stretch(None if start is None else _whole(start), _whole(end))
+        _partition(name): OffsetRange(None if start is None else _whole(start), _whole(end))
         for name, (start, end) in value.items()
     }

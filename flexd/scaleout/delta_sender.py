@@ -1,4 +1,4 @@
-"""Brings one delta at a time to the leader, in a thread of its own, again and again until there is an answer."""
+"""Send one count delta at a time to the leader, in a thread of its own, and repeat it until an answer arrives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 from flexd.core.errors import FlexdError, ScaleOutError
 from flexd.scaleout.leader import REASONS
-from flexd.scaleout.push_answer import Answer
+from flexd.scaleout.push_answer import PushAnswer
 
 _log = logging.getLogger(__name__)
 
@@ -21,37 +21,38 @@ _BACKOFF_SECONDS = (0.1, 5.0)
 
 
 class Link(Protocol):
-    """The way to the leader."""
+    """Connection to the leader."""
 
-    def offer(self, data: bytes) -> Answer:
-        """One attempt, within a bounded time.
+    def offer(self, data: bytes) -> PushAnswer:
+        """Send once, within a bounded time.
 
         Raises:
-            ScaleOutError: no answer: the leader is away, refused the request, or answers nonsense.
+            ScaleOutError: no valid answer: the leader is unreachable or refused the request.
         """
 
     def close(self) -> None:
-        """Releases connections."""
+        """Release connections."""
 
 
-class Courier:
-    """``send`` from one thread; ``take`` from the same. An answer that refuses for another reason than ``position`` is
-    no end: a person has to mend something, and the delta is offered again.
+class DeltaSender:
+    """Call ``send`` and ``poll_answer`` from one thread.
+
+    A refusal for another reason than ``position`` is not final: an operator has to act, and the delta is sent again.
 
     Args:
-        link: taken over; closed at ``stop``.
+        link: owned from now on; closed at ``stop``.
     """
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._changed = threading.Condition()
         self._make: Callable[[], bytes] | None = None
-        self._answer: Answer | None = None
+        self._answer: PushAnswer | None = None
         self._stopping = threading.Event()
-        self._hurry = threading.Event()
+        self._retry_now = threading.Event()
         self._thread: threading.Thread | None = None
         self.problem: str | None = None
-        """Why the last attempt brought no final answer, or None."""
+        """Reason why the last attempt got no final answer, or None."""
         self.attempts = 0
         self.failures: dict[str, int] = {}
         """Attempts without a final answer, by reason of ``FAILURE_REASONS``."""
@@ -60,13 +61,13 @@ class Courier:
         """Monotonic seconds of the newest final answer."""
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="flexd-courier", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="flexd-delta-sender", daemon=True)
         self._thread.start()
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Gives up what is on its way; True if the thread ended within the deadline."""
+        """Drop the delta in flight; return True if the thread ended within the deadline."""
         self._stopping.set()
-        self._hurry.set()
+        self._retry_now.set()
         with self._changed:
             self._changed.notify_all()
         if self._thread is None:
@@ -75,26 +76,26 @@ class Courier:
         return not self._thread.is_alive()
 
     def send(self, make: Callable[[], bytes]) -> None:
-        """Hands a delta over.
+        """Queue a delta.
 
         Args:
-            make: encodes it; called once, in the courier's thread.
+            make: encodes it; called once, in the sender's thread.
 
         Raises:
-            ScaleOutError: the previous one has not been taken.
+            ScaleOutError: the previous delta is not settled.
         """
         with self._changed:
             if self._make is not None or self._answer is not None:
-                raise ScaleOutError("a delta is on its way already", reason="internal_error")
+                raise ScaleOutError("a delta is in flight already", reason="internal_error")
             self._make = make
             self._changed.notify_all()
 
-    def hurry(self) -> None:
-        """Ends a wait between two attempts."""
-        self._hurry.set()
+    def retry_now(self) -> None:
+        """End the wait between two attempts."""
+        self._retry_now.set()
 
-    def take(self, timeout_seconds: float = 0.0) -> Answer | None:
-        """The answer, once; None if there is none within the deadline."""
+    def poll_answer(self, timeout_seconds: float = 0.0) -> PushAnswer | None:
+        """Return the answer once; None if there is none within the deadline."""
         with self._changed:
             self._changed.wait_for(lambda: self._answer is not None or self._stopping.is_set(), timeout_seconds)
             answer, self._answer = self._answer, None
@@ -114,12 +115,12 @@ class Courier:
                 self._changed.notify_all()
         self._link.close()
 
-    def _deliver(self, make: Callable[[], bytes]) -> Answer | None:
-        """None only when stopped."""
+    def _deliver(self, make: Callable[[], bytes]) -> PushAnswer | None:
+        """Send until answered. Return None only when stopped."""
         data: bytes | None = None
         wait_seconds = _BACKOFF_SECONDS[0]
         while not self._stopping.is_set():
-            self._hurry.clear()
+            self._retry_now.clear()
             self.attempts += 1
             try:
                 data = make() if data is None else data
@@ -128,14 +129,14 @@ class Courier:
                 if answer.outcome != "refused" or answer.reason == "position":
                     self.problem, self.answered_at = None, time.monotonic()
                     return answer
-                self._fail(answer.reason, f"the leader refuses: {answer.message}")
+                self._fail(answer.reason, f"refused: {answer.message}")
             except ScaleOutError as error:
                 self._fail(error.reason, str(error))
             except Exception as error:
                 text = str(error) if isinstance(error, FlexdError) else repr(error)
                 self._fail("internal_error", text)
-                _log.debug("courier", exc_info=True)
-            self._hurry.wait(wait_seconds)
+                _log.debug("sending a delta failed", exc_info=True)
+            self._retry_now.wait(wait_seconds)
             wait_seconds = min(2 * wait_seconds, _BACKOFF_SECONDS[1])
         return None
 

@@ -1,4 +1,4 @@
-"""The follower's side: a ``Source`` around the real one that hands the counts on between two polls."""
+"""The follower: a ``Source`` around the real one that sends counts to the leader between two polls."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from functools import partial
 from flexd.core.errors import ScaleOutError
 from flexd.ingest import Ingestor
 from flexd.ingest.message_counts import MessageCounts
-from flexd.scaleout import count_delta as deltas
-from flexd.scaleout.count_delta import Delta, Stretch
-from flexd.scaleout.delta_sender import Courier
-from flexd.scaleout.push_answer import Answer
-from flexd.scaleout.unacknowledged import Chain
+from flexd.scaleout import count_delta
+from flexd.scaleout.count_delta import CountDelta, OffsetRange
+from flexd.scaleout.delta_sender import DeltaSender
+from flexd.scaleout.push_answer import PushAnswer
+from flexd.scaleout.unacknowledged import UnacknowledgedDeltas
 from flexd.sketch.sketch_set import SketchSet
 from flexd.stream.types import Message, Positions, Source
 
@@ -24,15 +24,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FollowerOptions:
-    """Who the follower is and when it pushes.
+    """Identity of a follower and limits of its pushes.
 
     Attributes:
-        name: unique in the job. session: new for every start.
-        job, tables: must be the leader's (``tables`` is the digest of the key space).
-        push_interval_seconds: between two deltas.
-        max_unacknowledged_messages, max_unacknowledged_seconds: counted beside a delta that has no answer; beyond
-            either nothing is read until the leader answers.
-        settle_seconds: how long a rebalance or a stop waits for the leader.
+        name: name of the follower, unique in the job.
+        session: identifier of its process.
+        job: name of the job; must equal the leader's.
+        tables: digest of the key space; must equal the leader's.
+        push_interval_seconds: time between two deltas.
+        max_unacknowledged_messages: messages counted beside a delta in flight; beyond it nothing is read until the
+            leader answers.
+        max_unacknowledged_seconds: age of a delta in flight beyond which nothing is read.
+        settle_seconds: deadline of a rebalance or a stop for the leader's answer.
     """
 
     name: str
@@ -47,15 +50,18 @@ class FollowerOptions:
 
 @dataclass(frozen=True)
 class FollowerStats:
-    """Since the start.
+    """Counters since the start, and the present state.
 
     Attributes:
-        accepted, repeated: deltas. restarts: times that counts were dropped and the source put back.
-        dropped_messages: read again because of that.
-        failures: attempts without an answer, by reason. bytes: sent.
-        last_answer_seconds: since the newest answer; NaN before the first.
-        partitions: read here. paused: nothing is read until the leader answers.
-        problem: what is wrong with the way to the leader, or None.
+        accepted, repeated: deltas by outcome.
+        restarts: times that counts were dropped and the source returned to the leader's positions.
+        dropped_messages: messages read again because of restarts.
+        failures: attempts without an answer, by reason.
+        bytes: bytes sent.
+        last_answer_seconds: time since the newest answer; NaN before the first.
+        partitions: partitions read here.
+        paused: True while nothing is read until the leader answers.
+        problem: fault of the connection to the leader, or None.
     """
 
     accepted: int = 0
@@ -71,73 +77,73 @@ class FollowerStats:
 
 
 class Follower:
-    """What the ingest of a follower reads from. The rules are in ``flexd.scaleout.unacknowledged``.
+    """Source of a follower's ingest. The rules are in ``flexd.scaleout.unacknowledged``.
 
-    Its methods run in the ingest thread, between two polls, except ``stats`` and ``problem`` (any). ``position_of``,
-    ``on_revoked`` and ``on_lost`` are the callbacks of a consumer-group source.
+    All methods run in the ingest thread, between two polls, except ``stats`` and ``problem`` (any thread).
+    ``position_of``, ``on_revoked`` and ``on_lost`` are the callbacks of a consumer-group source.
 
     Args:
-        make_source: builds the real source, given this follower for its callbacks.
-        grouped: the source calls them; else all its partitions are read here.
+        make_source: builds the real source; receives this follower for its callbacks.
+        grouped: the source calls them; otherwise all its partitions are read here.
     """
 
     def __init__(
         self,
         options: FollowerOptions,
         make_source: Callable[[Follower], Source],
-        courier: Courier,
+        sender: DeltaSender,
         *,
         grouped: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
-        self._courier = courier
+        self._sender = sender
         self._clock = clock
         self._source = make_source(self)
-        self._mine: frozenset[str] | None = frozenset() if grouped else None
+        self._owned: frozenset[str] | None = frozenset() if grouped else None
         self._partitions: tuple[str, ...] = ()
         self._ingestor: Ingestor | None = None
-        self._chain = Chain()
-        self._leader: Answer | None = None
+        self._unacknowledged = UnacknowledgedDeltas()
+        self._leader: PushAnswer | None = None
         self._committed: Mapping[str, int] = {}
         self._sequence = 0
-        self._sent: Mapping[str, Stretch] = {}
+        self._sent: Mapping[str, OffsetRange] = {}
         self._next_push = 0.0
         self._filling = 0
-        """Messages read since the last cut."""
+        """Messages in the delta being filled."""
         self._sent_at = 0.0
         self._paused = False
         self._closed = False
         self._accepted = self._repeated = self._restarts = self._dropped = 0
 
     def attach(self, ingestor: Ingestor) -> None:
-        """The ingest that reads from this and counts. Before its thread starts."""
+        """Set the ingest that reads from this source, before its thread starts."""
         self._ingestor = ingestor
 
     @property
     def problem(self) -> str | None:
-        courier = self._courier.problem
-        return f"leader: {courier}" if courier is not None else self._source.problem
+        sender = self._sender.problem
+        return f"leader: {sender}" if sender is not None else self._source.problem
 
     @property
     def messages_lost(self) -> int:
         return self._source.messages_lost
 
     def stats(self) -> FollowerStats:
-        """Any thread."""
-        courier = self._courier
-        answered = courier.answered_at
+        """Return the counters. Callable from any thread."""
+        sender = self._sender
+        answered = sender.answered_at
         return FollowerStats(
             self._accepted,
             self._repeated,
             self._restarts,
             self._dropped,
-            dict(courier.failures),
-            courier.bytes_sent,
+            dict(sender.failures),
+            sender.bytes_sent,
             float("nan") if answered is None else time.monotonic() - answered,
             self._partitions,
             self._paused,
-            courier.problem,
+            sender.problem,
         )
 
     def poll(self, timeout_seconds: float) -> list[Message]:
@@ -145,7 +151,7 @@ class Follower:
         self._advance()
         self._paused = self._must_wait()
         if self._paused:
-            answer = self._courier.take(max(0.0, deadline - self._clock()))
+            answer = self._sender.poll_answer(max(0.0, deadline - self._clock()))
             if answer is not None:
                 self._settle(answer)
             return []
@@ -154,7 +160,7 @@ class Follower:
         return messages
 
     def restore(self, positions: Mapping[str, int]) -> None:
-        """Nothing: positions are the leader's."""
+        """Do nothing: the leader keeps the positions."""
 
     def positions(self) -> Positions:
         return self._source.positions()
@@ -163,64 +169,64 @@ class Follower:
         return self._source.lag()
 
     def commit(self, positions: Mapping[str, int]) -> str | None:
-        """Nothing: the broker is told what the leader has made durable (``_settle``)."""
+        """Do nothing: the leader's durable positions are committed to the broker (``_advance``)."""
         return None
 
     def close(self) -> None:
-        """Hands over what was counted, if the leader answers in time; else it is counted again by whoever comes."""
+        """Send what was counted. If the leader does not answer in time, the next owner counts it again."""
         if self._closed:
             return
         self._closed = True
         try:
             self._flush(leaving=True)
         except ScaleOutError as error:
-            _log.warning("what was counted last is not handed over: %s", error)
+            _log.warning("the last counts are not sent: %s", error)
         self._source.close()
 
     def position_of(self, partitions: Sequence[str]) -> dict[str, int]:
-        """Where the leader stands. Raises ScaleOutError if it does not answer."""
+        """Return the leader's positions. Raises ScaleOutError if it does not answer."""
         self._flush()
-        leader = self._known()
-        places = self._chain.assigned(partitions, leader.positions, self._source.positions())
-        if self._mine is not None:
-            self._mine |= set(partitions)
+        leader = self._leader_answer()
+        places = self._unacknowledged.assigned(partitions, leader.positions, self._source.positions())
+        if self._owned is not None:
+            self._owned |= set(partitions)
         return places
 
     def on_revoked(self, partitions: Sequence[str]) -> None:
-        """Hands over what was counted of them, so that the next owner goes on there."""
+        """Send the counts of these partitions, so that the next owner continues there."""
         try:
-            if self._chain.begun and not self._closed:
+            if self._unacknowledged.begun and not self._closed:
                 self._flush()
         finally:
-            if self._mine is not None:
-                self._mine -= set(partitions)
+            if self._owned is not None:
+                self._owned -= set(partitions)
 
     def on_lost(self, partitions: Sequence[str]) -> None:
-        """Somebody else may read them already. What is counted here may still be offered: the leader takes one."""
-        if self._mine is not None:
-            self._mine -= set(partitions)
+        """Release partitions that another member may read already. The leader accepts only one of two counts."""
+        if self._owned is not None:
+            self._owned -= set(partitions)
 
     def _advance(self) -> None:
-        """Takes an answer, begins again if the chain is broken, sends what is due. Never waits."""
-        answer = self._courier.take()
+        """Process an answer, restart if the positions diverged, and send what is due. Never waits."""
+        answer = self._sender.poll_answer()
         if answer is not None:
             self._settle(answer)
-        if self._chain.waiting:
+        if self._unacknowledged.waiting:
             return
-        if self._chain.broken:
+        if self._unacknowledged.broken:
             self._begin()
         if self._clock() >= self._next_push:
             self._send()
         if self._leader is not None and self._leader.durable != self._committed:
-            # For the broker's displays. Not where an answer is taken: that may be in the middle of a rebalance.
+            # For the broker's lag displays. Not in _settle, which may run in the middle of a rebalance.
             self._committed = self._leader.durable
             self._source.commit(self._committed)
 
     def _must_wait(self) -> bool:
-        """Nothing may be read: the leader's positions are not known, or too much has no answer."""
-        if not self._chain.begun or self._chain.broken:
+        """Return True while nothing may be read: the leader's positions are unknown, or too much is unacknowledged."""
+        if not self._unacknowledged.begun or self._unacknowledged.broken:
             return True
-        if not self._chain.waiting:
+        if not self._unacknowledged.waiting:
             return False
         options = self._options
         return (
@@ -230,24 +236,24 @@ class Follower:
 
     def _send(self, *, leaving: bool = False) -> None:
         reached = self._source.positions()
-        stretches = self._chain.filled(reached) if self._chain.begun else {}
+        ranges = self._unacknowledged.filled(reached) if self._unacknowledged.begun else {}
         sketches, messages = None, MessageCounts()
-        if stretches:
-            sketches, messages = self._counters().drain(self._known().clock)
+        if ranges:
+            sketches, messages = self._counters().drain(self._leader_answer().clock)
             self._filling = 0
-        self._chain.send(stretches)
-        self._sent, self._sent_at = stretches, self._clock()
+        self._unacknowledged.send(ranges)
+        self._sent, self._sent_at = ranges, self._clock()
         self._next_push = self._sent_at + self._options.push_interval_seconds
         self._sequence += 1
-        self._partitions = tuple(sorted(reached if self._mine is None else self._mine))
-        self._courier.send(
-            partial(self._encoded, self._sequence, stretches, sketches, messages, self._source.lag(), leaving)
+        self._partitions = tuple(sorted(reached if self._owned is None else self._owned))
+        self._sender.send(
+            partial(self._encoded, self._sequence, ranges, sketches, messages, self._source.lag(), leaving)
         )
 
     def _encoded(
         self,
         sequence: int,
-        stretches: Mapping[str, Stretch],
+        ranges: Mapping[str, OffsetRange],
         sketches: SketchSet | None,
         messages: MessageCounts,
         lag_messages: int,
@@ -255,48 +261,48 @@ class Follower:
     ) -> bytes:
         meta, arrays = ({}, {}) if sketches is None else sketches.state()
         options = self._options
-        return deltas.encode(
-            Delta(
-                options.name, options.session, sequence, options.job, options.tables, stretches, messages, lag_messages,
+        return count_delta.encode(
+            CountDelta(
+                options.name, options.session, sequence, options.job, options.tables, ranges, messages, lag_messages,
                 self._partitions, leaving, meta, arrays,
             )
         )  # fmt: skip
 
-    def _settle(self, answer: Answer) -> None:
+    def _settle(self, answer: PushAnswer) -> None:
         if answer.outcome == "refused":
             _log.warning("the leader refused the counts of %s: %s", ", ".join(self._sent)[:200], answer.message)
         elif self._sent:
             self._accepted += answer.outcome == "accepted"
             self._repeated += answer.outcome == "repeated"
         self._leader = answer
-        self._chain.settle(answer.positions, self._source.positions(), self._mine)
+        self._unacknowledged.settle(answer.positions, self._source.positions(), self._owned)
 
     def _begin(self) -> None:
-        """Drops what was counted and goes to the leader's positions."""
-        leader = self._known()
+        """Drop the delta being filled and return to the leader's positions."""
+        leader = self._leader_answer()
         self._counters().drain(leader.clock)
-        if self._chain.begun:
-            _log.warning("begins again at the leader's positions; %d messages are dropped", self._filling)
+        if self._unacknowledged.begun:
+            _log.warning("restart at the leader's positions; %d messages are counted again", self._filling)
             self._restarts += 1
             self._dropped += self._filling
         self._filling = 0
         self._source.restore(leader.positions)
-        self._chain.begin(leader.positions)
+        self._unacknowledged.begin(leader.positions)
 
     def _flush(self, *, leaving: bool = False) -> None:
-        """Sends what is counted and waits for the answer. Raises ScaleOutError if none comes in time."""
+        """Send what is counted and wait for the answer. Raises ScaleOutError if none arrives in time."""
         deadline = self._clock() + self._options.settle_seconds
-        self._courier.hurry()
+        self._sender.retry_now()
         for last in (False, True):
-            if self._chain.waiting:
-                answer = self._courier.take(max(0.0, deadline - self._clock()))
+            if self._unacknowledged.waiting:
+                answer = self._sender.poll_answer(max(0.0, deadline - self._clock()))
                 if answer is None:
                     raise ScaleOutError(
-                        self._courier.problem or "the leader does not answer", reason="unreachable",
-                        remedy="it is tried again",
+                        self._sender.problem or "the leader does not answer", reason="unreachable",
+                        remedy="it is retried",
                     )  # fmt: skip
                 self._settle(answer)
-            if self._chain.broken or not self._chain.begun:
+            if self._unacknowledged.broken or not self._unacknowledged.begun:
                 self._begin()
             if not last:
                 self._send(leaving=leaving)
@@ -306,7 +312,7 @@ class Follower:
             raise ScaleOutError("no ingest is attached", reason="internal_error")
         return self._ingestor
 
-    def _known(self) -> Answer:
+    def _leader_answer(self) -> PushAnswer:
         if self._leader is None:
-            raise ScaleOutError("the leader has not answered yet", reason="unreachable", remedy="it is tried again")
+            raise ScaleOutError("the leader has not answered yet", reason="unreachable", remedy="it is retried")
         return self._leader

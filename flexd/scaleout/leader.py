@@ -1,4 +1,4 @@
-"""The leader's side: judges deltas, adds them to its counters, and knows its followers."""
+"""The leader: checks count deltas, adds them to its counters, and tracks its followers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from flexd.core.errors import ScaleOutError, SketchError
 from flexd.core.keyspace import KeySpace
 from flexd.ingest import Ingestor
-from flexd.scaleout import count_delta as deltas
-from flexd.scaleout.count_delta import Delta
+from flexd.scaleout import count_delta
+from flexd.scaleout.count_delta import CountDelta
 from flexd.scaleout.ledger import Ledger
-from flexd.scaleout.push_answer import Answer
+from flexd.scaleout.push_answer import PushAnswer
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
 
@@ -22,27 +22,31 @@ _log = logging.getLogger(__name__)
 
 MAX_FOLLOWERS = 1024
 FORGET_SECONDS = 3600.0
-"""A follower that said it leaves, or was silent for so long, is no longer listed."""
+"""A follower that left, or was silent for so long, is no longer listed."""
 _UNPACKED_SLACK_BYTES = 64 * 2**20
 
 REASONS = (
     "position", "other_job", "other_tables", "other_sketches", "malformed", "too_large", "starting", "busy", "unsigned",
     "bad_signature", "stale", "replayed", "too_many_followers", "internal_error",
 )  # fmt: skip
-"""Every label of a refusal."""
+"""All labels of a refusal."""
 
 
 @dataclass(frozen=True)
 class FollowerReport:
-    """One follower, as the leader knows it.
+    """One follower as seen by the leader.
 
     Attributes:
-        name: of the follower. session: of its process.
-        partitions: that it reads. lag_messages: that it has not read in them, as of its last push.
-        last_push_seconds: since its last push that was understood.
-        silent: for longer than ``silent_after_seconds``, without having said that it leaves.
-        accepted, repeated: deltas. refused: deltas, by reason.
-        bytes: of all its deltas. accesses: of the accepted ones.
+        name: name of the follower.
+        session: identifier of its process.
+        partitions: partitions that it reads.
+        lag_messages: messages not read in them, as of its last push.
+        last_push_seconds: time since its last valid push.
+        silent: True if that is longer than ``follower_timeout_seconds`` and it did not announce that it leaves.
+        accepted, repeated: deltas by outcome.
+        refused: refused deltas by reason.
+        bytes: bytes of all its deltas.
+        accesses: accesses of the accepted deltas.
     """
 
     name: str
@@ -59,19 +63,19 @@ class FollowerReport:
 
 
 @dataclass
-class _Known:
+class _FollowerRecord:
     report: FollowerReport
     seen_at: float
     left: bool = False
 
 
 class Leader:
-    """Takes deltas from any thread; one is merged at a time.
+    """Accept deltas from any thread; merge one at a time.
 
     Args:
-        ingestor: of ``ledger``; holds the counters and makes the snapshots.
-        settings: of its sketches; followers must have equal ones.
-        silent_after_seconds: without a push for so long a follower is reported.
+        ledger: positions of the counted messages.
+        settings: settings of the sketches; followers must have equal ones.
+        follower_timeout_seconds: time without a push after which a follower is reported as silent.
         clock: monotonic seconds.
     """
 
@@ -81,56 +85,56 @@ class Leader:
         keyspace: KeySpace,
         settings: SketchSettings,
         ledger: Ledger,
-        silent_after_seconds: float,
+        follower_timeout_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._job = job
         self._keyspace = keyspace
         self._settings = settings
         self._ledger = ledger
-        self._silent_after_seconds = silent_after_seconds
+        self._follower_timeout_seconds = follower_timeout_seconds
         self._clock = clock
         self._started_at = clock()
         self._merging = threading.Lock()
         self._lock = threading.Lock()
-        self._followers: dict[str, _Known] = {}
+        self._followers: dict[str, _FollowerRecord] = {}
         self._refused: dict[str, int] = {}
         self._ingestor: Ingestor | None = None
         self.max_unpacked_bytes = 2 * settings.memory_bytes + _UNPACKED_SLACK_BYTES
 
     def serve(self, ingestor: Ingestor) -> None:
-        """From now on deltas are taken."""
+        """Accept deltas from now on, into the counters of this ingest."""
         self._ingestor = ingestor
 
-    def offer(self, data: bytes) -> Answer:
-        """Judges one encoded delta; see ``Answer``.
+    def offer(self, data: bytes) -> PushAnswer:
+        """Check and merge one encoded delta; see ``PushAnswer``.
 
         Raises:
             ScaleOutError: ``malformed``, ``too_large``, ``starting``, ``too_many_followers``: nothing was counted and
-                the positions are not told.
+                the answer has no positions.
         """
         try:
-            delta = deltas.decode(data, self.max_unpacked_bytes)
+            delta = count_delta.decode(data, self.max_unpacked_bytes)
             answer = self._judge(delta)
-            self._note(delta, len(data), answer)
+            self._record(delta, len(data), answer)
         except ScaleOutError as error:
             self.count_refusal(error.reason)
             raise
         return answer
 
     def count_refusal(self, reason: str) -> None:
-        """A request that was refused before or instead of an answer."""
+        """Count a request that was refused without an answer."""
         known = reason if reason in REASONS else "internal_error"
         with self._lock:
             self._refused[known] = self._refused.get(known, 0) + 1
 
     def refused(self) -> dict[str, int]:
-        """Requests and deltas refused since the start, by reason."""
+        """Return requests and deltas refused since the start, by reason."""
         with self._lock:
             return dict(self._refused)
 
     def followers(self) -> tuple[FollowerReport, ...]:
-        """By name; those that left or were silent for an hour are not listed."""
+        """Return the followers by name; those that left or were silent for an hour are not listed."""
         now = self._clock()
         with self._lock:
             for name in [name for name, known in self._followers.items() if now - known.seen_at > FORGET_SECONDS]:
@@ -139,33 +143,33 @@ class Leader:
                 replace(
                     known.report,
                     last_push_seconds=now - known.seen_at,
-                    silent=now - known.seen_at > self._silent_after_seconds,
+                    silent=now - known.seen_at > self._follower_timeout_seconds,
                 )
                 for _, known in sorted(self._followers.items())
                 if not known.left
             )
 
     def lag_messages(self) -> int:
-        """Not read yet in the partitions of the followers that push."""
+        """Return the messages not read yet by the followers that push."""
         return sum(report.lag_messages for report in self.followers() if not report.silent)
 
     def problem(self) -> str | None:
-        """What keeps the stream from being counted. One silent follower does not: the group gives its partitions to
-        the others."""
+        """Return why the stream is not counted, or None. One silent follower is no problem: the group assigns its
+        partitions to the others."""
         reports = self.followers()
         if (
             any(not report.silent for report in reports)
-            or self._clock() - self._started_at < self._silent_after_seconds
+            or self._clock() - self._started_at < self._follower_timeout_seconds
         ):
             return None
         if reports:
             return f"no follower has pushed for {min(report.last_push_seconds for report in reports):.0f} s"
-        return "no follower is here"
+        return "no follower has connected"
 
-    def _judge(self, delta: Delta) -> Answer:
+    def _judge(self, delta: CountDelta) -> PushAnswer:
         ingestor = self._ingestor
         if ingestor is None or not self._ledger.open:
-            raise ScaleOutError("the leader is starting or stopping", reason="starting", remedy="it is tried again")
+            raise ScaleOutError("the leader is starting or stopping", reason="starting", remedy="it is retried")
         if delta.job != self._job:
             return self._refusal(ingestor, "other_job", f"job {delta.job!r}, the leader's is {self._job!r}")
         if delta.tables != self._keyspace.digest:
@@ -174,43 +178,47 @@ class Leader:
                 "other_tables",
                 "the tables are not the leader's: give both the same `tables` in the same order",
             )
-        if not delta.stretches:
+        if not delta.ranges:
             return self._answer(ingestor, "accepted")
         with self._merging:
-            fit = self._ledger.judge(delta.stretches)
+            fit = self._ledger.judge(delta.ranges)
             if fit == "repeated":
                 return self._answer(ingestor, "repeated")
             if fit == "elsewhere":
-                return self._refusal(ingestor, "position", "it does not begin where the leader stands")
+                return self._refusal(ingestor, "position", "it does not begin at the leader's positions")
             try:
                 sketches = SketchSet.from_state(self._keyspace.tables, self._settings, delta.sketch_meta, delta.arrays)
-                ingestor.merge(sketches, delta.messages, lambda: self._ledger.move(delta.stretches))
+                ingestor.merge(sketches, delta.messages, lambda: self._ledger.advance(delta.ranges))
             except SketchError as error:
                 text = f"{error.message}: give both daemons the same `sketch` section"
                 return self._refusal(ingestor, "other_sketches", text)
         return self._answer(ingestor, "accepted")
 
-    def _answer(self, ingestor: Ingestor, outcome: str) -> Answer:
-        return Answer(
+    def _answer(self, ingestor: Ingestor, outcome: str) -> PushAnswer:
+        return PushAnswer(
             "repeated" if outcome == "repeated" else "accepted",
             self._ledger.positions(), self._ledger.durable(), ingestor.clock(),
         )  # fmt: skip
 
-    def _refusal(self, ingestor: Ingestor, reason: str, message: str) -> Answer:
-        return Answer("refused", self._ledger.positions(), self._ledger.durable(), ingestor.clock(), reason, message)
+    def _refusal(self, ingestor: Ingestor, reason: str, message: str) -> PushAnswer:
+        return PushAnswer(
+            "refused", self._ledger.positions(), self._ledger.durable(), ingestor.clock(), reason, message
+        )
 
-    def _note(self, delta: Delta, size: int, answer: Answer) -> None:
+    def _record(self, delta: CountDelta, size: int, answer: PushAnswer) -> None:
         now = self._clock()
-        counted = answer.outcome == "accepted" and bool(delta.stretches)
+        counted = answer.outcome == "accepted" and bool(delta.ranges)
         with self._lock:
             known = self._followers.get(delta.follower)
             if known is None:
                 if len(self._followers) >= MAX_FOLLOWERS:
-                    # What was counted stays counted; it is only not listed.
+                    # Its counts stay counted; it is only not listed.
                     _log.warning("follower %s is not listed: %d are already", delta.follower, MAX_FOLLOWERS)
                     return
-                known = self._followers[delta.follower] = _Known(FollowerReport(delta.follower, delta.session), now)
-                _log.info("follower %s is here", delta.follower)
+                known = self._followers[delta.follower] = _FollowerRecord(
+                    FollowerReport(delta.follower, delta.session), now
+                )
+                _log.info("follower %s connected", delta.follower)
             before, refused = known.report, dict(known.report.refused)
             if answer.outcome == "refused":
                 refused[answer.reason] = refused.get(answer.reason, 0) + 1

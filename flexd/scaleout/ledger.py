@@ -1,4 +1,4 @@
-"""The leader's positions: the only authority over what of the stream has been counted."""
+"""The leader's positions: the only authority on which messages have been counted."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from flexd.scaleout.count_delta import Stretch
+from flexd.scaleout.count_delta import OffsetRange
 from flexd.stream.types import Message, Positions
 
 Fit = Literal["fits", "repeated", "elsewhere"]
 
 
 class Ledger:
-    """How far each partition has been counted, as a ``Source`` of the leader's ingest that never delivers a message.
+    """The counted position of each partition, as a ``Source`` of the leader's ingest that never delivers a message.
 
-    In this shape the ordinary snapshot saves and restores the positions together with the counters, and tells which of
-    them are durable (``commit``). Deltas must not be judged before ``open``: until then the snapshot's positions may
-    not be here yet.
+    As a source its positions are saved and restored with the counters in the ordinary snapshot, which also reports the
+    durable ones (``commit``). Deltas must not be checked before ``open``: the snapshot may not be restored yet.
 
     Args:
-        lag: messages that the followers have not read.
-        problem: what is wrong with the followers as a whole, or None.
+        lag: returns the messages that the followers have not read.
+        problem: returns a fault of the followers as a whole, or None.
     """
 
     messages_lost = 0
@@ -37,30 +36,30 @@ class Ledger:
 
     @property
     def open(self) -> bool:
-        """Whether the positions are the leader's: restored if there was a snapshot."""
+        """True once the positions are restored, until ``close``."""
         return self._open.is_set() and not self._closed.is_set()
 
-    def judge(self, stretches: Mapping[str, Stretch]) -> Fit:
-        """Whether a delta of these stretches may be counted.
+    def judge(self, ranges: Mapping[str, OffsetRange]) -> Fit:
+        """Check whether a delta of these offset ranges may be counted.
 
-        ``fits``: each begins where the ledger stands. ``repeated``: each ends there, so its messages are counted,
-        whoever sent them. ``elsewhere``: anything else.
+        ``fits``: each begins at the ledger's position. ``repeated``: each ends there, so its messages are counted
+        already, by any follower. ``elsewhere``: anything else.
         """
         with self._lock:
             at = self._positions
-            if all(at.get(name) == stretch.start for name, stretch in stretches.items()):
+            if all(at.get(name) == offsets.start for name, offsets in ranges.items()):
                 return "fits"
-            if all(at.get(name) == stretch.end for name, stretch in stretches.items()):
+            if all(at.get(name) == offsets.end for name, offsets in ranges.items()):
                 return "repeated"
         return "elsewhere"
 
-    def move(self, stretches: Mapping[str, Stretch]) -> None:
-        """Stands at their ends from now on. Under the lock of the counts: a snapshot holds both or neither."""
+    def advance(self, ranges: Mapping[str, OffsetRange]) -> None:
+        """Advance to the ends of the ranges. Called under the lock of the counts: a snapshot holds both or neither."""
         with self._lock:
-            self._positions.update({name: stretch.end for name, stretch in stretches.items()})
+            self._positions.update({name: offsets.end for name, offsets in ranges.items()})
 
     def durable(self) -> Positions:
-        """Positions of the newest snapshot."""
+        """Return the positions in the newest snapshot."""
         with self._lock:
             return dict(self._durable)
 
@@ -69,7 +68,7 @@ class Ledger:
         return self._problem()
 
     def poll(self, timeout_seconds: float) -> list[Message]:
-        """Never a message. The first call comes after the restoring of a snapshot, if there was one."""
+        """Return no message. The first call follows the restoring of a snapshot."""
         self._open.set()
         self._closed.wait(timeout_seconds)
         return []

@@ -1,4 +1,4 @@
-"""What the leader answers to a delta."""
+"""The leader's answer to a count delta, as JSON."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _MAX_TEXT_CHARS = 2000
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The leader's word on one delta.
+class PushAnswer:
+    """The leader's verdict on one count delta.
 
     Attributes:
-        outcome: ``accepted``: counted now. ``repeated``: its positions say that these messages are counted already.
+        outcome: ``accepted``: counted now. ``repeated``: its positions show that these messages are counted already.
             ``refused``: nothing of it was counted.
-        reason: of a refusal. ``position``: it does not begin where the leader stands; the follower goes to the
-            leader's positions and counts again. Anything else needs a person (``message``): the follower keeps the
-            delta and offers it again.
-        positions: the leader's, of every partition it has counted anything of.
-        durable: of these, what the leader's newest snapshot holds.
-        clock: of the leader's counters (``SketchSet.clock``).
-        message: one sentence for people.
+        reason: label of a refusal. ``position``: the delta does not begin at the leader's positions; the follower
+            returns to these and counts again. Every other reason needs an operator (``message``): the follower keeps
+            the delta and sends it again.
+        positions: the leader's position in every partition that it has counted.
+        durable: the positions in the leader's newest snapshot.
+        clock: state of the leader's event clock (``SketchSet.clock``).
+        message: one sentence for the operator.
     """
 
     outcome: Outcome
@@ -39,17 +39,17 @@ class Answer:
     message: str = ""
 
 
-def encode(answer: Answer) -> bytes:
+def encode(answer: PushAnswer) -> bytes:
     return json.dumps(asdict(answer)).encode()
 
 
-def decode(data: bytes) -> Answer:
+def decode(data: bytes) -> PushAnswer:
     """Raises ScaleOutError (``malformed``) if it is not what ``encode`` gives."""
     try:
         document = json.loads(data)
         if document["outcome"] not in _OUTCOMES:
             raise ValueError(f"outcome {str(document['outcome'])[:40]}")
-        return Answer(
+        return PushAnswer(
             outcome=document["outcome"],
             positions=_positions(document["positions"]),
             durable=_positions(document["durable"]),

@@ -4,8 +4,8 @@ A request's signature covers method, path, time, a nonce, and the digest and len
 the body is read, and the digest after. An answer's covers the request's nonce, its status and its body, so that a
 recorded one fits no other request. Replaying a delta would be harmless by the position rule; it is refused anyway.
 
-The leader's clock decides what is fresh. Its refusal of a stale request says, signed, what time it is there, and the
-follower dates its next requests by that: clocks that are apart, or set while they run, do not keep counts back.
+The leader's clock decides whether a request is fresh. Its signed refusal of a stale request states its time, and the
+follower dates its next requests by that: clocks that differ, or are set at runtime, hold no counts back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def digest_of(body: bytes) -> str:
 def request_headers(
     secret: Secret, method: str, path: str, body: bytes, unix_seconds: float | None = None
 ) -> dict[str, str]:
-    """Headers of one request; without a secret the signature is left out."""
+    """Return the headers of one request; without a secret the signature is left out."""
     headers = {
         TIME: f"{time.time() if unix_seconds is None else unix_seconds:.3f}",
         NONCE: secrets.token_hex(_NONCE_HEX // 2),
@@ -60,7 +60,7 @@ def answer_signature(secret: Secret, nonce: str, status: int, body: bytes) -> st
 
 
 def check_answer(secret: Secret, nonce: str, status: int, body: bytes, signature: str | None) -> None:
-    """Raises ScaleOutError (``unsigned``, ``bad_signature``) if the answer is not the leader's to this request."""
+    """Raise ScaleOutError (``unsigned``, ``bad_signature``) unless the leader gave this answer to this request."""
     if secret is None:
         return
     if signature is None:
@@ -75,7 +75,7 @@ def check_answer(secret: Secret, nonce: str, status: int, body: bytes, signature
 
 
 class RequestClock:
-    """What a follower dates its requests by: its own clock, until the leader says that its is another. One thread.
+    """Clock of a follower's requests: its own, until the leader reports a different time. Not thread-safe.
 
     Only the leader's clock decides whether a request is fresh, so a follower with a wrong one does no harm by
     following it; a clock that is set meanwhile (either's) does not matter to either.
@@ -88,14 +88,14 @@ class RequestClock:
         return self._leads_seconds + time.monotonic()
 
     def follow(self, leader_unix_seconds: float) -> float:
-        """Goes by the leader's clock from now on. Returns by how many seconds that is another."""
+        """Follow the leader's clock from now on. Return the difference in seconds."""
         apart = leader_unix_seconds - self.unix_seconds()
         self._leads_seconds += apart
         return apart
 
 
 class RequestVerifier:
-    """The leader's side: refuses what is not signed, not fresh, or was seen before. Any thread.
+    """Refuse requests that are unsigned, stale or replayed. Thread-safe.
 
     Args:
         clock: unix seconds; by default those of the start plus the time since, whatever the calendar is set to.
@@ -107,10 +107,10 @@ class RequestVerifier:
         self._clock = clock or (lambda: started.unix_seconds_since)
         self._lock = threading.Lock()
         self._nonces: dict[str, float] = {}
-        """Nonce -> until when it is kept, in the order they came."""
+        """Nonce -> time at which it is dropped, in order of arrival."""
 
     def check(self, method: str, path: str, headers: Mapping[str, str], body_bytes: int) -> str:
-        """Checks the headers and returns the body's digest, to be compared when it is here.
+        """Check the headers and return the digest to compare the body with.
 
         Raises:
             ScaleOutError: ``unsigned``, ``bad_signature``, ``stale``, ``replayed`` or ``busy``.
@@ -133,7 +133,7 @@ class RequestVerifier:
         return digest
 
     def now(self) -> float:
-        """Unix seconds that requests are to be dated by."""
+        """Return the leader's time in Unix seconds."""
         return self._clock()
 
     def _remember(self, nonce: str, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Deltas over HTTP: the leader's listener and the follower's link."""
+"""Count deltas over HTTP: the leader's listener and the follower's link."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from flexd.core.errors import ScaleOutError
 from flexd.core.secrets import Secret
-from flexd.scaleout import push_answer as answers
-from flexd.scaleout import signing
+from flexd.scaleout import push_answer, signing
 from flexd.scaleout.leader import REASONS, Leader
-from flexd.scaleout.push_answer import Answer
+from flexd.scaleout.push_answer import PushAnswer
 from flexd.server.http import HttpListener
 
 if TYPE_CHECKING:
@@ -30,10 +29,10 @@ PATH = "/v1/delta"
 BODY_SECONDS = 30.0
 CONNECT_SECONDS = 5.0
 ATTEMPT_SECONDS = 60.0
-"""Deadline of one attempt of a follower, with the leader's merging."""
+"""Deadline of one attempt of a follower, including the leader's merge."""
 MAX_CONNECTIONS = 1024
 MAX_BODIES = 4
-"""Deltas held in memory at one time; more wait, and are told ``busy`` after ``QUEUE_SECONDS``."""
+"""Deltas held in memory at one time; others wait, and are refused as ``busy`` after ``QUEUE_SECONDS``."""
 QUEUE_SECONDS = 20.0
 
 _STATUS = {
@@ -43,7 +42,7 @@ _STATUS = {
 
 
 class DeltaApp:
-    """ASGI application with one path. Nothing of a body is read before its request's signature holds.
+    """ASGI application with one path. No body is read before the signature of its request is verified.
 
     Args:
         secret: None: not signed, for loopback only.
@@ -62,15 +61,15 @@ class DeltaApp:
         headers = Headers(scope=scope)
         try:
             answer = await self._answer(scope, headers, receive)
-            status, body = (409 if answer.outcome == "refused" else 200), answers.encode(answer)
+            status, body = (409 if answer.outcome == "refused" else 200), push_answer.encode(answer)
         except ScaleOutError as error:
             status = _STATUS.get(error.reason, 500)
-            told: dict[str, object] = {"reason": error.reason, "message": str(error)}
+            refusal: dict[str, object] = {"reason": error.reason, "message": str(error)}
             if error.reason == "stale":
-                told["unix_seconds"] = self._verifier.now()
-            body = json.dumps(told).encode()
+                refusal["unix_seconds"] = self._verifier.now()
+            body = json.dumps(refusal).encode()
         except Exception:
-            _log.exception("a delta could not be taken")
+            _log.exception("a delta could not be processed")
             self._leader.count_refusal("internal_error")
             status, body = 500, json.dumps({"reason": "internal_error", "message": "see the leader's log"}).encode()
         out = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -78,12 +77,12 @@ class DeltaApp:
             signature = signing.answer_signature(self._secret, headers.get(signing.NONCE, ""), status, body)
             out.append((signing.SIGNATURE.encode(), signature.encode()))
         if status not in (200, 409):
-            # What is left of the body is not read.
+            # The rest of the body is not read.
             out.append((b"connection", b"close"))
         await send({"type": "http.response.start", "status": status, "headers": out})
         await send({"type": "http.response.body", "body": body})
 
-    async def _answer(self, scope: Scope, headers: Headers, receive: Receive) -> Answer:
+    async def _answer(self, scope: Scope, headers: Headers, receive: Receive) -> PushAnswer:
         if scope["path"] != PATH or scope["method"] != "POST":
             raise ScaleOutError(f"only POST {PATH} is served", reason="not_found")
         try:
@@ -92,7 +91,7 @@ class DeltaApp:
             try:
                 await asyncio.wait_for(self._bodies.acquire(), QUEUE_SECONDS)
             except TimeoutError:
-                raise ScaleOutError("too many deltas at one time", reason="busy", remedy="it is tried again") from None
+                raise ScaleOutError("too many deltas at one time", reason="busy", remedy="it is retried") from None
             try:
                 body = await _body(receive, length)
                 if self._secret is not None and signing.digest_of(body) != digest:
@@ -110,14 +109,14 @@ class DeltaApp:
 
 
 def listener(leader: Leader, secret: Secret, host: str, port: int) -> HttpListener:
-    """Not started yet."""
+    """Return the leader's listener, not started."""
     return HttpListener(
         DeltaApp(leader, secret), host=host, port=port, max_connections=MAX_CONNECTIONS, named="scale_out.listen_host"
     )
 
 
 class HttpLink:
-    """The way to a leader on another machine. One thread at a time."""
+    """Connection to a leader on another machine. Not thread-safe."""
 
     def __init__(self, host: str, port: int, secret: Secret, attempt_seconds: float = ATTEMPT_SECONDS) -> None:
         # Only a follower needs it, and it brings a command line of its own with it.
@@ -133,16 +132,16 @@ class HttpLink:
             limits=httpx.Limits(max_connections=1),
         )  # fmt: skip
 
-    def offer(self, data: bytes) -> Answer:
+    def offer(self, data: bytes) -> PushAnswer:
         status, body = self._post(data)
         if _reason(body) == "stale" and self._follow_clock(body):
             status, body = self._post(data)
         if status in (200, 409):
-            return answers.decode(body)
+            return push_answer.decode(body)
         raise ScaleOutError(f"{self._url}: HTTP {status}: {_message(body)}", reason=_reason(body))
 
     def _post(self, data: bytes) -> tuple[int, bytes]:
-        """HTTP status and body of an answer that is the leader's to this request."""
+        """Send once; return HTTP status and body of the verified answer."""
         import httpx
 
         headers = signing.request_headers(self._secret, "POST", PATH, data, self._clock.unix_seconds())
@@ -160,12 +159,14 @@ class HttpLink:
         return status, body
 
     def _follow_clock(self, body: bytes) -> bool:
-        """Whether the refusal says what time it is at the leader."""
-        said = _document(body).get("unix_seconds")
-        if not isinstance(said, (int, float)) or not math.isfinite(said):
+        """Follow the clock of a refusal. Return False if it states no time."""
+        unix_seconds = _document(body).get("unix_seconds")
+        if not isinstance(unix_seconds, (int, float)) or not math.isfinite(unix_seconds):
             return False
-        apart = self._clock.follow(float(said))
-        _log.warning("leader: its clock is %+.0f s from this one: requests are dated by the leader's", apart)
+        difference = self._clock.follow(float(unix_seconds))
+        _log.warning(
+            "leader: its clock differs by %+.0f s from this one: requests are dated by the leader's", difference
+        )
         return True
 
     def close(self) -> None:
@@ -173,16 +174,16 @@ class HttpLink:
 
 
 class LocalLink:
-    """The way to a leader in this process, for partitions that it reads itself."""
+    """Connection to a leader in this process, for partitions that it reads itself."""
 
     def __init__(self, leader: Leader) -> None:
         self._leader = leader
 
-    def offer(self, data: bytes) -> Answer:
+    def offer(self, data: bytes) -> PushAnswer:
         return self._leader.offer(data)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is no connection."""
 
 
 def _length(headers: Headers, max_bytes: int) -> int:
@@ -198,7 +199,7 @@ def _length(headers: Headers, max_bytes: int) -> int:
 
 
 async def _body(receive: Receive, length: int) -> bytes:
-    """Exactly ``length`` bytes. Raises ScaleOutError if there are others or they come too slowly."""
+    """Read exactly ``length`` bytes. Raises ScaleOutError if there are more, fewer, or they arrive too slowly."""
     parts: list[bytes] = []
     size = 0
     try:
@@ -210,13 +211,13 @@ async def _body(receive: Receive, length: int) -> bytes:
                 parts.append(message.get("body", b""))
                 size += len(parts[-1])
                 if size > length:
-                    raise ScaleOutError("the request is longer than it said", reason="malformed")
+                    raise ScaleOutError("the request is longer than its content-length", reason="malformed")
                 if not message.get("more_body", False):
                     break
     except TimeoutError:
         raise ScaleOutError(f"the request did not arrive in {BODY_SECONDS:g} s", reason="malformed") from None
     if size != length:
-        raise ScaleOutError("the request is shorter than it said", reason="malformed")
+        raise ScaleOutError("the request is shorter than its content-length", reason="malformed")
     return b"".join(parts)
 
 
@@ -225,7 +226,7 @@ def _bounded(response: httpx.Response, deadline: float) -> bytes:
     size = 0
     for part in response.iter_raw():
         size += len(part)
-        if size > answers.MAX_ANSWER_BYTES or time.monotonic() > deadline:
+        if size > push_answer.MAX_ANSWER_BYTES or time.monotonic() > deadline:
             raise ScaleOutError("the leader's answer is too large or too slow", reason="malformed")
         parts.append(part)
     return b"".join(parts)

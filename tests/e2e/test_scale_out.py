@@ -74,7 +74,7 @@ class Cluster:
         return daemon
 
     def leader(self, **more: Any) -> RunningDaemon:
-        return self._start("leader", role="leader", listen_port=self.port, silent_after_seconds=5.0, **more)
+        return self._start("leader", role="leader", listen_port=self.port, follower_timeout_seconds=5.0, **more)
 
     def follower(self, name: str) -> RunningDaemon:
         address = f"127.0.0.1:{self.port}"
@@ -123,7 +123,7 @@ def _totals(leader: RunningDaemon) -> np.ndarray:
 @pytest.mark.timeout(200)
 def test_killed_followers_and_a_killed_leader_lose_and_repeat_nothing(cluster: tuple[Cluster, Producer]) -> None:
     group, producer = cluster
-    leader = group.leader(consume=False)
+    leader = group.leader(read_partitions=False)
     one, two = group.follower("one"), group.follower("two")
     until(lambda: _share_partitions(leader, {"one", "two"}), 60, lambda: _followers(leader))
     producer.send(300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,10 +15,13 @@ import numpy as np
 from flexd.core.errors import CodecError, ScaleOutError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.ingest import Ingestor
+from flexd.ingest.message_counts import MessageCounts
+from flexd.scaleout.count_delta import CountDelta, OffsetRange
 from flexd.scaleout.follower import Follower, FollowerOptions
 from flexd.scaleout.leader import Leader
 from flexd.scaleout.ledger import Ledger
-from flexd.scaleout.push_answer import Answer
+from flexd.scaleout.push_answer import PushAnswer
+from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import LoadedSnapshot
 from flexd.sketch.types import SketchSettings
 from flexd.stream.types import AccessBatch, Message
@@ -38,6 +42,19 @@ def decode(data: bytes | memoryview, max_bytes: int) -> list[AccessBatch]:
         raise CodecError("no", reason="bad_json")
     row, times = (int(text) for text in bytes(data).split())
     return [AccessBatch("item", np.full(times, row, dtype=np.int64), 0, 100.0)]
+
+
+def count_delta_of(
+    rows: list[int], ranges: dict[str, OffsetRange], sketches: SketchSet | None = None, **more
+) -> CountDelta:
+    made = SketchSet.of(KEYSPACE.tables, SETTINGS) if sketches is None else sketches
+    counts = made.ingest("item", np.array(rows, dtype=np.int64), 0, 5.0)
+    meta, arrays = made.state()
+    delta = CountDelta(
+        "one", "s", 1, "job", KEYSPACE.digest, ranges, MessageCounts(1, 8, 1, counts), 0,
+        tuple(ranges), False, meta, arrays,
+    )  # fmt: skip
+    return dataclasses.replace(delta, **more)
 
 
 class MemoryStore:
@@ -77,13 +94,13 @@ class LeaderProcess:
 
 
 class Network:
-    """A courier whose attempts are made by the test; ``up`` lets those that wait for an answer get one."""
+    """A sender whose attempts are made by the test; ``up`` lets those that wait for an answer get one."""
 
-    def __init__(self, offer: Callable[[bytes], Answer]) -> None:
+    def __init__(self, offer: Callable[[bytes], PushAnswer]) -> None:
         self.offer = offer
         self.up = True
         self.data: bytes | None = None
-        self.answer: Answer | None = None
+        self.answer: PushAnswer | None = None
         self.history: list[bytes] = []
         self.problem: str | None = None
         self.failures: dict[str, int] = {}
@@ -96,10 +113,10 @@ class Network:
         self.data = make()
         self.history = [*self.history[-7:], self.data]
 
-    def hurry(self) -> None:
+    def retry_now(self) -> None:
         pass
 
-    def take(self, timeout_seconds: float = 0.0) -> Answer | None:
+    def poll_answer(self, timeout_seconds: float = 0.0) -> PushAnswer | None:
         if timeout_seconds > 0 and self.up:
             self.attempt()
         answer, self.answer = self.answer, None
@@ -175,7 +192,7 @@ class GroupSource:
 
 class FollowerProcess:
     def __init__(
-        self, name: str, log: Mapping[str, list[bytes]], offer: Callable[[bytes], Answer], **more: Any
+        self, name: str, log: Mapping[str, list[bytes]], offer: Callable[[bytes], PushAnswer], **more: Any
     ) -> None:
         self.now = 0.0
         self.network = Network(offer)
@@ -225,7 +242,7 @@ class World:
     def _start(self, name: str) -> FollowerProcess:
         return FollowerProcess(name, self.log, self._offer)
 
-    def _offer(self, data: bytes) -> Answer:
+    def _offer(self, data: bytes) -> PushAnswer:
         if self.leader is None:
             raise ScaleOutError("away", reason="unreachable")
         return self.leader.leader.offer(data)

@@ -335,7 +335,7 @@ class ChaosWorld:
         }  # fmt: skip
         if self.scale_out:
             shared = {"secret_file": str(self.directory / "secret")}
-            leader = {**shared, "role": "leader", "listen_port": self._scale_port, "consume": False}
+            leader = {**shared, "role": "leader", "listen_port": self._scale_port, "read_partitions": False}
             follower = {
                 **shared, "role": "follower", "leader": f"127.0.0.1:{self._scale_port}", "name": "one",
                 "push_interval_seconds": 0.2,
