@@ -169,7 +169,7 @@ class RowEngine:
         self.router, self.sync = self.new_exchange(groups, traffic)
         self.migrator = Migrator(groups, self.stores, traffic, max_migration_bytes_per_step)
         self.inbox = ChunkInbox(
-            keyspace, groups.layout, groups.rank, tuple(replica_slots), self.migrator.starts_here, self._prepare_chunk
+            keyspace, groups.layout, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
         )
         self.hooks = StepHooks()
         self.passes: list[ForwardPass] = []
@@ -248,7 +248,7 @@ class RowEngine:
 
     def check_room(self) -> None:
         """Raise EmbeddingError when too many passes wait for a push, TopologyError if the world has grown."""
-        self.groups.check_world_unchanged()
+        self.groups.world.check_world_unchanged()
         if len(self.passes) >= MAX_PENDING_PASSES:
             raise EmbeddingError(
                 f"{MAX_PENDING_PASSES} forward passes without a step",
@@ -325,7 +325,7 @@ class RowEngine:
         """Return the bytes of this rank by part, now and at most. Not collective."""
         working = self.router.working_bytes + self.sync.working_bytes + self.hooks.working_bytes
         return rank_memory(
-            self.stores, self.groups.layout, self._max_migration_bytes, self.migrator.most_rows,
+            self.stores, self.groups.layout, self._max_migration_bytes, self.migrator.max_chunk_rows,
             (self.passes, self.hooks.held), self.inbox.waiting_bytes, working, self.inbox.prepared_bytes,
         )  # fmt: skip
 

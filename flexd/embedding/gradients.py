@@ -1,4 +1,4 @@
-"""Between backward pass and update: the summed gradients of a step, their norm, and whether they are finite."""
+"""The summed gradients of a step between backward pass and update: their norm, and whether they are finite."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flexd.embedding.store.store import GroupStore
 
 
 class StepGradients:
-    """Gradients of all rows that this rank holds and any rank touched, waiting for their update. Equal on all holders.
+    """Gradients of all rows that this rank holds and any rank touched, before their update. Equal on all holders.
 
     Attributes:
-        clip: the update multiplies gradients by it, and by the gate; equal on all ranks.
+        clip: factor of the gradients in the update, beside the gate; equal on all ranks.
     """
 
     def __init__(self, parts: Sequence[RowGradients], stores: Sequence[GroupStore], world: Peers) -> None:
@@ -30,9 +30,9 @@ class StepGradients:
         self.clip = 1.0
 
     def add(self, parts: Sequence[RowGradients]) -> None:
-        """More gradients of the same step; no chunk was applied in between."""
+        """Add gradients of the same step; no chunk was applied in between."""
         self._finite = self._gate = None
-        # Two numbers a row, so that the order in which a holder has them does not show in the sum.
+        # A sum of two numbers a row does not depend on the order in which a holder has them.
         self._parts = [
             RowGradients(old.group, *sum_by_index(torch.cat([old.slots, new.slots]), torch.cat([old.grads, new.grads])))
             for old, new in zip(self._parts, parts, strict=True)
@@ -43,22 +43,25 @@ class StepGradients:
         return self.clip if self._gate is None else self.clip * float(self._gate)
 
     def scaled(self) -> list[RowGradients]:
-        """Multiplied by ``factor``."""
+        """Return the gradients multiplied by ``factor``."""
         factor = self.factor
         if factor == 1.0:
             return self._parts
         return [RowGradients(part.group, part.slots, part.grads * factor) for part in self._parts]
 
     def gate(self) -> torch.Tensor:
-        """Collective at first. float32 []: 1, or inf if gradients of any row are not finite. The update multiplies by
-        what it is then: to unscale it is to unscale all rows, and whoever sees inf does so on every rank."""
+        """Collective at the first call. Return float32 []: 1, or inf if gradients of any row are not finite.
+
+        The update multiplies by its value at that time: unscaling the gate unscales all rows, and an overflow shows on
+        every rank.
+        """
         if self._gate is None:
             value = 1.0 if self.finite() else math.inf
             self._gate = torch.full((), value, device=self._parts[0].grads.device)
         return self._gate
 
     def finite(self) -> bool:
-        """Collective. Are the gradients of all rows on all ranks finite? Asked for once."""
+        """Collective at the first call. Return whether the gradients of all rows on all ranks are finite."""
         if self._finite is None:
             mine = torch.stack([part.grads.isfinite().all() for part in self._parts]).all().to(torch.int32)
             self._world.all_reduce(mine.view(1), dist.ReduceOp.MIN)
@@ -67,15 +70,15 @@ class StepGradients:
 
     @property
     def overflowed(self) -> bool:
-        """Did ``finite`` say no? Equal on all ranks."""
+        """True if ``finite`` was False. Equal on all ranks."""
         return self._finite is False
 
     def norm(self, norm_type: float, dense: float) -> float:
-        """Collective. The norm of all rows' gradients with ``factor``, each row counted once, and of one more number.
+        """Collective. Return the norm of all rows' gradients with ``factor``, each row counted once, and of ``dense``.
 
         Args:
             norm_type: above 0, or inf.
-            dense: norm of gradients elsewhere; of rank 0, so that all ranks get the same result bit for bit.
+            dense: norm of other gradients; that of rank 0 is used, so that all ranks get the same bits.
 
         Raises:
             EmbeddingError: ``norm_type`` is not above 0.
@@ -87,7 +90,7 @@ class StepGradients:
         factor = self.factor
         norms = [self._home_norm(part, norm_type) * factor for part in self._parts]
         both = torch.stack([*norms, torch.tensor(dense, dtype=torch.float64, device=norms[0].device)])
-        if largest:  # what MAX does with NaN is left open
+        if largest:  # the result of MAX with NaN is not specified
             total = both.nan_to_num(nan=math.inf, posinf=math.inf).max().view(1)
         else:
             total = both.pow(norm_type).sum().view(1)
@@ -95,10 +98,10 @@ class StepGradients:
         return float(total.item()) if largest else float(total.item()) ** (1.0 / norm_type)
 
     def _home_norm(self, part: RowGradients, norm_type: float) -> torch.Tensor:
-        """float64 []: of the rows whose home is here, so that a replicated row counts once."""
+        """Return float64 [] norm of the rows whose home is here, so that a replicated row counts once."""
         home = part.slots < self._stores[part.group].home_rows
         grads = part.grads[home].double()
-        if grads.numel() == 0:  # torch knows no largest of nothing
+        if grads.numel() == 0:  # torch has no maximum of an empty tensor
             return grads.new_zeros(())
         norm: torch.Tensor = torch.linalg.vector_norm(grads, norm_type)
         return norm
@@ -112,7 +115,7 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool,
 ) -> float:
-    """As ``torch.nn.utils.clip_grad_norm_`` over the rows and ``dense`` parameters together; collective.
+    """Collective. Clip the rows and ``dense`` parameters together as ``torch.nn.utils.clip_grad_norm_`` does.
 
     Raises:
         EmbeddingError: the norm is not finite and ``error_if_nonfinite``, or ``norm_type`` is not above 0.
@@ -135,10 +138,10 @@ def clip_grad_norm_(
 
 
 class AnchorParameter(torch.nn.Parameter):
-    """Stands for all rows where torch wants a parameter: autograd, ``param_groups``, ``torch.amp.GradScaler``.
+    """Represents all rows where torch needs a parameter: autograd, ``param_groups``, ``torch.amp.GradScaler``.
 
     Reading ``grad`` is collective: ``GradScaler.unscale_`` and ``step`` read it, on every rank. It sums the gradients
-    that wait for the next step at their rows and gives ``StepGradients.gate``, None if no rank has any.
+    that wait for the next step at their rows and returns ``StepGradients.gate``, None if no rank has any.
     """
 
     gradients: Callable[[], StepGradients | None]

@@ -1,1 +1,1 @@
-"""One look-up's way to the rows it needs: routes, hops and the collectives under them."""
+"""Exchange of one look-up: its route, the hops that rows and gradients take, and the collectives under them."""

@@ -10,7 +10,7 @@ from enum import StrEnum
 import torch
 import torch.distributed as dist
 
-from flexd.core.errors import CollectiveError
+from flexd.core.errors import CollectiveError, TopologyError
 from flexd.core.layout import RankLayout
 
 # torch 2.13 renamed it and warns of the old name.
@@ -151,6 +151,14 @@ class Peers:
                 all_gather_flat(parts.view(-1), part.reshape(-1), group=self.group)
             self._count_even(part.numel() * part.element_size() * (self.size - 1))
         return parts
+
+    def check_world_unchanged(self) -> None:
+        """Raise TopologyError if this group of one process was made before the default process group."""
+        if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise TopologyError(
+                f"the tables are older than the process group of {dist.get_world_size()} ranks: each rank has its own",
+                remedy="call torch.distributed.init_process_group before constructing the collection",
+            )
 
     @contextmanager
     def _naming_errors(self, collective: str) -> Iterator[None]:

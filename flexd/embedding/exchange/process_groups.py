@@ -33,7 +33,7 @@ class ChainGroups:
     def __init__(
         self, layout: RankLayout, traffic: Traffic, device: torch.device, deadline: timedelta | None = None
     ) -> None:
-        self._live = live = dist.is_available() and dist.is_initialized()
+        live = dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if live else 1
         self.rank = dist.get_rank() if live else 0
         if world_size > 1:
@@ -58,14 +58,6 @@ class ChainGroups:
         self.world = Peers(world, everyone, self.rank, layout, traffic)
         self.node = Peers(node_groups[node], layout.node_ranks(node), self.rank, layout, traffic)
         self.rail = Peers(rail_groups[local], layout.rail_ranks(local), self.rank, layout, traffic)
-
-    def check_world_unchanged(self) -> None:
-        """Raise TopologyError if this world of one rank was made before the default process group."""
-        if not self._live and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise TopologyError(
-                f"the tables are older than the process group of {dist.get_world_size()} ranks: each rank has its own",
-                remedy="call torch.distributed.init_process_group before constructing the collection",
-            )
 
     @staticmethod
     def _new(

@@ -1,1 +1,1 @@
-"""Chunks of a migration, applied between two steps."""
+"""Application of chunks: the rows whose tier changes are copied and the directories replaced."""

@@ -1,7 +1,7 @@
-"""Applies chunks: copies promoted rows from their homes, recycles the slots of demoted ones, flips the directory.
+"""Applies chunks: copies promoted rows from their homes, frees the slots of demoted ones, replaces the directories.
 
-Everything but the copying is prepared beforehand, in the agent's thread: the next directories, the slots, and what goes
-where. The training thread swaps pointers and copies rows.
+The agent's thread prepares the next directories, the slots, and the rows to copy. The training thread only swaps
+references and copies rows.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class _Moves:
-    """The rows of one dim-group that change: int64 [n] ``keys`` (ascending), uint8 [n] tiers before and after."""
+class _TierChanges:
+    """Rows of one dim-group that change tier: int64 [n] ``keys`` (ascending), uint8 [n] tiers before and after."""
 
     store: GroupStore
     keys: Int64Array
@@ -38,27 +38,28 @@ class _Moves:
     new: UInt8Array
 
 
-_Rows = list[tuple[torch.Tensor, ...]]
-"""Of each dim-group, per peer of a hop: int64 slots of the rows that it has and the others are given."""
+_SlotsByPeer = list[tuple[torch.Tensor, ...]]
+"""Per dim-group and peer of a hop: int64 slots of the rows that the peer sends to the others."""
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows that are copied together: home to the node owners over the rail, then inside the node."""
+    """Rows that are copied together: from the home to the node owners over the rail, then inside the node."""
 
-    over_rail: _Rows
-    in_node: _Rows
+    over_rail: _SlotsByPeer
+    in_node: _SlotsByPeer
 
 
 @dataclass(frozen=True)
 class NextPlacement:
-    """What one rank needs to apply a chunk. Nothing of it changes what is applied.
+    """Everything that one rank needs to apply a chunk. Preparing it does not change the applied placement.
 
     Attributes:
         delta: the chunk.
-        base: directories that it goes on from.
-        directories: those of the placement that the chunk leads to.
-        free: replica slots that no row has in it.
+        base: directories of the placement before the chunk.
+        directories: directories of the placement after it.
+        free: replica slots that are free after it.
+        blocks: the rows to copy.
     """
 
     delta: Delta
@@ -69,7 +70,7 @@ class NextPlacement:
 
     @property
     def nbytes(self) -> int:
-        """Beside the directories that it goes on from."""
+        """Bytes beside the directories of ``base``."""
         fresh = [new for new, old in zip(self.directories, self.base, strict=True) if new is not old]
         slots = sum(
             column.nbytes for block in self.blocks for hop in (block.over_rail, block.in_node) for of in hop
@@ -78,17 +79,17 @@ class NextPlacement:
         return slots + sum(directory.nbytes for directory in fresh) + sum(free.released.nbytes for free in self.free)
 
 
-def _ours(prepared: Prepared) -> NextPlacement:
+def _checked(prepared: Prepared) -> NextPlacement:
     assert isinstance(prepared, NextPlacement)  # noqa: S101
     return prepared
 
 
 class Migrator:
-    """Collective: every rank applies the same chunks at the same step (``ChunkInbox`` sees to that).
+    """Applies chunks to the stores of a rank. Collective: ``ChunkInbox`` gives every rank the same chunks at a step.
 
     Args:
-        buffer_bytes: rows and state that are copied at once, at most: more are copied block by block, so that the
-            buffers do not grow with the chunk. Of one row at least.
+        buffer_bytes: limit on rows and state that are copied at once; more are copied block by block, so that the
+            buffers do not grow with the chunk. A block has at least one row.
     """
 
     def __init__(self, groups: ChainGroups, stores: Sequence[GroupStore], traffic: Traffic, buffer_bytes: int) -> None:
@@ -100,58 +101,59 @@ class Migrator:
         self._device = self._stores[0].rows.device
         self._local = groups.layout.local_rank_of(groups.rank)
         self.digest = 0
-        """``Placement.digest`` of what is applied."""
-        self.most_rows = 0
-        """Of the chunks of one step, so far."""
+        """``Placement.digest`` of the applied placement."""
+        self.max_chunk_rows = 0
+        """Most rows of a chunk so far."""
 
     def copied_bytes(self, delta: Delta) -> int:
-        """Row and state bytes that the busiest link copies for a chunk; equal on every rank."""
+        """Return the row and state bytes that the busiest link copies for a chunk; equal on every rank."""
         return int(self._bytes_by_row(delta).sum())
 
-    def starts_here(self, keys: Int64Array, old: UInt8Array) -> BoolArray:
-        """bool [n], any thread: can these rows be at these tiers, by what is applied and this rank knows of? It does
-        not know of the NODE rows of other rails."""
+    def rows_at_tiers(self, keys: Int64Array, old: UInt8Array) -> BoolArray:
+        """Return bool [n]: False for rows that are not at these tiers in the applied placement. Any thread.
+
+        NODE rows of other rails are not listed here and count as HOME.
+        """
         right = np.ones(len(keys), dtype=np.bool_)
         for store in self._stores:
-            mine = self._of(store, keys)
-            right[mine] = self._listing(store.directory, keys[mine], old[mine])[0]
+            mine = self._in_group(store, keys)
+            right[mine] = self._find_listed(store.directory, keys[mine], old[mine])[0]
         return right
 
     def prepare(self, chunk: Delta, after: Prepared | None) -> NextPlacement:
-        """Any thread, while no other prepares. What ``apply`` needs for a chunk.
+        """Prepare a chunk for ``apply``. Any thread, one at a time.
 
         Args:
-            after: what was prepared for the chunk before; None: the chunk goes on from what is applied.
+            after: the prepared chunk before; None: the chunk starts from the applied placement.
 
         Raises:
-            PlacementError: the chunk does not start from there. Applying it would hand the slots of other rows out
+            PlacementError: rows of the chunk are at other tiers there. Applying it would assign slots of other rows
                 twice.
         """
-        base = tuple(store.directory for store in self._stores) if after is None else _ours(after).directories
-        free = tuple(store.free for store in self._stores) if after is None else _ours(after).free
-        delta = _together([chunk])
-        self.most_rows = max(self.most_rows, len(delta))
-        moved = [
-            self._moved(part, directory, slots)
+        base = tuple(store.directory for store in self._stores) if after is None else _checked(after).directories
+        free = tuple(store.free for store in self._stores) if after is None else _checked(after).free
+        delta = merge_deltas([chunk])
+        self.max_chunk_rows = max(self.max_chunk_rows, len(delta))
+        following = [
+            self._next_directory(part, directory, slots)
             for part, directory, slots in zip(self._by_group(delta), base, free, strict=True)
         ]
-        directories = tuple(directory for directory, _ in moved)
+        directories = tuple(directory for directory, _ in following)
         made = NextPlacement(
-            chunk, base, directories, tuple(slots for _, slots in moved), tuple(self._blocks(delta, directories))
+            chunk, base, directories, tuple(slots for _, slots in following), tuple(self._blocks(delta, directories))
         )
         if self._device.type == "cuda":  # another stream may use it
             torch.cuda.current_stream(self._device).synchronize()
         return made
 
     def apply(self, chunks: Sequence[Prepared]) -> None:
-        """Makes the placement that follows some chunks, as if they were one: a row is copied at most once, and one
-        all-gather a hop of the chain serves all chunks and dim-groups. Demotions free their slots before promotions
-        take them.
+        """Apply chunks as one: a row is copied at most once, and one all-gather a hop serves all chunks and
+        dim-groups. Demotions free their slots before promotions use them.
 
         Raises:
-            PlacementError: they were not prepared for what is applied; nothing has been changed.
+            PlacementError: they were prepared for another placement; nothing has been changed.
         """
-        prepared = [_ours(one) for one in chunks]
+        prepared = [_checked(one) for one in chunks]
         last = prepared[-1]
         applied = [tuple(store.directory for store in self._stores), *(one.directories for one in prepared)]
         if any(a is not b for one, before in zip(prepared, applied, strict=False)
@@ -164,13 +166,13 @@ class Migrator:
             store.directory = directory
             store.free = free.compacted()
         deltas = [one.delta for one in prepared]
-        for block in last.blocks if len(prepared) == 1 else self._blocks(_together(deltas), last.directories):
+        for block in last.blocks if len(prepared) == 1 else self._blocks(merge_deltas(deltas), last.directories):
             self._copy(block)
         for delta in deltas:
             self.digest = (self.digest + delta.digest_change()) % 2**64
 
     def refresh(self) -> None:
-        """Collective: copies every replica anew from its home, after the home rows were loaded."""
+        """Collective. Copy every replica anew from its home, after the home rows were loaded."""
         for store in self._stores:
             keys = store.directory.keys.cpu().numpy()
             for tier in (Tier.NODE, Tier.DEVICE):
@@ -181,41 +183,41 @@ class Migrator:
                     self._copy(block)
 
     def placement(self) -> tuple[Int64Array, UInt8Array]:
-        """This rank's part of the placement: (int64 keys, ascending, and uint8 tiers) of its rail's NODE rows and all
-        DEVICE rows."""
+        """Return this rank's part of the placement: (int64 keys, ascending, and uint8 tiers) of its rail's NODE rows
+        and all DEVICE rows."""
         directories = [store.directory for store in self._stores]
         keys = np.concatenate([d.keys.cpu().numpy() for d in directories])
         order = np.argsort(keys)
         return keys[order], np.concatenate([d.tiers.cpu().numpy() for d in directories])[order]
 
     @staticmethod
-    def _of(store: GroupStore, keys: Int64Array) -> BoolArray:
+    def _in_group(store: GroupStore, keys: Int64Array) -> BoolArray:
         inside: BoolArray = (keys >= store.group.first_key) & (keys < store.group.end_key)
         return inside
 
-    def _by_group(self, delta: Delta) -> list[_Moves]:
-        moves = []
+    def _by_group(self, delta: Delta) -> list[_TierChanges]:
+        changes = []
         for store in self._stores:
-            mine = self._of(store, delta.keys)
-            moves.append(_Moves(store, delta.keys[mine], delta.old_tiers[mine], delta.new_tiers[mine]))
-        return moves
+            mine = self._in_group(store, delta.keys)
+            changes.append(_TierChanges(store, delta.keys[mine], delta.old_tiers[mine], delta.new_tiers[mine]))
+        return changes
 
     def _bytes_by_row(self, delta: Delta) -> Int64Array:
-        """int64 [n]: of rows and state that travel; equal on every rank."""
+        """Return int64 [n] bytes of each row and state that is copied; equal on every rank."""
         cost = np.zeros(len(delta), dtype=np.int64)
         promoted = delta.new_tiers > delta.old_tiers
         for store in self._stores:
-            cost[promoted & self._of(store, delta.keys)] = store.row_bytes
+            cost[promoted & self._in_group(store, delta.keys)] = store.row_bytes
         return cost
 
     def _listed(self, keys: Int64Array, tiers: UInt8Array) -> BoolArray:
-        """Rows that this rank's directory lists: with one node, NODE is what HOME is."""
+        """Return bool [n]: rows that this rank's directory lists. With one node NODE rows have no copies."""
         on_rail = (tiers == Tier.NODE) & (keys % self._layout.local_ranks == self._local) & (self._layout.nodes > 1)
         listed: BoolArray = on_rail | ((tiers == Tier.DEVICE) & (self._layout.world_size > 1))
         return listed
 
-    def _listing(self, directory: Directory, keys: Int64Array, old: UInt8Array) -> tuple[BoolArray, torch.Tensor]:
-        """(bool [n]: is the row where ``old`` says? int64 positions of the rows that ``old`` says are listed here)."""
+    def _find_listed(self, directory: Directory, keys: Int64Array, old: UInt8Array) -> tuple[BoolArray, torch.Tensor]:
+        """Return (bool [n] whether the row is at tier ``old``, int64 positions of the rows listed here at ``old``)."""
         was = self._listed(keys, old)
         at, found = directory.find(torch.from_numpy(keys).to(self._device))
         right = found.cpu().numpy() == was
@@ -224,12 +226,14 @@ class Migrator:
             right[was] &= directory.tiers_at(listed).cpu().numpy() == old[was]
         return right, listed
 
-    def _moved(self, moves: _Moves, directory: Directory, free: FreeSlots) -> tuple[Directory, FreeSlots]:
-        """Slots change hands and the next directory lists what is to be; the new replicas hold nothing yet."""
-        store, keys, old, new = moves.store, moves.keys, moves.old, moves.new
+    def _next_directory(
+        self, changes: _TierChanges, directory: Directory, free: FreeSlots
+    ) -> tuple[Directory, FreeSlots]:
+        """Return the next directory and free slots. The new replicas are not copied yet."""
+        store, keys, old, new = changes.store, changes.keys, changes.old, changes.new
         if len(keys) == 0:
             return directory, free
-        right, removed = self._listing(directory, keys, old)
+        right, removed = self._find_listed(directory, keys, old)
         if not bool(right.all()):
             raise PlacementError(
                 f"rank {store.rank}: {int((~right).sum())} rows of a chunk of {len(right)} are not at the tier "
@@ -256,7 +260,7 @@ class Migrator:
         return following, free
 
     def _blocks(self, delta: Delta, directories: Sequence[Directory]) -> Iterator[_Block]:
-        """The promoted rows of a delta, in as many blocks as the buffer asks for; ``directories`` list them already."""
+        """Divide the promoted rows of a delta into blocks that fit the buffer; ``directories`` list them already."""
         travels = self._bytes_by_row(delta)
         before = np.cumsum(travels) - travels
         widest = max((store.row_bytes for store in self._stores), default=1)
@@ -285,20 +289,20 @@ class Migrator:
     def _slots(
         self, store: GroupStore, directory: Directory, keys: Int64Array, owner: Int64Array, peers: int
     ) -> tuple[torch.Tensor, ...]:
-        """Slots here of int64 [n] keys, by the peer that has each."""
+        """Return the slots here of int64 [n] keys, by the peer that sends each."""
         ordered = torch.from_numpy(keys[np.argsort(owner, kind="stable")]).to(self._device)
         return torch.split(store.locate(ordered, directory)[1], np.bincount(owner, minlength=peers).tolist())
 
     def _copy(self, block: _Block) -> None:
         with self._traffic.kind(TrafficKind.MIGRATION):
-            _spread(self._groups.rail, self._stores, block.over_rail)
-            _spread(self._groups.node, self._stores, block.in_node)
+            _copy_rows(self._groups.rail, self._stores, block.over_rail)
+            _copy_rows(self._groups.node, self._stores, block.in_node)
 
 
-def _together(deltas: Sequence[Delta]) -> Delta:
-    """What is copied for several deltas applied in order: each row once, ascending by key, at its tier after the last.
+def merge_deltas(deltas: Sequence[Delta]) -> Delta:
+    """Merge deltas applied in order into one: each row once, ascending by key, at its tier after the last.
 
-    Its tier before is the lowest that it passes: a row that is demoted and promoted again has another slot than before.
+    Its tier before is its lowest on the way: a row that is demoted and promoted again gets another slot and is copied.
     """
     keys = np.concatenate([delta.keys for delta in deltas])
     order = np.argsort(keys, kind="stable")
@@ -312,11 +316,11 @@ def _together(deltas: Sequence[Delta]) -> Delta:
     return Delta(keys[first], np.minimum.reduceat(old, first), new[last])
 
 
-def _spread(peers: Peers, stores: Sequence[GroupStore], slots: _Rows) -> None:
-    """Collective over ``peers``: every member gets the rows that others have, in one all-gather for all dim-groups.
+def _copy_rows(peers: Peers, stores: Sequence[GroupStore], slots: _SlotsByPeer) -> None:
+    """Collective over ``peers``. Send every member the rows that others have, in one all-gather for all dim-groups.
 
     A member's part of the buffer has a section for the values and one for the state of each dim-group, as long as the
-    member with most rows needs it. All know who sends what, so nothing but rows travels, and rows are copied straight
+    member with most rows needs it. Every member knows which rows each one sends, so only rows travel, copied directly
     between the stores and the buffer.
     """
     most = [max(len(of_peer) for of_peer in of_peers) for of_peers in slots]
@@ -329,35 +333,35 @@ def _spread(peers: Peers, stores: Sequence[GroupStore], slots: _Rows) -> None:
             sections.append(_Section(column, end))
             end += -(-count * column.shape[1] * column.element_size() // _ALIGNMENT) * _ALIGNMENT
     mine = torch.zeros(end, dtype=torch.uint8, device=stores[0].rows.device)
-    for section, of_peers in zip(sections, _twice(slots), strict=True):
+    for section, of_peers in zip(sections, _by_section(slots), strict=True):
         held = of_peers[peers.index]
         if section.column.shape[1] and len(held):
             torch.index_select(section.column, 0, held, out=section.rows(mine, len(held)))
     gathered = peers.all_gather(mine)
-    for section, of_peers in zip(sections, _twice(slots), strict=True):
+    for section, of_peers in zip(sections, _by_section(slots), strict=True):
         for peer, here in enumerate(of_peers):
             if peer != peers.index and section.column.shape[1] and len(here):
                 section.column.index_copy_(0, here, section.rows(gathered[peer], len(here)))
 
 
 _ALIGNMENT = 16
-"""Bytes: a section may be viewed as numbers of any width."""
+"""Bytes to which sections are aligned, so that they can be viewed as numbers of any width."""
 
 
 @dataclass(frozen=True)
 class _Section:
-    """Where the rows of ``column`` [slots, width] begin in a member's part of a buffer, in bytes."""
+    """The place of rows of ``column`` [slots, width] in a member's part of a buffer, from byte ``start``."""
 
     column: torch.Tensor
     start: int
 
     def rows(self, part: torch.Tensor, count: int) -> torch.Tensor:
-        """[count, width], a view of uint8 ``part``."""
+        """Return [count, width], a view of uint8 ``part``."""
         width = self.column.shape[1]
         end = self.start + count * width * self.column.element_size()
         return part[self.start : end].view(self.column.dtype).view(count, width)
 
 
-def _twice(slots: Sequence[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
-    """For the two sections of each dim-group."""
+def _by_section(slots: Sequence[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
+    """Repeat the slots for the two sections of each dim-group."""
     return [of_peers for of_peers in slots for _ in range(2)]

@@ -1,1 +1,1 @@
-"""Run-ahead: work for the next batch that is done while a step computes."""
+"""Run-ahead: exchange for the next batch while a step computes."""

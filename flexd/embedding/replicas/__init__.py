@@ -1,1 +1,1 @@
-"""Replicas: which rows have copies, where they are, and how their gradients are synchronised."""
+"""Synchronisation of replicas: the rows that a step touches, the sums of their gradients, and the update."""

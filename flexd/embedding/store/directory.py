@@ -1,4 +1,4 @@
-"""Which rows a rank holds beside plain home rows, and where: 8 to 12 bytes a hot row, nothing for the others."""
+"""Lists the rows of a rank that have replicas: 8 to 12 bytes a listed row, nothing for plain home rows."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _POSITION_BLOCK = 2**20
 class HomeOrder:
     """The order in which a rank lists the rows of a dim-group: by rail, node and number of the home rank, then by key.
 
-    So the rows that two ranks tell each other about (those of one home, or of one rail) stand side by side on both, in
-    the same order, and need no list of their own.
+    So the rows that two ranks synchronise (those of one home, or of one rail) are adjacent and in the same order on
+    both, and need no list of their own.
 
     Attributes:
         first_key, rows: keys lie in [first_key, first_key + rows).
-        local_rank: of the rank whose order it is.
+        local_rank: local rank of the rank whose order it is.
     """
 
     first_key: int
@@ -33,17 +33,17 @@ class HomeOrder:
 
     @property
     def homed_rows(self) -> int:
-        """Codes of each home rank."""
+        """Number of codes of each home rank."""
         world = self.layout.world_size
         return (self.first_key + max(self.rows, 1) - 1) // world - self.first_key // world + 1
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the codes: int32, or int64 in a group of more than about 2^31 rows."""
+        """Dtype of the codes: int32, or int64 in a group of more than about 2^31 rows."""
         return torch.int32 if self.homed_rows * self.layout.world_size <= 2**31 else torch.int64
 
     def place_of(self, home: int) -> int:
-        """Of a home rank among all of them."""
+        """Return the place of a home rank among all of them."""
         return self.layout.local_rank_of(home) * self.layout.nodes + self.layout.node_of(home)
 
     def codes(self, keys: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ class HomeOrder:
         return (place * self.homed_rows + (turn - self.first_key // layout.world_size)).to(self.dtype)
 
     def keys(self, codes: torch.Tensor) -> torch.Tensor:
-        """Inverse of ``codes``: int64 [n]."""
+        """Return int64 [n] keys; the inverse of ``codes``."""
         layout = self.layout
         wide = codes.to(torch.int64)
         place = torch.div(wide, self.homed_rows, rounding_mode="floor")
@@ -66,7 +66,7 @@ class HomeOrder:
         return turn * layout.world_size + home
 
     def bounds(self, codes: torch.Tensor) -> tuple[int, ...]:
-        """Ascending codes -> [world_size + 1] where the rows of each home rank begin, and the end."""
+        """Ascending codes -> [world_size + 1] positions at which the rows of each home rank begin, and the end."""
         starts = torch.arange(self.layout.world_size + 1, dtype=torch.int64, device=codes.device) * self.homed_rows
         if self.dtype == torch.int32:
             starts = starts.clamp_(max=2**31 - 1)  # the end of the last may be one beyond, and no code is that large
@@ -81,13 +81,13 @@ class HomeOrder:
 class Directory:
     """The NODE rows of this rank's rail and all DEVICE rows, of one dim-group, home copies included.
 
-    Every holder lists what it has in common with another in the same order, which is what lets replica synchronisation
-    talk about positions instead of ids. Immutable: a chunk makes the next directory, so other threads may read this
-    one, and prepare the next.
+    Two holders list the rows that they have in common in the same order, so that replica synchronisation can use
+    positions instead of ids. Immutable: a chunk makes the next directory, so other threads may read this one, and
+    prepare the next.
 
     Attributes:
         codes: [n], ``HomeOrder.codes``, ascending.
-        places: int32 [n], where the row is in the group's store: the slot of a NODE row, -1 - slot of a DEVICE row.
+        places: int32 [n], the slot of a NODE row in the group's store, -1 - slot of a DEVICE row.
         bounds: [world_size + 1] positions at which the rows of each home begin, in the order of ``HomeOrder.place_of``.
         rail_device: int32, ascending: positions of the DEVICE rows of this rank's rail; None if there are no other rows
             of the rail.
@@ -109,12 +109,12 @@ class Directory:
 
     @property
     def keys(self) -> torch.Tensor:
-        """int64 [n], in the order of the positions. A copy."""
+        """int64 [n] keys in the order of the positions. A copy."""
         return self.order.keys(self.codes)
 
     @property
     def tiers(self) -> torch.Tensor:
-        """uint8 [n]. A copy."""
+        """uint8 [n] tiers. A copy."""
         return _tiers(self.places)
 
     @property
@@ -130,7 +130,7 @@ class Directory:
         return self.bounds[local * nodes], self.bounds[(local + 1) * nodes]
 
     def at_tier(self, tier: Tier) -> torch.Tensor:
-        """int64: positions of the rows at NODE or DEVICE. All that list them do so in the same order."""
+        """Return int64 positions of the rows at NODE or DEVICE, in the same order on all ranks that list them."""
         return ((self.places < 0) == (tier == Tier.DEVICE)).nonzero().view(-1)
 
     def slots_at(self, positions: torch.Tensor) -> torch.Tensor:
@@ -143,8 +143,7 @@ class Directory:
         return _tiers(self.places.index_select(0, positions))
 
     def find(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [m] keys of the group -> (int64 [m] positions, bool [m] found); a position is meaningless where not
-        found."""
+        """int64 [m] keys of the group -> (int64 [m] positions, bool [m] found); positions are valid where found."""
         if len(self.codes) == 0:
             return torch.zeros_like(keys), torch.zeros_like(keys, dtype=torch.bool)
         wanted = self.order.codes(keys)
@@ -152,7 +151,7 @@ class Directory:
         return at, self.codes.index_select(0, at) == wanted
 
     def replace(self, removed: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, tiers: torch.Tensor) -> Directory:
-        """Without the ``removed`` positions, with the given rows.
+        """Return the directory without the ``removed`` positions and with the given rows.
 
         Linear in the directory, with one pass over each column; both directories and one column exist at the same
         time.
@@ -181,7 +180,7 @@ def _tiers(places: torch.Tensor) -> torch.Tensor:
 def _merged(
     codes: torch.Tensor, places: torch.Tensor, removed: torch.Tensor, new_codes: torch.Tensor, new_places: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two sorted lists as one, by position: linear in them, where a sort would not be."""
+    """Merge two sorted lists in linear time."""
     device = codes.device
     keep = torch.ones(len(codes), dtype=torch.bool, device=device)
     keep[removed] = False
@@ -201,7 +200,7 @@ def _merged(
 def _merged_on_cpu(
     codes: torch.Tensor, places: torch.Tensor, removed: torch.Tensor, new_codes: torch.Tensor, new_places: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``_merged``: numpy's masks take a tenth of the time of torch's on a CPU."""
+    """Merge as ``_merged`` does. numpy's masks take a tenth of the time of torch's on a CPU."""
     keep = np.ones(len(codes), dtype=np.bool_)
     keep[removed.numpy()] = False
 
@@ -226,7 +225,7 @@ def _merged_on_cpu(
 
 
 def _positions(chosen: torch.Tensor, first: int) -> torch.Tensor:
-    """bool [n] -> int32 ``first`` + where it is true; in blocks, because indices are twice as wide as ours."""
+    """bool [n] -> int32 ``first`` + positions of True; in blocks, because torch's indices are twice as wide."""
     blocks = torch.split(chosen, _POSITION_BLOCK)
     starts = range(first, first + len(chosen), _POSITION_BLOCK)
     return torch.cat(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flexd.core.keyspace import DimGroup, KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
-from flexd.embedding.migration.migrator import _together
+from flexd.embedding.migration.migrator import merge_deltas
 from flexd.embedding.store.memory import max_listed_rows
 from flexd.planner.model.rank_memory import placement_memory
 from tests.support.migration_jobs import ROWS, TABLES
@@ -151,7 +151,7 @@ def test_what_is_copied_for_several_deltas(steps: list[dict[int, int]]) -> None:
         for key, old in zip(moves, deltas[-1].old_tiers.tolist(), strict=True):
             passed.setdefault(key, []).append(old)
         placement = placement.apply(deltas[-1])
-    together = _together(deltas)
+    together = merge_deltas(deltas)
     assert together.keys.tolist() == sorted(passed)
     assert together.old_tiers.tolist() == [min(passed[key]) for key in sorted(passed)]
     assert together.new_tiers.tolist() == placement.tiers_of(together.keys).tolist()
