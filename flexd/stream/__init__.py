@@ -1,1 +1,1 @@
-"""How accesses arrive at the daemon and how trainers emit them."""
+"""Sources that the daemon reads accesses from, sinks that trainers write them to, and their message formats."""

@@ -1,4 +1,4 @@
-"""Memory that is read into again once nobody looks at it any more."""
+"""A pool of read buffers that are reused once no view of them is left."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import numpy as np
 import numpy.typing as npt
 
 
-class ReusedBuffers:
-    """Lends buffers for reads. Fresh memory for each would cost a page fault every 4 KiB, more than the read itself.
+class BufferPool:
+    """Provide buffers for reads. Fresh memory for each would cost a page fault every 4 KiB, more than the read itself.
 
-    A buffer is free again when the last view of what was lent is gone, however far views of views were handed on; who
-    keeps one keeps its bytes. When all are lent, memory is made that is not kept.
+    A buffer is free again when the last view of it is gone, including views of views: its bytes stay valid for as long
+    as any view exists. If no buffer is free, memory is allocated that the pool does not keep.
 
     Args:
-        kept: buffers kept for the next read.
+        kept: number of buffers that the pool keeps.
     """
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
         self._buffers: list[tuple[npt.NDArray[np.uint8], weakref.ref[Any]]] = []
 
-    def lend(self, size_bytes: int) -> memoryview:
-        """A writable view of ``size_bytes`` with any content."""
+    def acquire(self, size_bytes: int) -> memoryview:
+        """Return a writable view of ``size_bytes`` bytes of arbitrary content."""
         free = [i for i, (_, window) in enumerate(self._buffers) if window() is None]
         fitting = [i for i in free if self._buffers[i][0].nbytes >= size_bytes]
         memory = self._buffers[fitting[0]][0] if fitting else np.empty(size_bytes, dtype=np.uint8)
-        # Views hold on to this array object, and through it to the memory; nothing else refers to it.
+        # Views refer to this array object, and through it to the memory; nothing else does.
         window = memory[:size_bytes]
         entry = (memory, weakref.ref(window))
         if fitting:

@@ -1,4 +1,4 @@
-"""The trainer's end of the stream: hands the accesses of each step to a background thread, and never blocks a step."""
+"""Publish the accesses of a trainer's steps from a background thread, without blocking a step."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from flexd.stream.types import AccessBatch, Int32Array, Sink
 _log = logging.getLogger(__name__)
 
 _ENTRY_BYTES = 64
-"""What one entry costs in a message beside its arrays and its name, generously."""
+"""Upper estimate of the size of an entry in a message, without its arrays and its name."""
 _MESSAGE_BYTES = 2048
-"""What schema and framing cost, generously."""
+"""Upper estimate of the size of schema and framing."""
 _IDLE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class PublisherCounters:
-    """Where the accesses given to ``publish`` went, in accesses unless said otherwise.
+    """What became of the accesses given to ``publish``, in accesses except for the message counts.
 
     Attributes:
-        published: taken by the sink.
-        dropped_queue_full: the background thread was behind.
-        dropped_sink: the sink refused them, or they were still queued when ``close`` ran out of time.
-        dropped_invalid: the arrays, the table name or the time were unusable (the first is logged).
+        published: accepted by the sink.
+        dropped_queue_full: dropped because the background thread was behind.
+        dropped_sink: refused by the sink, or still queued at the deadline of ``close``.
+        dropped_invalid: dropped for an invalid array, table name or time (the first is logged).
         sampled_out: left out by sampling.
-        queued: not decided yet.
-        messages: messages taken by the sink.
-        messages_failed: of which the sink could not deliver in the end.
+        queued: in the queue or on their way to the sink.
+        messages: messages accepted by the sink.
+        messages_failed: accepted messages that the sink could not deliver.
     """
 
     published: int
@@ -52,23 +52,24 @@ class PublisherCounters:
 
 
 class Publisher:
-    """Sends the accesses of one rank to a sink.
+    """Send the accesses of one rank to a sink.
 
-    ``publish`` copies the arrays into a bounded queue and returns; a daemon thread coalesces what has gathered into
-    messages and sends them. A full queue or a dead sink costs accesses, which are counted, never time or an exception.
+    ``publish`` copies the arrays into a bounded queue and returns; a daemon thread groups queued batches into
+    messages and sends them. With a full queue or a dead sink accesses are dropped and counted; ``publish`` never waits
+    and never raises.
 
     Sampling keeps every access with the same probability ``sample_fraction``, whatever its row, so shares and
     frequency ratios estimated downstream are unbiased; absolute counts are ``sample_fraction`` times the true ones.
-    ``sample_by="batch"`` draws once a call, which costs nothing for what is left out. ``"sample"`` draws once a
-    sequence (``lengths`` needed, else it draws once a call): the estimate from the same number of accesses varies less,
-    because the accesses of one batch are alike. Sequences are kept or left out whole, so their lengths stay true.
+    ``sample_by="batch"`` draws once a call, which is cheapest. ``"sample"`` draws once a sequence (once a call without
+    ``lengths``): estimates from the same number of accesses vary less, because the accesses of one batch are alike.
+    Sequences are kept or left out whole, so their lengths stay true.
 
     Args:
-        sink: where to; owned from now on and closed by ``close``. Used by the background thread only.
+        sink: owned and closed by the publisher; used by its background thread only.
         source_rank: this rank.
         max_queue_batches, max_queue_bytes: bounds of the queue; as much again may be on its way to the sink.
-        max_message_bytes: messages are filled up to this size; below the usual broker limit of 1 MiB by default.
-        linger_seconds: how long the first queued batch waits for company.
+        max_message_bytes: maximum size of a message; the default is below the usual broker limit of 1 MiB.
+        linger_seconds: how long the first queued batch waits for further ones.
 
     Raises:
         StreamError: an argument is out of range.
@@ -108,7 +109,7 @@ class Publisher:
         self._counts = dict.fromkeys(
             ("published", "dropped_queue_full", "dropped_sink", "dropped_invalid", "sampled_out", "messages"), 0
         )
-        self._complained = False
+        self._warned = False
         self.problem: str | None = None
         """The last failure of the sink, None once it works again."""
         self._thread = threading.Thread(target=self._run, name="flexd-publisher", daemon=True)
@@ -121,23 +122,23 @@ class Publisher:
         self.close(5.0)
 
     def publish(self, table: str, rows: Any, lengths: Any = None, event_time_seconds: float | None = None) -> bool:
-        """Queues the accesses of one look-up. Never raises for what it is given, never waits for the sink.
+        """Queue the accesses of one look-up. Never raises, whatever the arguments are, and never waits for the sink.
 
         Args:
             table: name of the table.
-            rows: integer[n], numpy array or CPU tensor (a device tensor would have to be waited for: it is refused).
-            lengths: integer[s] or None, how ``rows`` splits into sequences.
+            rows: integer[n], numpy array or CPU tensor (a device tensor is refused: it would have to be waited for).
+            lengths: integer[s] or None, lengths of the sequences that ``rows`` consists of.
             event_time_seconds: Unix seconds; now by default.
 
         Returns:
-            Whether anything was queued.
+            True if accesses were queued.
         """
         try:
             batch = self._batch(table, rows, lengths, time.time() if event_time_seconds is None else event_time_seconds)
         except (StreamError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-            self._count("dropped_invalid", _size_of(rows))
-            if not self._complained:
-                self._complained = True
+            self._count("dropped_invalid", _access_count(rows))
+            if not self._warned:
+                self._warned = True
                 _log.warning("accesses of table %r cannot be published: %s (reported once)", table, error)
             return False
         if batch is None:
@@ -150,7 +151,7 @@ class Publisher:
                 self._counts["dropped_sink"] += len(batch.rows)
                 return False
             self._queue.append(batch)
-            self._queue_bytes += _bytes_of(batch)
+            self._queue_bytes += _encoded_bytes(batch)
             self._changed.notify()
         return True
 
@@ -160,7 +161,7 @@ class Publisher:
             return PublisherCounters(queued=queued, messages_failed=self._sink.messages_failed, **self._counts)
 
     def close(self, timeout_seconds: float) -> bool:
-        """Sends what is queued and closes the sink. True if everything was sent within the deadline."""
+        """Send the queued batches and close the sink. Return whether all were sent within the deadline."""
         with self._changed:
             if self._close_deadline is None:
                 self._close_deadline = time.monotonic() + timeout_seconds
@@ -174,14 +175,14 @@ class Publisher:
             return left == 0 and self._in_flight == 0 and self.problem is None
 
     def _batch(self, table: str, rows: Any, lengths: Any, event_time_seconds: float) -> AccessBatch | None:
-        """A copy of the accesses that sampling keeps; None if it keeps none. Raises if they are unusable."""
+        """Copy the accesses that sampling keeps; None if it keeps none. Raises if the arguments are invalid."""
         if not isinstance(table, str) or not 0 < len(table) <= MAX_TABLE_NAME_CHARS:
             raise StreamError(f"table name of {len(table)} characters")
         if not 0 <= event_time_seconds <= MAX_EVENT_TIME_SECONDS:
             raise StreamError(f"event time {event_time_seconds}")
         ids = _host_array(rows)
         parts: Int32Array | None = None if lengths is None else _host_array(lengths).astype(np.int32)
-        # Checks the shapes before anything is drawn or copied.
+        # Check the shapes before sampling and copying.
         batch = AccessBatch(table, ids, self._source_rank, float(event_time_seconds), parts)
         if self._sample_fraction < 1.0:
             if self._sample_by == "batch" or parts is None:
@@ -201,7 +202,7 @@ class Publisher:
         return AccessBatch(table, ids.copy(), self._source_rank, batch.event_time_seconds, parts)
 
     def _has_room(self, batch: AccessBatch) -> bool:
-        within = self._queue_bytes + _bytes_of(batch) <= self._max_queue_bytes
+        within = self._queue_bytes + _encoded_bytes(batch) <= self._max_queue_bytes
         return len(self._queue) < self._max_queue_batches and within
 
     def _count(self, name: str, accesses: int) -> None:
@@ -212,10 +213,10 @@ class Publisher:
 
     def _run(self) -> None:
         while True:
-            batches = self._take()
+            batches = self._drain_queue()
             if not batches:
                 break
-            for message in _messages(batches, self._max_message_bytes):
+            for message in _group(batches, self._max_message_bytes):
                 self._send(message)
             with self._changed:
                 idle = not self._queue
@@ -227,8 +228,8 @@ class Publisher:
         except Exception as error:
             self.problem = str(error)
 
-    def _take(self) -> list[AccessBatch]:
-        """What has gathered, after lingering for more; empty when closing and drained or out of time."""
+    def _drain_queue(self) -> list[AccessBatch]:
+        """Remove and return the queued batches after lingering; empty if closing and either drained or out of time."""
         with self._changed:
             while not self._queue and self._close_deadline is None:
                 self._changed.wait(_IDLE_SECONDS)
@@ -250,7 +251,7 @@ class Publisher:
         accesses = sum(len(batch.rows) for batch in batches)
         sent = False
         if self._close_deadline is None or time.monotonic() < self._close_deadline:
-            # A sink is foreign code; whatever it does must not end this thread, or every later step would be lost.
+            # A sink is foreign code: no exception of it may end this thread, or all later accesses would be lost.
             try:
                 self._sink.send(encode_arrow(batches))
                 self.problem = None
@@ -275,11 +276,15 @@ class Publisher:
 
 
 def _host_array(values: Any) -> npt.NDArray[Any]:
-    """int32[n] or int64[n], sharing memory if it can. Raises TypeError or StreamError for anything that is no array of
-    integers in host memory."""
+    """Convert to int32[n] or int64[n], without a copy if possible.
+
+    Raises:
+        TypeError, StreamError: the values are no integer array in host memory.
+    """
     if hasattr(values, "detach"):
         values = values.detach().numpy()
-    array = np.asarray(values)
+    # numpy makes an empty list a float array.
+    array = np.asarray(values, dtype=np.int64 if isinstance(values, list | tuple) and not values else None)
     if array.dtype in (np.int32, np.int64):
         return array
     if array.dtype.kind not in "iu" or array.dtype == np.uint64:
@@ -287,26 +292,26 @@ def _host_array(values: Any) -> npt.NDArray[Any]:
     return array.astype(np.int64)
 
 
-def _size_of(rows: Any) -> int:
+def _access_count(rows: Any) -> int:
     try:
         return int(np.prod(rows.shape, dtype=np.int64))
     except (AttributeError, TypeError, ValueError):
         return 0
 
 
-def _bytes_of(batch: AccessBatch) -> int:
+def _encoded_bytes(batch: AccessBatch) -> int:
     lengths = 0 if batch.sequence_lengths is None else batch.sequence_lengths.nbytes
     return batch.rows.nbytes + lengths + 4 * len(batch.table) + _ENTRY_BYTES
 
 
-def _messages(batches: list[AccessBatch], max_message_bytes: int) -> Iterator[list[AccessBatch]]:
-    """Groups batches into messages, keeping their order per id type (mixed, int32 ids would be sent as int64)."""
+def _group(batches: list[AccessBatch], max_message_bytes: int) -> Iterator[list[AccessBatch]]:
+    """Group batches into messages, in order for each id type: in a mixed message int32 ids would be sent as int64."""
     limit = max_message_bytes - _MESSAGE_BYTES
     groups: dict[np.dtype[Any], list[AccessBatch]] = {}
     sizes: dict[np.dtype[Any], int] = {}
     for batch in batches:
-        for piece in _pieces(batch, limit):
-            kind, size = piece.rows.dtype, _bytes_of(piece)
+        for piece in _split(batch, limit):
+            kind, size = piece.rows.dtype, _encoded_bytes(piece)
             group = groups.setdefault(kind, [])
             if group and (sizes[kind] + size > limit or len(group) >= MAX_ENTRIES):
                 yield group
@@ -316,14 +321,14 @@ def _messages(batches: list[AccessBatch], max_message_bytes: int) -> Iterator[li
     yield from (group for group in groups.values() if group)
 
 
-def _pieces(batch: AccessBatch, max_bytes: int) -> Iterator[AccessBatch]:
-    """Parts of at most ``max_bytes``, cut between sequences; a longer sequence stays whole."""
-    size = _bytes_of(batch)
+def _split(batch: AccessBatch, max_bytes: int) -> Iterator[AccessBatch]:
+    """Split a batch into parts of at most ``max_bytes``, between sequences; a longer sequence stays whole."""
+    size = _encoded_bytes(batch)
     if size <= max_bytes:
         yield batch
         return
     lengths = batch.sequence_lengths
-    room = max_bytes - (_bytes_of(batch) - batch.rows.nbytes - (0 if lengths is None else lengths.nbytes))
+    room = max_bytes - (_encoded_bytes(batch) - batch.rows.nbytes - (0 if lengths is None else lengths.nbytes))
     if lengths is None:
         rows_a_piece = max(1, room // batch.rows.itemsize)
         for first in range(0, len(batch.rows), rows_a_piece):

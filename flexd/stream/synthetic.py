@@ -1,4 +1,4 @@
-"""A source that makes its own accesses: Zipf with drift, paced, and the same again from any position."""
+"""A source of generated accesses: Zipf with drift, paced, and reproducible from any position."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class SyntheticSource:
     ``drift_rows_per_second`` new rows enter at the top and every row falls as many ranks. ``scatter`` is a bijection
     that spreads neighbouring ranks over the table.
 
-    Messages come due as the clock runs, at ``accesses_per_second``; what the reader has not fetched is ``lag``.
+    Messages come due at ``accesses_per_second`` as the clock runs; due messages that were not polled are the ``lag``.
 
     Args:
         tables: (name, rows) of each table.
-        source_ranks: the messages claim to come from these many ranks in turn.
+        source_ranks: number of ranks that the messages name in turn as their source.
         start_seconds: event time of message 0.
         clock: monotonic seconds.
-        sleep: waits for a number of seconds.
+        sleep: wait for a number of seconds.
 
     Raises:
         StreamError: no tables, or an argument out of range.
@@ -109,7 +109,7 @@ class SyntheticSource:
         return {PARTITION: self._next}
 
     def lag(self) -> int:
-        # A billionth of a message early, so that a sleep until the due time is never a rounding error too short.
+        # A billionth of a message early, so that rounding never makes a sleep until the due time too short.
         due = int((self._clock() - self._started_at) / self._seconds_per_message + 1e-9)
         return max(0, due - (self._next - self._first))
 
@@ -120,10 +120,10 @@ class SyntheticSource:
         self._closed = True
 
     def batch(self, number: int) -> AccessBatch:
-        """What message ``number`` holds."""
+        """Generate message ``number``."""
         which = number % len(self._tables)
         name, rows = self._tables[which]
-        # A counter-based generator: any message's stream is reached without making the ones before.
+        # A counter-based generator: each message is generated without those before it.
         random = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, number, which, 0]))
         seconds = number * self._seconds_per_message
         ranks = self._samplers[which].sample(self._accesses_per_message, random)

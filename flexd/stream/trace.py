@@ -1,4 +1,4 @@
-"""Traces of (table, row) events, and the batches a next-item sequence model makes of them."""
+"""Traces of (table, row) events, and the batches that a next-item sequence model trains on."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ Int64Array = npt.NDArray[np.int64]
 _STYLES = 10
 _REQUIRED = ("row", "ts", "table_rows", "table_names")
 _KINDS = {"row": "iu", "ts": "iuf", "table": "iu", "user": "iu", "table_rows": "iu", "table_names": "U"}
-"""Kinds of numpy dtypes that each array may have."""
+"""Allowed numpy dtype kinds of each array."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Events in order of time.
+    """Events in time order.
 
     Attributes:
         table: int64 [n], index into ``table_names``.
         row: int64 [n], dense in its table.
         seconds: float64 [n], event time.
         user: int64 [n], or None for a plain stream of accesses.
-        table_rows: int64 [tables]; ``table_names``: as many.
+        table_rows: int64 [tables], number of rows of each table.
+        table_names: name of each table.
     """
 
     table: Int64Array
@@ -47,11 +48,11 @@ class Trace:
 
 
 def load_trace(path: Path) -> Trace:
-    """Reads an ``.npz`` with arrays row, ts, table_rows, table_names, and optionally table (default 0) and user.
+    """Read an ``.npz`` with arrays row, ts, table_rows, table_names, and optionally table (default 0) and user.
 
     Raises:
-        StreamError: the file cannot be read, lacks an array, has one of another type or length, names rows outside its
-            tables, or is not in order of time.
+        StreamError: the file cannot be read, lacks an array, has an array of a wrong type or length, has rows outside
+            its tables, or is not in time order.
     """
     arrays = _read_arrays(path)
     missing = [name for name in _REQUIRED if name not in arrays]
@@ -76,7 +77,7 @@ def load_trace(path: Path) -> Trace:
         raise StreamError(f"trace {path}: {len(names)} table names for {len(table_rows)} tables, or one named twice")
     if table.min() < 0 or table.max() >= len(table_rows) or row.min() < 0 or (row >= table_rows[table]).any():
         raise StreamError(f"trace {path}: an event names a table or row that table_rows does not have")
-    # Written so that NaN fails too.
+    # In this form the comparison fails for NaN too.
     if not (seconds[0] >= 0 and np.isfinite(seconds[-1]) and (np.diff(seconds) >= 0).all()):
         raise StreamError(f"trace {path}: ts is not in order of time, or not finite and from 0", remedy="sort by ts")
     return Trace(table, row, seconds, user, table_rows, names)
@@ -85,7 +86,7 @@ def load_trace(path: Path) -> Trace:
 def _read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
     try:
         with path.open("rb") as opened:
-            if not zipfile.is_zipfile(opened):  # numpy would advise to unpickle it
+            if not zipfile.is_zipfile(opened):  # numpy's error would advise to allow pickles
                 raise ValueError("no .npz archive")
             opened.seek(0)
             file = np.load(opened, allow_pickle=False)
@@ -97,10 +98,10 @@ def _read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
 def synthetic_trace(
     events: int, seed: int = 0, *, rows: int = 12_000, active: int = 2_000, users: int = 1_000, exponent: float = 1.0
 ) -> Trace:
-    """A shop whose fashions change: Zipf popularity over the items in season; every season a third of them changes.
+    """Generate the trace of a shop: Zipf popularity over the items in season, a third of which change every season.
 
-    Items come in ``_STYLES`` styles; half of what a user takes is of the user's own, which is what a model can learn.
-    Most rows of the table rest at any time, as RecShard (arXiv 2201.10095) saw of production tables. Event time runs at
+    Items come in ``_STYLES`` styles; half of a user's events are in the user's own style, which a model can learn.
+    Most rows of the table are idle at any time, as RecShard (arXiv 2201.10095) reports of production tables. There is
     one event a second.
     """
     rng = np.random.default_rng(seed)
@@ -127,9 +128,9 @@ class Batch:
     Attributes:
         ids: by table, int64 row ids, sample by sample.
         lengths: by table, int64 [samples].
-        order: int64 [elements], where each element of each sequence (sample by sample, in order of time) stands in
-            the tables' ids laid one after another.
-        sequence_lengths: int64 [samples], history and target.
+        order: int64 [elements], the index of each element of each sequence (sample by sample, in time order) in the
+            concatenated ids of the tables.
+        sequence_lengths: int64 [samples], length of history and target.
         seconds: event time of the last sample.
     """
 
@@ -141,10 +142,10 @@ class Batch:
 
 
 class Batches:
-    """``steps`` batches for every rank, spread evenly over the whole trace, so that its drift is seen.
+    """``steps`` batches for every rank, spread evenly over the whole trace to include its drift.
 
     A sample is an event with at least ``min_history`` earlier events: of the same user, or, in a trace without users,
-    of the stream itself. Consecutive samples go to the ranks in turn, as a distributed sampler deals them.
+    of the stream itself. Consecutive samples go to the ranks in turn, as with a distributed sampler.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class Batches:
 
     @cached_property
     def span_seconds(self) -> float:
-        """Event time from the first to the last sample."""
+        """Event time between the first and the last sample."""
         return float(self._seconds[-1].max() - self._seconds[0].min())
 
     def batch(self, step: int, rank: int) -> Batch:

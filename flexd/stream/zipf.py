@@ -1,4 +1,4 @@
-"""Bounded Zipf samples in bulk, exact and without a table of probabilities."""
+"""Draw bounded Zipf samples in bulk, exactly and without a table of probabilities."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class ZipfSampler:
-    """Draws ranks 0..n-1 with probability proportional to ``(rank + 1) ** -exponent``.
+    """Draw ranks 0..n-1 with probability proportional to ``(rank + 1) ** -exponent``.
 
     Rejection-inversion of W. Hörmann and G. Derflinger, "Rejection-inversion to generate variates from monotone
     discrete distributions", ACM TOMACS 6(3), 1996, algorithm RI; vectorised. Costs no memory per rank, so it serves
@@ -26,14 +26,14 @@ class ZipfSampler:
     def __init__(self, ranks: int, exponent: float) -> None:
         self._ranks = ranks
         self._exponent = exponent
-        # The hat is the integral of x^-s over [k - 1/2, k + 1/2]; rank 1 is cut so that its column is exactly its mass.
+        # The hat is the integral of x^-s over [k - 1/2, k + 1/2]; that of rank 1 is shortened to exactly its mass.
         self._low = float(self._integral(np.array(1.5))) - 1.0
         self._high = float(self._integral(np.array(ranks + 0.5)))
         inside = self._integral(np.array(2.5)) - 2.0**-exponent
         self._always = 2.0 - float(self._inverse(inside))
 
     def sample(self, count: int, random: np.random.Generator) -> Int64Array:
-        """int64[count] ranks."""
+        """Draw int64[count] ranks."""
         ranks = np.empty(count, dtype=np.int64)
         filled = 0
         while filled < count:
@@ -43,9 +43,9 @@ class ZipfSampler:
             x = self._inverse(u)
             k = np.clip(np.rint(x), 1, self._ranks)
             accepted = (k - x <= self._always) | (u >= self._integral(k + 0.5) - k**-self._exponent)
-            taken = k[accepted][:want]
-            ranks[filled : filled + len(taken)] = taken
-            filled += len(taken)
+            chosen = k[accepted][:want]
+            ranks[filled : filled + len(chosen)] = chosen
+            filled += len(chosen)
         ranks -= 1
         return ranks
 
@@ -65,7 +65,7 @@ class ZipfSampler:
 
 
 def scatter_multiplier(rows: int) -> int:
-    """A factor coprime to ``rows`` near the golden ratio of it, small enough that products stay below 2^63."""
+    """Return a factor coprime to ``rows``, near ``rows`` times the golden ratio, that keeps products below 2^63."""
     multiplier = max(1, min(int(rows * 0.6180339887), 2**62 // rows))
     while math.gcd(multiplier, rows) != 1:
         multiplier -= 1
@@ -73,6 +73,8 @@ def scatter_multiplier(rows: int) -> int:
 
 
 def scatter(ranks: Int64Array, rows: int, multiplier: int) -> Int64Array:
-    """int64 [n] popularity ranks (any integers) -> int64 [n] rows of a table: a bijection modulo ``rows`` that spreads
-    neighbouring ranks over the table."""
+    """Map popularity ranks, int64 [n] of any integers, to rows of a table, int64 [n].
+
+    The map is a bijection modulo ``rows`` that spreads neighbouring ranks over the table.
+    """
     return (ranks % rows) * multiplier % rows

@@ -1,4 +1,4 @@
-"""Buffers are used again when, and only when, nobody can see them."""
+"""The buffer pool reuses a buffer if, and only if, no view of it is left."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from flexd.stream.buffers import ReusedBuffers
+from flexd.stream.buffers import BufferPool
 
 
 def address(view: memoryview) -> int:
@@ -26,27 +26,27 @@ def address(view: memoryview) -> int:
     ],
 )
 def test_a_view_of_a_view_keeps_its_bytes(keep):
-    buffers = ReusedBuffers(2)
-    view = buffers.lend(64)
+    buffers = BufferPool(2)
+    view = buffers.acquire(64)
     first = address(view)
     kept = keep(view)
     del view
     for _ in range(3):
-        assert address(buffers.lend(64)) != first
+        assert address(buffers.acquire(64)) != first
     del kept
-    assert address(buffers.lend(64)) == first
+    assert address(buffers.acquire(64)) == first
 
 
 def test_memory_is_bounded_and_grows_with_the_largest_read():
-    buffers = ReusedBuffers(2)
-    held = [buffers.lend(10) for _ in range(5)]
+    buffers = BufferPool(2)
+    held = [buffers.acquire(10) for _ in range(5)]
     assert len({address(view) for view in held}) == 5
     assert len(buffers._buffers) == 2
     del held
-    large = buffers.lend(100)
+    large = buffers.acquire(100)
     at = address(large)
     del large
-    assert address(buffers.lend(50)) == at
+    assert address(buffers.acquire(50)) == at
     assert len(buffers._buffers) == 2
-    assert len(buffers.lend(50)) == 50
-    assert len(buffers.lend(0)) == 0
+    assert len(buffers.acquire(50)) == 50
+    assert len(buffers.acquire(0)) == 0

@@ -1,4 +1,4 @@
-"""The publisher: nothing it is given can block or raise, and every access is accounted for."""
+"""The publisher: no argument makes it block or raise, and every access is accounted for."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.errors import StreamError
-from flexd.stream.codecs.codec import decode
+from flexd.stream.codecs.codec import decode, encode_arrow
 from flexd.stream.file_log.log import FileLogSink, FileLogSource
-from flexd.stream.publisher import Publisher
+from flexd.stream.publisher import Publisher, _group
 from flexd.stream.types import AccessBatch, Sink
 from tests.support.until import until
 
@@ -22,7 +22,7 @@ MAX = 1 << 24
 
 
 class MemorySink:
-    """Keeps messages; fails or hangs on demand."""
+    """A sink that keeps messages, and fails or hangs on demand."""
 
     def __init__(self) -> None:
         self.payloads: list[bytes] = []
@@ -54,7 +54,7 @@ def total(publisher: Publisher) -> int:
     return c.published + c.dropped_queue_full + c.dropped_sink + c.dropped_invalid + c.sampled_out + c.queued
 
 
-def test_batches_arrive_as_they_were():
+def test_batches_arrive_unchanged():
     sink = MemorySink()
     assert isinstance(sink, Sink)
     publisher = Publisher(sink, source_rank=3)
@@ -163,6 +163,16 @@ def test_unusable_input_is_counted_not_raised(table, rows, lengths, seconds):
     assert sink.payloads == []
 
 
+def test_empty_lists_are_no_invalid_accesses(caplog):
+    sink = MemorySink()
+    publisher = Publisher(sink, source_rank=0)
+    assert publisher.publish("t", [], [], 1.0)
+    assert publisher.publish("t", [], [0, 0], 1.0)
+    assert publisher.close(5.0)
+    assert [b.sequence_lengths.tolist() for b in sink.batches()] == [[], [0, 0]]
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("by", ["batch", "sample"])
 def test_sampling_is_unbiased(by):
     """Row r appears r+1 times a batch; the sampled shares must be the same, and a tenth must be kept."""
@@ -207,26 +217,65 @@ def test_ranks_sample_differently():
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.lists(st.integers(0, 400), max_size=20), st.booleans(), st.booleans()), min_size=1, max_size=8
+        st.tuples(st.lists(st.integers(0, 400), max_size=20), st.integers(0, 3000), st.booleans(), st.booleans()),
+        min_size=1,
+        max_size=8,
     )
 )
 def test_messages_stay_within_their_size_and_lose_nothing(calls):
+    """A call has sequences, some empty ones that cost lengths without rows, an id type, and lengths or none."""
     sink = MemorySink()
     publisher = Publisher(sink, source_rank=0, max_message_bytes=6000, linger_seconds=0.02)
-    sent: list[np.ndarray] = []
-    sequences: list[int] = []
-    for number, (lengths, wide, with_lengths) in enumerate(calls):
+    sent: dict[np.dtype, list[int]] = {}
+    sequences: dict[np.dtype, list[int]] = {}
+    for number, (lengths, empty, wide, with_lengths) in enumerate(calls):
         rows = (np.arange(sum(lengths)) + number * 10_000).astype(np.int64 if wide else np.int32)
-        publisher.publish("t", rows, lengths if with_lengths else None, 1.0)
-        sent.append(rows)
-        sequences += lengths if with_lengths else []
+        lengths = lengths + [0] * empty
+        assert publisher.publish("t", rows, lengths if with_lengths else None, 1.0)
+        sent.setdefault(rows.dtype, []).extend(rows.tolist())
+        sequences.setdefault(rows.dtype, []).extend(lengths if with_lengths else [])
     assert publisher.close(20.0)
+    assert sink.payloads
+    assert max(map(len, sink.payloads)) <= 6000
     received = sink.batches()
-    assert max((len(p) for p in sink.payloads), default=0) <= 6000
-    rows = np.concatenate([b.rows for b in received]) if received else np.empty(0)
-    assert sorted(rows.tolist()) == sorted(np.concatenate(sent).tolist())
-    got = [int(n) for b in received if b.sequence_lengths is not None for n in b.sequence_lengths]
-    assert sorted(got) == sorted(sequences)
+    for dtype in sent:
+        batches = [batch for batch in received if batch.rows.dtype == dtype]
+        assert [row for batch in batches for row in batch.rows.tolist()] == sent[dtype], "in order, by id type"
+        got = [n for batch in batches if batch.sequence_lengths is not None for n in batch.sequence_lengths.tolist()]
+        assert got == sequences[dtype]
+    assert {batch.rows.dtype for batch in received} <= sent.keys()
+
+
+LIMIT = 20_000
+
+
+def batch_of(rows: int, dtype: type, lengths: int | None, table: str = "t") -> AccessBatch:
+    """Make a batch; of its ``lengths`` sequences the first has all rows and the others none."""
+    parts = None if lengths is None else np.array([rows] + [0] * (lengths - 1), dtype=np.int32)
+    return AccessBatch(table, np.arange(rows, dtype=dtype), 0, 1.0, parts)
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        pytest.param([batch_of(50_000, np.int64, None)], id="rows"),
+        pytest.param([batch_of(50_000, np.int32, None)], id="narrow rows"),
+        pytest.param([batch_of(10, np.int64, 50_000)], id="one batch of lengths"),
+        pytest.param([batch_of(1, np.int64, 1_000)] * 40, id="many batches of lengths"),
+        pytest.param([batch_of(1_000, np.int64, 500)] * 9, id="rows and lengths"),
+        pytest.param([batch_of(1, np.int64, None)] * 3_000, id="many entries"),
+        pytest.param([batch_of(1, np.int64, 1)] * 3_000, id="many entries with lengths"),
+        pytest.param([batch_of(1, np.int32, None, "\N{OLD PERSIAN SIGN A}" * 256)] * 100, id="long names"),
+        pytest.param([batch_of(1_500, np.int64, None, "\N{OLD PERSIAN SIGN A}" * 256)] * 10, id="rows and long names"),
+        pytest.param(
+            [batch_of(9_000, np.int64, 9_000, "\N{OLD PERSIAN SIGN A}" * 256)], id="a split batch of a long name"
+        ),
+    ],
+)
+def test_every_part_of_a_message_counts_towards_its_size(batches):
+    sizes = [len(encode_arrow(message)) for message in _group(batches, LIMIT)]
+    assert max(sizes) <= LIMIT
+    assert len(sizes) <= 1 + sum(sizes) / (LIMIT / 3), "messages are filled"
 
 
 def test_through_a_file_log(tmp_path):

@@ -1,1 +1,1 @@
-"""Messages of the stream as bytes, and back."""
+"""Encode and decode messages of the stream."""

@@ -1,4 +1,4 @@
-"""Decodes both kinds of message that a stream may carry: single accesses, and the counts of a tap."""
+"""Decode both kinds of message of a stream: accesses, and the counts of a tap."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexd.stream.types import AccessBatch
 
 
 def decode(payload: bytes | memoryview, max_message_bytes: int) -> Sequence[AccessBatch | TapCounts]:
-    """Decode a message of the kind that its first bytes name. Counts of a tap have a size limit of their own
+    """Decode a message; its first bytes tell the kind. Counts of a tap have a size limit of their own
     (``tap_counts.MAX_PAYLOAD_BYTES``): one message stands for a whole interval of a rank.
 
     Raises:

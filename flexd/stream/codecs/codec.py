@@ -1,4 +1,4 @@
-"""Messages as bytes: one Arrow IPC record batch a message for programs, JSON lines for people."""
+"""Encode and decode access messages: an Arrow IPC record batch for programs, JSON lines for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from flexd.core.errors import CodecError, StreamError
-from flexd.stream.codecs import arrow_frame, arrow_plain
+from flexd.stream.codecs import arrow_fast_path, arrow_framing
 from flexd.stream.types import AccessBatch, Int32Array, RowArray
 
 REASONS = (
@@ -35,10 +35,10 @@ REASONS = (
 """Every value that ``CodecError.reason`` takes."""
 
 MAX_ENTRIES = 65_536
-"""Table entries of one message. Without it, a message of empty entries would cost 20 times its size in objects."""
+"""Maximum entries of a message. Without it, a message of empty entries would cost 20 times its size in objects."""
 MAX_TABLE_NAME_CHARS = 256
 MAX_EVENT_TIME_SECONDS = 1e11
-"""Year 5138: larger values are milliseconds or worse by mistake, and would age every counter to nothing."""
+"""Year 5138. Larger values are milliseconds or finer by mistake, and would decay every counter to nothing."""
 
 _MAX_SCHEMAS = 64
 _MAX_SCHEMA_BYTES = 2**16
@@ -49,25 +49,25 @@ _JSON_KEYS = frozenset((*_COLUMNS, "sequence_lengths"))
 _FLOAT64 = pa.float64()
 
 
-class _Known(NamedTuple):
-    """A schema that was walked, read and checked; ``plain`` if its messages can be read without Arrow."""
+class _CheckedSchema(NamedTuple):
+    """A checked schema, with its columns if its messages can be read on the fast path."""
 
     schema: pa.Schema
-    plain: tuple[arrow_plain.Column, ...] | None
+    fast_columns: tuple[arrow_fast_path.Column, ...] | None
 
 
-_schemas: dict[bytes, _Known] = {}
-"""By their bytes: producers repeat theirs in every message."""
+_schemas: dict[bytes, _CheckedSchema] = {}
+"""Checked schemas by their bytes: producers repeat their schema in every message."""
 
 
 def encode_arrow(batches: Sequence[AccessBatch]) -> bytes:
-    """One message: an Arrow IPC stream of one record batch, one entry a batch.
+    """Encode one message: an Arrow IPC stream of one record batch, with one entry a batch.
 
     Columns: ``table`` utf8, ``rows`` list<int64> (list<int32> if all are), ``source_rank`` int32, ``event_time``
     float64 Unix seconds, and ``sequence_lengths`` list<int32> if any batch has them.
 
     Raises:
-        StreamError: no batches, or more entries or ids than one message holds.
+        StreamError: no batches, or more entries or ids than a message can hold.
     """
     _check_encodable(batches)
     wide = any(b.rows.dtype == np.int64 for b in batches)
@@ -83,13 +83,17 @@ def encode_arrow(batches: Sequence[AccessBatch]) -> bytes:
         lengths = [none if b.sequence_lengths is None else b.sequence_lengths for b in batches]
         missing = np.array([b.sequence_lengths is None for b in batches])
         columns.append(_list_array(lengths, np.dtype(np.int32), missing))
-    schema, schema_bytes = _OUR_SCHEMAS[wide, with_lengths]
+    schema, schema_bytes = _SCHEMAS[wide, with_lengths]
     batch = pa.RecordBatch.from_arrays(columns, schema=schema)
     return b"".join((schema_bytes, batch.serialize()))
 
 
 def encode_json(batches: Sequence[AccessBatch]) -> bytes:
-    """One message: one JSON object a line, keys as the columns of ``encode_arrow``. Raises StreamError as it does."""
+    """Encode one message as JSON lines, one object a batch, with the columns of ``encode_arrow`` as keys.
+
+    Raises:
+        StreamError: no batches, or more entries or ids than a message can hold.
+    """
     _check_encodable(batches)
     lines = []
     for batch in batches:
@@ -106,10 +110,10 @@ def encode_json(batches: Sequence[AccessBatch]) -> bytes:
 
 
 def decode(payload: bytes | memoryview, max_message_bytes: int) -> list[AccessBatch]:
-    """The table entries of one message, in order; Arrow row ids share the payload's memory where it is aligned.
+    """Decode the entries of one message, in order; Arrow row ids share the payload's memory where it is aligned.
 
-    A message is decoded whole or not at all. Memory is bounded by a small multiple of ``max_message_bytes``,
-    whatever the bytes are. Unknown columns and JSON keys are refused, so that a misspelt optional one is noticed.
+    A message is decoded whole or not at all. For any bytes, memory is bounded by a small multiple of
+    ``max_message_bytes``. Unknown columns and JSON keys are refused, so that a misspelt optional one is noticed.
 
     Raises:
         CodecError: ``reason`` is one of ``REASONS``.
@@ -121,9 +125,9 @@ def decode(payload: bytes | memoryview, max_message_bytes: int) -> list[AccessBa
         _fail("empty", "no bytes")
     if head[:1] in b"{ \t\r\n":
         return _decode_json(payload)
-    if len(head) < 4 and arrow_frame.CONTINUATION.startswith(head):
+    if len(head) < 4 and arrow_framing.CONTINUATION.startswith(head):
         _fail("truncated", f"{len(head)} bytes of an Arrow message")
-    if head != arrow_frame.CONTINUATION:
+    if head != arrow_framing.CONTINUATION:
         _fail("not_arrow_or_json", f"begins with {head!r}")
     return _decode_arrow(payload)
 
@@ -149,7 +153,7 @@ def _list_array(
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.ascontiguousarray(values, dtype=dtype)), mask=mask)
 
 
-def _our_schema(wide: bool, with_lengths: bool) -> tuple[pa.Schema, bytes]:
+def _make_schema(wide: bool, with_lengths: bool) -> tuple[pa.Schema, bytes]:
     fields = [
         ("table", pa.utf8()),
         ("rows", pa.list_(pa.int64() if wide else pa.int32())),
@@ -162,7 +166,7 @@ def _our_schema(wide: bool, with_lengths: bool) -> tuple[pa.Schema, bytes]:
     return schema, schema.serialize().to_pybytes()
 
 
-_OUR_SCHEMAS = {(wide, lengths): _our_schema(wide, lengths) for wide in (False, True) for lengths in (False, True)}
+_SCHEMAS = {(wide, lengths): _make_schema(wide, lengths) for wide in (False, True) for lengths in (False, True)}
 
 
 # ---- Arrow ----
@@ -170,18 +174,18 @@ _OUR_SCHEMAS = {(wide, lengths): _our_schema(wide, lengths) for wide in (False, 
 
 def _decode_arrow(payload: bytes | memoryview) -> list[AccessBatch]:
     try:
-        key = bytes(payload[: arrow_frame.schema_bytes(payload)])
+        key = bytes(payload[: arrow_framing.schema_bytes(payload)])
         known = _schemas.get(key)
         if known is None:
-            arrow_frame.walk(payload)
+            arrow_framing.walk(payload)
             known = _new_schema(key)
-        # Whether the schema was known must make no difference: a replay after a restart judges every message alike.
-        if known.plain is not None:
-            read = arrow_plain.read(payload, len(key), known.plain, MAX_ENTRIES)
-            batches = None if read is None else _plain_entries(read)
+        # A cached schema must make no difference: a replay after a restart must give the same result for every message.
+        if known.fast_columns is not None:
+            read = arrow_fast_path.read(payload, len(key), known.fast_columns, MAX_ENTRIES)
+            batches = None if read is None else _fast_entries(read)
             if batches is not None:
                 return batches
-        frames = arrow_frame.walk(payload, len(key))
+        frames = arrow_framing.walk(payload, len(key))
         buffer = pa.py_buffer(payload)
         if frames.dictionaries:
             batch = pa.ipc.open_stream(buffer).read_next_batch()
@@ -192,7 +196,7 @@ def _decode_arrow(payload: bytes | memoryview) -> list[AccessBatch]:
             _fail(reason, f"{batch.num_rows} entries, 1 to {MAX_ENTRIES} are read")
         batch.validate(full=True)
         return _entries(known.schema, batch.columns)
-    except arrow_frame.FrameError as error:
+    except arrow_framing.FrameError as error:
         _fail(error.reason, str(error))
     except CodecError:
         raise
@@ -200,10 +204,12 @@ def _decode_arrow(payload: bytes | memoryview) -> list[AccessBatch]:
         _fail("corrupt", f"Arrow refuses it: {str(error)[:200]}")
 
 
-def _new_schema(key: bytes) -> _Known:
+def _new_schema(key: bytes) -> _CheckedSchema:
     schema = pa.ipc.read_schema(pa.py_buffer(key))
     _check_schema(schema)
-    known = _Known(schema, arrow_plain.plain_columns(schema) if arrow_frame.is_little_endian(key) else None)
+    known = _CheckedSchema(
+        schema, arrow_fast_path.fast_columns(schema) if arrow_framing.is_little_endian(key) else None
+    )
     if len(_schemas) >= _MAX_SCHEMAS:
         _schemas.clear()
     if len(key) <= _MAX_SCHEMA_BYTES:
@@ -226,8 +232,8 @@ def _check_schema(schema: pa.Schema) -> None:
         "event_time": types["event_time"] == pa.float64() or pa.types.is_timestamp(types["event_time"]),
         "sequence_lengths": "sequence_lengths" not in types or _is_list_of(types["sequence_lengths"], pa.int32()),
     }
-    for name, right in allowed.items():
-        if not right:
+    for name, valid in allowed.items():
+        if not valid:
             _fail("wrong_type", f"column {name!r} is {str(types[name])[:200]}")
 
 
@@ -235,11 +241,11 @@ def _is_list_of(kind: pa.DataType, *values: pa.DataType) -> bool:
     return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and kind.value_type in values
 
 
-def _plain_entries(read: arrow_plain.Columns) -> list[AccessBatch] | None:
-    """The entries if nothing is wrong with them; otherwise None, and the same checks below say what."""
+def _fast_entries(read: arrow_fast_path.Columns) -> list[AccessBatch] | None:
+    """Return the entries if they are valid, otherwise None: the slow path then raises the error with its reason."""
     tables, rows, ranks, times, lengths = read
-    right = min(map(len, tables)) > 0 and max(map(len, tables)) <= MAX_TABLE_NAME_CHARS and min(ranks) >= 0
-    if not right or not all(0 <= time <= MAX_EVENT_TIME_SECONDS for time in times):
+    valid = min(map(len, tables)) > 0 and max(map(len, tables)) <= MAX_TABLE_NAME_CHARS and min(ranks) >= 0
+    if not valid or not all(0 <= time <= MAX_EVENT_TIME_SECONDS for time in times):
         return None
     try:
         if lengths is None:
@@ -277,7 +283,7 @@ def _entries(schema: pa.Schema, columns: list[pa.Array]) -> list[AccessBatch]:
 
 
 def _tables(column: pa.Array) -> list[str]:
-    # A dictionary is decoded once: expanding a long name for every entry could be large.
+    # Each name of a dictionary is decoded once: a long name, expanded for every entry, could take much memory.
     if isinstance(column, pa.DictionaryArray):
         if column.dictionary.null_count:
             _fail("null_value", "the dictionary of column 'table' has nulls")
@@ -317,7 +323,7 @@ def _event_times(column: pa.Array) -> list[float]:
         seconds: list[float] = column.to_pylist()
     else:
         seconds = (column.cast(pa.int64()).to_numpy() / _UNITS_PER_SECOND[kind.unit]).tolist()
-    # Written so that NaN fails too.
+    # In this form the comparison fails for NaN too.
     if not all(0 <= time <= MAX_EVENT_TIME_SECONDS for time in seconds):
         _fail("bad_event_time", f"event_time {seconds[:4]}, Unix seconds are expected")
     return seconds
@@ -374,7 +380,7 @@ def _json_entry(line: str) -> AccessBatch:
 
 
 def _json_ints(key: str, value: object, kind: pa.DataType) -> npt.NDArray[Any]:
-    """Arrow infers one type for the whole list or refuses it; numpy would take booleans among integers."""
+    """Convert a JSON list of integers. Arrow refuses mixed types; numpy would accept booleans among integers."""
     if not isinstance(value, list):
         _fail("wrong_type", f"{key} is a {type(value).__name__}, expected a list of integers")
     try:

@@ -1,1 +1,1 @@
-"""The embedded stream: append-only segment files with offsets, one directory a partition, no broker."""
+"""A stream in files, without a broker: append-only segments with offsets, one directory a partition."""

@@ -1,4 +1,4 @@
-"""The embedded stream: append-only segment files with offsets, one directory a partition, no broker."""
+"""Source and sink of the file log: append-only segment files with offsets, one directory a partition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flexd.core.errors import StreamError
-from flexd.stream.buffers import ReusedBuffers
+from flexd.stream.buffers import BufferPool
 from flexd.stream.file_log import segments
 from flexd.stream.file_log.partition_reader import PartitionReader
 from flexd.stream.types import Message, OnPositionLost, Positions
@@ -18,27 +18,27 @@ from flexd.stream.types import Message, OnPositionLost, Positions
 _log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = (0.001, 0.05)
-"""Between two looks at a log that has nothing new, doubling from the one to the other."""
+"""Shortest and longest wait between two reads of a log without new messages; each wait doubles the one before."""
 _KEPT_BUFFERS = 4
-"""One is read into while messages of others wait for the threads that count."""
+"""One buffer is read into while messages in the others wait to be counted."""
 
 
 class FileLogSink:
-    """Appends to one partition. One writer a partition, enforced with a file lock.
+    """Append to one partition. One writer a partition, enforced with a file lock.
 
-    Records are buffered and written when ``flush_bytes`` have gathered, when the oldest has waited ``flush_seconds``
-    (looked at on every ``send``) or on ``flush``. What was written survives the death of the process, and with
-    ``fsync`` that of the machine. A new writer starts a new segment after the last intact record, so a record that a
-    dying writer left torn is never continued.
+    Records are buffered and written when the buffer holds ``flush_bytes``, when the oldest has waited ``flush_seconds``
+    (checked on every ``send``) or on ``flush``. Written records survive a crash of the process, and with ``fsync`` a
+    crash of the machine. A new writer starts a new segment after the last intact record, so it never continues a record
+    that another writer left unfinished.
 
     Args:
-        directory: the log; made if missing.
+        directory: the log; created if missing.
         partition: letters, digits, dot, dash, underscore.
-        segment_bytes: a new segment is begun beyond this size.
-        max_bytes: oldest whole segments are dropped beyond this total; None keeps all.
+        segment_bytes: size after which a new segment starts.
+        max_bytes: total size beyond which the oldest segments are deleted; None keeps all.
 
     Raises:
-        StreamError: bad name, another writer has the partition, or the directory cannot be written.
+        StreamError: the name is invalid, another writer has the partition, or the directory cannot be written.
     """
 
     def __init__(
@@ -85,16 +85,16 @@ class FileLogSink:
 
     @property
     def next_offset(self) -> int:
-        """Offset that the next message gets."""
+        """Offset of the next message."""
         return self._next_offset
 
     @property
     def messages_failed(self) -> int:
-        """Always 0: what was taken stays buffered until it is written."""
+        """Always 0: an accepted message stays buffered until it is written."""
         return 0
 
     def send(self, payload: bytes) -> None:
-        """Appends one message. See ``Sink``; a full disk is reported here and nothing is taken until it is writable."""
+        """Append one message. See ``Sink``. While the disk is full, this raises and accepts nothing."""
         if self._closed:
             raise StreamError(f"file log {self._directory}: the writer is closed")
         if len(payload) > segments.MAX_RECORD_BYTES:
@@ -111,14 +111,14 @@ class FileLogSink:
             self._buffer += piece
         self._next_offset += 1
         if len(self._buffer) >= self._flush_bytes or now - self._buffered_since >= self._flush_seconds:
-            # The message is taken: if the disk is full now, the next send says so.
+            # The message is accepted already: if the disk is full, the next send raises.
             try:
                 self._write()
             except StreamError as error:
                 _log.warning("%s", error)
 
     def flush(self, timeout_seconds: float = 0.0) -> None:
-        """Writes what is buffered. The deadline is not used: local files have none."""
+        """Write the buffer. The deadline is not used: local files have none."""
         self._write()
 
     def close(self) -> None:
@@ -153,8 +153,8 @@ class FileLogSink:
             os.close(fd)
 
     def _begin_segment(self) -> None:
-        """Opens the segment that starts at ``next_offset`` (nothing may be buffered) and drops old ones."""
-        # A segment of that name can only hold a torn record: no reader was given anything of it.
+        """Open the segment that starts at ``next_offset`` and delete old ones. The buffer must be empty."""
+        # An existing segment of that name has no complete record, so no reader has read from it.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         fd = os.open(segments.segment_path(self._directory, self._next_offset), flags, 0o644)
         if self._fd >= 0:
@@ -179,7 +179,7 @@ class FileLogSink:
             total -= size
 
     def _write(self) -> None:
-        """Writes the buffer; keeps exactly the bytes that were not written if that fails."""
+        """Write the buffer; on failure keep exactly the bytes that were not written."""
         if not self._buffer:
             return
         try:
@@ -205,19 +205,19 @@ class FileLogSink:
 
 
 class FileLogSource:
-    """Reads all partitions of a file log while they are written. See ``Source`` for the contract.
+    """Read all partitions of a file log while they are written. See ``Source`` for the contract.
 
-    What a bad record costs: a torn one at the end of the newest segment is not there yet; at the end of an older
+    Bad records: an incomplete one at the end of the newest segment is still being written. At the end of an older
     segment it was never completed and its offset is used again, so nothing is lost. A corrupt record anywhere else is
-    skipped: the reader looks for the next intact header, and the offsets in between are counted in ``messages_lost``.
+    skipped: the reader searches for the next intact header, and counts the offsets in between in ``messages_lost``.
 
-    When the log no longer holds the position (its segments were dropped, or the log is shorter than it was),
-    ``on_position_lost`` decides, as for Kafka: go on at the earliest or the latest message, or raise.
+    If the log no longer holds the position (its segments were deleted, or the log is shorter than it was),
+    ``on_position_lost`` applies, as for Kafka: continue at the earliest or the latest message, or raise.
 
     Args:
-        directory: the log; may appear later, as may partitions.
-        max_poll_bytes: a poll returns at most this many bytes of records, or one record.
-        discovery_seconds: time between looks for new partitions.
+        directory: the log; it and its partitions may be created later.
+        max_poll_bytes: maximum size of the records of a poll; a larger record is returned alone.
+        discovery_seconds: time between scans for new partitions.
 
     Raises:
         StreamError: ``directory`` is a file.
@@ -240,7 +240,7 @@ class FileLogSource:
         self._max_poll_messages = max_poll_messages
         self._discovery_seconds = discovery_seconds
         self._next_discovery = 0.0
-        self._buffers = ReusedBuffers(_KEPT_BUFFERS)
+        self._buffers = BufferPool(_KEPT_BUFFERS)
         self._restored: Positions = {}
         self._readers: dict[str, PartitionReader] = {}
         self._turn = 0

@@ -1,4 +1,4 @@
-"""Follows one partition of a file log: which segment, where in it, and what to do when records are bad or gone."""
+"""Read one partition of a file log across segments, bad records and lost positions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from flexd.core.errors import PositionLostError
-from flexd.stream.buffers import ReusedBuffers
+from flexd.stream.buffers import BufferPool
 from flexd.stream.file_log import segments
 from flexd.stream.types import Message, OnPositionLost
 
@@ -15,10 +15,10 @@ _log = logging.getLogger(__name__)
 
 
 class PartitionReader:
-    """Follows one partition: which segment, where in it, which offset comes next.
+    """Read one partition: tracks the open segment, the byte position in it and the next offset.
 
     Args:
-        offset: where to start; None for the earliest message.
+        offset: of the first message to read; None for the earliest.
         buffers: shared by the readers of a source.
     """
 
@@ -28,13 +28,13 @@ class PartitionReader:
         name: str,
         offset: int | None,
         on_position_lost: OnPositionLost,
-        buffers: ReusedBuffers | None = None,
+        buffers: BufferPool | None = None,
     ) -> None:
         self._directory = directory
         self._name = name
         self._on_position_lost = on_position_lost
-        self._buffers = buffers or ReusedBuffers(1)
-        self._anywhere = offset is None
+        self._buffers = buffers or BufferPool(1)
+        self._from_earliest = offset is None
         self.next_offset = offset or 0
         self.messages_lost = 0
         self.positions_lost = 0
@@ -45,14 +45,14 @@ class PartitionReader:
         self._segment_end = 0
         """Offset after the last record seen in this segment."""
         self._reached = offset is None
-        """Whether the log is known to have held everything before ``next_offset``."""
-        self._searched_to: int | None = None
-        """After a corrupt header: from here on an intact record is looked for."""
+        """True once the log is known to have held everything before ``next_offset``."""
+        self._search_from: int | None = None
+        """After a corrupt header: the byte position from which to search for an intact record."""
         self._end = (-1, 0, 0)
-        """Of the newest segment: base, offset after the last header walked, position after it."""
+        """Newest segment: base offset, offset after the last header walked, position after its record."""
 
     def read(self, max_bytes: int, max_messages: int) -> list[Message]:
-        """Next messages, none if there are none yet. Raises PositionLostError under the policy ``fail``."""
+        """Return the next messages, none if there are none yet. Raises PositionLostError under the policy ``fail``."""
         if max_messages <= 0:
             return []
         try:
@@ -62,12 +62,12 @@ class PartitionReader:
             return []
 
     def lag(self) -> int:
-        """Messages between the position and the end of the newest segment (headers are walked, once)."""
+        """Count the messages between the position and the end of the newest segment. Each header is walked once."""
         try:
             bases = segments.base_offsets(self._directory)
             if not bases:
                 return 0
-            return max(0, self._end_offset(bases[-1]) - (bases[0] if self._anywhere else self.next_offset))
+            return max(0, self._end_offset(bases[-1]) - (bases[0] if self._from_earliest else self.next_offset))
         except OSError:
             return 0
 
@@ -80,7 +80,7 @@ class PartitionReader:
         if self._fd < 0 and not self._open():
             return []
         while True:
-            messages, progressed = self._take(max_bytes, max_messages)
+            messages, progressed = self._read_records(max_bytes, max_messages)
             if messages:
                 self.problem = None
                 return messages
@@ -88,13 +88,13 @@ class PartitionReader:
                 return []
 
     def _open(self) -> bool:
-        """Opens the segment that holds ``next_offset``. False if the partition is empty."""
+        """Open the segment that holds ``next_offset``. Return False if the partition is empty."""
         bases = segments.base_offsets(self._directory)
         if not bases:
             return False
-        if self._anywhere:
+        if self._from_earliest:
             self.next_offset = bases[0]
-            self._anywhere = False
+            self._from_earliest = False
         elif self.next_offset < bases[0]:
             self._lose_position(f"the log now starts at {bases[0]}", bases)
         self._open_segment(max(base for base in bases if base <= self.next_offset))
@@ -107,11 +107,11 @@ class PartitionReader:
         self._base = base
         self._position = 0
         self._segment_end = base
-        self._searched_to = None
+        self._search_from = None
 
-    def _take(self, max_bytes: int, max_messages: int) -> tuple[list[Message], bool]:
-        """(messages, whether the position moved at all), from one read of the open segment."""
-        if self._searched_to is not None and not self._resynchronise():
+    def _read_records(self, max_bytes: int, max_messages: int) -> tuple[list[Message], bool]:
+        """Read the open segment once. Return (messages, True if the position moved)."""
+        if self._search_from is not None and not self._resynchronise():
             return [], False
         view = self._pread(max(max_bytes, segments.HEADER_BYTES))
         messages: list[Message] = []
@@ -119,7 +119,7 @@ class PartitionReader:
         while at + segments.HEADER_BYTES <= len(view) and len(messages) < max_messages:
             header = segments.read_header(view, at)
             if header is None:
-                self._searched_to = self._position + at
+                self._search_from = self._position + at
                 break
             payload_bytes, offset, payload_crc = header
             start = at + segments.HEADER_BYTES
@@ -132,7 +132,7 @@ class PartitionReader:
                     break
             if offset >= self.next_offset:
                 payload = view[start : start + payload_bytes]
-                # An offset beyond the expected one means that records between them were skipped as corrupt.
+                # A jump of the offset means that the records in between were skipped as corrupt.
                 self.messages_lost += offset - self.next_offset
                 if segments.payload_is_intact(payload, payload_crc):
                     messages.append(Message(self._name, offset, payload))
@@ -144,24 +144,24 @@ class PartitionReader:
             self._reached = self._reached or self._segment_end >= self.next_offset
             at = end
         self._position += at
-        return messages, at > 0 or (self._searched_to is not None and self._resynchronise())
+        return messages, at > 0 or (self._search_from is not None and self._resynchronise())
 
     def _pread(self, size_bytes: int) -> memoryview:
-        """Read-only, from the position on; shorter at the end of the file."""
-        # Not more than there is: at the end of a log that grows slowly the buffer would be mostly empty.
-        there_bytes = max(os.fstat(self._fd).st_size - self._position, 0)
-        buffer = self._buffers.lend(min(size_bytes, there_bytes))
+        """Read from the position on; the read-only view is shorter at the end of the file."""
+        # Not more than the file holds: at the end of a slowly growing log the buffer would be mostly empty.
+        available_bytes = max(os.fstat(self._fd).st_size - self._position, 0)
+        buffer = self._buffers.acquire(min(size_bytes, available_bytes))
         return buffer[: os.preadv(self._fd, [buffer], self._position)].toreadonly()
 
     def _resynchronise(self) -> bool:
-        """Moves to the next intact record after a corrupt header. False while there is none."""
-        start = self._position if self._searched_to is None else self._searched_to
-        self._searched_to, found = segments.find_record(self._fd, start, self.next_offset)
+        """Move to the next intact record after a corrupt header. Return False while there is none."""
+        start = self._position if self._search_from is None else self._search_from
+        self._search_from, found = segments.find_record(self._fd, start, self.next_offset)
         if found is None:
             return False
         self._report_corrupt(self._position)
         self._position = found
-        self._searched_to = None
+        self._search_from = None
         return True
 
     def _report_corrupt(self, position: int) -> None:
@@ -169,40 +169,40 @@ class PartitionReader:
         _log.warning("corrupt record skipped: %s at byte %d, before offset %d", path, position, self.next_offset)
 
     def _advance(self) -> bool:
-        """At the end of what is there: goes to the next segment if there is one. False: wait for more."""
+        """Move to the next segment at the end of this one. Return False if there is nothing more to read yet."""
         bases = segments.base_offsets(self._directory)
         newer = [base for base in bases if base > self._base]
         if newer:
-            # The writer may have completed this segment between our read and this look.
-            if os.fstat(self._fd).st_size > self._position and self._grew():
+            # The writer may have completed this segment between the read and the listing.
+            if os.fstat(self._fd).st_size > self._position and self._has_next_record():
                 return True
             if newer[0] > self.next_offset:
                 self._skip_to(newer[0], bases)
             self._open_segment(max(base for base in bases if base <= self.next_offset))
             return True
         if bases and not self._is_current(bases):
-            self._lose_position("the log was made anew", bases)
+            self._lose_position("the log was created anew", bases)
             self._open_segment(max(base for base in bases if base <= self.next_offset))
             return True
-        if bases and not self._reached and self._segment_end < self.next_offset and self._searched_to is None:
+        if bases and not self._reached and self._segment_end < self.next_offset and self._search_from is None:
             self._lose_position(f"the log now ends at {self._segment_end}", bases)
             self._open_segment(max(base for base in bases if base <= self.next_offset))
             return True
-        if self._searched_to is not None:
+        if self._search_from is not None:
             path = segments.segment_path(self._directory, self._base)
             self.problem = f"{path}: corrupt or unfinished record at byte {self._position}"
         return False
 
-    def _grew(self) -> bool:
-        """Whether an intact record stands at the position (after a newer segment was seen)."""
-        if self._searched_to is not None:
+    def _has_next_record(self) -> bool:
+        """Return whether an intact record starts at the position; called after a newer segment was seen."""
+        if self._search_from is not None:
             return self._resynchronise()
         data = os.pread(self._fd, segments.HEADER_BYTES, self._position)
         header = segments.read_header(data, 0) if len(data) == segments.HEADER_BYTES else None
         return header is not None and self._position + segments.record_bytes(header[0]) <= os.fstat(self._fd).st_size
 
     def _skip_to(self, base: int, bases: list[int]) -> None:
-        """The next segment starts beyond the next offset: one between was dropped, or this one's end is corrupt."""
+        """Move to a segment beyond the next offset: one in between was deleted, or this one has a corrupt end."""
         if self._base in bases:
             self.messages_lost += base - self.next_offset
             self._report_corrupt(self._position)
@@ -217,7 +217,7 @@ class PartitionReader:
         return os.fstat(self._fd).st_ino == there.st_ino and there.st_size >= self._position
 
     def _lose_position(self, cause: str, bases: list[int]) -> None:
-        """Applies the policy: moves ``next_offset``, or raises."""
+        """Apply the policy for a lost position: move ``next_offset``, or raise PositionLostError."""
         lost = f"file log partition {self._directory}: position {self.next_offset} is lost: {cause}"
         if self._on_position_lost == "fail":
             raise PositionLostError(lost, remedy="restore a matching snapshot, or set the policy to earliest or latest")
@@ -225,7 +225,7 @@ class PartitionReader:
         self._reached = True
         target = bases[0] if self._on_position_lost == "earliest" else self._end_offset(bases[-1])
         self.messages_lost += max(0, target - self.next_offset)
-        _log.warning("%s; going on at the %s message, %d", lost, self._on_position_lost, target)
+        _log.warning("%s; continuing at the %s message, %d", lost, self._on_position_lost, target)
         self.next_offset = target
 
     def _end_offset(self, newest_base: int) -> int:

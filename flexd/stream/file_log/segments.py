@@ -1,8 +1,8 @@
-"""Records in segment files: the framing that file log writers and readers share.
+"""The record format of segment files.
 
 A partition is a directory of segments named by the offset of their first record, ``%020d.log``. A record is a header
 (little endian: magic u32, payload bytes u32, offset u64, CRC-32C of the payload u32, CRC-32C of the 20 bytes before
-u32), the payload, and zeros up to a multiple of 8, so that payloads stay aligned in what a reader reads at once.
+u32), the payload, and zeros up to a multiple of 8, so that payloads stay aligned within a read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def segment_path(directory: Path, base_offset: int) -> Path:
 
 
 def base_offsets(directory: Path) -> list[int]:
-    """First offsets of the segments there are, ascending; empty if the directory does not exist."""
+    """Return the first offsets of the existing segments, ascending; empty if the directory does not exist."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
@@ -45,20 +45,20 @@ def base_offsets(directory: Path) -> list[int]:
 
 
 def record_bytes(payload_bytes: int) -> int:
-    """Size of a whole record in the file."""
+    """Return the size of a record in the file, with header and padding."""
     return HEADER_BYTES + payload_bytes + (-payload_bytes & 7)
 
 
 def frame(offset: int, payload: bytes) -> tuple[bytes, bytes, bytes]:
-    """The three pieces of a record, to be written one after another."""
+    """Return header, payload and padding of a record, to be written one after another."""
     body = _HEADER_BODY.pack(_MAGIC_NUMBER, len(payload), offset, crc32c(payload))
     return body + crc32c(body).to_bytes(4, "little"), payload, _PADDING[-len(payload) & 7]
 
 
 def read_header(data: bytes | memoryview, at: int) -> tuple[int, int, int] | None:
-    """(payload bytes, offset, payload CRC) of the record header at ``at``, or None if there is no intact one.
+    """Return (payload bytes, offset, payload CRC) of the record header at ``at``, or None if it is not intact.
 
-    ``data`` holds at least ``HEADER_BYTES`` from there.
+    ``data`` must hold at least ``HEADER_BYTES`` from there.
     """
     magic, payload_bytes, offset, payload_crc, header_crc = _HEADER.unpack_from(data, at)
     if magic != _MAGIC_NUMBER or payload_bytes > MAX_RECORD_BYTES:
@@ -73,9 +73,10 @@ def payload_is_intact(payload: bytes | memoryview, payload_crc: int) -> bool:
 
 
 def find_record(fd: int, start: int, least_offset: int, chunk_bytes: int = 2**20) -> tuple[int, int | None]:
-    """Looks for the next intact record from byte ``start`` on whose offset is ``least_offset`` or higher.
+    """Search from byte ``start`` for the next intact record whose offset is ``least_offset`` or higher.
 
-    Returns (position to look from next time, position of the record or None if there is none yet).
+    Returns:
+        The position to search from next time, and the position of the record, None if there is none yet.
     """
     position = start + (-start & 7)
     while True:
@@ -96,14 +97,14 @@ def find_record(fd: int, start: int, least_offset: int, chunk_bytes: int = 2**20
             at = chunk.find(MAGIC, at + 1)
         if len(chunk) < HEADER_BYTES:
             return position, None
-        # The last bytes may begin a header that the next chunk completes.
+        # The last bytes may be the start of a header that the next chunk completes.
         position += (len(chunk) - HEADER_BYTES + 8) & ~7
 
 
 def end_of_segment(fd: int, base_offset: int, position: int = 0) -> tuple[int, int]:
-    """(offset after the last intact header, position after it), walking headers from ``position``.
+    """Walk headers from ``position``; return the offset after the last intact one and the position after its record.
 
-    Payloads are not checked; the walk stops at the first record that is not all there or whose header is not intact.
+    Payloads are not checked; the walk stops at the first record that is incomplete or whose header is not intact.
     """
     offset = base_offset
     size = os.fstat(fd).st_size
@@ -122,7 +123,7 @@ def end_of_segment(fd: int, base_offset: int, position: int = 0) -> tuple[int, i
 
 
 def last_offset_after(fd: int, base_offset: int) -> int:
-    """The offset after the segment's last intact record, corrupt ones in between skipped."""
+    """Return the offset after the segment's last intact record, skipping corrupt ones."""
     offset, position = base_offset, 0
     while True:
         offset, position = end_of_segment(fd, offset, position)

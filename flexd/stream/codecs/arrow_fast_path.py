@@ -1,9 +1,9 @@
-"""The short way from an Arrow message to arrays, for the schemas that flexd's publishers write.
+"""Read Arrow messages of the schemas that flexd's publishers write without Arrow's own reader.
 
-Arrow's own reader builds objects for every column and child of a batch, which takes longer than counting 2,000 ids.
-Here the batch's metadata is read once for all messages that repeat it, and a message costs a few look-ups and bounds
-checks. Nothing is refused here: whatever is unusual (nulls, other types, anything that contradicts itself) gives
-None, and Arrow reads it, or says what is wrong with it. Layout: Apache Arrow columnar format 1.5, "IPC", and
+Arrow's reader builds objects for every column and child of a batch, which takes longer than counting 2,000 ids. Here
+the batch's metadata is parsed once for all messages that repeat it, and a message costs a few look-ups and bounds
+checks. Nothing is refused here: for anything unusual (nulls, other types, contradicting lengths) the result is None,
+and Arrow's reader decodes the message or raises. Layout: Apache Arrow columnar format 1.5, "IPC", and
 `format/Message.fbs`.
 """
 
@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from flexd.stream.codecs import arrow_frame
+from flexd.stream.codecs import arrow_framing
 
 _MAX_METADATA_BYTES = 4096
 _PREFIX = struct.Struct("<Ii")
-_END_OF_STREAM = arrow_frame.CONTINUATION + b"\0\0\0\0"
+_END_OF_STREAM = arrow_framing.CONTINUATION + b"\0\0\0\0"
 
 _INT32, _INT64, _FLOAT64 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f8")
 
@@ -39,7 +39,7 @@ Array = npt.NDArray[Any]
 
 
 class Column(NamedTuple):
-    """One column: ``values`` of a flat one; a text or list also has offsets, its values being bytes or ids."""
+    """A column with values of dtype ``values``. Text and lists also have offsets; their values are bytes or ids."""
 
     name: str
     values: np.dtype[Any]
@@ -48,7 +48,7 @@ class Column(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """One batch, by entry. ``rows`` and ``sequence_lengths`` share the payload's memory."""
+    """The columns of a batch, one element an entry. ``rows`` and ``sequence_lengths`` share the payload's memory."""
 
     tables: list[str]
     rows: list[Array]
@@ -58,7 +58,7 @@ class Columns(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Bytes from the start of the body, and how many values there are."""
+    """Byte positions of a column from the start of the body, and its number of values."""
 
     offsets_at: int
     values_at: int
@@ -71,8 +71,8 @@ class _Layout(NamedTuple):
     places: tuple[_Place, ...]
 
 
-def plain_columns(schema: pa.Schema) -> tuple[Column, ...] | None:
-    """The columns of a checked schema, if all are of the types that are read here."""
+def fast_columns(schema: pa.Schema) -> tuple[Column, ...] | None:
+    """Return the columns of a checked schema, or None if one has a type that is not read here."""
     if any(kind not in _KINDS for kind in schema.types):
         return None
     kinds = [_KINDS[kind] for kind in schema.types]
@@ -80,10 +80,11 @@ def plain_columns(schema: pa.Schema) -> tuple[Column, ...] | None:
 
 
 def read(payload: bytes | memoryview, schema_end: int, columns: tuple[Column, ...], max_entries: int) -> Columns | None:
-    """The one batch after the schema of a message; None if Arrow should look at it.
+    """Read the batch after the schema of a message; None if Arrow's reader has to decode it.
 
     Args:
-        schema_end: where the schema ends, whose columns are given.
+        schema_end: position after the schema.
+        columns: of that schema.
     """
     start = schema_end + _PREFIX.size
     if start > len(payload):
@@ -123,10 +124,10 @@ def read(payload: bytes | memoryview, schema_end: int, columns: tuple[Column, ..
 
 @functools.lru_cache(maxsize=1024)
 def _layout(metadata: bytes, columns: tuple[Column, ...]) -> _Layout | None:
-    """Where the columns of a batch without nulls are; None if the metadata says anything else."""
+    """Return the positions of the columns of a batch without nulls; None for any other metadata."""
     try:
-        header = arrow_frame.batch_header(metadata)
-    except arrow_frame.FrameError:
+        header = arrow_framing.batch_header(metadata)
+    except arrow_framing.FrameError:
         return None
     if header is None or header.entries < 1:
         return None
@@ -135,7 +136,7 @@ def _layout(metadata: bytes, columns: tuple[Column, ...]) -> _Layout | None:
     try:
         for column in columns:
             length, nulls = next(nodes)
-            next(buffers)  # validity: not looked at when there are no nulls
+            next(buffers)  # validity: not read when there are no nulls
             if length != header.entries or nulls:
                 return None
             offsets_at = 0

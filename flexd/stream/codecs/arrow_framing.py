@@ -1,8 +1,8 @@
-"""Walks the framing of an Arrow IPC stream without trusting it, before Arrow itself looks inside.
+"""Check the framing of an Arrow IPC stream before Arrow reads it.
 
-Arrow validates what it reads, except that a compressed buffer makes it allocate the uncompressed length that the
-message claims. So each message's flatbuffer is checked here for compression (refused) and its lengths for the bounds
-of the payload. Layout: Apache Arrow columnar format 1.5, "Encapsulated message format" and `format/Message.fbs`.
+Arrow validates what it reads, except that for a compressed buffer it allocates the uncompressed length that the
+message claims. So each message's flatbuffer is checked here: compression is refused, and lengths must lie within the
+payload. Layout: Apache Arrow columnar format 1.5, "Encapsulated message format" and `format/Message.fbs`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PAIR = struct.Struct("<qq")
 
 
 class FrameError(Exception):
-    """The framing is broken. ``reason`` is one of the codec's reasons."""
+    """The framing is invalid. ``reason`` is one of the codec's reasons."""
 
     def __init__(self, reason: str, message: str) -> None:
         self.reason = reason
@@ -54,11 +54,10 @@ class BatchHeader(NamedTuple):
 
 
 def batch_header(metadata: bytes) -> BatchHeader | None:
-    """What the metadata of one message says, unchecked; None if it is no record batch of format V4 or V5, or a
-    compressed one.
+    """Parse the metadata of one message, unchecked; None if it is not an uncompressed record batch of format V4 or V5.
 
     Raises:
-        FrameError: ``corrupt``: it points outside itself.
+        FrameError: ``corrupt``: the metadata points outside itself.
     """
     table = _Flatbuffer(metadata, 0, len(metadata))
     message = table.root()
@@ -71,14 +70,14 @@ def batch_header(metadata: bytes) -> BatchHeader | None:
 
 
 def is_little_endian(schema: bytes) -> bool:
-    """What the schema message that was walked says of the numbers in the bodies after it."""
+    """Return whether a schema message, walked before, declares little-endian bodies."""
     table = _Flatbuffer(schema, _PREFIX.size, len(schema))
     header = table.child(table.root(), 2)
     return header is not None and table.i16(header, 0) == 0
 
 
 def schema_bytes(payload: bytes | memoryview) -> int:
-    """Where the first message ends if it is a schema, by its own word; 0 if the payload is shorter."""
+    """Return the end of the first message, a schema, by its declared length; 0 if the payload is shorter."""
     if len(payload) < _PREFIX.size:
         return 0
     end = _PREFIX.size + int(_PREFIX.unpack_from(payload, 0)[1])
@@ -86,10 +85,10 @@ def schema_bytes(payload: bytes | memoryview) -> int:
 
 
 def walk(payload: bytes | memoryview, schema_end: int = 0) -> Frames:
-    """Finds the schema and the one record batch of an Arrow IPC stream.
+    """Find the schema and the record batch of an Arrow IPC stream.
 
     Args:
-        schema_end: where the schema ends, if equal bytes were walked before.
+        schema_end: position after the schema if equal bytes were walked before, else 0.
 
     Raises:
         FrameError: ``truncated``, ``compressed``, ``wrong_schema`` (not schema, dictionaries, one batch) or
@@ -118,7 +117,7 @@ def walk(payload: bytes | memoryview, schema_end: int = 0) -> Frames:
 
 
 def _message(payload: bytes | memoryview, start: int) -> tuple[int, int]:
-    """(header type, end of the body) of the encapsulated message at ``start``."""
+    """Return (header type, end of the body) of the encapsulated message at ``start``."""
     if start + _PREFIX.size > len(payload):
         raise FrameError("truncated", f"{len(payload)} bytes end before the record batch")
     marker, metadata_bytes = _PREFIX.unpack_from(payload, start)
@@ -155,7 +154,7 @@ def _message(payload: bytes | memoryview, start: int) -> tuple[int, int]:
 
 
 def _check_rest(payload: bytes | memoryview, end: int) -> None:
-    """After the batch only the end-of-stream marker may follow."""
+    """Check that at most the end-of-stream marker follows the batch."""
     rest = len(payload) - end
     if rest == 0:
         return
@@ -189,12 +188,12 @@ class _Flatbuffer:
         return 0 if at is None else self._read(_I64, at)
 
     def child(self, table: int, field: int) -> int | None:
-        """Position of the table that a field points at, or None if the field is absent."""
+        """Return the position of the table that a field points at, or None if the field is absent."""
         at = self._field(table, field)
         return None if at is None else self._table(at + self._read(_U32, at))
 
     def pairs(self, table: int, field: int) -> tuple[tuple[int, int], ...]:
-        """A vector of structs of two 64-bit integers."""
+        """Read a vector of structs of two 64-bit integers."""
         at = self._field(table, field)
         if at is None:
             return ()

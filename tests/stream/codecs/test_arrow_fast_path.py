@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.errors import CodecError
-from flexd.stream.codecs import arrow_frame, arrow_plain, codec
+from flexd.stream.codecs import arrow_fast_path, arrow_framing, codec
 from flexd.stream.types import AccessBatch
 
 MAX = 2**20
@@ -23,11 +23,11 @@ def entry(n: int, dtype: type = np.int64, lengths: list[int] | None = None, tabl
     return AccessBatch(table, np.arange(n, dtype=dtype) * 3 - 1, 5, 2.5, split)
 
 
-def short(payload: bytes | memoryview) -> arrow_plain.Columns | None:
-    end = arrow_frame.schema_bytes(payload)
+def short(payload: bytes | memoryview) -> arrow_fast_path.Columns | None:
+    end = arrow_framing.schema_bytes(payload)
     schema = pa.ipc.read_schema(pa.py_buffer(payload))
-    columns = arrow_plain.plain_columns(schema)
-    return None if columns is None else arrow_plain.read(payload, end, columns, codec.MAX_ENTRIES)
+    columns = arrow_fast_path.fast_columns(schema)
+    return None if columns is None else arrow_fast_path.read(payload, end, columns, codec.MAX_ENTRIES)
 
 
 def _split(batch: AccessBatch) -> list[int] | None:
@@ -51,7 +51,7 @@ def by_arrow(monkeypatch):
 
     def read(payload: bytes | memoryview) -> object:
         with monkeypatch.context() as patch:
-            patch.setattr(arrow_plain, "read", lambda *_: None)
+            patch.setattr(arrow_fast_path, "read", lambda *_: None)
             return outcome(payload)
 
     return read
@@ -137,7 +137,7 @@ def test_damage_is_judged_as_arrow_judges_it(by_arrow_module, data):
 @given(st.data())
 def test_damaged_metadata_never_gives_other_values_than_arrow(by_arrow_module, data):
     payload = bytearray(codec.encode_arrow([entry(4, lengths=[4]), entry(3, lengths=[1, 2])]))
-    start = arrow_frame.schema_bytes(bytes(payload))
+    start = arrow_framing.schema_bytes(bytes(payload))
     at = data.draw(st.integers(start, _body_start(payload) - 1))
     payload[at] ^= 1 << data.draw(st.integers(0, 7))
     damaged = bytes(payload)
@@ -160,8 +160,8 @@ def test_publishers_messages_never_reach_arrow(monkeypatch):
 @pytest.mark.parametrize("value", [-(2**40), -8, -1, 0, 1, 5, 6, 7, 2**20, 2**40])
 def test_lengths_that_lie_are_judged_as_arrow_judges_them(part, value, by_arrow):
     payload = codec.encode_arrow([entry(4, lengths=[4]), entry(3, lengths=[1, 2])])
-    start, body = arrow_frame.schema_bytes(payload) + 8, _body_start(payload)
-    header = arrow_frame.batch_header(payload[start:body])
+    start, body = arrow_framing.schema_bytes(payload) + 8, _body_start(payload)
+    header = arrow_framing.batch_header(payload[start:body])
     pairs = getattr(header, part)
     at = payload.index(b"".join(struct.pack("<qq", *pair) for pair in pairs), start, body)
     for i in range(2 * len(pairs)):
@@ -181,16 +181,16 @@ def _names_validity(part: str, index: int) -> bool:
 
 def test_a_list_that_is_longer_than_the_metadata_says_is_left_to_arrow():
     payload = codec.encode_arrow([entry(4)])
-    start, body = arrow_frame.schema_bytes(payload) + 8, _body_start(payload)
-    header = arrow_frame.batch_header(payload[start:body])
-    columns = arrow_plain.plain_columns(pa.ipc.read_schema(pa.py_buffer(payload)))
-    assert arrow_plain._layout(payload[start:body], columns) is not None
-    assert arrow_plain._layout(payload[start:body], columns[:-1]) is None
-    assert arrow_plain._layout(payload[start:body], (*columns, columns[-1])) is None
+    start, body = arrow_framing.schema_bytes(payload) + 8, _body_start(payload)
+    header = arrow_framing.batch_header(payload[start:body])
+    columns = arrow_fast_path.fast_columns(pa.ipc.read_schema(pa.py_buffer(payload)))
+    assert arrow_fast_path._layout(payload[start:body], columns) is not None
+    assert arrow_fast_path._layout(payload[start:body], columns[:-1]) is None
+    assert arrow_fast_path._layout(payload[start:body], (*columns, columns[-1])) is None
     shorter = bytearray(payload[start:body])
     at = shorter.index(struct.pack("<q", header.body_bytes))
     struct.pack_into("<q", shorter, at, header.body_bytes - 8)
-    assert arrow_plain._layout(bytes(shorter), columns) is None
+    assert arrow_fast_path._layout(bytes(shorter), columns) is None
 
 
 @pytest.mark.parametrize(("compression", "known"), [(None, True), ("lz4", False), ("zstd", False)])
@@ -200,25 +200,25 @@ def test_compressed_batches_are_left_to_arrow(compression, known):
     with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
         writer.write_batch(batch)
     payload = sink.getvalue()
-    metadata = payload[arrow_frame.schema_bytes(payload) + 8 : _body_start(payload)]
-    assert (arrow_frame.batch_header(metadata) is not None) == known
+    metadata = payload[arrow_framing.schema_bytes(payload) + 8 : _body_start(payload)]
+    assert (arrow_framing.batch_header(metadata) is not None) == known
 
 
 @pytest.fixture(scope="module")
 def by_arrow_module():
     def read(payload: bytes) -> object:
-        original = arrow_plain.read
-        arrow_plain.read = lambda *_: None
+        original = arrow_fast_path.read
+        arrow_fast_path.read = lambda *_: None
         try:
             return outcome(payload)
         finally:
-            arrow_plain.read = original
+            arrow_fast_path.read = original
 
     return read
 
 
 def _body_start(payload: bytes | bytearray) -> int:
-    start = arrow_frame.schema_bytes(bytes(payload))
+    start = arrow_framing.schema_bytes(bytes(payload))
     return start + 8 + int(struct.unpack_from("<i", payload, start + 4)[0])
 
 
@@ -234,9 +234,9 @@ def test_rows_share_the_memory_and_are_aligned():
 
 def test_too_many_entries_are_left_to_arrow():
     payload = codec.encode_arrow([entry(1), entry(1)])
-    columns = arrow_plain.plain_columns(pa.ipc.read_schema(pa.py_buffer(payload)))
-    assert arrow_plain.read(payload, arrow_frame.schema_bytes(payload), columns, 2) is not None
-    assert arrow_plain.read(payload, arrow_frame.schema_bytes(payload), columns, 1) is None
+    columns = arrow_fast_path.fast_columns(pa.ipc.read_schema(pa.py_buffer(payload)))
+    assert arrow_fast_path.read(payload, arrow_framing.schema_bytes(payload), columns, 2) is not None
+    assert arrow_fast_path.read(payload, arrow_framing.schema_bytes(payload), columns, 1) is None
 
 
 def _schema_message(endianness: int) -> bytes:
@@ -249,18 +249,18 @@ def _schema_message(endianness: int) -> bytes:
         *(6, 8, 4),  # vtable of the Schema at 32: endianness
         *(8, endianness),  # at 40
     )
-    return arrow_frame.CONTINUATION + struct.pack("<i", len(metadata)) + metadata
+    return arrow_framing.CONTINUATION + struct.pack("<i", len(metadata)) + metadata
 
 
 def test_big_endian_bodies_are_left_to_arrow():
-    assert arrow_frame.is_little_endian(_schema_message(0))
-    assert not arrow_frame.is_little_endian(_schema_message(1))
-    assert arrow_frame.is_little_endian(pa.schema([("a", pa.int32())]).serialize().to_pybytes())
+    assert arrow_framing.is_little_endian(_schema_message(0))
+    assert not arrow_framing.is_little_endian(_schema_message(1))
+    assert arrow_framing.is_little_endian(pa.schema([("a", pa.int32())]).serialize().to_pybytes())
 
 
 def test_old_formats_are_left_to_arrow():
     payload = codec.encode_arrow([entry(4)])
-    metadata = bytearray(payload[arrow_frame.schema_bytes(payload) + 8 : _body_start(payload)])
+    metadata = bytearray(payload[arrow_framing.schema_bytes(payload) + 8 : _body_start(payload)])
     (root,) = struct.unpack_from("<I", metadata)
     (back,) = struct.unpack_from("<i", metadata, root)
     (version_field,) = struct.unpack_from("<H", metadata, root - back + 4)
@@ -268,4 +268,4 @@ def test_old_formats_are_left_to_arrow():
     assert struct.unpack_from("<h", metadata, at) == (4,)
     for version, known in ((2, False), (3, True), (4, True), (5, False)):
         struct.pack_into("<h", metadata, at, version)
-        assert (arrow_frame.batch_header(bytes(metadata)) is not None) == known
+        assert (arrow_framing.batch_header(bytes(metadata)) is not None) == known
