@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
-from flexd.sketch.decay import JUMP_TIMES, ForwardDecay
+from flexd.sketch.decay import JUMP_TIMES, Admission, ForwardDecay
 from flexd.sketch.sketch_set import SketchSet
 
 TABLE = [TableSpec("t", 8, 4)]
@@ -92,15 +92,50 @@ def test_one_wrong_clock_never_moves_the_stream_but_a_gap_does():
     decay = ForwardDecay(10.0, 5.0)
     decay.admit(T0)
     for i in range(100):
-        assert decay.admit(T0 + 1e6 + i).future_clamped
-        assert not decay.admit(T0 + 0.01 * i).future_clamped
+        assert decay.admit(T0 + 1e6 + i) == Admission(decay.newest_seconds, future_clamped=True)
+        assert decay.admit(T0 + 0.01 * i) == Admission(T0 + 0.01 * i)
+        assert decay.newest_seconds == T0 + 0.01 * i
     for _ in range(3 * JUMP_TIMES):
         assert decay.admit(T0 + 1e6).future_clamped, "one time repeated is one witness"
+    assert decay.newest_seconds == T0 + 0.99
     decay.admit(T0 + 1)
     outcome = [decay.admit(T0 + 1000 + i).future_clamped for i in range(JUMP_TIMES + 2)]
-    assert outcome[: JUMP_TIMES - 1] == [True] * (JUMP_TIMES - 1)
-    assert not outcome[-1]
+    assert outcome == [True] * (JUMP_TIMES - 1) + [False] * 3
     assert decay.newest_seconds == T0 + 1000 + JUMP_TIMES + 1
+    assert decay.oldest_seconds == T0
+
+
+@pytest.mark.parametrize("wrong", [T0 + 20, T0 + 1e9])
+@pytest.mark.parametrize("at", range(JUMP_TIMES))
+def test_one_wrong_clock_among_the_witnesses_of_a_gap_does_not_decide_where_the_stream_continues(at, wrong):
+    decay = ForwardDecay(10.0, 5.0)
+    decay.admit(T0)
+    decay.admit(T0 + 1)
+    witnesses = [T0 + 1000 + 0.1 * i for i in range(JUMP_TIMES - 1)]
+    witnesses.insert(at, wrong)
+    admissions = [decay.admit(time) for time in witnesses]
+    assert [admission.future_clamped for admission in admissions[:-1]] == [True] * (JUMP_TIMES - 1)
+    last = admissions[-1]
+    assert last.future_clamped == (at == JUMP_TIMES - 1 and wrong > T0 + 1000)
+    assert T0 + 1000 <= decay.newest_seconds <= T0 + 1001
+    for i in range(20):
+        assert decay.admit(T0 + 1001 + i) == Admission(T0 + 1001 + i), "the stream continues"
+
+
+@pytest.mark.parametrize("confirmed_is_merged", [True, False])
+def test_a_merged_clock_stays_confirmed(confirmed_is_merged):
+    """A clock that several events support is not reset by one old event; a clock with a single event is."""
+    single, confirmed = ForwardDecay(10.0, 5.0), ForwardDecay(10.0, 5.0)
+    single.admit(T0)
+    confirmed.admit(T0 - 1)
+    confirmed.admit(T0)
+    merged, other = (single, confirmed) if confirmed_is_merged else (confirmed, single)
+    merged.merge(other)
+    assert merged.admit(T0 - 1000) == Admission(T0 - 1000, late=True)
+    assert (merged.newest_seconds, merged.oldest_seconds) == (T0, T0 - 1000)
+    alone = ForwardDecay(10.0, 5.0)
+    alone.admit(T0)
+    assert alone.admit(T0 - 1000) == Admission(T0 - 1000, backdate_half_lives=100)
 
 
 def test_a_wrong_first_event_does_not_blind_the_sketch():

@@ -247,3 +247,21 @@ def test_count_min_of_other_shape_is_not_merged():
         CountMin(10, 8).merge(CountMin(10, 9))
     with pytest.raises(SketchError):
         CountMin(10, 7)
+
+
+def test_the_noise_bound_grows_with_the_share_of_joined_cells():
+    """Half of the pairs of every row are joined and hold everything: absent rows have 4 / width of the total."""
+    width, value = 1 << 12, 2**32
+    random = np.random.default_rng(0)
+    words = np.zeros((4, width // 2, 2), dtype=np.uint32)
+    for row in words:
+        row[random.permutation(width // 2)[: width // 4]] = 2**31, 2**31 | value >> 31
+    counter = CountMin(10**6, 12, conservative=False)
+    counter.load(words.reshape(-1), width // 4 * value)
+    assert counter.joined_share == 0.5
+    absent = counter.query(np.arange(2 * 10**6, 2 * 10**6 + 50_000))
+    assert (absent == value).mean() == pytest.approx(1 / 16, abs=0.01)
+    _, bound = counter.noise()
+    assert counter.error_share * counter.total_units < value, "the bound without joined cells is too low here"
+    assert bound == value
+    assert (absent > bound).mean() <= np.exp(-4)

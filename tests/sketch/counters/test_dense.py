@@ -93,6 +93,20 @@ def test_dense_merge_equals_counting_the_concatenation(first, second, head_a, he
     assert np.array_equal(b.query(np.arange(ROWS)), before)
 
 
+def test_dense_merge_adds_the_carries_that_the_other_has_not_applied_yet():
+    a, b = DenseCounter(ROWS), DenseCounter(ROWS)
+    b._low[:] = 2**CARRY_BITS - 1
+    b.add(np.arange(0, ROWS, 2, dtype=np.int64), 3)
+    pending = b._pending_count
+    assert pending == ROWS // 2
+    a.merge(b)
+    expected = np.full(ROWS, 2**CARRY_BITS - 1)
+    expected[::2] += 3
+    assert a.query(np.arange(ROWS)).tolist() == expected.tolist()
+    assert b._pending_count == pending, "the other is not changed"
+    assert b.query(np.arange(ROWS)).tolist() == expected.tolist()
+
+
 def test_dense_state_round_trip_and_damaged_state():
     counter = DenseCounter(ROWS)
     counter._low[:] = 2**31 - 2

@@ -84,12 +84,39 @@ def test_a_doubled_step_keeps_the_mean_and_the_top_stays_rare(bits):
     for _ in range(120):
         counter.add(random.integers(0, rows, rows), 1)
     assert counter.top_rows == counter.histogram()[-1] <= rows * TOP_SHARE
-    assert counter.step > 1 or bits != 3
-    _mean_within(_estimates(counter), 120)
-    before = _estimates(counter).mean()
-    for _ in range(3):
-        counter._set_step(2 * counter.step)
-    assert _estimates(counter).mean() == pytest.approx(before, rel=0.05)
+    assert (counter.step > 1) == (level_values(bits)[-1] < 120)
+    before = _estimates(counter)
+    _mean_within(before, 120)
+    for doubled in range(1, 4):
+        values, step = _estimates(counter), counter.step
+        counter._set_step(2 * step)
+        assert counter.step == 2 * step
+        after = _estimates(counter)
+        # Every row lands on a level beside its old value, and rounding up or down balances.
+        below = np.searchsorted(counter.values, values, side="right") - 1
+        assert np.isin(after - counter.values[below], [0, *np.diff(counter.values)]).all()
+        changes = after - values
+        assert abs(changes.mean()) <= 5 * changes.std() / math.sqrt(rows) + 1e-9, doubled
+        assert (
+            counter.histogram().tolist() == np.bincount(counter.levels(np.arange(rows)), minlength=1 << bits).tolist()
+        )
+    assert counter.total_units == 120 * rows
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_accesses_after_the_step_has_doubled_within_one_call_have_their_weight(bits):
+    rows, times = 500, 200
+    units = max(1, int(level_values(bits)[-1] / 50))
+    counter = LogCounter(rows, bits, 1)
+    counter.add(np.array([rows - 1]), 1)
+    ids = np.random.default_rng(0).permuted(np.tile(np.arange(rows - 1), times))
+    counter.add(ids, units)
+    assert counter.step >= 4, "the step has doubled more than once"
+    assert counter.top_rows <= rows * TOP_SHARE
+    estimates = _estimates(counter)[: rows - 1]
+    _mean_within(estimates, times * units)
+    assert estimates.mean() == pytest.approx(times * units, rel=0.1)
+    assert counter.total_units == (rows - 1) * times * units + 1
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
