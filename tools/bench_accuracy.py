@@ -1,11 +1,11 @@
-"""How good the counters are by memory: error, hot-row recall, and what a plan made from them costs.
+"""Accuracy of the counters by memory: error, hot-row recall, and the cost of a plan made from them.
 
     python tools/bench_accuracy.py [--quick] [--json] [--trace FILE.npz] [--exponents 1.05,0.9,1.2]
 
 The same accesses are counted exactly and in sketches of 1 to 1/50 of the exact counters' memory (4 bytes a row of all
-tables of the job together); what is really used stands beside every figure. A plan is made from each and priced under
-the exact counts: the regret is what it costs above the plan from the exact counts, in exposed seconds of a step; the
-capture is its share of what that plan saves against the chain without replicas. The cluster is a scale model
+tables of the job together); the memory in use is printed with every figure. A plan is made from each and priced under
+the exact counts: the regret is its cost above the plan from the exact counts, in exposed seconds of a step; the capture
+is its share of the saving of that plan against the chain without replicas. The cluster is a scale model
 (``flexd.topology.scale``): latencies are those of a step as many times smaller as the table is smaller than the
 design's example. DataSketches' count-min and frequent-items of the same nominal memory are fed the same ids in the
 same run. A trace is one job of all its tables (docs/demo.md). The last line of ``--json`` output is
@@ -49,20 +49,20 @@ PERCENTILES = (0.01, 0.1, 1.0, 10.0, 50.0)
 RECALL_PERCENT = (0.1, 1.0)
 MESSAGE_IDS = 65_536
 LEAST_COUNT_MIN_BYTES = 2**16
-"""Of one table: the fixed parts take 53 KiB."""
+"""Least memory of one table: the fixed parts take 53 KiB."""
 TRACE_MESSAGE_ACCESSES = 1_000_000
 LAYOUT = RankLayout(12, 8)
 DIM, DTYPE = 128, "float16"
 EXAMPLE_ROWS = 80e6
 ACCESSES_PER_ROW_AND_RANK = 15.5e6 / EXAMPLE_ROWS
-"""Of a training step, as in the design's example."""
+"""Accesses of a training step in the design's example."""
 REPLICA_SHARE = 0.01
 FREQUENT_ITEMS_ENTRY_BYTES = 18
 
 
 @dataclass(frozen=True)
 class Case:
-    """Accesses to some tables: (table index, int64[n] rows) in order."""
+    """Accesses of a job in order: (table index, int64[n] rows)."""
 
     name: str
     tables: tuple[TableSpec, ...]
@@ -73,14 +73,14 @@ class Case:
         return sum(table.rows for table in self.tables)
 
     def counts(self) -> list[Int64Array]:
-        """int64[rows] of each table."""
+        """Return the exact counts of each table, int64[rows]."""
         result = [np.zeros(table.rows, dtype=np.int64) for table in self.tables]
         for table, rows in self.accesses:
             result[table] += np.bincount(rows, minlength=self.tables[table].rows)
         return result
 
     def ids(self) -> Int64Array:
-        """All accesses as keys."""
+        """Return all accesses as keys."""
         keyspace = KeySpace(self.tables)
         return np.concatenate([keyspace.keys(table, rows) for table, rows in self.accesses])
 
@@ -92,15 +92,15 @@ def zipf_case(exponent: float, rows: int, accesses: int) -> Case:
 
 
 def trace_case(path: Path) -> Case:
-    """All tables of the trace, in messages of some consecutive accesses each."""
+    """Read all tables of a trace, in messages of consecutive accesses."""
     trace = load_trace(path)
     tables = tuple(
         TableSpec(name, int(rows), DIM, DTYPE) for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
     )
     accesses = []
     for start in range(0, len(trace.row), TRACE_MESSAGE_ACCESSES):
-        stretch = slice(start, start + TRACE_MESSAGE_ACCESSES)
-        table, row = trace.table[stretch], trace.row[stretch].astype(np.int64)
+        part = slice(start, start + TRACE_MESSAGE_ACCESSES)
+        table, row = trace.table[part], trace.row[part].astype(np.int64)
         accesses += [(index, row[table == index]) for index in np.unique(table).tolist()]
     return Case("trace", tables, tuple(accesses))
 
@@ -114,12 +114,12 @@ def count(case: Case, memory_bytes: int, *, logarithmic: bool = True) -> SketchS
 
 
 def dense_bytes(case: Case) -> int:
-    """What exact counters of all tables take: 4 bytes a row."""
+    """Return the memory of exact counters of all tables: 4 bytes a row."""
     return 4 * case.rows
 
 
 class Pricing:
-    """Plans made from any profile, priced under the exact counts."""
+    """Prices plans made from any profile under the exact counts."""
 
     def __init__(self, case: Case, exact: SketchSet) -> None:
         self.keyspace = KeySpace(case.tables)
@@ -160,7 +160,7 @@ def measure(case: Case) -> Iterator[tuple[str, float]]:
     yield "exact_plan_exposed_seconds", pricing.best
     yield "exact_plan_rows", float(pricing.best_rows)
     for divisor in MEMORY_DIVISORS:
-        # Exact ones: the counters, and the fixed extra (carries, sample) that a dense table is given.
+        # With exact counters, the fixed extra of a dense table (carries, sample) comes on top.
         sketches = exact if divisor == 1 else _counted(case, dense_bytes(case) // divisor)
         if sketches is None:
             continue
@@ -184,7 +184,7 @@ def measure(case: Case) -> Iterator[tuple[str, float]]:
 
 
 def measure_count_min(case: Case, pricing: Pricing) -> Iterator[tuple[str, float]]:
-    """The checked memory without logarithmic counters, if a count-min fits it at all."""
+    """Measure the checked memory without logarithmic counters, if a count-min fits it."""
     sketches = _counted(case, dense_bytes(case) // CHECKED_DIVISOR, logarithmic=False)
     if sketches is not None:
         label = f"memory_1_{CHECKED_DIVISOR}_count_min_only"
@@ -194,7 +194,7 @@ def measure_count_min(case: Case, pricing: Pricing) -> Iterator[tuple[str, float
 
 
 def _counted(case: Case, memory_bytes: int, *, logarithmic: bool = True) -> SketchSet | None:
-    """None if the smallest counters of all tables take more."""
+    """Count in sketches of ``memory_bytes``. Return None if the smallest counters need more."""
     try:
         return count(case, memory_bytes, logarithmic=logarithmic)
     except SketchError:
@@ -202,7 +202,7 @@ def _counted(case: Case, memory_bytes: int, *, logarithmic: bool = True) -> Sket
 
 
 def _errors(query: Any, truth: Int64Array, order: Int64Array) -> dict[str, float]:
-    """Mean relative error of the rows down to each percentile of the rows that were accessed, hottest first."""
+    """Return the mean relative error by percentile of the accessed rows, hottest first."""
     result, first = {}, 0
     for percent in PERCENTILES:
         last = max(1, int(len(order) * percent / 100))
@@ -215,14 +215,14 @@ def _errors(query: Any, truth: Int64Array, order: Int64Array) -> dict[str, float
 
 
 def _recall(listed: Int64Array, truth: Int64Array, percent: float) -> float:
-    """Of the hottest rows, how many are among as many rows listed first; ties with the coldest of them count."""
+    """Return the share of the hottest rows among as many rows listed first; ties with the coldest of them count."""
     wanted = max(1, int(np.count_nonzero(truth) * percent / 100))
     least = np.partition(truth, len(truth) - wanted)[len(truth) - wanted]
     return float((truth[listed[:wanted]] >= least).sum()) / wanted
 
 
 def measure_peers(case: Case, limit: int) -> Iterator[tuple[str, float]]:
-    """The checked memory, the first ids only: flexd, DataSketches' count-min, frequent-items."""
+    """Measure flexd and DataSketches' count-min and frequent-items at the checked memory, on the first ids only."""
     ids = case.ids()[:limit]
     table = TableSpec("all", case.rows, DIM, DTYPE)
     few = Case("peers", (table,), ((0, ids),))
@@ -282,11 +282,11 @@ def _checks(figures: dict[str, float], cases: list[str]) -> list[dict[str, objec
                 "ok": used <= allowed / CHECKED_DIVISOR,
             }
         )
-        # Were it less, a plan that replicates nothing would pass.
+        # Without this check, a plan that replicates nothing would pass.
         saving = figures[f"{case}_chain_exposed_seconds"] / figures[f"{case}_exact_plan_exposed_seconds"] - 1
         checks.append(
             {
-                "name": f"{case}: what the plan from exact counts saves against one without replicas",
+                "name": f"{case}: saving of the plan from exact counts against one without replicas",
                 "value": round(saving, 6),
                 "target": "> 0.01",
                 "ok": saving > 0.01,
@@ -311,10 +311,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of the rows and accesses")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    parser.add_argument("--trace", type=Path, help="a trace (docs/demo.md) beside the Zipf streams")
-    parser.add_argument("--exponents", default="1.05,0.9,1.2", help="of the Zipf streams, separated by commas")
+    parser.add_argument("--trace", type=Path, help="a trace (docs/demo.md) in addition to the Zipf streams")
+    parser.add_argument("--exponents", default="1.05,0.9,1.2", help="exponents of the Zipf streams, comma-separated")
     options = parser.parse_args()
-    # The peers take one id a call, so they get the first ids only.
+    # The peers accept one id a call, so they get the first ids only.
     rows, accesses, peer_ids = (500_000, 4_000_000, 500_000) if options.quick else (10_000_000, 40_000_000, 4_000_000)
     warm_up()
     figures: dict[str, float] = {}

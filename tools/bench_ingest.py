@@ -1,4 +1,4 @@
-"""Broker -> counters, end to end: how many ids a second one core takes, and where its time goes.
+"""Ids a second from the broker to the counters on one core, and the time of each stage.
 
     python tools/bench_ingest.py [--quick] [--json]
 
@@ -45,7 +45,7 @@ TARGETS = {"kafka-python int64": 25.0, "kafka-python int32": 40.0, "file log int
 
 
 def make_messages(rows: int, count: int, dtype: type) -> list[bytes]:
-    """``count`` messages over a permuted Zipf table, as ranks publish them."""
+    """Make ``count`` messages over a permuted Zipf table in the form that ranks publish."""
     random = np.random.default_rng(0)
     spread = random.permutation(rows).astype(dtype)
     sampler = ZipfSampler(rows, 1.05)
@@ -65,7 +65,7 @@ def open_source(order: dict[str, Any]) -> Source:
 
 
 def read_stream(order: dict[str, Any]) -> dict[str, float]:
-    """The pinned process: counts all messages once. Returns rates in millions of ids a second."""
+    """Count all messages once in the pinned process. Return rates in millions of ids a second."""
     os.sched_setaffinity(0, order["cores"])
     keep_freed_memory()  # as the daemon does
     warm_up()
@@ -79,17 +79,17 @@ def read_stream(order: dict[str, Any]) -> dict[str, float]:
         )
         ingestor.start()
         ids, deadline = order["messages"] * MESSAGE_IDS, time.monotonic() + 120
-        begun: tuple[float, float, int] | None = None
+        started: tuple[float, float, int] | None = None
         while True:
             accesses = ingestor._counter.counts().accesses.accepted
-            if begun is None and accesses:
-                begun = (time.perf_counter(), time.process_time(), accesses)
+            if started is None and accesses:
+                started = (time.perf_counter(), time.process_time(), accesses)
             if accesses >= ids:
                 break
             assert time.monotonic() < deadline, ingestor.stats()
             time.sleep(0.002)
-        assert begun is not None
-        wall, cpu, counted = time.perf_counter() - begun[0], time.process_time() - begun[1], ids - begun[2]
+        assert started is not None
+        wall, cpu, counted = time.perf_counter() - started[0], time.process_time() - started[1], ids - started[2]
         ingestor._snapshots = None
         ingestor.stop(20.0)
     return {"wall": counted / wall / 1e6, "cpu": counted / cpu / 1e6}
@@ -106,7 +106,7 @@ def in_its_own_process(order: dict[str, Any]) -> dict[str, float]:
 
 
 def stages(messages: list[bytes], rows: int) -> dict[str, float]:
-    """Microseconds a message takes in each stage that all sources share, alone and in memory."""
+    """Return microseconds a message in each stage that all sources share, run alone and in memory."""
     from crc32c import crc32c
 
     table = SketchSet([TableSpec(TABLE, rows, 64)], 2**30, 3600.0)

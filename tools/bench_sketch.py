@@ -1,4 +1,4 @@
-"""How fast one core counts accesses: flexd's counters beside datasketches, numpy and the machine's own limit.
+"""Counting rate of one core: flexd's counters beside datasketches, numpy and the memory limit of the machine.
 
     python tools/bench_sketch.py [--quick] [--json]
 
@@ -35,7 +35,7 @@ UNSET_THRESHOLD = 2**62
 
 @numba.njit(nogil=True)
 def _random_add(rows: Any, counters: Any) -> None:
-    """The least any counter does for an id: read and write one word at random, asked for as early as flexd does."""
+    """Do the least work of any counter for an id: read and write one random word, prefetched as early as in flexd."""
     last = np.uint64(rows.size - 1)
     for i in range(np.uint64(rows.size)):
         prefetch(counters, np.uint64(rows[min(i + np.uint64(96), last)]))
@@ -44,7 +44,7 @@ def _random_add(rows: Any, counters: Any) -> None:
 
 @numba.njit(nogil=True)
 def _random_add_4(positions: Any, cells: Any) -> None:
-    """The least a count-min does for an id whose positions are known: read and write one word in each of 4 rows."""
+    """Do the least work of a count-min for an id at known positions: read and write one word in each of 4 rows."""
     last = np.uint64(positions.shape[1] - 1)
     for i in range(np.uint64(positions.shape[1])):
         ahead = min(i + np.uint64(256), last)
@@ -81,7 +81,7 @@ def _zipf(rows: int, count: int, exponent: float) -> npt.NDArray[np.int64]:
 
 
 def _loaded(work: Callable[[], object], sketches: SketchSet) -> Callable[[], object]:
-    """Counters as after an hour of 10^8 accesses a second, of which one row has 5 %."""
+    """Set the counters to their state after an hour of 10^8 accesses a second, 5 % of them to one row."""
     table: Any = sketches._tables[0]
     weight = 3600e8 / np.log(2) / sketches._decay.unit_weight(table.exponent)
     if isinstance(table._counter, DenseCounter):
@@ -96,8 +96,19 @@ def _loaded(work: Callable[[], object], sketches: SketchSet) -> Callable[[], obj
         cells = np.random.default_rng(1).pareto(1.05, (4, width)) + 1
         cells *= 0.95 * weight / cells.sum(axis=1, keepdims=True)
         cells[:, 0] += 0.05 * weight
-        table._counter.load_values(cells.astype(np.uint64), int(weight))
+        table._counter.load(_words(cells.astype(np.uint64)), int(weight))
     return work
+
+
+def _words(cells: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
+    """Encode uint64[4, 2^k] cells as the words of a conservative count-min (``countmin_kernels``)."""
+    pairs = cells.reshape(-1, 2)
+    largest = pairs.max(axis=1)
+    joined = largest >= 2**31
+    words = pairs.astype(np.uint32)
+    words[joined, 0] = largest[joined] & np.uint64(2**31 - 1) | np.uint64(2**31)
+    words[joined, 1] = largest[joined] >> np.uint64(31) | np.uint64(2**31)
+    return words.reshape(-1)
 
 
 def _count_min(rows: npt.NDArray[Any], table_rows: int, conservative: bool) -> Callable[[], object]:
@@ -131,7 +142,7 @@ def _sketch_set(
 
 
 def measure(rows: int, count: int, repeats: int) -> dict[str, float]:
-    """Figures in millions of ids a second and in seconds."""
+    """Return figures in millions of ids a second and in seconds."""
     warm_up()
     ids = _zipf(rows, count, 1.05)
     ids32 = ids.astype(np.int32)
