@@ -52,7 +52,7 @@ def test_bad_bags_are_an_error_on_every_rank(ranks: Ranks, guilty: int) -> None:
     ]  # fmt: skip
     for rank, said in enumerate(ranks(2).run("bag_jobs:refused", RankLayout(2, 1), guilty)):
         for text, cause in zip(said, causes, strict=True):
-            assert (cause if rank == guilty else f"rank {guilty} was given input") in text
+            assert (cause if rank == guilty else f"rank {guilty} has input") in text
 
 
 def test_all_forms_of_input_pool_alike() -> None:

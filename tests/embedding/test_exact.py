@@ -136,7 +136,7 @@ def test_bad_input_is_an_error_on_every_rank(ranks: Ranks, nodes: int, local_ran
     expected = ["row 50 of table 'item' is outside 0..49", "row -1", "torch.float32", "'nothing'"]
     for rank, got in enumerate(texts):
         for text, cause in zip(got, expected, strict=True):
-            assert (cause if rank == guilty else f"rank {guilty} was given input") in text
+            assert (cause if rank == guilty else f"rank {guilty} has input") in text
 
 
 def test_a_chunk_beyond_the_budget_is_refused(ranks: Ranks) -> None:

@@ -97,7 +97,7 @@ def test_whatever_else_the_loop_does(ranks: Ranks, loop: Loop) -> None:
     assert (results[0]["left"] == 0) == (loop.max_norm > 0), "all gradients are needed for their norm"
     if loop.bad_at >= 0:
         assert "row -1 of table 'item'" in results[-1]["said"][0]
-        assert all("rank 3 was given input" in result["said"][0] for result in results[:-1])
+        assert all("rank 3 has input" in result["said"][0] for result in results[:-1])
 
 
 def test_a_rank_without_input_ahead(ranks: Ranks) -> None:
