@@ -1,1 +1,1 @@
-"""``flexd demo``: the whole system on one machine, on a real or synthetic trace, with an honest summary."""
+"""``flexd demo``: the whole system on one machine, on a real or synthetic trace."""

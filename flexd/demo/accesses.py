@@ -1,4 +1,4 @@
-"""How a demo rank tells the daemon what it looks up: id by id over a log, or counted by a tap."""
+"""Send the accesses of a demo rank to the daemon: id by id over a log, or counted by a tap."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import flexd
 from flexd.stream.types import Sink
 
 TAP_STEPS = 4
-"""Between two hand-overs of a tap's counts: the demo's event time jumps through its trace, so intervals are short."""
+"""Steps between two deliveries of a tap's counts: event time jumps through the trace, so intervals are short."""
 
 
 class Accesses(Protocol):
-    """Told of every batch before it is looked up."""
+    """Receives every batch before it is looked up."""
 
     tap: flexd.Tap | None
 
     def batch(self, features: Mapping[str, flexd.Jagged], seconds: float) -> None:
-        """``seconds``: event time."""
+        """Record the look-ups of one batch at event time ``seconds``."""
 
     def close(self) -> int:
-        """After the last step: how many accesses the daemon will never see."""
+        """End after the last step; return the number of accesses that were dropped."""
 
 
 class Published:
-    """Every id over a sink."""
+    """Publishes every id to a sink."""
 
     tap: flexd.Tap | None = None
 
@@ -44,7 +44,7 @@ class Published:
 
 
 class Tapped:
-    """Counted where it is looked up."""
+    """Counts look-ups on the rank."""
 
     def __init__(self, collection: flexd.EmbeddingCollection) -> None:
         self._seconds = 0.0
@@ -62,7 +62,7 @@ class Tapped:
 def accesses_of(
     collection: flexd.EmbeddingCollection, rank: int, *, tap: bool, kafka: str | None, topic: str, file_log: str
 ) -> Accesses:
-    """As the run's setup says."""
+    """Return the ``Accesses`` that the run's setup selects."""
     if tap:
         return Tapped(collection)
     if kafka:

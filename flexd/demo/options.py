@@ -1,4 +1,4 @@
-"""What ``flexd demo`` was asked to do."""
+"""Options of ``flexd demo``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class DemoOptions:
     """``flexd demo --help`` explains each; ``replica_budget`` is a fraction of all rows, per rank.
 
     Raises:
-        ConfigError: a value that no run can have.
+        ConfigError: a value is out of range, or two options contradict each other.
     """
 
     trace: Path | None = None
@@ -47,7 +47,7 @@ class DemoOptions:
             raise ConfigError(f"--dtype {self.dtype}", remedy="float32 or float64")
         if self.tap and self.kafka is not None:
             raise ConfigError(
-                "--tap with --kafka", remedy="ranks that count themselves need no broker: give one of both"
+                "--tap with --kafka", remedy="ranks that count their look-ups need no broker: give one of the two"
             )
         if self.kill_daemon_at is not None and not 0 < self.kill_daemon_at < self.steps:
             raise ConfigError(f"--kill-daemon-at {self.kill_daemon_at}", remedy=f"a step below --steps {self.steps}")

@@ -20,7 +20,7 @@ def _smooth(values: npt.NDArray[np.float64], window: int) -> npt.NDArray[np.floa
 
 
 def plot_run(record: RunRecord, path: Path) -> None:
-    """Writes a PNG (or whatever the suffix says).
+    """Write the picture in the format of the suffix.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.

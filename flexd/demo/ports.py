@@ -10,14 +10,13 @@ _TRIES = 2_000
 
 
 def free_ports(count: int) -> list[int]:
-    """Different TCP ports of loopback that nobody listens at.
+    """Return different TCP ports of loopback at which no process listens.
 
-    Whoever will listen starts later, so that another may be faster. Outgoing connections never are: these ports lie
-    below those that Linux gives to them (32768 and up), as a port that the kernel chooses for us would not. The same
-    question asked at once by another process draws another number, most likely.
+    The listener starts later, so another process may take the port first. Outgoing connections cannot: these ports lie
+    below those that Linux assigns to them (32768 and up). Ports are drawn at random, so two processes rarely collide.
 
     Raises:
-        OSError: none was found.
+        OSError: not enough free ports were found.
     """
     found: list[int] = []
     for _ in range(_TRIES):

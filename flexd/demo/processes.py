@@ -27,7 +27,7 @@ def _tail(path: Path) -> str:
 
 
 def _record_of(line: bytes) -> dict[str, Any] | None:
-    """A rank's progress record; None for any other output."""
+    """Return a rank's progress record; None for any other output."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -36,13 +36,13 @@ def _record_of(line: bytes) -> dict[str, Any] | None:
 
 
 def _environment() -> dict[str, str]:
-    # One thread a process: the ranks share the cores, and idle spinning threads would only take them from each other.
+    # One thread a process: the ranks share the cores, and spinning threads would take them from each other.
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}
     return {**os.environ, **quiet, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class Ranks:
-    """All training ranks. ``newest(rank)`` is the last progress record each has printed."""
+    """All training ranks and their progress records."""
 
     def __init__(self, setup_file: Path, world_size: int, directory: Path) -> None:
         self._directory = directory
@@ -65,19 +65,19 @@ class Ranks:
 
     def _follow(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         for line in process.stdout or ():
-            # A library may print too. The pipe must be read on, or the rank would block when it is full.
+            # A library may print too. The pipe must be drained, or the rank would block when it is full.
             record = _record_of(line)
             if record is not None:
                 with self._lock:
                     self.records[rank].append(record)
 
     def step(self) -> int:
-        """Steps that every rank has done."""
+        """Return the number of steps that every rank has completed."""
         with self._lock:
             return min(len(records) for records in self.records)
 
     def running(self) -> bool:
-        """Raises FlexdError if a rank has failed."""
+        """Return True while a rank runs. Raises FlexdError if one has failed."""
         codes = [process.poll() for process in self._processes]
         for rank, code in enumerate(codes):
             if code not in (None, 0):
@@ -115,17 +115,20 @@ class DaemonProcess:
 
     @property
     def pid(self) -> int | None:
-        """None before the first start."""
+        """Process id; None before the first start."""
         return self._process.pid if self._process is not None else None
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative: ended by this signal."""
+        """Exit code; None while it runs; negative: ended by this signal."""
         return None if self._process is None else self._process.poll()
 
     def start(self, timeout_seconds: float = 180.0, *, wait: bool = True) -> None:
-        """Raises FlexdError if the daemon is not healthy within the deadline. The first start of an installation
-        compiles the counting kernels."""
+        """Start and wait until healthy. The first start of an installation compiles the counting kernels.
+
+        Raises:
+            FlexdError: the daemon ended, or is not healthy within the deadline.
+        """
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "flexd", "run", "-c", str(self._config_file)],
@@ -148,9 +151,9 @@ class DaemonProcess:
             time.sleep(0.1)
 
     def status(self) -> dict[str, Any] | None:
-        """The daemon's status, or None while it cannot be asked."""
+        """Return the daemon's status; None while it does not answer."""
         try:
-            # Plain HTTP on loopback: to read the certificates of authorities would take 30 ms of every look.
+            # Plain HTTP on loopback: loading the CA certificates would take 30 ms of every request.
             answer = httpx.get(f"{self._url}/v1/status", timeout=1.0, verify=False)
             status: dict[str, Any] = answer.json()
             return status if answer.status_code == 200 else None
@@ -158,13 +161,13 @@ class DaemonProcess:
             return None
 
     def kill(self) -> None:
-        """SIGKILL: nothing is saved, nothing said."""
+        """Kill with SIGKILL: nothing is saved."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait(10)
 
     def stop(self, timeout_seconds: float = 25.0) -> None:
-        """SIGTERM, as Kubernetes does; SIGKILL past the deadline."""
+        """End with SIGTERM, as Kubernetes does; SIGKILL past the deadline."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.send_signal(signal.SIGTERM)
@@ -175,7 +178,7 @@ class DaemonProcess:
 
 
 def run_reference(setup_file: Path, directory: Path, timeout_seconds: float) -> None:
-    """The plain single-process training of the same data. Raises FlexdError if it fails or takes too long."""
+    """Train the same data in one plain process. Raises FlexdError if that fails or takes too long."""
     log_file = directory / "reference.log"
     with log_file.open("wb") as log:
         try:

@@ -26,8 +26,8 @@ from flexd.demo.model import NextItem, right_aligned
 from flexd.stream.trace import Batch, Batches, load_trace
 
 ADAGRAD_EPS = 1e-4
-"""Row-wise Adagrad divides a row's first gradient by its own size; where gradients cancel to rounding noise that would
-blow the noise up to a full step, in any training. This keeps noise small, so that runs can be compared."""
+"""Row-wise Adagrad divides a row's first gradient by its own size; gradients that cancel to rounding noise would become
+a full step. This eps keeps the noise small, so that runs can be compared."""
 
 TRAFFIC = (
     "all_to_all_intra_bytes", "all_to_all_inter_bytes", "sync_intra_bytes", "sync_inter_bytes",
@@ -37,7 +37,7 @@ TRAFFIC = (
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What the runner tells every rank; written as JSON, so all fields are plain."""
+    """Settings that the runner gives every rank, as JSON."""
 
     trace: str
     job: str
@@ -103,7 +103,7 @@ def features_of(batch: Batch, names: tuple[str, ...]) -> dict[str, flexd.Jagged]
 
 
 def loss_of(model: torch.nn.Module, batch: Batch, rows: list[torch.Tensor], history: int) -> torch.Tensor:
-    """The model's loss from each table's rows (in table order, tables without rows left out)."""
+    """Return the loss for each table's rows (in table order, tables without rows left out)."""
     sequences, mask = right_aligned(
         torch.cat(rows), torch.from_numpy(batch.order), torch.from_numpy(batch.sequence_lengths), history + 1
     )
@@ -112,7 +112,7 @@ def loss_of(model: torch.nn.Module, batch: Batch, rows: list[torch.Tensor], hist
 
 
 def train(setup: RunSetup, rank: int) -> dict[str, Any]:
-    """Trains all steps and returns the record of this rank, by name."""
+    """Train all steps; return the record of this rank, by name."""
     batches = setup.batches()
     names = batches.trace.table_names
     collection = flexd.EmbeddingCollection(

@@ -1,4 +1,4 @@
-"""The same training in one plain process, and what row-wise sharding would have sent for the same batches.
+"""Train the same data in one plain process, and count the bytes of row-wise sharding for the same batches.
 
 ``python -m flexd.demo.reference SETUP.json`` writes ``reference.npz`` beside the ranks' records.
 """
@@ -23,14 +23,14 @@ ID_BYTES = 8
 
 
 class RowWiseBaseline:
-    """Inter-node bytes of a step if every rank asked every row's home directly, counted from the id sets."""
+    """Inter-node bytes of a step if every rank requested every row from its home, counted from the id sets."""
 
     def __init__(self, keyspace: KeySpace, layout: RankLayout) -> None:
         self._keyspace = keyspace
         self._layout = layout
 
     def bytes_of(self, batch: Batch, rank: int, *, dedup: bool) -> int:
-        """Id out, row back, gradient out, for every (distinct) id whose home is in another node."""
+        """Return the bytes of id, row and gradient for every (distinct) id whose home is in another node."""
         total = 0
         for table, ids in enumerate(batch.ids):
             keys = self._keyspace.keys(table, np.unique(ids) if dedup else ids)
@@ -57,7 +57,7 @@ class PlainTraining:
         self._dense_optimizer = torch.optim.SGD(self.dense.parameters(), lr=setup.dense_learning_rate)
 
     def step(self, step: int) -> list[float]:
-        """One step over all ranks' batches: the losses by rank."""
+        """Do one step over all ranks' batches; return the losses by rank."""
         setup, losses = self._setup, []
         self._dense_optimizer.zero_grad()
         for rank in range(setup.world_size):

@@ -1,4 +1,4 @@
-"""Runs the demo: daemon, stream, training ranks and reference as real processes, then the summary."""
+"""Run the demo: daemon, stream, training ranks and reference as real processes, then the summary."""
 
 from __future__ import annotations
 
@@ -152,11 +152,11 @@ class Demo:
                     if options.kill_daemon_at is not None and not killed and step >= options.kill_daemon_at:
                         self.daemon.kill()
                         killed = True
-                        view.say(f"daemon killed at step {step}")
+                        view.print(f"daemon killed at step {step}")
                     if restart_at is not None and not restarted and killed and step >= restart_at:
                         self.daemon.start(wait=False)
                         restarted = True
-                        view.say(f"daemon restarted at step {step}")
+                        view.print(f"daemon restarted at step {step}")
                     status = self.daemon.status() if self.daemon.alive else None
                     view.update(step, [records[-1] for records in ranks.records if records], status)
                     time.sleep(0.1)
@@ -164,13 +164,13 @@ class Demo:
             finally:
                 ranks.stop()
                 self.daemon.stop()
-            view.say("training is done; training the same data in one plain process to compare")
+            view.print("training is done; training the same data in one plain process to compare")
             run_reference(self.setup_file, self._directory, deadline - time.monotonic())
         return RunRecord.load(setup, self._directory, self.state / "plans.jsonl")
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Runs, prints the summary, and returns the exit code: 0, or 1 if the run broke what flexd promises."""
+    """Run and print the summary; return the exit code: 0, or 1 if an invariant was broken."""
     directory = options.out_dir or Path(tempfile.mkdtemp(prefix="flexd-demo-"))
     directory.mkdir(parents=True, exist_ok=True)
     try:
@@ -187,7 +187,7 @@ def run_demo(options: DemoOptions) -> int:
         print(yaml.safe_dump(summary, sort_keys=False), end="")
     else:
         print_summary(summary, Console())
-    broken = _broken_promises(record, summary)
+    broken = _broken_invariants(record, summary)
     for text in broken:
         print(f"flexd demo: {text}", file=sys.stderr)
     if options.out_dir is None and not broken:
@@ -196,7 +196,7 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def _without_nan(value: Any) -> Any:
-    """JSON has no NaN: a run that diverged says null."""
+    """Replace NaN, which a diverged run gives and JSON lacks, by None."""
     if isinstance(value, dict):
         return {name: _without_nan(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -204,7 +204,7 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _broken_promises(record: RunRecord, summary: dict[str, Any]) -> list[str]:
+def _broken_invariants(record: RunRecord, summary: dict[str, Any]) -> list[str]:
     broken = []
     if not summary["replicas_bit_equal"]:
         broken.append("a replica differed from its home copy")

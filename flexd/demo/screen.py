@@ -1,4 +1,4 @@
-"""What the demo shows: live progress on a terminal, and the summary for people."""
+"""Terminal output of the demo: live progress and the summary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def megabytes(count: float) -> str:
 
 
 class LiveView:
-    """One screen that ``update`` refreshes; on no terminal it says nothing."""
+    """A screen that ``update`` refreshes; silent where there is no terminal."""
 
     def __init__(self, steps: int, *, enabled: bool) -> None:
         self._console = Console(stderr=True)
@@ -45,7 +45,7 @@ class LiveView:
         if self._live is not None:
             self._live.__exit__(*error)
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         if self._enabled:
             self._console.print(text)
 
@@ -71,7 +71,7 @@ class LiveView:
 
 def describe_daemon(status: dict[str, Any] | None) -> str:
     if status is None:
-        return "not answering (training goes on)"
+        return "not answering (training continues)"
     stream, placement = status["stream"], status["placement"]
     rows = placement.get("rows") or {}
     replicated = sum(count for tier, count in rows.items() if tier != "HOME")
@@ -79,7 +79,7 @@ def describe_daemon(status: dict[str, Any] | None) -> str:
 
 
 def print_summary(summary: dict[str, Any], console: Console) -> None:
-    """The table that a person reads at the end."""
+    """Print the summary as tables."""
     console.print(
         f"[bold]{summary['trace']}[/]: {summary['ranks']} ranks on {summary['nodes']} nodes, {summary['steps']} steps, "
         f"{summary['dtype']}, replica budget {summary['replica_budget']:.0%} of the rows per rank"

@@ -1,4 +1,4 @@
-"""The demo's figures, from what ranks, daemon and reference recorded. Bytes are counted, never computed."""
+"""Figures of the demo from the records of ranks, daemon and reference. Bytes are counted, never computed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RunRecord:
     Attributes:
         ranks: each rank's arrays by name, one value a step.
         reference: the single-process training and the row-wise baselines.
-        plans: the daemon's plan log, one entry a plan that was begun to carry out.
+        plans: the daemon's plan log, one entry for each plan whose migration was started.
     """
 
     setup: RunSetup
@@ -45,7 +45,7 @@ class RunRecord:
         )
 
     def job_total(self, name: str) -> Array:
-        """A traffic counter summed over ranks, one value a step."""
+        """Return a traffic counter summed over ranks, one value a step."""
         total: Array = np.sum([rank[name] for rank in self.ranks], axis=0)
         return total
 
@@ -60,7 +60,7 @@ class RunRecord:
         return slice(self.setup.steps - max(1, self.setup.steps // 10), self.setup.steps)
 
     def plans_applied(self) -> tuple[dict[str, Any], ...]:
-        """Plans of which rows have reached every rank: one that was pushed as the training ended is none."""
+        """Return the plans of which rows have reached every rank."""
         return tuple(plan for plan in self.plans if int(plan["rows_applied"]) > 0)
 
     def plan_steps(self) -> list[int]:
@@ -71,7 +71,7 @@ class RunRecord:
 
 
 def inter_node_bytes(record: RunRecord, steps: slice) -> dict[str, float]:
-    """Bytes a step that the whole job sent between nodes."""
+    """Return the bytes a step that the whole job sent between nodes, by kind."""
     parts = {
         kind: float(record.job_total(f"{kind}_inter_bytes")[steps].mean())
         for kind in ("all_to_all", "sync", "migration")
@@ -92,10 +92,9 @@ def _difference(record: RunRecord, prefixes: tuple[str, ...]) -> float:
 
 
 def _pause_ms(record: RunRecord) -> dict[str, float | None]:
-    """Steps that applied a chunk against the median of those that did not (the first step is start-up).
+    """Compare steps that applied a chunk with the median of those that did not (the first step is start-up).
 
-    ``apply_*`` is the time spent in applying alone; the rest of a pause is the machine being busy with the daemon's
-    planning at that moment.
+    ``apply_*`` is the time of applying alone; the rest of a pause is the daemon planning on the same cores.
     """
     seconds = np.concatenate([rank["seconds"][1:] for rank in record.ranks])
     applying = np.concatenate([rank["apply_seconds"][1:] for rank in record.ranks])
@@ -158,7 +157,7 @@ def summarise(record: RunRecord) -> dict[str, Any]:
 
 
 def tolerance(setup: RunSetup) -> float:
-    """What rounding may do to a table value in a run of this length: a few hundred units in the last place of 1."""
+    """Return the rounding error that a run of this length may cause: a few hundred units in the last place of 1."""
     return 1e-9 if setup.dtype == "float64" else 2e-4
 
 

@@ -12,7 +12,7 @@ import pytest
 from flexd.core.errors import ConfigError
 from flexd.demo.plot import plot_run
 from flexd.demo.rank import TRAFFIC, RunSetup
-from flexd.demo.runner import _broken_promises
+from flexd.demo.runner import _broken_invariants
 from flexd.demo.summary import RunRecord, inter_node_bytes, summarise, tolerance
 
 STEPS = 40
@@ -82,7 +82,7 @@ def test_the_figures_of_a_run() -> None:
     assert summary["step_pause_ms"]["apply_p99"] == pytest.approx(4.0)
     assert summary["stream_accesses_dropped"] == 6
     assert record.plan_steps() == [10, 20]
-    assert _broken_promises(record, summary) == []
+    assert _broken_invariants(record, summary) == []
     json.dumps(summary, allow_nan=False)
 
 
@@ -104,7 +104,7 @@ def test_every_broken_promise_is_seen(broken: str) -> None:
         first["dense/w"][0] = np.nan
     else:
         second["loss"][39] = np.nan if broken.endswith("nan") else 7.0
-    assert len(_broken_promises(record, summarise(record))) == 1
+    assert len(_broken_invariants(record, summarise(record))) == 1
 
 
 def test_a_run_without_plans_has_figures_too() -> None:

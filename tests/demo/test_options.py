@@ -1,0 +1,38 @@
+"""Options that are accepted and refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexd.core.errors import ConfigError
+from flexd.demo.options import DemoOptions
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"nodes": 0}, "--nodes 0"),
+        ({"nodes": 17}, "--nodes 17"),
+        ({"local_ranks": 0}, "--local-ranks 0"),
+        ({"steps": 19}, "--steps 19"),
+        ({"batch_size": 1}, "--batch-size 1"),
+        ({"replica_budget": -0.1}, "--replica-budget -0.1"),
+        ({"replica_budget": 1.1}, "--replica-budget 1.1"),
+        ({"replica_budget": float("nan")}, "--replica-budget nan"),
+        ({"dtype": "float16"}, "--dtype float16"),
+        ({"kill_daemon_at": 0}, "--kill-daemon-at 0"),
+        ({"steps": 50, "kill_daemon_at": 50}, "--kill-daemon-at 50"),
+        ({"restart_daemon_after": 5}, "--restart-daemon-after"),
+        ({"steps": 50, "kill_daemon_at": 40, "restart_daemon_after": 10}, "--restart-daemon-after 10"),
+        ({"steps": 50, "kill_daemon_at": 40, "restart_daemon_after": -1}, "--restart-daemon-after -1"),
+    ],
+)
+def test_options_that_no_run_can_have(options: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        DemoOptions(**options)  # type: ignore[arg-type]
+    assert error.value.message.startswith(named)
+    assert error.value.remedy
+
+
+def test_usable_options_are_taken() -> None:
+    assert DemoOptions(nodes=3, local_ranks=4, kill_daemon_at=10, restart_daemon_after=0).world_size == 12

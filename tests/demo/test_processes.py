@@ -1,0 +1,38 @@
+"""Progress and failures of rank processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from flexd.core.errors import FlexdError
+from flexd.demo.processes import Ranks
+
+
+def _ranks_that_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str) -> Ranks:
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{program}'\n")
+    script.chmod(0o755)
+    monkeypatch.setattr("flexd.demo.processes.sys.executable", str(script))
+    return Ranks(tmp_path / "setup.json", 1, tmp_path)
+
+
+def test_output_of_libraries_among_the_progress_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = 'print("[Gloo] connected"); print("{\\"step\\": 0}"); print("7"); print("{\\"step\\": 1}")'
+    ranks = _ranks_that_run(monkeypatch, tmp_path, program)
+    ranks.join()
+    assert [record["step"] for record in ranks.records[0]] == [0, 1]
+
+
+def test_a_failed_rank_is_reported_with_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ranks = _ranks_that_run(monkeypatch, tmp_path, 'import sys; print("what went wrong", file=sys.stderr); sys.exit(3)')
+    ranks.join()
+
+    def wait_for_end() -> None:
+        while ranks.running():
+            pass
+
+    with pytest.raises(FlexdError, match=r"rank 0 ended with exit code 3:\nwhat went wrong"):
+        wait_for_end()
