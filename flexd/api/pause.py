@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class PauseRequest(CommandRequest):
     """Body of ``POST /v1/pause``."""
 
-    reason: Reason = "asked for by hand"
+    reason: Reason = "requested by hand"
     """Shown in the status until ``resume``; recorded."""
 
 

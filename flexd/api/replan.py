@@ -16,7 +16,7 @@ WaitSeconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
 class ReplanRequest(CommandRequest):
     """Body of ``POST /v1/replan``."""
 
-    reason: Reason = "asked for by hand"
+    reason: Reason = "requested by hand"
     """Recorded with the plan."""
     wait_seconds: WaitSeconds = 0.0
     """How long to wait for the migration to end; 0 returns as soon as the plan is made."""

@@ -24,7 +24,7 @@ SocketOption = Annotated[
 OutputOption = Annotated[OutputFormat, typer.Option("-o", "--output", help="How to print the answer.")]
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Recorded by the daemon.")]
 
-BY_HAND = "asked for by hand"
+BY_HAND = "requested by hand"
 
 
 def connect(url: str | None, socket: Path | None, *, configured: DaemonAddress | None = None) -> DaemonClient:

@@ -167,9 +167,9 @@ class HighAvailabilityDaemon(ActiveDaemon):
         try:
             report = self._file.reload(self._apply_config)
         except FlexdError as error:
-            self._reloaded(who, reason, error)
+            self._record_reload(who, reason, error)
             raise
-        self._reloaded(who, reason, report)
+        self._record_reload(who, reason, report)
         return report
 
     def preview_reload(self) -> ReloadReport:
@@ -177,12 +177,12 @@ class HighAvailabilityDaemon(ActiveDaemon):
         leading = self._leading
         return self._file.preview(leading.check if leading is not None else lambda _: None)
 
-    def _reloaded(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
+    def _record_reload(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
         leading = self._leading
         if leading is None:
             logger.info("config reload asked for by %s: %s", who or "anonymous", reason)
         else:
-            leading.reloaded(who, reason, outcome)
+            leading.record_reload(who, reason, outcome)
 
     def _apply_config(self, config: Config) -> None:
         if not self._turn.acquire(timeout=_RELOAD_SECONDS):

@@ -12,9 +12,12 @@ from dataclasses import replace
 from flexd.api.components import Components
 from flexd.api.config import ReloadReport
 from flexd.api.errors import ProbeResult
-from flexd.api.explanation import Explanation, explanation
+from flexd.api.explanation import Explanation
+from flexd.api.migration_commands import MigrationCommands
+from flexd.api.operator_commands import OperatorCommands
 from flexd.api.pause import PauseState
 from flexd.api.plan import PlanReport
+from flexd.api.plan_commands import PlanCommands
 from flexd.api.replan import ReplanResult
 from flexd.api.status import Status, base_status
 from flexd.config.model import Config
@@ -22,13 +25,10 @@ from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.control.protocol.report import StepReport
-from flexd.core.errors import ApiError, FlexdError
+from flexd.core.errors import FlexdError
 from flexd.core.process_start import ProcessStart
 from flexd.daemon import factory
 from flexd.daemon.config_file import ConfigFile
-from flexd.daemon.control_verbs import ControlVerbs
-from flexd.daemon.migration_verbs import MigrationVerbs
-from flexd.daemon.plan_verbs import PlanVerbs
 from flexd.daemon.scale_out import LeaderUnit
 from flexd.daemon.shutdown_budget import ShutdownBudget
 from flexd.daemon.signal_flag import SignalFlag
@@ -121,7 +121,7 @@ class Daemon:
         )  # fmt: skip
         self._pacing = MigrationPacing(config.control, throttle, self._coordinator)
         decisions = DecisionFile(state / "decisions.json")
-        self._control = ControlVerbs(config.control, decisions, self._history, self._coordinator, self._pacing)
+        self._operator = OperatorCommands(config.control, decisions, self._history, self._coordinator, self._pacing)
         plan_log = PlanLog(state / "plans.jsonl")
         executions = Executions(config.control, keyspace, self._coordinator, plan_log)
         self._drift = DriftMonitor(
@@ -142,10 +142,10 @@ class Daemon:
         self._stopping = threading.Event()
         self._stop_asked, self._reload_asked = SignalFlag(), SignalFlag()
         self._ticked_at = time.monotonic()
-        self.planning = PlanVerbs(
-            self._planning, self._auto, self._pacing, self._coordinator, self._stopping, self._control
+        self.planning = PlanCommands(
+            keyspace, self._planning, self._auto, self._pacing, self._coordinator, self._stopping, self._operator
         )
-        self.migrations = MigrationVerbs(
+        self.migrations = MigrationCommands(
             self._planning.executions, self._history, self._coordinator, self._auto, self._stopping, late, decisions
         )
 
@@ -206,8 +206,8 @@ class Daemon:
     def tick(self) -> None:
         """Plans if it is time to."""
         self._ticked_at = time.monotonic()
-        self._control.tick()
-        if self._control.paused is None:
+        self._operator.tick()
+        if self._operator.paused is None:
             self._auto.tick()
 
     def stop(self, seconds: float) -> bool:
@@ -265,7 +265,7 @@ class Daemon:
         self._planning.apply_config(config)
         self._drift.apply_config(config.planner)
         self._auto.apply_config(config.planner)
-        self._control.apply_config(config.control)
+        self._operator.apply_config(config.control)
         self.inspect.settings = config
         self._ingestor.set_snapshot_interval(config.state.snapshot_interval_seconds)
         self._snapshots.keep = config.state.keep_snapshots
@@ -275,27 +275,27 @@ class Daemon:
         try:
             report = self._file.reload(self.apply_config)
         except FlexdError as error:
-            self.reloaded(who, reason, error)
+            self.record_reload(who, reason, error)
             raise
-        self.reloaded(who, reason, report)
+        self.record_reload(who, reason, report)
         return report
 
     def preview_reload(self) -> ReloadReport:
         """As ``DaemonApi.preview_reload``."""
         return self._file.preview(self.check)
 
-    def reloaded(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
+    def record_reload(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
         """Records what became of a changed file."""
-        self._control.reloaded(who, reason, outcome)
+        self._operator.record_reload(who, reason, outcome)
 
     def status(self) -> Status:
         base = base_status(self._config, self._started, self.health(), self.ready())
         return self.inspect.status(base).model_copy(
             update={
-                "paused": self._control.paused is not None,
-                "pause_reason": self._control.pause_reason,
-                "pauses": self._control.pauses,
-                "decisions": self._control.decisions_status(),
+                "paused": self._operator.paused is not None,
+                "pause_reason": self._operator.pause_reason,
+                "pauses": self._operator.pauses,
+                "decisions": self._operator.decisions_status(),
                 "config": self._file.status(),
             }
         )
@@ -304,21 +304,16 @@ class Daemon:
         return self.planning.plan()
 
     def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
-        known = {each.name: each.rows for each in self._config.tables}
-        if table not in known:
-            raise ApiError(f"no table {table!r}", status=404, remedy=f"one of {', '.join(known)}"[:500])
-        if row is not None and not 0 <= row < known[table]:
-            raise ApiError(f"no row {row} in table {table!r}", status=404, remedy=f"0 to {known[table] - 1}")
-        return explanation(*self._planning.explain(table, row, hottest))
+        return self.planning.explain(table, row, hottest)
 
     def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
         return self.planning.replan(reason, wait_seconds, force=force, who=who)
 
     def pause(self, reason: str, who: str = "") -> PauseState:
-        return self._control.pause(reason, who)
+        return self._operator.pause(reason, who)
 
     def resume(self, reason: str = "", who: str = "") -> PauseState:
-        return self._control.resume(reason, who)
+        return self._operator.resume(reason, who)
 
     def health(self) -> ProbeResult:
         reasons = []

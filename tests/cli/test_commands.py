@@ -76,8 +76,8 @@ def test_options_reach_the_daemon(flexd_command, url, daemon, monkeypatch):
     assert flexd_command("resume", "--url", url).stdout == "already running\n"
     assert flexd_command("resume", "--reason", "morning", "--url", url).returncode == 0
     assert daemon.calls == [
-        ("replan", "launch", 7), ("replan", "asked for by hand", 0), ("pause", "night", "ann@host"),
-        ("resume", "asked for by hand", "ann@host"), ("resume", "asked for by hand", "ann@host"),
+        ("replan", "launch", 7), ("replan", "requested by hand", 0), ("pause", "night", "ann@host"),
+        ("resume", "requested by hand", "ann@host"), ("resume", "requested by hand", "ann@host"),
         ("resume", "morning", "ann@host"),
     ]  # fmt: skip
 

@@ -39,7 +39,7 @@ def test_options_reach_the_daemon(flexd_command, url, daemon, monkeypatch):
     assert flexd_command("replan", "--force", "--url", url).returncode == 0
     assert daemon.calls == [
         ("proposal", "latest"), ("apply", "p7", "go", 7.0, True, "ann@host"), ("proposal", "p7"),
-        ("replan", "asked for by hand", 0.0, "ann@host"),
+        ("replan", "requested by hand", 0.0, "ann@host"),
     ]  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def test_a_throttle_is_shown_or_changed(flexd_command, url, daemon, monkeypatch)
     changed = flexd_command("throttle", "--bytes-per-step", 0, "--adaptive", "on", "-o", "json", "--url", url)
     assert daemon.calls == [
         ("throttle",), ("set_throttle", None, 5000, None, "peak hours", "ann@host"),
-        ("set_throttle", 0, None, True, "asked for by hand", "ann@host"),
+        ("set_throttle", 0, None, True, "requested by hand", "ann@host"),
     ]  # fmt: skip
     assert json.loads(changed.stdout)["bytes_per_step"] is None
     assert flexd_command("throttle", "--bytes-per-step", -1, "--url", url).returncode == ExitCode.USAGE

@@ -140,7 +140,7 @@ def test_a_dry_run_changes_nothing_and_asks_nothing(flexd_command, url, daemon, 
     assert {call[0] for call in daemon.calls} <= {"plan", "status"}
     if command == "pause":
         assert PauseState.model_validate_json(done.stdout) == PauseState(
-            paused=True, reason="asked for by hand", changed=True
+            paused=True, reason="requested by hand", changed=True
         )
 
 

@@ -1,4 +1,4 @@
-"""A real daemon in this process, without ranks: its verbs, its end within the deadline, and its next start."""
+"""A real daemon in this process, without ranks: its commands, its end within the deadline, and its next start."""
 
 from __future__ import annotations
 

@@ -11,11 +11,11 @@ import httpx
 import pytest
 
 from flexd.api.config import ReloadReport
+from flexd.api.operator_commands import OperatorCommands
 from flexd.config.links import ControlConfig, ThrottleConfig
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.core import durable
 from flexd.core.errors import ConfigError, SnapshotError
-from flexd.daemon.control_verbs import ControlVerbs
 from flexd.operations.decisions import MAX_BYTES, DecisionFile, Decisions, Pause, RequestedRollback, ThrottleOverride
 from flexd.operations.history.records import ActionRecord
 from flexd.operations.pacing import MigrationPacing
@@ -31,7 +31,7 @@ DECIDED = Decisions(
 
 
 class Start:
-    """The verbs of one start of a daemon, over the state that earlier ones have left."""
+    """The commands of one start of a daemon, over the state that earlier ones have left."""
 
     def __init__(self, directory: Path, throttle: ThrottleConfig = CONFIGURED) -> None:
         control = ControlConfig(throttle=throttle)
@@ -43,7 +43,7 @@ class Start:
         coordinator: Any = SimpleNamespace(pause=lambda: self._hold(True), resume=lambda: self._hold(False))
         history: Any = SimpleNamespace(record_action=self.actions.append)
         self.file = DecisionFile(directory / "decisions.json")
-        self.verbs = ControlVerbs(control, self.file, history, coordinator, self.pacing, lambda: self.now)
+        self.commands = OperatorCommands(control, self.file, history, coordinator, self.pacing, lambda: self.now)
 
     def _hold(self, held: bool) -> None:
         self.held = held
@@ -51,36 +51,36 @@ class Start:
 
 def test_the_next_start_goes_on_as_decided(tmp_path: Path) -> None:
     first = Start(tmp_path)
-    assert (first.verbs.pause_reason, first.held) == (None, False)
-    assert first.verbs.pause("night", "ann").changed is True
-    assert first.verbs.pause("long night", "bob").changed is False
-    first.verbs.set_throttle(4_096, None, True, "peak hours", "ann")
+    assert (first.commands.pause_reason, first.held) == (None, False)
+    assert first.commands.pause("night", "ann").changed is True
+    assert first.commands.pause("long night", "bob").changed is False
+    first.commands.set_throttle(4_096, None, True, "peak hours", "ann")
     second = Start(tmp_path)
     assert second.held is True
-    assert second.verbs.paused == Pause(reason="long night", who="bob", unix_seconds=100.0)
+    assert second.commands.paused == Pause(reason="long night", who="bob", unix_seconds=100.0)
     assert second.pacing.limits == ThrottleLimits(4_096, 9_000)
     assert second.pacing.adaptive is True
     second.now = 160.0
-    assert second.verbs.resume("morning", "ann").changed is True
-    assert second.verbs.resume("morning", "ann").changed is False
-    second.verbs.set_throttle(0, 0, False)
+    assert second.commands.resume("morning", "ann").changed is True
+    assert second.commands.resume("morning", "ann").changed is False
+    second.commands.set_throttle(0, 0, False)
     third = Start(tmp_path)
-    assert (third.held, third.verbs.paused) == (False, None)
+    assert (third.held, third.commands.paused) == (False, None)
     assert (third.pacing.limits, third.pacing.adaptive) == (ThrottleLimits(), False)
 
 
 def test_everything_is_recorded_with_who_and_why(tmp_path: Path) -> None:
     it = Start(tmp_path)
-    it.verbs.pause("night", "ann")
+    it.commands.pause("night", "ann")
     it.now = 130.0
-    it.verbs.resume("morning", "bob")
-    it.verbs.resume("again", "bob")
-    it.verbs.set_throttle(None, None, None, "only looking", "bob")
-    it.verbs.set_throttle(None, 0, None, "quiet now", "")
-    it.verbs.reloaded("SIGHUP", "", ReloadReport(file="f", applied=("log.level",), pending=("job",)))
-    it.verbs.reloaded("ann", "try", ConfigError("log.level: 'loud'" + "x" * 5_000))
-    it.verbs.overrode("ann", "campaign", "p1", ("samples", "lag"))
-    it.verbs.overrode("ann", "campaign", "p2", ())
+    it.commands.resume("morning", "bob")
+    it.commands.resume("again", "bob")
+    it.commands.set_throttle(None, None, None, "only looking", "bob")
+    it.commands.set_throttle(None, 0, None, "quiet now", "")
+    it.commands.record_reload("SIGHUP", "", ReloadReport(file="f", applied=("log.level",), pending=("job",)))
+    it.commands.record_reload("ann", "try", ConfigError("log.level: 'loud'" + "x" * 5_000))
+    it.commands.record_override("ann", "campaign", "p1", ("samples", "lag"))
+    it.commands.record_override("ann", "campaign", "p2", ())
     assert [(each.kind, each.who, each.reason) for each in it.actions] == [
         ("pause", "ann", "night"), ("resume", "bob", "morning"), ("throttle", "anonymous", "quiet now"),
         ("reload", "SIGHUP", ""), ("reload", "ann", "try"), ("override", "ann", "campaign"),
@@ -95,7 +95,7 @@ def test_everything_is_recorded_with_who_and_why(tmp_path: Path) -> None:
 
 
 def test_a_configuration_that_was_changed_later_counts(tmp_path: Path) -> None:
-    Start(tmp_path).verbs.set_throttle(4_096, None, None)
+    Start(tmp_path).commands.set_throttle(4_096, None, None)
     changed = ThrottleConfig(bytes_per_second=500)
     other = Start(tmp_path, changed)
     assert other.pacing.limits == ThrottleLimits(None, 500)
@@ -105,11 +105,11 @@ def test_a_configuration_that_was_changed_later_counts(tmp_path: Path) -> None:
 
 def test_a_reload_keeps_the_chosen_throttle_unless_it_changes_the_configured_one(tmp_path: Path) -> None:
     it = Start(tmp_path)
-    it.verbs.set_throttle(4_096, None, None)
-    it.verbs.apply_config(ControlConfig(throttle=CONFIGURED, chunk_bytes=2**18))
+    it.commands.set_throttle(4_096, None, None)
+    it.commands.apply_config(ControlConfig(throttle=CONFIGURED, chunk_bytes=2**18))
     assert it.pacing.limits == ThrottleLimits(4_096, 9_000)
     assert it.file.current.throttle is not None
-    it.verbs.apply_config(ControlConfig(throttle=ThrottleConfig(bytes_per_step=77)))
+    it.commands.apply_config(ControlConfig(throttle=ThrottleConfig(bytes_per_step=77)))
     assert it.pacing.limits == ThrottleLimits(77, None)
     assert it.file.current.throttle is None
 
@@ -129,10 +129,10 @@ def test_a_file_that_is_not_usable_is_quarantined(tmp_path: Path, content: bytes
     path.write_bytes(content)
     it = Start(tmp_path)
     assert (it.held, it.pacing.limits) == (False, ThrottleLimits(None, 9_000))
-    assert it.verbs.decisions_status().quarantined == 1
+    assert it.commands.decisions_status().quarantined == 1
     assert not path.exists()
     assert (tmp_path / "decisions.json.unusable").read_bytes() == content
-    it.verbs.pause("night")
+    it.commands.pause("night")
     assert Start(tmp_path).held is True
 
 
@@ -156,22 +156,22 @@ def test_a_file_of_the_largest_size_is_read(tmp_path: Path) -> None:
 
 def test_a_full_disk_holds_nobody_up_and_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     it = Start(tmp_path)
-    it.verbs.set_throttle(4_096, None, None)
+    it.commands.set_throttle(4_096, None, None)
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(durable.os, "fsync", full)
-        assert it.verbs.pause("night").changed is True
-        it.verbs.tick()
-    assert (it.held, it.verbs.decisions_status().failures) == (True, 2)
+        assert it.commands.pause("night").changed is True
+        it.commands.tick()
+    assert (it.held, it.commands.decisions_status().failures) == (True, 2)
     assert "No space left" in it.file.problem
     before = DecisionFile(tmp_path / "decisions.json")
     assert before.current.pause is None
     assert before.current.throttle is not None, "the file is as it was"
-    it.verbs._retry_at = 0.0
-    it.verbs.tick()
+    it.commands._retry_at = 0.0
+    it.commands.tick()
     assert it.file.problem == ""
     assert Start(tmp_path).held is True
 

@@ -28,7 +28,7 @@ def test_an_abort_stops_at_a_chunk_and_says_where(setting: Setting) -> None:
         until(setting.ready, SECONDS, ranks.state())
         execution = setting.start("p1", target(1))
         setting.some_applied(execution)
-        result = setting.verbs.abort(rollback=False, reason="too slow", wait_seconds=SECONDS, who="ann")
+        result = setting.commands.abort(rollback=False, reason="too slow", wait_seconds=SECONDS, who="ann")
         progress = execution.migration.progress
         assert (result.outcome, progress.state) == ("stopped", MigrationState.ABORTED)
         assert 30 < progress.rows_applied == progress.rows_pushed < 600
@@ -42,13 +42,13 @@ def test_an_abort_stops_at_a_chunk_and_says_where(setting: Setting) -> None:
         assert all(np.array_equal(p.tiers, target(1).tiers_of(p.keys)) for p in ranks.placements)
         assert same_content(ranks.history)
         assert setting.record_manual_plan == [True], "the interval begins anew"
-        shown = setting.verbs.migration("p1")
+        shown = setting.commands.migration("p1")
         assert (shown.who, shown.parent_plan_id, shown.trigger) == ("ada", "before", "manual")
-        until(lambda: setting.verbs.migration("p1").settled, SECONDS)
-        assert setting.verbs.migration("latest").rows_applied == progress.rows_applied
+        until(lambda: setting.commands.migration("p1").settled, SECONDS)
+        assert setting.commands.migration("latest").rows_applied == progress.rows_applied
         assert setting.states("p1") == ["PENDING", "PUSHING", "ABORTING", "ABORTED"]
         with pytest.raises(ApiError, match="no migration is under way") as refused:
-            setting.verbs.abort(rollback=True, reason="", wait_seconds=0, who="")
+            setting.commands.abort(rollback=True, reason="", wait_seconds=0, who="")
         assert refused.value.status == 409
 
 
@@ -59,7 +59,7 @@ def test_a_rollback_returns_to_where_the_migration_started(setting: Setting) -> 
         assert setting.start("p1", first).migration.wait(SECONDS) is MigrationState.COMMITTED
         second = setting.start("p2", target(2))
         setting.some_applied(second)
-        result = setting.verbs.abort(rollback=True, reason="worse", wait_seconds=SECONDS, who="ann")
+        result = setting.commands.abort(rollback=True, reason="worse", wait_seconds=SECONDS, who="ann")
         assert result.outcome == "rolled_back", result
         assert ranks.all_at(first)
         assert same_content(ranks.history)
@@ -69,13 +69,13 @@ def test_a_rollback_returns_to_where_the_migration_started(setting: Setting) -> 
         until(lambda: setting.executions.live_plan_id == "p2.rollback", SECONDS)
         assert setting.executions.migrations == {"committed": 2, "aborted": 1}
         assert [entry["plan_id"] for entry in setting.log.entries] == ["p1", "p2", "p2.rollback"]
-        assert [entry.migration_id for entry in setting.verbs.migrations(10, None).migrations] == [
+        assert [entry.migration_id for entry in setting.commands.migrations(10, None).migrations] == [
             "p2.rollback",
             "p2",
             "p1",
         ]
-        assert [entry.migration_id for entry in setting.verbs.migrations(10, "ABORTED").migrations] == ["p2"]
-        back = setting.verbs.migration("p2.rollback")
+        assert [entry.migration_id for entry in setting.commands.migrations(10, "ABORTED").migrations] == ["p2"]
+        back = setting.commands.migration("p2.rollback")
         assert (back.who, back.reason) == ("ann", "rollback of p2: worse")
 
 
@@ -86,7 +86,7 @@ def test_what_waits_behind_an_aborted_migration_is_not_started(setting: Setting)
         running = setting.start("p1", target(1))
         until(lambda: running.migration.progress.chunks_pushed > 0, SECONDS)
         waiting = setting.start("p2", target(2))
-        result = setting.verbs.abort(rollback=False, reason="", wait_seconds=0.0, who="")
+        result = setting.commands.abort(rollback=False, reason="", wait_seconds=0.0, who="")
         assert result.outcome == "accepted"
         ranks.moving.set()
         assert waiting.migration.wait(SECONDS) is MigrationState.ABORTED
@@ -100,18 +100,18 @@ def test_an_abort_without_ranks_ends_what_waits(setting: Setting) -> None:
         setting.coordinator.pause()
     until(lambda: not setting.ready(), SECONDS)
     execution = setting.start("p1", target(1))
-    result = setting.verbs.abort(rollback=False, reason="", wait_seconds=SECONDS, who="")
+    result = setting.commands.abort(rollback=False, reason="", wait_seconds=SECONDS, who="")
     assert (result.outcome, execution.migration.state) == ("stopped", MigrationState.ABORTED)
     assert "nothing of it was pushed" in result.message
     setting.stopping.set()
     with pytest.raises(ApiError, match="shutting down"):
-        setting.verbs.abort(rollback=False, reason="", wait_seconds=0, who="")
+        setting.commands.abort(rollback=False, reason="", wait_seconds=0, who="")
 
 
 def test_an_unknown_migration_is_not_found(setting: Setting) -> None:
     for name in ("p9", "latest"):
         with pytest.raises(ApiError, match="is kept") as missing:
-            setting.verbs.migration(name)
+            setting.commands.migration(name)
         assert missing.value.status == 404
 
 
@@ -139,8 +139,8 @@ def test_a_rollback_after_the_daemon_has_ended_in_the_middle(tmp_path: Path, kil
             there = second.coordinator.placement()
             assert there.digest() not in (parent.digest(), target(2).digest())
             with pytest.raises(ApiError, match="no migration is under way"):
-                second.verbs.abort(rollback=False, reason="", wait_seconds=0, who="")
-            result = second.verbs.abort(rollback=True, reason="worse", wait_seconds=SECONDS, who="ann")
+                second.commands.abort(rollback=False, reason="", wait_seconds=0, who="")
+            result = second.commands.abort(rollback=True, reason="worse", wait_seconds=SECONDS, who="ann")
             assert (result.outcome, result.migration.migration_id, result.migration.state) == (
                 "rolled_back", "p2", "FAILED",
             )  # fmt: skip
@@ -149,10 +149,10 @@ def test_a_rollback_after_the_daemon_has_ended_in_the_middle(tmp_path: Path, kil
             assert same_content(ranks.history)
             assert second.coordinator.placement().digest() == parent.digest()
             until(lambda: second.executions.live_plan_id == "p2.rollback", SECONDS)
-            entry = second.verbs.migration("p2.rollback")
+            entry = second.commands.migration("p2.rollback")
             assert (entry.who, entry.parent_plan_id, entry.reason) == ("ann", "p2", "rollback of p2: worse")
             with pytest.raises(ApiError, match="no migration is under way"):
-                second.verbs.abort(rollback=True, reason="", wait_seconds=0, who="")
+                second.commands.abort(rollback=True, reason="", wait_seconds=0, who="")
         finally:
             second.end()
 
@@ -168,7 +168,7 @@ def test_no_late_rollback_of_what_was_committed_or_is_folded(tmp_path: Path, mon
         second = Setting(tmp_path, port)
         until(second.ready, SECONDS, ranks.state())
         with pytest.raises(ApiError, match="no migration is under way"):
-            second.verbs.abort(rollback=True, reason="", wait_seconds=0, who="")
+            second.commands.abort(rollback=True, reason="", wait_seconds=0, who="")
         # From here on the journal keeps next to nothing.
         monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 20)
         monkeypatch.setattr(journal_module, "_ROLLBACK_ROWS", 20)
@@ -178,7 +178,7 @@ def test_no_late_rollback_of_what_was_committed_or_is_folded(tmp_path: Path, mon
         try:
             until(third.ready, SECONDS, ranks.state())
             with pytest.raises(ApiError, match="migration p2 cannot be taken back: placement version") as refused:
-                third.verbs.abort(rollback=True, reason="", wait_seconds=0, who="")
+                third.commands.abort(rollback=True, reason="", wait_seconds=0, who="")
             assert (refused.value.status, "flexd replan" in refused.value.remedy) == (409, True)
             assert third.executions.last is None
         finally:

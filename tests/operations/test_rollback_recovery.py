@@ -103,14 +103,14 @@ class Lives:
         before = self.now.executions.last
         if before is None:
             self.gate.left = chunks
-        done = self.now.verbs.abort(rollback=True, reason="worse", wait_seconds=wait_seconds, who="ann")
+        done = self.now.commands.abort(rollback=True, reason="worse", wait_seconds=wait_seconds, who="ann")
         if before is not None and chunks:
             until(lambda: before.migration.done, SECONDS)
             self.gate.left = chunks
         return done
 
     def _in_history(self, migration_id: str) -> str:
-        found = self.now.verbs.migrations(10, None).migrations
+        found = self.now.commands.migrations(10, None).migrations
         return next((each.state for each in found if each.migration_id == migration_id), "")
 
     def logged(self, plan_id: str) -> None:
@@ -126,7 +126,7 @@ class Lives:
         last = self.now.executions.last
         if last is not None:
             until(lambda: self._in_history(last.migration.migration_id) == last.migration.state.name, SECONDS)
-        found = self.now.verbs.migrations(10, None).migrations
+        found = self.now.commands.migrations(10, None).migrations
         return {each.migration_id: (each.state, each.problem or "") for each in found}
 
 
@@ -174,7 +174,7 @@ def test_killed_in_the_middle_of_a_rollback_it_goes_on_when_it_is_asked_for_agai
         assert list(told) == ["p2.rollback-3", "p2.rollback-2", "p2.rollback", "p2", "p1"]
         assert [told[name][0] for name in told] == ["COMMITTED", "FAILED", "FAILED", "ABORTED", "COMMITTED"]
         assert told["p2.rollback"][1] == told["p2.rollback-2"][1] == problem
-        entry = lives.now.verbs.migration("p2.rollback-3")
+        entry = lives.now.commands.migration("p2.rollback-3")
         assert (entry.who, entry.reason) == ("ann", "rollback of p2.rollback-2: worse")
         with pytest.raises(ApiError, match="no migration is under way"):
             lives.abort(0)
@@ -212,7 +212,7 @@ def test_the_next_daemon_goes_on_with_a_rollback_by_itself(lives: Lives, killed:
         assert ranks.all_at(PARENT)
         told = lives.told()
         assert [told[name][0] for name in ("p2", "p2.rollback", "p2.rollback-2")] == ["ABORTED", "FAILED", "COMMITTED"]
-        entry = lives.now.verbs.migration("p2.rollback-2")
+        entry = lives.now.commands.migration("p2.rollback-2")
         assert (entry.who, "the daemon ended before it was done" in entry.reason) == ("flexd", True)
         lives.logged("p2.rollback-2")
         lives.crash()
@@ -278,7 +278,7 @@ def test_asked_for_after_a_crash_and_killed_before_it_has_pushed_anything(lives:
         lives.abort(0)
         lives.crash()
         with pytest.raises(ApiError, match="no migration is under way"):
-            lives.now.verbs.abort(rollback=False, reason="", wait_seconds=0.0, who="")
+            lives.now.commands.abort(rollback=False, reason="", wait_seconds=0.0, who="")
         assert lives.now.late.resume() is True, "what was refused has called nothing off"
         assert lives.migration.wait(SECONDS) is MigrationState.COMMITTED
         assert ranks.all_at(PARENT)
@@ -289,7 +289,7 @@ def test_a_rollback_that_was_called_off_is_not_gone_on_with(lives: Lives) -> Non
         in_the_middle(lives, ranks)
         lives.abort(0)
         until(lambda: lives.migration.state is MigrationState.PUSHING, SECONDS)
-        assert lives.now.verbs.abort(rollback=False, reason="", wait_seconds=SECONDS, who="").outcome == "stopped"
+        assert lives.now.commands.abort(rollback=False, reason="", wait_seconds=SECONDS, who="").outcome == "stopped"
         lives.crash()
         assert lives.now.late.resume() is False
         assert lives.now.executions.last is None
@@ -329,7 +329,7 @@ def test_nothing_goes_on_by_itself_that_nobody_has_asked_to_roll_back(lives: Liv
 def test_an_abort_without_rollback_is_no_offer_to_go_back_after_a_crash(lives: Lives) -> None:
     with Ranks(lives.port, LAYOUT) as ranks:
         in_the_middle(lives, ranks)
-        assert lives.now.verbs.abort(rollback=False, reason="", wait_seconds=SECONDS, who="").outcome == "stopped"
+        assert lives.now.commands.abort(rollback=False, reason="", wait_seconds=SECONDS, who="").outcome == "stopped"
         lives.logged("p2")
         lives.crash()
         with pytest.raises(ApiError, match="no migration is under way"):
@@ -365,18 +365,18 @@ def test_a_preview_says_what_a_rollback_after_a_crash_would_move(lives: Lives) -
     with Ranks(lives.port, LAYOUT) as ranks:
         in_the_middle(lives, ranks)
         lives.crash()
-        preview = lives.now.verbs.preview_abort(rollback=True)
+        preview = lives.now.commands.preview_abort(rollback=True)
         assert (preview.migration.migration_id, preview.migration.state) == ("p2", "FAILED")
         assert preview.rollback is not None
         assert lives.now.executions.last is None, "nothing was begun"
         with pytest.raises(ApiError, match="no migration is under way"):
-            lives.now.verbs.preview_abort(rollback=False)
+            lives.now.commands.preview_abort(rollback=False)
         back = lives.abort(1_000_000, SECONDS)
         assert back.rollback is not None
         assert back.rollback.rows_applied == preview.rollback.promotions + preview.rollback.demotions > 0
         assert back.rollback.bytes == preview.rollback.bytes
         with pytest.raises(ApiError, match="no migration is under way"):
-            lives.now.verbs.preview_abort(rollback=True)
+            lives.now.commands.preview_abort(rollback=True)
 
 
 def test_a_preview_says_where_an_abort_would_stop_and_what_a_rollback_would_move(lives: Lives) -> None:
@@ -386,8 +386,8 @@ def test_a_preview_says_where_an_abort_would_stop_and_what_a_rollback_would_move
         assert running is not None
         with lives.gate.held():
             lives.now.start("p3", target(3))
-            preview = lives.now.verbs.preview_abort(rollback=False)
-            back = lives.now.verbs.preview_abort(rollback=True).rollback
+            preview = lives.now.commands.preview_abort(rollback=False)
+            back = lives.now.commands.preview_abort(rollback=True).rollback
             assert running.migration.state is MigrationState.PUSHING, "nothing was asked of it"
         assert (preview.migration.migration_id, preview.waiting, preview.rollback) == ("p2", ("p3",), None)
         assert (preview.migration.chunks_pushed, preview.rows_pushed) == (20, 200)

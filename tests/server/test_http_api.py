@@ -41,7 +41,7 @@ def test_every_verb_reaches_the_daemon(client, daemon):
     assert client.get("/v1/abort", params={"rollback": True}).json()["rollback"]["to_version"] == 16
     assert client.post("/v1/resume", json={"reasn": "done"}).status_code == 422
     assert daemon.calls[2:] == [
-        ("replan", "new item launch", 2.5), ("pause", "maintenance", "ann"), ("pause", "asked for by hand", ""),
+        ("replan", "new item launch", 2.5), ("pause", "maintenance", "ann"), ("pause", "requested by hand", ""),
         ("resume", "", ""), ("resume", "done", "ann"), ("preview_reload",), ("reload", "", "ann"), ("reload", "", ""),
         ("preview_abort", False), ("preview_abort", True),
     ]  # fmt: skip

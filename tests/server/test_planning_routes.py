@@ -45,7 +45,7 @@ def test_what_is_out_of_date_is_a_conflict(client, daemon):
 
 def test_who_forces_a_replan_is_told(client, daemon):
     assert client.post("/v1/replan", json={"force": True, "who": "ann@host"}).status_code == 200
-    assert daemon.calls == [("replan", "asked for by hand", 0.0, "ann@host")]
+    assert daemon.calls == [("replan", "requested by hand", 0.0, "ann@host")]
 
 
 def test_the_throttle_is_shown_and_changed(client, daemon):

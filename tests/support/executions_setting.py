@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from flexd.api.migration_commands import MigrationCommands
 from flexd.config.links import ControlConfig
 from flexd.control.daemon.coordinator import ControlOptions, Coordinator
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.throttle import Throttle
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
-from flexd.daemon.migration_verbs import MigrationVerbs
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.executions import Execution, Executions
 from flexd.operations.history.history import MigrationHistory
@@ -53,7 +53,7 @@ class Setting:
         self.stopping = threading.Event()
         self.decisions = DecisionFile(directory / "decisions.json")
         self.late = RollbackRecovery(self.executions, self.log, self.history, self.coordinator, self.decisions)
-        self.verbs = MigrationVerbs(
+        self.commands = MigrationCommands(
             self.executions, self.history, self.coordinator, auto, self.stopping, self.late, self.decisions
         )
 
@@ -81,4 +81,4 @@ class Setting:
         until(lambda: execution.migration.progress.chunks_applied > 3, SECONDS)
 
     def states(self, migration_id: str) -> list[str]:
-        return [each.after for each in self.verbs.migration(migration_id).transitions]
+        return [each.after for each in self.commands.migration(migration_id).transitions]

@@ -1,4 +1,4 @@
-"""The verbs of the admin API that plan: dry runs, proposals, and carrying plans out."""
+"""Commands that plan: dry runs, explanations, proposals, re-plan and apply."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Mapping
 
+from flexd.api.explanation import Explanation, explanation
 from flexd.api.migration import migration_report
+from flexd.api.operator_commands import OperatorCommands
 from flexd.api.plan import PlanReport, proposal_report
 from flexd.api.planning import ProposalList, proposal_list
 from flexd.api.replan import ReplanOutcome, ReplanResult
@@ -14,7 +16,7 @@ from flexd.api.throttle import ThrottleStatus, throttle_status
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError
-from flexd.daemon.control_verbs import ControlVerbs
+from flexd.core.keyspace import KeySpace
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.executions import Execution
 from flexd.operations.pacing import MigrationPacing
@@ -30,61 +32,74 @@ _OUTCOMES: Mapping[MigrationState, ReplanOutcome] = {
 }
 
 
-class PlanVerbs:
-    """Thread-safe.
+class PlanCommands:
+    """Implements ``PlanningApi`` and the planning commands of ``DaemonApi``. Thread-safe.
 
     Args:
         stopping: set when the daemon ends: no wait outlives it.
-        control: knows whether planning is held, and sets the throttle.
+        operator: the pause and the throttle.
     """
 
     def __init__(
         self,
+        keyspace: KeySpace,
         planning: Planning,
         auto: AutoPlanner,
         pacing: MigrationPacing,
         coordinator: Coordinator,
         stopping: threading.Event,
-        control: ControlVerbs,
+        operator: OperatorCommands,
     ) -> None:
+        self._keyspace = keyspace
         self._planning = planning
         self._auto = auto
         self._pacing = pacing
         self._coordinator = coordinator
         self._stopping = stopping
-        self._control = control
+        self._operator = operator
 
     def plan(self) -> PlanReport:
-        """A dry run; kept for ``apply``."""
-        # A GET does not say who asks.
+        """Make a dry run, which is kept for ``apply``."""
+        # A GET does not name its user.
         trigger = Trigger(TriggerKind.MANUAL, "dry run", who="")
         return proposal_report(self._planning.propose(trigger, dry_run=True))
 
+    def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
+        """Implement ``DaemonApi.explain``."""
+        index = self._keyspace.index.get(table)
+        if index is None:
+            names = ", ".join(each.name for each in self._keyspace.tables)
+            raise ApiError(f"no table {table!r}", status=404, remedy=f"one of {names}"[:500])
+        rows = self._keyspace.tables[index].rows
+        if row is not None and not 0 <= row < rows:
+            raise ApiError(f"no row {row} in table {table!r}", status=404, remedy=f"0 to {rows - 1}")
+        return explanation(*self._planning.explain(table, row, hottest))
+
     def proposals(self) -> ProposalList:
-        """What can be applied."""
+        """Return the kept plans."""
         return proposal_list(self._planning)
 
     def proposal(self, plan_id: str) -> PlanReport:
-        """A kept one. Raises ApiError if there is none of that id (404)."""
+        """Return a kept plan. Raises ApiError if there is none of that id (404)."""
         return proposal_report(self._planning.proposals.get(plan_id))
 
     def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
-        """As ``DaemonApi.replan``."""
+        """Implement ``DaemonApi.replan``."""
         self._check_running()
-        proposal = self._planning.propose(_by_hand(reason, who), force=force)
+        proposal = self._planning.propose(_manual_trigger(reason, who), force=force)
         execution = self._planning.execute(proposal)
-        return self._answer(proposal, execution, wait_seconds)
+        return self._report(proposal, execution, wait_seconds)
 
     def apply(
         self, plan_id: str, reason: str, wait_seconds: float, *, force: bool = False, who: str = ""
     ) -> ReplanResult:
-        """As ``PlanningApi.apply``."""
+        """Implement ``PlanningApi.apply``."""
         self._check_running()
-        proposal, execution = self._planning.apply(plan_id, _by_hand(reason, who), force=force)
-        return self._answer(proposal, execution, wait_seconds)
+        proposal, execution = self._planning.apply(plan_id, _manual_trigger(reason, who), force=force)
+        return self._report(proposal, execution, wait_seconds)
 
     def throttle(self) -> ThrottleStatus:
-        """What holds migrations back."""
+        """Return the limits on migrations and their state."""
         return throttle_status(self._pacing.snapshot())
 
     def set_throttle(
@@ -96,22 +111,22 @@ class PlanVerbs:
         reason: str = "",
         who: str = "",
     ) -> ThrottleStatus:
-        """As ``PlanningApi.set_throttle``."""
-        self._control.set_throttle(bytes_per_step, bytes_per_second, adaptive, reason, who)
+        """Implement ``PlanningApi.set_throttle``."""
+        self._operator.set_throttle(bytes_per_step, bytes_per_second, adaptive, reason, who)
         return self.throttle()
 
     def _check_running(self) -> None:
         if self._stopping.is_set():
             raise ApiError("the daemon is shutting down", status=503)
-        paused = self._control.pause_reason
+        paused = self._operator.pause_reason
         if paused is not None:
             raise ApiError(f"paused: {paused}", status=409, remedy="flexd resume")
 
-    def _answer(self, proposal: Proposal, execution: Execution | None, wait_seconds: float) -> ReplanResult:
+    def _report(self, proposal: Proposal, execution: Execution | None, wait_seconds: float) -> ReplanResult:
         self._auto.record_manual_plan(executed=True)
         if execution is not None:
             trigger = execution.trigger
-            self._control.overrode(trigger.who, trigger.reason, proposal.plan.plan_id, execution.overridden)
+            self._operator.record_override(trigger.who, trigger.reason, proposal.plan.plan_id, execution.overridden)
         report = proposal_report(proposal)
         if execution is None:
             return self._result("unchanged", report, "the live placement is as good as the plan: nothing to move")
@@ -128,5 +143,5 @@ class PlanVerbs:
         return ReplanResult(outcome=outcome, plan=plan, placement_version=version, message=message)
 
 
-def _by_hand(reason: str, who: str) -> Trigger:
+def _manual_trigger(reason: str, who: str) -> Trigger:
     return Trigger(TriggerKind.MANUAL, reason, who or "anonymous")

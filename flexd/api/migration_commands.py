@@ -1,4 +1,4 @@
-"""The verbs of the admin API on migrations: their history, and abort."""
+"""Commands on migrations: their history, and abort."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from flexd.operations.history.history import MigrationHistory
 from flexd.operations.rollback_recovery import RollbackRecovery
 
 LATEST = "latest"
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
-class MigrationVerbs:
+class MigrationCommands:
     """Implements ``MigrationsApi``. Thread-safe.
 
     Args:
@@ -46,11 +46,11 @@ class MigrationVerbs:
         coordinator: Coordinator,
         auto: AutoPlanner,
         stopping: threading.Event,
-        late: RollbackRecovery,
+        recovery: RollbackRecovery,
         decisions: DecisionFile,
     ) -> None:
         self._executions = executions
-        self._late = late
+        self._recovery = recovery
         self._decisions = decisions
         self._history = history
         self._coordinator = coordinator
@@ -58,7 +58,7 @@ class MigrationVerbs:
         self._stopping = stopping
 
     def migrations(self, limit: int, state: MigrationStateName | None) -> MigrationList:
-        """As ``MigrationsApi``."""
+        """Implement ``MigrationsApi.migrations``."""
         records = self._history.newest(limit, None if state is None else MigrationState[state])
         actions = self._history.newest_actions(limit) if state is None else ()
         return MigrationList(
@@ -68,7 +68,7 @@ class MigrationVerbs:
         )
 
     def migration(self, migration_id: str) -> MigrationDetail:
-        """As ``MigrationsApi``."""
+        """Implement ``MigrationsApi.migration``."""
         if migration_id == LATEST:
             newest = self._history.newest(1)
             migration_id = newest[0].migration_id if newest else migration_id
@@ -80,17 +80,17 @@ class MigrationVerbs:
         return migration_detail(*found)
 
     def abort(self, *, rollback: bool, reason: str, wait_seconds: float, who: str) -> AbortResult:
-        """As ``MigrationsApi``."""
+        """Implement ``MigrationsApi.abort``."""
         if self._stopping.is_set():
             raise ApiError("the daemon is shutting down", status=503)
         deadline = time.monotonic() + wait_seconds
-        if rollback and not self._executions.migrating and self._late.interrupted is not None:
-            return self._late_rollback(reason, wait_seconds, deadline, who or "anonymous")
+        if rollback and not self._executions.migrating and self._recovery.interrupted is not None:
+            return self._recover_rollback(reason, wait_seconds, deadline, who or "anonymous")
         live = self._coordinator.live()
-        under_way = self._executions.unfinished(rollback, live)
-        self._write_down(under_way if rollback else ())
+        unfinished = self._executions.unfinished(rollback, live)
+        self._record_rollback(unfinished if rollback else ())
         done = self._executions.abort(reason, who or "anonymous", rollback, live)
-        # Else the next interval could start it again before anybody has looked.
+        # Otherwise the next interval could start the same migration again at once.
         self._auto.record_manual_plan(executed=True)
         self._wait(done.stopped.migration, deadline)
         if done.rollback is not None:
@@ -104,34 +104,34 @@ class MigrationVerbs:
         )
 
     def preview_abort(self, *, rollback: bool) -> AbortPreview:
-        """As ``MigrationsApi``."""
+        """Implement ``MigrationsApi.preview_abort``."""
         if self._stopping.is_set():
             raise ApiError("the daemon is shutting down", status=503)
-        if rollback and not self._executions.migrating and self._late.interrupted is not None:
-            interrupted, recorded, rollback_plan = self._late.preview()
+        if rollback and not self._executions.migrating and self._recovery.interrupted is not None:
+            interrupted, recorded, rollback_plan = self._recovery.preview()
             stopped = interrupted_report(interrupted) if recorded is None else ended_report(recorded)
             return AbortPreview(
                 migration=stopped,
                 rows_pushed=0 if recorded is None else recorded.rows_pushed,
                 rollback=rollback_preview(rollback_plan),
             )
-        outlook = self._executions.preview_abort(rollback, self._coordinator.live())
+        preview = self._executions.preview_abort(rollback, self._coordinator.live())
         return AbortPreview(
-            migration=migration_report(outlook.stopped),
-            rows_pushed=outlook.stopped.migration.progress.rows_pushed,
-            waiting=tuple(each.migration.migration_id for each in outlook.waiting),
-            rollback=None if outlook.rollback_plan is None else rollback_preview(outlook.rollback_plan),
+            migration=migration_report(preview.stopped),
+            rows_pushed=preview.stopped.migration.progress.rows_pushed,
+            waiting=tuple(each.migration.migration_id for each in preview.waiting),
+            rollback=None if preview.rollback_plan is None else rollback_preview(preview.rollback_plan),
         )
 
-    def _write_down(self, to_be_undone: Sequence[Execution]) -> None:
-        """Before any of them ends: the daemon may die before it has turned back, and the next one shall."""
+    def _record_rollback(self, to_be_undone: Sequence[Execution]) -> None:
+        """Record the requested rollback before any migration ends, so that the next daemon can finish it."""
         ids = tuple(execution.migration.migration_id for execution in to_be_undone[-MAX_ROLLED_BACK:])
-        asked = RequestedRollback(migration_ids=ids) if ids else None
-        if asked != self._decisions.current.rollback:
-            self._decisions.update(rollback=asked)
+        requested = RequestedRollback(migration_ids=ids) if ids else None
+        if requested != self._decisions.current.rollback:
+            self._decisions.update(rollback=requested)
 
-    def _late_rollback(self, reason: str, wait_seconds: float, deadline: float, who: str) -> AbortResult:
-        done = self._late.start(reason, who)
+    def _recover_rollback(self, reason: str, wait_seconds: float, deadline: float, who: str) -> AbortResult:
+        done = self._recovery.start(reason, who)
         self._auto.record_manual_plan(executed=True)
         back = done.rollback.migration
         self._wait(back, deadline)
@@ -148,7 +148,7 @@ class MigrationVerbs:
 
     def _wait(self, migration: Migration, deadline: float) -> None:
         while not migration.done and time.monotonic() < deadline and not self._stopping.is_set():
-            migration.wait(min(_LOOK_SECONDS, deadline - time.monotonic()))
+            migration.wait(min(_POLL_SECONDS, deadline - time.monotonic()))
 
 
 def _outcome(done: Abort, waited: bool) -> AbortOutcome:

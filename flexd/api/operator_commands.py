@@ -1,4 +1,4 @@
-"""The verbs that hold migrations back: pause, resume, throttle. It is recorded, and outlives the daemon."""
+"""Commands of operators that hold migrations: pause, resume, throttle. Each is recorded and outlives the daemon."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ RETRY_SECONDS = 5.0
 ANONYMOUS = "anonymous"
 
 
-class ControlVerbs:
-    """Thread-safe. Begins with what was decided before the daemon started.
+class OperatorCommands:
+    """Thread-safe. Starts with the decisions made before the daemon started.
 
     Args:
         control: the configuration; a throttle that was chosen under another ``control.throttle`` is dropped.
         wall_clock: Unix seconds.
+
+    Attributes:
+        pauses: since the daemon started.
     """
 
     def __init__(
@@ -49,7 +52,6 @@ class ControlVerbs:
         self._lock = threading.Lock()
         self._retry_at = 0.0
         self.pauses = 0
-        """Since the daemon started."""
         pause, throttle = decisions.current.pause, decisions.current.throttle
         if pause is not None:
             logger.info("paused since before the start, by %s: %s", pause.who or ANONYMOUS, pause.reason)
@@ -57,11 +59,11 @@ class ControlVerbs:
         if throttle is not None and throttle.matches_config(control.throttle):
             logger.info("throttle as chosen before the start: %s", throttle.words)
             pacing.set_limits(throttle.limits, throttle.adaptive)
-        self._drop_overtaken_throttle()
+        self._drop_superseded_throttle()
 
     @property
     def paused(self) -> Pause | None:
-        """None: nothing is held."""
+        """The pause in effect; None if nothing is held."""
         return self._decisions.current.pause
 
     @property
@@ -74,7 +76,7 @@ class ControlVerbs:
         return DecisionsStatus.from_object(self._decisions)
 
     def tick(self) -> None:
-        """Writes what could not be written, every few seconds."""
+        """Retry failed writes, every few seconds."""
         if not self._decisions.problem or time.monotonic() < self._retry_at:
             return
         with self._lock:
@@ -82,18 +84,18 @@ class ControlVerbs:
             self._retry_at = time.monotonic() + RETRY_SECONDS
 
     def pause(self, reason: str, who: str = "") -> PauseState:
-        """As ``DaemonApi.pause``."""
+        """Implement ``DaemonApi.pause``."""
         with self._lock:
             first = self.paused is None
             self.pauses += first
             self._coordinator.pause()
             pause = Pause(reason=reason, who=who, unix_seconds=self._wall_clock())
             self._decisions.update(pause=pause)
-        self.note("pause", who, reason)
+        self._record("pause", who, reason)
         return PauseState(paused=True, reason=reason, changed=first)
 
     def resume(self, reason: str = "", who: str = "") -> PauseState:
-        """As ``DaemonApi.resume``."""
+        """Implement ``DaemonApi.resume``."""
         with self._lock:
             pause = self.paused
             if pause is not None:
@@ -101,7 +103,7 @@ class ControlVerbs:
             self._coordinator.resume()
         if pause is not None:
             seconds = self._wall_clock() - pause.unix_seconds
-            self.note("resume", who, reason, f"after {max(0.0, seconds):.0f} s of: {pause.reason}")
+            self._record("resume", who, reason, f"after {max(0.0, seconds):.0f} s of: {pause.reason}")
         return PauseState(paused=False, changed=pause is not None)
 
     def set_throttle(
@@ -112,7 +114,7 @@ class ControlVerbs:
         reason: str = "",
         who: str = "",
     ) -> None:
-        """As ``PlanningApi.set_throttle``."""
+        """Implement ``PlanningApi.set_throttle``."""
         if bytes_per_step is None and bytes_per_second is None and adaptive is None:
             return
         with self._lock:
@@ -124,38 +126,38 @@ class ControlVerbs:
                 configured=self._control.throttle.model_dump_json(),
             )  # fmt: skip
             self._decisions.update(throttle=chosen)
-        self.note("throttle", who, reason, chosen.words)
+        self._record("throttle", who, reason, chosen.words)
 
     def apply_config(self, control: ControlConfig) -> None:
-        """Another configuration. Its throttle replaces the chosen one if it is another than before."""
+        """Apply a new configuration. Its throttle, if it has changed, replaces the chosen one."""
         with self._lock:
             self._control = control
             self._pacing.apply_config(control)
-            self._drop_overtaken_throttle()
+            self._drop_superseded_throttle()
 
-    def reloaded(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
-        """Records what became of a changed file."""
+    def record_reload(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
+        """Record the result of a reload."""
         if isinstance(outcome, FlexdError):
             detail = f"rejected: {outcome.message}"
         else:
             detail = f"applied {', '.join(outcome.applied) or 'nothing'}"
             if outcome.pending:
                 detail += f"; needs a restart: {', '.join(outcome.pending)}"
-        self.note("reload", who, reason, detail)
+        self._record("reload", who, reason, detail)
 
-    def overrode(self, who: str, reason: str, plan_id: str, gates: tuple[str, ...]) -> None:
-        """Records that a plan was carried out although these gates were closed."""
+    def record_override(self, who: str, reason: str, plan_id: str, gates: tuple[str, ...]) -> None:
+        """Record that a plan was carried out although these gates were closed."""
         if gates:
-            self.note("override", who, reason, f"plan {plan_id} in spite of {', '.join(gates)}")
+            self._record("override", who, reason, f"plan {plan_id} in spite of {', '.join(gates)}")
 
-    def note(self, kind: ActionKind, who: str, reason: str, detail: str = "") -> None:
-        """Into the log and the history."""
+    def _record(self, kind: ActionKind, who: str, reason: str, detail: str = "") -> None:
+        """Write a command to the log and the history."""
         who = who or ANONYMOUS
         words = "; ".join(each for each in (reason, detail) if each)
         logger.info("%s by %s: %s", kind, who, words or "no reason given")
         self._history.record_action(ActionRecord.of(self._wall_clock(), kind, who, reason, detail))
 
-    def _drop_overtaken_throttle(self) -> None:
+    def _drop_superseded_throttle(self) -> None:
         throttle = self._decisions.current.throttle
         if throttle is not None and not throttle.matches_config(self._control.throttle):
             logger.info("throttle: control.throttle has changed and replaces the chosen one: %s", throttle.words)
