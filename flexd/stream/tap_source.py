@@ -1,4 +1,4 @@
-"""The stream without any log: counted accesses that ranks ship over the control channel, as a ``Source``."""
+"""A source without a log: the counts of the ranks' taps, received over the control channel."""
 
 from __future__ import annotations
 
@@ -12,40 +12,42 @@ from flexd.core.errors import StreamError
 from flexd.stream.types import Message, Positions
 
 FORGET_SECONDS = 3600.0
-"""A partition of a process that others have replaced is dropped after so long."""
+"""Time after which the partition of a replaced process is dropped."""
 
 
 def partition_of(attempt: str, rank: int, session: str) -> str:
-    """One partition a training process: its deltas are numbered from 0."""
+    """Name the partition of a training process. Its counts are numbered from 0."""
     return f"tap/{attempt}/{rank}/{session}"
 
 
-class DeltaState(Enum):
-    """What has become of a delta that a rank offers."""
+class TapCountsState(Enum):
+    """State of counts that a rank offers."""
 
-    WANTED = "wanted"
-    TAKEN = "taken"
-    """It is here, counted perhaps, but in no snapshot: the rank must keep it."""
+    MISSING = "missing"
+    """Not received: the daemon requests them."""
+    RECEIVED = "received"
+    """Queued or counted, but in no snapshot: the rank must keep them."""
     DURABLE = "durable"
-    """The rank may forget it."""
-    NOT_YET = "not yet"
-    """The saved positions are not restored: nobody can tell."""
+    """In a snapshot: the rank may delete them."""
+    UNKNOWN = "unknown"
+    """The saved positions are not restored yet."""
 
 
 class TapSource:
-    """See ``Source``; ``poll``, ``restore``, ``positions``, ``lag``, ``commit`` and ``close`` belong to its reader.
+    """A ``Source`` of ``TapCounts`` messages, one partition a training process.
 
-    Nothing is kept here that a rank does not keep too: a rank forgets a delta only when ``commit`` has named a later
-    position. A delta is therefore counted once: one that the restored positions have passed is never asked for
-    again, and one that they have not is offered again by its rank, as the same bytes under the same number.
+    ``poll``, ``restore``, ``positions``, ``lag``, ``commit`` and ``close`` belong to the reader. The control channel
+    calls the other methods, from any thread.
 
-    After ``restore`` to older positions the deltas in between are asked for again, as far as their ranks have them;
-    where a rank has forgotten some (an older snapshot had to be used), they are counted in ``messages_lost``.
+    A rank keeps its counts until ``commit`` has passed them. So all are counted once: those before the restored
+    positions are never requested again, and the rank offers the later ones again, as the same bytes under the same
+    number.
 
-    The other methods are called by the control channel, from any thread.
+    After ``restore`` to older positions, the counts in between are requested again from the ranks that keep them.
+    Where a rank has deleted some (an older snapshot had to be used), they are added to ``messages_lost``.
 
     Args:
-        forget_seconds: a partition whose process was replaced is dropped from the positions after so long.
+        forget_seconds: time after which the partition of a replaced process is dropped from the positions.
     """
 
     def __init__(self, forget_seconds: float = FORGET_SECONDS) -> None:
@@ -54,7 +56,7 @@ class TapSource:
         self._next: Positions = {}
         self._durable: Positions = {}
         self._offered: Positions = {}
-        """Newest delta that each rank says it holds."""
+        """Number of the newest counts that each rank offered."""
         self._queue: deque[Message] = deque()
         self._queued: Positions = {}
         self._live: frozenset[str] = frozenset()
@@ -73,7 +75,7 @@ class TapSource:
 
     @property
     def queued_bytes(self) -> int:
-        """Delivered and not polled yet."""
+        """Size of the payloads that were delivered and not polled yet."""
         with self._changed:
             return sum(len(message.payload) for message in self._queue)
 
@@ -89,7 +91,7 @@ class TapSource:
                 self._check_open()
             if not self._queue:
                 return []
-            # One at a time: a delta stands for a whole interval of a rank.
+            # One message at a time: it has the counts of a whole interval of a rank.
             message = self._queue.popleft()
             del self._queued[message.partition]
             self._next[message.partition] = message.offset + 1
@@ -129,38 +131,38 @@ class TapSource:
 
     # ---- the control channel ----
 
-    def alive(self, partitions: Collection[str]) -> None:
-        """These processes train now; all others have been replaced or have ended."""
+    def set_live(self, partitions: Collection[str]) -> None:
+        """Set the partitions of the processes that train now; all others have been replaced or have ended."""
         with self._changed:
             self._live = frozenset(partitions)
             now = time.monotonic()
             self._live_at.update(dict.fromkeys(self._live, now))
             self._offered = {name: offset for name, offset in self._offered.items() if name in self._live}
 
-    def offered(self, partition: str, sequence: int) -> DeltaState:
-        """A rank says that it holds this delta, and nothing older."""
+    def record_offer(self, partition: str, sequence: int) -> TapCountsState:
+        """Record that a rank offers counts of this number and has none older; return their state."""
         with self._changed:
             if self._closed or not self._open:
-                return DeltaState.NOT_YET
+                return TapCountsState.UNKNOWN
             self._offered[partition] = sequence
             if sequence < self._durable.get(partition, 0):
-                return DeltaState.DURABLE
+                return TapCountsState.DURABLE
             if sequence < self._next.get(partition, 0) or self._queued.get(partition) == sequence:
-                return DeltaState.TAKEN
-            return DeltaState.WANTED
+                return TapCountsState.RECEIVED
+            return TapCountsState.MISSING
 
-    def durable(self, partition: str) -> int:
-        """All deltas with a smaller number are in a snapshot."""
+    def durable_before(self, partition: str) -> int:
+        """Return the number before which all counts are in a snapshot."""
         with self._changed:
             return self._durable.get(partition, 0)
 
     def deliver(self, partition: str, sequence: int, payload: bytes) -> bool:
-        """Queues one delta; False (and nothing happens) unless it is ``WANTED`` by now."""
+        """Queue a payload. Return False and do nothing unless its state is ``MISSING``."""
         with self._changed:
-            wanted = self._next.get(partition, 0)
-            if self._closed or not self._open or sequence < wanted or partition in self._queued:
+            expected = self._next.get(partition, 0)
+            if self._closed or not self._open or sequence < expected or partition in self._queued:
                 return False
-            self._lost += sequence - wanted
+            self._lost += sequence - expected
             self._next[partition] = sequence
             self._live_at.setdefault(partition, time.monotonic())
             self._queued[partition] = sequence
@@ -173,7 +175,7 @@ class TapSource:
             raise StreamError("tap: the source is closed")
 
     def _forget(self) -> None:
-        # Without live ranks nobody has been replaced: a silent process may still come back with a delta.
+        # Without live ranks no process was replaced: a silent one may still return with its counts.
         if not self._live:
             return
         limit = time.monotonic() - self._forget_seconds

@@ -18,7 +18,7 @@ from flexd.control.daemon.membership import Topology
 from flexd.control.protocol.messages import TapOffer, TapState, open_with_bytes
 from flexd.core.errors import AuthenticationError, ControlError, StaleMessageError
 from flexd.core.tap_counts import MAX_PAYLOAD_BYTES
-from flexd.stream.tap_source import DeltaState, TapSource, partition_of
+from flexd.stream.tap_source import TapCountsState, TapSource, partition_of
 
 MAX_GRANTED_BYTES = MAX_PAYLOAD_BYTES
 """Payloads requested or received and not yet counted, of all ranks together (one payload may be as large)."""
@@ -70,7 +70,7 @@ class TapReceiver:
         self._fence = fence
         self._sessions = tuple(hello.session for hello in topology.hellos)
         if self._source is not None:
-            self._source.alive([
+            self._source.set_live([
                 partition_of(topology.attempt, rank, session) for rank, session in enumerate(self._sessions)
             ])  # fmt: skip
 
@@ -102,22 +102,22 @@ class TapReceiver:
         under_way = self._source.queued_bytes + sum(w.offer.bytes for w in self._transfers.values() if w.granted)
         budget = _PIECES_PER_TICK
         for rank, transfer in list(self._transfers.items()):
-            state = self._source.offered(transfer.partition, transfer.offer.number)
-            if state is DeltaState.DURABLE:
+            state = self._source.record_offer(transfer.partition, transfer.offer.number)
+            if state is TapCountsState.DURABLE:
                 del self._transfers[rank]
-                self._write_state(transfer, self._source.durable(transfer.partition), "")
-            elif state is DeltaState.TAKEN:
+                self._write_state(transfer, self._source.durable_before(transfer.partition), "")
+            elif state is TapCountsState.RECEIVED:
                 transfer.granted = False
                 urgent |= transfer.offer.urgent
-            elif state is DeltaState.WANTED and transfer.granted:
+            elif state is TapCountsState.MISSING and transfer.granted:
                 budget -= self._receive_some(transfer, budget)
-            elif state is DeltaState.WANTED and time.monotonic() >= transfer.not_before:
+            elif state is TapCountsState.MISSING and time.monotonic() >= transfer.not_before:
                 if under_way and under_way + transfer.offer.bytes > MAX_GRANTED_BYTES:
                     continue
                 under_way += transfer.offer.bytes
                 self._grants += 1
                 transfer.granted, transfer.pieces = True, []
-                self._write_state(transfer, self._source.durable(transfer.partition), "", grant=self._grants)
+                self._write_state(transfer, self._source.durable_before(transfer.partition), "", grant=self._grants)
         if urgent and time.monotonic() >= self._urgent_at:
             self._urgent_at = time.monotonic() + _URGENT_SECONDS
             self._events.emit("tap_urgent")
