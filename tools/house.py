@@ -66,7 +66,7 @@ def denied_in_text(root: Path) -> Iterator[str]:
 
 
 def imports(tree: ast.Module, name: str, package: bool, modules: set[str]) -> set[str]:
-    """Return the modules that are imported as ``name`` is: no imports inside functions or for type checking only."""
+    """Return the modules that ``name`` imports, inside functions too, but not for type checking only."""
     found: set[str] = set()
     pending: list[ast.AST] = list(tree.body)
     while pending:
@@ -79,7 +79,7 @@ def imports(tree: ast.Module, name: str, package: bool, modules: set[str]) -> se
             found |= {inner if (inner := f"{base}.{alias.name}") in modules else base for alias in node.names}
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             pending += node.orelse
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        else:
             pending += ast.iter_child_nodes(node)
     return (found & modules) - {name}
 
