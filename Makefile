@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCHREC := $(VENV)/.torchrec
 
-.PHONY: fuzz demo demo-kafka test test-all test-durations lint types imports docs bench bench-pause bench-cluster bench-control chaos torchrec manifests ops-tools e2e-ops clean
+.PHONY: fuzz mutate demo demo-kafka test test-all test-durations lint types imports docs bench bench-pause bench-cluster bench-control chaos torchrec manifests ops-tools e2e-ops clean
 
 demo: $(STAMP)
 	$(BIN)/flexd demo $(DEMO)
@@ -96,6 +96,12 @@ fuzz: $(STAMP)
 	$(BIN)/python -c "import atheris" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check "atheris>=2.3"
 	$(BIN)/python tools/fuzz.py decode --seconds $(FUZZ_SECONDS)
 	$(BIN)/python tools/fuzz.py snapshot --seconds $(FUZZ_SECONDS)
+
+# Kill rate by module of PATHS, of up to MUTATE="--sample N" mutants each (40), judged by the tests of the same folder.
+# mutmut is installed here and not by the dev extra: only this target needs it.
+mutate: $(STAMP)
+	$(BIN)/python -c "import mutmut" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check "mutmut>=3.8,<4"
+	$(BIN)/python tools/mutate.py $(PATHS) $(MUTATE)
 
 # setuptools is named because the package itself is built without isolation: a build environment of its own would
 # ignore the constraints and fetch another torch.

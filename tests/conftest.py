@@ -5,6 +5,10 @@ from __future__ import annotations
 import gc
 
 import pytest
+from hypothesis import Phase, settings
+
+# For `make mutate`: a mutant is killed by the first example that fails; looking for a smaller one takes much longer.
+settings.register_profile("mutate", phases=(Phase.explicit, Phase.generate), database=None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
