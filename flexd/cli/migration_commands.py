@@ -106,7 +106,8 @@ def abort(
     """Stops the migration under way at its next chunk, and says where. What waits behind it is not started.
 
     The daemon goes on planning by itself: pause it first if it shall not. Exit status 0 once it has stopped (and every
-    rank is back where it started, with --rollback), 4 if nothing is under way or it ended otherwise, 5 at the timeout.
+    rank is back where it started, with --rollback), 4 if no migration is running or it ended otherwise, 5 at the
+    timeout.
 
     Example: flexd abort --rollback --dry-run
     Example: flexd abort --rollback --reason "loss is rising" --yes

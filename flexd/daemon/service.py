@@ -269,7 +269,7 @@ class Daemon:
         self.inspect.settings = config
         self._ingestor.set_snapshot_interval(config.state.snapshot_interval_seconds)
         self._snapshots.keep = config.state.keep_snapshots
-        self._history.keep(config.state.keep_migrations)
+        self._history.set_limit(config.state.keep_migrations)
 
     def reload(self, reason: str = "", who: str = "") -> ReloadReport:
         try:

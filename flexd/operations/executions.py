@@ -1,4 +1,4 @@
-"""Plans on their way to the ranks: started, aborted, rolled back, and accounted for."""
+"""Execute plans: start migrations, abort them, roll them back, and count and log their ends."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from flexd.planner.plan import Plan
 from flexd.planner.solver.limits import SlotBudgets
 
 ROLLBACK = ".rollback"
-"""What the id of a rollback has behind the id of the migration that it takes back."""
+"""Suffix of a rollback's id, after the id of the migration that it reverts."""
 _KEPT_OPEN = 64
 
 
 @dataclass(frozen=True)
 class Execution:
-    """A migration and what it is for.
+    """A migration with its plan and trigger.
 
     Attributes:
-        plan: None for a rollback.
-        trigger: what led to it, and who.
-        overridden: names of the gates that were closed and overridden.
+        plan: the plan that it executes; None for a rollback.
+        trigger: cause and requester.
+        overridden: names of the closed gates that were overridden.
     """
 
     plan: Plan | None
@@ -46,11 +46,11 @@ class Execution:
 
 @dataclass(frozen=True)
 class Abort:
-    """What an abort has set going.
+    """Result of an abort.
 
     Attributes:
-        stopped: the migration that was running, or else the newest that waited.
-        rollback: the way back, if that was asked for.
+        stopped: the migration that was running, or else the newest waiting one.
+        rollback: the rollback, if one was requested.
     """
 
     stopped: Execution
@@ -59,11 +59,11 @@ class Abort:
 
 @dataclass(frozen=True)
 class RollbackPlan:
-    """What a rollback would move if it began now.
+    """The rows that a rollback would move if it started now.
 
     Attributes:
-        to_version: of the placement that it would bring back.
-        delta: from what the ranks have agreed on.
+        to_version: version of the placement that it would restore.
+        delta: difference to the placement that all ranks have.
         bytes_to_copy: row values and optimizer state of the rows that it promotes, each once.
     """
 
@@ -74,11 +74,12 @@ class RollbackPlan:
 
 @dataclass(frozen=True)
 class AbortPreview:
-    """What an abort would come to now.
+    """The effect that an abort would have now.
 
     Attributes:
-        stopped: the migration that runs, or else the newest that waits. waiting: the others, oldest first.
-        rollback_plan: if there is one to begin.
+        stopped: the running migration, or else the newest waiting one.
+        waiting: the other unfinished migrations, oldest first.
+        rollback_plan: the rollback, if one is requested and ranks are present.
     """
 
     stopped: Execution
@@ -87,12 +88,16 @@ class AbortPreview:
 
 
 class Executions:
-    """Thread-safe. Ended migrations are counted, and logged if they moved rows, in the coordinator's thread.
+    """Starts and stops migrations. Thread-safe.
+
+    Migrations that end are counted, and logged if they moved rows, in the coordinator's thread.
 
     Attributes:
-        last: the newest. live_plan_id: of the plan that the placement came from, "" if none.
-        migrations: ended ones by final state. migrated: rows, chunks and bytes (values and optimizer state of promoted
-            rows, each once) that every rank has applied.
+        last: the newest execution.
+        live_plan_id: id of the plan that the placement comes from; "" if none.
+        migrations: ended migrations by final state.
+        migrated: rows, chunks and bytes (values and optimizer state of promoted rows, each once) that every rank has
+            applied.
     """
 
     def __init__(self, control: ControlConfig, keyspace: KeySpace, coordinator: Coordinator, log: PlanLog) -> None:
@@ -110,22 +115,22 @@ class Executions:
 
     @property
     def migrating(self) -> bool:
-        """Whether the ranks are on their way to another placement."""
+        """Whether the ranks are moving to another placement."""
         return self.last is not None and not self.last.migration.done
 
     def apply_config(self, control: ControlConfig) -> None:
-        """Other sizes of chunks, from the next migration on."""
+        """Use other chunk sizes from the next migration on."""
         self._control = control
 
     def start(self, plan: Plan, trigger: Trigger, overridden: tuple[str, ...], live: LiveTopology) -> Execution:
-        """Starts the plan's migration, which supersedes the one in flight at its next chunk.
+        """Start the plan's migration, which supersedes a running one at its next chunk.
 
         Raises:
             ControlError: the coordinator is stopping.
         """
 
         def chunks(placement: Placement) -> ChunkedDelta:
-            # Not the plan's own delta: an older migration may have gone on since the plan was made.
+            # Not the plan's own delta: an older migration may have moved rows since the plan was made.
             delta = plan_delta(placement, plan.target, plan.gains, self._keyspace, live.layout, plan.budgets)
             return self._chunked(delta, live.layout)
 
@@ -136,48 +141,48 @@ class Executions:
         )  # fmt: skip
 
     def abort(self, reason: str, who: str, rollback: bool, live: LiveTopology | None) -> Abort:
-        """Stops what is under way at its next chunk; whatever waits behind it is not started.
+        """Stop the running migration at its next chunk and discard the waiting ones.
 
-        With ``rollback`` a migration goes back to the placement that it started from, which the parent plan had left:
-        a migration like any other, that may be aborted itself.
+        With ``rollback``, start a migration to the placement that the stopped one started from. It is a migration like
+        any other and may be aborted itself.
 
         Raises:
-            ApiError: nothing is under way (409), or there are no ranks to roll back to (409).
+            ApiError: no migration is unfinished (409), or no rank is registered to roll back (409).
             ControlError: the coordinator is stopping.
         """
-        under_way = self.unfinished(rollback, live)
+        unfinished = self.unfinished(rollback, live)
         words = f"aborted by {who}" + (f": {reason}" if reason else "")
-        for execution in under_way:
+        for execution in unfinished:
             execution.migration.abort(words)
-        stopped = _stopped(under_way)
+        stopped = _stopped(unfinished)
         return Abort(stopped, self._roll_back(stopped, reason, who, live) if rollback and live is not None else None)
 
     def preview_abort(self, rollback: bool, live: LiveTopology | None) -> AbortPreview:
-        """What ``abort`` would come to now. Changes nothing.
+        """Return the effect that ``abort`` would have now. Changes nothing.
 
         Raises:
-            ApiError: as ``abort``.
+            ApiError: as in ``abort``.
         """
-        under_way = self.unfinished(rollback, live)
-        stopped = _stopped(under_way)
+        unfinished = self.unfinished(rollback, live)
+        stopped = _stopped(unfinished)
         rollback_plan = self.rollback_plan(stopped.migration.base, live) if rollback and live is not None else None
-        return AbortPreview(stopped, tuple(each for each in under_way if each is not stopped), rollback_plan)
+        return AbortPreview(stopped, tuple(each for each in unfinished if each is not stopped), rollback_plan)
 
     def unfinished(self, rollback: bool, live: LiveTopology | None) -> list[Execution]:
-        """What ``abort`` would end now, oldest first. Raises as ``abort``."""
+        """Return the migrations that ``abort`` would end now, oldest first. Raises ApiError as ``abort`` does."""
         with self._lock:
-            under_way = [execution for execution in self._open if not execution.migration.done]
-        if not under_way:
+            unfinished = [execution for execution in self._open if not execution.migration.done]
+        if not unfinished:
             raise no_migration_running()
         if rollback and live is None:
             raise ApiError(
                 "no rank is registered", status=409, remedy="abort without --rollback, or wait for the ranks"
             )
-        return under_way
+        return unfinished
 
     def _roll_back(self, stopped: Execution, reason: str, who: str, live: LiveTopology) -> Execution:
         migration = stopped.migration
-        # Asked when it starts: what waited for its turn may have started after all, before it was aborted.
+        # Read when the rollback starts: a waiting migration may have started before it was aborted.
         return self.start_rollback(
             f"{migration.migration_id}{ROLLBACK}", migration.plan_id, lambda: migration.base, migration.generation,
             rollback_trigger(migration.migration_id, reason, who), live,
@@ -192,19 +197,22 @@ class Executions:
         trigger: Trigger,
         live: LiveTopology,
     ) -> Execution:
-        """Goes to ``base`` (None: where the ranks are), which is asked when it starts.
+        """Start a migration to the placement ``base()``.
 
         Args:
-            name: its id. plan_id: of what it takes back. generation: fail if the ranks are of another by then.
+            name: id of the rollback.
+            plan_id: plan of the migration that it reverts.
+            base: called when the rollback starts; None keeps the current placement.
+            generation: topology generation; the rollback fails if the ranks have another one by then.
 
         Raises:
             ControlError: the coordinator is stopping.
         """
 
         def chunks(placement: Placement) -> ChunkedDelta:
-            there = base()
-            delta = self._delta_to(there, placement, live)
-            return self._chunked(delta, live.layout, None if there is None else there.version)
+            target = base()
+            delta = self._delta_to(target, placement, live)
+            return self._chunked(delta, live.layout, None if target is None else target.version)
 
         return self._submit(
             name, chunks, generation, MigrationMetadata(name, plan_id, trigger.kind.value, trigger.who, trigger.reason),
@@ -212,7 +220,7 @@ class Executions:
         )  # fmt: skip
 
     def rollback_plan(self, base: Placement | None, live: LiveTopology) -> RollbackPlan:
-        """What a rollback to ``base`` (None: where the ranks are) would move if it began now."""
+        """Return the rows that a rollback to ``base`` (None: the current placement) would move if it started now."""
         now = self._coordinator.placement()
         delta = self._delta_to(base, now, live)
         to_copy = int(moved_bytes(delta, self._keyspace, live.layout).sum())
@@ -221,7 +229,7 @@ class Executions:
     def _delta_to(self, base: Placement | None, placement: Placement, live: LiveTopology) -> Delta:
         target = placement if base is None else replace(base, version=placement.version)
         slots = SlotBudgets(self._keyspace, live.layout, live.replica_slots)
-        # What a row gains is not known of rows that the plan let go; equal gains take cheap rows first.
+        # The gain of rows that the plan demoted is unknown; with equal gains cheap rows move first.
         return plan_delta(placement, target, np.ones(len(target)), self._keyspace, live.layout, slots)
 
     def _chunked(self, delta: Delta, layout: RankLayout, returns_to: int | None = None) -> ChunkedDelta:
@@ -287,16 +295,16 @@ class Executions:
         self._log.append(entry)
 
 
-def _stopped(under_way: list[Execution]) -> Execution:
-    started = [execution for execution in under_way if execution.migration.base is not None]
-    return (started or under_way)[-1]
+def _stopped(unfinished: list[Execution]) -> Execution:
+    started = [execution for execution in unfinished if execution.migration.base is not None]
+    return (started or unfinished)[-1]
 
 
 def no_migration_running() -> ApiError:
-    """What an abort is told then."""
-    return ApiError("no migration is under way", status=409, remedy="flexd history shows those that have ended")
+    """Return the error of an abort without an unfinished migration."""
+    return ApiError("no migration is running", status=409, remedy="flexd history shows those that have ended")
 
 
 def rollback_trigger(migration_id: str, reason: str, who: str) -> Trigger:
-    """Of the rollback of a migration."""
+    """Return the trigger of a rollback of the given migration."""
     return Trigger(TriggerKind.MANUAL, f"rollback of {migration_id}: {reason}".rstrip(": "), who)

@@ -104,7 +104,7 @@ class Planning:
             force: make it even if gates are closed.
 
         Raises:
-            PlanError: the ranks are not all there, the accesses of a step are not known, or a gate is closed.
+            PlanError: not all ranks are ready, the accesses of a step are not known, or a gate is closed.
         """
         with self._making:
             started = time.monotonic()
@@ -238,7 +238,7 @@ class Planning:
             trigger: the trigger of the migration; by default that of the plan.
 
         Raises:
-            PlanError: the ranks are not all there.
+            PlanError: not all ranks are ready.
             ControlError: the coordinator is stopping.
         """
         plan, trigger = proposal.plan, trigger or proposal.trigger

@@ -89,7 +89,7 @@ def outdated(
 ) -> str:  # fmt: skip
     """Return why a proposal can no longer be executed, without evaluating the accesses; empty if it can."""
     if topology is None or not topology.ready:
-        return "the ranks are not all there"
+        return "not all ranks are ready"
     if topology.generation != proposal.plan.topology_generation:
         return (
             f"the ranks have changed: it is for topology generation {proposal.plan.topology_generation}, they are at "

@@ -1,4 +1,4 @@
-"""The way back from a migration that ended with the daemon that ran it, and what is left of a rollback that did."""
+"""Roll back migrations that an earlier daemon left unfinished, and resume rollbacks that it had started."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from flexd.operations.executions import (
 from flexd.operations.history.history import MigrationHistory
 from flexd.operations.history.records import MigrationRecord
 from flexd.operations.plan_log import PlanLog
-from flexd.operations.triggers import ITSELF
+from flexd.operations.triggers import DAEMON_ACTOR
 
 logger = logging.getLogger("flexd")
 
 _AGAIN = re.compile(r"-\d+$")
-"""Behind the id of a rollback that goes on with one of an earlier daemon."""
+"""Suffix of the id of a rollback that resumes one of an earlier daemon."""
 
 
 @dataclass(frozen=True)
 class RecoveredRollback:
-    """A rollback that an earlier daemon has left to this one.
+    """A rollback that an earlier daemon left to this one.
 
     Attributes:
-        interrupted: what the journal knows of the earlier daemon's migration; a rollback itself, if this one goes on
-            with it.
-        recorded: what the history knows of it; None if it was lost there.
+        interrupted: the earlier daemon's migration as the journal has it; itself a rollback if this one resumes it.
+        recorded: the same migration as the history has it; None if the history has lost it.
+        rollback: the rollback that this daemon has started.
     """
 
     interrupted: JournalledMigration
@@ -49,7 +49,10 @@ class RecoveredRollback:
 
 
 class RollbackRecovery:
-    """Thread-safe. Where to is in the journal of placements; a history that cannot be read is not in the way."""
+    """Starts and resumes rollbacks of interrupted migrations. Thread-safe.
+
+    The target comes from the placement journal; a history that cannot be read prevents nothing.
+    """
 
     def __init__(
         self,
@@ -67,35 +70,39 @@ class RollbackRecovery:
 
     @property
     def interrupted(self) -> JournalledMigration | None:
-        """The migration that an earlier daemon left behind before all of it was applied, or before the rollback that
-        it was asked for had begun; None once this one has started any, or if the ranks are others by now."""
+        """The migration that an earlier daemon left partially applied, or whose requested rollback had not started.
+
+        None once this daemon has started a migration, or if the ranks have changed since.
+        """
         newest = None if self._executions.last is not None else self._coordinator.newest_migration()
         logged = self._log.newest
         if newest is None or logged is None or logged.get("plan_id") != newest.plan_id:
             return newest
-        # The last daemon may have ended in good order: it has seen the end of what it then had to give up.
+        # A daemon that shut down in order has logged the end of the migration that it gave up.
         return newest if logged.get("state") == MigrationState.FAILED.value or self._was_requested(newest) else None
 
     def resume(self) -> bool:
-        """Goes on with a rollback that an earlier daemon was asked for; False if there is none. Call it when the ranks
-        are all there, before anything else is planned."""
+        """Resume a rollback that was requested from an earlier daemon. Returns False if there is none.
+
+        Call it when all ranks are ready and before anything is planned.
+        """
         interrupted = self.interrupted
         if interrupted is None or not (interrupted.returns_to is not None or self._was_requested(interrupted)):
             return False
         try:
-            done = self.start("the daemon ended before it was done", ITSELF)
+            done = self.start("the daemon ended before it was done", DAEMON_ACTOR)
         except FlexdError as error:
-            logger.warning("the rollback of %s does not go on: %s", interrupted.migration_id, error)
+            logger.warning("the rollback of %s cannot be resumed: %s", interrupted.migration_id, error)
             return False
-        logger.info("%s goes on with the rollback that was asked for", done.rollback.migration.migration_id)
+        logger.info("%s resumes the rollback that was requested", done.rollback.migration.migration_id)
         return True
 
     def start(self, reason: str, who: str) -> RecoveredRollback:
-        """Goes back to where the ``interrupted`` migration started, or on to where it was going if that was a rollback.
+        """Roll back the ``interrupted`` migration; if that was a rollback itself, complete it.
 
         Raises:
-            ApiError: there is none, the ranks are not all there, or the journal was compacted beyond that placement
-                (409 each).
+            ApiError: no migration was interrupted, not all ranks are ready, or the journal no longer has the target
+                placement (409 each).
             ControlError: the coordinator is stopping.
         """
         interrupted, base, live = self._target()
@@ -109,10 +116,10 @@ class RollbackRecovery:
         return RecoveredRollback(interrupted, recorded, started)
 
     def preview(self) -> tuple[JournalledMigration, MigrationRecord | None, RollbackPlan]:
-        """What ``begin`` would come to now. Changes nothing.
+        """Return the rollback that ``start`` would begin now. Changes nothing.
 
         Raises:
-            ApiError: as ``begin``.
+            ApiError: as in ``start``.
         """
         interrupted, base, live = self._target()
         return interrupted, self._recorded(interrupted.migration_id), self._executions.rollback_plan(base, live)
@@ -122,31 +129,31 @@ class RollbackRecovery:
         if interrupted is None:
             raise no_migration_running()
         if live is None or not live.ready:
-            raise ApiError("the ranks are not all there", status=409, remedy="flexd status says what is missing")
+            raise ApiError("not all ranks are ready", status=409, remedy="flexd status shows which are missing")
         try:
             return interrupted, self._coordinator.placement_at(interrupted.rollback_version), live
         except SnapshotError as error:
             raise ApiError(
-                f"migration {interrupted.migration_id} cannot be taken back: placement version "
+                f"migration {interrupted.migration_id} cannot be rolled back: placement version "
                 f"{interrupted.rollback_version} is not in the journal any more",
                 status=409,
                 remedy="flexd replan makes a plan from what the ranks have now",
             ) from error
 
     def _was_requested(self, interrupted: JournalledMigration) -> bool:
-        """Was somebody already told that this migration is taken back?"""
-        asked = self._decisions.current.rollback
-        return asked is not None and interrupted.migration_id in asked.migration_ids
+        """Return whether a user requested the rollback of this migration."""
+        requested = self._decisions.current.rollback
+        return requested is not None and interrupted.migration_id in requested.migration_ids
 
     def _unused_id(self, interrupted: JournalledMigration) -> str:
-        """Every try keeps its place in the history, and one that died before it was written there keeps its id."""
+        """Return an id that neither the history nor the interrupted rollback has: every attempt stays visible."""
         base = interrupted.migration_id
         base = f"{base}{ROLLBACK}" if interrupted.returns_to is None else _AGAIN.sub("", base)
         names = (base if number == 1 else f"{base}-{number}" for number in count(1))
         return next(name for name in names if name != interrupted.migration_id and self._recorded(name) is None)
 
     def _recorded(self, migration_id: str) -> MigrationRecord | None:
-        """None also if the history cannot be read."""
+        """Return the migration from the history; None if it is missing or the history cannot be read."""
         try:
             found = self._history.find(migration_id)
         except SnapshotError:

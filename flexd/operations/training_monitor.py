@@ -14,7 +14,7 @@ from flexd.operations.traffic_timeline import TrafficTimeline
 TRAFFIC_KINDS = ("all_to_all", "sync", "migration")
 LINKS = ("intra", "inter")
 _RECENT_STEPS = 50
-"""The lookups of a step are averaged over about so many of a rank's newest steps."""
+"""Averages of a rank cover about this number of its newest steps."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,14 @@ class RankAverages:
     """One rank as it reported; averages over about ``_RECENT_STEPS`` of its newest steps.
 
     Attributes:
-        version: of its placement. step: its newest.
-        accesses_per_step, replica_accesses_per_step: look-ups, and those that rows above HOME answered.
-        step_seconds, intra_bytes, inter_bytes: of a step; bytes sent of all kinds.
-        heard_at: monotonic seconds.
+        version: version of its placement.
+        step: its newest step.
+        accesses_per_step: look-ups per step.
+        replica_accesses_per_step: look-ups per step served by rows above HOME.
+        step_seconds: wall time of a step.
+        intra_bytes: bytes of all kinds sent inside its node per step.
+        inter_bytes: bytes of all kinds sent to other nodes per step.
+        heard_at: time of its newest report, in monotonic seconds.
     """
 
     version: int
@@ -98,7 +102,7 @@ class TrainingMonitor:
         self._totals = TrainingTotals(sent_bytes={(kind, link): 0 for kind in TRAFFIC_KINDS for link in LINKS})
 
     def add(self, rank: int, report: StepReport) -> None:
-        """Takes one report in. Lookups of a rank are summed over tiers and averaged with exponential weights."""
+        """Add one report. A rank's look-ups are summed over tiers and averaged with exponential weights."""
         self.timeline.add(report)
         with self._lock:
             self._ranks[rank] = RankAverages.of(report, self._ranks.get(rank))
@@ -120,14 +124,14 @@ class TrainingMonitor:
             )
 
     def new_generation(self) -> None:
-        """Other ranks are there now: what the old ones averaged no longer holds."""
+        """Forget the averages of the ranks of the previous topology generation."""
         with self._lock:
             self._ranks.clear()
 
     def accesses_per_step(self, world_size: int) -> float | None:
-        """Lookups of the whole job in one step; None until any rank has reported.
+        """Return the look-ups of the whole job per step; None until a rank has reported.
 
-        Ranks that have not reported yet are taken to do what the others do.
+        Ranks that have not reported are assumed to look up as much as the others.
         """
         with self._lock:
             if not self._ranks:
@@ -135,12 +139,12 @@ class TrainingMonitor:
             return world_size * sum(rank.accesses_per_step for rank in self._ranks.values()) / len(self._ranks)
 
     def ranks(self) -> dict[int, RankAverages]:
-        """Those of the present topology generation that have reported, in order."""
+        """Return the reporting ranks of the current topology generation, in order."""
         with self._lock:
             return dict(sorted(self._ranks.items()))
 
     def versions(self) -> dict[int, int]:
-        """Placement version by rank, as each reported it last."""
+        """Return the placement version that each rank reported last."""
         with self._lock:
             return {rank: known.version for rank, known in sorted(self._ranks.items())}
 

@@ -1,8 +1,7 @@
-"""What makes the daemon plan, and when it may act on it by itself. Pure: the caller tells the time.
+"""Triggers of automatic planning, and whether a plan may be executed without a user. Pure functions of the given time.
 
-A trigger leads to a plan at once. Whether the plan is carried out is another question: with ``planner.auto: false``,
-or outside the maintenance windows, it is kept as a proposal. A trigger that only a window held back fires again when
-the window opens.
+A trigger leads to a plan at once. With ``planner.auto: false``, or outside the maintenance windows, the plan is held:
+it is kept as a proposal. A trigger that only a window held fires again when the window opens.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from enum import Enum
 
 from flexd.operations.maintenance_windows import Calendar
 
-ITSELF = "flexd"
-"""Who acts when nobody has asked."""
+DAEMON_ACTOR = "flexd"
+"""The requester of actions that the daemon takes by itself."""
 
 
 class TriggerKind(Enum):
@@ -31,21 +30,23 @@ class Trigger:
     """Why a plan is made.
 
     Attributes:
-        reason: in words, recorded with plan and migration.
-        who: asked for it.
+        kind: kind of the cause.
+        reason: the cause in words, recorded with plan and migration.
+        who: the user who requested it, or ``DAEMON_ACTOR``.
     """
 
     kind: TriggerKind
     reason: str
-    who: str = ITSELF
+    who: str = DAEMON_ACTOR
 
 
 @dataclass(frozen=True)
-class Due:
+class FiredTrigger:
     """A trigger that has fired.
 
     Attributes:
-        held: why the plan is kept as a proposal only; empty: it is carried out.
+        trigger: the trigger.
+        held: why the plan is only proposed; empty if it is executed.
     """
 
     trigger: Trigger
@@ -57,10 +58,10 @@ class TriggerSettings:
     """When to plan.
 
     Attributes:
-        interval_seconds: between plans.
-        min_spacing_seconds: between two tries of the daemon's own.
-        auto: False proposes only.
-        calendar: of the maintenance windows.
+        interval_seconds: time between plans.
+        min_spacing_seconds: least time between two attempts of the daemon.
+        auto: whether plans are executed; False only proposes them.
+        calendar: maintenance windows.
     """
 
     interval_seconds: float
@@ -70,13 +71,13 @@ class TriggerSettings:
 
 
 class Triggers:
-    """The daemon's own reasons to plan. Every method belongs to the daemon's loop, except reading attributes.
+    """The causes of automatic planning. Only the daemon's loop calls methods; any thread may read attributes.
 
     Args:
         now: monotonic seconds.
 
     Attributes:
-        fired: plans asked for, by kind.
+        fired: triggers that have fired, by kind.
     """
 
     def __init__(self, settings: TriggerSettings, now: float) -> None:
@@ -90,21 +91,25 @@ class Triggers:
 
     @property
     def waiting_for_window(self) -> Trigger | None:
-        """Fires when the maintenance window opens."""
+        """The trigger that fires when a maintenance window opens; None if none waits."""
         return self._waiting
 
     def held(self, unix_seconds: float) -> str:
-        """Why the daemon starts no migration by itself now; empty if it does."""
+        """Return why the daemon starts no migration by itself now; empty if it may."""
         if not self.settings.auto:
             return "planner.auto is false"
         return "" if self.settings.calendar.is_open(unix_seconds) else "outside the maintenance windows"
 
-    def due(self, now: float, unix_seconds: float, generation: int, drift: Callable[[], str | None]) -> Due | None:
-        """What has fired, if anything; the caller plans, and says ``made`` if a plan could be made.
+    def due(
+        self, now: float, unix_seconds: float, generation: int, drift: Callable[[], str | None]
+    ) -> FiredTrigger | None:
+        """Return the trigger that has fired; None if none has. The caller plans and then calls ``plan_made``.
 
         Args:
-            now: monotonic seconds. generation: of the live ranks.
-            drift: takes the reason of the newest look at the drift, once; asked only when a plan could follow.
+            now: monotonic seconds.
+            unix_seconds: wall time, for the maintenance windows.
+            generation: topology generation of the live ranks.
+            drift: pops the reason of the newest drift evaluation; called only when a plan could follow.
         """
         if now < self._next_try_at and now < self._next_plan_at:
             return None
@@ -115,7 +120,7 @@ class Triggers:
         self._next_plan_at = now + self.settings.interval_seconds
         self._next_try_at = now + self.settings.min_spacing_seconds
         self.fired[trigger.kind] += 1
-        return Due(trigger, held)
+        return FiredTrigger(trigger, held)
 
     def _fired(self, now: float, generation: int, held: str, drift: Callable[[], str | None]) -> Trigger | None:
         if generation != self._planned_generation:
@@ -127,9 +132,11 @@ class Triggers:
             return Trigger(TriggerKind.DRIFT, reason)
         return Trigger(TriggerKind.INTERVAL, "interval") if now >= self._next_plan_at else None
 
-    def plan_made(self, due: Due, generation: int) -> None:
-        """The plan is made and, unless ``due.held``, carried out. Drift proposes once until something is carried out:
-        the placement stays, so it would say the same again after every look."""
+    def plan_made(self, due: FiredTrigger, generation: int) -> None:
+        """Record that the plan was made and, unless ``due.held``, executed.
+
+        Drift proposes once until a plan is executed: while the placement stays, every evaluation would find the same.
+        """
         self._planned_generation = generation
         if not due.held:
             self._waiting = None
@@ -140,7 +147,7 @@ class Triggers:
                 self._waiting = self._waiting or due.trigger
 
     def record_manual_plan(self, now: float, *, executed: bool) -> None:
-        """Somebody has had a plan made (and carried out): the interval counts from there."""
+        """Record a plan that a user requested. If it was executed, the interval starts over."""
         self.fired[TriggerKind.MANUAL] += 1
         if executed:
             self._next_plan_at = now + self.settings.interval_seconds
@@ -148,13 +155,13 @@ class Triggers:
             self._proposed_for_drift = False
 
     def migration_started(self, now: float, generation: int) -> None:
-        """Something was set going for these ranks that is no plan of these triggers: that they are new is no reason to
-        plan any more, and the interval counts from there."""
+        """Record a migration that no trigger caused: the generation needs no plan any more, and the interval starts
+        over."""
         self._planned_generation = generation
         self._next_plan_at = now + self.settings.interval_seconds
 
     def apply_settings(self, settings: TriggerSettings, now: float) -> None:
-        """Other settings, from now on."""
+        """Use other settings from now on."""
         self.settings = settings
         self._next_plan_at = min(self._next_plan_at, now + settings.interval_seconds)
         if not settings.auto:

@@ -41,7 +41,7 @@ def test_golden(flexd_command, url, name, output):
 def test_a_dry_run_of_abort_aborts_nothing_and_ends_as_abort_would(flexd_command, url, daemon):
     assert flexd_command("abort", "--dry-run", "--url", url).returncode == 0
     assert daemon.calls == [("preview_abort", False)]
-    daemon.error = ApiError("no migration is under way", status=409, remedy="flexd history")
+    daemon.error = ApiError("no migration is running", status=409, remedy="flexd history")
     done = flexd_command("abort", "--dry-run", "--url", url)
     assert (done.returncode, done.stdout) == (ExitCode.REFUSED, "")
     assert [call[0] for call in daemon.calls] == ["preview_abort"] * 2
@@ -105,10 +105,10 @@ def test_what_is_not_there_is_a_refusal(flexd_command, url, daemon):
     done = flexd_command("migrations", "show", "p9", "--url", url)
     assert done.returncode == ExitCode.REFUSED
     assert "no migration 'p9' is kept" in done.stderr
-    daemon.error = ApiError("no migration is under way", status=409, remedy="flexd history")
+    daemon.error = ApiError("no migration is running", status=409, remedy="flexd history")
     done = flexd_command("abort", "--url", url)
     assert (done.returncode, done.stdout) == (ExitCode.REFUSED, "")
-    assert "no migration is under way" in done.stderr
+    assert "no migration is running" in done.stderr
 
 
 def test_an_empty_history_says_so(flexd_command, url):

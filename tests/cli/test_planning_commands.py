@@ -74,7 +74,7 @@ def test_the_exit_code_of_apply_tells_the_outcome(flexd_command, url, daemon, ou
 
 def test_a_refused_plan_is_exit_code_four_with_the_reason(flexd_command, url, daemon):
     assert flexd_command("apply", "p1", "--url", url).returncode == ExitCode.REFUSED
-    daemon.error = PlanError("plan p7 is not carried out: the ranks have changed", remedy="flexd plan makes a new one")
+    daemon.error = PlanError("plan p7 is not executed: the ranks have changed", remedy="flexd plan makes a new one")
     done = flexd_command("apply", "p7", "--url", url)
     assert done.returncode == ExitCode.REFUSED
     assert "the ranks have changed" in done.stderr

@@ -47,7 +47,7 @@ def test_an_abort_stops_at_a_chunk_and_says_where(setting: Setting) -> None:
         until(lambda: setting.commands.migration("p1").settled, SECONDS)
         assert setting.commands.migration("latest").rows_applied == progress.rows_applied
         assert setting.states("p1") == ["PENDING", "PUSHING", "ABORTING", "ABORTED"]
-        with pytest.raises(ApiError, match="no migration is under way") as refused:
+        with pytest.raises(ApiError, match="no migration is running") as refused:
             setting.commands.abort(rollback=True, reason="", wait_seconds=0, who="")
         assert refused.value.status == 409
 
@@ -138,7 +138,7 @@ def test_a_rollback_after_the_daemon_has_ended_in_the_middle(tmp_path: Path, kil
             until(second.ready, SECONDS, ranks.state())
             there = second.coordinator.placement()
             assert there.digest() not in (parent.digest(), target(2).digest())
-            with pytest.raises(ApiError, match="no migration is under way"):
+            with pytest.raises(ApiError, match="no migration is running"):
                 second.commands.abort(rollback=False, reason="", wait_seconds=0, who="")
             result = second.commands.abort(rollback=True, reason="worse", wait_seconds=SECONDS, who="ann")
             assert (result.outcome, result.migration.migration_id, result.migration.state) == (
@@ -151,7 +151,7 @@ def test_a_rollback_after_the_daemon_has_ended_in_the_middle(tmp_path: Path, kil
             until(lambda: second.executions.live_plan_id == "p2.rollback", SECONDS)
             entry = second.commands.migration("p2.rollback")
             assert (entry.who, entry.parent_plan_id, entry.reason) == ("ann", "p2", "rollback of p2: worse")
-            with pytest.raises(ApiError, match="no migration is under way"):
+            with pytest.raises(ApiError, match="no migration is running"):
                 second.commands.abort(rollback=True, reason="", wait_seconds=0, who="")
         finally:
             second.end()
@@ -167,7 +167,7 @@ def test_no_late_rollback_of_what_was_committed_or_is_folded(tmp_path: Path, mon
         first.end()
         second = Setting(tmp_path, port)
         until(second.ready, SECONDS, ranks.state())
-        with pytest.raises(ApiError, match="no migration is under way"):
+        with pytest.raises(ApiError, match="no migration is running"):
             second.commands.abort(rollback=True, reason="", wait_seconds=0, who="")
         # From here on the journal keeps next to nothing.
         monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 20)
@@ -177,7 +177,7 @@ def test_no_late_rollback_of_what_was_committed_or_is_folded(tmp_path: Path, mon
         third = Setting(tmp_path, port)
         try:
             until(third.ready, SECONDS, ranks.state())
-            with pytest.raises(ApiError, match="migration p2 cannot be taken back: placement version") as refused:
+            with pytest.raises(ApiError, match="migration p2 cannot be rolled back: placement version") as refused:
                 third.commands.abort(rollback=True, reason="", wait_seconds=0, who="")
             assert (refused.value.status, "flexd replan" in refused.value.remedy) == (409, True)
             assert third.executions.last is None

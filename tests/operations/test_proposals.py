@@ -94,7 +94,7 @@ def _other_accesses(it: Setting) -> None:
 @pytest.mark.parametrize(
     ("meanwhile", "said"),
     [
-        (_other_ranks, "topology generation 1, they are at 2"), (_no_ranks, "the ranks are not all there"),
+        (_other_ranks, "topology generation 1, they are at 2"), (_no_ranks, "not all ranks are ready"),
         (_other_placement, "starts from version 0, the ranks are at 1"), (_migrating, "a migration is running"),
         (_other_accesses, r"the accesses have moved on since it was made: drift \d"),
     ],

@@ -176,7 +176,7 @@ def test_killed_in_the_middle_of_a_rollback_it_goes_on_when_it_is_asked_for_agai
         assert told["p2.rollback"][1] == told["p2.rollback-2"][1] == problem
         entry = lives.now.commands.migration("p2.rollback-3")
         assert (entry.who, entry.reason) == ("ann", "rollback of p2.rollback-2: worse")
-        with pytest.raises(ApiError, match="no migration is under way"):
+        with pytest.raises(ApiError, match="no migration is running"):
             lives.abort(0)
 
 
@@ -277,7 +277,7 @@ def test_asked_for_after_a_crash_and_killed_before_it_has_pushed_anything(lives:
         lives.crash()
         lives.abort(0)
         lives.crash()
-        with pytest.raises(ApiError, match="no migration is under way"):
+        with pytest.raises(ApiError, match="no migration is running"):
             lives.now.commands.abort(rollback=False, reason="", wait_seconds=0.0, who="")
         assert lives.now.late.resume() is True, "what was refused has called nothing off"
         assert lives.migration.wait(SECONDS) is MigrationState.COMMITTED
@@ -332,7 +332,7 @@ def test_an_abort_without_rollback_is_no_offer_to_go_back_after_a_crash(lives: L
         assert lives.now.commands.abort(rollback=False, reason="", wait_seconds=SECONDS, who="").outcome == "stopped"
         lives.logged("p2")
         lives.crash()
-        with pytest.raises(ApiError, match="no migration is under way"):
+        with pytest.raises(ApiError, match="no migration is running"):
             lives.abort(0)
 
 
@@ -369,13 +369,13 @@ def test_a_preview_says_what_a_rollback_after_a_crash_would_move(lives: Lives) -
         assert (preview.migration.migration_id, preview.migration.state) == ("p2", "FAILED")
         assert preview.rollback is not None
         assert lives.now.executions.last is None, "nothing was begun"
-        with pytest.raises(ApiError, match="no migration is under way"):
+        with pytest.raises(ApiError, match="no migration is running"):
             lives.now.commands.preview_abort(rollback=False)
         back = lives.abort(1_000_000, SECONDS)
         assert back.rollback is not None
         assert back.rollback.rows_applied == preview.rollback.promotions + preview.rollback.demotions > 0
         assert back.rollback.bytes == preview.rollback.bytes
-        with pytest.raises(ApiError, match="no migration is under way"):
+        with pytest.raises(ApiError, match="no migration is running"):
             lives.now.commands.preview_abort(rollback=True)
 
 

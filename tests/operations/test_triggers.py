@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from flexd.config.planner import WindowConfig
 from flexd.operations.maintenance_windows import Calendar
-from flexd.operations.triggers import Due, Trigger, TriggerKind, Triggers, TriggerSettings
+from flexd.operations.triggers import FiredTrigger, Trigger, TriggerKind, Triggers, TriggerSettings
 
 GENERATION = 3
 CLOSED, OPEN = 12 * 3600.0, 3 * 3600.0
@@ -28,14 +28,14 @@ def make(spacing: float = 1.0, *, auto: bool = True, calendar: Calendar | None =
 def ask(
     triggers: Triggers, now: float, unix: float = OPEN, generation: int = GENERATION,
     drift: Callable[[], str | None] = nothing,
-) -> Due | None:  # fmt: skip
+) -> FiredTrigger | None:  # fmt: skip
     return triggers.due(now, unix, generation, drift)
 
 
 def test_the_interval_counts_from_the_last_try() -> None:
     triggers = make()
     assert ask(triggers, 99.9) is None
-    assert ask(triggers, 100.0) == Due(Trigger(TriggerKind.INTERVAL, "interval"))
+    assert ask(triggers, 100.0) == FiredTrigger(Trigger(TriggerKind.INTERVAL, "interval"))
     assert ask(triggers, 199.0) is None, "made or refused"
     assert ask(triggers, 200.0) is not None
     assert triggers.fired == {TriggerKind.INTERVAL: 2}
@@ -44,7 +44,7 @@ def test_the_interval_counts_from_the_last_try() -> None:
 def test_other_ranks_are_planned_for_at_once_and_again_until_a_plan_is_made() -> None:
     triggers = make()
     due = ask(triggers, 5.0, generation=4)
-    assert due == Due(Trigger(TriggerKind.TOPOLOGY, "topology changed"))
+    assert due == FiredTrigger(Trigger(TriggerKind.TOPOLOGY, "topology changed"))
     assert ask(triggers, 5.5, generation=4) is None, "min_spacing_seconds"
     assert ask(triggers, 6.0, generation=4) == due
     triggers.plan_made(due, 4)
@@ -97,7 +97,7 @@ def test_drift_fires_and_is_not_taken_when_it_could_not_be_used() -> None:
         return "drift 1.20 > 1.05"
 
     triggers = make(spacing=10.0)
-    assert ask(triggers, 1.0, drift=drift) == Due(Trigger(TriggerKind.DRIFT, "drift 1.20 > 1.05"))
+    assert ask(triggers, 1.0, drift=drift) == FiredTrigger(Trigger(TriggerKind.DRIFT, "drift 1.20 > 1.05"))
     assert ask(triggers, 2.0, drift=drift) is None
     assert len(asked) == 1
     assert ask(triggers, 11.0, drift=drift) is not None
@@ -135,9 +135,9 @@ def test_what_a_window_held_fires_when_it_opens() -> None:
     triggers.plan_made(interval, GENERATION)
     assert ask(triggers, 150.0, CLOSED) is None
     opened = ask(triggers, 160.0, OPEN)
-    assert opened == Due(Trigger(TriggerKind.DRIFT, "drift 1.30 > 1.05, held until the maintenance window opened")), (
-        "the first that was held"
-    )
+    assert opened == FiredTrigger(
+        Trigger(TriggerKind.DRIFT, "drift 1.30 > 1.05, held until the maintenance window opened")
+    ), "the first that was held"
     again = ask(triggers, 162.0, OPEN)
     assert again == opened, "refused: tried again"
     triggers.plan_made(opened, GENERATION)

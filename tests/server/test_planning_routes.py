@@ -37,7 +37,7 @@ def test_a_proposal_is_applied(client, daemon, outcome, status):
 
 
 def test_what_is_out_of_date_is_a_conflict(client, daemon):
-    daemon.error = PlanError("plan p7 is not carried out: the placement has moved on", remedy="flexd plan")
+    daemon.error = PlanError("plan p7 is not executed: the placement has moved on", remedy="flexd plan")
     answer = client.post("/v1/proposals/p7/apply", json={})
     assert answer.status_code == 409
     assert "the placement has moved on" in answer.json()["error"]["message"]

@@ -35,7 +35,7 @@ class FakePlanning:
     def proposal(self, plan_id: str) -> PlanReport:
         self._entered("proposal", plan_id)
         if plan_id not in ("latest", "p7"):
-            raise ApiError(f"no proposal {plan_id!r}", status=404, remedy="kept are p6, p7")
+            raise ApiError(f"no proposal {plan_id!r}", status=404, remedy="proposals: p6, p7")
         gate = GateReport(gate="samples", key="planner.min_samples", measured=10, required=20, open=False, words="thin")
         return PlanReport(plan_id="p7", trigger="drift", who="flexd", gates=(gate,))
 

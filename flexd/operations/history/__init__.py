@@ -1,1 +1,1 @@
-"""What became of migrations: kept in SQLite, over restarts of the daemon."""
+"""The history of migrations and of users' actions: records, the SQLite file, and the thread that writes it."""

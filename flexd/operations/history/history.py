@@ -1,4 +1,4 @@
-"""Takes the news of migrations from the coordinator's thread and has another thread write them down."""
+"""Record migrations and actions without touching the disk; a thread writes them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ from flexd.operations.history.records import ActionRecord, HistoryEntry, Migrati
 from flexd.operations.history.store import HistoryStore
 
 MAX_WAITING = 4096
-"""Entries not written yet; the oldest are lost beyond it."""
+"""Limit of entries that wait to be written; beyond it the oldest are lost."""
 RETRY_SECONDS = 5.0
 FRESH_SECONDS = 1.0
-"""How long a reader waits for what was recorded before it asked."""
+"""How long a reader waits until entries recorded before its call are on disk."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class HistorySnapshot:
-    """Since the start.
+    """Counters since the start.
 
     Attributes:
-        entries: written. lost: dropped unwritten, since too many waited. failures: writes that failed, and are tried
-            again. quarantined: files that were not usable. problem: why the newest write failed; None if it did not.
+        entries: entries written.
+        lost: entries dropped because too many waited.
+        failures: failed writes; they are repeated.
+        quarantined: files that could not be used.
+        problem: why the newest write failed; None if it succeeded.
     """
 
     entries: int = 0
@@ -42,12 +45,14 @@ class HistorySnapshot:
 
 
 class MigrationHistory:
-    """Thread-safe. ``record`` never touches the disk; entries are on disk within milliseconds, or ``flush`` says no.
+    """The history of migrations and actions. Thread-safe.
+
+    Recording never touches the disk; entries are on disk within milliseconds, or ``flush`` returns False.
 
     Args:
         path: the SQLite file.
-        keep: migrations kept, and other actions, at most.
-        on_event: told (name, fields) of a file that was set aside; from any thread, must not block.
+        keep: limit of migrations, and of actions.
+        on_event: called with (name, fields) when a file was quarantined; from any thread, must not block.
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class MigrationHistory:
         self._waiting: deque[HistoryEntry | ActionRecord] = deque()
         self._recorded = 0
         self._written = 0
-        """Of ``_recorded``: written or lost."""
+        """Entries of ``_recorded`` that were written or lost."""
         self._entries = self._lost = self._failures = self._aside = 0
         self._problem: str | None = None
         self._stopping = False
@@ -68,11 +73,11 @@ class MigrationHistory:
         self._thread = threading.Thread(target=self._run, name="flexd-history", daemon=True)
 
     def start(self) -> None:
-        """Opens the file in the background; a file that cannot be opened is tried again and again."""
+        """Open the file in the background, and retry for as long as it cannot be opened."""
         self._thread.start()
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Writes what waits and ends; False if it did not end within the deadline."""
+        """Write the waiting entries and end the thread. Returns whether it ended within the deadline."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -87,7 +92,7 @@ class MigrationHistory:
             return HistorySnapshot(self._entries, self._lost, self._failures, self._aside, self._problem)
 
     def record_migration(self, news: MigrationEvent) -> None:
-        """From the coordinator's thread; see ``Coordinator``."""
+        """Record an event of a migration. Called in the coordinator's thread."""
         transition = news.transition
         entry = HistoryEntry(
             MigrationRecord.of(news.migration, settled=transition is None),
@@ -96,7 +101,7 @@ class MigrationHistory:
         self._add(entry)
 
     def record_action(self, action: ActionRecord) -> None:
-        """Something else than a migration; from any thread."""
+        """Record an action of a user; from any thread."""
         self._add(action)
 
     def _add(self, entry: HistoryEntry | ActionRecord) -> None:
@@ -110,7 +115,7 @@ class MigrationHistory:
             self._changed.notify_all()
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Waits until what was recorded before is on disk; False at the deadline, or if nothing is being written."""
+        """Wait until every entry recorded so far is on disk. Returns False at the deadline or if writing fails."""
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
             wanted = self._recorded
@@ -122,22 +127,22 @@ class MigrationHistory:
             return True
 
     def newest(self, limit: int, state: MigrationState | None = None) -> tuple[MigrationRecord, ...]:
-        """The newest migrations first. Raises SnapshotError if the file cannot be read."""
+        """Return migrations, the newest first. Raises SnapshotError if the file cannot be read."""
         self.flush(FRESH_SECONDS)
         return self._store.newest(limit, state)
 
     def find(self, migration_id: str) -> tuple[MigrationRecord, tuple[TransitionRecord, ...]] | None:
-        """A migration and its transitions, None if there is none. Raises SnapshotError if the file cannot be read."""
+        """Return a migration and its transitions, or None. Raises SnapshotError if the file cannot be read."""
         self.flush(FRESH_SECONDS)
         return self._store.find(migration_id)
 
     def newest_actions(self, limit: int) -> tuple[ActionRecord, ...]:
-        """The newest first. Raises SnapshotError if the file cannot be read."""
+        """Return actions, the newest first. Raises SnapshotError if the file cannot be read."""
         self.flush(FRESH_SECONDS)
         return self._store.newest_actions(limit)
 
-    def keep(self, migrations: int) -> None:
-        """Another bound, from the next entry on."""
+    def set_limit(self, migrations: int) -> None:
+        """Use another limit of migrations and actions from the next entry on."""
         self._store.keep = migrations
 
     def _run(self) -> None:
@@ -155,7 +160,7 @@ class MigrationHistory:
             self._store.close()
 
     def _due(self) -> list[HistoryEntry | ActionRecord] | None:
-        """What waits, as soon as something does and the file is usable; None to end."""
+        """Wait for entries and a usable file, and return the entries; None to end."""
         with self._changed:
             retry_at = time.monotonic() + self._retry_seconds if self._problem else 0.0
             while not self._stopping:
@@ -198,6 +203,6 @@ class MigrationHistory:
     def _quarantine(self, reason: str) -> None:
         with self._changed:
             self._aside += 1
-        logger.error("the migration history was not usable (%s): it is kept as *.unusable, and begun anew", reason)
+        logger.error("unusable migration history (%s): it is kept as *.unusable, and a new one is begun", reason)
         if self._on_event is not None:
             self._on_event("history_quarantined", {"reason": reason})

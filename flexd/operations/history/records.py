@@ -1,4 +1,4 @@
-"""One migration and its transitions, and what else was asked for, as they are kept."""
+"""Records of the history: migrations, their transitions, and actions of users."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ MAX_DETAIL_CHARACTERS = 2_000
 
 @dataclass(frozen=True)
 class ActionRecord:
-    """Something that was asked of the daemon and is no migration.
+    """An action of a user that is no migration.
 
     Attributes:
-        kind: an ``ActionKind``; an override is of gates that were closed.
-        who: asked for it. reason: in their words. detail: what it came to; cut to ``MAX_DETAIL_CHARACTERS``.
+        kind: an ``ActionKind``; ``override`` is a plan executed although gates were closed.
+        who: the user.
+        reason: the user's reason.
+        detail: the outcome, truncated to ``MAX_DETAIL_CHARACTERS``.
     """
 
     unix_seconds: float
@@ -37,15 +39,27 @@ class MigrationRecord:
     """A migration as it was when its newest entry was written.
 
     Attributes:
-        migration_id: unique. plan_id, parent_plan_id: what it carried out, and the plan before it ("" if none).
-        who: asked for it. trigger: kind of what led to it. reason: in words.
-        state: name of a ``MigrationState``. problem: why it ended early, "" if it did not.
-        rows: of its whole delta, 0 if not known. rows_pushed, rows_applied, chunks_pushed, chunks_applied: of these.
+        migration_id: unique id.
+        plan_id: id of the executed plan.
+        parent_plan_id: id of the plan before it; "" if none.
+        who: the user who requested it, or the daemon.
+        trigger: kind of its trigger.
+        reason: the cause in words.
+        state: name of a ``MigrationState``.
+        problem: why it ended early; "" if it did not.
+        rows: rows of its whole delta; 0 if not known.
+        rows_pushed: rows in pushed chunks.
+        rows_applied: rows that every rank has applied.
+        chunks_pushed: pushed chunks.
+        chunks_applied: chunks that every rank has applied.
         copied_bytes: row values and optimizer state of the promoted rows that were applied, each once.
-        pushed_bytes: on the control channel, to one rank.
-        base_version, last_version: of the placement it started from, and the highest it pushed; 0 before.
-        created_unix_seconds, started_unix_seconds, ended_unix_seconds: 0 before.
-        settled: no chunk of it is on its way: the figures are final.
+        pushed_bytes: bytes sent to one rank on the control channel.
+        base_version: version of the placement that it started from; 0 before the start.
+        last_version: highest version that it pushed; 0 before the first chunk.
+        created_unix_seconds: time of its submission.
+        started_unix_seconds: time of its start; 0 before.
+        ended_unix_seconds: time of its end; 0 before.
+        settled: whether none of its chunks is outstanding, so that the counts are final.
     """
 
     migration_id: str
@@ -72,7 +86,7 @@ class MigrationRecord:
 
     @property
     def seconds(self) -> float | None:
-        """From its submission to its end; None if it has not ended."""
+        """Time from submission to end; None if it has not ended."""
         if self.ended_unix_seconds == 0.0:
             return None
         return max(0.0, self.ended_unix_seconds - self.created_unix_seconds)
@@ -95,7 +109,7 @@ class MigrationRecord:
 
 @dataclass(frozen=True)
 class TransitionRecord:
-    """One transition; see ``Transition``. ``event`` and ``before`` are "" for the submission."""
+    """One ``Transition`` of a migration; ``event`` and ``before`` are "" for the submission."""
 
     number: int
     unix_seconds: float
@@ -124,7 +138,7 @@ class TransitionRecord:
 
 @dataclass(frozen=True)
 class HistoryEntry:
-    """What is written at one time: the migration as it is, and the transition that brought it there, if any."""
+    """One entry to write: the migration, and the transition that led to its state, if any."""
 
     record: MigrationRecord
     transition: TransitionRecord | None

@@ -18,8 +18,8 @@ FORMAT = 1
 """``PRAGMA user_version`` of the file."""
 BUSY_SECONDS = 2.0
 KEPT_TRANSITIONS = 256
-"""Of one migration: its first and its newest."""
-ENDED_UNSEEN = "the daemon ended while it was under way"
+"""Transitions kept of one migration: the first and the newest."""
+ENDED_UNSEEN = "the daemon ended while it was unfinished"
 
 _COLUMNS = tuple(field.name for field in fields(MigrationRecord))
 _TRANSITION_COLUMNS = tuple(field.name for field in fields(TransitionRecord))
@@ -43,7 +43,7 @@ CREATE TABLE transitions (
 PRAGMA user_version = {FORMAT};
 """
 _ACTIONS = f"CREATE TABLE IF NOT EXISTS actions (serial INTEGER PRIMARY KEY AUTOINCREMENT, {_definition(ActionRecord)})"
-"""Not part of the format: files of before have no such table, and older daemons do not mind it."""
+"""Not part of the format: older files have no such table, and older daemons ignore it."""
 _HAS_ACTIONS = "SELECT 1 FROM sqlite_master WHERE name = 'actions'"
 _NAMES = ", ".join(f'"{name}"' for name in _COLUMNS)
 _NEWER = ", ".join(f'"{name}" = excluded."{name}"' for name in _COLUMNS)
@@ -61,11 +61,11 @@ _ADD_ACTION = f"INSERT INTO actions ({_ACTION_NAMES}) VALUES ({', '.join('?' * l
 
 
 class _UnusableFileError(sqlite3.DatabaseError):
-    """A database, and not one of ours."""
+    """The file is a database, but not a history."""
 
 
 def _is_unusable(error: sqlite3.Error) -> bool:
-    """Whether the file itself is at fault, and not the disk, a lock or a permission."""
+    """Return whether the file's content is at fault, and not the disk, a lock or a permission."""
     if isinstance(error, _UnusableFileError):
         return True
     # Extended codes have more in their upper bits.
@@ -74,12 +74,12 @@ def _is_unusable(error: sqlite3.Error) -> bool:
 
 
 class HistoryStore:
-    """Writes belong to one thread; reads may come from any. Another process may read the file with sqlite3.
+    """The SQLite file. One thread writes, any may read; another process may read it with sqlite3.
 
     Args:
-        path: the file; it is made when the first entry is written, or opened.
-        keep: migrations, and as many actions, at most: the oldest go. May be set at any time.
-        on_quarantine: told why, when a file that is not usable was moved to ``PATH.unusable``.
+        path: the file; created when it is opened.
+        keep: limit of migrations, and of actions: the oldest are deleted. May be set at any time.
+        on_quarantine: called with the reason when an unusable file was moved to ``PATH.unusable``.
     """
 
     def __init__(self, path: Path, keep: int, on_quarantine: Callable[[str], None]) -> None:
@@ -89,7 +89,7 @@ class HistoryStore:
         self._connection: sqlite3.Connection | None = None
 
     def open(self) -> None:
-        """Makes or checks the file. Migrations that a crash left under way are entered as failed.
+        """Create or check the file. Migrations that a crash left unfinished are recorded as failed.
 
         Raises:
             SnapshotError: the file can be neither used nor made.
@@ -112,7 +112,7 @@ class HistoryStore:
             self._connection = None
 
     def write(self, entries: Sequence[HistoryEntry | ActionRecord]) -> None:
-        """All of them or none, in one transaction.
+        """Write all entries or none, in one transaction.
 
         Raises:
             SnapshotError: they cannot be written. A corrupt file is quarantined first, and they go to a new one.
@@ -130,7 +130,7 @@ class HistoryStore:
                 self._write(entries)
 
     def newest(self, limit: int, state: MigrationState | None = None) -> tuple[MigrationRecord, ...]:
-        """The newest first.
+        """Return migrations, the newest first.
 
         Raises:
             SnapshotError: the file cannot be read.
@@ -143,7 +143,7 @@ class HistoryStore:
         return tuple(_record(row) for row in rows)
 
     def find(self, migration_id: str) -> tuple[MigrationRecord, tuple[TransitionRecord, ...]] | None:
-        """A migration with its transitions, the oldest first; None if there is none.
+        """Return a migration with its transitions, the oldest first; None if there is none.
 
         Raises:
             SnapshotError: the file cannot be read.
@@ -162,7 +162,7 @@ class HistoryStore:
         return _record(found[1:]), tuple(TransitionRecord(*row) for row in rows)
 
     def newest_actions(self, limit: int) -> tuple[ActionRecord, ...]:
-        """The newest first; none in a file of a daemon that kept none.
+        """Return actions, the newest first; none from the file of a daemon that kept none.
 
         Raises:
             SnapshotError: the file cannot be read.
@@ -201,7 +201,7 @@ class HistoryStore:
         os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
         connection = sqlite3.connect(self._path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
-            # Looked at before anything is changed: it may be somebody else's.
+            # Checked before anything is changed: the file may belong to another program.
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchall():
                 connection.executescript(f"{_SCHEMA}{_ACTIONS};")
@@ -212,14 +212,14 @@ class HistoryStore:
                 raise _UnusableFileError(str(faults[0][0]))
             for table, columns in (("migrations", _COLUMNS), ("transitions", ("serial", *_TRANSITION_COLUMNS))):
                 _check_columns(connection, table, columns)
-            # Only now that it is known to be one of ours.
+            # Only now is it known to be a history.
             connection.execute(_ACTIONS)
             _check_columns(connection, "actions", ("serial", *_ACTION_COLUMNS))
             connection.execute("PRAGMA journal_mode = WAL")
-            # Survives the death of the process; after a power cut the newest entries may be missing, and no more.
+            # Survives a crash of the process; after a power failure only the newest entries may be missing.
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute("PRAGMA foreign_keys = ON")
-            # SQLite's own 1,000 pages would be four megabytes beside a file of a few hundred kilobytes.
+            # SQLite's default of 1,000 pages would be four megabytes beside a file of a few hundred kilobytes.
             connection.execute("PRAGMA wal_autocheckpoint = 128")
             connection.execute("PRAGMA journal_size_limit = 1048576")
         except BaseException:
