@@ -1,29 +1,26 @@
-"""The collection on real gloo ranks: placements, checkpoints, evaluation, disagreement, DDP, bytes, the daemon."""
+"""The collection on real gloo ranks: placements, evaluation, disagreement, DDP, bytes."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flexd.control.daemon.coordinator import ControlOptions, Coordinator
-from flexd.control.daemon.journal import PlacementJournal
-from flexd.control.daemon.migration import MigrationState
-from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingTable
 from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
-from tests.support.collection_jobs import ROWS, connected_alone, ddp_alone, listed_by, some, tables
+from tests.support.collection_jobs import ROWS, ddp_alone, listed_by, some
 from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
-TOTAL = sum(ROWS.values())
+
+
 ENDS = np.cumsum(list(ROWS.values()))
+
+
 LAYOUTS = [(1, 2), (2, 1), (2, 2), (3, 2)]
 
 
@@ -32,12 +29,6 @@ def chunk(tiers: dict[int, int], before: dict[int, int] | None = None) -> Delta:
     keys = np.array(list(tiers), dtype=np.int64)
     old = np.array([(before or {}).get(key, 0) for key in tiers], dtype=np.uint8)
     return Delta(keys, old, np.array(list(tiers.values()), dtype=np.uint8))
-
-
-def random_placement(seed: int, rows: int = 50) -> Placement:
-    rng = np.random.default_rng(seed)
-    keys = rng.choice(TOTAL, size=rows, replace=False).astype(np.int64)
-    return Placement.of(keys, rng.integers(1, 3, size=rows).astype(np.uint8))
 
 
 def used_slots(layout: RankLayout, placement: Placement) -> np.ndarray:
@@ -97,29 +88,16 @@ def test_a_chunk_from_another_placement_changes_nothing(ranks: Ranks, wrong: Del
         assert unchanged
 
 
-@pytest.mark.parametrize("pending", [False, True])
-@pytest.mark.parametrize(("nodes", "local_ranks"), [(2, 2), (3, 2)])
-def test_a_checkpoint_of_home_rows_restores_everything(
-    ranks: Ranks, nodes: int, local_ranks: int, pending: bool
-) -> None:
-    layout = RankLayout(nodes, local_ranks)
-    first, second = (Placement.empty().delta_to(random_placement(seed, 30)) for seed in (1, 2))
-    results = ranks(layout.world_size).run("collection_jobs:save_and_load", layout, first, second, pending)
-    for result in results:
-        assert result["replicas"] > 0
-        assert result["lookups_right"]
-        assert all(result["bit_equal"])
-        assert pending or result["difference"] < 1e-12
+TOTAL = sum(ROWS.values())
 
 
-def test_the_shard_of_another_rank_is_refused(ranks: Ranks) -> None:
-    texts = ranks(4).run("collection_jobs:load_of_another_rank", RankLayout(2, 2))
-    assert texts[0] == "loaded"
-    for rank, text in enumerate(texts[1:], 1):
-        assert f"saved by rank 0 of 4, loaded by rank {rank} of 4" in text
+def random_placement(seed: int, rows: int = 50) -> Placement:
+    rng = np.random.default_rng(seed)
+    keys = rng.choice(TOTAL, size=rows, replace=False).astype(np.int64)
+    return Placement.of(keys, rng.integers(1, 3, size=rows).astype(np.uint8))
 
 
-def test_evaluation_neither_synchronises_nor_leaves_anything_pending(ranks: Ranks) -> None:
+def test_evaluation_neither_synchronises_nor_leaves_a_pending_pass(ranks: Ranks) -> None:
     delta = Placement.empty().delta_to(random_placement(3))
     for result in ranks(4).run("collection_jobs:evaluate", RankLayout(2, 2), delta):
         assert result["synced"] == 0
@@ -150,14 +128,16 @@ OTHER = [EmbeddingTable("item", 65, 2)]
         ([{"layout": RankLayout(2, 3)}] * 4, "but the process group has 4 ranks"),
     ],
 )
-def test_ranks_that_disagree_all_hear_of_it(ranks: Ranks, arguments: list[dict[str, Any]], cause: str) -> None:
+def test_different_arguments_are_refused_on_every_rank(
+    ranks: Ranks, arguments: list[dict[str, Any]], cause: str
+) -> None:
     for text in ranks(4).run("collection_jobs:construct", arguments, timeout=30):
         assert text.startswith("TopologyError")
         assert cause in text
 
 
 @pytest.mark.parametrize(("nodes", "local_ranks", "guilty"), [(1, 1, 0), (2, 2, 2), (2, 1, 0), (1, 2, 1)])
-def test_a_fault_does_not_part_the_ranks_on_a_chunk(ranks: Ranks, nodes: int, local_ranks: int, guilty: int) -> None:
+def test_ranks_apply_the_same_chunks_after_a_fault(ranks: Ranks, nodes: int, local_ranks: int, guilty: int) -> None:
     layout = RankLayout(nodes, local_ranks)
     delta = Placement.empty().delta_to(random_placement(5))
     for said in ranks(layout.world_size).run("collection_jobs:fault_beside_a_chunk", layout, delta, guilty):
@@ -165,7 +145,7 @@ def test_a_fault_does_not_part_the_ranks_on_a_chunk(ranks: Ranks, nodes: int, lo
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_dense_part_in_ddp(ranks: Ranks, inside: bool) -> None:
+def test_the_dense_part_may_be_in_ddp(ranks: Ranks, inside: bool) -> None:
     expected = ddp_alone(4, 6)
     for result in ranks(4).run("collection_jobs:ddp", RankLayout(2, 2), inside, 6):
         for name, values in expected.items():
@@ -173,6 +153,8 @@ def test_dense_part_in_ddp(ranks: Ranks, inside: bool) -> None:
 
 
 ROW = 8 * 4
+
+
 SIZES = 3 * 8
 """Of one peer: rows of the one dim-group, chunk version, fault."""
 
@@ -278,7 +260,7 @@ def migration_bytes(layout: RankLayout, placement: Placement) -> np.ndarray:
 @pytest.mark.parametrize("exchange", ["chain", "direct", "direct_no_dedup"])
 @pytest.mark.parametrize(("nodes", "local_ranks"), [(2, 2), (2, 1), (1, 4), (3, 2)])
 @pytest.mark.parametrize("replicas", [0, 25])
-def test_bytes_and_accesses_are_those_of_the_id_sets(
+def test_bytes_and_accesses_equal_those_of_the_id_sets(
     ranks: Ranks, nodes: int, local_ranks: int, exchange: str, replicas: int
 ) -> None:
     layout = RankLayout(nodes, local_ranks)
@@ -319,45 +301,6 @@ def test_bytes_and_accesses_are_those_of_the_id_sets(
                 for key in everything
             )
             assert sum(s[f"{tier.name.lower()}_accesses"] for s in said) == count
-
-
-def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:
-    """Two migrations, the second over the first; the tables end as without any."""
-    specs = [TableSpec(t.name, t.rows, t.dim, t.dtype, "rowwise_adagrad") for t in tables()]
-    journal = PlacementJournal(tmp_path)
-    coordinator = Coordinator(ControlOptions("job", timeout_seconds=5.0), KeySpace(specs), journal)
-    coordinator.start()
-    layout, final = RankLayout(2, 2), random_placement(12)
-    states: list[MigrationState] = []
-
-    def push() -> None:
-        for number, wanted in enumerate((random_placement(11), final)):
-            chunks = lambda live, wanted=wanted: live.delta_to(wanted).chunks(7)  # noqa: E731
-            states.append(coordinator.migrate(f"plan-{number}", chunks).wait(60))
-
-    pusher = threading.Thread(target=push, daemon=True)
-    pusher.start()
-    try:
-        results = ranks(4).run("collection_jobs:connected", layout, coordinator.port, final.digest(), 20_000)
-        pusher.join(30)
-        assert states == [MigrationState.COMMITTED] * 2
-        assert coordinator.placement().digest() == final.digest()
-    finally:
-        coordinator.stop(15)
-        journal.close()
-    steps = results[0]["steps"]
-    expected = connected_alone(4, steps)
-    counted = 0
-    for rank, result in enumerate(results):
-        assert result["digest"] == final.digest(), result["state"]
-        assert result["versions"] == results[0]["versions"]
-        assert result["versions"][-1] >= 14, "two migrations of at least seven chunks each"
-        assert result["bit_equal"]
-        assert result["listed"][0].tolist() == listed_by(layout, rank, final).keys.tolist()
-        for name, values in expected.items():
-            np.testing.assert_allclose(result["tables"][name], values, rtol=0, atol=1e-9)
-        counted += result["accesses"]
-    assert counted == sum(len(j.values) for s in range(steps) for r in range(4) for j in some(0, s, r).values())
 
 
 def test_collections_of_a_job_share_their_process_groups(ranks: Ranks) -> None:

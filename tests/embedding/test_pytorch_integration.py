@@ -11,10 +11,11 @@ import torch
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
-from flexd.embedding.jagged import as_jagged
 from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
+
+
 TWO = RankLayout(2, 1)
 
 
@@ -34,22 +35,24 @@ def same(results: list[dict[str, Any]], expected: list[dict[str, Any]], toleranc
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_dense_part_in_fsdp2(ranks: Ranks, expected: list[dict[str, Any]], inside: bool) -> None:
+def test_the_dense_part_may_be_in_fsdp2(ranks: Ranks, expected: list[dict[str, Any]], inside: bool) -> None:
     same(ranks(2).run("around_jobs:fsdp", TWO, inside), expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("around_all", [False, True])
-def test_checkpointing(ranks: Ranks, expected: list[dict[str, Any]], reentrant: bool, around_all: bool) -> None:
+def test_activation_checkpointing(
+    ranks: Ranks, expected: list[dict[str, Any]], reentrant: bool, around_all: bool
+) -> None:
     same(ranks(2).run("around_jobs:checkpointed", TWO, reentrant, around_all), expected)
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_compile(ranks: Ranks, expected: list[dict[str, Any]], whole: bool) -> None:
+def test_a_compiled_model_trains_equally(ranks: Ranks, expected: list[dict[str, Any]], whole: bool) -> None:
     same(ranks(2).run("around_jobs:compiled", TWO, whole), expected)
 
 
-def test_nested_tensors(ranks: Ranks, expected: list[dict[str, Any]]) -> None:
+def test_nested_tensors_train_equally(ranks: Ranks, expected: list[dict[str, Any]]) -> None:
     same(ranks(2).run("around_jobs:nested", TWO), expected)
 
 
@@ -61,7 +64,7 @@ def test_autocast_leaves_rows_in_the_dtype_of_their_table(ranks: Ranks) -> None:
         assert result["table"].dtype == torch.float32
 
 
-def test_the_state_of_a_whole_model(ranks: Ranks) -> None:
+def test_the_state_dict_of_a_whole_model(ranks: Ranks) -> None:
     for result in ranks(2).run("around_jobs:whole_model_state", TWO):
         assert result["said"] == "<All keys matched successfully>"
         assert result["parameters"] == [
@@ -76,14 +79,14 @@ def test_the_state_of_a_whole_model(ranks: Ranks) -> None:
             assert torch.equal(first, second)
 
 
-def test_copies_are_refused_and_the_tables_stay(ranks: Ranks) -> None:
+def test_copies_and_moves_of_a_collection_are_refused(ranks: Ranks) -> None:
     for said in ranks(2).run("around_jobs:copies", TWO):
         assert ["cannot be copied or pickled" in text for text in said[:4]] == [True] * 4
         assert "cannot be moved - construct the collection with device=" in said[4]
         assert said[5] == "torch.float64 torch.float16"
 
 
-def test_rows_loaded_into_a_table(ranks: Ranks) -> None:
+def test_loaded_rows_replace_those_of_the_table(ranks: Ranks) -> None:
     for rows in ranks(2).run("around_jobs:load", TWO):
         assert torch.equal(rows["table"], rows["expected"])
         assert torch.equal(rows["looked_up"], rows["expected"])
@@ -98,50 +101,3 @@ def test_rows_loaded_into_a_table(ranks: Ranks) -> None:
             collection.load_rows(name, first, values)
     with pytest.raises(EmbeddingError, match="no table 'shop'"):
         collection.load_rows("shop", 0, torch.zeros(1, 2))
-
-
-def test_all_forms_of_input_are_one() -> None:
-    values, lengths = torch.tensor([4, 1, 2, 7]), torch.tensor([1, 0, 3])
-    offsets = torch.tensor([0, 1, 1, 4])
-    nested = torch.nested.nested_tensor([values[:1], values[:0], values[1:]], layout=torch.jagged)
-    padded, starts = torch.tensor([[4, 9, 9], [9, 9, 9], [1, 2, 7]]), torch.zeros(3, dtype=torch.int64)
-    with_holes = torch.nested.narrow(padded, 1, starts, lengths, layout=torch.jagged)
-    for form in (flexd.Jagged(values, lengths), nested, with_holes, (values, offsets), (values, offsets.int())):
-        jagged = as_jagged(form, "item")
-        assert torch.equal(jagged.values, values)
-        assert torch.equal(jagged.lengths.long(), lengths)
-    back = flexd.Jagged(values, lengths).to_nested()
-    assert [part.tolist() for part in back.unbind()] == [[4], [], [1, 2, 7]]
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        torch.tensor([1, 2]),
-        [1, 2],
-        (torch.tensor([1, 2]), torch.tensor([1, 1])),
-        (torch.tensor([1, 2]), torch.tensor([0, 1])),
-        (torch.tensor([1, 2]), torch.tensor([1, 2])),
-        (torch.tensor([1, 2]), torch.tensor([0, 3, 2])),
-        (torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64)),
-        (torch.tensor([1, 2]), torch.tensor([0.0, 2.0])),
-        (torch.tensor([1, 2]),),
-    ],
-)
-def test_other_forms_are_refused(bad: object) -> None:
-    with pytest.raises(EmbeddingError):
-        as_jagged(bad, "item")
-    with pytest.raises(EmbeddingError):
-        flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 50, 2)])({"item": bad})  # type: ignore[dict-item]
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_of_another_layout_are_refused() -> None:
-    strided = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])], layout=torch.strided)
-    with pytest.raises(EmbeddingError, match="is not jagged"):
-        as_jagged(strided, "item")
-
-
-def test_what_is_no_mapping_is_refused() -> None:
-    with pytest.raises(EmbeddingError, match="a Tensor instead of features by name"):
-        flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 50, 2)])(torch.tensor([1]))  # type: ignore[arg-type]

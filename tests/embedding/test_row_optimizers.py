@@ -16,8 +16,65 @@ from flexd.core.layout import RankLayout
 from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
 from flexd.embedding.store.store import GroupStore
 
-ROWS, DIM = 7, 5
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_sgd_equals_torch_sgd(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(9, 4).to(dtype)
+    index, grads = torch.tensor([7, 0, 3]), torch.randn(3, 4).to(dtype)
+    weight = torch.nn.Parameter(rows.clone())
+    weight.grad = torch.zeros_like(weight).index_copy_(0, index, grads)
+    torch.optim.SGD([weight], lr=0.1).step()
+    SGD(0.1).update(rows, torch.zeros(9, 0), index, grads, 1)
+    if dtype == torch.float16:  # ours rounds once
+        torch.testing.assert_close(rows, weight.detach(), rtol=1e-3, atol=1e-4)
+    else:
+        assert torch.equal(rows, weight.detach())
+
+
+def test_half_precision_does_not_depend_on_the_position_of_a_row() -> None:
+    torch.manual_seed(0)
+    rows, grads = torch.randn(7, 5).half(), torch.randn(7, 5).half()
+    for optimizer in (SGD(0.1), RowWiseAdagrad(0.1)):
+        together, alone = rows.clone(), rows.clone()
+        states = torch.zeros(2, 7, 1)
+        optimizer.update(together, states[0], torch.arange(7), grads, 1)
+        for row in range(7):
+            optimizer.update(alone, states[1], torch.tensor([row]), grads[row : row + 1], 1)
+        assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_row_wise_adagrad_equals_its_formula(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(3)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    rows = torch.from_numpy(rng.normal(size=(6, 5))).to(dtype)
+    state = torch.from_numpy(rng.random((6, 1))).to(wide)
+    expected, total = rows.double().numpy().copy(), state.double().numpy().copy()
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2e-3}[dtype]
+    for _ in range(3):
+        index = rng.permutation(6)[:4]
+        grads = torch.from_numpy(rng.normal(size=(4, 5))).to(dtype)
+        given_grads = grads.clone()
+        RowWiseAdagrad(0.2, eps=1e-3).update(rows, state, torch.from_numpy(index), grads, 1)
+        assert torch.equal(grads, given_grads), "gradients belong to the caller"
+        g = given_grads.double().numpy()
+        total[index] += (g**2).mean(axis=1, keepdims=True)
+        expected[index] -= 0.2 * g / (np.sqrt(total[index]) + 1e-3)
+        np.testing.assert_allclose(rows.double().numpy(), expected, atol=tolerance, rtol=0)
+        np.testing.assert_allclose(state.double().numpy(), total, rtol=tolerance)
+
+
 ALL: list[RowOptimizer] = [SGD(0.1), Adagrad(0.1), RowWiseAdagrad(0.1), Adam(0.1), RowWiseAdam(0.1)]
+
+
+def test_every_optimizer_of_a_table_is_tested() -> None:
+    assert sorted(optimizer.name for optimizer in ALL) == sorted(OPTIMIZERS)
+
+
+ROWS, DIM = 7, 5
+
+
 Decay = dict[str, Any]
 
 
@@ -31,10 +88,6 @@ def start(optimizer: RowOptimizer, dtype: torch.dtype = torch.float64, dim: int 
 
 def gradients(step: int, index: torch.Tensor, dim: int = DIM) -> torch.Tensor:
     return torch.randn(len(index), dim, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-
-
-def test_every_optimizer_of_the_tables_is_here() -> None:
-    assert sorted(optimizer.name for optimizer in ALL) == sorted(OPTIMIZERS)
 
 
 @pytest.mark.parametrize("decay", [{}, {"weight_decay": 0.3}, {"weight_decay": 0.3, "decoupled_weight_decay": True}])
@@ -54,7 +107,7 @@ def test_every_optimizer_of_the_tables_is_here() -> None:
         ),
     ],
 )
-def test_all_rows_at_every_step_is_the_dense_optimizer(
+def test_updates_of_all_rows_equal_the_dense_optimizer(
     ours: Callable[[Decay], RowOptimizer], theirs: Callable[..., torch.optim.Optimizer], decay: Decay
 ) -> None:
     optimizer = ours(decay)
@@ -77,6 +130,13 @@ def test_all_rows_at_every_step_is_the_dense_optimizer(
         torch.testing.assert_close(part, kept[name].expand(ROWS, width), rtol=1e-12, atol=0)
 
 
+def step(embedding: flexd.EmbeddingCollection, *rows: int) -> None:
+    embedding({"item": flexd.Jagged(torch.tensor(rows), torch.tensor([len(rows)]))})[
+        "item"
+    ].values.sin().sum().backward()
+    embedding.optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("optimizer", "theirs"),
     [
@@ -85,7 +145,7 @@ def test_all_rows_at_every_step_is_the_dense_optimizer(
         (Adam(0.2, (0.6, 0.9), 0.05), lambda p: torch.optim.SparseAdam(p, 0.2, (0.6, 0.9), 0.05)),
     ],
 )
-def test_some_rows_at_a_step_is_the_sparse_optimizer(
+def test_updates_of_some_rows_equal_the_sparse_optimizer(
     optimizer: RowOptimizer, theirs: Callable[..., torch.optim.Optimizer]
 ) -> None:
     rows, state = start(optimizer)
@@ -108,7 +168,7 @@ def test_some_rows_at_a_step_is_the_sparse_optimizer(
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_row_wise_adam_is_the_definition_of_fbgemm(decay: float) -> None:
+def test_row_wise_adam_equals_the_definition_of_fbgemm(decay: float) -> None:
     """fbgemm_gpu, codegen/genscript/optimizers.py, partial_rowwise_adam: ``momentum2`` of the mean of squares, weights
     -= lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * weights)."""
     optimizer = RowWiseAdam(0.2, (0.6, 0.9), 0.05, weight_decay=decay, decoupled_weight_decay=True)
@@ -127,7 +187,7 @@ def test_row_wise_adam_is_the_definition_of_fbgemm(decay: float) -> None:
     np.testing.assert_allclose(state.numpy(), np.hstack([m, v]), rtol=1e-12)
 
 
-def test_row_wise_adam_of_one_column_is_adam() -> None:
+def test_row_wise_adam_of_one_column_equals_adam() -> None:
     index = torch.arange(ROWS)
     ends = []
     for optimizer in (Adam(0.1), RowWiseAdam(0.1)):
@@ -147,7 +207,7 @@ def test_row_wise_adam_of_one_column_is_adam() -> None:
         (RowWiseAdagrad(0.1, eps=1e-3), "EXACT_ROWWISE_ADAGRAD"),
     ],
 )
-def test_the_kernel_of_fbgemm(optimizer: RowOptimizer, kernel: str) -> None:
+def test_updates_equal_the_kernel_of_fbgemm(optimizer: RowOptimizer, kernel: str) -> None:
     configs = pytest.importorskip("fbgemm_gpu.split_embedding_configs")
     ops = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
     dim = 8
@@ -173,7 +233,7 @@ def test_the_kernel_of_fbgemm(optimizer: RowOptimizer, kernel: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dim", [1, 5, 33])
 @pytest.mark.parametrize("optimizer", ALL, ids=lambda optimizer: optimizer.name)
-def test_a_row_does_not_depend_on_its_place(optimizer: RowOptimizer, dim: int, dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_its_position(optimizer: RowOptimizer, dim: int, dtype: torch.dtype) -> None:
     """Replicas stand elsewhere than their home row, and are updated in other company."""
     together, alone = start(optimizer, dtype, dim), start(optimizer, dtype, dim)
     for step in range(1, 3):
@@ -188,7 +248,7 @@ def test_a_row_does_not_depend_on_its_place(optimizer: RowOptimizer, dim: int, d
 
 
 @pytest.mark.parametrize("numbers", [1, 2 * DIM, 5 * DIM])
-def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch, numbers: int) -> None:
+def test_the_size_of_blocks_does_not_change_results(monkeypatch: pytest.MonkeyPatch, numbers: int) -> None:
     index = torch.tensor([3, 0, 6, 1, 5])
     for optimizer in ALL:
         ends = []
@@ -203,7 +263,7 @@ def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch, numbers: int) -> No
 
 
 @pytest.mark.parametrize("optimizer", ALL, ids=lambda optimizer: optimizer.name)
-def test_state_beside_a_row(optimizer: RowOptimizer) -> None:
+def test_the_state_of_a_row_has_the_stated_columns(optimizer: RowOptimizer) -> None:
     for dtype, width in (("float64", 8), ("float32", 4), ("float16", 4)):
         store = GroupStore(
             DimGroup(DIM, dtype, optimizer.name, 0, 9, (0,)), RankLayout(1, 1), 0, 2, torch.device("cpu")
@@ -228,7 +288,7 @@ def test_state_beside_a_row(optimizer: RowOptimizer) -> None:
         lambda: Adam(weight_decay=-1.0),
     ],
 )
-def test_settings_out_of_range(make: Callable[[], RowOptimizer]) -> None:
+def test_settings_out_of_range_are_refused(make: Callable[[], RowOptimizer]) -> None:
     with pytest.raises(EmbeddingError, match=r"at least 0|two numbers"):
         make()
 
@@ -237,66 +297,6 @@ def collection(optimizer: RowOptimizer) -> flexd.EmbeddingCollection:
     return flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 20, 4, dtype="float64")], optimizer=optimizer)
 
 
-def step(embedding: flexd.EmbeddingCollection, *rows: int) -> None:
-    embedding({"item": flexd.Jagged(torch.tensor(rows), torch.tensor([len(rows)]))})[
-        "item"
-    ].values.sin().sum().backward()
-    embedding.optimizer.step()
-
-
 def test_initial_state_is_in_the_store() -> None:
     made = collection(RowWiseAdagrad(initial_accumulator_value=0.25))
     assert bool((made.engine.stores[0].state == 0.25).all())
-
-
-def test_all_settings_are_in_the_parameter_group() -> None:
-    made = collection(Adam(0.1, (0.5, 0.6), 0.2, weight_decay=0.3, decoupled_weight_decay=True))
-    group = made.optimizer.param_groups[0]
-    said = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")}
-    assert said == {
-        "lr": 0.1, "betas": (0.5, 0.6), "eps": 0.2, "weight_decay": 0.3, "decoupled_weight_decay": True
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["OneCycleLR", "by hand"])
-def test_settings_follow_the_parameter_group(kind: str) -> None:
-    """OneCycleLR moves beta1 too."""
-    made = collection(Adam(0.1))
-    plain = torch.nn.Parameter(made.initial_table("item"))
-    dense = torch.optim.Adam([plain], 0.1)
-    optimizers = (made.optimizer, dense)
-    schedules = (
-        [torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=8) for o in optimizers] if kind != "by hand" else []
-    )
-    for at in range(6):
-        if kind == "by hand":
-            for optimizer in optimizers:
-                optimizer.param_groups[0].update(
-                    weight_decay=0.1 * at, lr=torch.tensor(0.1 + at, dtype=torch.float64), eps=0.01 * at
-                )
-        dense.zero_grad()
-        plain.sin().sum().backward()
-        dense.step()
-        step(made, *range(20))
-        for schedule in schedules:
-            schedule.step()
-        torch.testing.assert_close(made.gather_table("item"), plain.detach(), rtol=0, atol=1e-7)
-    assert made.optimizer.param_groups[0]["betas"] == dense.param_groups[0]["betas"]
-
-
-def test_the_handle_keeps_steps_and_settings() -> None:
-    """Bias correction goes by the number of steps: a restored one goes on from there."""
-    first, second = collection(Adam(0.1)), collection(Adam(0.9))
-    for _ in range(3):
-        step(first, 1, 2)
-    saved = first.optimizer.state_dict()
-    second.optimizer.load_state_dict(saved)
-    assert second.steps == 3
-    second.load_state_dict(first.state_dict())
-    third = collection(Adam(0.1))
-    third.load_state_dict(first.state_dict())
-    assert third.steps == 3, "the tables' own state has the step too"
-    for made in (first, second):
-        step(made, 2, 3)
-    assert torch.equal(first.gather_table("item"), second.gather_table("item"))
-    assert second.steps == 4

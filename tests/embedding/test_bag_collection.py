@@ -1,4 +1,4 @@
-"""Pooled features: exact against ``nn.EmbeddingBag``, with migrations, weights, empty bags and bad input."""
+"""Pooled features: exact against ``nn.EmbeddingBag``, with migrations, weights, empty bags and invalid input."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_training_equals_embedding_bags(ranks: Ranks, nodes: int, local_ranks: i
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
-def test_bad_bags_are_an_error_on_every_rank(ranks: Ranks, guilty: int) -> None:
+def test_invalid_bags_are_refused_on_every_rank(ranks: Ranks, guilty: int) -> None:
     causes = [
         "lengths from 2 on sum to 4, for 3 ids", "lengths from -1 on", "pooled by mean", "for ids of shape (3,)",
         "torch.int64 on cpu", "the feature is not in the batch",
@@ -55,7 +55,7 @@ def test_bad_bags_are_an_error_on_every_rank(ranks: Ranks, guilty: int) -> None:
             assert (cause if rank == guilty else f"rank {guilty} has input") in text
 
 
-def test_all_forms_of_input_pool_alike() -> None:
+def test_all_types_of_input_pool_equally() -> None:
     collection = flexd.EmbeddingBagCollection(tables())
     ids, lengths = torch.tensor([1, 5, 5, 9]), torch.tensor([3, 0, 1])
     jagged = flexd.Jagged(ids, lengths)
@@ -69,7 +69,7 @@ def test_all_forms_of_input_pool_alike() -> None:
         torch.testing.assert_close(pooled, plain)
 
 
-def test_nothing_to_pool() -> None:
+def test_empty_batches_and_bags_pool_to_zero() -> None:
     collection = flexd.EmbeddingBagCollection(tables())
     none = torch.arange(0)
     out = collection({"history": flexd.Jagged(none, none), "shop": flexd.Jagged(none, torch.tensor([0, 0]))})
@@ -81,7 +81,7 @@ def test_nothing_to_pool() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_other_dtypes(dtype: str) -> None:
+def test_half_precision_bags(dtype: str) -> None:
     collection = flexd.EmbeddingBagCollection([flexd.EmbeddingBagTable("item", 20, 4, dtype=dtype)])
     ids, lengths = torch.tensor([3, 3, 7]), torch.tensor([2, 1])
     out = collection({"item": flexd.Jagged(ids, lengths)})["item"]

@@ -1,0 +1,150 @@
+"""The collection in one process against plain torch: gradients in every order that torch allows, evaluation, limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import flexd
+from flexd.core.errors import EmbeddingError, TopologyError
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Delta
+
+
+def test_invalid_arguments_are_refused() -> None:
+    table = flexd.EmbeddingTable("item", 10, 4)
+    with pytest.raises(TopologyError, match="layout of 2 nodes x 2 local ranks"):
+        flexd.EmbeddingCollection([table], layout=RankLayout(2, 2))
+    for budget in (
+        {"replica_fraction": 1.5},
+        {"replica_fraction": -0.1},
+        {"replica_slots": [1, 2]},
+        {"replica_slots": [-1]},
+    ):
+        with pytest.raises(EmbeddingError, match="replica budget"):
+            flexd.EmbeddingCollection([table], layout=RankLayout(1, 1), **budget)
+    with pytest.raises(EmbeddingError, match="'ring'"):
+        flexd.EmbeddingCollection([table], layout=RankLayout(1, 1), exchange="ring")
+
+
+def ids(*rows: int) -> dict[str, flexd.Jagged]:
+    return {"item": flexd.Jagged(torch.tensor(rows, dtype=torch.int64), torch.tensor([len(rows)]))}
+
+
+def pair(lr: float = 0.3, **more: object) -> tuple[flexd.EmbeddingCollection, nn.Embedding]:
+    """A collection and a plain table of equal rows."""
+    collection = flexd.EmbeddingCollection(
+        [flexd.EmbeddingTable("item", 20, 4, dtype="float64")], optimizer=flexd.SGD(lr), **more
+    )  # type: ignore[arg-type]
+    return collection, nn.Embedding.from_pretrained(collection.initial_table("item"), freeze=False)
+
+
+def close(collection: flexd.EmbeddingCollection, plain: nn.Embedding) -> bool:
+    return torch.allclose(collection.gather_table("item"), plain.weight.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("when", ["before forward", "before backward"])
+def test_zero_grad_before_or_after_the_forward_pass(when: str) -> None:
+    """`zero_grad` between forward and backward is as common as before forward; neither may lose the step."""
+    collection, plain = pair()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.3)
+    for step in range(3):
+        if when == "before forward":
+            collection.optimizer.zero_grad()
+        loss = collection(ids(step, 5, 5))["item"].values.sin().sum()
+        if when == "before backward":
+            collection.optimizer.zero_grad()
+        loss.backward()
+        collection.optimizer.step()
+        optimizer.zero_grad()
+        plain(torch.tensor([step, 5, 5])).sin().sum().backward()
+        optimizer.step()
+        assert close(collection, plain)
+
+
+def test_zero_grad_drops_the_gradients_of_a_backward_pass() -> None:
+    """A skipped step (a gradient overflow, say) leaves nothing behind."""
+    collection, plain = pair()
+    collection(ids(1, 2))["item"].values.sum().backward()
+    collection.optimizer.zero_grad()
+    collection(ids(2, 3))["item"].values.sum().backward()
+    collection.optimizer.step()
+    plain(torch.tensor([2, 3])).sum().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.3).step()
+    assert close(collection, plain)
+
+
+def test_gradients_of_two_backward_passes_are_summed() -> None:
+    collection, plain = pair()
+    loss = collection(ids(1, 1, 4))["item"].values.sin().sum()
+    loss.backward(retain_graph=True)
+    (2 * loss).backward()
+    (3 * plain(torch.tensor([1, 1, 4])).sin().sum()).backward()
+    collection.optimizer.step()
+    torch.optim.SGD(plain.parameters(), lr=0.3).step()
+    assert close(collection, plain)
+
+
+def test_a_step_without_a_forward_pass_does_nothing() -> None:
+    collection, plain = pair()
+    called = []
+    collection.engine.after_step = lambda: called.append(1)
+    collection.optimizer.step()
+    assert collection.steps == 0
+    assert not called
+    assert close(collection, plain)
+
+
+def test_too_many_passes_without_a_step_are_refused() -> None:
+    collection, _ = pair()
+    for _ in range(64):
+        collection(ids(1))
+    with pytest.raises(EmbeddingError, match=r"64 forward passes without a step.*no_grad"):
+        collection(ids(1))
+    with torch.no_grad():
+        collection(ids(1))
+    collection.optimizer.step()
+    collection(ids(1))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation_leaves_no_pending_pass(context: Callable[[], torch.no_grad]) -> None:
+    collection, plain = pair()
+    with context():
+        for _ in range(100):
+            out = collection(ids(1, 2))["item"].values
+    assert not out.requires_grad
+    collection.eval()
+    assert not collection(ids(1))["item"].values.requires_grad
+    collection.train()
+    collection.optimizer.step()
+    assert collection.steps == 0
+    assert close(collection, plain)
+
+
+def test_copied_bytes_of_a_step_are_capped() -> None:
+    """Rows of 32 bytes, 100 bytes a step. A chunk above the cap is applied alone, a demotion costs nothing."""
+    collection, _ = pair(max_migration_bytes_per_step=100)
+    moves = [([0, 1], 2), ([2], 2), ([3], 2), ([0, 1, 2, 3], 0), ([4, 5, 6, 7, 8], 1), ([9], 1)]
+    tiers = np.zeros(20, dtype=np.uint8)
+    for version, (keys, tier) in enumerate(moves, 1):
+        new = np.full(len(keys), tier, dtype=np.uint8)
+        collection.engine.inbox.offer(version, Delta(np.array(keys), tiers[keys], new))
+        tiers[keys] = tier
+    versions = []
+    for _ in range(6):
+        with torch.no_grad():
+            collection(ids(1))
+        versions.append(collection.placement_version)
+    assert versions == [0, 2, 4, 5, 6, 6]
+
+
+def test_a_collection_has_no_named_parameters() -> None:
+    """DDP and dense optimizers must not see the tables."""
+    collection, _ = pair()
+    assert list(collection.parameters()) == []
+    assert list(collection.buffers()) == []

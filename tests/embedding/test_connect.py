@@ -1,0 +1,151 @@
+"""``flexd.connect``: arguments, step reports, ranks under a real coordinator."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import flexd
+from flexd.control.daemon.coordinator import ControlOptions, Coordinator
+from flexd.control.daemon.journal import PlacementJournal
+from flexd.control.daemon.migration import MigrationState
+from flexd.control.protocol.report import StepReport
+from flexd.core.errors import ConfigError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
+from flexd.embedding.connect import Connection, _agreed_attempt
+from flexd.embedding.exchange.collectives import TrafficKind
+from tests.support.collection_jobs import ROWS, connected_alone, listed_by, some, tables
+from tests.support.rank_pool import RankPool
+
+
+def ids(*rows: int) -> dict[str, flexd.Jagged]:
+    return {"item": flexd.Jagged(torch.tensor(rows, dtype=torch.int64), torch.tensor([len(rows)]))}
+
+
+def pair(lr: float = 0.3, **more: object) -> tuple[flexd.EmbeddingCollection, nn.Embedding]:
+    """A collection and a plain table of equal rows."""
+    collection = flexd.EmbeddingCollection(
+        [flexd.EmbeddingTable("item", 20, 4, dtype="float64")], optimizer=flexd.SGD(lr), **more
+    )  # type: ignore[arg-type]
+    return collection, nn.Embedding.from_pretrained(collection.initial_table("item"), freeze=False)
+
+
+class _Heard:
+    """Stands for an agent."""
+
+    def __init__(self) -> None:
+        self.reports: list[StepReport] = []
+
+    def report(self, report: StepReport) -> None:
+        self.reports.append(report)
+
+    def stop(self, timeout_seconds: float) -> None:
+        pass
+
+
+def test_reports_of_the_steps_add_up_to_the_totals() -> None:
+    collection, _ = pair()
+    with torch.no_grad():
+        collection(ids(1, 2, 3))
+    before = collection.traffic.totals()
+    heard = _Heard()
+    connection = Connection(collection, heard)  # type: ignore[arg-type]
+    for step in range(4):
+        collection(ids(*range(step + 1)))["item"].values.sum().backward()
+        with collection.traffic.kind(TrafficKind.SYNC):
+            collection.traffic.sent(step, 10 * step)
+        collection.optimizer.step()
+    connection.close()
+    collection(ids(1))["item"].values.sum().backward()
+    collection.optimizer.step()
+    assert [report.step for report in heard.reports] == [1, 2, 3, 4]
+    assert [report.accesses_by_tier for report in heard.reports] == [(1, 0, 0), (2, 0, 0), (3, 0, 0), (4, 0, 0)]
+    assert [(report.sync_intra_bytes, report.sync_inter_bytes) for report in heard.reports] == [
+        (step, 10 * step) for step in range(4)
+    ]
+    assert before["home_accesses"] == 3
+
+
+def test_missing_arguments_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    collection, _ = pair()
+    monkeypatch.delenv("FLEXD_CONTROL", raising=False)
+    with pytest.raises(ConfigError, match="FLEXD_CONTROL"):
+        flexd.connect(collection, job="job")
+    empty = tmp_path / "secret"
+    empty.write_text("\n")
+    for path, cause in ((empty, "empty"), (tmp_path / "none", "secret")):
+        with pytest.raises(ConfigError, match=cause):
+            flexd.connect(collection, "127.0.0.1:1", job="job", secret_file=path)
+
+
+def test_each_launch_has_a_new_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun calls every run "none" that was not given an id."""
+    for run in (None, "none"):
+        if run is None:
+            monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        else:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+        attempts = {_agreed_attempt(torch.device("cpu")) for _ in range(3)}
+        assert len(attempts) == 3
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert _agreed_attempt(torch.device("cpu")) == "job-7-2"
+
+
+Ranks = Callable[[int], RankPool]
+
+
+TOTAL = sum(ROWS.values())
+
+
+def random_placement(seed: int, rows: int = 50) -> Placement:
+    rng = np.random.default_rng(seed)
+    keys = rng.choice(TOTAL, size=rows, replace=False).astype(np.int64)
+    return Placement.of(keys, rng.integers(1, 3, size=rows).astype(np.uint8))
+
+
+def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:
+    """Two migrations, the second over the first; the tables end as without any."""
+    specs = [TableSpec(t.name, t.rows, t.dim, t.dtype, "rowwise_adagrad") for t in tables()]
+    journal = PlacementJournal(tmp_path)
+    coordinator = Coordinator(ControlOptions("job", timeout_seconds=5.0), KeySpace(specs), journal)
+    coordinator.start()
+    layout, final = RankLayout(2, 2), random_placement(12)
+    states: list[MigrationState] = []
+
+    def push() -> None:
+        for number, wanted in enumerate((random_placement(11), final)):
+            chunks = lambda live, wanted=wanted: live.delta_to(wanted).chunks(7)  # noqa: E731
+            states.append(coordinator.migrate(f"plan-{number}", chunks).wait(60))
+
+    pusher = threading.Thread(target=push, daemon=True)
+    pusher.start()
+    try:
+        results = ranks(4).run("collection_jobs:connected", layout, coordinator.port, final.digest(), 20_000)
+        pusher.join(30)
+        assert states == [MigrationState.COMMITTED] * 2
+        assert coordinator.placement().digest() == final.digest()
+    finally:
+        coordinator.stop(15)
+        journal.close()
+    steps = results[0]["steps"]
+    expected = connected_alone(4, steps)
+    counted = 0
+    for rank, result in enumerate(results):
+        assert result["digest"] == final.digest(), result["state"]
+        assert result["versions"] == results[0]["versions"]
+        assert result["versions"][-1] >= 14, "two migrations of at least seven chunks each"
+        assert result["bit_equal"]
+        assert result["listed"][0].tolist() == listed_by(layout, rank, final).keys.tolist()
+        for name, values in expected.items():
+            np.testing.assert_allclose(result["tables"][name], values, rtol=0, atol=1e-9)
+        counted += result["accesses"]
+    assert counted == sum(len(j.values) for s in range(steps) for r in range(4) for j in some(0, s, r).values())

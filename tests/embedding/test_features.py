@@ -1,0 +1,64 @@
+"""Features to keys and rows back to features."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexd.core.errors import EmbeddingError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.embedding.features import FeatureMap
+from flexd.embedding.jagged import Jagged
+
+CPU = torch.device("cpu")
+
+
+TABLES = KeySpace([TableSpec("a", 10, 4), TableSpec("b", 20, 8), TableSpec("c", 30, 4)])
+
+
+def feature_map() -> FeatureMap:
+    return FeatureMap(TABLES, [("a", "a2"), ("b",), ("c",)], 3, CPU)
+
+
+def test_features_become_keys_and_rows_become_features() -> None:
+    """Groups: (a, c) then b, whatever the order given."""
+    features = {
+        "b": Jagged(torch.tensor([19, 0], dtype=torch.int32), torch.tensor([2])),
+        "c": Jagged(torch.tensor([1]), torch.tensor([0, 1])),
+        "a2": Jagged(torch.tensor([9, 9, 2]), torch.tensor([1, 2])),
+    }
+    order, keys = feature_map().keys(features)
+    assert order == ["c", "a2", "b"]
+    assert keys.tolist() == [11, 9, 9, 2, 40 + 19, 40]
+    assert keys.dtype == torch.int64
+    out = feature_map().split(features, order, [torch.arange(16.0).view(4, 4), torch.arange(16.0).view(2, 8)])
+    assert set(out) == set(features)
+    assert out["c"].values.tolist() == [[0, 1, 2, 3]]
+    assert out["a2"].values[:, 0].tolist() == [4, 8, 12]
+    assert out["b"].values.shape == (2, 8)
+    assert all(out[name].lengths is features[name].lengths for name in features)
+
+
+def test_no_features_give_no_keys() -> None:
+    assert feature_map().keys({})[1].shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("feature", "values", "cause"),
+    [
+        ("a", torch.tensor([10]), r"row 10 of table 'a' is outside 0\.\.9"),
+        ("a2", torch.tensor([3, -2, 99]), r"row -2 of table 'a'"),
+        ("b", torch.tensor([1.0]), "float32"),
+        ("b", torch.tensor([[1]]), r"\(1, 1\)"),
+        ("b", torch.tensor([1], dtype=torch.int16), "int16"),
+        ("d", torch.tensor([1]), "no table reads feature 'd'"),
+    ],
+)
+def test_invalid_ids_are_refused(feature: str, values: torch.Tensor, cause: str) -> None:
+    with pytest.raises(EmbeddingError, match=f"rank 3.*{cause}"):
+        feature_map().keys({feature: Jagged(values, torch.tensor([1]))})
+
+
+def test_a_feature_has_one_table() -> None:
+    with pytest.raises(EmbeddingError, match="'x' is read by tables 'a' and 'b'"):
+        FeatureMap(TABLES, [("x",), ("x",), ()], 0, CPU)

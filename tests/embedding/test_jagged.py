@@ -1,0 +1,95 @@
+"""Jagged input and output: checks, conversions, padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flexd
+from flexd.core.errors import EmbeddingError
+from flexd.embedding.jagged import Jagged, as_jagged
+
+
+def test_jagged_checks_its_lengths_and_has_offsets() -> None:
+    jagged = Jagged.from_offsets(torch.tensor([7, 8, 9]), torch.tensor([0, 2, 2, 3], dtype=torch.int32))
+    assert jagged.lengths.tolist() == [2, 0, 1]
+    assert jagged.offsets.tolist() == [0, 2, 2, 3]
+    assert jagged.offsets.dtype == torch.int64
+    with pytest.raises(EmbeddingError, match="scalar"):
+        Jagged(torch.tensor(1), torch.tensor([1]))
+    for lengths in (torch.tensor([[1]]), torch.tensor([1.0])):
+        with pytest.raises(EmbeddingError, match="lengths"):
+            Jagged(torch.tensor([1]), lengths)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(0, 5), max_size=5), length=st.integers(0, 6), dim=st.integers(1, 3))
+def test_padding_keeps_rows_and_masks_the_rest(lengths: list[int], length: int, dim: int) -> None:
+    total = sum(lengths)
+    values = torch.arange(total * dim, dtype=torch.float64).view(total, dim) + 1
+    padded, mask = Jagged(values, torch.tensor(lengths, dtype=torch.int64)).to_padded(length)
+    assert padded.shape == (len(lengths), length, dim)
+    for sample, rows in enumerate(torch.split(values, lengths)):
+        cut = rows[:length]
+        assert torch.equal(padded[sample, : len(cut)], cut)
+        assert not padded[sample, len(cut) :].any()
+        assert mask[sample].tolist() == [at < len(cut) for at in range(length)]
+
+
+def test_padding_hides_infinite_rows() -> None:
+    padded, _ = Jagged(torch.tensor([[float("inf")], [2.0]]), torch.tensor([1, 1])).to_padded(2)
+    assert padded[1].tolist() == [[2.0], [0.0]]
+
+
+def test_a_dense_tensor_is_refused() -> None:
+    with pytest.raises(EmbeddingError, match="Tensor instead of a Jagged"):
+        as_jagged(torch.tensor([1]), "a")
+
+
+def test_all_types_of_input_give_equal_rows() -> None:
+    values, lengths = torch.tensor([4, 1, 2, 7]), torch.tensor([1, 0, 3])
+    offsets = torch.tensor([0, 1, 1, 4])
+    nested = torch.nested.nested_tensor([values[:1], values[:0], values[1:]], layout=torch.jagged)
+    padded, starts = torch.tensor([[4, 9, 9], [9, 9, 9], [1, 2, 7]]), torch.zeros(3, dtype=torch.int64)
+    with_holes = torch.nested.narrow(padded, 1, starts, lengths, layout=torch.jagged)
+    for form in (flexd.Jagged(values, lengths), nested, with_holes, (values, offsets), (values, offsets.int())):
+        jagged = as_jagged(form, "item")
+        assert torch.equal(jagged.values, values)
+        assert torch.equal(jagged.lengths.long(), lengths)
+    back = flexd.Jagged(values, lengths).to_nested()
+    assert [part.tolist() for part in back.unbind()] == [[4], [], [1, 2, 7]]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        torch.tensor([1, 2]),
+        [1, 2],
+        (torch.tensor([1, 2]), torch.tensor([1, 1])),
+        (torch.tensor([1, 2]), torch.tensor([0, 1])),
+        (torch.tensor([1, 2]), torch.tensor([1, 2])),
+        (torch.tensor([1, 2]), torch.tensor([0, 3, 2])),
+        (torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64)),
+        (torch.tensor([1, 2]), torch.tensor([0.0, 2.0])),
+        (torch.tensor([1, 2]),),
+    ],
+)
+def test_other_types_of_input_are_refused(bad: object) -> None:
+    with pytest.raises(EmbeddingError):
+        as_jagged(bad, "item")
+    with pytest.raises(EmbeddingError):
+        flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 50, 2)])({"item": bad})  # type: ignore[dict-item]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_of_another_layout_are_refused() -> None:
+    strided = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])], layout=torch.strided)
+    with pytest.raises(EmbeddingError, match="is not jagged"):
+        as_jagged(strided, "item")
+
+
+def test_input_that_is_no_mapping_is_refused() -> None:
+    with pytest.raises(EmbeddingError, match="a Tensor instead of features by name"):
+        flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 50, 2)])(torch.tensor([1]))  # type: ignore[arg-type]
