@@ -18,7 +18,7 @@ from flexd.control.daemon.migration_states import MigrationState
 from flexd.control.protocol.epoch_group import EpochGroup
 from flexd.control.protocol.messages import EpochAnnouncement, Progress, Signer
 from flexd.control.protocol.network import Backoff, parse_address
-from flexd.control.protocol.report import fold_reports
+from flexd.control.protocol.report import merge_reports
 from flexd.control.protocol.store_client import MAX_ABANDONED_CLIENTS, StoreClient, StoreConnector
 from flexd.control.protocol.store_keys import Keys
 from flexd.core.errors import ControlError
@@ -55,7 +55,7 @@ def test_addresses() -> None:
 def test_reports_fold_into_one() -> None:
     one = step_report(1, Placement.empty(3))
     two = replace(step_report(2, Placement.empty(4)), step_seconds=float("nan"), accesses_by_tier=(1, 1, 1))
-    both = fold_reports(fold_reports(None, one), two)
+    both = merge_reports(merge_reports(None, one), two)
     assert (both.step, both.steps, both.placement_version) == (2, 2, 4)
     assert both.step_seconds == one.step_seconds
     assert both.accesses_by_tier == (4, 3, 2)
@@ -71,7 +71,7 @@ def test_without_a_daemon_nothing_blocks_and_nothing_grows() -> None:
             agent.report(step_report(step, Placement.empty()))
         until(lambda: agent.counters.get("errors", 0) >= 3)
         assert "no daemon at" in agent.state
-        pending = agent._side.reports.drain()
+        pending = agent._context.reports.drain()
         assert pending is not None
         assert pending.steps == 2000
         assert agent.stop(5)
@@ -292,7 +292,7 @@ def test_reports_flow_while_chunks_do(host: Callable[..., Any]) -> None:
 )
 def test_an_epoch_is_joined_only_by_the_registrations_it_names(change: dict[str, Any], mine: bool) -> None:
     """A recorded announcement, correctly signed, must not move a rank."""
-    connection = RankConnection(lone_agent(1)._side, Backoff())
+    connection = RankConnection(lone_agent(1)._context, Backoff())
     connection._instance, connection._term, connection._nonce, connection._last_epoch = "instance", 2, "nonce", 4
     announcement = EpochAnnouncement("job", "instance", "a1", 1, 5, "token", 2, ("nonce", "other"))
     assert connection._is_for_me(replace(announcement, **change)) is mine

@@ -79,10 +79,10 @@ def test_the_highest_term_is_followed() -> None:
         return DaemonNotice("job", "instance", "digest", term)
 
     for term in (2, 2, 5, 0, 5):
-        rendezvous.follow(notice(term))
+        rendezvous.check_term(notice(term))
     for term in (1, 4):
         with pytest.raises(StaleMessageError, match="term 5 has begun"):
-            rendezvous.follow(notice(term))
+            rendezvous.check_term(notice(term))
 
 
 def test_ranks_go_on_with_the_next_leader_and_refuse_a_deposed_one(host: Callable[..., Any], tmp_path: Path) -> None:

@@ -69,10 +69,10 @@ class TappedRanks(Ranks):
         super().__init__(port, TWO)
         self.outboxes = [TapOutbox() for _ in self.ranks]
         for rank, outbox in zip(self.ranks, self.outboxes, strict=True):
-            rank.agent._side.outbox = outbox
+            rank.agent._context.outbox = outbox
 
     def partition(self, rank: int) -> str:
-        return f"tap/a1/{rank}/{self.ranks[rank].agent._side.session}"
+        return f"tap/a1/{rank}/{self.ranks[rank].agent._context.session}"
 
 
 def test_payloads_of_any_size_arrive_whole_and_are_forgotten_only_after_the_snapshot(daemon):

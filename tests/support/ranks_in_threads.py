@@ -90,7 +90,7 @@ class Ranks:
 
     def stop(self) -> None:
         for rank in self.ranks:
-            rank.agent._side.stopping.set()
+            rank.agent._context.stopping.set()
         self._stop.set()
         self.moving.set()
         self._thread.join(10)

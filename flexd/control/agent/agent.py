@@ -1,7 +1,8 @@
-"""The ranks' side of the control channel: one background thread a rank, of which training never notices anything.
+"""The ranks' side of the control channel: one background thread a rank, which never delays training.
 
-Whatever fails in a connection (see ``rank_connection``), the thread drops it, waits a little and registers again. It
-holds the lock that ``report`` takes only to swap a pointer, so no call from the training thread waits for the network.
+When anything fails in a connection (see ``rank_connection``), the thread drops it, waits a little and registers again.
+It holds the lock that ``report`` acquires only to swap a pointer, so no call from the training thread waits for the
+network.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from flexd.core.secrets import Secret
 logger = logging.getLogger(__name__)
 
 REFUSED_RETRY_SECONDS = 2.0
-"""A rank that the daemon refused, or whose secret differs, asks again this slowly."""
+"""Time after which a rank that was refused, or whose secret differs, registers again."""
 
 
 class Agent:
     """Keeps one rank registered with the daemon, and its inbox fed.
 
     Args:
-        inbox: the rank's; the agent owns its ``offer`` and ``settle``.
-        identity: who this rank is; fixed for the life of the process.
+        inbox: of the rank; only the agent calls its ``offer`` and ``settle``.
+        identity: of the rank; fixed for the life of the process.
         address: ``host:port`` of the daemon's control channel; several separated by commas, where several may lead.
-        secret: the shared secret, or the file of it (read again when it changes); None only on loopback.
+        secret: the shared secret, or its file (read again when it changes); None only on loopback.
         timeout_seconds: deadline of every single wait on the network or on the running step's exchange.
-        poll_seconds: how often the agent looks for news.
+        poll_seconds: time between polls of the store.
         placement_lists: returns (int64[n] keys, uint8[n] tiers) of the rows that this rank knows to be above HOME;
             the lists of all ranks of one node together must be the whole placement. Called from the agent's thread,
-            only while no chunk is left to apply. Without it a daemon that lost its journal cannot take over this rank.
-        outbox: counted accesses to ship (``flexd.Tap``), if any.
+            only while no chunk is left to apply. Without it a daemon that lost its journal cannot continue this job.
+        outbox: counted accesses to send (``flexd.Tap``), if any.
 
     Raises:
         ControlError: the address is malformed.
@@ -55,7 +56,7 @@ class Agent:
         placement_lists: PlacementLists | None = None,
         outbox: TapOutbox | None = None,
     ) -> None:
-        self._side = AgentContext(
+        self._context = AgentContext(
             inbox, identity, Rendezvous(address, identity.job, timeout_seconds), Signer(secret), timeout_seconds,
             poll_seconds, placement_lists, outbox,
         )  # fmt: skip
@@ -63,56 +64,58 @@ class Agent:
 
     @property
     def state(self) -> str:
-        """What the agent is doing, for people."""
-        return self._side.state
+        """The present activity or problem, in words."""
+        return self._context.state
 
     @property
     def counters(self) -> dict[str, int]:
         """Since the start: connects, epochs, chunks, reports, errors, and messages refused by kind."""
-        return dict(self._side.counters)
+        return dict(self._context.counters)
 
     def start(self) -> None:
-        """Returns at once, whether there is a daemon or not."""
+        """Start the thread; does not wait for a daemon."""
         self._thread.start()
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Sends what is pending and ends the thread; False if it did not end within the deadline (it is a daemon
-        thread, so it does not keep the process alive)."""
-        self._side.stopping.set()
+        """Send what is pending and end the thread; False if it did not end within the deadline.
+
+        It is a daemon thread, so it does not keep the process alive.
+        """
+        self._context.stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
     def report(self, report: StepReport) -> None:
-        """From the training thread; never waits on the network. Reports not sent yet are folded into one."""
-        self._side.reports.add(report)
+        """Add a report, from the training thread; never waits on the network. Unsent reports are merged into one."""
+        self._context.reports.add(report)
 
     def _run(self) -> None:
         backoff = Backoff()
-        while not self._side.stopping.is_set():
+        while not self._context.stopping.is_set():
             wait = 0.0
             try:
-                RankConnection(self._side, backoff).run()
+                RankConnection(self._context, backoff).run()
             except (TopologyError, AuthenticationError) as error:
-                self._note("refused", error)
+                self._record_failure("refused", error)
                 wait = REFUSED_RETRY_SECONDS
             except CHANNEL_ERRORS as error:
-                self._note("connecting", error)
+                self._record_failure("connecting", error)
             except Exception as error:
-                # This thread must outlive every surprise, a placement_lists that breaks included.
-                logger.exception("rank %d: control agent: unexpected error", self._side.identity.rank)
-                self._note("connecting", error)
-            self._side.stopping.wait(max(wait, backoff.seconds() if self._side.rendezvous.tried_all else 0.0))
-        self._side.state = "stopped"
+                # This thread must outlive every unexpected error, also of placement_lists.
+                logger.exception("rank %d: control agent: unexpected error", self._context.identity.rank)
+                self._record_failure("connecting", error)
+            self._context.stopping.wait(max(wait, backoff.seconds() if self._context.rendezvous.tried_all else 0.0))
+        self._context.state = "stopped"
 
-    def _note(self, state: str, error: Exception) -> None:
+    def _record_failure(self, state: str, error: Exception) -> None:
         text = first_line(error)
-        self._side.count("stale" if isinstance(error, StaleMessageError) else _error_kind(error))
-        self._side.state = f"{state}: {text}"
-        # The same trouble is logged once, not at every retry.
-        level = logging.DEBUG if text == self._side.last_logged else logging.WARNING
-        self._side.last_logged = text
-        logger.log(level, "rank %d: control channel: %s", self._side.identity.rank, text)
+        self._context.count("stale" if isinstance(error, StaleMessageError) else _error_kind(error))
+        self._context.state = f"{state}: {text}"
+        # The same failure is logged once, not at every retry.
+        level = logging.DEBUG if text == self._context.last_logged else logging.WARNING
+        self._context.last_logged = text
+        logger.log(level, "rank %d: control channel: %s", self._context.identity.rank, text)
 
 
 def _error_kind(error: Exception) -> str:

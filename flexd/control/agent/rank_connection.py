@@ -1,8 +1,8 @@
-"""One rank's conversation with one instance of the daemon, from the signed notice to the first error.
+"""One rank's connection to one instance of the daemon, from the signed notice to the first error.
 
 ::
 
-    connecting --(store, signed notice)--> waiting --(epoch with my nonce)--> settling --(go)--> joined
+    connecting --(store, signed notice)--> waiting --(epoch with its nonce)-> settling --(go)--> joined
         ^                                    ^  ^                                 |                |
         |                                    |  `------(epoch ended by the daemon)-+----------------'
         `----(any error; back-off, new nonce)+----------------------------------------------------'
@@ -55,20 +55,20 @@ logger = logging.getLogger(__name__)
 REPORT_SECONDS = 0.2
 """Shortest time between two step reports."""
 HEARTBEAT_SECONDS = 1.0
-"""Longest silence of a healthy rank."""
+"""Longest time between two messages of a healthy rank."""
 BUSY_SECONDS, BUSY_POLL_SECONDS = 0.5, 0.005
-"""For so long after a chunk a rank looks for the next one this often."""
+"""For ``BUSY_SECONDS`` after a chunk a rank polls every ``BUSY_POLL_SECONDS``."""
 
 
 @dataclass
 class AgentContext:
-    """What a rank keeps from one connection to the next. Shared by the agent's callers and its one thread.
+    """State that a rank keeps from one connection to the next. Shared by the agent's callers and its thread.
 
     Attributes:
-        session: of this process; no two launches of a rank have the same.
+        session: identifies this process; no two launches of a rank have the same.
         sequence: of the newest message sent, in the whole session.
-        state: what the agent is doing, for people.
-        last_logged: the newest trouble, which is not logged twice.
+        state: the present activity or problem, in words.
+        last_logged: the newest failure, which is not logged twice.
     """
 
     inbox: ChunkInbox
@@ -92,29 +92,29 @@ class AgentContext:
 
 
 class RankConnection:
-    """One connection to one instance of the daemon, from the notice to the first error."""
+    """Registers, waits for an epoch and serves it. Used once, by the agent's thread."""
 
-    def __init__(self, side: AgentContext, backoff: Backoff) -> None:
-        self._side = side
+    def __init__(self, context: AgentContext, backoff: Backoff) -> None:
+        self._context = context
         self._backoff = backoff
-        self._inbox = side.inbox
-        self._me = side.identity
-        self._signer = side.signer
+        self._inbox = context.inbox
+        self._me = context.identity
+        self._signer = context.signer
         self._nonce = new_token()
         self._last_epoch = 0
         self._last_sent_at = 0.0
         self._last_report_at = 0.0
         self._last_command_at = 0.0
-        self._last_told = (-1, -1)
-        self._last_turn = b""
+        self._last_sent = (-1, -1)
+        self._last_polls = b""
 
     def run(self) -> None:
-        side = self._side
-        side.state = "connecting"
-        self._store, self._daemon = side.rendezvous.connect()
+        context = self._context
+        context.state = "connecting"
+        self._store, self._daemon = context.rendezvous.connect()
         try:
             self._register()
-            while not side.stopping.is_set():
+            while not context.stopping.is_set():
                 announcement = self._await_epoch()
                 if announcement is not None:
                     self._in_epoch(announcement)
@@ -122,7 +122,7 @@ class RankConnection:
             self._store.close()
 
     def _register(self) -> None:
-        side = self._side
+        context = self._context
         host, port = self._daemon
         self._local_address = address_towards(host, port)
         if not self._store.check(Keys.NOTICE):
@@ -133,11 +133,11 @@ class RankConnection:
         notice = self._signer.open_as(DaemonNotice, self._store.get(Keys.NOTICE))
         if notice.job != self._me.job:
             raise StaleMessageError(f"the daemon serves job {notice.job!r}, not {self._me.job!r}")
-        side.rendezvous.follow(notice)
+        context.rendezvous.check_term(notice)
         self._instance, self._term = notice.instance, notice.term
         self._tables = () if notice.table_digest == self._me.table_digest else table_entries(self._me.tables)
-        side.count("connects")
-        self._version, self._digest = self._inbox.settle(side.timeout_seconds)
+        context.count("connects")
+        self._version, self._digest = self._inbox.settle(context.timeout_seconds)
         self._hello()
 
     def _hello(self) -> None:
@@ -146,21 +146,21 @@ class RankConnection:
             Hello(
                 job=me.job, instance=self._instance, attempt=me.attempt, rank=me.rank, world_size=me.world_size,
                 nodes=me.nodes, local_ranks=me.local_ranks, replica_slots=me.replica_slots,
-                table_digest=me.table_digest, session=self._side.session, nonce=self._nonce,
+                table_digest=me.table_digest, session=self._context.session, nonce=self._nonce,
                 sequence=self._next_sequence(), agreed_version=self._version, agreed_digest=self._digest,
-                address=self._local_address, can_list=self._side.lists is not None,
+                address=self._local_address, can_list=self._context.lists is not None,
                 tables=self._tables, table_count=len(me.tables),
             )
         )  # fmt: skip
 
     def _await_epoch(self) -> EpochAnnouncement | None:
-        """The next epoch that lists this registration; None when stopping."""
-        self._side.state = "waiting for the other ranks"
-        while not self._side.stopping.is_set():
+        """Wait for the next epoch that lists this registration; None when stopping."""
+        self._context.state = "waiting for the other ranks"
+        while not self._context.stopping.is_set():
             hinted = self._hint().epoch
             if hinted == self._last_epoch != 0:
-                # Hints are not signed. Registered anew, this rank gets an epoch that it is in; else both would wait.
-                raise StaleMessageError(f"the daemon goes on with epoch {hinted}, which a hint had ended")
+                # Hints are not signed. A new registration gets a new epoch; without it both sides would wait.
+                raise StaleMessageError(f"the daemon continues epoch {hinted}, which a hint had ended")
             if hinted > self._last_epoch:
                 announcement = self._signer.open_as(EpochAnnouncement, self._store.get(Keys.EPOCH))
                 if self._is_for_me(announcement):
@@ -173,7 +173,7 @@ class RankConnection:
                     raise TopologyError(f"the daemon refuses this rank: {refusal.reason}", remedy=refusal.remedy)
             if time.monotonic() - self._last_sent_at > HEARTBEAT_SECONDS:
                 self._hello()
-            self._side.stopping.wait(self._side.poll_seconds)
+            self._context.stopping.wait(self._context.poll_seconds)
         return None
 
     def _is_for_me(self, announcement: EpochAnnouncement) -> bool:
@@ -188,12 +188,12 @@ class RankConnection:
         )
 
     def _in_epoch(self, epoch: EpochAnnouncement) -> None:
-        """Settles, joins, and serves until the daemon ends the epoch (returns) or something fails (raises)."""
-        side = self._side
+        """Settle, join, and serve until the daemon ends the epoch (returns) or something fails (raises)."""
+        context = self._context
         self._epoch = epoch
         self._last_epoch = epoch.epoch
-        side.state = f"settling for epoch {epoch.epoch}"
-        self._version, self._digest = self._inbox.settle(side.timeout_seconds)
+        context.state = f"settling for epoch {epoch.epoch}"
+        self._version, self._digest = self._inbox.settle(context.timeout_seconds)
         self._push(
             Settled(
                 **self._fence(), rank=self._me.rank, sequence=self._next_sequence(), agreed_version=self._version,
@@ -201,23 +201,23 @@ class RankConnection:
             )
         )  # fmt: skip
         while not (hint := self._hint()).go:
-            if hint.epoch != epoch.epoch or side.stopping.wait(side.poll_seconds):
+            if hint.epoch != epoch.epoch or context.stopping.wait(context.poll_seconds):
                 return
             self._send_progress()
         if hint.epoch != epoch.epoch:
             return
         group = self._store.call(
             lambda store: EpochGroup(
-                store, epoch.epoch, self._me.rank, self._me.world_size, self._local_address, side.timeout_seconds
+                store, epoch.epoch, self._me.rank, self._me.world_size, self._local_address, context.timeout_seconds
             ),
             patience=2.0,
         )
-        side.count("epochs")
-        side.state = f"joined epoch {epoch.epoch}"
-        side.last_logged = ""
+        context.count("epochs")
+        context.state = f"joined epoch {epoch.epoch}"
+        context.last_logged = ""
         self._backoff.reset()
         done = 0
-        shipper = self._shipper()
+        tap_sender = self._tap_sender()
         while (hint := self._hint()).epoch == epoch.epoch:
             while done < hint.commands:
                 done += 1
@@ -226,18 +226,18 @@ class RankConnection:
             self._send_progress()
             busy = time.monotonic() - self._last_command_at < BUSY_SECONDS
             busy |= self._inbox.prepare_next()
-            if shipper is not None:
-                busy |= shipper.advance()
-            if side.stopping.wait(min(side.poll_seconds, BUSY_POLL_SECONDS) if busy else side.poll_seconds):
+            if tap_sender is not None:
+                busy |= tap_sender.advance()
+            if context.stopping.wait(min(context.poll_seconds, BUSY_POLL_SECONDS) if busy else context.poll_seconds):
                 self._send_progress(final=True)
                 return
 
-    def _shipper(self) -> TapSender | None:
-        side = self._side
-        if side.outbox is None:
+    def _tap_sender(self) -> TapSender | None:
+        context = self._context
+        if context.outbox is None:
             return None
         return TapSender(
-            side.outbox, self._signer, self._store, self._fence(), self._me.rank, side.session, self._push,
+            context.outbox, self._signer, self._store, self._fence(), self._me.rank, context.session, self._push,
             self._next_sequence,
         )  # fmt: skip
 
@@ -258,16 +258,16 @@ class RankConnection:
     def _chunk(self, group: EpochGroup, header: ChunkHeader) -> None:
         keys, tiers = group.receive(header.rows, 2 * header.rows)
         if rows_sha256(keys, tiers) != header.sha256:
-            self._side.count("tampered")
+            self._context.count("tampered")
             raise AuthenticationError(
                 f"chunk {header.version}: the rows received are not the rows announced",
                 remedy="look for a fault or an intruder on the control network",
             )
         try:
             self._inbox.offer(header.version, Delta(keys, tiers[: header.rows], tiers[header.rows :]))
-            self._side.count("chunks")
+            self._context.count("chunks")
         except ChunkRefusedError as error:
-            self._side.count("chunks_refused")
+            self._context.count("chunks_refused")
             logger.warning("rank %d: %s", self._me.rank, error)
             self._push(
                 ChunkRefused(
@@ -277,20 +277,20 @@ class RankConnection:
             )  # fmt: skip
 
     def _list(self, group: EpochGroup, request: ListRequest) -> None:
-        """Answers with the rows above HOME, once every agreed chunk is applied (no chunk is pushed meanwhile)."""
+        """Send the rows above HOME, once every agreed chunk is applied (no chunk is pushed meanwhile)."""
         keys, tiers = np.empty(0, np.int64), np.empty(0, np.uint8)
         error = ""
-        deadline = time.monotonic() + self._side.timeout_seconds
+        deadline = time.monotonic() + self._context.timeout_seconds
         while self._inbox.applied_version != request.version and time.monotonic() < deadline:
-            if self._side.stopping.wait(self._side.poll_seconds):
+            if self._context.stopping.wait(self._context.poll_seconds):
                 return
             self._send_progress()
-        if self._side.lists is None:
+        if self._context.lists is None:
             error = "this rank's agent was not given placement_lists"
         elif self._inbox.applied_version != request.version:
-            error = f"version {self._inbox.applied_version} is applied, not {request.version}: training does not move"
+            error = f"version {self._inbox.applied_version} is applied, not {request.version}: training does not step"
         else:
-            keys, tiers = self._side.lists()
+            keys, tiers = self._context.lists()
             keys, tiers = np.ascontiguousarray(keys, np.int64), np.ascontiguousarray(tiers, np.uint8)
         self._push(
             Listing(
@@ -302,35 +302,37 @@ class RankConnection:
             group.send_to_daemon(keys, tiers)
 
     def _send_progress(self, final: bool = False) -> None:
-        told = (self._inbox.agreed_version, self._inbox.applied_version)
+        versions = (self._inbox.agreed_version, self._inbox.applied_version)
         since = time.monotonic() - self._last_sent_at
         due = time.monotonic() - self._last_report_at >= REPORT_SECONDS
-        pending = self._side.reports.waiting and (final or (due and self._is_read()))
-        if not (pending or told != self._last_told or since >= HEARTBEAT_SECONDS):
+        pending = self._context.reports.waiting and (final or (due and self._daemon_has_polled()))
+        if not (pending or versions != self._last_sent or since >= HEARTBEAT_SECONDS):
             return
-        report = self._side.reports.drain() if pending else None
+        report = self._context.reports.drain() if pending else None
         try:
             self._push(
                 Progress(
-                    **self._fence(), rank=self._me.rank, sequence=self._next_sequence(), agreed_version=told[0],
-                    applied_version=told[1], report=report,
+                    **self._fence(), rank=self._me.rank, sequence=self._next_sequence(), agreed_version=versions[0],
+                    applied_version=versions[1], report=report,
                 )
             )  # fmt: skip
         except CHANNEL_ERRORS:
             if report is not None:
-                self._side.reports.restore(report)
+                self._context.reports.restore(report)
             raise
-        self._last_told = told
+        self._last_sent = versions
         if report is not None:
             self._last_report_at = self._last_sent_at
-        self._side.count("reports", 1 if report is not None else 0)
+        self._context.count("reports", 1 if report is not None else 0)
 
-    def _is_read(self) -> bool:
-        """Has the daemon looked at its queue since this rank's last report? If not, the report waits, folded with
-        those that follow: the queue stays bounded whatever holds the daemon up."""
-        turn, last = self._store.get(Keys.POLLS), self._last_turn
-        self._last_turn = turn
-        return turn != last
+    def _daemon_has_polled(self) -> bool:
+        """Whether the daemon has polled its queue since this rank's last report.
+
+        If not, the report waits, merged with those that follow, so that the queue stays bounded.
+        """
+        polls, last = self._store.get(Keys.POLLS), self._last_polls
+        self._last_polls = polls
+        return polls != last
 
     def _push(self, message: Message) -> None:
         try:
@@ -344,8 +346,8 @@ class RankConnection:
         return Hint.parse(self._store.get(Keys.HINT))
 
     def _next_sequence(self) -> int:
-        self._side.sequence += 1
-        return self._side.sequence
+        self._context.sequence += 1
+        return self._context.sequence
 
     def _fence(self) -> dict[str, Any]:
         return self._fence_of(self._epoch)

@@ -1,4 +1,4 @@
-"""Where a rank finds the daemon that leads: several addresses, and the highest term it was told."""
+"""Search for the leading daemon: several addresses, and the highest term received."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_ADDRESSES = 16
 
 
 def parse_addresses(text: str) -> tuple[tuple[str, int], ...]:
-    """``host:port``, several separated by commas. Raises ControlError."""
+    """Parse ``host:port``, several separated by commas. Raises ControlError."""
     found = tuple(dict.fromkeys(parse_address(part.strip()) for part in text.split(",")))
     if len(found) > MAX_ADDRESSES:
         raise ControlError(f"{len(found)} control addresses", remedy=f"give at most {MAX_ADDRESSES}")
@@ -22,11 +22,11 @@ def parse_addresses(text: str) -> tuple[tuple[str, int], ...]:
 
 
 class Rendezvous:
-    """For the agent's thread alone.
+    """Connects to one address after the other. For the agent's thread alone.
 
     Args:
         addresses: ``host:port``, several separated by commas. A name may stand for several daemons (a headless
-            service): each of its addresses is tried, and the name is looked up again after all of them.
+            service): each of its addresses is tried, and the name is resolved again after all of them.
 
     Raises:
         ControlError: an address is malformed.
@@ -42,28 +42,27 @@ class Rendezvous:
 
     @property
     def tried_all(self) -> bool:
-        """Whether every address was tried since the names were looked up: the time to wait a little."""
+        """Whether every address was tried since the names were resolved: a caller then waits before the next."""
         return not self._next
 
     def connect(self) -> tuple[StoreClient, tuple[str, int]]:
-        """A connection to the next address, and which that is. Raises ControlError: nobody there, or no answer."""
+        """Connect to the next address; return connection and address. Raises ControlError: unreachable or no answer."""
         if not self._next:
-            self._next.extend(self._looked_up())
+            self._next.extend(self._resolve())
         address = self._next.popleft()
         connector = self._connectors.setdefault(address, StoreConnector(*address, self._job, self._timeout))
         return connector.connect(), address
 
-    def follow(self, notice: DaemonNotice) -> None:
-        """Raises StaleMessageError: its daemon was deposed. One without a lease (term 0) is believed: there is none
-        beside it, or the configuration is wrong."""
+    def check_term(self, notice: DaemonNotice) -> None:
+        """Raises StaleMessageError if a later term has begun. A daemon without a lease (term 0) is accepted."""
         if 0 < notice.term < self._highest_term:
             raise StaleMessageError(
                 f"a daemon of term {notice.term}, term {self._highest_term} has begun",
-                remedy="another daemon leads; this one will notice",
+                remedy="another daemon leads; this one will end its epoch",
             )
         self._highest_term = max(self._highest_term, notice.term)
 
-    def _looked_up(self) -> list[tuple[str, int]]:
+    def _resolve(self) -> list[tuple[str, int]]:
         found: dict[tuple[str, int], None] = {}
         problem: OSError | None = None
         for host, port in self._named:
@@ -75,6 +74,6 @@ class Rendezvous:
         if not found:
             names = ", ".join(f"{host}:{port}" for host, port in self._named)
             raise ControlError(f"no daemon at {names}: {problem}", remedy="check the name and the DNS") from problem
-        # What is left of connections to addresses that are no more is forgotten with them; pods come and go.
+        # Connectors of addresses that do not exist any more are dropped: pods change their addresses.
         self._connectors = {address: self._connectors[address] for address in found if address in self._connectors}
         return list(found)[:MAX_ADDRESSES]

@@ -1,7 +1,7 @@
 """The placement on the daemon's disk: every chunk is durable here before any rank sees it.
 
-So whatever version the ranks say they agreed on, a restarted daemon can rebuild the placement at it. Versions beyond
-the agreed one may have been dropped by all ranks and numbered anew: a record of version v voids the earlier ones >= v.
+So a restarted daemon can rebuild the placement at any version that the ranks have agreed on. All ranks may have dropped
+the versions beyond it, which are then numbered anew: a record of version v voids the earlier ones >= v.
 
 File format: magic, then frames of ``u32 payload bytes, u32 crc32, payload``; a payload is one JSON line and raw little
 endian arrays. The first frame is a *segment* (a whole placement, of one job attempt), the rest are *chunks*.
@@ -33,14 +33,15 @@ UInt8Array = npt.NDArray[np.uint8]
 _MAGIC = b"FLEXDPJ1"
 _FRAME = struct.Struct("<II")
 _COMPACT_ROWS = 65_536
-"""Chunk rows kept beside the segment before they are worth folding into it (or half the segment, if more)."""
+"""Chunk rows kept beside the segment before they are folded into it (or half the segment's rows, if more)."""
 _OVERLAY_ROWS = 16_384
-"""Rows of recent chunks that are looked up apart before they are merged."""
+"""Rows of recent chunks that are looked up separately before they are merged into the overlay."""
 
 
 _ROLLBACK_ROWS = 2**21
 _ROLLBACK_CHUNKS = 4_096
-"""What is kept beside the segment so that the newest migration can be taken back: 10 bytes a row, in memory too."""
+"""Rows and chunks kept beside the segment so that the newest migration can be rolled back: 10 bytes a row, in memory
+too."""
 _MAX_ID_CHARACTERS = 400
 
 
@@ -49,8 +50,8 @@ class JournalledMigration:
     """The migration that a chunk belongs to.
 
     Attributes:
-        base_version: of the placement it started from, which all ranks had agreed on.
-        returns_to: of the placement that it goes back to; None for one that goes on.
+        base_version: version of the placement it started from, which all ranks had agreed on.
+        returns_to: version of the placement that a rollback restores; None for other migrations.
     """
 
     migration_id: str
@@ -60,7 +61,7 @@ class JournalledMigration:
 
     @property
     def rollback_version(self) -> int:
-        """The version to go to when it is taken back, or, if it goes back itself, to its end."""
+        """The version to which its rollback goes; for a rollback, the version that it restores itself."""
         return self.base_version if self.returns_to is None else self.returns_to
 
 
@@ -73,7 +74,7 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class Segment:
-    """Whose placement this is. ``topology`` names the exact set of rank processes (an opaque digest)."""
+    """The ranks that hold the placement. ``topology`` names the exact set of rank processes (an opaque digest)."""
 
     attempt: str
     generation: int
@@ -84,10 +85,10 @@ class PlacementJournal:
     """Thread-safe. One process at a time may use a directory.
 
     Args:
-        directory: is made if missing; holds ``placement.journal`` (mode 0600).
+        directory: created if missing; holds ``placement.journal`` (mode 0600).
 
     Attributes:
-        truncated_bytes: bytes of a torn or corrupt tail that were cut off on opening; 0 if the file was whole.
+        truncated_bytes: bytes of a torn or corrupt tail that were truncated on opening; 0 if the file was whole.
 
     Raises:
         SnapshotError: the directory or file cannot be read or written.
@@ -105,7 +106,7 @@ class PlacementJournal:
         self._file: BinaryIO | None = None
         self._size = 0
         self._name_synced = True
-        """False while a power cut may still bring the file of before back."""
+        """False while a power failure may still restore the file that was replaced."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self._path.exists():
@@ -132,16 +133,16 @@ class PlacementJournal:
 
     @property
     def newest_migration(self) -> JournalledMigration | None:
-        """Of the newest chunk; None if that is not known (any more)."""
+        """The migration of the newest chunk; None if it is not known (any more)."""
         with self._lock:
             return self._chunks[-1].migration if self._chunks else None
 
     def begin(self, segment: Segment, placement: Placement) -> None:
-        """Starts anew from a whole placement, durably.
+        """Replace the content by a whole placement, durably.
 
         Raises:
-            SnapshotError: it cannot be written: the old content stays. Or the directory cannot be synced: the new
-                content counts, and nothing is appended until it can.
+            SnapshotError: it cannot be written, and the old content stays; or the directory cannot be synced: the new
+                content is valid, and nothing is appended until the directory can be synced.
         """
         with self._lock:
             fault_point("journal.begin")
@@ -149,7 +150,7 @@ class PlacementJournal:
             fault_point("journal.begun")
 
     def append(self, version: int, delta: Delta, migration: JournalledMigration | None = None) -> None:
-        """Makes one chunk of ``migration`` durable; voids earlier records of this and later versions.
+        """Append one chunk of ``migration``, durably; this voids earlier records of this and later versions.
 
         Raises:
             PlacementError: the chunk does not start from the placement at ``version - 1``, or that is not known.
@@ -176,7 +177,7 @@ class PlacementJournal:
             self._chunks = [*kept, chunk]
 
     def placement_at(self, version: int) -> Placement:
-        """Raises SnapshotError: the journal does not reach back or forward to it."""
+        """Return the placement at a version. Raises SnapshotError: the journal does not hold it."""
         with self._lock:
             if not self._base.version <= version <= self.last_version:
                 raise SnapshotError(
@@ -186,11 +187,12 @@ class PlacementJournal:
             return _fold(self._base, [chunk for chunk in self._chunks if chunk.version <= version], version)
 
     def compact(self, version: int) -> None:
-        """All ranks hold ``version`` and will never go back behind it: folds older chunks once they are many. Those of
-        the newest migration are kept as long as they can be (``_ROLLBACK_ROWS``), so that it can be taken back.
+        """Fold chunks up to ``version``, which all ranks hold for good, into the segment once they are many.
+
+        Those of the newest migration are kept up to ``_ROLLBACK_ROWS``, so that it can be rolled back.
 
         Raises:
-            SnapshotError: the folded file cannot be written; what the journal says stays as it was.
+            SnapshotError: the folded file cannot be written; the journal's content stays as it was.
         """
         with self._lock:
             newest = self.newest_migration
@@ -203,7 +205,7 @@ class PlacementJournal:
                 self._rewrite(self._segment, self.placement_at(min(version, self.last_version)), later)
 
     def _tiers_of(self, keys: Int64Array, chunks: list[_Chunk]) -> UInt8Array:
-        """uint8[n]: the tiers after ``chunks``, which are a prefix of what is recorded.
+        """Return uint8[n]: the tiers after ``chunks``, which are a prefix of the recorded ones.
 
         The older chunks are kept merged (``_overlay``), so that a long migration does not sort them for every chunk.
         """
@@ -237,7 +239,7 @@ class PlacementJournal:
                 os.fsync(file.fileno())
             os.replace(temporary, self._path)
             fault_point("journal.renamed")
-            # From here on the file is the new one, whatever fails: what went to the old one would be lost.
+            # From here on the file is the new one, even if something fails: writes to the old one would be lost.
             self.close()
             self._name_synced = False
             self._segment, self._base, self._chunks = segment, base, chunks
@@ -261,7 +263,7 @@ class PlacementJournal:
         frame = _framed(payload)
         try:
             file = self._file or self._open_for_append()
-            # Also cuts off what an earlier failed write may have left.
+            # Also removes what an earlier failed write may have left.
             file.truncate(self._size)
             file.seek(self._size)
             view = memoryview(frame)
@@ -280,18 +282,18 @@ class PlacementJournal:
             if file.read(len(_MAGIC)) == _MAGIC:
                 good = file.tell()
                 for header, arrays in _frames(file):
-                    if not self._take(header, arrays):
+                    if not self._load_frame(header, arrays):
                         break
                     good = file.tell()
         if good < size:
             self.truncated_bytes = size - good
             os.truncate(self._path, good)
         if self._segment is None:
-            return  # Nothing of it is usable; ``begin`` writes the file anew.
+            return  # Nothing in it is usable; ``begin`` replaces the file.
         self._open_for_append()
 
-    def _take(self, header: dict[str, Any], arrays: bytes) -> bool:
-        """One frame into memory; False if it does not make sense here."""
+    def _load_frame(self, header: dict[str, Any], arrays: bytes) -> bool:
+        """Load one frame into memory; False if it is not valid at this place."""
         try:
             version, rows = int(header["version"]), int(header["rows"])
             keys = np.frombuffer(arrays, "<i8", rows).astype(np.int64)
@@ -329,7 +331,7 @@ def _chunk_payload(chunk: _Chunk) -> bytes:
 
 
 def _migration_of(header: dict[str, Any]) -> JournalledMigration | None:
-    """None for a chunk of an older flexd, or one that does not say it properly: it can be applied all the same."""
+    """Return the migration of a chunk; None if the header does not name it validly: the chunk can be applied anyway."""
     names, versions = (header.get("migration"), header.get("plan")), (header.get("base"), header.get("returns_to", 0))
     if not all(isinstance(name, str) and len(name) <= _MAX_ID_CHARACTERS for name in names):
         return None
@@ -339,7 +341,7 @@ def _migration_of(header: dict[str, Any]) -> JournalledMigration | None:
 
 
 def _latest(chunks: list[_Chunk]) -> tuple[Int64Array, UInt8Array]:
-    """The last tier of every row that the chunks change: sorted int64[n] keys, uint8[n] tiers."""
+    """Return the last tier of every row that the chunks change: sorted int64[n] keys, uint8[n] tiers."""
     if not chunks:
         return np.empty(0, np.int64), np.empty(0, np.uint8)
     keys = np.concatenate([chunk.delta.keys for chunk in chunks])
@@ -364,12 +366,12 @@ def _framed(payload: bytes) -> bytes:
 
 
 def _frames(file: BinaryIO) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Whole frames from the file's position on; ends at the first that is torn or corrupt."""
+    """Yield whole frames from the file's position on; end at the first that is torn or corrupt."""
     size = os.fstat(file.fileno()).st_size
     while len(head := file.read(_FRAME.size)) == _FRAME.size:
         length, crc = _FRAME.unpack(head)
         if length > size - file.tell():
-            return  # Not read: a torn length may be any, and room is made for all of it.
+            return  # Not read: a torn length may have any value, and memory would be allocated for all of it.
         payload = file.read(length)
         if zlib.crc32(payload) != crc:
             return

@@ -1,4 +1,4 @@
-"""One migration: a plan's delta on its way to the ranks. Its states are those of ``migration_states``."""
+"""One migration: the execution of a plan's delta. Its states are those of ``migration_states``."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from flexd.core.errors import ControlError
 from flexd.core.placement import Delta, Placement
 
 KEPT_TRANSITIONS = 256
-"""Of one migration, in memory: an epoch that ends every few seconds can make any number."""
+"""Transitions of one migration that stay in memory: epochs that end every few seconds make any number."""
 RATE_SECONDS = 30.0
-"""The rate of a migration is measured over so long."""
+"""Length of the window over which a migration's rate is measured."""
 _RATE_SPACING_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
 class ChunkedDelta:
-    """A delta in chunks, with what it comes to.
+    """A delta in chunks, with its totals.
 
     Attributes:
         chunks: deltas, in order, each from the placement that the one before leaves.
-        rows: of all chunks. bytes_to_copy: row values and optimizer state of all that are promoted, each once.
-        returns_to: the version whose placement the chunks bring back, if they do.
+        rows: number of rows of all chunks.
+        bytes_to_copy: bytes of values and optimizer state of all promoted rows, each once.
+        returns_to: the version whose placement a rollback restores; None if it is no rollback.
     """
 
     chunks: Iterable[Delta]
@@ -43,11 +44,14 @@ ChunkSource = Chunks | Callable[[Placement], Chunks]
 
 @dataclass(frozen=True)
 class MigrationMetadata:
-    """What a migration is for; recorded with it.
+    """Origin of a migration; recorded with it.
 
     Attributes:
-        migration_id: unique. parent_plan_id: the plan that the live placement came from, "" if none.
-        trigger: kind of what led to it. who: asked for it. reason: in words.
+        migration_id: unique.
+        parent_plan_id: the plan that the live placement came from, "" if none.
+        trigger: the kind of trigger.
+        who: the user that requested it, or ``flexd``.
+        reason: in words.
     """
 
     migration_id: str
@@ -70,16 +74,18 @@ class MigrationProgress:
     """A migration at one moment.
 
     Attributes:
-        reason: why it ended early; empty otherwise.
-        rows, bytes_to_copy: of its whole delta; 0 if that is not known (yet).
+        reason: the reason why it ended early; empty otherwise.
+        rows, bytes_to_copy: totals of its whole delta; 0 if not known (yet).
         chunks_pushed, chunks_agreed, chunks_applied: sent to the ranks; held by all of them for certain; applied by
             all of them. Chunks taken back because an epoch ended are not counted.
-        rows_pushed, rows_agreed, rows_applied: of these chunks.
-        bytes_pushed: of the pushed chunks, in bytes on the control channel (a rank).
-        copied_bytes: row values and optimizer state of the rows that the applied chunks promote, each once.
-        base_version: of the placement it started from. last_version: the highest that it has pushed; 0 before.
-        created_unix_seconds: submitted. started_unix_seconds, ended_unix_seconds: 0 before.
-        eta_seconds: until all rows are applied, at the rate of the last ``RATE_SECONDS``; None if not known.
+        rows_pushed, rows_agreed, rows_applied: rows of these chunks.
+        bytes_pushed: bytes of the pushed chunks on the control channel, for one rank.
+        copied_bytes: bytes of values and optimizer state of the rows that applied chunks promote, each once.
+        base_version: version of the placement it started from.
+        last_version: the highest version that it has pushed; 0 before its first chunk.
+        created_unix_seconds: time of submission.
+        started_unix_seconds, ended_unix_seconds: 0 before.
+        eta_seconds: time until all rows are applied, at the rate of the last ``RATE_SECONDS``; None if not known.
     """
 
     plan_id: str
@@ -104,15 +110,17 @@ class MigrationProgress:
 
     @property
     def share(self) -> float:
-        """0 to 1: rows that every rank has applied, of all."""
+        """The share of the rows that every rank has applied, 0 to 1."""
         if self.state is MigrationState.COMMITTED:
             return 1.0
         return min(1.0, self.rows_applied / self.rows) if self.rows else 0.0
 
     @property
     def steps(self) -> tuple[MigrationStep, ...]:
-        """``wait`` (for the ranks, and for the migration before), then ``push``, ``agree`` and ``apply`` of its rows;
-        ``stop`` is what an abort waits for: that all pushed rows are applied."""
+        """``wait`` (for the ranks, and for the migration before), then ``push``, ``agree`` and ``apply`` of its rows.
+
+        An abort adds ``stop``, which is complete when all pushed rows are applied.
+        """
         whole = self.rows or self.rows_pushed
         steps = [MigrationStep("wait", 1.0 if self.started_unix_seconds else 0.0)]
         for name, rows in (("push", self.rows_pushed), ("agree", self.rows_agreed), ("apply", self.rows_applied)):
@@ -160,7 +168,7 @@ class Migration:
         self._rate: deque[tuple[float, int]] = deque()
         now = wall_clock()
         self._now = MigrationProgress(plan_id, MigrationState.PENDING, created_unix_seconds=now)
-        self._note(None, None, self.metadata.reason, now)
+        self._record_transition(None, None, self.metadata.reason, now)
 
     @property
     def migration_id(self) -> str:
@@ -196,11 +204,11 @@ class Migration:
 
     @property
     def returns_to(self) -> int | None:
-        """The version whose placement it brings back; None if it goes on, or before it started."""
+        """The version whose placement a rollback restores; None for other migrations, and before it started."""
         return self._returns_to
 
     def wait(self, timeout_seconds: float) -> MigrationState:
-        """The state when it is final, or when the deadline passes."""
+        """Wait until the state is final or the deadline passes, and return it."""
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
             while not self.done and (left := deadline - time.monotonic()) > 0:
@@ -208,25 +216,27 @@ class Migration:
             return self.state
 
     def abort(self, reason: str = "aborted") -> None:
-        """Asks to stop at the next chunk; chunks pushed already are applied. No effect once it has ended."""
+        """Stop at the next chunk; chunks pushed already are applied. No effect once it has ended."""
         with self._changed:
             self._abort_reason = self._abort_reason or reason or "aborted"
 
     @property
     def abort_reason(self) -> str:
-        """Not empty once ``abort`` was called."""
+        """The reason given to ``abort``; empty before."""
         return self._abort_reason
 
     def observe(self, observer: Callable[[Migration, Transition], None]) -> None:
-        """Coordinator only: ``observer`` is told of every transition, those that were before included. It is called
-        with the migration's lock held, so it must only take note."""
+        """Call ``observer`` with every transition, earlier ones included. Coordinator only.
+
+        It is called with the migration's lock held, so it must only record.
+        """
         with self._changed:
             for transition in self._kept:
                 observer(self, transition)
             self._observer = observer
 
     def fire(self, event: TransitionEvent, reason: str = "") -> None:
-        """Coordinator only. Raises IllegalTransitionError if the state table has no such transition."""
+        """Make a transition. Coordinator only. Raises IllegalTransitionError if the state table does not have it."""
         with self._changed:
             before = self.state
             after = next_state(before, event, f"migration {self.migration_id}")
@@ -239,11 +249,11 @@ class Migration:
                 stamps["ended_unix_seconds"] = now
                 self._source, self._chunks = None, iter(())
             self._now = replace(self._now, state=after, reason=reason or self._now.reason, **stamps)
-            self._note(event, before, reason, now)
+            self._record_transition(event, before, reason, now)
             self._changed.notify_all()
 
     def begin(self, placement: Placement) -> None:
-        """Coordinator only: the chunks are made now. What the chunk source raises is passed on."""
+        """Make the chunks from the placement at the start. Coordinator only. Raises what the chunk source raises."""
         source = self._source
         if source is None:
             raise ControlError(f"migration {self.migration_id} has ended")
@@ -259,11 +269,11 @@ class Migration:
             self._now = replace(self._now, rows=rows, bytes_to_copy=bytes_to_copy, base_version=placement.version)
 
     def next_chunk(self) -> Delta | None:
-        """Coordinator only: the next chunk that is not empty. What the chunk source raises is passed on."""
+        """Return the next chunk that is not empty. Coordinator only. Raises what the chunk source raises."""
         return next((delta for delta in self._chunks if len(delta)), None)
 
     def count(self, **changes: int) -> None:
-        """Coordinator only: adds to the counters (``last_version`` is set)."""
+        """Add to the counters (``last_version`` is set). Coordinator only."""
         with self._changed:
             values = {
                 name: value if name == "last_version" else getattr(self._now, name) + value
@@ -271,15 +281,17 @@ class Migration:
             }
             self._now = replace(self._now, **values)  # type: ignore[arg-type]
             if "rows_applied" in values:
-                self._measure()
+                self._measure_rate()
             self._changed.notify_all()
 
     def notify(self) -> None:
-        """Coordinator only: calls ``on_progress`` (which must not block)."""
+        """Call ``on_progress``, which must not block. Coordinator only."""
         if self._on_progress is not None:
             self._on_progress(self)
 
-    def _note(self, event: TransitionEvent | None, before: MigrationState | None, reason: str, now: float) -> None:
+    def _record_transition(
+        self, event: TransitionEvent | None, before: MigrationState | None, reason: str, now: float
+    ) -> None:
         state = self._now
         transition = Transition(
             self._transitions, now, event, before, state.state, reason, state.rows_pushed, state.rows_applied,
@@ -290,7 +302,7 @@ class Migration:
         if self._observer is not None:
             self._observer(self, transition)
 
-    def _measure(self) -> None:
+    def _measure_rate(self) -> None:
         now = self._clock()
         while len(self._rate) > 1 and self._rate[1][0] <= now - RATE_SECONDS:
             self._rate.popleft()

@@ -1,4 +1,4 @@
-"""The states of a migration and the one table of the transitions between them.
+"""The states of a migration and the table of the transitions between them.
 
 ::
 
@@ -70,7 +70,14 @@ FINAL_STATES = frozenset({_S.COMMITTED, _S.ABORTED, _S.SUPERSEDED, _S.FAILED})
 
 
 def next_state(state: MigrationState, event: TransitionEvent, what: str = "migration") -> MigrationState:
-    """Raises IllegalTransitionError if the table has no such transition; ``what`` names the migration in it."""
+    """Return the state after ``event``.
+
+    Args:
+        what: names the migration in the error.
+
+    Raises:
+        IllegalTransitionError: the table has no such transition.
+    """
     after = TRANSITIONS.get((state, event))
     if after is None:
         raise IllegalTransitionError(f"{what}: no {event.value} in state {state.value}")
@@ -79,12 +86,12 @@ def next_state(state: MigrationState, event: TransitionEvent, what: str = "migra
 
 @dataclass(frozen=True)
 class Transition:
-    """One change of a migration's state, with how far it had come.
+    """One change of a migration's state, with its progress at that time.
 
     Attributes:
-        number: 0 is its submission, which has no ``event`` and no state ``before``.
+        number: 0 is the submission, which has no ``event`` and no state ``before``.
         unix_seconds: wall-clock time.
-        rows_pushed, rows_applied: as in ``MigrationProgress``.
+        rows_pushed, rows_applied: see ``MigrationProgress``.
         version: the highest placement version that the migration had pushed; 0 before its first chunk.
     """
 

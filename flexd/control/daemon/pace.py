@@ -1,16 +1,16 @@
-"""How fast a migration may go without hurting training: additive increase, multiplicative decrease on step times.
+"""Control of a migration's pace by step times: additive increase, multiplicative decrease.
 
 ::
 
-    MEASURING --baseline known--> RUNNING --hurt at the floor--> PAUSED
+    MEASURING --baseline known--> RUNNING --slow at the floor-> PAUSED
         ^                          |  ^                            |
         |                          |  `------ pause is over -------'
         `--- other ranks ----------'
 
 In RUNNING the bytes a step are halved when steps are slower than the baseline allows, and grow by a fixed amount when
-they are not. In PAUSED nothing is released, so the steps of that time tell whether the migration was to blame: they
-become the baseline. Each pause is twice as long as the last until a judgement finds steps as they should be, so a
-migration that always hurts hurts ever less, and still ends.
+they are not. In PAUSED nothing is released, so the steps of that time show whether the migration caused the slowdown:
+they become the baseline. Each pause is twice as long as the last until steps are as fast as the baseline, so a
+migration that always slows training slows it ever less, and still ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StepTimes:
 
     @staticmethod
     def of(reports: Iterable[tuple[float, int]]) -> StepTimes | None:
-        """Of (mean seconds of a step, steps) pairs; None without any step."""
+        """Compute the quantiles of (mean seconds of a step, steps) pairs; None without any step."""
         pairs = np.array([pair for pair in reports if pair[1] > 0], dtype=np.float64).reshape(-1, 2)
         if len(pairs) == 0:
             return None
@@ -45,7 +45,7 @@ class StepTimes:
         return StepTimes(p50, p90, len(pairs))
 
     def slower_than(self, baseline: StepTimes, tolerance: float) -> str:
-        """Which quantile is beyond ``baseline`` x (1 + ``tolerance``), in words; empty if none is."""
+        """Describe the quantile that exceeds ``baseline`` x (1 + ``tolerance``); empty if none does."""
         for name in ("p50", "p90"):
             now, then = getattr(self, f"{name}_seconds"), getattr(baseline, f"{name}_seconds")
             if now > then * (1 + tolerance):
@@ -55,13 +55,13 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class PaceSettings:
-    """Of the controller.
+    """Settings of the controller.
 
     Attributes:
-        tolerance: how much slower a step may get, as a share of the baseline.
+        tolerance: allowed increase of a step's time, as a share of the baseline.
         floor_bytes, ceiling_bytes: bounds of the bytes a step.
-        increase_bytes: added by each good judgement.
-        first_pause_seconds, longest_pause_seconds: of the pauses at the floor.
+        increase_bytes: added each time that steps are as fast as the baseline.
+        first_pause_seconds, longest_pause_seconds: bounds of the pauses at the floor.
 
     Raises:
         ControlError: the numbers contradict each other.
@@ -91,12 +91,12 @@ class PaceState(Enum):
 
 
 class PaceController:
-    """The decision alone: no threads, no clock.
+    """Decides alone: no threads, no clock.
 
     Attributes:
-        bytes_per_step: allowed now, while ``RUNNING``.
+        bytes_per_step: the limit while ``RUNNING``.
         reason: of the newest decision, in words.
-        slowed, sped, pauses: decisions by kind since the start.
+        slowed, sped, pauses: number of decisions by kind since the start.
     """
 
     def __init__(self, settings: PaceSettings) -> None:
@@ -113,11 +113,11 @@ class PaceController:
         self._until_seconds = 0.0
 
     def reset(self) -> None:
-        """Other ranks: what was learned of the old ones no longer holds."""
+        """Start over for other ranks, whose step times are not known yet."""
         self._start()
 
     def apply_settings(self, settings: PaceSettings) -> None:
-        """Other settings; the pace goes on, within them."""
+        """Change the settings; the pace continues within them."""
         self.settings = settings
         self.bytes_per_step = min(max(self.bytes_per_step, settings.floor_bytes), settings.ceiling_bytes)
         self._pause_seconds = min(
@@ -125,12 +125,12 @@ class PaceController:
         )
 
     def judge(self, recent: StepTimes, baseline: StepTimes, now_seconds: float) -> None:
-        """While ``RUNNING``: steps during which chunks were applied, against those without."""
+        """Compare steps that applied chunks with those that did not, while ``RUNNING``, and adjust the pace."""
         if self.state is not PaceState.RUNNING:
             return
         settings = self.settings
-        hurt = recent.slower_than(baseline, settings.tolerance)
-        if not hurt:
+        slower = recent.slower_than(baseline, settings.tolerance)
+        if not slower:
             if self.bytes_per_step < settings.ceiling_bytes:
                 self.sped += 1
             self.bytes_per_step = min(settings.ceiling_bytes, self.bytes_per_step + settings.increase_bytes)
@@ -140,16 +140,16 @@ class PaceController:
         if self.bytes_per_step > settings.floor_bytes:
             self.slowed += 1
             self.bytes_per_step = max(settings.floor_bytes, self.bytes_per_step // 2)
-            self.reason = f"slowed: {hurt}"
+            self.reason = f"slowed: {slower}"
             return
         self.state = PaceState.PAUSED
         self.pauses += 1
-        self.reason = f"paused for {self._pause_seconds:g} s, at the floor already: {hurt}"
+        self.reason = f"paused for {self._pause_seconds:g} s, at the floor already: {slower}"
         self._until_seconds = now_seconds + self._pause_seconds
         self._pause_seconds = min(2 * self._pause_seconds, self.settings.longest_pause_seconds)
 
     def update(self, now_seconds: float, *, measured: bool) -> None:
-        """Leaves ``MEASURING`` when there is a baseline, and ``PAUSED`` when the pause is over and has given one."""
+        """Leave ``MEASURING`` once there is a baseline, and ``PAUSED`` once the pause is over and has given one."""
         if self.state is PaceState.MEASURING and measured:
             self.state, self.reason = PaceState.RUNNING, "begins"
         elif self.state is PaceState.PAUSED and now_seconds >= self._until_seconds and measured:
@@ -157,10 +157,10 @@ class PaceController:
 
 
 class StepWindow:
-    """The newest step times of one kind, bounded.
+    """The newest step times of one kind.
 
     Args:
-        reports: kept, the newest.
+        reports: number of reports kept.
     """
 
     def __init__(self, reports: int) -> None:

@@ -1,8 +1,8 @@
-"""Which chunk goes out next: one migration at a time, a bounded number of chunks ahead of the slowest rank. No network.
+"""Choice of the next chunk: one migration at a time, a bounded number of chunks ahead of the slowest rank. No network.
 
 A chunk has a version from the moment it is journalled. It is *outstanding* until all ranks have applied it; when an
-epoch ends, the chunks that the ranks have not agreed on are void, and those of a running migration go out again under
-new versions.
+epoch ends, the chunks that the ranks have not agreed on are void, and those of a running migration are pushed again
+with new versions.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 CHUNK_ROW_BYTES = 10
 """On the control channel: an int64 key and two uint8 tiers."""
 _KEPT_DIGESTS = 256
-_KEPT_NEWS = 4096
+_KEPT_EVENTS = 4096
 
 RowBytes = Callable[[Delta], npt.NDArray[np.int64]]
-"""A delta of n rows -> int64 [n]: values and optimizer state that each row's change copies."""
+"""A delta of n rows -> int64 [n]: bytes of values and optimizer state that each row's change copies."""
 
 
 def _no_bytes(delta: Delta) -> npt.NDArray[np.int64]:
@@ -60,14 +60,14 @@ class ChunkPusher:
     """``submit``, ``pause`` and ``resume`` may be called from any thread; the rest belongs to the coordinator's.
 
     Args:
-        window_chunks: chunks pushed but not yet applied by every rank, at most.
+        window_chunks: largest number of chunks pushed but not yet applied by every rank.
         max_chunk_rows: a larger chunk fails its migration.
-        throttle: may hold chunks back, or cut them; none holds nothing.
-        row_bytes: what the throttle counts.
+        throttle: may hold chunks back or split them; without one, every chunk is released at once.
+        row_bytes: bytes that the throttle counts for each row.
 
     Attributes:
-        illegal_transitions: times that a migration was to go where its state table has no way. Each raised.
-        lost_events: of migrations, that nobody took in time.
+        illegal_transitions: transitions that the state table refused; each has raised.
+        lost_events: migration events dropped because they were not drained in time.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class ChunkPusher:
         self._next: Migration | None = None
         self._active: Migration | None = None
         self._outstanding: deque[_Outstanding] = deque()
-        self._again: deque[Delta] = deque()
+        self._repush: deque[Delta] = deque()
         self._digests: dict[int, int] = {}
         self._applied_version = 0
         self._epoch_version = 0
-        """Agreed when the epoch began. Until it is applied, ranks may hold chunks that are not outstanding here: those
-        of an earlier daemon."""
-        self._news: deque[MigrationEvent] = deque(maxlen=_KEPT_NEWS)
+        """The version agreed when the epoch began. Until it is applied, ranks may hold chunks that are not outstanding
+        here: those of an earlier daemon."""
+        self._events: deque[MigrationEvent] = deque(maxlen=_KEPT_EVENTS)
         self.illegal_transitions = 0
         self.lost_events = 0
         self.version = 0
@@ -110,15 +110,15 @@ class ChunkPusher:
         return len(self._outstanding)
 
     def submit(self, migration: Migration) -> None:
-        """Makes it the next one; a migration still waiting is superseded at once, a running one at its next chunk."""
+        """Make it the next migration; one that still waits is superseded at once, a running one at its next chunk."""
         with self._lock:
-            migration.observe(self._take_note)
+            migration.observe(self._record_transition)
             older, self._next = self._next, migration
             if older is not None and not older.done:
                 self._fire(older, TransitionEvent.SUPERSEDE, f"superseded by plan {migration.plan_id}")
 
     def begin_epoch(self, version: int, digest: int) -> None:
-        """All ranks have agreed on exactly ``version``, and hold no chunk beyond it."""
+        """Void the chunks beyond ``version``: all ranks have agreed on exactly this one and hold no other."""
         self.acknowledge(version, 0)
         void = [chunk for chunk in self._outstanding if chunk.version > version]
         self._outstanding = deque(chunk for chunk in self._outstanding if chunk.version <= version)
@@ -127,18 +127,18 @@ class ChunkPusher:
                 chunks_pushed=-1, rows_pushed=-len(chunk.delta), bytes_pushed=-len(chunk.delta) * CHUNK_ROW_BYTES,
                 last_version=min(version, chunk.migration.progress.last_version),
             )  # fmt: skip
-        self._tell_if_settled(*(chunk.migration for chunk in void))
+        self._report_if_settled(*(chunk.migration for chunk in void))
         active = self._active
-        again = [chunk.delta for chunk in void if chunk.migration is active]
-        if active is not None and again and active.state is not MigrationState.ABORTING:
-            self._again.extendleft(reversed(again))
+        repush = [chunk.delta for chunk in void if chunk.migration is active]
+        if active is not None and repush and active.state is not MigrationState.ABORTING:
+            self._repush.extendleft(reversed(repush))
             if active.state is MigrationState.APPLYING:
                 self._fire(active, TransitionEvent.VOIDED)
         self.version = self._epoch_version = version
         self._digests = {version: digest}
 
     def new_generation(self, reason: str) -> None:
-        """Other ranks, or an empty placement: what was under way means nothing to them."""
+        """Fail what was under way: the ranks are others, or their placement is empty."""
         self._applied_version = 0
         self._forget_outstanding(reason)
 
@@ -149,7 +149,7 @@ class ChunkPusher:
             self._drop_active()
 
     def stop(self, reason: str) -> None:
-        """No chunk will be pushed any more."""
+        """Fail what is under way or waits; no chunk is pushed any more."""
         self._forget_outstanding(reason)
         with self._lock:
             waiting, self._next = self._next, None
@@ -157,7 +157,7 @@ class ChunkPusher:
             self._fire(waiting, TransitionEvent.FAIL, reason)
 
     def acknowledge(self, agreed_version: int, applied_version: int) -> None:
-        """Every rank has come at least this far."""
+        """Record that every rank has agreed on and applied at least these versions."""
         for chunk in self._outstanding:
             if not chunk.agreed and chunk.version <= max(agreed_version, applied_version):
                 chunk.agreed = True
@@ -166,11 +166,11 @@ class ChunkPusher:
         while self._outstanding and self._outstanding[0].version <= applied_version:
             chunk = self._outstanding.popleft()
             chunk.migration.count(chunks_applied=1, rows_applied=len(chunk.delta), copied_bytes=chunk.copied_bytes)
-            self._tell_if_settled(chunk.migration)
+            self._report_if_settled(chunk.migration)
             fault_point("chunk.applied")
 
     def next_chunk(self, generation: int) -> NumberedChunk | None:
-        """The chunk to push now, journalled and numbered; None if there is none or the window is full."""
+        """Return the chunk to push now, journalled and numbered; None if there is none or the window is full."""
         self._advance(generation)
         active = self._active
         if active is None or active.state is not MigrationState.PUSHING or self.paused:
@@ -179,7 +179,7 @@ class ChunkPusher:
         if len(self._outstanding) >= self._window:
             return None
         try:
-            delta = self._again.popleft() if self._again else active.next_chunk()
+            delta = self._repush.popleft() if self._repush else active.next_chunk()
             if delta is None:
                 self._fire(active, TransitionEvent.EXHAUSTED)
                 self._advance(generation)
@@ -187,7 +187,7 @@ class ChunkPusher:
             if len(delta) > self._max_rows:
                 raise PlacementError(
                     f"a chunk of {len(delta)} rows",
-                    remedy=f"cut the delta into chunks of at most {self._max_rows} rows",
+                    remedy=f"split the delta into chunks of at most {self._max_rows} rows",
                 )
             copied = self._row_bytes(delta)
             rows = self._throttle.release(
@@ -196,7 +196,7 @@ class ChunkPusher:
                 settled=self._applied_version >= self._epoch_version,
             )
             if rows < len(delta):
-                self._again.appendleft(delta.select(slice(rows, None)))
+                self._repush.appendleft(delta.select(slice(rows, None)))
             if rows == 0:
                 return None
             delta, copied = delta.select(slice(0, rows)), copied[:rows]
@@ -210,7 +210,7 @@ class ChunkPusher:
         except IllegalTransitionError:
             raise
         except Exception as error:
-            # The chunk source is the caller's code: whatever it raises fails this migration, not the daemon.
+            # The chunk source is the caller's code: any exception fails this migration, not the daemon.
             if not isinstance(error, FlexdError):
                 logger.exception("migration %s: its chunks cannot be made", active.plan_id)
             self.fail_active(str(error))
@@ -227,18 +227,18 @@ class ChunkPusher:
         return NumberedChunk(self.version, active.plan_id, delta)
 
     def digest_at(self, version: int) -> int | None:
-        """Of the placement at a recent version; None if it is not known any more."""
+        """Return the digest of the placement at a recent version; None if it is not kept any more."""
         return self._digests.get(version)
 
     def drain_events(self) -> list[MigrationEvent]:
-        """Of all migrations since the last call, in order."""
-        news: list[MigrationEvent] = []
-        while self._news:
-            news.append(self._news.popleft())
-        return news
+        """Return the events of all migrations since the last call, in order."""
+        events: list[MigrationEvent] = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
 
     def end_early(self) -> None:
-        """Aborts and supersedes what is due, chunks to push or not."""
+        """Abort and supersede what is due, whether or not there is a chunk to push."""
         with self._lock:
             waiting = self._next
             if waiting is not None and waiting.abort_reason:
@@ -249,23 +249,23 @@ class ChunkPusher:
         if active is None:
             return
         if active.abort_reason and active.state in (MigrationState.PUSHING, MigrationState.APPLYING):
-            self._again.clear()
+            self._repush.clear()
             self._fire(active, TransitionEvent.ABORT, active.abort_reason)
         elif active.state is MigrationState.PUSHING and waiting is not None:
             self._fire(active, TransitionEvent.SUPERSEDE, f"superseded by plan {waiting.plan_id}")
             self._drop_active()
         if active.state is MigrationState.ABORTING and self._settled(active):
-            self._fire(active, TransitionEvent.STOPPED, self._where(active))
+            self._fire(active, TransitionEvent.STOPPED, self._stop_reason(active))
             self._drop_active()
 
     def _advance(self, generation: int) -> None:
-        """Every transition that needs no chunk."""
+        """Make every transition that needs no chunk."""
         self.end_early()
         active = self._active
         if active is not None and active.state is MigrationState.APPLYING and self._settled(active):
             self._fire(active, TransitionEvent.APPLIED)
             self._drop_active()
-        # The next delta is made from a placement that all ranks are sure to reach.
+        # The next delta is made from a placement that all ranks will certainly reach.
         if self._active is None and all(chunk.agreed for chunk in self._outstanding):
             self._start_next(generation)
 
@@ -291,13 +291,13 @@ class ChunkPusher:
         ended = [chunk.migration for chunk in self._outstanding if chunk.migration is not self._active]
         self._outstanding.clear()
         self.fail_active(reason)
-        self._tell_if_settled(*ended)
+        self._report_if_settled(*ended)
 
     def _settled(self, migration: Migration) -> bool:
         return not any(chunk.migration is migration for chunk in self._outstanding)
 
     @staticmethod
-    def _where(migration: Migration) -> str:
+    def _stop_reason(migration: Migration) -> str:
         now = migration.progress
         rows = f"{now.rows_applied} of {now.rows} rows" if now.rows else f"{now.rows_applied} rows"
         return f"{migration.abort_reason}: stopped at version {now.last_version or now.base_version}, {rows} applied"
@@ -306,27 +306,27 @@ class ChunkPusher:
         try:
             migration.fire(event, reason)
         except IllegalTransitionError:
-            # Whatever is wrong with it, the ranks hold a prefix of its delta; the next migration starts from there.
+            # The ranks hold a prefix of its delta in any case; the next migration starts from there.
             self.illegal_transitions += 1
             if migration is self._active:
                 self._drop_active()
             raise
         if migration.done:
             fault_point("migration.finished")
-        self._tell_if_settled(migration)
+        self._report_if_settled(migration)
 
-    def _take_note(self, migration: Migration, transition: Transition) -> None:
-        self._tell(MigrationEvent(migration, transition))
+    def _record_transition(self, migration: Migration, transition: Transition) -> None:
+        self._record_event(MigrationEvent(migration, transition))
 
-    def _tell_if_settled(self, *migrations: Migration) -> None:
+    def _report_if_settled(self, *migrations: Migration) -> None:
         for migration in {id(each): each for each in migrations}.values():
             if migration.done and self._settled(migration):
-                self._tell(MigrationEvent(migration, None))
+                self._record_event(MigrationEvent(migration, None))
 
-    def _tell(self, news: MigrationEvent) -> None:
-        self.lost_events += len(self._news) == _KEPT_NEWS
-        self._news.append(news)
+    def _record_event(self, event: MigrationEvent) -> None:
+        self.lost_events += len(self._events) == _KEPT_EVENTS
+        self._events.append(event)
 
     def _drop_active(self) -> None:
         self._active = None
-        self._again.clear()
+        self._repush.clear()

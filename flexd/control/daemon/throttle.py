@@ -1,14 +1,14 @@
-"""How much of a migration may be on its way to the ranks: which rows of the next chunk are released now.
+"""Limits of the bytes that migrations copy: decides how many rows of the next chunk are released now.
 
-The ranks apply every chunk that all of them hold at their next step boundary, so the daemon paces by what it releases.
+The ranks apply every chunk that all of them hold at their next step boundary, so releasing chunks sets the pace.
 Chunks that are released and not yet applied by all ranks are *outstanding*; any of them, and nothing else, can be
 applied at the next step. So
 
-- ``bytes_per_step``: outstanding chunks together copy no more than that. Whatever a step applies on any rank is a
-  part of them: the cap holds on every rank at every step, and nothing new has to be agreed on;
-- ``bytes_per_second``: a token bucket of ``BURST_SECONDS``, paid when a chunk is released.
+- ``bytes_per_step``: outstanding chunks together copy no more than that. Any step of any rank applies a part of them,
+  so the cap holds on every rank at every step without further agreement;
+- ``bytes_per_second``: a token bucket of ``BURST_SECONDS``, charged when a chunk is released.
 
-A single row is always allowed to go by itself, however large.
+A single row may always be released by itself, however large.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import numpy.typing as npt
 from flexd.core.errors import ControlError
 
 BURST_SECONDS = 1.0
-"""What the bucket of ``bytes_per_second`` holds at most, in seconds of the rate."""
+"""Capacity of the bucket of ``bytes_per_second``, in seconds of the rate."""
 _LONGEST_WAIT_COUNTED = 1.0
-"""Seconds between two looks: a longer silence (no epoch) is nothing that the throttle held up."""
+"""Largest time between two calls that counts as waiting: without an epoch there are no calls, and nothing is held."""
 
 
 class ThrottleReason(Enum):
-    """What a chunk waits for."""
+    """The limit that a chunk waits for."""
 
     STEP = "bytes_per_step"
     SECOND = "bytes_per_second"
@@ -40,7 +40,7 @@ class ThrottleReason(Enum):
 
 @dataclass(frozen=True)
 class ThrottleLimits:
-    """Of row values and optimizer state copied; None is no limit.
+    """Limits of the row values and optimizer state copied; None is no limit.
 
     Attributes:
         bytes_per_step: by one rank at one step boundary.
@@ -62,11 +62,11 @@ class ThrottleLimits:
 
 @dataclass(frozen=True)
 class PaceLimit:
-    """What the adaptive controller allows; it can only lower what the limits allow.
+    """The adaptive controller's limit; it can only lower what ``ThrottleLimits`` allow.
 
     Attributes:
-        bytes_per_step: None leaves it to the limits.
-        paused: nothing is released.
+        bytes_per_step: None adds no limit.
+        paused: whether nothing is released.
     """
 
     bytes_per_step: int | None = None
@@ -75,12 +75,12 @@ class PaceLimit:
 
 @dataclass(frozen=True)
 class ThrottleSnapshot:
-    """Since the start.
+    """Counters since the start, and the present state.
 
     Attributes:
-        released_bytes, released_chunks: let go.
-        waiting_seconds: in which a chunk was ready and held, by what it waited for.
-        waits_for: what the next chunk waits for at this moment, None if for nothing.
+        released_bytes, released_chunks: bytes and chunks released.
+        waiting_seconds: time in which a ready chunk was held, by the limit.
+        waits_for: the limit that the next chunk waits for now; None if it waits for none.
     """
 
     released_bytes: int
@@ -90,7 +90,7 @@ class ThrottleSnapshot:
 
 
 class Throttle:
-    """Thread-safe. The pusher asks ``release`` for every chunk; limits and pace may change at any time.
+    """Thread-safe. The pusher calls ``release`` for every chunk; limits and pace may change at any time.
 
     Args:
         clock: monotonic seconds.
@@ -119,12 +119,12 @@ class Throttle:
 
     @property
     def bytes_per_step(self) -> int | None:
-        """In effect now: the lower of limit and pace."""
+        """The limit in effect: the lower of limit and pace."""
         known = [limit for limit in (self._limits.bytes_per_step, self._pace.bytes_per_step) if limit is not None]
         return min(known, default=None)
 
     def set_limits(self, limits: ThrottleLimits) -> None:
-        """Holds from the next chunk on. Tokens are kept, up to what the new bucket holds."""
+        """Apply from the next chunk on. Tokens are kept, up to the capacity of the new bucket."""
         with self._lock:
             self._refill()
             before = self._limits.bytes_per_second
@@ -132,15 +132,15 @@ class Throttle:
             self._tokens = self._burst if before is None else min(self._tokens, self._burst)
 
     def set_pace(self, pace: PaceLimit) -> None:
-        """Holds from the next chunk on."""
+        """Apply from the next chunk on."""
         self._pace = pace
 
     def release(self, row_bytes: npt.NDArray[np.int64], outstanding_bytes: int, *, settled: bool = True) -> int:
-        """How many of the first rows of a chunk go out now; 0: none, ask again later.
+        """Return how many of a chunk's first rows are released now; 0: none yet.
 
         Args:
-            row_bytes: int64 [n], n >= 1, what each row copies (0: it only drops copies).
-            outstanding_bytes: of the chunks released and not yet applied by all ranks.
+            row_bytes: int64 [n], n >= 1, bytes that each row copies (0: it only drops copies).
+            outstanding_bytes: bytes of the chunks released and not yet applied by all ranks.
             settled: False while ranks may hold chunks that are not counted there (an earlier daemon's).
         """
         with self._lock:
@@ -155,7 +155,7 @@ class Throttle:
             return rows
 
     def idle(self) -> None:
-        """Nothing is there to release."""
+        """Record that there is no chunk to release."""
         with self._lock:
             self._account(None)
 
@@ -166,7 +166,7 @@ class Throttle:
     def _fitting(
         self, row_bytes: npt.NDArray[np.int64], outstanding_bytes: int, settled: bool
     ) -> tuple[int, int, ThrottleReason | None]:
-        """(rows, their bytes, what they wait for)."""
+        """Return (rows to release, their bytes, the limit that they wait for)."""
         if self._pace.paused:
             return 0, 0, ThrottleReason.PAUSE
         step, second = self.bytes_per_step, self._limits.bytes_per_second

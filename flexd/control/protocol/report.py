@@ -1,4 +1,4 @@
-"""What a rank says of itself: who it is (hello) and how its steps go (report)."""
+"""The identity of a rank, and the reports of its training steps."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from flexd.core.keyspace import TableSpec
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """Fixed for the life of one training process.
+    """The identity of one training process, fixed for its life.
 
     Attributes:
-        job: name; daemon and ranks must agree.
-        attempt: the job attempt (unique per launch, equal on all ranks of it).
-        rank, world_size, nodes, local_ranks: as in ``RankLayout``.
+        job: name, equal on daemon and ranks.
+        attempt: the job attempt (unique per launch, equal on all its ranks).
+        rank, world_size, nodes, local_ranks: see ``RankLayout``.
         replica_slots: replica slots of this rank for each dim-group of the key space.
         table_digest: ``KeySpace.digest`` of the trainer's tables.
-        tables: the tables; named to a daemon whose digest differs.
+        tables: the tables; sent to a daemon whose digest differs.
     """
 
     job: str
@@ -42,8 +42,8 @@ class StepReport:
         steps: steps summed here.
         placement_version, placement_digest: after the newest step.
         step_seconds: wall time of the steps.
-        apply_seconds: of which spent in applying chunks.
-        accesses_by_tier: lookups answered from (HOME, NODE, DEVICE) rows.
+        apply_seconds: part of ``step_seconds`` spent in applying chunks.
+        accesses_by_tier: lookups served from (HOME, NODE, DEVICE) rows.
         all_to_all_intra_bytes, all_to_all_inter_bytes: sent by this rank in the exchange (ids and rows).
         sync_intra_bytes, sync_inter_bytes: sent by this rank in replica synchronisation.
         migration_intra_bytes, migration_inter_bytes: sent by this rank in applying chunks.
@@ -64,8 +64,8 @@ class StepReport:
     migration_inter_bytes: int
 
 
-def fold_reports(older: StepReport | None, newer: StepReport) -> StepReport:
-    """One report for both: sums, and the newer's step and placement. Non-finite seconds count as 0."""
+def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:
+    """Merge two reports: sums, and the newer's step and placement. Non-finite seconds count as 0."""
     newer = replace(newer, step_seconds=_finite(newer.step_seconds), apply_seconds=_finite(newer.apply_seconds))
     if older is None:
         return newer
@@ -84,7 +84,7 @@ def _finite(seconds: float) -> float:
 
 
 class PendingReports:
-    """Steps not reported yet, folded into one report. The training thread adds; it waits for a pointer swap at most."""
+    """Steps not reported yet, merged into one report. ``add``, from the training thread, waits for a swap at most."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class PendingReports:
 
     def add(self, report: StepReport) -> None:
         with self._lock:
-            self._pending = fold_reports(self._pending, report)
+            self._pending = merge_reports(self._pending, report)
 
     def drain(self) -> StepReport | None:
         with self._lock:
@@ -104,6 +104,6 @@ class PendingReports:
         return pending
 
     def restore(self, report: StepReport) -> None:
-        """A report that could not be sent; it is older than any added meanwhile."""
+        """Put back a report that could not be sent; it is older than any added meanwhile."""
         with self._lock:
-            self._pending = report if self._pending is None else fold_reports(report, self._pending)
+            self._pending = report if self._pending is None else merge_reports(report, self._pending)
