@@ -34,8 +34,9 @@ from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import make_plan, placement_cost
+from flexd.sketch.kinds import warm_up
 from flexd.sketch.profile import Profile
-from flexd.sketch.sketch_set import SketchSet, warm_up
+from flexd.sketch.sketch_set import SketchSet
 from flexd.stream.trace import load_trace
 from flexd.stream.zipf import ZipfSampler
 from flexd.topology.files import load_preset

@@ -30,7 +30,8 @@ from bench_report import last_line
 from flexd.core.keyspace import TableSpec
 from flexd.daemon.allocator import keep_freed_memory
 from flexd.ingest import Ingestor
-from flexd.sketch.sketch_set import SketchSet, warm_up
+from flexd.sketch.kinds import warm_up
+from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
 from flexd.stream.codecs.codec import decode, encode_arrow

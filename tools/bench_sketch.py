@@ -27,7 +27,8 @@ from flexd.sketch.counters.cache_prefetch import prefetch
 from flexd.sketch.counters.countmin import CANDIDATE_BUFFER, CountMin
 from flexd.sketch.counters.dense import DenseCounter
 from flexd.sketch.counters.hashing import cell_positions
-from flexd.sketch.sketch_set import SketchSet, warm_up
+from flexd.sketch.kinds import warm_up
+from flexd.sketch.sketch_set import SketchSet
 
 MESSAGE_IDS = 8192
 UNSET_THRESHOLD = 2**62

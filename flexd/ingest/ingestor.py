@@ -27,8 +27,9 @@ from flexd.ingest.rate import RateMeter, Totals
 from flexd.ingest.restore import SNAPSHOT_META_FORMAT, restore
 from flexd.ingest.stats import ROW_REASONS, IngestStats
 from flexd.sketch.budget import TableChoice
+from flexd.sketch.kinds import warm_up
 from flexd.sketch.profile import Profile, TableProfile
-from flexd.sketch.sketch_set import SketchSet, warm_up
+from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
 from flexd.stream.codecs.any_message import decode as decode_message

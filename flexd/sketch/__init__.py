@@ -1,1 +1,1 @@
-"""What the daemon remembers of the access stream."""
+"""Sketches of the access stream: counters by table, hot rows, quantiles, profiles, snapshots."""

@@ -105,7 +105,7 @@ class _Entry:
 
 def _parse_head(origin: _Origin, head: bytes, size: int) -> tuple[int, int]:
     if len(head) < _HEAD.size + _HEAD_CRC.size:
-        raise origin.damaged(f"cut short at {size} bytes")
+        raise origin.damaged(f"truncated at {size} bytes")
     magic, version, checksum, length, total = _HEAD.unpack_from(head)
     if magic != MAGIC:
         raise origin.damaged("not a flexd snapshot")

@@ -27,7 +27,11 @@ def make_table(spec: TableSpec, choice: TableChoice, seed: int, conservative: bo
 
 
 def warm_up(used: Collection[str] = KINDS) -> None:
-    """Compile the kernels of these kinds (or load them from numba's cache), and those that every kind needs."""
+    """Compile the kernels before the first message, which takes seconds, or little with numba's cache.
+
+    Args:
+        used: kinds of tables, as in ``TableChoice.kind``; the kernels that every kind needs are always compiled.
+    """
     for kind, warm_up_kind in _WARM_UPS.items():
         if kind in used:
             warm_up_kind()

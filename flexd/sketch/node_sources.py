@@ -191,14 +191,14 @@ def _affinities(accesses: Float64Array, pair_row: Int64Array, pair_node: Int32Ar
     twice = of_row >= 2
     # One of a row's n accesses, and another of them: same-node pairs / (n - 1), each access counting once.
     agreeing = np.where(twice, same / np.where(twice, of_row - 1, 1), 0.0).sum(axis=1)
-    asked = np.where(twice, of_row, 0.0).sum(axis=1)
+    sampled_pairs = np.where(twice, of_row, 0.0).sum(axis=1)
     by_node = np.argsort(pair_node, kind="stable")
     first_of_node = np.flatnonzero(np.diff(pair_node[by_node], prepend=-1))
     of_node = np.add.reduceat(accesses[:, by_node], first_of_node, axis=1)
     total = of_node.sum(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         by_chance = (of_node * (of_node - 1)).sum(axis=1) / (total * (total - 1))
-        affinity: Float64Array = (agreeing / asked - by_chance) / (1 - by_chance)
+        affinity: Float64Array = (agreeing / sampled_pairs - by_chance) / (1 - by_chance)
     # All accesses come from one node: there is nothing to follow.
-    affinity[(by_chance >= 1) & (asked > 0)] = 0.0
+    affinity[(by_chance >= 1) & (sampled_pairs > 0)] = 0.0
     return affinity

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -187,7 +187,7 @@ class SketchSet:
         """
         index = self._index_of(table)
         if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= self._specs[index].rows):
-            raise SketchError(f"rows outside table {table!r}", remedy=f"ask for 0 to {self._specs[index].rows - 1}")
+            raise SketchError(f"rows outside table {table!r}", remedy=f"query rows 0 to {self._specs[index].rows - 1}")
         return self._tables[index].query(rows, self._decay)
 
     def sequence_length_quantiles(self, table: str, ranks: Sequence[float]) -> Float64Array:
@@ -393,12 +393,3 @@ def _accesses(table: TableProfile, total_weight: float, given: Mapping[str, floa
     if isinstance(given, Mapping):
         return float(given.get(table.table, 0.0))
     return float(given) * table.weight / total_weight if total_weight > 0 else 0.0
-
-
-def warm_up(used: Collection[str] = kinds.KINDS) -> None:
-    """Compile the kernels before the first message: takes seconds, or little with numba's cache.
-
-    Args:
-        used: kinds of tables, as in ``TableChoice.kind``.
-    """
-    kinds.warm_up(used)

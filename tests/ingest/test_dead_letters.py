@@ -1,4 +1,4 @@
-"""Tests of flexd.ingest.dead_letters."""
+"""Dead letters: bounded files in which rare reasons survive."""
 
 from __future__ import annotations
 

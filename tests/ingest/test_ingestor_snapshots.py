@@ -40,7 +40,7 @@ def _run(log, store, settings=UNDECAYED) -> Ingestor:
     return ingestor
 
 
-def test_ingest_counts_what_the_messages_hold(tmp_path):
+def test_ingest_counts_every_access_of_the_messages(tmp_path):
     log = _log(5, 30)
     ingestor = _run(log, SnapshotStore(tmp_path, 1))
     exact = SketchSet(TABLES, 2**30, None, UNDECAYED.max_future_seconds, 100)
@@ -111,7 +111,7 @@ def _accepted(message: bytes) -> int:
     return sum(sketches.ingest(b.table, b.rows, 0, b.event_time_seconds).accepted for b in decode(message, 2**20))
 
 
-def test_ingest_goes_on_while_a_snapshot_is_written_and_positions_are_those_of_the_copy(tmp_path):
+def test_ingest_continues_while_a_snapshot_is_written_and_positions_are_those_of_the_copy(tmp_path):
     written = threading.Event()
 
     class SlowStore(SnapshotStore):
@@ -136,7 +136,7 @@ def test_ingest_goes_on_while_a_snapshot_is_written_and_positions_are_those_of_t
     assert source.committed[-1] == {"p": 60}
 
 
-def test_an_idle_stream_decays_when_read_and_not_when_kept(tmp_path, monkeypatch):
+def test_an_idle_stream_decays_in_reads_and_not_in_the_counters(tmp_path, monkeypatch):
     monkeypatch.setattr(ingestor_module, "IDLE_AFTER_SECONDS", 0.05)
     settings = dataclasses.replace(SETTINGS, half_life_seconds=0.2)
     batch = AccessBatch("small", np.array([3], dtype=np.int32), 0, T0)
@@ -174,7 +174,7 @@ def test_a_damaged_snapshot_is_replaced_by_the_previous_one_with_its_positions(t
     before._finish_save()
     newest, previous = store.paths()
     whole = newest.read_bytes()
-    # Every length and every byte are tried where it costs nothing: tests/sketch/test_snapshot.py.
+    # Samples only: tests/sketch/test_snapshot.py tries every length and every byte.
     places = range(0, len(whole), max(1, len(whole) // 60))
     damaged = [whole[:length] for length in places]
     damaged += [whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :] for at in places]

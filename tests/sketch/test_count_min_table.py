@@ -44,7 +44,7 @@ def test_a_table_of_a_billion_rows_within_the_budget(memory):
     assert choice.kind == "count_min"
     assert choice.bytes <= memory
     assert choice.error_share == math.e / 2**choice.log2_width
-    # Wide enough: twice as wide would not fit.
+    # A count-min of twice the width would not fit.
     assert budget._count_min_bytes(table, choice.log2_width + 1, 10**6) > memory
     random = np.random.default_rng(1)
     for i in range(20):
@@ -63,7 +63,7 @@ MEMORY = 16 * 2**20
 
 
 def test_a_billion_rows_are_profiled_within_the_budget() -> None:
-    """Planted hot rows among uniform accesses: found, bounded, priced, and nothing outgrows the budget."""
+    """Hot rows among uniform accesses are listed within their bounds, and memory stays within the budget."""
     sketches = SketchSet([TableSpec("huge", ROWS, 64)], MEMORY, None, max_hot_rows=20_000)
     (choice,) = sketches.choices()
     assert choice.kind == "count_min"

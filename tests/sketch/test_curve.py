@@ -18,7 +18,7 @@ NONE = np.empty(0, dtype=np.int64)
     st.integers(0, 5),
     st.one_of(st.integers(1, 10), st.just(100)),
 )
-def test_read_out_lists_the_hottest_rows_and_accounts_for_the_rest(low, spilled, max_hot):
+def test_a_curve_lists_the_hottest_rows_and_accounts_for_the_rest(low, spilled, max_hot):
     low = np.array(low, dtype=np.uint32)
     high_rows = np.arange(min(spilled, len(low)), dtype=np.int64)
     low[high_rows] = 0
@@ -41,7 +41,7 @@ def test_read_out_lists_the_hottest_rows_and_accounts_for_the_rest(low, spilled,
         assert np.abs(curve.bin_units / row_units - 1).min() <= 0.125
 
 
-def test_read_out_of_nothing():
+def test_a_curve_of_empty_counters_is_empty():
     curve = enumerate_rows(np.zeros(5, dtype=np.uint32), NONE, NONE, 3)
     assert (len(curve.hot_rows), len(curve.bin_rows), curve.total_units) == (0, 0, 0.0)
 

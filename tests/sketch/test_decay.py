@@ -31,7 +31,7 @@ def _set(half_life: float | None = 10.0, max_future: float = 1e9, **more) -> Ske
 def test_counters_follow_the_formula_whatever_the_order(events, half_life):
     sketches = _set(half_life)
     newest = T0 + max(time for _, time in events)
-    # The first event fixes the clock; the test of a wrong first event is below.
+    # The first event sets the clock; a wrong first event has its own test.
     sketches.ingest("t", np.array([0], dtype=np.int32), 0, newest)
     sketches.ingest("t", np.array([0], dtype=np.int32), 0, newest + 1e-6)
     exact = np.zeros(8)
@@ -138,7 +138,7 @@ def test_a_merged_clock_stays_confirmed(confirmed_is_merged):
     assert alone.admit(T0 - 1000) == Admission(T0 - 1000, backdate_half_lives=100)
 
 
-def test_a_wrong_first_event_does_not_blind_the_sketch():
+def test_a_wrong_first_event_does_not_suppress_later_ones():
     sketches = _set(10.0, 5.0)
     sketches.ingest("t", np.array([7], dtype=np.int32), 0, T0 + 1e9)
     for i in range(20):
@@ -149,7 +149,7 @@ def test_a_wrong_first_event_does_not_blind_the_sketch():
     assert sketches.newest_event_seconds == pytest.approx(T0 + 0.019)
 
 
-def test_time_that_is_no_number_is_refused_and_nothing_counted():
+def test_a_time_that_is_not_finite_is_refused_and_nothing_counted():
     sketches = _set()
     for time in (math.nan, math.inf, -math.inf):
         with pytest.raises(SketchError):
@@ -159,7 +159,7 @@ def test_time_that_is_no_number_is_refused_and_nothing_counted():
 
 
 @pytest.mark.parametrize("half_life", [0.0, -1.0, math.inf, math.nan])
-def test_impossible_half_life(half_life):
+def test_an_impossible_half_life_is_refused(half_life):
     with pytest.raises(SketchError):
         ForwardDecay(half_life, 1.0)
 

@@ -18,7 +18,7 @@ T0 = 1.7e9
 
 
 def _mean_within(values: np.ndarray, expected: float) -> None:
-    """Five standard errors."""
+    """Assert that the mean is within five standard errors of ``expected``."""
     assert abs(values.mean() - expected) <= 5 * values.std() / math.sqrt(len(values)) + 1e-9
 
 
@@ -64,7 +64,7 @@ def test_a_profile_lists_rows_that_exact_counts_would_list(memory, bits, half_li
     assert within[middle].mean() > 0.3
 
 
-def test_what_is_not_listed_is_in_bins():
+def test_rows_beyond_the_list_are_in_bins():
     all_rows, _ = _zipf_set(80_000)
     few, _ = _zipf_set(80_000, max_hot_rows=100)
     a, b = all_rows.profile().tables[0], few.profile().tables[0]
@@ -74,7 +74,7 @@ def test_what_is_not_listed_is_in_bins():
     assert b.bin_rows.sum() + 100 == len(a.hot_rows) == a.distinct_rows == b.distinct_rows
 
 
-def test_rows_at_the_top_share_what_is_beyond_it_as_the_sample_says():
+def test_rows_at_the_top_level_share_the_excess_in_proportion_to_the_sample():
     sketches = SketchSet(TABLE, 90_000, None)
     rows = np.concatenate([np.full(60_000, 7), np.full(30_000, 8), np.arange(1000, 3000)])
     np.random.default_rng(0).shuffle(rows)
@@ -91,7 +91,7 @@ def test_an_idle_table_decays_by_the_formula_and_levels_stay():
     levels = sketches.state()[1]["0/levels"]
     sketches.advance(T0 + 190 + 120)
     assert np.allclose(sketches.query("t", np.arange(ROWS)), before / 4)
-    # Ten half-lives on, an access of another row makes the unit coarser: nothing is forgotten but by time.
+    # Ten half-lives later, an access of another row makes the unit coarser; the levels stay.
     sketches.ingest("t", np.array([ROWS - 1]), 0, T0 + 190 + 600)
     later = sketches.state()[1]["0/levels"]
     assert (np.flatnonzero(levels != later) >= (ROWS - 1) * 3 // 8).all()
@@ -100,7 +100,7 @@ def test_an_idle_table_decays_by_the_formula_and_levels_stay():
     assert np.allclose(sketches.query("t", below), before[below] / 2**10, rtol=1e-6)
 
 
-def test_merged_sets_and_snapshots_are_one_stream():
+def test_merged_and_restored_sets_equal_one_stream():
     a, b = (SketchSet(TABLE, 80_000, 60.0, 1e9) for _ in range(2))
     touched = np.arange(ROWS // 2)
     for sketches, times, when in ((a, 2, T0), (b, 3, T0 + 180)):

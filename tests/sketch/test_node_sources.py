@@ -18,7 +18,7 @@ T0 = 1.7e9
 
 
 def _accesses(n: int, rows: int, local_share: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Zipf accesses; of each row a share comes from the node ``row % nodes``, the rest from any rank."""
+    """Draw Zipf accesses; a share of each row's comes from the node ``row % nodes``, the rest from any rank."""
     rng = np.random.default_rng(seed)
     weights = np.arange(1, rows + 1) ** -1.05
     row = rng.choice(rows, n, p=weights / weights.sum())
@@ -34,8 +34,8 @@ def _sets(sketches: SketchSet, row: np.ndarray, rank: np.ndarray, parts: int = 4
 
 
 @pytest.mark.parametrize("local_share", [0.0, 0.5, 1.0])
-def test_affinity_is_unbiased_and_knows_its_error(local_share: float) -> None:
-    """Two accesses of a row agree with (s + (1-s)/N)^2 + (N-1) ((1-s)/N)^2: above chance s^2."""
+def test_affinity_is_unbiased_and_its_standard_error_is_right(local_share: float) -> None:
+    """Two accesses of a row agree with probability (s + (1-s)/N)^2 + (N-1) ((1-s)/N)^2, which is s^2 above chance."""
     figures = []
     for seed in range(30):
         row, rank = _accesses(4_000, 3_000, local_share, seed)
@@ -71,7 +71,7 @@ def test_shares_of_a_row_follow_its_accesses_and_fall_back_on_the_mix() -> None:
     assert sources.node_share == pytest.approx(np.bincount(rank // 2, minlength=4) / 60_000)
 
 
-def test_a_table_without_affinity_does_not_believe_single_rows() -> None:
+def test_shares_of_a_table_without_affinity_stay_near_the_mix() -> None:
     row, rank = _accesses(20_000, 2_000, 0.0)
     sources = read_sources(row, rank, np.arange(2_000), LAYOUT)
     assert abs(sources.affinity) < 4 * sources.affinity_error
@@ -83,7 +83,7 @@ def test_a_table_without_affinity_does_not_believe_single_rows() -> None:
     assert (local.share(np.flatnonzero(seen)).max(axis=1) > 0.9).all()
 
 
-def test_layouts_change_after_the_fact() -> None:
+def test_sources_are_read_under_another_layout_than_they_were_sampled() -> None:
     row, rank = _accesses(30_000, 300, 1.0)
     four, two = read_sources(row, rank, np.arange(5), LAYOUT), read_sources(row, rank, np.arange(5), RankLayout(2, 4))
     assert (four.nodes, two.nodes) == (4, 2)
@@ -96,7 +96,7 @@ def test_layouts_change_after_the_fact() -> None:
     assert np.array_equal(one.share(np.arange(5)), np.ones((5, 1), dtype=np.float32))
 
 
-def test_little_or_nothing_seen() -> None:
+def test_sources_of_few_or_no_accesses() -> None:
     nothing = read_sources(np.empty(0, np.int64), np.empty(0, np.int32), np.arange(3), LAYOUT)
     assert np.isnan(nothing.affinity)
     assert nothing.sampled_accesses == 0
@@ -113,8 +113,8 @@ def test_little_or_nothing_seen() -> None:
 
 
 @pytest.mark.parametrize(("memory", "logarithmic"), [(2**22, True), (400_000, True), (400_000, False)])
-def test_a_profile_tells_the_nodes_of_its_hot_rows(memory: int, logarithmic: bool) -> None:
-    """Dense, logarithmic and count-min; after merging two daemons' halves and after a snapshot too."""
+def test_a_profile_has_the_source_nodes_of_its_hot_rows(memory: int, logarithmic: bool) -> None:
+    """Holds for dense, logarithmic and count-min tables, after merging two halves, and after a snapshot."""
     tables = [TableSpec("t", 200_000, 4)]
     row, rank = _accesses(200_000, 200_000, 0.8)
     whole, a, b = (SketchSet(tables, memory, 1000.0, logarithmic=logarithmic) for _ in range(3))
@@ -143,7 +143,7 @@ def test_a_profile_tells_the_nodes_of_its_hot_rows(memory: int, logarithmic: boo
 
 
 def test_old_accesses_fade_from_the_shares() -> None:
-    """A row that has moved to another node is where it is now, after a few half-lives."""
+    """The shares of a row whose accesses move to another node follow within a few half-lives."""
     sketches = SketchSet([TableSpec("t", 1_000, 4)], 2**20, 10.0)
     rng = np.random.default_rng(0)
     for second in range(120):

@@ -9,7 +9,7 @@ from flexd.core.errors import SketchError
 from flexd.sketch.quantiles import KllQuantiles
 
 
-def test_kll_takes_arrays_in_bulk_and_not_as_one_item():
+def test_an_array_is_added_value_by_value():
     lengths = KllQuantiles()
     lengths.add(np.arange(10_001, dtype=np.int32))
     assert lengths.count == 10_001

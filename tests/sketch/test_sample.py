@@ -51,7 +51,7 @@ def test_sample_is_repeatable_and_resumes_bit_by_bit():
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**30), st.sampled_from([1, 7, 40, 1_000]), st.floats(-2.0, 2.0))
 def test_sampled_keys_have_the_distribution_of_the_lowest(seed: int, capacity: int, log_weight: float) -> None:
-    """Of n equal accesses the k-th lowest of n exponentials / weight is near k / n / weight, jumps or not."""
+    """Of n equal accesses the k-th lowest of n exponentials / weight is near k / n / weight, with and without jumps."""
     sample = AccessSample(capacity, seed)
     n = 40_000
     for start in range(0, n, 500):
@@ -63,7 +63,7 @@ def test_sampled_keys_have_the_distribution_of_the_lowest(seed: int, capacity: i
     expected = len(rows) / n * np.exp(-log_weight)
     assert abs(np.exp(keys[-1]) / expected - 1) < 6 / np.sqrt(len(rows)) + 0.1 or len(rows) < 4
     if capacity == 1_000:
-        # Any part of the stream is sampled alike.
+        # Every part of the stream is sampled equally.
         assert abs((rows < n / 4).mean() - 0.25) < 6 * np.sqrt(0.1875 / len(rows))
         draws = np.exp(keys) / np.exp(sample._limit)
         assert abs(draws.mean() - 0.5) < 6 / np.sqrt(12 * len(rows)) + 0.02
@@ -82,7 +82,7 @@ def test_most_messages_cost_no_draw() -> None:
     assert unchanged > 1_800
 
 
-def test_ranks_that_are_none_are_kept_as_such() -> None:
+def test_invalid_source_ranks_are_kept_as_minus_one() -> None:
     sample = AccessSample(10, 0)
     for rank in (-5, 2**40, 3):
         sample.add(np.zeros(2, dtype=np.int64), rank, 0.0, 1)

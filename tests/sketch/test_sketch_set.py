@@ -110,7 +110,7 @@ def test_accesses_per_step_in_total_is_split_by_weight():
     assert [t.accesses_per_step for t in _set().profile(100.0).tables] == [0.0, 0.0]
 
 
-def test_counts_say_what_became_of_every_access():
+def test_every_access_is_counted_by_outcome():
     sketches = _set()
     rows = np.array([-1, 0, 299, 300, -(2**60), 2**60], dtype=np.int64)
     assert sketches.ingest("small", rows, 0, T0) == AccessCounts(accepted=2, negative_row=2, row_out_of_range=2)
@@ -126,7 +126,7 @@ def test_counts_say_what_became_of_every_access():
             sketches.ingest("small", bad, 0, T0)
 
 
-def test_read_only_strided_and_narrow_rows_are_taken_and_left_alone():
+def test_read_only_strided_and_narrow_rows_are_counted_and_not_changed():
     sketches = _set(None)
     rows = np.arange(20, dtype=np.int16)
     sketches.ingest("small", rows[::2], 0, T0)
@@ -166,7 +166,7 @@ def test_other_settings_or_tables_are_not_merged():
 
 
 @pytest.mark.parametrize("half_life", [None, 50.0])
-def test_state_round_trip_is_bit_exact_and_goes_on_alike(half_life):
+def test_state_round_trip_is_bit_exact_and_continues_equally(half_life):
     first, second = _batches(3), _batches(4)
     whole = _set(half_life)
     _feed(whole, first)
@@ -218,7 +218,7 @@ def test_state_of_other_tables_settings_or_damaged_is_refused():
             SketchSet.from_state(TABLES, sketches.settings, {**meta, key: None}, arrays)
 
 
-def test_a_wrong_first_event_does_not_fill_the_sample_for_ever():
+def test_accesses_of_a_wrong_first_event_do_not_stay_in_the_sample():
     sketches = SketchSet(TABLES, MEMORY, 50.0, 300.0, 500)
     first = np.full(200_000, 1, dtype=np.int64)
     sketches.ingest("large", first, 0, T0 + 1e7)

@@ -1,4 +1,4 @@
-"""Snapshot files: whole or not there, whatever is cut, changed or full."""
+"""Snapshot files: atomic, checked, and kept when the disk is full or a file is damaged."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_round_trip_mode_and_names(tmp_path):
     assert [entry.name for entry in (tmp_path / "state").iterdir()] == [path.name]
 
 
-def test_keeps_the_newest_also_across_restarts(tmp_path):
+def test_the_newest_snapshots_are_kept_across_restarts(tmp_path):
     for i in range(5):
         SnapshotStore(tmp_path, 3).save({"i": i}, {})
     paths = SnapshotStore(tmp_path, 3).paths()
     assert [snapshot.read(path)[0]["i"] for path in paths] == [4, 3, 2]
 
 
-def test_cut_short_at_every_length_is_noticed_and_the_previous_used(tmp_path):
+def test_truncation_at_every_length_is_detected_and_the_previous_snapshot_used(tmp_path):
     store = SnapshotStore(tmp_path, 3)
     store.save({"previous": True}, ARRAYS)
     path = store.save(META, ARRAYS)
@@ -69,7 +69,7 @@ def test_cut_short_at_every_length_is_noticed_and_the_previous_used(tmp_path):
     assert store.load_newest().meta == META
 
 
-def test_every_changed_byte_is_noticed(tmp_path):
+def test_every_changed_byte_is_detected(tmp_path):
     store = SnapshotStore(tmp_path, 3)
     path = store.save(META, ARRAYS)
     whole = bytearray(path.read_bytes())
@@ -83,7 +83,7 @@ def test_every_changed_byte_is_noticed(tmp_path):
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200))
-def test_random_bytes_are_no_snapshot(tmp_path_factory, noise):
+def test_random_bytes_are_refused(tmp_path_factory, noise):
     path = tmp_path_factory.getbasetemp() / "snapshot-000000000001.flexd"
     for text in (noise, frame.MAGIC + noise):
         path.write_bytes(text)
@@ -91,7 +91,7 @@ def test_random_bytes_are_no_snapshot(tmp_path_factory, noise):
             snapshot.read(path)
 
 
-def test_all_damaged_is_an_error_and_the_next_save_replaces_them(tmp_path):
+def test_only_damaged_snapshots_are_an_error_and_the_next_save_replaces_them(tmp_path):
     store = SnapshotStore(tmp_path, 2)
     for _ in range(2):
         store.save({}, {}).write_bytes(b"junk")
@@ -102,7 +102,7 @@ def test_all_damaged_is_an_error_and_the_next_save_replaces_them(tmp_path):
     assert store.paths() == [path]
 
 
-def test_a_damaged_file_does_not_push_a_good_one_out(tmp_path):
+def test_a_damaged_file_does_not_displace_a_good_one(tmp_path):
     store = SnapshotStore(tmp_path, 2)
     good = store.save({"good": 1}, {})
     store.save({}, {}).write_bytes(b"junk")
@@ -111,7 +111,7 @@ def test_a_damaged_file_does_not_push_a_good_one_out(tmp_path):
     assert store.paths() == [newest, good]
 
 
-def test_full_disk_leaves_the_old_one_and_no_temporary_file(tmp_path):
+def test_a_full_disk_leaves_the_old_snapshot_and_no_temporary_file(tmp_path):
     store = SnapshotStore(tmp_path, 1)
     path = store.save({"old": 1}, ARRAYS)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -128,7 +128,7 @@ def test_full_disk_leaves_the_old_one_and_no_temporary_file(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "open"])
-def test_failing_system_calls(tmp_path, monkeypatch, call):
+def test_failing_system_calls_leave_the_old_snapshot(tmp_path, monkeypatch, call):
     store = SnapshotStore(tmp_path, 1)
     store.save({"old": 1}, ARRAYS)
 
@@ -143,7 +143,7 @@ def test_failing_system_calls(tmp_path, monkeypatch, call):
     assert store.load_newest().meta == {"old": 1}
 
 
-def test_durable_before_it_has_its_name(tmp_path, monkeypatch):
+def test_a_snapshot_is_durable_before_it_is_renamed(tmp_path, monkeypatch):
     """A power cut between any two system calls leaves a whole snapshot: data is synced before the rename."""
     calls = []
     for name in ("write", "fsync"):
@@ -165,7 +165,7 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["other.txt"]
 
 
-def test_what_cannot_be_saved_is_refused(tmp_path):
+def test_values_that_cannot_be_saved_are_refused(tmp_path):
     store = SnapshotStore(tmp_path, 1)
     for meta, arrays in (
         ({}, {"o": np.array([object()])}),

@@ -73,7 +73,7 @@ def test_counts_far_beyond_32_bits_are_exact():
     assert made.query("small", np.array([3, 7, 4])).tolist() == [3 * (2**39 + 5), 3 * 2**31, 0]
 
 
-def test_rows_with_counts_never_count_too_little_in_a_count_min():
+def test_counted_rows_are_never_under_estimated_in_a_count_min():
     counted, one_by_one = sketches(), sketches()
     exact = np.zeros(LARGE.rows, np.int64)
     for when in range(4):

@@ -133,3 +133,30 @@ def run_to_the_end(ingestor: Ingestor, source: FakeSource) -> None:
 
     source.at = stop_when_drained
     ingestor.run()
+
+
+def uninterrupted_state(tmp_path) -> tuple[dict, dict[str, np.ndarray]]:
+    source = FakeSource(LOG)
+    ingestor = make_ingestor(source, SnapshotStore(tmp_path / "uninterrupted", 2))
+    run_to_the_end(ingestor, source)
+    return state_of(ingestor)
+
+
+def assert_same_state(got, expected) -> None:
+    assert got[0] == expected[0]
+    assert got[1].keys() == expected[1].keys()
+    for name, array in expected[1].items():
+        assert np.array_equal(got[1][name], array), name
+
+
+class KillAt:
+    """Raises ``Killed`` at the n-th occurrence of a step, once."""
+
+    def __init__(self, step: str, n: int) -> None:
+        self.step, self.left = step, n
+
+    def __call__(self, step: str) -> None:
+        if step == self.step:
+            self.left -= 1
+            if self.left == 0:
+                raise Killed

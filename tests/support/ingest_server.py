@@ -18,7 +18,8 @@ from typing import Any
 
 from flexd.core.keyspace import TableSpec
 from flexd.ingest import Ingestor
-from flexd.sketch.sketch_set import SketchSet, warm_up
+from flexd.sketch.kinds import warm_up
+from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
 from tests.support.repository import child_environment

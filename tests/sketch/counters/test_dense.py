@@ -72,7 +72,7 @@ def test_dense_rescale_is_to_the_nearest_unit(units, bits):
         assert abs(got * 2**bits - before) <= 2**bits // 2
 
 
-def test_a_row_that_is_not_seen_again_ends_at_zero():
+def test_a_row_without_further_accesses_ends_at_zero():
     counter = DenseCounter(1)
     counter.add(np.zeros(1, dtype=np.int32), 2**16)
     for _ in range(20):
