@@ -1,1 +1,5 @@
-"""Which of several daemons leads: a lease in a place that outlives each of them, and a term number that only grows."""
+"""High availability: elect one leader among several daemons by a lease, and fence the state of earlier leaders.
+
+A lease store (a shared directory or a Kubernetes object) outlives every daemon; each leadership has a term number that
+only grows and a state directory of its own. Knows nothing of the API and the daemon's parts.
+"""

@@ -1,11 +1,11 @@
-"""The lease in a directory that all daemons share: a volume mounted by each of them.
+"""A lease in a directory on a volume that all daemons mount.
 
-Every write is a file of its own, ``lease-<revision>``, made complete under another name and then *linked* to its name,
-which fails if the name is taken: of two writers one wins, and none ever waits for another, which a lock could not
-promise (its owner may be stopped while it has it). The highest revision counts and is never removed, so a writer that
-was stopped for so long that its revision came and went sees a higher one afterwards, and has lost.
+Every write creates a file ``lease-<revision>``: it is completed under a temporary name and then *linked* to its name,
+which fails if the name exists. So of two writers one wins, and no writer waits for another, as it could with a lock
+whose owner is stopped. The highest revision is the current one and is never removed, so a writer that was stopped while
+its revision was superseded finds a higher one afterwards and has lost.
 
-The file system must give atomic ``link`` and ``rename``: local ones and NFS do; object stores mounted as one do not.
+The file system must provide atomic ``link`` and ``rename``: local ones and NFS do; mounted object stores do not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FileLeaseStore:
     """Implements ``LeaseStore``. Files have mode 0600: all daemons run as one user.
 
     Args:
-        directory: is made if missing.
+        directory: created if missing.
 
     Raises:
         LeaseError: it cannot be made.
@@ -43,7 +43,7 @@ class FileLeaseStore:
         self._directory = directory
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._remove_left_behind()
+            self._remove_abandoned()
         except OSError as error:
             raise self._error("cannot be made", error) from error
 
@@ -60,7 +60,7 @@ class FileLeaseStore:
                 with (self._directory / f"lease-{revision}").open("rb") as file:
                     data = file.read(_MAX_RECORD_BYTES + 1)
             except FileNotFoundError:
-                continue  # Others have written on, far enough to remove this one.
+                continue  # Other writers have superseded and removed this revision.
             except OSError as error:
                 raise self._error("cannot be read", error) from error
             return self._parsed(revision, data)
@@ -85,7 +85,7 @@ class FileLeaseStore:
                 with contextlib.suppress(FileNotFoundError):
                     temporary.unlink()
             if self._highest() != revision:
-                return None  # A later write removes it.
+                return None  # A later write removes this revision.
             sync_directory(self._directory)
         except OSError as error:
             raise self._error("cannot be written", error) from error
@@ -122,15 +122,15 @@ class FileLeaseStore:
             ) from error
 
     def _remove_before(self, revision: int) -> None:
-        """What stays behind is removed with a later write."""
+        """Remove revisions before ``revision``. A failure is harmless: a later write removes them."""
         with contextlib.suppress(OSError):
             for name in os.listdir(self._directory):
                 match = _NAME.match(name)
                 if match and int(match[1]) < revision:
                     (self._directory / name).unlink(missing_ok=True)
 
-    def _remove_left_behind(self) -> None:
-        """Half made files of processes that were killed; a younger one may be somebody's at this moment."""
+    def _remove_abandoned(self) -> None:
+        """Remove temporary files of killed processes; a young one may be in use by another writer."""
         for entry in self._directory.glob(".*.tmp"):
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - entry.stat().st_mtime > _ABANDONED_SECONDS:

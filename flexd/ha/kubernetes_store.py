@@ -1,8 +1,8 @@
-"""The lease as a Kubernetes object (``coordination.k8s.io/v1`` Lease), over plain HTTPS as the pod's service account.
+"""A lease as a Kubernetes object (``coordination.k8s.io/v1`` Lease), over HTTPS as the pod's service account.
 
-``resourceVersion`` is the revision: the API server refuses an update that was made from another one (409).
-``leaseTransitions`` is the term. ``renewTime`` and ``acquireTime`` are for people alone (``kubectl get lease``): no
-decision is made from another machine's clock. Needs ``get``, ``create`` and ``update`` on ``leases`` in the namespace.
+``resourceVersion`` is the revision: the API server refuses an update made from another one (409). ``leaseTransitions``
+is the term. ``renewTime`` and ``acquireTime`` are informative (``kubectl get lease``): no decision depends on another
+machine's clock. Needs ``get``, ``create`` and ``update`` on ``leases`` in the namespace.
 
 Source: https://kubernetes.io/docs/reference/kubernetes-api/cluster-resources/lease-v1/
 """
@@ -24,12 +24,12 @@ from flexd.ha.lease_store import MAX_DURATION_SECONDS, MAX_HOLDER_CHARACTERS, MA
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _MAX_TOKEN_BYTES = 64 * 1024
-_MAX_ANSWER_BYTES = 1024 * 1024
+_MAX_RESPONSE_BYTES = 1024 * 1024
 _REMEDIES: Mapping[int, str] = {
     401: "the service account's token is not accepted: is it mounted?",
     403: "allow the service account to get, create and update leases in this namespace (see docs/high-availability.md)",
     404: "does the namespace exist?",
-    429: "the API server is busy; it is asked again",
+    429: "the API server is busy; the request is repeated",
 }
 
 
@@ -37,15 +37,15 @@ class KubernetesLeaseStore:
     """Implements ``LeaseStore``. For one thread at a time.
 
     Args:
-        name: of the Lease object; is created if missing.
-        namespace: default: that of the pod.
-        timeout_seconds: of connecting, and of every wait for the server.
-        api_url: default: from ``KUBERNETES_SERVICE_HOST`` and ``KUBERNETES_SERVICE_PORT``.
-        account: directory with the files ``token``, ``ca.crt`` and ``namespace``. The token is read anew for every
-            request, since the kubelet replaces it.
+        name: name of the Lease object; created if missing.
+        namespace: by default that of the pod.
+        timeout_seconds: deadline of connecting, and of every wait for the server.
+        api_url: by default from ``KUBERNETES_SERVICE_HOST`` and ``KUBERNETES_SERVICE_PORT``.
+        account: directory with the files ``token``, ``ca.crt`` and ``namespace``. The token is read for every
+            request, because the kubelet replaces it.
 
     Raises:
-        LeaseError: this is no pod, or its service account is not mounted.
+        LeaseError: not running in a pod, or its service account is not mounted.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class KubernetesLeaseStore:
         return f"Kubernetes lease {self._namespace}/{self._name}"
 
     def read(self) -> LeaseRecord | None:
-        answer = self._ask("GET", f"{self._collection}/{self._name}")
-        if answer.status_code == httpx.codes.NOT_FOUND:
+        response = self._request("GET", f"{self._collection}/{self._name}")
+        if response.status_code == httpx.codes.NOT_FOUND:
             return None
-        return self._taken(self._checked(answer))
+        return self._parse(self._checked(response))
 
     def compare_and_set(
         self, seen: LeaseRecord | None, holder: str, term: int, duration_seconds: float
@@ -98,47 +98,47 @@ class KubernetesLeaseStore:
             spec["holderIdentity"] = holder
         metadata: dict[str, Any] = {"name": self._name, "namespace": self._namespace}
         if seen is None:
-            answer = self._ask("POST", self._collection, _body(metadata, spec))
+            response = self._request("POST", self._collection, _body(metadata, spec))
         else:
             before = self._object
-            # Labels, annotations and owners are others' business and must survive an update.
+            # Labels, annotations and owner references belong to other programs and must survive an update.
             metadata = {**before.get("metadata", {}), **metadata, "resourceVersion": seen.revision}
             if seen.term == term and "acquireTime" in before.get("spec", {}):
                 spec["acquireTime"] = before["spec"]["acquireTime"]
-            answer = self._ask("PUT", f"{self._collection}/{self._name}", _body(metadata, spec))
-        gone = answer.status_code == httpx.codes.NOT_FOUND and seen is not None
-        if answer.status_code == httpx.codes.CONFLICT or gone:
+            response = self._request("PUT", f"{self._collection}/{self._name}", _body(metadata, spec))
+        gone = response.status_code == httpx.codes.NOT_FOUND and seen is not None
+        if response.status_code == httpx.codes.CONFLICT or gone:
             return None
-        return self._taken(self._checked(answer))
+        return self._parse(self._checked(response))
 
     def close(self) -> None:
         self._client.close()
 
-    def _ask(self, method: str, url: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    def _request(self, method: str, url: str, body: dict[str, Any] | None = None) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self._mounted('token').strip()}", "Accept": "application/json"}
         try:
             return self._client.request(method, url, json=body, headers=headers)
         except httpx.HTTPError as error:
             raise LeaseError(
-                f"{self.location}: the API server does not answer: {error or type(error).__name__}",
+                f"{self.location}: the API server does not respond: {error or type(error).__name__}",
                 remedy="the lease ends by itself if this goes on; check the network to the API server",
             ) from error
 
-    def _checked(self, answer: httpx.Response) -> httpx.Response:
-        if answer.is_success:
-            return answer
+    def _checked(self, response: httpx.Response) -> httpx.Response:
+        if response.is_success:
+            return response
         raise LeaseError(
-            f"{self.location}: the API server answers {answer.status_code}: {_reason(answer)}",
-            remedy=_REMEDIES.get(answer.status_code, "see the API server's log"),
+            f"{self.location}: the API server responds {response.status_code}: {_reason(response)}",
+            remedy=_REMEDIES.get(response.status_code, "see the API server's log"),
         )
 
-    def _taken(self, answer: httpx.Response) -> LeaseRecord:
+    def _parse(self, response: httpx.Response) -> LeaseRecord:
         try:
-            if len(answer.content) > _MAX_ANSWER_BYTES:
-                raise ValueError(f"{len(answer.content)} bytes")
-            found = answer.json()
+            if len(response.content) > _MAX_RESPONSE_BYTES:
+                raise ValueError(f"{len(response.content)} bytes")
+            found = response.json()
             spec, revision = found["spec"], found["metadata"]["resourceVersion"]
-            # An object that somebody else has made may lack any of them.
+            # An object of another program may lack any of these fields.
             holder, term = spec.get("holderIdentity") or "", spec.get("leaseTransitions") or 0
             duration = spec.get("leaseDurationSeconds") or 0
             if not isinstance(holder, str) or len(holder) > MAX_HOLDER_CHARACTERS or not isinstance(revision, str):
@@ -149,7 +149,7 @@ class KubernetesLeaseStore:
                 raise ValueError("leaseDurationSeconds")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise LeaseError(
-                f"{self.location}: the API server's answer is no lease: {error}",
+                f"{self.location}: the API server's response is no lease: {error}",
                 remedy="is KUBERNETES_SERVICE_HOST the API server? is the lease flexd's own?",
             ) from error
         self._object = found
@@ -170,7 +170,8 @@ def _api_url(environ: Mapping[str, str]) -> str:
     host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
         raise LeaseError(
-            "KUBERNETES_SERVICE_HOST is not set: this is no pod", remedy="set high_availability.lease.kind to file"
+            "KUBERNETES_SERVICE_HOST is not set: not running in a pod",
+            remedy="set high_availability.lease.kind to file",
         )
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
@@ -179,9 +180,9 @@ def _body(metadata: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
 
 
-def _reason(answer: httpx.Response) -> str:
-    """The server's own words, cut; it never repeats the token."""
+def _reason(response: httpx.Response) -> str:
+    """Return the server's message, truncated; it never contains the token."""
     try:
-        return str(answer.json()["message"])[:300]
+        return str(response.json()["message"])[:300]
     except (ValueError, KeyError, TypeError):
-        return answer.reason_phrase
+        return response.reason_phrase

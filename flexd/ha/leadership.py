@@ -1,4 +1,4 @@
-"""In whose name a daemon acts: its term, how long it may, and the directory that is its own."""
+"""Leadership of a daemon: its term, whether it still holds, and its state directory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ def _always() -> bool:
 
 @dataclass(frozen=True)
 class Leadership:
-    """Attributes:
-    state_dir: where this daemon, and no other one, writes.
-    term: the fencing number that ranks are told; 0 without a lease.
-    holds: whether it may act now; cheap, any thread. False for good once it was false.
+    """The leadership of one daemon for one term.
+
+    Attributes:
+        state_dir: directory that only this daemon writes.
+        term: fencing number that the ranks receive; 0 without a lease.
+        holds: returns whether the daemon may act now; cheap, from any thread. Once False it stays False.
     """
 
     state_dir: Path
@@ -33,7 +35,7 @@ class Leadership:
 
 
 def without_lease(config: Config) -> Leadership:
-    """Of a daemon without a lease. Raises SnapshotError if daemons with one have left their state there."""
+    """Return the leadership of a daemon without a lease. Raises SnapshotError if the directory has state of terms."""
     directory = config.state.dir
     term = highest_term(directory)
     if term:
@@ -45,10 +47,10 @@ def without_lease(config: Config) -> Leadership:
 
 
 class FencedSnapshotStore(SnapshotStore):
-    """Snapshots that count only if they were complete while the lease was held.
+    """A snapshot store whose snapshots count only if they were complete while the lease was held.
 
-    Whoever takes over starts from what is there then. A snapshot that was completed later is not among it, so the
-    stream must not be told that it exists: what it had counted will be counted again, by the new leader.
+    A new leader starts from the snapshots that exist when it takes over. A later one is not among them, so its stream
+    positions must not be committed: the new leader counts these messages again.
     """
 
     def __init__(self, directory: Path, keep: int, holds: Callable[[], bool]) -> None:
@@ -56,7 +58,7 @@ class FencedSnapshotStore(SnapshotStore):
         self._holds = holds
 
     def save(self, meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Path:
-        """Raises SnapshotError as ``SnapshotStore.save``, or if the lease is lost before the snapshot is durable."""
+        """Save a snapshot. Raises SnapshotError also if the lease is lost before the snapshot is durable."""
         self._check("is not written")
         path = super().save(meta, arrays)
         self._check("does not count")
@@ -64,4 +66,6 @@ class FencedSnapshotStore(SnapshotStore):
 
     def _check(self, what: str) -> None:
         if not self._holds():
-            raise SnapshotError(f"the snapshot {what}: this daemon leads no more", remedy="the new leader has its own")
+            raise SnapshotError(
+                f"the snapshot {what}: this daemon no longer leads", remedy="the new leader has its own"
+            )

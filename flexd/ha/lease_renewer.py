@@ -1,4 +1,4 @@
-"""The thread that keeps a lease, or waits for one."""
+"""The thread that renews a lease, or tries to acquire it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _log = logging.getLogger(__name__)
 
 
 class LeaseRenewer:
-    """Attempts the lease every ``renew_seconds`` until ``stop``. Whether it is held: ``Lease.term``.
+    """Acquires or renews the lease every ``renew_seconds`` until ``stop``. ``Lease.term`` shows whether it is held.
 
-    A call to the store that hangs holds nobody but this thread: the lease then ends by the clock.
+    A call to the store that hangs blocks this thread only: the lease then ends by the clock.
     """
 
     def __init__(self, lease: Lease, renew_seconds: float) -> None:
@@ -27,19 +27,19 @@ class LeaseRenewer:
         self.failures = 0
         """Attempts that could not reach the store."""
         self.problem = ""
-        """Why the newest attempt failed; empty if it did not."""
+        """Why the newest attempt failed; empty if it succeeded."""
         self._thread = threading.Thread(target=self._run, name="flexd-lease", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def release_for(self, seconds: float) -> None:
-        """Releases the lease and does not ask for it for so long: this process cannot lead at present."""
+        """Release the lease and do not acquire it for ``seconds``, because this process cannot lead at present."""
         self._not_before = time.monotonic() + seconds
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Releases the lease and ends the thread; False if it did not end within the deadline (the lease then ends by
-        the clock)."""
+        """Release the lease and end the thread. Returns whether it ended within the deadline; if not, the lease ends by
+        the clock."""
         self._stopping.set()
         if self._thread.ident is None:
             return True
@@ -63,7 +63,7 @@ class LeaseRenewer:
         try:
             action()
         except Exception as error:
-            # Whatever it is, the next attempt may do; without one the lease ends.
+            # The next attempt may succeed; if this thread ended, the lease would end as well.
             self.failures += 1
             text = str(error) if isinstance(error, FlexdError) else repr(error)
             if text != self.problem:

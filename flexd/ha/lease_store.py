@@ -1,4 +1,4 @@
-"""What a lease is kept in: one record that is replaced only by somebody who has seen its present content."""
+"""The store of a lease: one record, replaced only by a writer that has read its current content."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MAX_DURATION_SECONDS = 86_400.0
 
 @dataclass(frozen=True)
 class LeaseRecord:
-    """The record at one moment.
+    """The record of a lease.
 
     Attributes:
-        holder: identity of the process that has it; empty if it was released.
-        term: the fencing number of the holder, from 1; grows with every acquisition.
-        duration_seconds: for so long after its last renewal the holder may believe in it.
-        revision: differs after every write, also when nothing else does; opaque.
+        holder: identity of the process that holds it; empty if it was released.
+        term: fencing number of the holder, from 1; grows with every acquisition.
+        duration_seconds: how long after its last renewal the lease is valid for its holder.
+        revision: opaque; differs after every write, even if nothing else does.
     """
 
     holder: str
@@ -29,32 +29,34 @@ class LeaseRecord:
 
 
 class LeaseStore(Protocol):
-    """Shared by all daemons that may lead. Clocks play no part here: see ``flexd.ha.lease``."""
+    """A lease record that all daemons share. Independent of clocks; ``flexd.ha.lease`` has the rules of time."""
 
     @property
     def location(self) -> str:
-        """For people: which file or object."""
+        """The file or object, for messages."""
         ...
 
     def read(self) -> LeaseRecord | None:
-        """The newest record; None if there never was one.
+        """Return the newest record; None if there never was one.
 
         Raises:
-            LeaseError: it cannot be reached or read.
+            LeaseError: the store cannot be reached or read.
         """
         ...
 
     def compare_and_set(
         self, seen: LeaseRecord | None, holder: str, term: int, duration_seconds: float
     ) -> LeaseRecord | None:
-        """Writes a record if the newest one is still ``seen`` (None: if there is none); of several callers that have
-        seen the same one, at most one succeeds. The record as written, or None if another one is there.
+        """Write a record if the newest one is still ``seen`` (None: if there is none).
+
+        Of several callers with the same ``seen``, at most one succeeds. Returns the written record, or None if another
+        one is there.
 
         Raises:
-            LeaseError: it cannot be reached or written. Whether the record was replaced is not known then.
+            LeaseError: the store cannot be reached or written; the record may have been replaced.
         """
         ...
 
     def close(self) -> None:
-        """Lets go of connections; the record stays."""
+        """Close connections; the record stays."""
         ...

@@ -1,12 +1,11 @@
-"""A directory for every term of leadership: a leader that was deposed without noticing writes where nobody reads.
+"""State directories by term: a leader that has lost its lease unnoticed writes where no other daemon reads.
 
-Between a look at the clock and the write that follows it a process may be stopped for any time, so no check can keep it
-from writing. Instead every leader has ``term-<number>`` in the shared state directory to itself: it copies what the
-newest term before it has left there, and goes on with the copy. Terms are numbered by the lease.
+A process may be stopped for any time between checking the clock and the write that follows, so no check prevents that
+write. Instead every leader has ``term-<number>`` in the shared state directory to itself: it copies the directory of
+the newest earlier term and continues with the copy. The lease numbers the terms.
 
-A copy may be torn at the end, as after a crash: its owner may still be writing. Everything in it is read with that in
-mind: snapshots are whole or not there, the journal and the plan log end at the first bad record, SQLite files are
-copied by SQLite.
+A copy may be torn at the end, as after a crash, because its owner may still be writing. All readers allow for that:
+snapshots are complete or absent, the journal and the plan log end at the first bad record, and SQLite copies its files.
 """
 
 from __future__ import annotations
@@ -28,18 +27,19 @@ _TERM = re.compile(r"^term-(\d{10})$")
 _UNFINISHED = ".unfinished-"
 _SQLITE = (".sqlite", ".sqlite3", ".db")
 _LEFT_BEHIND = re.compile(r"^(lock|dead-letters.*|.*\.tmp|.*-wal|.*-shm|.*-journal)$")
-"""Samples for people, half-made files, and what SQLite merges while it copies."""
+"""Not copied: samples of rejected messages, temporary files, and side files that SQLite merges while it copies."""
 _KEPT_TERMS = 3
 
 
 def highest_term(state_dir: Path) -> int:
-    """Of all directories there; 0 without any. Raises SnapshotError if it cannot be listed."""
+    """Return the highest term with a directory; 0 without any. Raises SnapshotError if it cannot be listed."""
     return max((number for number, _ in _terms(state_dir)), default=0)
 
 
 def open_term_directory(state_dir: Path, term: int) -> Path:
-    """Makes this term's directory out of the newest before it (or of ``state_dir`` itself, where a daemon without a
-    lease has left its state) and removes those of long ago.
+    """Create this term's directory from the newest earlier one and remove old ones.
+
+    The first term starts from ``state_dir`` itself, where a daemon without a lease keeps its state.
 
     Raises:
         SnapshotError: the disk is full, the directory is not writable, or the term or a later one has a directory.
@@ -55,7 +55,7 @@ def open_term_directory(state_dir: Path, term: int) -> Path:
     try:
         shutil.rmtree(made, ignore_errors=True)
         _copy(before, made, top=before == state_dir)
-        # Fails if somebody else has made one with content: nobody goes on with a directory that is not its own.
+        # Fails if another process has filled the directory: no daemon continues with a directory that is not its own.
         made.rename(target)
         sync_directory(state_dir)
     except OSError as error:
@@ -64,7 +64,7 @@ def open_term_directory(state_dir: Path, term: int) -> Path:
             f"state.dir: {before} cannot be copied to {target.name}: {error.strerror or error}",
             remedy="make room in the state directory, and let all daemons write it",
         ) from error
-    _log.info("term %d goes on from %s", term, before)
+    _log.info("term %d continues from %s", term, before)
     _remove_old(state_dir, term)
     return target
 
@@ -78,13 +78,13 @@ def _terms(state_dir: Path) -> list[tuple[int, Path]]:
 
 
 def _copy(source: Path, target: Path, top: bool = False) -> None:
-    """Regular files, recursively. A file that its owner removes meanwhile is left out."""
+    """Copy regular files recursively. Skips a file that its owner removes meanwhile."""
     target.mkdir(mode=0o700)
     for entry in sorted(source.iterdir()):
         if _LEFT_BEHIND.match(entry.name) or entry.is_symlink():
             continue
         if entry.is_dir():
-            # At the top there may be the lease, and what earlier tries have left.
+            # The top level may hold the lease and directories of earlier attempts.
             if not top or entry.name in ("snapshots", "placement"):
                 _copy(entry, target / entry.name)
         elif entry.is_file():
@@ -95,14 +95,14 @@ def _copy(source: Path, target: Path, top: bool = False) -> None:
 
 def _copy_file(source: Path, target: Path) -> None:
     if source.suffix == ".flexd":
-        # A snapshot never changes once it has its name.
+        # A snapshot never changes once it has its final name.
         with contextlib.suppress(OSError):
             os.link(source, target)
             return
     if source.suffix in _SQLITE:
         _copy_database(source, target)
         return
-    # The source first: one that is gone must not leave an empty file, which says something else than none.
+    # The source is opened first: if it is gone, no empty file may remain, which differs in meaning from no file.
     with source.open("rb") as data:
         descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as out:
@@ -120,8 +120,8 @@ def _copy_database(source: Path, target: Path) -> None:
         ):
             data.backup(out)
     except sqlite3.Error as error:
-        # History is for people: a leader without it is better than no leader.
-        _log.warning("%s is not taken over: %s", source, error)
+        # The history is for users: a leader without it is better than no leader.
+        _log.warning("%s is not copied to the new term: %s", source, error)
         target.unlink(missing_ok=True)
 
 

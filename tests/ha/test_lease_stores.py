@@ -246,7 +246,7 @@ def test_outside_of_a_pod_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(LeaseError, match="service account"):
         KubernetesLeaseStore("x", account=tmp_path)
-    with pytest.raises(LeaseError, match="this is no pod"):
+    with pytest.raises(LeaseError, match="not running in a pod"):
         KubernetesLeaseStore("x", namespace="jobs", account=tmp_path)
 
 
@@ -271,7 +271,7 @@ def test_only_the_api_server_of_the_cluster_is_told_the_token(tmp_path: Path, kn
         if known:
             assert _content(store.compare_and_set(None, "a", 1, 5.0)) == ("a", 1, 5.0)
         else:
-            with pytest.raises(LeaseError, match="does not answer"):
+            with pytest.raises(LeaseError, match="does not respond"):
                 store.compare_and_set(None, "a", 1, 5.0)
             assert server.objects == {}
     finally:
@@ -303,14 +303,14 @@ def test_a_server_that_hangs_is_given_up(server: FakeKubernetes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         store = KubernetesLeaseStore("x", api_url=url, account=server.account, timeout_seconds=0.1)
-        with pytest.raises(LeaseError, match="does not answer"):
+        with pytest.raises(LeaseError, match="does not respond"):
             store.read()
         store.close()
 
 
 def test_a_server_that_is_not_there(server: FakeKubernetes, tmp_path: Path) -> None:
     store = KubernetesLeaseStore("x", api_url="http://127.0.0.1:1", account=server.account)
-    with pytest.raises(LeaseError, match="does not answer"):
+    with pytest.raises(LeaseError, match="does not respond"):
         store.read()
     store.close()
 

@@ -258,7 +258,7 @@ def test_a_daemon_without_a_lease_does_not_go_back_in_time(tmp_path: Path) -> No
 def test_a_snapshot_counts_only_if_the_lease_outlives_it(tmp_path: Path, answers: list[bool]) -> None:
     left = list(answers)
     store = FencedSnapshotStore(tmp_path, 3, lambda: left.pop(0))
-    with pytest.raises(SnapshotError, match="leads no more"):
+    with pytest.raises(SnapshotError, match="no longer leads"):
         store.save({}, {"a": np.arange(3)})
     assert left == []
     assert len(store.paths()) == len(answers) - 1, "one that is there all the same is not told of"
