@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
+from flexd.cli.blocks import Sentences, Table
 from flexd.cli.config_view import differences, effective
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
-from flexd.cli.view import OutputFormat, Sentences, Table, emit
+from flexd.cli.view import OutputFormat, emit
 
 app = typer.Typer(
     help="The configuration, defaults included, secrets replaced.\n\nExample: flexd config show -o yaml",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexd.api.config import KeyChange, ReloadReport
-from flexd.cli.view import Block, Facts, Table
+from flexd.cli.blocks import Block, Facts, Table
 
 ABSENT = "(absent)"
 

@@ -6,6 +6,7 @@ import typer
 
 from flexd.api.pause import PauseState
 from flexd.api.status import Status
+from flexd.cli.blocks import Sentences
 from flexd.cli.confirm import DryRunOption, YesOption, confirm, must_ask
 from flexd.cli.exit_codes import exit_code_of_outcome
 from flexd.cli.options import BY_HAND, OutputOption, ReasonOption, SocketOption, UrlOption, connect, who
@@ -13,7 +14,7 @@ from flexd.cli.plan_view import plan_blocks, would_move
 from flexd.cli.planning_commands import ForceOption, TimeoutOption, WaitOption
 from flexd.cli.progress import migration_progress
 from flexd.cli.status_view import replan_blocks
-from flexd.cli.view import OutputFormat, Sentences, emit
+from flexd.cli.view import OutputFormat, emit
 
 
 def replan(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flexd.api.base import TierName
 from flexd.api.explanation import Explanation, RowReport, ThresholdReport
+from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.planning_view import gate_sentences
-from flexd.cli.view import Block, Facts, Sentences, Table
 from flexd.core import units
 
 TIERS: tuple[TierName, ...] = ("HOME", "NODE", "DEVICE")

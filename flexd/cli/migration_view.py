@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flexd.api.abort import AbortPreview, AbortResult
 from flexd.api.migration import ActionEntry, MigrationDetail, MigrationEntry, MigrationList, TransitionReport
+from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.status_view import migration_facts
-from flexd.cli.view import Block, Facts, Sentences, Table
 from flexd.core import units
 
 _NUMBERS = frozenset(("rows", "bytes", "took"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexd.api.planning import GateReport, PlanningStatus, ProposalList, ProposalReport
-from flexd.cli.view import Block, Facts, Sentences, Table
+from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.core import units
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexd.api.scale_out import FollowerStatus, LeaderLinkStatus, ScaleOutStatus
-from flexd.cli.view import Block, Facts, Table
+from flexd.cli.blocks import Block, Facts, Table
 from flexd.core import units
 
 MAX_PARTITIONS_SHOWN = 6

@@ -1,4 +1,4 @@
-"""Blocks on a terminal: styled, and within its width."""
+"""Renders blocks on a terminal: styled, and within its width."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
+from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.fit import GAP, fit
-from flexd.cli.view import Block, Facts, Sentences, Table
 
 _INDENT = (0, 0, 0, 2)
 _WRONG = "bold red"
 
 
 def renderable(blocks: Sequence[Block]) -> Group:
-    """The blocks for a rich console, an empty line between two."""
+    """Return the blocks for a rich console, separated by empty lines."""
     parts: list[RenderableType] = []
     for i, block in enumerate(blocks):
         if i:
@@ -45,7 +45,7 @@ def _facts(facts: Facts) -> Grid:
 
 
 class _Fitting:
-    """A table that looks at the width it is given."""
+    """A table that fits the width of the console."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -72,7 +72,7 @@ class _Fitting:
 
 
 def _one_by_one(table: Table) -> Iterable[RenderableType]:
-    """Every row as a list of names and values."""
+    """Yield every row as a list of names and values."""
     for i, row in enumerate(table.rows):
         if i:
             yield Text("")

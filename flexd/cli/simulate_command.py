@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flexd.cli.blocks import Table
 from flexd.cli.options import OutputOption
 from flexd.cli.outputs import check_file, check_folder
 from flexd.cli.simulate_view import simulate_blocks
-from flexd.cli.view import OutputFormat, Table, emit
+from flexd.cli.view import OutputFormat, emit
 from flexd.core.errors import ConfigError
 
 if TYPE_CHECKING:

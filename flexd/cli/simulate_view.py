@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexd.cli.view import Block, Facts, Sentences, Table
+from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.core import units
 
 

@@ -9,11 +9,11 @@ from flexd.api.migration import MigrationReport
 from flexd.api.replan import ReplanResult
 from flexd.api.sketch import TableSketchStatus
 from flexd.api.status import Status
+from flexd.cli.blocks import PROBLEM, Block, Facts, Sentences, Table
 from flexd.cli.plan_view import plan_facts
 from flexd.cli.planning_view import planning_block
 from flexd.cli.scale_out_view import scale_out_block
 from flexd.cli.throttle_view import throttle_blocks
-from flexd.cli.view import PROBLEM, Block, Facts, Sentences, Table
 from flexd.core import units
 
 MAX_TABLES = 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flexd.api.base import RowsByTier
 from flexd.api.rank import RankPage
 from flexd.api.table import HotRowPage, TablePage
-from flexd.cli.view import Block, Facts, Sentences, Table
+from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.core import units
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexd.api.base import Model
 from flexd.api.throttle import StepTimeReport, ThrottleStatus
-from flexd.cli.view import Block, Facts, Table
+from flexd.cli.blocks import Block, Facts, Table
 from flexd.core import units
 
 

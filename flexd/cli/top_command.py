@@ -14,10 +14,11 @@ from flexd.api.rank import RankPage
 from flexd.api.status import Status
 from flexd.api.table import TablePage
 from flexd.api.timeline import Timeline
+from flexd.cli.blocks import Block
 from flexd.cli.client import DaemonClient
 from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
 from flexd.cli.top_view import RANKS, TABLES, top_blocks
-from flexd.cli.view import Block, OutputFormat, emit
+from flexd.cli.view import OutputFormat, emit
 from flexd.core.errors import FlexdError
 
 

@@ -8,8 +8,8 @@ from flexd.api.rank import RankPage
 from flexd.api.status import Status
 from flexd.api.table import TablePage
 from flexd.api.timeline import Timeline, TrafficSample
+from flexd.cli.blocks import Block, Facts, Table
 from flexd.cli.progress import progress_line
-from flexd.cli.view import Block, Facts, Table
 from flexd.core import units
 
 TABLES = 8

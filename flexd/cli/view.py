@@ -1,16 +1,17 @@
-"""What a command prints: blocks of text that look right on a terminal and stay plain in a pipe."""
+"""Output of commands: JSON, YAML, styled blocks on a terminal, plain blocks in a pipe."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TextIO
 
 import yaml
 from pydantic import BaseModel
+
+from flexd.cli.blocks import Block, Facts, Sentences
 
 
 class OutputFormat(StrEnum):
@@ -19,66 +20,8 @@ class OutputFormat(StrEnum):
     YAML = "yaml"
 
 
-PROBLEM = frozenset(("problem",))
-_CONTROL = dict.fromkeys((*range(32), *range(127, 160)), "�")
-
-
-def printable(text: str) -> str:
-    """Names and reasons come from elsewhere: none of them may steer the terminal or break a line."""
-    return text.translate(_CONTROL)
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text.
-
-    Attributes:
-        right: columns that hold figures, and are set flush right.
-        spare: columns that a narrow terminal can do without, the last one first.
-    """
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    right: frozenset[str] = frozenset()
-    spare: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", tuple(tuple(printable(cell) for cell in row) for row in self.rows))
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Names and values.
-
-    Attributes:
-        wrong: names of values that say that something is wrong; a terminal shows them in red.
-    """
-
-    title: str
-    pairs: tuple[tuple[str, str], ...]
-    wrong: frozenset[str] = PROBLEM
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "pairs", tuple((printable(name), printable(value)) for name, value in self.pairs))
-
-
-@dataclass(frozen=True)
-class Sentences:
-    """Text for people, a paragraph each."""
-
-    title: str
-    lines: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lines", tuple(printable(line) for line in self.lines))
-
-
-Block = Table | Facts | Sentences
-
-
 def emit(data: BaseModel | dict[str, Any], blocks: Sequence[Block], output: OutputFormat) -> None:
-    """Prints ``data`` as JSON or YAML, or ``blocks`` as text, to stdout."""
+    """Print ``data`` as JSON or YAML, or ``blocks`` as text, to stdout."""
     if output is OutputFormat.TABLE:
         show(blocks, sys.stdout)
         return
@@ -90,6 +33,7 @@ def emit(data: BaseModel | dict[str, Any], blocks: Sequence[Block], output: Outp
 
 
 def show(blocks: Sequence[Block], stream: TextIO) -> None:
+    """Print blocks as text."""
     if stream.isatty():
         # Imported where it is used: rich takes a while, and a pipe needs none.
         from rich.console import Console

@@ -15,7 +15,8 @@ from typing import Annotated
 import typer
 from pydantic import BaseModel
 
-from flexd.cli.view import Block, OutputFormat, emit, show
+from flexd.cli.blocks import Block
+from flexd.cli.view import OutputFormat, emit, show
 from flexd.core import units
 from flexd.core.errors import FlexdError
 

@@ -20,8 +20,8 @@ from flexd.server.rate import RateLimiter, client_address
 from flexd.server.tokens import Caller, Tokens
 
 REFUSED_REASONS = (
-    "unauthenticated", "unknown_token", "unknown_certificate", "read_only", "rate", "stranger", "too_large", "too_slow",
-    "malformed",
+    "unauthenticated", "unknown_token", "unknown_certificate", "read_only", "rate", "unknown_sender", "too_large",
+    "too_slow", "malformed",
 )  # fmt: skip
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/"})
 """Asked by kubelets, which have no token: they tell whether the daemon is up and ready, and why not. The status page

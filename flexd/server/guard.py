@@ -1,4 +1,4 @@
-"""What a request must be like before a handler sees it: small, and not sent by a stranger's web page."""
+"""What a request must be like before a handler sees it: small, and not sent by the web page of an unknown sender."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexd.core.errors import ApiError
 
 MAX_REQUEST_BYTES = 64 * 1024
 BODY_SECONDS = 10.0
-_REASONS = {403: "stranger", 408: "too_slow", 413: "too_large"}
+_REASONS = {403: "unknown_sender", 408: "too_slow", 413: "too_large"}
 
 
 class RequestTooLargeError(ApiError):
@@ -34,7 +34,7 @@ class RequestGuard:
     A browser on the same machine can be made to send requests to loopback by any page it shows, directly
     (cross-site request) or by a name that resolves to 127.0.0.1 later on (DNS rebinding). So the ``Host`` must be a
     loopback name, and an ``Origin``, which browsers add to cross-site and to mutating requests, must be this server:
-    a browser would add a client certificate to a stranger's request too.
+    a browser would add a client certificate to the request of an unknown sender too.
 
     Args:
         loopback_only: check ``Host``; false on listeners that browsers cannot reach (unix sockets), that have other

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from flexd.cli.blocks import Table
 from flexd.cli.fit import GAP, LONGEST_WORD, fit
 from flexd.cli.screen import renderable
-from flexd.cli.view import Table
 
 NAMES = ("name", "rows", "step time", "why")
 FIGURES = frozenset(("rows", "step time"))

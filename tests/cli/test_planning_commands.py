@@ -10,11 +10,11 @@ import pytest
 from flexd.api.plan import PlanReport
 from flexd.api.planning import GateReport, PlanningStatus, ProposalList, ProposalReport
 from flexd.api.throttle import StepTimeReport, ThrottleStatus
+from flexd.cli.blocks import Sentences
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.plan_view import plan_blocks
 from flexd.cli.planning_view import planning_block, proposal_blocks
 from flexd.cli.throttle_view import ThrottleChange, throttle_blocks, throttle_sentence
-from flexd.cli.view import Sentences
 from flexd.core.errors import PlanError
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -114,9 +114,9 @@ def test_the_body_of_a_request_that_reads_is_not_read(method: str) -> None:
         ({"origin": "http://localhost"}, "https"), ({"origin": "http://localhost:1"}, "http"), ({"origin": ""}, "http"),
     ],
 )  # fmt: skip
-def test_strangers_are_refused_before_they_are_read(headers: dict[str, str], scheme: str) -> None:
+def test_unknown_senders_are_refused_before_they_are_read(headers: dict[str, str], scheme: str) -> None:
     it = Exchange(part(b"{}", False), scheme=scheme, **headers)
-    assert (it.status, it.heard, it.refused, len(it.left)) == (403, None, ["stranger"], 1)
+    assert (it.status, it.heard, it.refused, len(it.left)) == (403, None, ["unknown_sender"], 1)
 
 
 @pytest.mark.parametrize(

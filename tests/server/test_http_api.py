@@ -128,7 +128,7 @@ def test_a_body_that_never_comes_is_given_up(server, daemon, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/pause", "/v1/replan", "/v1/resume"])
-def test_web_pages_of_strangers_are_refused(client, daemon, headers, path):
+def test_web_pages_of_unknown_senders_are_refused(client, daemon, headers, path):
     answer = client.post(path, json={}, headers=headers)
     assert answer.status_code == 403
     assert answer.json()["error"]["remedy"]
