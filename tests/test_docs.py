@@ -62,17 +62,6 @@ def test_paths_in_backticks_exist(page: Path) -> None:
         assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
-def test_commands_of_the_readme_exist() -> None:
-    text = "\n".join(blocks(ROOT / "README.md", "bash"))
-    for target in set(re.findall(r"^make ([a-z-]+)", text, flags=re.MULTILINE)):
-        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE), target
-    listing = subprocess.run(
-        [sys.executable, "-m", "flexd", "--help"], capture_output=True, text=True, timeout=60, check=True
-    ).stdout
-    for command in set(re.findall(r"^flexd ([a-z-]+)", text, flags=re.MULTILINE)):
-        assert command in listing
-
-
 def command_words(command: Any) -> set[str]:
     """First words of every command that is not hidden, with the second of those that are groups."""
     words: set[str] = set()

@@ -88,12 +88,3 @@ def test_promtool_takes_the_rules():
 def test_alerts_fire_and_are_quiet():
     done = promtool("test", "rules", TESTS)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_settings_that_the_runbook_names_exist():
-    documented = (ROOT / "docs" / "configuration.md").read_text()
-    sections = set(re.findall(r"^## `([a-z_]+)`", documented, re.MULTILINE))
-    named = re.findall(r"`([a-z_]+)\.([a-z_]+)`", RUNBOOK.read_text())
-    for section, key in [(section, key) for section, key in named if section in sections]:
-        body = documented.split(f"## `{section}`", 1)[1].split("\n## ", 1)[0]
-        assert f"| `{key}` |" in body, f"{section}.{key}"
