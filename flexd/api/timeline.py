@@ -29,6 +29,10 @@ class TrafficSample(Model):
     """Look-ups by the tier of the row that served them, a rank and step."""
     inter_node_bytes: FiniteOrNone = None
     """Bytes sent to other nodes for rows and their synchronisation, a rank and step; null without steps."""
+    all_to_all_inter_node_bytes: FiniteOrNone = None
+    """Of ``inter_node_bytes``: ids, rows and gradients on their way to and from homes and node owners."""
+    sync_inter_node_bytes: FiniteOrNone = None
+    """Of ``inter_node_bytes``: synchronisation of replicas."""
     intra_node_bytes: FiniteOrNone = None
     """Bytes sent inside the nodes for rows and their synchronisation, a rank and step; null without steps."""
     migration_bytes: FiniteOrNone = None
@@ -121,7 +125,9 @@ def _sample(
         unix_seconds=begun,
         steps=steps,
         accesses={"HOME": round(home), "NODE": round(node), "DEVICE": round(device)},
-        inter_node_bytes=interval.inter_bytes / steps,
+        inter_node_bytes=(interval.all_to_all_inter_bytes + interval.sync_inter_bytes) / steps,
+        all_to_all_inter_node_bytes=interval.all_to_all_inter_bytes / steps,
+        sync_inter_node_bytes=interval.sync_inter_bytes / steps,
         intra_node_bytes=interval.intra_bytes / steps,
         migration_bytes=interval.migration_bytes / steps,
         row_wise_inter_node_bytes=None

@@ -64,6 +64,7 @@ def _traffic(timeline: Timeline) -> Facts:
         "traffic of a rank and step",
         (
             ("inter-node", f"{units.size(inter)}  {_spark([s.inter_node_bytes for s in timeline.samples])}"),
+            ("of it sync", units.size(_mean(recent, "sync_inter_node_bytes"))),
             ("row-wise", f"{units.size(baseline)} ({units.change(baseline, inter)} against it)"),
             ("intra-node", units.size(_mean(recent, "intra_node_bytes"))),
             ("migration", units.size(_mean(recent, "migration_bytes"))),

@@ -25,7 +25,8 @@ class TrafficInterval:
         step_seconds: wall time of these steps.
         accesses_by_tier: look-ups served by HOME, NODE and DEVICE rows.
         intra_bytes: sent inside nodes for rows and their synchronisation.
-        inter_bytes: sent between nodes for rows and their synchronisation.
+        all_to_all_inter_bytes: sent between nodes for ids, rows and gradients.
+        sync_inter_bytes: sent between nodes to synchronise replicas.
         migration_bytes: sent to migrate rows.
     """
 
@@ -34,7 +35,8 @@ class TrafficInterval:
     step_seconds: float = 0.0
     accesses_by_tier: tuple[int, int, int] = (0, 0, 0)
     intra_bytes: int = 0
-    inter_bytes: int = 0
+    all_to_all_inter_bytes: int = 0
+    sync_inter_bytes: int = 0
     migration_bytes: int = 0
 
     def with_report(self, report: StepReport) -> TrafficInterval:
@@ -45,7 +47,8 @@ class TrafficInterval:
             step_seconds=self.step_seconds + report.step_seconds,
             accesses_by_tier=(home, node, device),
             intra_bytes=self.intra_bytes + report.all_to_all_intra_bytes + report.sync_intra_bytes,
-            inter_bytes=self.inter_bytes + report.all_to_all_inter_bytes + report.sync_inter_bytes,
+            all_to_all_inter_bytes=self.all_to_all_inter_bytes + report.all_to_all_inter_bytes,
+            sync_inter_bytes=self.sync_inter_bytes + report.sync_inter_bytes,
             migration_bytes=self.migration_bytes + report.migration_intra_bytes + report.migration_inter_bytes,
         )
 

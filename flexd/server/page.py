@@ -1,4 +1,7 @@
-"""The status page: one HTML file, no data in it, and headers that let it run nothing but its own script."""
+"""The status page: one HTML file without data, and headers that allow no script but its own.
+
+Charts are drawn by uPlot (MIT, github.com/leeoniya/uPlot), whose files in ``vendor/uplot`` are inlined.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from importlib.resources import files
 
 from fastapi import FastAPI, Response
 
+INLINED = ("uPlot.iife.min.js", "uPlot.min.css")
+"""Files of ``vendor/uplot``; each replaces the comment of its name in the page."""
 _PARTS = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def add_page(app: FastAPI) -> None:
-    """Serves the page at ``/``. It reads the admin API with the token that its reader types in."""
+    """Serve the page at ``/``. It reads the admin API with the token that the user types in."""
 
     @app.get("/", include_in_schema=False)
     def page() -> Response:
@@ -33,8 +38,12 @@ def add_page(app: FastAPI) -> None:
 
 @cache
 def _page() -> tuple[str, str]:
-    """(HTML, its Content-Security-Policy): script and style are allowed by their digests, everything else is not."""
-    text = files("flexd.server").joinpath("status_page.html").read_text(encoding="utf-8")
+    """Return the HTML and its Content-Security-Policy: scripts and styles by their digests, nothing else."""
+    folder = files("flexd.server")
+    text = folder.joinpath("status_page.html").read_text(encoding="utf-8")
+    for name in INLINED:
+        vendored = folder.joinpath("vendor", "uplot", name).read_text(encoding="utf-8")
+        text = text.replace(f"/* {name} */", vendored.strip())
     digests: dict[str, list[str]] = {"script": [], "style": []}
     for kind, body in _PARTS.findall(text):
         digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()

@@ -21,6 +21,7 @@ from flexd.api.stream import StreamStatus
 from flexd.config.server import ServerConfig
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
+from flexd.server.page import INLINED
 from tests.support.fake_daemon import FakeDaemon
 from tests.support.fake_inspection import STRANGE
 from tests.support.ops_tools import tool
@@ -63,9 +64,10 @@ def test_the_page_may_run_only_what_it_came_with(server):
     assert policy["connect-src"] == "'self'"
     assert policy["frame-ancestors"] == "'none'"
     for kind in ("script", "style"):
-        (body,) = re.findall(rf"<{kind}>(.*?)</{kind}>", answer.text, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
-        assert policy[f"{kind}-src"] == f"'sha256-{digest}'"
+        bodies = re.findall(rf"<{kind}>(.*?)</{kind}>", answer.text, re.DOTALL)
+        assert len(bodies) == 2, "uPlot's and the page's own"
+        digests = [base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() for body in bodies]
+        assert policy[f"{kind}-src"] == " ".join(f"'sha256-{digest}'" for digest in digests)
     assert "unsafe" not in answer.headers["content-security-policy"]
     html = re.sub(r"<(script|style)>.*?</\1>", "", answer.text, flags=re.DOTALL)
     assert not re.search(r"\son\w+=|\sstyle=|\ssrc=|\shref=|javascript:", html)
@@ -142,17 +144,22 @@ def test_what_the_page_shows(open_page, busy):
     assert "1.25 M/s" in tiles
     assert "88.5 % less than row-wise" in tiles
     assert "version 7" in tiles
-    for chart in ("#traffic", "#tiers"):
-        assert page.locator(f"{chart} path").count() >= 2
-    assert page.locator("#traffic .mark title").text_content() == f"p1: drift {STRANGE}"
+    for chart in ("#traffic", "#step-time", "#tiers"):
+        assert page.locator(f"{chart} canvas").count() == 1
+    assert page.evaluate("[charts.traffic.scales.y.distr, charts['step-time'].scales.y.distr]") == [3, 1]
+    columns = page.evaluate("charts.traffic.data.slice(1).map(column => column[10])")
+    assert columns == [1.5e6, 4e5 - 6e4, 4e5 - 8e4, 2e4], "row-wise, all, all-to-all, synchronisation"
+    assert page.evaluate("charts['step-time'].data[1][10]") == 0.02
+    assert page.evaluate("charts.tiers.data.slice(1).map(column => column[10])") == [3000, 400, 200], "stacked"
+    assert page.evaluate("plans.map(plan => plan.plan_id)") == ["p1"]
     assert page.locator("#migration progress").get_attribute("value") == "0.25"
     assert "30 of 123 rows" in page.text_content("#migration")
     assert page.locator("#ranks tbody tr").count() == 4
     assert "1.50 of the mean" in page.text_content("#ranks")
     assert STRANGE in page.text_content("#tables")
     assert "committed" in page.text_content("#plans")
-    page.hover("#traffic svg")
-    until(lambda: "measured" in page.text_content("#traffic p"))
+    page.hover("#traffic .u-over")
+    until(lambda: "1.50 MB" in page.text_content("#traffic .u-legend"))
     # Names are text wherever they stand: no element came of them, and nothing of them ran.
     assert page.locator("img").count() == 0
     assert page.complaints == []
@@ -162,16 +169,25 @@ def test_what_the_page_shows(open_page, busy):
 def test_what_the_pointer_shows_outlives_the_next_poll(open_page, busy):
     page = open_page(busy[1])
     page.wait_for_selector("body[data-polls]")
-    page.hover("#traffic svg")
-    until(lambda: "measured" in page.text_content("#traffic p"))
-    page.evaluate("window.drawn = document.querySelector('#traffic svg')")
-    until(lambda: page.evaluate("document.querySelector('#traffic svg') !== window.drawn"))
-    assert "measured" in page.text_content("#traffic p")
-    assert page.locator("#traffic .cross").get_attribute("visibility") == "visible"
+    page.hover("#traffic .u-over")
+    until(lambda: "1.50 MB" in page.text_content("#traffic .u-legend"))
+    page.evaluate("window.drawn = charts.traffic.data")
+    until(lambda: page.evaluate("charts.traffic.data !== window.drawn"))
+    assert "1.50 MB" in page.text_content("#traffic .u-legend")
     page.hover("#job")
-    until(lambda: page.text_content("#traffic p").strip() == "")
-    assert page.locator("#traffic .cross").get_attribute("visibility") == "hidden"
+    until(lambda: "1.50 MB" not in page.text_content("#traffic .u-legend"))
     assert page.complaints == []
+
+
+def test_a_chart_follows_the_colour_scheme_and_the_width(open_page, busy):
+    page = open_page(busy[1], color_scheme="light")
+    page.wait_for_selector("body[data-polls]")
+    light = page.evaluate("charts.traffic.series[2].stroke(charts.traffic, 2)")
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate("charts.traffic.series[2].stroke(charts.traffic, 2)") != light
+    wide = page.evaluate("charts.traffic.width")
+    page.set_viewport_size({"width": 500, "height": 900})
+    until(lambda: page.evaluate("charts.traffic.width") < wide)
 
 
 def test_the_policy_holds_in_the_browser(open_page, busy):
@@ -261,3 +277,6 @@ def test_a_daemon_that_fails_is_shown_and_found_again(open_page, busy):
 def test_the_page_is_in_the_package():
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert '"server/status_page.html"' in project
+    assert '"server/vendor/uplot/*"' in project
+    folder = Path(__file__).parents[2] / "flexd" / "server" / "vendor" / "uplot"
+    assert {path.name for path in folder.iterdir()} == {*INLINED, "LICENSE"}

@@ -71,8 +71,9 @@ class FakeInspection:
         samples = tuple(
             TrafficSample(
                 unix_seconds=1_700_000_000.0 + 5 * i, steps=20, accesses={"HOME": 3000 - 40 * i, "NODE": 20 * i,
-                "DEVICE": 20 * i}, inter_node_bytes=4e5 - 6e3 * i, intra_node_bytes=5e5, migration_bytes=1e3,
-                row_wise_inter_node_bytes=1.5e6, step_seconds=0.02,
+                "DEVICE": 20 * i}, inter_node_bytes=4e5 - 6e3 * i,
+                all_to_all_inter_node_bytes=4e5 - 8e3 * i, sync_inter_node_bytes=2e3 * i,
+                intra_node_bytes=5e5, migration_bytes=1e3, row_wise_inter_node_bytes=1.5e6, step_seconds=0.02,
             )
             for i in range(40)
         )  # fmt: skip
