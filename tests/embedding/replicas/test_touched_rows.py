@@ -1,4 +1,4 @@
-"""Touched rows against sets: all ranks of a chain in one process, which pass each other the words."""
+"""Touched rows against sets: all ranks of an exchange in one process, which pass each other the words."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ ROWS = 150
 GROUPS = [DimGroup(2, "float32", "sgd", 0, 70, (0,)), DimGroup(3, "float32", "sgd", 70, 80, (1,))]
 
 
-def hops_of(layout: RankLayout, rank: int) -> list[Hop]:
+def hops_of(layout: RankLayout, rank: int, *, direct: bool) -> list[Hop]:
     node, local = layout.node_of(rank), layout.local_rank_of(rank)
-    hops = []
-    for ranks, destination in (
+    chain = (
         (layout.node_ranks(node), lambda keys: keys % layout.local_ranks),
         (layout.rail_ranks(local), lambda keys: keys % layout.world_size // layout.local_ranks),
-    ):
+    )
+    hops = []
+    for ranks, destination in ((range(layout.world_size), lambda keys: keys % layout.world_size),) if direct else chain:
         peers: Any = SimpleNamespace(
             rank=rank, ranks=list(ranks), size=len(ranks), index=list(ranks).index(rank),
             far=[layout.node_of(peer) != node for peer in ranks],
         )  # fmt: skip
         if peers.size > 1:
-            hops.append(Hop(peers, destination, all_reduces=len(hops) > 0 or layout.local_ranks == 1))
+            hops.append(Hop(peers, destination, all_reduces=False))
     return hops
 
 
@@ -54,11 +55,11 @@ def stores_of(layout: RankLayout, rank: int, tiers: np.ndarray) -> list[GroupSto
 
 
 class Rank:
-    def __init__(self, layout: RankLayout, rank: int, tiers: np.ndarray, wanted: set[int]) -> None:
+    def __init__(self, layout: RankLayout, rank: int, tiers: np.ndarray, wanted: set[int], *, direct: bool) -> None:
         self.layout = layout
         self.rank = rank
         self.stores = stores_of(layout, rank, tiers)
-        self.hops = hops_of(layout, rank)
+        self.hops = hops_of(layout, rank, direct=direct)
         self.touched = TouchedRows(SyncLists.of(self.stores, self.hops, layout), CPU)
         self.wanted = wanted
 
@@ -97,8 +98,8 @@ def deliver(world: list[Rank], hop: int, words: list[PeerWords]) -> list[torch.T
     return received
 
 
-def agree(layout: RankLayout, tiers: np.ndarray, wanted: list[set[int]]) -> list[Rank]:
-    world = [Rank(layout, rank, tiers, keys) for rank, keys in enumerate(wanted)]
+def agree(layout: RankLayout, tiers: np.ndarray, wanted: list[set[int]], *, direct: bool) -> list[Rank]:
+    world = [Rank(layout, rank, tiers, keys, direct=direct) for rank, keys in enumerate(wanted)]
     hops = len(world[0].hops)
     for hop in range(hops):
         for one in world:
@@ -126,9 +127,15 @@ layouts = st.sampled_from([RankLayout(1, 1), RankLayout(1, 3), RankLayout(2, 1),
 
 
 @settings(max_examples=40, deadline=None)
-@given(layout=layouts, seed=st.integers(0, 999), density=st.sampled_from([0.02, 0.3, 1.0]), tier=st.integers(-1, 2))
+@given(
+    layout=layouts,
+    seed=st.integers(0, 999),
+    density=st.sampled_from([0.02, 0.3, 1.0]),
+    tier=st.integers(-1, 2),
+    direct=st.booleans(),
+)
 def test_every_rank_learns_of_the_rows_that_any_rank_touches(
-    layout: RankLayout, seed: int, density: float, tier: int
+    layout: RankLayout, seed: int, density: float, tier: int, direct: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     tiers = rng.integers(0, 3, ROWS) if tier < 0 else np.full(ROWS, tier)
@@ -137,7 +144,7 @@ def test_every_rank_learns_of_the_rows_that_any_rank_touches(
         wanted = [
             set(np.flatnonzero(rng.random(ROWS) < density * rng.random()).tolist()) for _ in range(layout.world_size)
         ]
-        ranks = agree(layout, tiers, wanted)
+        ranks = agree(layout, tiers, wanted, direct=direct)
         for one in ranks:
             assert one.touched.complete
             assert one.marked(one.touched) == one.listed(set().union(*wanted))
@@ -152,8 +159,12 @@ def test_every_rank_learns_of_the_rows_that_any_rank_touches(
         assert shared.complete
         assert rest.complete
         for part, whole in ((shared, a), (rest, a)):
-            for sent, of_whole in zip(part.up_sent, whole.up_sent, strict=True):
-                assert bool((sent <= of_whole).all())
+            for bits, of_whole in zip(
+                [*part.up_sent, *part.up_received, *part.down_sent, *part.down_received],
+                [*whole.up_sent, *whole.up_received, *whole.down_sent, *whole.down_received],
+                strict=True,
+            ):
+                assert bool((bits <= of_whole).all())
 
 
 @pytest.mark.parametrize("chosen", [None, torch.tensor([2, 3, 4, 9, 10], dtype=torch.int32)])
