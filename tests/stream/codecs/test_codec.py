@@ -297,18 +297,3 @@ def test_mutated_arrow_is_read_or_refused(data):
 def test_the_encoder_refuses_messages_that_the_decoder_would(batch_list):
     with pytest.raises(StreamError):
         encode_arrow(batch_list)
-
-
-@pytest.mark.parametrize(
-    ("rows", "lengths"),
-    [
-        (np.zeros(3), None),
-        (np.zeros((2, 2), dtype=np.int64), None),
-        (np.zeros(3, dtype=np.int64), np.array([1, 1], dtype=np.int32)),
-        (np.zeros(3, dtype=np.int64), np.array([4, -1], dtype=np.int32)),
-        (np.zeros(3, dtype=np.int64), np.array([3], dtype=np.int64)),
-    ],
-)
-def test_an_invalid_batch_cannot_be_created(rows, lengths):
-    with pytest.raises(StreamError):
-        AccessBatch("t", rows, 0, 0.0, lengths)
