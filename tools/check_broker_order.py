@@ -33,7 +33,7 @@ def _produce(address: str, seconds: float) -> None:
     producer.flush(20)
 
 
-def _plain(address: str, seconds: float, told: Queue[tuple[str, int, int]]) -> None:
+def _plain(address: str, seconds: float, results: Queue[tuple[str, int, int]]) -> None:
     from kafka import KafkaConsumer, TopicPartition
 
     consumer = KafkaConsumer(bootstrap_servers=address)
@@ -44,10 +44,10 @@ def _plain(address: str, seconds: float, told: Queue[tuple[str, int, int]]) -> N
     while time.monotonic() < end:
         for records in consumer.poll(100).values():
             read, last = read + len(records), records[-1].offset
-    told.put(("plain", read, last + 1 - read))
+    results.put(("plain", read, last + 1 - read))
 
 
-def _flexd(address: str, seconds: float, told: Queue[tuple[str, int, int]]) -> None:
+def _flexd(address: str, seconds: float, results: Queue[tuple[str, int, int]]) -> None:
     from flexd.stream.kafka.source import KafkaSource
 
     source = KafkaSource(address, TOPIC, "group", session_timeout_seconds=2.0)
@@ -55,7 +55,7 @@ def _flexd(address: str, seconds: float, told: Queue[tuple[str, int, int]]) -> N
     while time.monotonic() < end:
         for message in source.poll(0.1):
             read, last = read + 1, message.offset
-    told.put(("flexd", read, last + 1 - read))
+    results.put(("flexd", read, last + 1 - read))
     source.close()
 
 
@@ -63,18 +63,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=30.0)
     seconds = parser.parse_args().seconds
-    told: Queue[tuple[str, int, int]] = multiprocessing.Queue()
+    results: Queue[tuple[str, int, int]] = multiprocessing.Queue()
     with TansuBroker(topics={TOPIC: 1}) as broker:
         address = broker.bootstrap_servers
         jobs = [multiprocessing.Process(target=_produce, args=(address, seconds)) for _ in range(PRODUCERS)]
-        jobs += [multiprocessing.Process(target=_plain, args=(address, seconds, told))]
-        jobs += [multiprocessing.Process(target=_flexd, args=(address, seconds, told))]
+        jobs += [multiprocessing.Process(target=_plain, args=(address, seconds, results))]
+        jobs += [multiprocessing.Process(target=_flexd, args=(address, seconds, results))]
         for job in jobs:
             job.start()
-        results = [told.get(timeout=seconds + 60) for _ in range(2)]
+        readers = [results.get(timeout=seconds + 60) for _ in range(2)]
         for job in jobs:
             job.join(30)
-    print(json.dumps({name: {"messages": read, "skipped": skipped} for name, read, skipped in sorted(results)}))
+    print(json.dumps({name: {"messages": read, "skipped": skipped} for name, read, skipped in sorted(readers)}))
     return 0
 
 

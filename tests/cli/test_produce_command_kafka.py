@@ -1,4 +1,4 @@
-"""``flexd produce`` and a real broker: what the daemon's source reads is the trace; no broker is exit status 4."""
+"""``flexd produce`` to a real broker: the daemon's source reads the trace; without a broker the exit status is 4."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_batches_arrive_unchanged():
     publisher = Publisher(sink, source_rank=3)
     rows = np.arange(10, dtype=np.int32)
     assert publisher.publish("a", rows, lengths=[4, 6], event_time_seconds=5.0)
-    rows[:] = -1  # the step goes on with its arrays
+    rows[:] = -1  # the trainer reuses its arrays
     assert publisher.publish("b", torch.arange(5), lengths=torch.tensor([5]), event_time_seconds=6.0)
     before = time.time()
     assert publisher.publish("a", np.arange(3, dtype=np.uint16))
@@ -153,7 +153,7 @@ def test_closing_gives_up_at_its_deadline():
         ("t", None, None, None),
     ],
 )
-def test_unusable_input_is_counted_not_raised(table, rows, lengths, seconds):
+def test_invalid_input_is_counted_and_not_raised(table, rows, lengths, seconds):
     sink = MemorySink()
     publisher = Publisher(sink, source_rank=0)
     assert publisher.publish(table, rows, lengths, seconds) is False
@@ -175,7 +175,7 @@ def test_empty_lists_are_no_invalid_accesses(caplog):
 
 @pytest.mark.parametrize("by", ["batch", "sample"])
 def test_sampling_is_unbiased(by):
-    """Row r appears r+1 times a batch; the sampled shares must be the same, and a tenth must be kept."""
+    """Row r appears r+1 times a batch: the sampled shares must be equal, and a tenth of the accesses is kept."""
     sink = MemorySink()
     publisher = Publisher(sink, source_rank=1, sample_fraction=0.1, sample_by=by, max_queue_batches=10_000, seed=5)
     rows = np.repeat(np.arange(20), np.arange(1, 21))
@@ -283,7 +283,7 @@ def test_through_a_file_log(tmp_path):
         publisher.publish("t", np.full(100, step), event_time_seconds=float(step))
     got: list[AccessBatch] = []
     deadline = time.monotonic() + 10
-    # Seen without closing: an idle publisher flushes.
+    # Read before the publisher is closed: an idle publisher flushes.
     while sum(len(b.rows) for b in got) < 500 and time.monotonic() < deadline:
         got += [b for m in source.poll(0.1) for b in decode(m.payload, MAX)]
     assert [int(b.rows[0]) for b in got] == [0, 1, 2, 3, 4]

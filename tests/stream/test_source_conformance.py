@@ -17,7 +17,7 @@ PARTITIONS = 2
 
 
 class Stream:
-    """A stream under test: what was produced is known, and sources on it can be opened."""
+    """A stream under test: produces known messages and opens sources."""
 
     def __init__(self, open_source: Callable[[], Source], produce: Callable[[int], None] | None) -> None:
         self.open_source = open_source
@@ -92,7 +92,7 @@ def stream(request):
 
 
 def take(source: Source, count: int, seconds: float = 30.0) -> list[Message]:
-    """At least ``count`` messages."""
+    """Read at least ``count`` messages."""
     return poll_until(source, lambda messages: len(messages) >= count, seconds, 0.2)
 
 
@@ -106,7 +106,7 @@ def by_partition(messages: list[Message]) -> dict[str, dict[int, bytes]]:
 
 
 def test_contract(stream):
-    """One pass through everything a source promises; in one test because joining a group takes a second."""
+    """The whole contract in one test, because joining a group takes a second."""
     stream.produce(20)
     first = stream.open_source()
     assert isinstance(first, Source)
@@ -115,7 +115,7 @@ def test_contract(stream):
     messages = take(first, 20)
     saved = first.positions()
 
-    # Nothing is missing, and positions are those of what was returned.
+    # No message is missing, and the positions are those after the returned messages.
     parts = by_partition(messages)
     assert saved == {name: max(part) + 1 for name, part in parts.items()}
     if not stream.endless:
@@ -129,14 +129,14 @@ def test_contract(stream):
     assert first.problem is None
     assert first.messages_lost == 0
 
-    # Going back repeats the same messages, and only those after the position.
+    # An older position repeats the same messages, and only those after it.
     halfway = {name: sorted(part)[len(part) // 2] for name, part in parts.items()}
     first.restore(halfway)
     assert first.positions() == halfway
     stream.produce(5)
     again = by_partition(take(first, len(messages) - sum(sorted(p).index(halfway[n]) for n, p in parts.items()) + 5))
     for name, part in again.items():
-        # A partition that had no message until now has no position to go back to.
+        # A partition without messages so far had no position to restore.
         assert min(part) == halfway.get(name, 0)
         known = {offset: payload for offset, payload in parts.get(name, {}).items() if offset in part}
         assert known.items() <= part.items()
@@ -146,7 +146,7 @@ def test_contract(stream):
     with pytest.raises(StreamError):
         first.poll(0.01)
 
-    # Another process: what was committed to the broker does not matter, what is restored does.
+    # In another process the restored positions count, not those committed to the broker.
     second = stream.open_source()
     one = sorted(latest)[0]
     second.restore({one: latest[one]})

@@ -1,4 +1,4 @@
-"""What a trainer or a reader must have installed for which part."""
+"""Libraries that each part of the stream imports, and so must be installed for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The synthetic source: the right distribution, drift, pace, and the same stream from any position."""
+"""The synthetic source: drift, pace, and the same stream from any position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces that are no traces, and batches against a naive re-implementation."""
+"""Traces: invalid files, and batches compared with those of a naive implementation."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_table_and_user_may_be_left_out(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_trace_is_refused_with_the_file_s_name(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_an_invalid_trace_is_refused_with_the_file_s_name(tmp_path: Path, changes: dict[str, Any]) -> None:
     path = _saved(tmp_path, **changes)
     with pytest.raises(StreamError, match=r"trace\.npz"):
         load_trace(path)
@@ -103,7 +103,7 @@ def test_files_that_are_no_npz_are_refused(tmp_path: Path) -> None:
 
 
 def _naive(trace: Trace, world: int, size: int, steps: int, history: int, least: int) -> list[list[list[list[int]]]]:
-    """[step][rank][sample] -> the events of its sequence, in order of time."""
+    """Return [step][rank][sample] -> the events of its sequence, in time order."""
     past: dict[int, list[int]] = {}
     sequences = []
     for event in range(len(trace)):

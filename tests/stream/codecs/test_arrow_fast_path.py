@@ -1,4 +1,4 @@
-"""The short way through Arrow messages: it is taken, and it reads what Arrow reads."""
+"""The fast path for Arrow messages: it is used, and it reads what Arrow reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def entry(n: int, dtype: type = np.int64, lengths: list[int] | None = None, tabl
     return AccessBatch(table, np.arange(n, dtype=dtype) * 3 - 1, 5, 2.5, split)
 
 
-def short(payload: bytes | memoryview) -> arrow_fast_path.Columns | None:
+def read_fast(payload: bytes | memoryview) -> arrow_fast_path.Columns | None:
     end = arrow_framing.schema_bytes(payload)
     schema = pa.ipc.read_schema(pa.py_buffer(payload))
     columns = arrow_fast_path.fast_columns(schema)
@@ -35,7 +35,7 @@ def _split(batch: AccessBatch) -> list[int] | None:
 
 
 def outcome(payload: bytes | memoryview) -> object:
-    """What ``decode`` makes of a payload, in values that compare."""
+    """Decode a payload into comparable values, or the reason of the refusal."""
     try:
         return [
             (b.table, b.rows.dtype, b.rows.tolist(), b.source_rank, b.event_time_seconds, _split(b))
@@ -47,7 +47,7 @@ def outcome(payload: bytes | memoryview) -> object:
 
 @pytest.fixture
 def by_arrow(monkeypatch):
-    """``outcome`` with the short way closed."""
+    """``outcome`` without the fast path."""
 
     def read(payload: bytes | memoryview) -> object:
         with monkeypatch.context() as patch:
@@ -68,14 +68,14 @@ def by_arrow(monkeypatch):
         [(6, [6]), (0, []), (2, [0, 2])],
     ],
 )
-def test_takes_what_publishers_send(dtype, entries, by_arrow):
+def test_messages_of_publishers_are_read(dtype, entries, by_arrow):
     payload = codec.encode_arrow([entry(n, dtype, lengths, f"tabelle-ü{n}") for n, lengths in entries])
-    assert short(payload) is not None
+    assert read_fast(payload) is not None
     assert isinstance(outcome(payload), list)
     assert outcome(payload) == by_arrow(payload)
 
 
-def test_takes_whole_streams_of_other_writers(by_arrow):
+def test_streams_of_other_writers_are_read(by_arrow):
     columns = {
         "event_time": pa.array([1.5]),
         "source_rank": pa.array([3], type=pa.int32()),
@@ -88,12 +88,12 @@ def test_takes_whole_streams_of_other_writers(by_arrow):
         with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(metadata_version=version)) as writer:
             writer.write_batch(batch)
         payload = sink.getvalue()
-        assert short(payload) is not None
+        assert read_fast(payload) is not None
         assert outcome(payload) == by_arrow(payload) == [("a", np.int32, [7, 8], 3, 1.5, None)]
         assert outcome(payload + b"more") == by_arrow(payload + b"more") == "wrong_schema"
 
 
-def test_leaves_the_unusual_to_arrow():
+def test_unusual_messages_are_left_to_arrow():
     def stream(**changed: pa.Array) -> bytes:
         columns = {
             "table": pa.array(["a", "b"]),
@@ -105,7 +105,7 @@ def test_leaves_the_unusual_to_arrow():
         batch = pa.RecordBatch.from_pydict(columns)
         return batch.schema.serialize().to_pybytes() + batch.serialize().to_pybytes()
 
-    assert short(stream()) is not None
+    assert read_fast(stream()) is not None
     unusual = {
         "event_time": pa.array([1000, 2000], type=pa.timestamp("ms")),
         "table": pa.array(["a", None]),
@@ -114,14 +114,14 @@ def test_leaves_the_unusual_to_arrow():
         "sequence_lengths": pa.array([[1], None], type=pa.list_(pa.int32())),
     }
     for name, column in unusual.items():
-        assert short(stream(**{name: column})) is None, name
-    assert short(stream(rows=pa.array([[1], None], type=pa.list_(pa.int64())))) is None
-    assert short(stream(rows=pa.array([[1], [2]], type=pa.large_list(pa.int64())))) is None
+        assert read_fast(stream(**{name: column})) is None, name
+    assert read_fast(stream(rows=pa.array([[1], None], type=pa.list_(pa.int64())))) is None
+    assert read_fast(stream(rows=pa.array([[1], [2]], type=pa.large_list(pa.int64())))) is None
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_damage_is_judged_as_arrow_judges_it(by_arrow_module, data):
+def test_damaged_messages_give_the_result_of_arrow(by_arrow_module, data):
     count = data.draw(st.integers(1, 3))
     lengths = data.draw(st.sampled_from([None, [2, 2]]))
     payload = bytearray(codec.encode_arrow([entry(4, lengths=lengths, table="ta") for _ in range(count)]))
@@ -158,7 +158,7 @@ def test_publishers_messages_never_reach_arrow(monkeypatch):
 
 @pytest.mark.parametrize("part", ["nodes", "buffers"])
 @pytest.mark.parametrize("value", [-(2**40), -8, -1, 0, 1, 5, 6, 7, 2**20, 2**40])
-def test_lengths_that_lie_are_judged_as_arrow_judges_them(part, value, by_arrow):
+def test_wrong_lengths_give_the_result_of_arrow(part, value, by_arrow):
     payload = codec.encode_arrow([entry(4, lengths=[4]), entry(3, lengths=[1, 2])])
     start, body = arrow_framing.schema_bytes(payload) + 8, _body_start(payload)
     header = arrow_framing.batch_header(payload[start:body])
@@ -214,9 +214,9 @@ def _body_start(payload: bytes | bytearray) -> int:
 def test_rows_share_the_memory_and_are_aligned():
     payload = codec.encode_arrow([entry(100)])
     start = np.frombuffer(payload, dtype=np.uint8).ctypes.data
-    rows = short(payload).rows[0]
+    rows = read_fast(payload).rows[0]
     assert start <= rows.ctypes.data < start + len(payload)
-    shifted = short(memoryview(b"x" + payload)[1:]).rows[0]
+    shifted = read_fast(memoryview(b"x" + payload)[1:]).rows[0]
     assert shifted.flags.aligned
     assert np.array_equal(shifted, rows)
 

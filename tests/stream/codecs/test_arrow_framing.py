@@ -35,7 +35,7 @@ def _body_start(payload: bytes | bytearray) -> int:
 
 
 def _schema_message(endianness: int) -> bytes:
-    """The smallest schema message: a Message table (version, type, header) whose Schema table has an endianness."""
+    """Build the smallest schema message: a Message table whose Schema table has only an endianness."""
     metadata = struct.pack(
         "<I4x HHHHHH iHBxI HHH2x iH2x",
         20,  # root: the Message table

@@ -1,4 +1,4 @@
-"""The connector: attempts that hang are abandoned, bounded in number, and cleaned up after."""
+"""The connector: hanging attempts are abandoned, bounded in number, and their clients disposed of."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.until import until
 
 
 class Peer:
-    """Makes clients; hangs or fails on demand."""
+    """A factory of clients that hangs or fails on demand."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -34,7 +34,7 @@ class Peer:
         return Connector("peer", self.make, self.disposed.append, **{**defaults, **options})
 
 
-def test_one_client_is_made_and_kept():
+def test_one_client_is_built_and_kept():
     peer = Peer()
     connector = peer.connector()
     assert connector.get(5.0) == 1

@@ -1,4 +1,4 @@
-"""Offsets that are left out: looked at again, for a broker may show a message before an older one."""
+"""Missing offsets are fetched again, since a broker may show a message before one with a lower offset."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class Clock:
     start=st.sampled_from([None, 0]),
 )
 @settings(max_examples=200, deadline=None)
-def test_every_message_comes_once_and_in_order(
+def test_every_message_is_delivered_once_and_in_order(
     hidden: dict[int, float], missing: set[int], fetch: int, start: int | None
 ) -> None:
-    """``hidden``: seconds after which an offset can be seen; ``missing``: those that hold no message at all."""
+    """``hidden``: seconds after which an offset becomes visible; ``missing``: offsets that hold no message."""
     clock = Clock()
     positions = GroupPositions("t", "earliest", clock)
     if start is not None:
         positions.restore({KEY: start})
     else:
-        # Where nothing has been read yet, the first message that comes is the beginning.
+        # Without a position the first message that arrives is the beginning.
         hidden = {offset: seconds for offset, seconds in hidden.items() if offset > 0}
     log = [offset for offset in range(40) if offset not in missing]
     got: list[int] = []
@@ -61,7 +61,7 @@ def test_every_message_comes_once_and_in_order(
     assert got == log
 
 
-def test_a_partition_that_has_gaps_is_soon_read_without_waiting() -> None:
+def test_gaps_of_a_partition_that_has_many_cause_no_waiting() -> None:
     clock = Clock()
     positions = GroupPositions("t", "earliest", clock)
     positions.restore({KEY: 0})
@@ -71,12 +71,12 @@ def test_a_partition_that_has_gaps_is_soon_read_without_waiting() -> None:
         assert positions.count_to_gap(KEY, [10 * number + 5]) == 1
         positions.accept(KEY, 10 * number + 5, 10 * number + 5)
     assert positions.count_to_gap(KEY, [200, 210, 220]) == 3
-    assert positions.count_to_gap("t/1", [5, 7]) == 1, "another partition may be of another kind"
+    assert positions.count_to_gap("t/1", [5, 7]) == 1, "another partition may have no gaps"
     assert positions.gaps_filled == 0
 
 
 class Late:
-    """Hides one offset for a while, as a broker does that shows the next one first."""
+    """Hide one offset for a while, like a broker that shows the next one first."""
 
     def __init__(self, offset: int, seconds: float) -> None:
         self._offset, self._seconds = offset, seconds

@@ -1,4 +1,4 @@
-"""The sink's producer is replaced when it is lost, and only then; every message is accounted for once."""
+"""The Kafka sink: a producer is replaced if the broker forgot it, and only then; every message is counted once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.until import until
 
 
 def log_of(broker, topic: str) -> list[bytes]:
-    """All messages of partition 0."""
+    """Read all messages of partition 0."""
     consumer = KafkaConsumer(bootstrap_servers=broker.bootstrap_servers, group_id=None)
     try:
         partition = TopicPartition(topic, 0)
@@ -64,7 +64,7 @@ def test_a_broker_that_lost_its_memory_is_delivered_to_again(own_tansu):
         assert sink.producers_replaced == 1
         assert len(set(delivered)) == len(delivered)
         assert set(delivered) <= set(taken)
-        # What the lost producer had was not sent again.
+        # Messages of the lost producer were not sent again.
         assert sink.messages_failed + len(delivered) == len(taken)
         assert sink.messages_failed > 0
     finally:
@@ -72,22 +72,22 @@ def test_a_broker_that_lost_its_memory_is_delivered_to_again(own_tansu):
 
 
 class Future:
-    """Settles at once."""
+    """A future that is resolved at once."""
 
     def __init__(self, error: KafkaError | None) -> None:
         self._error = error
 
-    def add_callback(self, told: Callable[[object], None]) -> None:
+    def add_callback(self, callback: Callable[[object], None]) -> None:
         if self._error is None:
-            told(None)
+            callback(None)
 
-    def add_errback(self, told: Callable[[object], None]) -> None:
+    def add_errback(self, callback: Callable[[object], None]) -> None:
         if self._error is not None:
-            told(self._error)
+            callback(self._error)
 
 
 class Broker:
-    """Producers that all answer as it says, and the clock that goes by."""
+    """A fake of the producer class and the clock: every producer resolves messages with ``answer``."""
 
     def __init__(self) -> None:
         self.answer: KafkaError | None = None
@@ -121,7 +121,7 @@ def broker(monkeypatch) -> Broker:
 
 
 def replaced_after(sink: KafkaSink, broker: Broker, seconds: float) -> int:
-    """Sends four messages a second for so long: how many producers that took."""
+    """Send four messages a second for ``seconds``; return the number of replaced producers."""
     before = sink.producers_replaced
     for _ in range(int(4 * seconds)):
         sink.send(b"x")
@@ -130,7 +130,7 @@ def replaced_after(sink: KafkaSink, broker: Broker, seconds: float) -> int:
 
 
 @pytest.mark.parametrize("error", [UnknownProducerIdError(), KafkaError("fatal"), ClusterAuthorizationFailedError()])
-def test_a_producer_that_delivers_nothing_is_replaced_ever_more_seldom(broker, error):
+def test_a_producer_that_delivers_nothing_is_replaced_with_back_off(broker, error):
     sink = KafkaSink("nowhere:1", "t")
     broker.answer = error
     assert replaced_after(sink, broker, 1.0) == 0
@@ -138,7 +138,7 @@ def test_a_producer_that_delivers_nothing_is_replaced_ever_more_seldom(broker, e
     assert replaced_after(sink, broker, 600.0) in range(12, 16)
     assert broker.made == sink.producers_replaced + 1
     assert sink.messages_failed == 4 + 3 + 2400
-    # One delivered message, and the next trouble is as urgent as the first.
+    # A delivered message resets the back-off.
     broker.answer = None
     assert replaced_after(sink, broker, 0.5) in (0, 1)
     broker.answer = error
@@ -147,7 +147,7 @@ def test_a_producer_that_delivers_nothing_is_replaced_ever_more_seldom(broker, e
 
 
 @pytest.mark.parametrize("error", [KafkaTimeoutError(), MessageSizeTooLargeError(), None])
-def test_no_other_failure_costs_the_producer(broker, error):
+def test_other_failures_do_not_replace_the_producer(broker, error):
     sink = KafkaSink("nowhere:1", "t")
     broker.answer = error
     assert replaced_after(sink, broker, 100.0) == 0
@@ -155,7 +155,7 @@ def test_no_other_failure_costs_the_producer(broker, error):
     sink.close()
 
 
-def test_now_and_then_a_failure_is_not_the_end_of_a_producer(broker):
+def test_occasional_failures_do_not_replace_the_producer(broker):
     sink = KafkaSink("nowhere:1", "t")
     for number in range(100):
         broker.answer = None if number % 3 == 2 else UnknownProducerIdError()
@@ -165,7 +165,7 @@ def test_now_and_then_a_failure_is_not_the_end_of_a_producer(broker):
     sink.close()
 
 
-def test_what_an_old_producer_says_late_is_counted_and_changes_nothing(broker):
+def test_late_failures_of_an_old_producer_are_only_counted(broker):
     sink = KafkaSink("nowhere:1", "t")
     broker.answer = UnknownProducerIdError()
     assert replaced_after(sink, broker, 1.75) == 1
@@ -180,7 +180,7 @@ def test_what_an_old_producer_says_late_is_counted_and_changes_nothing(broker):
     sink.close()
 
 
-def test_a_producer_that_cannot_deliver_ends_and_what_it_held_has_failed(own_tansu):
+def test_closing_ends_a_stuck_producer_and_its_messages_fail(own_tansu):
     own_tansu.create_topic("accesses")
     options = {"request_timeout_ms": 500, "linger_ms": 0}
     sink = KafkaSink(own_tansu.bootstrap_servers, "accesses", client_options=options)

@@ -1,4 +1,4 @@
-"""Kafka under failure: unreachable and hanging brokers, lost memory, rebalances, refused commits."""
+"""The Kafka source under failure: unreachable and hanging brokers, lost logs, rebalances, refused commits."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_an_unreachable_broker_is_a_problem_not_an_error():
     sink.close()
 
 
-def test_a_broker_that_accepts_and_never_answers_does_not_hang_us():
+def test_a_broker_that_accepts_and_never_answers_blocks_nothing():
     """With SSL the client's constructor waits for the handshake for ever."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -98,10 +98,10 @@ def test_a_broker_that_goes_silent_is_noticed(own_tansu, monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["earliest", "latest", "fail"])
-def test_a_broker_that_lost_its_memory_is_noticed(own_tansu, policy):
+def test_a_broker_that_lost_its_log_is_noticed(own_tansu, policy):
     """The client itself would wait at its old position for ever.
 
-    The broker makes any topic that is asked for, of three partitions: the reader may be quicker than who makes it here.
+    The broker creates any requested topic, with three partitions: the reader's request may come before this test's.
     """
     topic = topic_on(own_tansu)
     produce(own_tansu, topic, 0, 10)
@@ -143,7 +143,7 @@ def test_a_restored_position_beyond_the_end_is_noticed(tansu):
 
 
 def test_a_mark_from_before_a_seek_proves_nothing(tansu):
-    """The log grew while we did not look; a position restored in the new part is not beyond the end."""
+    """The log grew since the last fetch: a position restored in the new part is not beyond the end."""
     topic = topic_on(tansu)
     produce(tansu, topic, 0, 3)
     source = open_source(tansu, topic)
@@ -158,7 +158,7 @@ def test_a_mark_from_before_a_seek_proves_nothing(tansu):
     source.close()
 
 
-def test_a_broker_that_says_out_of_range_is_believed(mock_broker):
+def test_an_out_of_range_error_of_the_broker_resets_the_position(mock_broker):
     address, topic = mock_broker.bootstrap_servers, mock_broker.create_topic(4)
     options = {"api_version": "2.3"}
     sink = KafkaSink(address, topic, client_options=options)
@@ -179,7 +179,7 @@ PART = TopicPartition("t", 0)
 
 
 class ScriptedConsumer:
-    """Answers ``poll`` from a script of offsets or exceptions: what a broker does that the test brokers cannot."""
+    """A consumer that returns offsets or raises exceptions from a script, for cases that no test broker has."""
 
     def __init__(self, *script: list[int] | Exception) -> None:
         self.script = list(script)
@@ -240,7 +240,7 @@ def test_the_client_never_resets_by_itself():
     assert source._options["enable_auto_commit"] is False
 
 
-def test_a_fetch_that_a_rebalance_overtook_is_not_delivered_twice():
+def test_a_fetch_from_before_a_rebalance_is_not_delivered_twice():
     source, _ = scripted([0, 1, 2], [1, 2, 3], [2, 3], [4])
     assert [[m.offset for m in source.poll(0.0)] for _ in range(4)] == [[0, 1, 2], [3], [], [4]]
 
@@ -256,14 +256,14 @@ def test_client_errors_are_problems_until_messages_come():
 
 
 def test_a_rebalance_repeats_and_loses_nothing(tansu):
-    """A second member comes and goes while messages arrive; each member goes on where it was."""
+    """A second member joins and leaves while messages arrive; each member continues at its position."""
     topic = topic_on(tansu, 2)
     group = f"group-{uuid.uuid4().hex[:8]}"
     produce(tansu, topic, 0, 10)
     first = open_source(tansu, topic, group)
     got = poll_until(first, lambda got: len(got) == 10)
     second = open_source(tansu, topic, group)
-    # What the first has read is what the second must not read again: the daemon would hand these over.
+    # The second must not read again what the first has read: the daemon would hand these positions over.
     second.restore(first.positions())
     stop = threading.Event()
     from_second: list[Message] = []

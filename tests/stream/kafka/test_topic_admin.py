@@ -1,4 +1,4 @@
-"""A look at a topic leaves its readers alone and says what is wrong."""
+"""Inspecting a topic: its newest messages, and errors with a remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexd.stream.kafka.topic_admin import inspect_topic
 
 
 def test_the_newest_messages_of_every_partition(tansu):
-    topic = "look"
+    topic = "inspected"
     tansu.create_topic(topic, partitions=2)
     sink = KafkaSink(tansu.bootstrap_servers, topic)
     for number in range(12):
@@ -28,12 +28,12 @@ def test_the_newest_messages_of_every_partition(tansu):
     assert (missing.partitions, missing.payloads) == (0, ())
 
 
-def test_a_broker_that_is_not_there_is_named_within_the_deadline():
+def test_an_unreachable_broker_is_named_within_the_deadline():
     with pytest.raises(StreamError, match=r"127\.0\.0\.1:1"):
         inspect_topic("127.0.0.1:1", "t", {}, messages=1, timeout_seconds=1.5)
 
 
-def test_options_that_the_client_does_not_know_are_an_error_with_a_remedy(tansu):
+def test_unknown_client_options_are_an_error_with_a_remedy(tansu):
     with pytest.raises(StreamError) as refused:
         inspect_topic(tansu.bootstrap_servers, "t", {"nonsense": 1}, messages=1, timeout_seconds=5)
     assert "client_options" in refused.value.remedy
