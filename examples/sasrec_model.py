@@ -1,4 +1,4 @@
-"""What both trainers share: SASRec's dense part, and sequences with something in them to learn.
+"""Shared parts of the example trainers: SASRec's dense part, and synthetic sequences with a learnable structure.
 
 SASRec: Kang and McAuley, "Self-Attentive Sequential Recommendation" (arXiv 1808.09781).
 """
@@ -16,12 +16,12 @@ _FOLLOWERS = 4
 
 
 def initial_items() -> torch.Tensor:
-    """[ITEMS, DIM] item vectors to start from, as if trained before on texts or images."""
+    """Return [ITEMS, DIM] initial item vectors, in the place of vectors trained on texts or images."""
     return torch.randn((ITEMS, DIM), generator=torch.Generator().manual_seed(1)) * 0.1
 
 
 class SASRec(nn.Module):
-    """Causal self-attention over item vectors; scores of what comes next."""
+    """Causal self-attention over item vectors, with scores of the next items."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,8 +31,11 @@ class SASRec(nn.Module):
         self.blocks = nn.TransformerEncoder(layer, num_layers=2)
 
     def forward(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """[3 n, DIM] rows of history, next items and others, in samples of ``lengths`` -> loss of telling them
-        apart (binary cross-entropy, section III.E of the paper)."""
+        """Return the binary cross-entropy of next items against others (section III.E of the paper).
+
+        Args:
+            rows: [3 n, DIM] of the history, the next items and other items, in samples of ``lengths``.
+        """
         history, following, others = rows.chunk(3)
         there = torch.arange(LENGTH, device=rows.device) < lengths.unsqueeze(1)
         padded = rows.new_zeros((len(lengths), LENGTH, DIM)).masked_scatter(there.unsqueeze(2), history)
@@ -43,9 +46,9 @@ class SASRec(nn.Module):
 
 
 def batches(rank: int, steps: int, samples: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(ids [3 n] of history, next items and others; lengths [samples]) for every step.
+    """Yield ids [3 n] of history, next items and other items, and lengths [samples], for every step.
 
-    Each item has a few followers, one of which comes next; popular items start sequences more often (Zipf).
+    Each item has a few followers, one of which is next; popular items start sequences more often (Zipf).
     """
     followers = torch.randint(ITEMS, (ITEMS, _FOLLOWERS), generator=torch.Generator().manual_seed(3))
     popularity = 1.0 / torch.arange(1, ITEMS + 1)
@@ -58,5 +61,7 @@ def batches(rank: int, steps: int, samples: int) -> Iterator[tuple[torch.Tensor,
         items = torch.stack(walk, dim=1)
         there = torch.arange(LENGTH) < lengths.unsqueeze(1)
         following = items[:, 1:][there]
-        elsewhere = following[torch.randperm(len(following), generator=drawn)]  # as popular, in another place
+        elsewhere = following[
+            torch.randperm(len(following), generator=drawn)
+        ]  # equally popular items at other positions
         yield torch.cat([items[:, :-1][there], following, elsewhere]), lengths

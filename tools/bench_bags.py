@@ -1,10 +1,10 @@
-"""Pooled features: where to pool, and what a step costs beside ``nn.EmbeddingBag``.
+"""Compare places to pool features by bytes, and the time of a pooled step with ``nn.EmbeddingBag``.
 
-Bytes are those of exact id sets: what one rank of 2 nodes x 2 gets and sends between the nodes in a step, forward and
-backward, for rows that are pooled where they are wanted (flexd: a row crosses once a node and step) and for partial
-sums pooled by the node of the homes (every bag asks for its rows; one vector and one gradient a bag comes and goes; the
-ranks of that node are taken to add their parts up first, at no cost). Rows with copies are free in both; their
-synchronisation is the same in both and left out.
+Bytes are those of exact id sets: received and sent between the nodes by one rank of 2 nodes x 2 in a step, forward and
+backward. Either rows are pooled on the requesting rank (flexd: a row crosses once a node and step), or the node of the
+homes makes partial sums (every bag requests its rows; one vector and one gradient a bag are sent; the ranks of that
+node are assumed to add their parts first, at no cost). Rows with copies are free in both; their synchronisation is the
+same in both and left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def drawn(rng: np.random.Generator, rows: int, count: int, skew: float) -> np.nd
 
 
 def traffic(rows: int, ids_of_rank: int, skew: float, bag: int, hot_share: float) -> dict[str, float]:
-    """MB a rank and step between the nodes, by where is pooled."""
+    """Return MB a rank and step between the nodes, by the place of pooling."""
     rng = np.random.default_rng(0)
     of_rank = [drawn(rng, rows, ids_of_rank, skew) for _ in range(LOCAL_RANKS)]
     far = [(ids % (NODES * LOCAL_RANKS) >= LOCAL_RANKS) & (ids >= hot_share * rows) for ids in of_rank]
@@ -45,7 +45,7 @@ def traffic(rows: int, ids_of_rank: int, skew: float, bag: int, hot_share: float
 
 
 def step_times(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Median milliseconds of processor time; the candidates take turns, so that caches are as warm for all of them."""
+    """Return median milliseconds of processor time. The candidates take turns, so that caches are equally warm."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repeats):
         for name, step in steps.items():
@@ -56,7 +56,7 @@ def step_times(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, 
 
 
 def candidates(rows: int, ids_of_rank: int, skew: float, bag: int) -> dict[str, Callable[[], None]]:
-    """A training step on one process: pooled by flexd, pooled after expanding all rows, by nn.EmbeddingBag."""
+    """Return training steps on one process: pooled by flexd, pooled after expanding all rows, and nn.EmbeddingBag."""
     ids = torch.from_numpy(drawn(np.random.default_rng(1), rows, ids_of_rank, skew))
     lengths = torch.full((ids_of_rank // bag,), bag)
     features = {"item": flexd.Jagged(ids, lengths)}

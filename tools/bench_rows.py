@@ -1,10 +1,10 @@
-"""One rank without a network: look-up and update against ``torch.nn.Embedding``, and the parts a look-up is made of.
+"""Measure look-up and update on one rank without a network against ``torch.nn.Embedding``, and the parts of a look-up.
 
     python tools/bench_rows.py [--quick] [--json] [--device cuda]
 
 A step is look-up, backward of a sum, update; ``nn.Embedding`` has sparse gradients and torch's own optimizer, so both
-touch the looked-up rows alone. Figures are medians. The memory limit of an update is what it must move, gradients in,
-rows and state in and out, at the rate of a copy of 256 MiB on the same device.
+touch only the looked-up rows. Figures are medians. The memory limit of an update is the time of its bytes (gradients
+in, rows and state in and out) at the rate of a copy of 256 MiB on the same device.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def zipf_ids(rows: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def steps(rows: int, ids: torch.Tensor, device: torch.device, repeat: int) -> dict[str, dict[str, float]]:
-    """Million looked-up ids a second, by optimizer."""
+    """Return million looked-up ids a second, by optimizer."""
     found = {}
     for name, (ours, theirs) in PEERS.items():
         table = flexd.EmbeddingTable("item", rows, DIM)
@@ -74,14 +74,14 @@ def steps(rows: int, ids: torch.Tensor, device: torch.device, repeat: int) -> di
             peer.step()
             peer.zero_grad()
 
-        # In turns, so that both see the same moments of the machine.
+        # In turns, so that both have the same load of the machine.
         a, b = median_seconds(flexd_step, device, repeat), median_seconds(plain_step, device, repeat)
         found[name] = {"flexd": len(ids) / a / 1e6, "nn.Embedding": len(ids) / b / 1e6, "times": b / a}
     return found
 
 
 def updates(rows: int, distinct: int, device: torch.device, repeat: int) -> dict[str, dict[str, float]]:
-    """Million rows a second of the update alone, in blocks and in one piece, and its share of the memory's rate."""
+    """Return million rows a second of the update, in blocks and in one piece, and its share of the memory limit."""
     source = torch.empty(2**26, device=device)
     target = torch.empty_like(source)
     rate = 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device, repeat)
@@ -118,10 +118,10 @@ def distinct_ids(rows: int, ids: torch.Tensor, device: torch.device, repeat: int
 
 
 def directory(hot_rows: int, device: torch.device, repeat: int) -> dict[str, dict[str, float]]:
-    """Bytes of so many hot rows of ten times as many, and million ids looked up a second, of which half are hot.
+    """Return the bytes of a directory of ``hot_rows`` among ten times as many rows, and million ids found a second.
 
-    Beside it a sorted list of int64 keys with int32 slots and a byte for the tier. Plain: NODE rows alone, or DEVICE
-    rows alone; mixed: half of each, which needs a list of the DEVICE rows besides.
+    Half of the ids are hot. The comparison is a sorted list of int64 keys with int32 slots and a byte for the tier.
+    "plain" has DEVICE rows only; "mixed" has half NODE rows, which needs a list of the DEVICE rows too.
     """
     layout = RankLayout(2, 4)
     order = HomeOrder(0, 10 * hot_rows, layout, 1)

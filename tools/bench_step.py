@@ -1,5 +1,6 @@
-"""A training step of flexd beside TorchRec's row-wise sharded EmbeddingCollection (fused FBGEMM kernel): same ranks,
-same batches, same run, over loopback. Needs torchrec and fbgemm-gpu-cpu.
+"""Compare a training step of flexd with TorchRec's row-wise sharded EmbeddingCollection (fused FBGEMM kernel).
+
+Both train on the same ranks and batches in the same run, over loopback. Needs torchrec and fbgemm-gpu-cpu.
 
     python tools/bench_step.py [--quick] [--json] [--ranks 2 4]
 """
@@ -106,8 +107,8 @@ def main() -> None:
             (port,) = free_ports(1)
             out = str(Path(folder) / "seconds.npz")
             mp.spawn(run, (world_size, port, 20 if options.quick else 100, out), nprocs=world_size)
-            said = {name: values * 1e3 for name, values in np.load(out).items()}
-        medians = {name: float(np.median(values)) for name, values in said.items()}
+            milliseconds = {name: values * 1e3 for name, values in np.load(out).items()}
+        medians = {name: float(np.median(values)) for name, values in milliseconds.items()}
         ratio = medians["flexd"] / medians["torchrec"]
         figures[f"{world_size} ranks"] = {f"{name}_ms": value for name, value in medians.items()} | {"ratio": ratio}
         checks.append(check(f"{world_size} ranks: step over TorchRec's", ratio, f"<= {TARGET}", ratio <= TARGET))

@@ -1,4 +1,4 @@
-"""What is wrong with one rank is an error on all of them, with a name, within the process group's timeout."""
+"""A fault of one rank is an error on all ranks that names it, within the process group's timeout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Ranks = Callable[[int], RankPool]
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs", "looks up once more"])
-def test_a_broken_rank_is_an_error_on_every_other(how: str) -> None:
+def test_a_broken_rank_is_an_error_on_every_other_rank(how: str) -> None:
     pool = RankPool(4)
     try:
         results = pool.run("broken_jobs:lose_a_rank", RankLayout(2, 2), 3, how, 3.0)
@@ -46,7 +46,7 @@ def test_a_broken_rank_is_an_error_on_every_other(how: str) -> None:
     ("nodes", "local_ranks", "odd", "exchange"),
     [(2, 2, 3, "chain"), (2, 2, 0, "direct"), (2, 1, 1, "chain"), (1, 2, 0, "chain")],
 )
-def test_ranks_that_make_different_calls_hear_of_each_other(
+def test_different_calls_are_refused_with_both_calls(
     ranks: Ranks, nodes: int, local_ranks: int, odd: int, exchange: str, how: str
 ) -> None:
     """At once, on every rank, also where the odd one is on another node and rail; and they can go on."""
@@ -58,7 +58,7 @@ def test_ranks_that_make_different_calls_hear_of_each_other(
         assert goes_on
 
 
-def test_two_collections_in_one_process(ranks: Ranks) -> None:
+def test_two_collections_in_one_process_train(ranks: Ranks) -> None:
     together = ranks(2).run("broken_jobs:two_collections", RankLayout(2, 1), True)
     apart = ranks(2).run("broken_jobs:two_collections", RankLayout(2, 1), False)
     for one, other in zip(together, apart, strict=True):
@@ -75,7 +75,7 @@ def test_ids_of_another_device_are_named() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_gradients_that_are_not_finite_go_where_torch_lets_them_go(bad: float) -> None:
+def test_gradients_that_are_not_finite_are_applied_as_in_torch(bad: float) -> None:
     """Into the rows they belong to, and no other: scaling or clipping them away is the trainer's to decide."""
     collection = flexd.EmbeddingCollection(
         [flexd.EmbeddingTable("item", 10, 4)], optimizer=flexd.SGD(0.1), layout=RankLayout(1, 1)
@@ -91,5 +91,5 @@ def test_gradients_that_are_not_finite_go_where_torch_lets_them_go(bad: float) -
     assert not torch.isfinite(collection.gather_table("item")[5]).any()
 
 
-def test_a_collective_error_is_a_runtime_error_as_torch_has_them() -> None:
+def test_a_collective_error_is_a_runtime_error() -> None:
     assert issubclass(CollectiveError, RuntimeError)

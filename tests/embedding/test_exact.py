@@ -45,16 +45,16 @@ def test_training_equals_one_process(ranks: Ranks, nodes: int, local_ranks: int,
 
 
 @pytest.mark.parametrize("exchange", ["direct", "direct_no_dedup"])
-def test_direct_exchange_is_exact_too(ranks: Ranks, exchange: str) -> None:
+def test_direct_exchange_is_exact(ranks: Ranks, exchange: str) -> None:
     check(Scenario(2, 2, "rowwise_adagrad", exchange=exchange), ranks)
 
 
 @pytest.mark.parametrize(("nodes", "local_ranks"), [(2, 2), (2, 1)])
-def test_tables_of_two_dims(ranks: Ranks, nodes: int, local_ranks: int) -> None:
+def test_tables_of_two_dims_are_exact(ranks: Ranks, nodes: int, local_ranks: int) -> None:
     check(Scenario(nodes, local_ranks, "rowwise_adagrad", two_dims=True), ranks)
 
 
-def test_several_passes_a_step(ranks: Ranks) -> None:
+def test_several_passes_a_step_are_exact(ranks: Ranks) -> None:
     check(Scenario(2, 2, "rowwise_adagrad", passes=3), ranks)
 
 
@@ -62,20 +62,20 @@ def test_several_passes_a_step(ranks: Ranks) -> None:
     ("optimizer", "nodes", "local_ranks"),
     [("adagrad", 2, 2), ("adam", 2, 2), ("adam", 2, 1), ("rowwise_adam", 2, 2), ("sgd_decay", 1, 2), ("adam", 1, 1)],
 )
-def test_every_optimizer(ranks: Ranks, optimizer: str, nodes: int, local_ranks: int) -> None:
+def test_every_optimizer_is_exact(ranks: Ranks, optimizer: str, nodes: int, local_ranks: int) -> None:
     """Whose state is more than a number a row, and which move rows that have no gradient."""
     check(Scenario(nodes, local_ranks, optimizer, two_dims=True, gamma=0.9, passes=2, seed=nodes), ranks)
 
 
-def test_learning_rate_schedule(ranks: Ranks) -> None:
+def test_a_learning_rate_schedule_is_exact(ranks: Ranks) -> None:
     check(Scenario(2, 2, "rowwise_adagrad", gamma=0.8), ranks)
 
 
-def test_summed_gradients(ranks: Ranks) -> None:
+def test_summed_gradients_are_exact(ranks: Ranks) -> None:
     check(Scenario(2, 2, average_gradients=False), ranks)
 
 
-def test_a_rank_without_input(ranks: Ranks) -> None:
+def test_a_rank_without_input_trains_equally(ranks: Ranks) -> None:
     check(Scenario(2, 2, "rowwise_adagrad", idle_rank=3, two_dims=True), ranks)
 
 
@@ -114,7 +114,7 @@ def test_any_schedule_of_migrations(
     )
 
 
-def test_migrations_cut_the_all_to_all(ranks: Ranks) -> None:
+def test_migrations_reduce_the_bytes_of_the_all_to_all(ranks: Ranks) -> None:
     still = ranks(4).run("exactness:train", Scenario(2, 2, migrate_every=1000))
     moving = ranks(4).run("exactness:train", Scenario(2, 2))
     for kind in ("node_accesses", "device_accesses"):
@@ -130,7 +130,7 @@ def test_migrations_cut_the_all_to_all(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "local_ranks", "guilty"), [(1, 1, 0), (2, 2, 3), (2, 1, 0), (1, 2, 1)])
-def test_bad_input_is_an_error_on_every_rank(ranks: Ranks, nodes: int, local_ranks: int, guilty: int) -> None:
+def test_invalid_input_is_refused_on_every_rank(ranks: Ranks, nodes: int, local_ranks: int, guilty: int) -> None:
     layout = RankLayout(nodes, local_ranks)
     texts = ranks(layout.world_size).run("exactness:bad_input", layout, guilty)
     expected = ["row 50 of table 'item' is outside 0..49", "row -1", "torch.float32", "'nothing'"]

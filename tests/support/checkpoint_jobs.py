@@ -1,4 +1,4 @@
-"""What the ranks of the checkpoint tests run."""
+"""Programs that the ranks of the checkpoint tests run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make(layout: RankLayout, optimizer: str, seed: int, dtype: str = "float64") 
 
 
 def share(step: int, rank: int, world_size: int) -> dict[str, Jagged]:
-    """Of a batch that is the same for any number of ranks."""
+    """Return this rank's part of a batch that is equal for any number of ranks."""
     parts = [some(0, step, sample) for sample in range(SAMPLES) if sample % world_size == rank]
     out = {}
     for name in ROWS:
@@ -45,7 +45,7 @@ def share(step: int, rank: int, world_size: int) -> dict[str, Jagged]:
 
 
 def go(collection: EmbeddingCollection, first: int, steps: int) -> bool:
-    """Trains; were the replicas equal to their homes after every step?"""
+    """Train, and return whether the replicas equalled their home copies after every step."""
     equal = True
     for step in range(first, first + steps):
         train_step(collection, share(step, collection.rank, collection.layout.world_size))
@@ -58,14 +58,14 @@ def as_numpy(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
 
 
 def whole(collection: EmbeddingCollection) -> dict[str, np.ndarray]:
-    """All tables and state as bytes."""
+    """Return all tables and state as bytes."""
     return as_numpy(checkpoint.whole_state_dict(collection))
 
 
 def save(
     rank: int, layout: RankLayout, optimizer: str, path: str, delta: Delta, window_bytes: int, dtype: str = "float64"
 ) -> dict[str, Any]:
-    """Trains with replicas, saves, trains on."""
+    """Train with replicas, save, and continue training."""
     checkpoint_windows(window_bytes)
     collection = make(layout, optimizer, 1, dtype)
     offer(collection, delta)
@@ -79,7 +79,7 @@ def save(
 def load(
     rank: int, layout: RankLayout, optimizer: str, path: str, delta: Delta, window_bytes: int, dtype: str = "float64"
 ) -> dict[str, Any]:
-    """Loads over other values, steps and replicas, and trains on as ``save`` did."""
+    """Load over other values, steps and replicas, and continue training like ``save``."""
     checkpoint_windows(window_bytes)
     collection = make(layout, optimizer, 2, dtype)
     offer(collection, delta)
@@ -94,7 +94,7 @@ def load(
 
 
 def checkpoint_windows(window_bytes: int) -> None:
-    """Small ones, so that a block takes several."""
+    """Set a small window, so that a block takes several."""
     from flexd.embedding.checkpoint import blocks
 
     blocks.MAX_WINDOW_BYTES = window_bytes
@@ -105,7 +105,7 @@ def tables_of(collection: EmbeddingCollection) -> dict[str, np.ndarray]:
 
 
 def beside_a_model(rank: int, layout: RankLayout, path: str) -> bool:
-    """The collection in one ``dcp.save`` with other things."""
+    """Save a collection and a model with one ``dcp.save``."""
     model = torch.nn.Linear(2, 2)
     old, new = make(layout, "adam", 1), make(layout, "adam", 2)
     go(old, 0, 2)
@@ -122,7 +122,7 @@ def beside_a_model(rank: int, layout: RankLayout, path: str) -> bool:
 def load_into(
     rank: int, layout: RankLayout, path: str, specs: list[EmbeddingTable], optimizer: str
 ) -> tuple[str, bool]:
-    """What a collection says that does not fit, and whether it is as it was."""
+    """Return the error of a collection that does not fit, and whether it is unchanged."""
     collection = EmbeddingCollection(specs, optimizer=OPTIMIZERS[optimizer], layout=layout)
     before = whole(collection)
     try:
@@ -135,7 +135,7 @@ def load_into(
 
 
 def load_changed(rank: int, layout: RankLayout, change: str) -> tuple[str, bool]:
-    """A state that was changed on one rank between saving and loading."""
+    """Load a state that was changed on one rank after saving."""
     collection = make(layout, "adam", 1)
     go(collection, 0, 2)
     state = checkpoint.sharded_state_dict(collection)
@@ -169,7 +169,7 @@ def save_twice(rank: int, layout: RankLayout, path: str) -> str:
 
 
 def plain_tables(rank: int, layout: RankLayout) -> dict[str, Any]:
-    """Out to plain tables and back into a collection that was trained on other values."""
+    """Export plain tables and load them into a collection that was trained on other values."""
     first, second, third = (make(layout, "adam", seed) for seed in (1, 2, 3))
     go(first, 0, 3)
     state = checkpoint.whole_state_dict(first)
@@ -226,7 +226,7 @@ def load_whole(rank: int, layout: RankLayout, optimizer: str, delta: Delta, with
 
 
 def missing_file(rank: int, layout: RankLayout, path: str, damage: str) -> str:
-    """A checkpoint that lost something after it was saved."""
+    """Load a checkpoint that was damaged after it was saved."""
     collection = make(layout, "adam", 1)
     checkpoint.save_checkpoint(collection, path)
     files = sorted(Path(path).glob("*.distcp"))
