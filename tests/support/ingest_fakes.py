@@ -1,4 +1,4 @@
-"""Sources, messages and an ingestor for the tests of ``flexd.ingest``."""
+"""Fake sources, messages and an ingestor for the tests of ``flexd.ingest``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real processes that run an ``Ingestor`` and can be killed: forked from one that has imported everything.
+"""Processes that run an ``Ingestor`` and can be killed, forked from a server that has imported everything.
 
 python -m tests.support.ingest_server     reads one JSON object a line, forks a child for it, answers with its pid
 """
@@ -41,7 +41,7 @@ def _open_source(order: Mapping[str, Any]) -> Any:
 
 
 def _run(order: Mapping[str, Any]) -> None:
-    """The child: ingests until SIGTERM, and keeps a status file of what it has counted."""
+    """Ingest in the child until SIGTERM, and keep a status file of the counts."""
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
     state = Path(order["state"])
@@ -82,7 +82,7 @@ class IngestServer:
         )
 
     def start(self, state: Path, *, interval: float = 0.03, **source: Any) -> int:
-        """Returns the pid of a process that ingests into ``state``. Any thread."""
+        """Start a process that ingests into ``state`` and return its pid (any thread)."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         order = {"state": str(state), "interval": interval, **source}
@@ -98,7 +98,7 @@ class IngestServer:
 
 
 def status_of(state: Path, pid: int) -> dict[str, Any]:
-    """The newest status of this process; empty before its first."""
+    """Return the newest status of this process; empty before its first."""
     try:
         status: dict[str, Any] = json.loads((state.parent / "status.json").read_text())
     except FileNotFoundError:
@@ -116,20 +116,20 @@ def wait_for_status(state: Path, pid: int, condition: Any, seconds: float = 60.0
 
 
 def end(pid: int, number: int = signal.SIGTERM, seconds: float = 30.0) -> None:
-    """Signals a process and waits until it is gone (the server reaps it)."""
+    """Signal a process and wait until it is gone (the server reaps it)."""
     os.kill(pid, number)
     until(lambda: not Path(f"/proc/{pid}").exists(), seconds, f"process {pid} ends")
 
 
 def saved_counters(state: Path) -> tuple[Any, dict[str, int]]:
-    """(counters of the newest snapshot, its positions)."""
+    """Return (counters of the newest snapshot, its positions)."""
     loaded = SnapshotStore(state, 3).load_newest()
     assert loaded is not None
     return SketchSet.from_state(TABLES, SETTINGS, loaded.meta["sketches"], loaded.arrays), loaded.meta["positions"]
 
 
 def counted(batches: Any) -> SketchSet:
-    """What an uninterrupted run ends with."""
+    """Return the sketches that an uninterrupted run ends with."""
     sketches = SketchSet.of(TABLES, SETTINGS)
     for batch in batches:
         sketches.ingest(batch.table, batch.rows, batch.source_rank, batch.event_time_seconds)
