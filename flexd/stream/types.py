@@ -18,7 +18,7 @@ Positions = dict[str, int]
 """Partition -> offset of the next message to read."""
 
 OnPositionLost = Literal["earliest", "latest", "fail"]
-"""Where a source continues when the log no longer holds its position; ``fail`` raises PositionLostError."""
+"""Policy of a source for a position that the log no longer holds; ``fail`` raises PositionLostError."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -126,9 +126,9 @@ def test_an_old_trace_of_other_tables_arrives_as_if_it_were_live(broker, trace, 
 
 
 def test_no_broker_is_exit_status_4_with_a_remedy(trace):
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
         done = flexd("produce", trace, "--kafka", address, "--topic", TOPIC, "--timeout", 1)
     assert done.returncode == ExitCode.REFUSED, done.stderr
     assert done.stdout == ""
