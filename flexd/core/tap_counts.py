@@ -29,7 +29,7 @@ MAX_PAYLOAD_BYTES = 128 * 2**20
 MAX_TABLES = 65_536
 MAX_TABLE_NAME_CHARS = 256
 MAX_COUNT = 2**40
-"""Of one row in one message: in units of a decayed sketch (2^18 an access) it still fits 62 bits."""
+"""Limit of the count of one row in one message: in units of a decayed sketch (2^18 an access) it fits 62 bits."""
 MAX_ROW = 2**44
 MAX_EVENT_TIME_SECONDS = 1e11
 """Equal to the limit of the other codecs: larger values are milliseconds or worse by mistake."""

@@ -75,7 +75,7 @@ class CollectiveCurve:
 
     @property
     def is_affine(self) -> bool:
-        """Whether the bandwidth is the same at every size."""
+        """True if the bandwidth is the same at every size."""
         return len({bandwidth for _, bandwidth in self.points}) == 1
 
     def bandwidth(self, message_bytes: float) -> float:
@@ -188,7 +188,7 @@ class Cluster:
 
     @property
     def is_affine(self) -> bool:
-        """Whether no bandwidth depends on the message size, so that prices are the same for every placement."""
+        """True if no bandwidth depends on the message size, so that prices are the same for every placement."""
         return all(self.curve(link, collective).is_affine for link in Link for collective in Collective)
 
     def with_exposed(self, exposed: Exposed) -> Cluster:

@@ -184,7 +184,7 @@ def chain_bytes(layout: RankLayout, ids: list[set[int]], held: Callable[[int, in
 
 
 def direct_bytes(layout: RankLayout, ids: list[list[int]], held: Callable[[int, int], bool]) -> np.ndarray:
-    """As ``chain_bytes``, every rank asking the homes."""
+    """Like ``chain_bytes``, but every rank requests from the homes."""
     sent = np.zeros((layout.world_size, 2), dtype=np.int64)
     for rank, wanted in enumerate(ids):
         far_ranks = layout.world_size - layout.local_ranks
@@ -204,8 +204,11 @@ def words(rows: int) -> int:
 
 
 def sync_bytes(layout: RankLayout, placement: Placement, ids: list[set[int]], exchange: str) -> np.ndarray:
-    """As ``chain_bytes``, for replicas: per hop, with the requests a bit for each listed row that a peer is asked for
-    and with the answers one for each that I am asked for; then the gradients of the touched ones up, and sums down."""
+    """Like ``chain_bytes``, but for the synchronisation of replicas.
+
+    On each hop a request carries one bit for each listed row that a peer serves, a response one bit for each listed row
+    that this rank serves; then the gradients of the touched rows go up, and the sums come down.
+    """
     sent = np.zeros((layout.world_size, 2), dtype=np.int64)
     nodes, local_ranks, world = layout.nodes, layout.local_ranks, layout.world_size
     tier_of = dict(zip(placement.keys.tolist(), placement.tiers.tolist(), strict=True))
@@ -243,9 +246,10 @@ def sync_bytes(layout: RankLayout, placement: Placement, ids: list[set[int]], ex
 
 
 def migration_bytes(layout: RankLayout, placement: Placement) -> np.ndarray:
-    """As ``chain_bytes``, for promotion from HOME: an all-gather over the rail, for DEVICE rows another in the node.
+    """Like ``chain_bytes``, but for promotions from HOME.
 
-    Every member of an all-gather sends as many rows to each other one as the member with most of them has.
+    There is an all-gather over the rail, and for DEVICE rows another in the node. Every
+    member of an all-gather sends as many rows to each other one as the member with most of them has.
     """
     sent = np.zeros((layout.world_size, 2), dtype=np.int64)
     device = placement.keys[placement.tiers == Tier.DEVICE]

@@ -63,7 +63,7 @@ def test_several_passes_a_step_are_exact(ranks: Ranks) -> None:
     [("adagrad", 2, 2), ("adam", 2, 2), ("adam", 2, 1), ("rowwise_adam", 2, 2), ("sgd_decay", 1, 2), ("adam", 1, 1)],
 )
 def test_every_optimizer_is_exact(ranks: Ranks, optimizer: str, nodes: int, local_ranks: int) -> None:
-    """Whose state is more than a number a row, and which move rows that have no gradient."""
+    """Includes optimizers with several numbers of state a row, and those that move rows without a gradient."""
     check(Scenario(nodes, local_ranks, optimizer, two_dims=True, gamma=0.9, passes=2, seed=nodes), ranks)
 
 

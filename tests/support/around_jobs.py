@@ -1,4 +1,4 @@
-"""What stands around a collection in a training: each function trains on ranks and returns what it ends with."""
+"""Trainings with a collection among other parts of PyTorch: each function trains on ranks and returns its results."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def train(
 
 
 def plain(rank: int, layout: RankLayout, dtype: str = "float64") -> dict[str, Any]:
-    """What the others must end with."""
+    """Return the results that the others must have."""
     collection, tower = collection_of(layout, dtype), Tower(getattr(torch, dtype))
     return train(rank, collection, lambda step: tower(collection(features(step, rank))["item"].values), tower)
 

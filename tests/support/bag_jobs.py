@@ -104,7 +104,7 @@ def train_alone(world_size: int) -> tuple[list[list[float]], list[list[dict[str,
 
 
 def refused(rank: int, layout: RankLayout, guilty: int) -> list[str]:
-    """What bad bags are told, on every rank; a good batch is looked up in between."""
+    """Return the errors of invalid bags on every rank, with a valid batch in between."""
     collection = flexd.EmbeddingBagCollection(tables(), layout=layout)
     ids = torch.tensor([1, 2, 3])
     good = {"history": flexd.Jagged(ids, torch.tensor([2, 1])), "shop": flexd.Jagged(ids, torch.tensor([3]))}

@@ -1,4 +1,4 @@
-"""What the ranks of the collection's tests run, beside ``exactness``."""
+"""Programs that the ranks of the collection's tests run, beside ``exactness``."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def follow(rank: int, layout: RankLayout, deltas: list[Delta], slots: list[int])
 
 
 def wrong_chunk(rank: int, layout: RankLayout, good: Delta, wrong: Delta) -> tuple[str, bool]:
-    """What applying a chunk that does not start from the placement says, and whether all is as it was."""
+    """Return the error of a chunk that does not start from the placement, and whether the collection is unchanged."""
     collection = EmbeddingCollection(tables(), layout=layout, replica_slots=[30, 30, 3])
     offer(collection, good)
     look_everything_up(collection)
@@ -328,7 +328,7 @@ def connected_alone(world_size: int, steps: int) -> dict[str, np.ndarray]:
 
 
 def listed_by(layout: RankLayout, rank: int, placement: Placement) -> Placement:
-    """What a rank's directory lists of a placement."""
+    """Return the rows of a placement that a rank's directory lists."""
     keys, tiers = placement.keys, placement.tiers
     mine = ((tiers == 1) & (keys % layout.local_ranks == layout.local_rank_of(rank)) & (layout.nodes > 1)) | (
         (tiers == 2) & (layout.world_size > 1)
@@ -337,7 +337,7 @@ def listed_by(layout: RankLayout, rank: int, placement: Placement) -> Placement:
 
 
 def shared_groups(rank: int, layout: RankLayout) -> tuple[bool, bool]:
-    """Do two collections share the trainer's process groups, and do both train the same beside each other?"""
+    """Return whether two collections share the trainer's process groups and train equally beside each other."""
     first, second = (EmbeddingCollection(tables(), layout=layout, replica_slots=[20, 20, 3]) for _ in range(2))
     same = all(
         getattr(first.engine.groups, name).group is getattr(second.engine.groups, name).group

@@ -20,7 +20,7 @@ from flexd.embedding.tap.counters import TableCounter, check_memory
 logger = logging.getLogger(__name__)
 
 MAX_BUFFER_ACCESSES = 2**31 - 1
-"""Of one buffer: no int32 counter can have passed its range."""
+"""Limit of the accesses in one buffer, so that no int32 counter overflows."""
 _POLL_SECONDS = 0.1
 
 

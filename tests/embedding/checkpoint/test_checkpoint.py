@@ -31,7 +31,7 @@ def replicate(seed: int) -> Delta:
 
 @pytest.fixture(scope="module")
 def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
-    """Of 2 x 2 ranks with Adam, and how their training went on."""
+    """Save a checkpoint of 2 x 2 ranks with Adam; return its path and the result of further training."""
     path = tmp_path_factory.mktemp("checkpoint") / "adam"
     results = ranks(4).run("checkpoint_jobs:save", HERE, "adam", str(path), replicate(1), 300)
     return path, results[0]

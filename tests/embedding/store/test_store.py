@@ -39,7 +39,7 @@ def test_every_key_has_one_home_slot(nodes: int, local_ranks: int, first_key: in
 @settings(max_examples=100, deadline=None)
 @given(actions=st.lists(st.tuples(st.sampled_from(["take", "give", "settle", "try"]), st.integers(0, 4)), max_size=40))
 def test_a_replica_slot_is_never_allocated_twice(actions: list[tuple[str, int]]) -> None:
-    """Whatever is prepared and dropped again, and whenever what was prepared first is settled."""
+    """Also if prepared chunks are dropped, and for any time at which the first prepared chunk is applied."""
     store = GroupStore(DimGroup(2, "float32", "sgd", 0, 7, (0,)), RankLayout(1, 2), 1, 9, CPU)
     everything = set(range(store.home_rows, store.home_rows + 9))
     free = store.free
