@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from flexd.config.base import Float, Int, Name, Port, Section, is_loopback, split_address
+from flexd.config.base import Int, Name, Port, Section, is_loopback, split_address
 
 ApiScope = Literal["read", "admin"]
 
@@ -75,10 +75,6 @@ class ServerConfig(Section):
     metrics_listen: str | None = None
     """``host:port`` of a second, read-only listener with nothing but ``/metrics``, ``/healthz`` and ``/readyz``, for
     Prometheus and the kubelet. It may bind any address."""
-    requests_per_second: Annotated[Float, Field(gt=0, le=100_000)] = 200.0
-    """Of one client (a token, a certificate, or an address without either) in the long run; more get status 429."""
-    request_burst: Annotated[Int, Field(ge=1, le=100_000)] = 400
-    """That one client may send at once."""
     max_connections: Annotated[Int, Field(ge=4, le=10_000)] = 64
     """Of each listener at one time; more are told to come again (503)."""
 

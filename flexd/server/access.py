@@ -1,9 +1,8 @@
-"""Who may do what: tokens, client certificates, and how often."""
+"""Authenticate and authorise requests: tokens and client certificates."""
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -16,11 +15,10 @@ from flexd.config.server import ApiScope
 from flexd.core.errors import ApiError
 from flexd.server.guard import answer_error
 from flexd.server.protocol import CLIENT_NAME
-from flexd.server.rate import RateLimiter, client_address
 from flexd.server.tokens import Caller, Tokens
 
 REFUSED_REASONS = (
-    "unauthenticated", "unknown_token", "unknown_certificate", "read_only", "rate", "unknown_sender", "too_large",
+    "unauthenticated", "unknown_token", "unknown_certificate", "read_only", "unknown_sender", "too_large",
     "too_slow", "malformed",
 )  # fmt: skip
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/"})
@@ -72,7 +70,6 @@ class AccessControl:
     Args:
         tokens: who the bearer tokens belong to. clients: scope of each common name of a client certificate.
             With neither, everybody who can connect is ``LOCAL``.
-        limiter: by caller, or by address for those that are nobody.
     """
 
     def __init__(
@@ -81,31 +78,22 @@ class AccessControl:
         *,
         tokens: Tokens,
         clients: Mapping[str, ApiScope],
-        limiter: RateLimiter,
         refusals: Refusals,
     ) -> None:
         self._app = app
         self._tokens = tokens
         self._clients = clients
-        self._limiter = limiter
         self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        address = client_address(scope.get("client"))
         reading = scope["method"] in _READING
         try:
             caller = self._caller(scope)
-            who = f"address:{address}" if caller is LOCAL else f"caller:{caller.name}"
         except _Refused as refused:
-            # By address: whoever guesses tokens uses up nobody's requests but those from there.
-            await self._refuse(send, f"address:{address}", refused.reason, refused.error)
-            return
-        wait = self._limiter.wait_seconds(who)
-        if wait > 0:
-            await self._too_many(send, wait)
+            await self._refuse(send, refused.reason, refused.error)
             return
         if not reading and caller.scope != "admin":
             self._refusals.count("read_only")
@@ -116,7 +104,7 @@ class AccessControl:
             return
         token = _caller.set(caller)
         try:
-            await self._app(scope, receive, send if reading else _Audited(send, scope, caller, address))
+            await self._app(scope, receive, send if reading else _Audited(send, scope, caller))
         finally:
             _caller.reset(token)
 
@@ -146,22 +134,9 @@ class AccessControl:
             _unauthorized("the request says not who it is from", "send a bearer token, or use a client certificate"),
         )
 
-    async def _refuse(self, send: Send, who: str, reason: str, error: ApiError) -> None:
-        wait = self._limiter.wait_seconds(who)
-        if wait > 0:
-            await self._too_many(send, wait)
-            return
+    async def _refuse(self, send: Send, reason: str, error: ApiError) -> None:
         self._refusals.count(reason)
         await answer_error(send, error, [(b"www-authenticate", b'Bearer realm="flexd"')] if error.status == 401 else [])
-
-    async def _too_many(self, send: Send, wait_seconds: float) -> None:
-        self._refusals.count("rate")
-        seconds = max(1, math.ceil(wait_seconds))
-        await answer_error(
-            send,
-            ApiError("too many requests", status=429, remedy=f"try again in {seconds} s"),
-            [(b"retry-after", str(seconds).encode())],
-        )
 
 
 class _Refused(Exception):
@@ -174,7 +149,9 @@ class _Refused(Exception):
 class _Audited:
     """Logs what became of a request that may change something, and who sent it."""
 
-    def __init__(self, send: Send, scope: Scope, caller: Caller, address: str) -> None:
+    def __init__(self, send: Send, scope: Scope, caller: Caller) -> None:
+        client = scope.get("client")
+        address = "local" if client is None else client[0]
         self._send = send
         self._said = {"caller": caller.name, "address": address, "method": scope["method"], "path": scope["path"][:200]}
 

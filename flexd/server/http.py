@@ -23,7 +23,6 @@ from flexd.server.access import AccessControl, Refusals
 from flexd.server.app import create_app, create_metrics_app
 from flexd.server.metrics import Metrics, RefusalsCollector
 from flexd.server.protocol import BoundedProtocol
-from flexd.server.rate import RateLimiter
 from flexd.server.tls import ServerTls
 from flexd.server.tokens import Tokens
 
@@ -258,7 +257,6 @@ class DaemonServer:
                 create_app(api, metrics, loopback_only=loopback_only, on_refused=refusals.count),
                 tokens=tokens,
                 clients=config.tls.clients,
-                limiter=RateLimiter(config.requests_per_second, config.request_burst),
                 refusals=refusals,
             ),
             host=config.host,

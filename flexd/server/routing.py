@@ -32,7 +32,7 @@ ERRORS: dict[int | str, dict[str, object]] = {
     403: refusal(
         "The sender may only read or do nothing, or the request comes from a web page or by a foreign host name."
     ),
-    429: refusal("Too many requests, or too many plans and waits, at one time."),
+    429: refusal("Too many plans and waits at one time."),
     500: refusal("A fault of the daemon."),
     503: refusal("The daemon cannot do it at present."),
 }

@@ -30,7 +30,7 @@ def test_a_real_daemon_answers_as_documented_and_reading_changes_nothing(tmp_pat
             "stream": {"source": {"kind": "synthetic", "accesses_per_second": 20_000}, "poll_seconds": 0.05},
             "sketch": {"memory_bytes": 2**22},
             "control": {"listen_port": 0},
-            "server": {"port": 0, "tokens": tokens, "requests_per_second": 10_000, "request_burst": 10_000},
+            "server": {"port": 0, "tokens": tokens},
             "state": {"dir": str(tmp_path / "state"), "snapshot_interval_seconds": 3600.0},
         }
     )

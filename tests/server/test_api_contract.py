@@ -48,8 +48,6 @@ def url(fake: FakeDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     (directory / "admin").write_text(ADMIN)
     config = ServerConfig(
         port=0,
-        requests_per_second=10_000,
-        request_burst=10_000,
         tokens=[
             TokenConfig(name="dashboard", file=directory / "read"),
             TokenConfig(name="operator", scope="admin", file=directory / "admin"),
