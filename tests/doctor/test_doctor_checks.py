@@ -99,7 +99,7 @@ def test_a_file_log_is_read_without_touching_it(tmp_path):
 def test_broker_and_topic(tmp_path, monkeypatch):
     wanted = config(tmp_path, stream={"source": {"kind": "kafka", "bootstrap_servers": "b:1", "topic": "t"}})
     seen = SimpleNamespace(partitions=0, messages=0, payloads=())
-    monkeypatch.setattr("flexd.stream.kafka.inspection.look", lambda *_, **__: seen)
+    monkeypatch.setattr("flexd.stream.kafka.topic_admin.inspect_topic", lambda *_, **__: seen)
     assert levels(stream.stream(wanted, 1.0)) == {"broker ok": 1, "topic fault": 1}
     seen.partitions, seen.payloads = 3, (message(),)
     assert levels(stream.stream(wanted, 1.0)) == {"broker ok": 1, "topic ok": 1, "messages ok": 1, "event time ok": 1}
@@ -107,7 +107,7 @@ def test_broker_and_topic(tmp_path, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise StreamError("b:1: NoBrokersAvailable", remedy="check the network")
 
-    monkeypatch.setattr("flexd.stream.kafka.inspection.look", fail)
+    monkeypatch.setattr("flexd.stream.kafka.topic_admin.inspect_topic", fail)
     assert finding.run("stream", lambda: stream.stream(wanted, 1.0)) == [
         Finding("stream", Level.FAULT, "b:1: NoBrokersAvailable", "check the network")
     ]
