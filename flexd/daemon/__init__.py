@@ -1,4 +1,8 @@
-"""The daemon: wires stream, sketches, planner, control channel and API together and owns their life cycle."""
+"""The daemon process: build all parts from the configuration, start and stop them, handle signals and reloads.
+
+The only package that knows stream, sketches, planner, control channel and API at once; only the command line and the
+demo import it.
+"""
 
 from flexd.daemon.run import run_daemon
 from flexd.daemon.service import Daemon

@@ -1,4 +1,4 @@
-"""The file that a daemon runs on, read again when somebody asks for it."""
+"""The configuration file of a running daemon, and its reload."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ logger = logging.getLogger("flexd")
 
 
 class ConfigFile:
-    """Thread-safe; one reload at a time.
+    """Reloads the configuration, one reload at a time. Thread-safe.
 
     Args:
-        path: None: the daemon was made without a file, and nothing can be read again.
-        environ: laid over the file, as at the start.
+        config: the configuration that the daemon starts with.
+        path: the file; None if the daemon was created without one and cannot reload.
+        environ: variables laid over the file, as at the start.
 
     Attributes:
-        config: what is in effect now.
+        config: the configuration in effect.
     """
 
     def __init__(self, config: Config, path: Path | None = None, environ: Mapping[str, str] = os.environ) -> None:
@@ -47,10 +48,10 @@ class ConfigFile:
         self._read_unix_seconds = time.time()
 
     def reload(self, apply: Callable[[Config], None]) -> ReloadReport:
-        """Reads the file again and has its hot keys adopted. On any error what runs is as it was.
+        """Read the file again and apply its hot keys. On an error nothing changes.
 
         Args:
-            apply: gives the parts their new settings; checks first, raises FlexdError and changes nothing, or does it.
+            apply: applies new settings; raises FlexdError before it changes anything.
 
         Raises:
             ConfigError: there is no file, it cannot be read, or a value is not allowed (with its key path).
@@ -72,13 +73,13 @@ class ConfigFile:
             return report
 
     def preview(self, check: Callable[[Config], None]) -> ReloadReport:
-        """What ``reload`` would come to now. Takes nothing from the file, and counts nothing.
+        """Return the report that ``reload`` would give now. Applies and counts nothing.
 
         Args:
-            check: raises FlexdError if the parts cannot take these settings.
+            check: raises FlexdError if the settings cannot be applied.
 
         Raises:
-            ConfigError: as ``reload``.
+            ConfigError: as in ``reload``.
         """
         with self._lock:
             path, wanted, merged = self._read()
@@ -98,7 +99,7 @@ class ConfigFile:
         return report
 
     def _read(self) -> tuple[Path, Config, Merged]:
-        """(the file, what it says, what becomes of the running configuration)"""
+        """Return the path, the file's configuration, and its merge with the running one."""
         if self._path is None:
             raise ConfigError("this daemon was not started from a file", remedy="start it with flexd run -c FILE")
         wanted = load_config(self._path, self._environ)
@@ -132,7 +133,7 @@ def _report(path: Path, running: Config, wanted: Config, merged: Merged, *, dry_
 
 
 def _at(document: Any, key: str) -> Any:
-    """The value at a key path; None where there is none: a section of another kind has other keys."""
+    """Return the value at a key path; None if a section of another kind lacks the key."""
     for name in key.split("."):
         document = document.get(name) if isinstance(document, dict) else None
     return document

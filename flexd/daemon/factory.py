@@ -1,4 +1,4 @@
-"""Makes the daemon's parts from its configuration."""
+"""Create the daemon's parts from its configuration."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DEFAULT_PRESET = "azure-a100-200g"
 
 
 def make_source(config: Config, follower: Follower | None = None) -> Source:
-    """The stream source; a broker is not contacted yet.
+    """Return the stream source. Does not contact a broker yet.
 
     Args:
-        follower: that a consumer group's source asks and tells when partitions come and leave.
+        follower: receives the partitions that a consumer group assigns and revokes, and returns their positions.
 
     Raises:
         ConfigError: a client option file cannot be read.
@@ -62,7 +62,7 @@ def make_source(config: Config, follower: Follower | None = None) -> Source:
 
 
 def make_state_directory(config: Config) -> None:
-    """Raises SnapshotError if it cannot be made."""
+    """Create the state directory. Raises SnapshotError if that fails."""
     directory = config.state.dir
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -73,7 +73,7 @@ def make_state_directory(config: Config) -> None:
 
 
 def make_cluster(config: Config) -> Cluster:
-    """The cluster description of ``topology``.
+    """Return the cluster description of ``topology``.
 
     Raises:
         TopologyError: the preset is not known, or the file cannot be read or is malformed.
@@ -98,7 +98,7 @@ def sketch_settings(config: Config) -> SketchSettings:
 
 
 def control_options(config: Config) -> ControlOptions:
-    """Raises ConfigError if the secret file cannot be read or holds no keys."""
+    """Return the control channel's options. Raises ConfigError if the secret file cannot be read or holds no keys."""
     control = config.control
     secret_file = control.secret_file
     secret = None if secret_file is None else KeyFile(secret_file, "control.secret_file")

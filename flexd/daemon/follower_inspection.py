@@ -1,4 +1,4 @@
-"""What a follower can show in detail: its configuration. The rest is its leader's."""
+"""The inspection API of a follower: its configuration. Everything else is at its leader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexd.core.errors import ApiError
 
 
 class FollowerInspection:
-    """Refuses all but ``config`` with the leader's address."""
+    """Returns the configuration and refuses everything else with the leader's address."""
 
     def __init__(self, config: Config) -> None:
         self._config = config

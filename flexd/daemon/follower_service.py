@@ -47,11 +47,11 @@ class FollowerDaemon(InactiveDaemon):
         self._unit = remote_follower(config)
         self._inspection = FollowerInspection(config)
         self._server = DaemonServer(self, Metrics(self), config.server)
-        self._stopping, self._reload_asked = SignalFlag(), SignalFlag()
+        self._stopping, self._reload_requested = SignalFlag(), SignalFlag()
 
     @property
     def address(self) -> str:
-        """Where the admin API is served."""
+        """The address of the admin API."""
         return self._server.address
 
     def start(self) -> None:
@@ -60,21 +60,21 @@ class FollowerDaemon(InactiveDaemon):
         self._unit.start()
         logger.info("flexd follows %s: API %s", self._config.scale_out.leader, self._server.address)
 
-    def ask_to_stop(self) -> None:
-        """Returns at once; ``run_until_stopped`` then ends within ``shutdown_seconds``."""
+    def request_stop(self) -> None:
+        """Make ``run_until_stopped`` end within ``shutdown_seconds``. Returns at once; safe in signal handlers."""
         self._stopping.set()
 
-    def ask_to_reload(self) -> None:
-        """Returns at once; the loop then reads the configuration file again."""
-        self._reload_asked.set()
+    def request_reload(self) -> None:
+        """Make the loop reload the configuration file. Returns at once; safe in signal handlers."""
+        self._reload_requested.set()
 
     def reload(self, reason: str = "", who: str = "") -> ReloadReport:
-        """Of the hot keys a follower has use for few: log lines, snapshots and its own end. It keeps no history."""
-        logger.info("config reload asked for by %s: %s", who or "anonymous", reason)
+        """Reload the hot keys that a follower uses: log lines, snapshots and its shutdown. It keeps no history."""
+        logger.info("config reload requested by %s: %s", who or "anonymous", reason)
         return self._file.reload(self._apply_config)
 
     def preview_reload(self) -> ReloadReport:
-        """As ``DaemonApi.preview_reload``."""
+        """Implement ``DaemonApi.preview_reload``."""
         return self._file.preview(lambda _: None)
 
     def _apply_config(self, config: Config) -> None:
@@ -82,10 +82,10 @@ class FollowerDaemon(InactiveDaemon):
         self._unit.ingestor.set_snapshot_interval(config.state.snapshot_interval_seconds)
 
     def run_until_stopped(self) -> bool:
-        """Returns whether every part ended within the deadline."""
+        """Run until a stop is requested, then stop. Returns whether every part ended within the deadline."""
         while not self._stopping.wait(TICK_SECONDS):
-            if self._reload_asked.is_set():
-                self._reload_asked.clear()
+            if self._reload_requested.is_set():
+                self._reload_requested.clear()
                 with contextlib.suppress(FlexdError):  # It is logged and counted.
                     self.reload(who="SIGHUP")
         seconds = self._config.shutdown_seconds

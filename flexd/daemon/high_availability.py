@@ -1,11 +1,11 @@
-"""One of several daemons of a job: it leads while it holds the lease, and stands by otherwise.
+"""One of several daemons of a job: it leads while it holds the lease, and is a standby otherwise.
 
 ::
 
-    STANDBY --the lease is held--> LEADING --it is held no more, or the process stops--> STANDBY or the end
-       ^------ its state cannot be opened, or a part does not start: the lease is left to others for a while
+    STANDBY --lease acquired--> LEADING --lease lost, or the process stops--> STANDBY or end
+       ^------ the state cannot be opened, or a part does not start: the lease is released for a while
 
-Every turn of leading is a ``Daemon`` of its own with the term's directory; nothing of a turn that ended is used again.
+Every leadership is a ``Daemon`` of its own with the directory of its term; no object of an earlier one is reused.
 """
 
 from __future__ import annotations
@@ -47,17 +47,19 @@ from flexd.server.metrics import Metrics
 logger = logging.getLogger("flexd")
 
 MAX_TAKEOVER_SECONDS = 300.0
-"""Reading a large snapshot takes minutes, in which the loop does not tick."""
+"""The loop does not tick while a large snapshot is read, which takes minutes."""
 _RELOAD_SECONDS = 5.0
 _SHARE_LEASE = 0.05
 _SHARE_SERVER = 0.05
 
 
 class HighAvailabilityDaemon(ActiveDaemon):
-    """``start``, then ``run_until_stopped``; ``ask_to_stop`` from anywhere. Its API answers in both roles.
+    """Leads or stands by; its API responds in both roles.
+
+    Call ``start``, then ``run_until_stopped``; ``request_stop`` from anywhere.
 
     Raises:
-        FlexdError: the lease's place or the state directory cannot be used at all.
+        FlexdError: the lease store or the state directory cannot be used.
     """
 
     def __init__(self, config: Config, file: ConfigFile | None = None) -> None:
@@ -68,24 +70,24 @@ class HighAvailabilityDaemon(ActiveDaemon):
         self._state_dir = config.state.dir
         settings = config.high_availability
         self._store = make_lease_store(config)
-        # New for every start: a process that comes again is another holder, with a term of its own.
+        # Unique for every start: a restarted process is another holder, with another term.
         identity = f"{settings.identity or socket.gethostname()}/{os.getpid()}-{os.urandom(4).hex()}"
         lease = Lease(self._store, identity, settings.duration_seconds, lambda: highest_term(self._state_dir))
         self._renewer = LeaseRenewer(lease, settings.renew_seconds)
         self._standby = Standby(config, self._renewer, self._started)
         self._leading: Daemon | None = None
-        self._turn = threading.Lock()
-        """No settings are adopted while a turn of leading begins."""
+        self._starting = threading.Lock()
+        """Held while a leadership starts, so that no settings are applied meanwhile."""
         self._term = self._failed_term = 0
         self._leadership_acquisitions = self._leadership_losses = 0
         self._taking_over = False
-        self._stopping, self._reload_asked = SignalFlag(), SignalFlag()
+        self._stopping, self._reload_requested = SignalFlag(), SignalFlag()
         self._ticked_at = time.monotonic()
         self._server = DaemonServer(self, Metrics(self), config.server)
 
     @property
     def address(self) -> str:
-        """Where the admin API is served."""
+        """The address of the admin API."""
         return self._server.address
 
     @property
@@ -93,26 +95,26 @@ class HighAvailabilityDaemon(ActiveDaemon):
         return self._leading is not None
 
     def start(self) -> None:
-        """Serves the API and asks for the lease. Raises ApiError if an address is taken."""
+        """Serve the API and try to acquire the lease. Raises ApiError if an address is taken."""
         self._server.start()
         self._renewer.start()
         logger.info("flexd stands by as %s: API %s", self._renewer.lease.identity, self._server.address)
 
-    def ask_to_stop(self) -> None:
-        """Returns at once; ``run_until_stopped`` then ends within ``shutdown_seconds``."""
+    def request_stop(self) -> None:
+        """Make ``run_until_stopped`` end within ``shutdown_seconds``. Returns at once; safe in signal handlers."""
         self._stopping.set()
 
-    def ask_to_reload(self) -> None:
-        """Returns at once; the loop then reads the configuration file again."""
-        self._reload_asked.set()
+    def request_reload(self) -> None:
+        """Make the loop reload the configuration file. Returns at once; safe in signal handlers."""
+        self._reload_requested.set()
 
     def run_until_stopped(self) -> bool:
-        """Leads and stands by in turns. Returns whether every part ended within the deadline."""
+        """Lead and stand by in turn until a stop is requested. Returns whether every part ended in time."""
         lease = self._renewer.lease
         while not self._stopping.wait(TICK_SECONDS):
             self._ticked_at = time.monotonic()
-            if self._reload_asked.is_set():
-                self._reload_asked.clear()
+            if self._reload_requested.is_set():
+                self._reload_requested.clear()
                 with contextlib.suppress(FlexdError):  # It is logged and counted.
                     self.reload(who="SIGHUP")
             if self._leading is None:
@@ -126,11 +128,11 @@ class HighAvailabilityDaemon(ActiveDaemon):
             else:
                 self._leadership_losses += 1
                 logger.warning("term %d is over: %s", self._term, self._standby.reason)
-                # The loop does not tick meanwhile, and that must not look like a fault.
+                # The loop does not tick meanwhile: stay below the limit of ``health``.
                 self._stand_down(min(self._config.shutdown_seconds, HEALTHY_TICK_SECONDS / 2))
         budget = ShutdownBudget(self._config.shutdown_seconds)
         budget.stop_part("leading", self._stand_down, reserve=_SHARE_LEASE + _SHARE_SERVER)
-        # Only now: whoever takes over finds the last snapshot, and nobody who still writes.
+        # The lease is released last: the next leader finds the last snapshot, and this daemon no longer writes.
         budget.stop_part("lease", self._renewer.stop, reserve=_SHARE_SERVER)
         if budget.in_time:
             self._store.close()
@@ -141,7 +143,7 @@ class HighAvailabilityDaemon(ActiveDaemon):
         lease = self._renewer.lease
         try:
             leadership = Leadership(open_term_directory(self._state_dir, term), term, lambda: lease.holds(term))
-            with self._turn:
+            with self._starting:
                 daemon = Daemon(self._config, leadership)
                 daemon.start()
                 self._term, self._leading = term, daemon
@@ -163,7 +165,7 @@ class HighAvailabilityDaemon(ActiveDaemon):
         return self._leading or self._standby
 
     def reload(self, reason: str = "", who: str = "") -> ReloadReport:
-        """As ``DaemonApi.reload``, in both roles; a leader records it."""
+        """Implement ``DaemonApi.reload`` in both roles; a leader records it."""
         try:
             report = self._file.reload(self._apply_config)
         except FlexdError as error:
@@ -173,26 +175,26 @@ class HighAvailabilityDaemon(ActiveDaemon):
         return report
 
     def preview_reload(self) -> ReloadReport:
-        """As ``DaemonApi.preview_reload``, in both roles; what a stand-by could not take shows when it leads."""
+        """Implement ``DaemonApi.preview_reload`` in both roles."""
         leading = self._leading
         return self._file.preview(leading.check if leading is not None else lambda _: None)
 
     def _record_reload(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
         leading = self._leading
         if leading is None:
-            logger.info("config reload asked for by %s: %s", who or "anonymous", reason)
+            logger.info("config reload requested by %s: %s", who or "anonymous", reason)
         else:
             leading.record_reload(who, reason, outcome)
 
     def _apply_config(self, config: Config) -> None:
-        if not self._turn.acquire(timeout=_RELOAD_SECONDS):
+        if not self._starting.acquire(timeout=_RELOAD_SECONDS):
             raise ApiError("this daemon is taking over", status=503, remedy="reload when it leads")
         try:
             if self._leading is not None:
                 self._leading.apply_config(config)
             self._config = config
         finally:
-            self._turn.release()
+            self._starting.release()
 
     def status(self) -> Status:
         lease, seen = self._renewer.lease, self._renewer.lease.last_record
@@ -218,7 +220,12 @@ class HighAvailabilityDaemon(ActiveDaemon):
 
 
 def make_lease_store(config: Config) -> LeaseStore:
-    """Where ``high_availability.lease`` says. Raises LeaseError if it cannot be used, ConfigError if there is none."""
+    """Return the store of ``high_availability.lease``.
+
+    Raises:
+        LeaseError: the store cannot be used.
+        ConfigError: no lease is configured.
+    """
     settings = config.high_availability
     lease = settings.lease
     if isinstance(lease, FileLease):

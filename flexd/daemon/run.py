@@ -1,4 +1,4 @@
-"""The process of the daemon: its role, its signals, its exit code."""
+"""Run a daemon as a process: choose its role, handle its signals, return its exit code."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 
 
 def run_daemon(config: Config, path: Path | None = None) -> int:
-    """Runs until SIGTERM or SIGINT; SIGHUP reads the file at ``path`` again. Returns the exit code: 0, or 1 if a part
-    did not end within the deadline."""
+    """Run until SIGTERM or SIGINT; SIGHUP reloads the file at ``path``. Returns the exit code: 0, or 1 if a part did
+    not end within the deadline."""
     set_up_logging(config)
     faults.arm()
     keep_freed_memory()
     daemon = _daemon_of(config, ConfigFile(config, path))
-    signal.signal(signal.SIGHUP, lambda *_: daemon.ask_to_reload())
+    signal.signal(signal.SIGHUP, lambda *_: daemon.request_reload())
     daemon.start()
     resume_garbage_collector()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: daemon.ask_to_stop())
+        signal.signal(number, lambda *_: daemon.request_stop())
     if config.high_availability.enabled:
-        # A takeover should not wait for it.
+        # Load torch now, so that a takeover does not wait for it.
         load_transports()
     return 0 if daemon.run_until_stopped() else 1
 
 
 def _daemon_of(config: Config, file: ConfigFile) -> Daemon | HighAvailabilityDaemon | FollowerDaemon:
-    # Each role imports only what it needs: a start should take less than two seconds.
+    # Each role imports only what it needs, so that a start takes less than two seconds.
     if config.scale_out.role == "follower":
         from flexd.daemon.follower_service import FollowerDaemon
 

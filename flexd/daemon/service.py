@@ -1,4 +1,4 @@
-"""The daemon's life cycle: start everything, tick, stop everything within the deadline."""
+"""The daemon's life cycle: build and start all parts, tick, and stop all parts within the deadline."""
 
 from __future__ import annotations
 
@@ -53,29 +53,30 @@ from flexd.stream.tap_source import TapSource
 logger = logging.getLogger("flexd")
 
 TICK_SECONDS = 0.1
-ANSWER_FIRST_SECONDS = 0.1
-"""Between the API and the control channel: loading torch keeps the interpreter busy for the better part of a second,
-and a probe that has waited for the API is answered before."""
+API_HEAD_START_SECONDS = 0.1
+"""Delay between starting the API and the control channel. Loading torch blocks the interpreter for most of a second; a
+probe that waits for the API gets its response before that."""
 HEALTHY_TICK_SECONDS = 30.0
-"""A loop that has not ticked for so long is stuck; a plan of a large job takes seconds."""
+"""The daemon is unhealthy if its loop has not ticked for this long; planning a large job takes seconds."""
 _SHARE_INGEST = 0.5
 _SHARE_LEADER = 0.25
 _SHARE_DRIFT = 0.05
 _SHARE_HISTORY = 0.05
 _SHARE_SERVER = 0.1
-"""Of the seconds for the end, that are kept for each; the channel has the rest, and each what those before it leave."""
+"""Shares of ``shutdown_seconds`` reserved for each part; the channel has the rest. Unused time goes to later parts."""
 
 
 class Daemon:
-    """Implements ``DaemonApi`` over the parts. ``start``, then ``run_until_stopped``; ``ask_to_stop`` from anywhere.
+    """Implements ``DaemonApi`` over its parts.
+
+    Call ``start``, then ``run_until_stopped``; ``request_stop`` from anywhere.
 
     Args:
-        leadership: given to a daemon that leads for a term: somebody else then serves its API and calls ``tick`` and
-            ``stop``.
-        file: that the configuration was read from, to read it again.
+        leadership: leadership of one term. The owner then serves the API and calls ``tick`` and ``stop``.
+        file: the file that the configuration was read from, for reloads.
 
     Raises:
-        FlexdError: a part cannot be made from the configuration (see each); nothing is left running.
+        FlexdError: a part cannot be created from the configuration; nothing is left running.
     """
 
     def __init__(self, config: Config, leadership: Leadership | None = None, file: ConfigFile | None = None) -> None:
@@ -140,7 +141,7 @@ class Daemon:
         )  # fmt: skip
         self._server = None if leadership else DaemonServer(self, Metrics(self), config.server)
         self._stopping = threading.Event()
-        self._stop_asked, self._reload_asked = SignalFlag(), SignalFlag()
+        self._stop_requested, self._reload_requested = SignalFlag(), SignalFlag()
         self._ticked_at = time.monotonic()
         self.planning = PlanCommands(
             keyspace, self._planning, self._auto, self._pacing, self._coordinator, self._stopping, self._operator
@@ -150,15 +151,15 @@ class Daemon:
         )
 
     def start(self) -> None:
-        """Starts every part; if one fails, those before it are stopped again.
+        """Start every part; if one fails, stop those that were started.
 
         Raises:
             FlexdError: an address is taken, or a part cannot start.
         """
         try:
             self._history.start()
-            # A taken address is found at once; ingest does not wait for what the channel needs beyond it (torch), which
-            # takes longest of all to load.
+            # A taken address is detected at once. Ingest does not wait for torch, which the channel needs and which
+            # takes longest to load.
             self._coordinator.listen()
             self._ingestor.start()
             if self._leader is not None:
@@ -166,7 +167,7 @@ class Daemon:
             self._drift.start()
             if self._server is not None:
                 self._server.start()
-                self._stopping.wait(ANSWER_FIRST_SECONDS)
+                self._stopping.wait(API_HEAD_START_SECONDS)
             self._coordinator.start()
         except BaseException:
             self.stop(self._config.shutdown_seconds)
@@ -178,41 +179,44 @@ class Daemon:
 
     @property
     def address(self) -> str:
-        """Where the admin API is served; empty if somebody else does that."""
+        """The address of the admin API; empty if the owner of the leadership serves it."""
         return "" if self._server is None else self._server.address
 
     @property
     def control_port(self) -> int:
         return self._coordinator.port
 
-    def ask_to_stop(self) -> None:
-        """Returns at once; ``run_until_stopped`` then ends within ``shutdown_seconds``. For signal handlers too."""
-        self._stop_asked.set()
+    def request_stop(self) -> None:
+        """Make ``run_until_stopped`` end within ``shutdown_seconds``. Returns at once; safe in signal handlers."""
+        self._stop_requested.set()
 
-    def ask_to_reload(self) -> None:
-        """Returns at once; the loop then reads the configuration file again."""
-        self._reload_asked.set()
+    def request_reload(self) -> None:
+        """Make the loop reload the configuration file. Returns at once; safe in signal handlers."""
+        self._reload_requested.set()
 
     def run_until_stopped(self) -> bool:
-        """Plans when due. Returns whether every part ended within the deadline."""
-        while not self._stop_asked.wait(TICK_SECONDS):
-            if self._reload_asked.is_set():
-                self._reload_asked.clear()
+        """Tick until a stop is requested, then stop. Returns whether every part ended within the deadline."""
+        while not self._stop_requested.wait(TICK_SECONDS):
+            if self._reload_requested.is_set():
+                self._reload_requested.clear()
                 with contextlib.suppress(FlexdError):  # It is logged and counted.
                     self.reload(who="SIGHUP")
             self.tick()
         return self.stop(self._config.shutdown_seconds)
 
     def tick(self) -> None:
-        """Plans if it is time to."""
+        """Run the periodic work of the loop: retry failed writes, and plan unless planning is paused."""
         self._ticked_at = time.monotonic()
         self._operator.tick()
         if self._operator.paused is None:
             self._auto.tick()
 
     def stop(self, seconds: float) -> bool:
-        """The channel first, so that no chunk is begun that the last snapshot does not know; the API last, so that
-        somebody can watch. Returns whether every part ended within the deadline."""
+        """Stop every part. Returns whether all ended within the deadline.
+
+        The channel stops first, so that no chunk starts after the last snapshot; the API stops last, so that the
+        shutdown can be observed.
+        """
         self._stopping.set()
         budget, after = ShutdownBudget(seconds), _SHARE_INGEST + _SHARE_DRIFT + _SHARE_HISTORY + _SHARE_SERVER
         budget.stop_part("control channel", self._coordinator.stop, reserve=after)
@@ -221,7 +225,7 @@ class Daemon:
         budget.stop_part("ingest", self._ingestor.stop, reserve=after - _SHARE_INGEST)
         budget.stop_part("drift", self._drift.stop, reserve=_SHARE_HISTORY + _SHARE_SERVER)
         budget.stop_part("history", self._history.stop, reserve=_SHARE_SERVER)
-        # A channel that still loads torch cannot be interrupted, and may need more than its share on a busy machine.
+        # A channel that is loading torch cannot be interrupted and may need more than its share on a busy machine.
         budget.retry_late(reserve=_SHARE_SERVER)
         self._journal.close()
         self._state_lock.release()
@@ -251,11 +255,11 @@ class Daemon:
         }
 
     def check(self, config: Config) -> None:
-        """Raises FlexdError if ``apply_config`` would."""
+        """Raise FlexdError if ``apply_config`` would."""
         self._planning.check(config)
 
     def apply_config(self, config: Config) -> None:
-        """Gives the parts other settings, of which only ``flexd.config.reload.HOT_KEYS`` differ from the present ones.
+        """Apply settings that differ from the current ones only in ``flexd.config.reload.HOT_KEYS``.
 
         Raises:
             FlexdError: they name a table that there is not, or the like; nothing has changed.
@@ -281,11 +285,11 @@ class Daemon:
         return report
 
     def preview_reload(self) -> ReloadReport:
-        """As ``DaemonApi.preview_reload``."""
+        """Implement ``DaemonApi.preview_reload``."""
         return self._file.preview(self.check)
 
     def record_reload(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
-        """Records what became of a changed file."""
+        """Record the outcome of a reload."""
         self._operator.record_reload(who, reason, outcome)
 
     def status(self) -> Status:
@@ -334,6 +338,6 @@ class Daemon:
         live = self._coordinator.live()
         if live is None or not live.ready:
             reasons.append(f"ranks: {self._coordinator.status().reason}")
-        if self._stop_asked.is_set() or self._stopping.is_set():
+        if self._stop_requested.is_set() or self._stopping.is_set():
             reasons.append("shutting down")
         return ProbeResult(ok=not reasons, reasons=tuple(reasons))

@@ -1,19 +1,19 @@
-"""The end of a daemon: its parts one after another, within one deadline that they share."""
+"""Share one shutdown deadline among the parts of a daemon."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-LEAST_SHARE = 0.02
-"""Of the seconds, that a part gets even if those before it have taken all: it may need next to nothing."""
+MIN_SHARE = 0.02
+"""Share of the deadline that a part gets even if earlier parts have used all of it: it may need almost nothing."""
 
 
 class ShutdownBudget:
-    """What a part does not need of its time, the parts after it have; what they leave, those that were late have.
+    """Stops parts one after another. Later parts get the time that earlier ones left unused.
 
     Args:
-        seconds: for all parts together.
+        seconds: deadline of all parts together.
         clock: monotonic seconds.
     """
 
@@ -34,19 +34,21 @@ class ShutdownBudget:
         return list(self._late)
 
     def stop_part(self, name: str, stop: Callable[[float], bool], reserve: float = 0.0) -> bool:
-        """Calls ``stop`` with the seconds that this part has; returns what it does, which is whether it ended.
+        """Call ``stop`` with the seconds left to this part. Returns its result: whether the part ended.
 
         Args:
-            reserve: share (0 to 1) of all seconds that is kept for the parts after it.
+            name: name of the part in ``late``.
+            stop: stops the part within the given seconds.
+            reserve: share (0 to 1) of the deadline reserved for later parts.
         """
         left = self._deadline - self._clock() - reserve * self._seconds
-        ended = stop(max(left, LEAST_SHARE * self._seconds))
+        ended = stop(max(left, MIN_SHARE * self._seconds))
         if not ended:
             self._late[name] = stop
         return ended
 
     def retry_late(self, reserve: float = 0.0) -> None:
-        """Gives the parts that were late what is left now; ``stop`` is called again."""
+        """Call ``stop`` of the late parts again with the time that is left."""
         late, self._late = self._late, {}
         for name, stop in late.items():
             self.stop_part(name, stop, reserve)

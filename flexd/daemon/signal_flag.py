@@ -1,4 +1,4 @@
-"""What a signal handler may set."""
+"""A flag that a signal handler may set."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from queue import Empty, SimpleQueue
 
 
 class SignalFlag:
-    """A flag that one thread waits for and any code may set, signal handlers of that thread too.
+    """A flag that one thread waits for and any code may set, including signal handlers of that thread.
 
-    ``threading.Event`` is no such flag: a handler runs between two instructions of the main thread, and where these
-    are inside ``Event.wait``, which holds the event's lock, ``Event.set`` waits for that lock for ever.
-    ``SimpleQueue.put`` can be interrupted by itself (Python reference, "queue").
+    ``threading.Event`` does not allow that: a handler runs between two instructions of the main thread. If these are
+    inside ``Event.wait``, which holds the event's lock, ``Event.set`` in the handler blocks for ever.
+    ``SimpleQueue.put`` is reentrant (Python reference, "queue").
     """
 
     def __init__(self) -> None:
-        self._asked = False
-        self._news: SimpleQueue[None] = SimpleQueue()
+        self._set = False
+        self._wakeups: SimpleQueue[None] = SimpleQueue()
 
     def set(self) -> None:
-        self._asked = True
-        self._news.put(None)
+        self._set = True
+        self._wakeups.put(None)
 
     def clear(self) -> None:
-        self._asked = False
-        # What is set meanwhile is seen by its flag.
+        self._set = False
+        # A concurrent ``set`` leaves ``_set`` true, so its lost wake-up does no harm.
         with contextlib.suppress(Empty):
             while True:
-                self._news.get_nowait()
+                self._wakeups.get_nowait()
 
     def is_set(self) -> bool:
-        return self._asked
+        return self._set
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Whether it is set, at the latest after the timeout."""
-        if not self._asked:
+        """Wait until the flag is set or the timeout has passed. Returns whether it is set."""
+        if not self._set:
             with contextlib.suppress(Empty):
-                self._news.get(timeout=timeout_seconds)
-        return self._asked
+                self._wakeups.get(timeout=timeout_seconds)
+        return self._set

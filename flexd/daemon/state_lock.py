@@ -1,4 +1,4 @@
-"""One daemon a state directory: two would overwrite each other's snapshots."""
+"""The lock of a state directory: two daemons would overwrite each other's snapshots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE_NAME = "lock"
 
 
 class StateLock:
-    """Holds the directory until ``release`` or the end of the process, however it ends.
+    """Locks the directory until ``release`` or the end of the process.
 
     Raises:
         StateLockedError: another process holds it, or the directory cannot be locked.
@@ -22,7 +22,7 @@ class StateLock:
     def __init__(self, directory: Path) -> None:
         path = directory / FILE_NAME
         try:
-            # A file object: what is dropped half made is unlocked too.
+            # A file object, so that an error during construction closes the file and releases the lock.
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b", buffering=0)
         except OSError as error:
             raise StateLockedError(
@@ -43,10 +43,10 @@ class StateLock:
                 remedy="stop it, or give this daemon a directory of its own",
             ) from None
         with contextlib.suppress(OSError):
-            # A full disk is no reason not to start: only the holder's name is missing then.
+            # A full disk does not prevent the start: only the holder's process id is missing.
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Further calls do nothing."""
+        """Unlock the directory. Further calls do nothing."""
         self._file.close()

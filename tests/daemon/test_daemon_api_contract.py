@@ -73,6 +73,6 @@ def test_a_real_daemon_answers_as_documented_and_reading_changes_nothing(tmp_pat
         assert 200 in statuses["POST /v1/pause"]
         assert 409 in statuses["POST /v1/replan"]
     finally:
-        daemon.ask_to_stop()
+        daemon.request_stop()
         loop.join(25)
     assert not loop.is_alive()

@@ -55,7 +55,7 @@ class Running:
         self.ended = self.daemon.run_until_stopped()
 
     def stop(self) -> None:
-        self.daemon.ask_to_stop()
+        self.daemon.request_stop()
         self._thread.join(SHUTDOWN_SECONDS + 5)
         assert not self._thread.is_alive(), "the daemon did not end within its deadline"
         assert self.ended is True

@@ -60,7 +60,7 @@ class Running:
         return self.get("/v1/status").json()
 
     def stop(self) -> None:
-        self.daemon.ask_to_stop()
+        self.daemon.request_stop()
         self._thread.join(40)
         assert self.ended is True
 
@@ -127,7 +127,7 @@ def test_a_pause_and_a_throttle_hold_under_the_next_leader_where_it_shares_their
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_both_roles_say_what_a_reload_would_take(start: Callable[..., Running], tmp_path: Path, leads: bool) -> None:
+def test_both_roles_preview_a_reload_and_refuse_unknown_tables(start: Callable[..., Running], tmp_path: Path, leads: bool) -> None:
     config = _config(tmp_path)
     if not leads:
         store = FileLeaseStore(tmp_path / "lease")
@@ -144,8 +144,8 @@ def test_both_roles_say_what_a_reload_would_take(start: Callable[..., Running], 
     answer = running.get("/v1/config/reload")
     assert (answer.status_code, answer.json()["applied"]) == (200, ["shutdown_seconds"]), answer.text
     write(planner={"pins": [{"table": "nothing", "tier": "NODE"}]})
-    # Whether the parts would take it, only who has them knows.
-    assert running.get("/v1/config/reload").status_code == (409 if leads else 200)
+    refused = running.get("/v1/config/reload")
+    assert (refused.status_code, "planner.pins[0].table" in refused.text) == (422, True), refused.text
 
 
 def test_a_leader_whose_lease_is_taken_stands_by(start: Callable[[Config], Running], tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class OnFile:
         self.path.write_text(yaml.safe_dump({**self.settings, **sections}))
 
     def stop(self) -> None:
-        self.daemon.ask_to_stop()
+        self.daemon.request_stop()
         self._thread.join(30)
 
 

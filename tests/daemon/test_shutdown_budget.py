@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flexd.daemon.shutdown_budget import LEAST_SHARE, ShutdownBudget
+from flexd.daemon.shutdown_budget import MIN_SHARE, ShutdownBudget
 
 
 class Parts:
@@ -41,7 +41,7 @@ def test_a_part_that_hangs_leaves_what_is_kept_for_the_others() -> None:
     assert it.budget.stop_part("second", it.part(1.0), reserve=0.1)
     assert not it.budget.stop_part("third", it.part(1e9))
     assert it.budget.stop_part("fourth", it.part(0.0))
-    assert it.given == pytest.approx([8.0, 10.0, 11.0, 20.0 * LEAST_SHARE])
+    assert it.given == pytest.approx([8.0, 10.0, 11.0, 20.0 * MIN_SHARE])
     assert (it.budget.in_time, it.budget.late) == (False, ["first", "third"])
 
 

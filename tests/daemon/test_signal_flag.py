@@ -13,18 +13,18 @@ from flexd.daemon.signal_flag import SignalFlag
 STORM = """
 import signal, sys, time
 from flexd.daemon.signal_flag import SignalFlag
-asked = SignalFlag()
+flag = SignalFlag()
 count = 0
 def handler(*_):
     global count
     count += 1
-    asked.set()
+    flag.set()
 signal.signal(signal.SIGALRM, handler)
 signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
 end = time.monotonic() + float(sys.argv[1])
 while time.monotonic() < end:
-    asked.clear()
-    asked.wait(0.00001)
+    flag.clear()
+    flag.wait(0.00001)
 signal.setitimer(signal.ITIMER_REAL, 0)
 print(count)
 """
@@ -44,23 +44,23 @@ def test_a_storm_of_signals_finds_no_moment_in_which_it_hangs() -> None:
 
 
 def test_it_is_waited_for_from_another_thread() -> None:
-    asked = SignalFlag()
-    assert not asked.is_set()
-    assert asked.wait(0.01) is False
-    threading.Timer(0.1, asked.set).start()
+    flag = SignalFlag()
+    assert not flag.is_set()
+    assert flag.wait(0.01) is False
+    threading.Timer(0.1, flag.set).start()
     began = time.monotonic()
-    assert asked.wait(30.0) is True
+    assert flag.wait(30.0) is True
     assert time.monotonic() - began < 29.0
-    assert asked.is_set()
-    assert asked.wait(30.0) is True
-    asked.clear()
-    assert not asked.is_set()
-    assert asked.wait(0.01) is False
+    assert flag.is_set()
+    assert flag.wait(30.0) is True
+    flag.clear()
+    assert not flag.is_set()
+    assert flag.wait(0.01) is False
 
 
 def test_what_nobody_waits_for_does_not_pile_up() -> None:
-    asked = SignalFlag()
+    flag = SignalFlag()
     for _ in range(1_000):
-        asked.set()
-        asked.clear()
-    assert asked._news.empty()
+        flag.set()
+        flag.clear()
+    assert flag._wakeups.empty()

@@ -343,7 +343,7 @@ def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkey
         assert status.drift.ratio <= 1.03, "what came in after the plan may have made it better than planned"
         assert status.sketch.tables[0].affinity is not None
     finally:
-        daemon.ask_to_stop()
+        daemon.request_stop()
         loop.join(30)
         sink.close()
     assert not loop.is_alive()
