@@ -127,7 +127,9 @@ def test_a_pause_and_a_throttle_hold_under_the_next_leader_where_it_shares_their
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_both_roles_preview_a_reload_and_refuse_unknown_tables(start: Callable[..., Running], tmp_path: Path, leads: bool) -> None:
+def test_both_roles_preview_a_reload_and_refuse_unknown_tables(
+    start: Callable[..., Running], tmp_path: Path, leads: bool
+) -> None:
     config = _config(tmp_path)
     if not leads:
         store = FileLeaseStore(tmp_path / "lease")
