@@ -17,8 +17,7 @@ from flexd.control.agent.rank_connection import RankConnection
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.control.protocol.epoch_group import EpochGroup
 from flexd.control.protocol.messages import EpochAnnouncement, Progress, Signer
-from flexd.control.protocol.network import Backoff, parse_address
-from flexd.control.protocol.report import merge_reports
+from flexd.control.protocol.network import Backoff
 from flexd.control.protocol.store_client import MAX_ABANDONED_CLIENTS, StoreClient, StoreConnector
 from flexd.control.protocol.store_keys import Keys
 from flexd.core.errors import ControlError
@@ -39,27 +38,6 @@ def lone_agent(port: int, timeout_seconds: float = 1.0) -> Agent:
 
 def refused(hosted: Any, kind: str) -> int:
     return int(hosted.coordinator.status().refused_messages[kind])
-
-
-@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:0", "host:70000", "host:x"])
-def test_a_malformed_address_is_refused_at_once(address: str) -> None:
-    with pytest.raises(ControlError, match="host:port"):
-        parse_address(address)
-
-
-def test_addresses() -> None:
-    assert parse_address("node-1:29400") == ("node-1", 29400)
-    assert parse_address("[::1]:29400") == ("::1", 29400)
-
-
-def test_reports_fold_into_one() -> None:
-    one = step_report(1, Placement.empty(3))
-    two = replace(step_report(2, Placement.empty(4)), step_seconds=float("nan"), accesses_by_tier=(1, 1, 1))
-    both = merge_reports(merge_reports(None, one), two)
-    assert (both.step, both.steps, both.placement_version) == (2, 2, 4)
-    assert both.step_seconds == one.step_seconds
-    assert both.accesses_by_tier == (4, 3, 2)
-    assert both.all_to_all_inter_bytes == 40
 
 
 def test_without_a_daemon_nothing_blocks_and_nothing_grows() -> None:

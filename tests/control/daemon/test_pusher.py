@@ -1,55 +1,18 @@
+"""Numbering, voiding and ending of chunks, without network."""
+
 from __future__ import annotations
 
-import itertools
-import threading
 from pathlib import Path
 
 import pytest
 
 from flexd.control.daemon.journal import PlacementJournal, Segment
-from flexd.control.daemon.migration import ChunkedDelta, Migration, MigrationStep
-from flexd.control.daemon.migration_states import FINAL_STATES, TRANSITIONS, MigrationState, TransitionEvent
+from flexd.control.daemon.migration import Migration
+from flexd.control.daemon.migration_states import MigrationState, TransitionEvent
 from flexd.control.daemon.pusher import ChunkPusher
-from flexd.core.errors import ControlError, IllegalTransitionError
+from flexd.core.errors import IllegalTransitionError
 from flexd.core.placement import Placement
 from tests.support.ranks_in_threads import target
-
-
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(MigrationState, TransitionEvent)))
-def test_only_the_tables_transitions_are_possible(state: MigrationState, event: TransitionEvent) -> None:
-    paths = {
-        MigrationState.PENDING: [],
-        MigrationState.PUSHING: [TransitionEvent.START],
-        MigrationState.APPLYING: [TransitionEvent.START, TransitionEvent.EXHAUSTED],
-        MigrationState.COMMITTED: [TransitionEvent.START, TransitionEvent.EXHAUSTED, TransitionEvent.APPLIED],
-        MigrationState.SUPERSEDED: [TransitionEvent.SUPERSEDE],
-        MigrationState.ABORTING: [TransitionEvent.START, TransitionEvent.ABORT],
-        MigrationState.ABORTED: [TransitionEvent.ABORT],
-        MigrationState.FAILED: [TransitionEvent.FAIL],
-    }
-    migration = Migration("p", [])
-    for step in paths[state]:
-        migration.fire(step)
-    assert migration.state is state
-    after = TRANSITIONS.get((state, event))
-    if after is None:
-        with pytest.raises(ControlError, match=f"no {event.value} in state {state.value}"):
-            migration.fire(event)
-        assert migration.state is state
-    else:
-        migration.fire(event, "why")
-        assert (migration.state, migration.reason) == (after, "why")
-
-
-def test_nothing_leaves_a_final_state() -> None:
-    assert not [state for state, _ in TRANSITIONS if state in FINAL_STATES]
-
-
-def test_wait_returns_at_the_end_or_at_the_deadline() -> None:
-    migration = Migration("p", [])
-    assert migration.wait(0.01) is MigrationState.PENDING
-    threading.Timer(0.05, lambda: migration.fire(TransitionEvent.ABORT)).start()
-    assert migration.wait(10) is MigrationState.ABORTED
 
 
 class Pushed:
@@ -152,45 +115,6 @@ def test_the_next_migration_starts_from_what_is_sure_to_be_applied(tmp_path: Pat
     it.pusher.begin_epoch(1, it.journal.placement_at(1).digest())
     assert it.push_all() == [2]
     assert it.journal.placement_at(2).digest() == target(2, 30).digest()
-
-
-def _applied(migration: Migration, rows: int) -> None:
-    migration.count(chunks_pushed=1, rows_pushed=rows, rows_agreed=rows, rows_applied=rows)
-
-
-def test_progress_has_steps_and_the_time_left_at_the_measured_rate() -> None:
-    now = [100.0]
-    chunks = ChunkedDelta(target(1, 50).delta_to(Placement.empty()).chunks(10), rows=50, bytes_to_copy=3200)
-    migration = Migration("p", lambda _: chunks, clock=lambda: now[0])
-    assert migration.progress.eta_seconds is None
-    assert [step.completion for step in migration.progress.steps] == [0.0, 0.0, 0.0, 0.0]
-    migration.fire(TransitionEvent.START)
-    migration.begin(Placement.empty(7))
-    progress = migration.progress
-    assert (progress.rows, progress.bytes_to_copy, progress.base_version) == (50, 3200, 7)
-    assert (progress.share, progress.eta_seconds) == (0.0, None)
-    now[0] += 2.0
-    _applied(migration, 10)
-    assert migration.progress.eta_seconds == pytest.approx(8.0), "10 rows in 2 s, 40 are left"
-    now[0] += 2.0
-    assert migration.progress.eta_seconds == pytest.approx(16.0), "silence is slow, too"
-    migration.count(chunks_pushed=1, rows_pushed=20)
-    assert {step.name: step.completion for step in migration.progress.steps} == {
-        "wait": 1.0,
-        "push": 0.6,
-        "agree": 0.2,
-        "apply": 0.2,
-    }
-    for _ in range(100):
-        now[0] += 1.0
-        migration.count(rows_applied=0)
-    now[0] += 1.0
-    _applied(migration, 20)
-    # The rate is of the last RATE_SECONDS, not of the whole life: 20 rows in about 30 s.
-    assert migration.progress.eta_seconds == pytest.approx(20 * 31 / 20, rel=0.1)
-    migration.fire(TransitionEvent.ABORT)
-    assert migration.progress.eta_seconds is None
-    assert migration.progress.steps[-1] == MigrationStep("stop", pytest.approx(30 / 50))
 
 
 def test_an_illegal_transition_is_counted_and_the_next_migration_runs(tmp_path: Path) -> None:

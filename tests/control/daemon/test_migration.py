@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from flexd.control.daemon.migration import ChunkedDelta, Migration, MigrationStep
+from flexd.control.daemon.migration_states import MigrationState, TransitionEvent
+from flexd.core.placement import Placement
+from tests.support.ranks_in_threads import target
+
+
+def test_wait_returns_at_the_end_or_at_the_deadline() -> None:
+    migration = Migration("p", [])
+    assert migration.wait(0.01) is MigrationState.PENDING
+    threading.Timer(0.05, lambda: migration.fire(TransitionEvent.ABORT)).start()
+    assert migration.wait(10) is MigrationState.ABORTED
+
+
+def _applied(migration: Migration, rows: int) -> None:
+    migration.count(chunks_pushed=1, rows_pushed=rows, rows_agreed=rows, rows_applied=rows)
+
+
+def test_progress_has_steps_and_the_time_left_at_the_measured_rate() -> None:
+    now = [100.0]
+    chunks = ChunkedDelta(target(1, 50).delta_to(Placement.empty()).chunks(10), rows=50, bytes_to_copy=3200)
+    migration = Migration("p", lambda _: chunks, clock=lambda: now[0])
+    assert migration.progress.eta_seconds is None
+    assert [step.completion for step in migration.progress.steps] == [0.0, 0.0, 0.0, 0.0]
+    migration.fire(TransitionEvent.START)
+    migration.begin(Placement.empty(7))
+    progress = migration.progress
+    assert (progress.rows, progress.bytes_to_copy, progress.base_version) == (50, 3200, 7)
+    assert (progress.share, progress.eta_seconds) == (0.0, None)
+    now[0] += 2.0
+    _applied(migration, 10)
+    assert migration.progress.eta_seconds == pytest.approx(8.0), "10 rows in 2 s, 40 are left"
+    now[0] += 2.0
+    assert migration.progress.eta_seconds == pytest.approx(16.0), "silence is slow, too"
+    migration.count(chunks_pushed=1, rows_pushed=20)
+    assert {step.name: step.completion for step in migration.progress.steps} == {
+        "wait": 1.0,
+        "push": 0.6,
+        "agree": 0.2,
+        "apply": 0.2,
+    }
+    for _ in range(100):
+        now[0] += 1.0
+        migration.count(rows_applied=0)
+    now[0] += 1.0
+    _applied(migration, 20)
+    # The rate is of the last RATE_SECONDS, not of the whole life: 20 rows in about 30 s.
+    assert migration.progress.eta_seconds == pytest.approx(20 * 31 / 20, rel=0.1)
+    migration.fire(TransitionEvent.ABORT)
+    assert migration.progress.eta_seconds is None
+    assert migration.progress.steps[-1] == MigrationStep("stop", pytest.approx(30 / 50))

@@ -1,0 +1,41 @@
+"""The state table of a migration."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from flexd.control.daemon.migration import Migration
+from flexd.control.daemon.migration_states import FINAL_STATES, TRANSITIONS, MigrationState, TransitionEvent
+from flexd.core.errors import ControlError
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(MigrationState, TransitionEvent)))
+def test_only_the_tables_transitions_are_possible(state: MigrationState, event: TransitionEvent) -> None:
+    paths = {
+        MigrationState.PENDING: [],
+        MigrationState.PUSHING: [TransitionEvent.START],
+        MigrationState.APPLYING: [TransitionEvent.START, TransitionEvent.EXHAUSTED],
+        MigrationState.COMMITTED: [TransitionEvent.START, TransitionEvent.EXHAUSTED, TransitionEvent.APPLIED],
+        MigrationState.SUPERSEDED: [TransitionEvent.SUPERSEDE],
+        MigrationState.ABORTING: [TransitionEvent.START, TransitionEvent.ABORT],
+        MigrationState.ABORTED: [TransitionEvent.ABORT],
+        MigrationState.FAILED: [TransitionEvent.FAIL],
+    }
+    migration = Migration("p", [])
+    for step in paths[state]:
+        migration.fire(step)
+    assert migration.state is state
+    after = TRANSITIONS.get((state, event))
+    if after is None:
+        with pytest.raises(ControlError, match=f"no {event.value} in state {state.value}"):
+            migration.fire(event)
+        assert migration.state is state
+    else:
+        migration.fire(event, "why")
+        assert (migration.state, migration.reason) == (after, "why")
+
+
+def test_nothing_leaves_a_final_state() -> None:
+    assert not [state for state, _ in TRANSITIONS if state in FINAL_STATES]

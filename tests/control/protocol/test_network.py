@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import pytest
+
+from flexd.control.protocol.network import parse_address
+from flexd.core.errors import ControlError
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:0", "host:70000", "host:x"])
+def test_a_malformed_address_is_refused_at_once(address: str) -> None:
+    with pytest.raises(ControlError, match="host:port"):
+        parse_address(address)
+
+
+def test_addresses() -> None:
+    assert parse_address("node-1:29400") == ("node-1", 29400)
+    assert parse_address("[::1]:29400") == ("::1", 29400)
