@@ -1,4 +1,4 @@
-"""What the control plane costs over a long life, and with many ranks.
+"""Measure the cost of the control plane over a long life, and with many ranks.
 
     python tools/bench_control.py [--quick] [--json] [--replans N] [--ranks N --rows N]
 
@@ -227,19 +227,19 @@ def bench_ranks(ranks: int, rows: int) -> tuple[dict[str, Any], list[dict[str, A
             seconds, used = time.perf_counter() - began, time.process_time() - used
             for pipe in pipes:
                 pipe.send("stop")
-            told = answers(pipes)
+            reports = answers(pipes)
             status = coordinator.status()
             progress = migration.progress
             journal_bytes = sum(path.stat().st_size for path in Path(directory).iterdir())
-    versions = {version for found, _, _, _ in told for version in found}
-    digests = {digest for _, digest, _, _ in told}
-    delivered = sum(chunks for _, _, chunks, _ in told)
+    versions = {version for found, _, _, _ in reports for version in found}
+    digests = {digest for _, digest, _, _ in reports}
+    delivered = sum(chunks for _, _, chunks, _ in reports)
     figures = {
         "ranks": ranks, "processes": processes, "rows": rows, "chunks": progress.chunks_pushed,
         "start_and_join_seconds": joined, "deliver_seconds": seconds, "rows_per_second": rows / seconds,
         "bytes_to_a_rank": progress.bytes_pushed, "bytes_to_all_ranks": progress.bytes_pushed * ranks,
         "journal_bytes": journal_bytes, "daemon_processor_seconds": used, "epochs": status.epochs,
-        "largest_rank_process": asdict(max((look for *_, look in told), key=lambda look: look.rss_bytes)),
+        "largest_rank_process": asdict(max((look for *_, look in reports), key=lambda look: look.rss_bytes)),
     }  # fmt: skip
     everywhere = versions == {progress.last_version} and digests == {target.digest()}
     checks = [

@@ -1,4 +1,4 @@
-"""What row migrations cost the steps of running ranks, in time and in memory.
+"""Measure the cost of row migrations to the steps of running ranks, in time and in memory.
 
     python tools/bench_pause.py [--quick] [--json] [--rows N]
 
@@ -85,7 +85,7 @@ def _peak_bytes(reset: bool = False) -> int:
 
 
 def _case(rank: int, case: Case) -> dict[str, Any]:
-    """What one rank saw: per stretch (kind, [wall seconds of each step], processor seconds a step, apply seconds)."""
+    """Measure one rank: per stretch (kind, [wall seconds of each step], CPU seconds a step, apply seconds)."""
     import torch
 
     import flexd

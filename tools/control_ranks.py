@@ -31,7 +31,7 @@ ITEMS, DIM, SLOTS = 20_000, 8, 600
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of one process."""
+    """Resources of one process."""
 
     rss_bytes: int
     descriptors: int
@@ -44,7 +44,7 @@ class Footprint:
 
 
 def training_rank(rank: int, pipe: Connection, store_port: int, control_port: int) -> None:
-    """Trains until told otherwise; answers "look" with (footprint, replica slots in use)."""
+    """Trains until stopped; answers "look" with (footprint, replica slots in use)."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = TCPStore("127.0.0.1", store_port, LAYOUT.world_size, is_master=rank == 0, timeout=timedelta(seconds=60))
@@ -81,7 +81,7 @@ def training_rank(rank: int, pipe: Connection, store_port: int, control_port: in
 def simulated_ranks(
     number: int, pipe: Connection, processes: int, store_port: int, control_port: int, ranks: int, rows: int
 ) -> None:
-    """Agents of every ``processes``-th rank; answers (versions, digests, footprint) when asked."""
+    """Agents of every ``processes``-th rank; answers (versions, digests, footprint) on request."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     keyspace, layout = big_keyspace(rows), RankLayout(ranks // 8, 8)

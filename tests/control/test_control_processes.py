@@ -29,7 +29,7 @@ def spawn(module: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 class DaemonProcess:
-    """What it printed is in ``events``."""
+    """A daemon in a process of its own; ``events`` holds what it printed."""
 
     def __init__(self, directory: Path, port: int = 0, seed: int = 1, timeout_seconds: float = 3.0) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []

@@ -1,4 +1,4 @@
-"""A daemon of the control channel in a process of its own: pushes one target after the other, for ever.
+"""A daemon of the control channel in a process of its own: pushes one target after the other, without end.
 
 Usage: python -m tests.support.daemon_process PORT DIRECTORY FIRST_SEED ROWS_PER_CHUNK TIMEOUT_SECONDS
 Prints the port it listens on, then a line for every event.
@@ -18,11 +18,11 @@ from tests.support.ranks_in_threads import SECRET, TABLES, target
 
 
 def main(port: int, directory: Path, seed: int, rows: int, timeout_seconds: float) -> None:
-    def tell(name: str, fields: object) -> None:
+    def print_event(name: str, fields: object) -> None:
         print(json.dumps([name, fields], default=str), flush=True)
 
     options = ControlOptions("job", listen_port=port, secret=SECRET, timeout_seconds=timeout_seconds, window_chunks=2)
-    coordinator = Coordinator(options, TABLES, PlacementJournal(directory), on_event=tell)
+    coordinator = Coordinator(options, TABLES, PlacementJournal(directory), on_event=print_event)
     coordinator.start()
     print(coordinator.port, flush=True)
     while True:

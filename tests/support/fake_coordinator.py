@@ -1,4 +1,4 @@
-"""A coordinator without ranks: what the daemon's planning sees of it, moved by the test."""
+"""A coordinator without ranks, for the planning of the daemon; the test moves its migrations."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class FakeCoordinator:
             migration.count(copied_bytes=migration.progress.bytes_to_copy)
             migration.fire(TransitionEvent.EXHAUSTED)
             end = TransitionEvent.APPLIED
-        migration.fire(end, "" if end is TransitionEvent.APPLIED else "told to")
+        migration.fire(end, "" if end is TransitionEvent.APPLIED else "by the test")
         migration.notify()
 
     def start(self) -> None:

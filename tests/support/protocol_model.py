@@ -31,13 +31,13 @@ Chunk = tuple[str, int]
 
 
 class Rank(NamedTuple):
-    """``epoch`` 0: in none. ``told`` and ``ending`` are -1 outside of the exchange; ``settled`` is what it said."""
+    """``epoch`` 0: in none. ``announced`` and ``ending`` are -1 outside of the exchange; ``settled``: its record."""
 
     epoch: int = 0
     received: tuple[Chunk, ...] = ()
     agreed: int = 0
     applied: int = 0
-    told: int = -1
+    announced: int = -1
     ending: int = -1
     settled: int = -1
     heard: bool = False
@@ -45,7 +45,7 @@ class Rank(NamedTuple):
 
     @property
     def exchanging(self) -> bool:
-        return self.told >= 0 or self.ending >= 0
+        return self.announced >= 0 or self.ending >= 0
 
 
 class Outstanding(NamedTuple):
@@ -80,7 +80,7 @@ class State(NamedTuple):
     sent: frozenset[tuple[int, int, Chunk]]
     """(epoch, version, chunk)."""
     migrations: tuple[tuple[str, MigrationState, int], ...]
-    """(plan, state, chunks that it said were applied when it ended; -1 if nothing)."""
+    """(plan, state, chunks that it recorded were applied when it ended; -1 if nothing)."""
     faults: int
     may_abort: bool
 
@@ -136,16 +136,16 @@ class Model:
             for what, moved, *faults in self._rank_acts(state, rank):
                 ranks = (*state.ranks[:number], moved, *state.ranks[number + 1 :])
                 yield f"rank: {what}", state._replace(ranks=ranks, faults=state.faults - sum(faults))
-        if all(rank.told >= 0 and rank.ending < 0 for rank in state.ranks):
+        if all(rank.announced >= 0 and rank.ending < 0 for rank in state.ranks):
             yield "the exchange completes", self._exchanged(state)
         if state.faults:
             yield from self._faults(state)
 
     def _rank_acts(self, state: State, rank: Rank) -> Iterator[tuple]:
         daemon = state.daemon
-        if rank.told < 0 and rank.ending < 0:
+        if rank.announced < 0 and rank.ending < 0:
             applied = len(rank.received) if self.mutation == "apply without agreement" else rank.agreed
-            yield "begins a step", rank._replace(applied=applied, told=len(rank.received))
+            yield "begins a step", rank._replace(applied=applied, announced=len(rank.received))
         if rank.ending >= 0:
             agreed = max(rank.agreed, rank.ending)
             yield "ends the exchange", rank._replace(agreed=agreed, ending=-1)
@@ -166,8 +166,8 @@ class Model:
         for rank in state.ranks:
             if rank.received[: rank.applied] != first.received[: first.applied]:
                 raise Violation(f"ranks run one step at versions {first.applied} and {rank.applied} of other content")
-        lowest = min(rank.told for rank in state.ranks)
-        return state._replace(ranks=tuple(rank._replace(told=-1, ending=lowest) for rank in state.ranks))
+        lowest = min(rank.announced for rank in state.ranks)
+        return state._replace(ranks=tuple(rank._replace(announced=-1, ending=lowest) for rank in state.ranks))
 
     def _faults(self, state: State) -> Iterator[tuple[str, State]]:
         left = state._replace(faults=state.faults - 1)
@@ -188,7 +188,7 @@ class Model:
                     left, died._replace(journal=journal)
                 )  # fmt: skip
         if any(rank.received for rank in state.ranks):
-            # What was said of migrations that have ended was said of the placement that is gone.
+            # What was recorded of migrations that have ended was recorded of the placement that is gone.
             yield "fault: the job starts again", left._replace(
                 ranks=(Rank(),) * len(state.ranks), daemon=daemon._replace(new_job=True),
                 migrations=tuple((plan, now, -1) for plan, now, _ in state.migrations),
@@ -332,8 +332,8 @@ class Model:
 
     def _ended(self, state: State, event: TransitionEvent) -> State:
         daemon = state.daemon
-        said = -1 if daemon.new_job else daemon.applied
-        return self._fire(state, daemon.active, event, said)._replace(
+        recorded = -1 if daemon.new_job else daemon.applied
+        return self._fire(state, daemon.active, event, recorded)._replace(
             daemon=daemon._replace(active="", again=(), applied=0)
         )
 
@@ -345,13 +345,13 @@ class Model:
     def _state_of(state: State, plan: str) -> MigrationState:
         return next(now for name, now, _ in state.migrations if name == plan)
 
-    def _fire(self, state: State, plan: str, event: TransitionEvent, said: int = -1) -> State:
+    def _fire(self, state: State, plan: str, event: TransitionEvent, recorded: int = -1) -> State:
         """By the code's table: raises IllegalTransitionError where it has no way."""
         now = self._state_of(state, plan)
         after = next_state(now, event, plan)
         self.taken.add((now, event))
         migrations = tuple(
-            (name, after, said) if name == plan else (name, old, before) for name, old, before in state.migrations
+            (name, after, recorded) if name == plan else (name, old, before) for name, old, before in state.migrations
         )
         daemon = state.daemon._replace(abort=False) if plan == "A" and after in FINAL_STATES else state.daemon
         return state._replace(migrations=migrations, daemon=daemon)
@@ -376,15 +376,15 @@ class Model:
             last = (plan, number)
         if state.daemon.new_job:
             return
-        for plan, now, said in state.migrations:
+        for plan, now, recorded in state.migrations:
             applied = min(sum(chunk[0] == plan for chunk in rank.received[: rank.applied]) for rank in state.ranks)
-            if now is S.COMMITTED and said >= 0 and applied != self.bounds.chunks[plan]:
+            if now is S.COMMITTED and recorded >= 0 and applied != self.bounds.chunks[plan]:
                 raise Violation(f"{plan} is committed, and {applied} of its chunks are applied")
-            if now is S.ABORTED and said >= 0 and applied != said:
-                raise Violation(f"{plan} was aborted after {said} chunks, and {applied} are applied")
+            if now is S.ABORTED and recorded >= 0 and applied != recorded:
+                raise Violation(f"{plan} was aborted after {recorded} chunks, and {applied} are applied")
 
     def canonical(self, state: State) -> State:
-        """The same state with epochs numbered densely, ranks in order, and messages that nobody can take left out."""
+        """Return an equivalent state with dense epoch numbers, ranks in order, and without undeliverable messages."""
         daemon = state.daemon
         live = {rank.epoch for rank in state.ranks} | {daemon.epoch}
         sent = state.sent

@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox
 from flexd.control.protocol.report import RankIdentity, StepReport
+from flexd.core.errors import ControlError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
@@ -61,7 +63,7 @@ class Ranks:
         self.steps = 0
         self.longest_step_seconds = 0.0
         self.history: list[list[tuple[int, bytes]]] = [[] for _ in range(self.layout.world_size)]
-        """What each rank applied: (version, content)."""
+        """(version, content) of the chunks that each rank applied."""
         self.ranks: list[_Rank] = []
         for rank in range(self.layout.world_size):
             mine = (slots_of_rank or {}).get(rank, slots)
@@ -108,7 +110,7 @@ class Ranks:
         return "; ".join(f"{rank.agent.state} {rank.agent.counters}" for rank in self.ranks)
 
     def _listed(self, state: _Rank, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """As the embedding does: DEVICE rows, and NODE rows of this rank's rail."""
+        """List what the embedding lists: DEVICE rows, and NODE rows of this rank's rail."""
         keys, tiers = state.placement.keys, state.placement.tiers
         mine = (tiers == Tier.DEVICE) | (keys % self.layout.local_ranks == self.layout.local_rank_of(rank))
         return keys[mine], tiers[mine]
@@ -117,9 +119,9 @@ class Ranks:
         while not self._stop.is_set():
             self.moving.wait()
             started = time.perf_counter()
-            told = [rank.inbox.begin_exchange() for rank in self.ranks]
+            announced = [rank.inbox.begin_exchange() for rank in self.ranks]
             for rank in self.ranks:
-                rank.inbox.end_exchange(min(told))
+                rank.inbox.end_exchange(min(announced))
             for number, rank in enumerate(self.ranks):
                 for version, delta in rank.inbox.poll_agreed(4096, lambda delta: 8 * len(delta)):
                     rank.placement = rank.placement.apply(delta)
@@ -138,6 +140,17 @@ def step_report(step: int, placement: Placement) -> StepReport:
 
 
 def same_content(history: list[list[tuple[int, bytes]]]) -> bool:
-    """Have all ranks applied the same content for every version that more than one has applied?"""
+    """Whether all ranks applied the same content for every version that more than one has applied."""
     merged: dict[int, bytes] = {}
     return all(merged.setdefault(version, content) == content for rank in history for version, content in rank)
+
+
+def end_epoch(hosted: Any) -> None:
+    """End the epoch as a failed group does, in the coordinator's own thread."""
+    tick = hosted.coordinator._epochs.tick
+
+    def fail_once(now: float) -> None:
+        hosted.coordinator._epochs.tick = tick
+        raise ControlError("the test ends the epoch")
+
+    hosted.coordinator._epochs.tick = fail_once

@@ -1,9 +1,9 @@
-"""Where the agent's thread leaves chunks and the training thread takes them, at a step all ranks agree on.
+"""The queue of chunks between the agent's thread and the training thread, with agreement on the step that applies them.
 
-Every rank must apply the same chunks at the same step, although chunks arrive at each rank at their own time. The
-training thread tells its peers the highest version it holds in the sizes exchange it does anyway (``begin_exchange``);
-the minimum over all ranks comes back (``end_exchange``) and is *agreed*: every rank holds these chunks and will apply
-them before its next step.
+Every rank must apply the same chunks at the same step, although chunks arrive at each rank at different times. The
+training thread sends the highest version it holds in the sizes exchange of every step (``begin_exchange``); the minimum
+over all ranks is returned (``end_exchange``) and is *agreed*: every rank holds these chunks and will apply them before
+its next step.
 
 ::
 
@@ -11,12 +11,12 @@ them before its next step.
         |            |
         `------------`---- settle() (epoch ended) ----> dropped
 
-What applying a chunk needs is prepared in the agent's thread, so that the training thread only copies rows and swaps
-pointers. A rank tells the version up to which it has prepared.
+Directories and slots of the next placement are prepared in the agent's thread, so that the training thread only copies
+rows and swaps pointers. A rank announces the version up to which it has prepared.
 
-What was told to the peers may have been agreed by them, so nothing told is dropped before the outcome is known:
+The peers may have agreed on any announced version, so nothing announced is dropped before the outcome is known:
 ``settle`` waits for it. When every rank has settled and none has been offered a newer chunk, all ranks hold the same
-agreed version and nothing beyond it; so the daemon may number new chunks from there.
+agreed version and nothing beyond it, so the daemon may number new chunks from there.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ UInt8Array = npt.NDArray[np.uint8]
 
 
 PREPARED_CHUNKS = 2
-"""Are prepared ahead at least: one that the ranks agree on while the next is made."""
+"""Chunks that are always prepared ahead: the ranks agree on one while the next is prepared."""
 PREPARED_BYTES = 8 * 2**20
-"""Further ones are prepared while all of them fit in."""
+"""Further chunks are prepared while all prepared ones fit in."""
 
 
 class Prepared(Protocol):
-    """What applying a chunk needs, made beforehand from the placement that the chunk before leaves."""
+    """A prepared chunk, made from the placement that the chunk before it leaves."""
 
     @property
     def nbytes(self) -> int: ...
 
 
 Prepare = Callable[[Delta, Prepared | None], Prepared]
-"""(chunk, what was prepared for the chunk before; None: from what is applied) -> what applying it needs."""
+"""(chunk, prepared chunk before it; None: from the applied placement) -> prepared chunk."""
 
 
 @dataclass
@@ -74,8 +74,8 @@ class ChunkInbox:
         rank: this rank in ``layout``.
         replica_slots: replica slots of this rank for each dim-group.
         prepare: called from the agent's thread. Without it every received chunk counts as prepared.
-        starts_here: (int64 [n] keys, uint8 [n] tiers) -> bool [n], can these rows be at these tiers in the placement
-            that is applied? Called from the agent's thread. Without it a chunk is believed.
+        matches_applied: (int64 [n] keys, uint8 [n] tiers) -> bool [n], whether these rows may be at these tiers in the
+            applied placement. Called from the agent's thread. Without it the tiers are not checked.
     """
 
     def __init__(
@@ -84,26 +84,26 @@ class ChunkInbox:
         layout: RankLayout,
         rank: int,
         replica_slots: tuple[int, ...],
-        starts_here: Callable[[Int64Array, UInt8Array], npt.NDArray[np.bool_]] | None = None,
+        matches_applied: Callable[[Int64Array, UInt8Array], npt.NDArray[np.bool_]] | None = None,
         prepare: Prepare | None = None,
     ) -> None:
         self._keyspace = keyspace
         self._layout = layout
         self._rank = rank
         self._slots = np.array(replica_slots, dtype=np.int64)
-        self._starts_here = starts_here
+        self._matches_applied = matches_applied
         self._prepare = prepare
         self._changed = threading.Condition()
         self._chunks: deque[_Chunk] = deque()
         """Received and not applied yet, in order."""
-        self._taken_version = 0
+        self._polled_version = 0
         self._received_version = 0
         self._prepared_version = 0
         self._agreed_version = 0
         self._applied_version = 0
         self._agreed_digest = 0
         self._slots_used = np.zeros(len(replica_slots), dtype=np.int64)
-        """By the placement with every received chunk applied."""
+        """In the placement that has every received chunk applied."""
         self._in_exchange = False
 
     @property
@@ -116,24 +116,24 @@ class ChunkInbox:
 
     @property
     def waiting_bytes(self) -> int:
-        """Of the chunks that are not applied yet."""
+        """Bytes of the chunks that are not applied yet."""
         with self._changed:
             deltas = [chunk.delta for chunk in self._chunks]
         return sum(delta.keys.nbytes + delta.old_tiers.nbytes + delta.new_tiers.nbytes for delta in deltas)
 
     @property
     def prepared_bytes(self) -> int:
-        """Of what is prepared and not applied yet."""
+        """Bytes of the prepared chunks that are not applied yet."""
         with self._changed:
             return sum(chunk.prepared.nbytes for chunk in self._chunks if chunk.prepared is not None)
 
     def offer(self, version: int, delta: Delta) -> None:
-        """Takes one chunk in. A repeated version is ignored.
+        """Receive one chunk. A repeated version is ignored.
 
         Raises:
             ChunkRefusedError: out of order, rows outside the tables, repeated rows or unknown tiers, rows that are not
                 at the tiers that the chunk starts from, or the chunk needs more replica slots than this rank has.
-                Nothing is kept of it.
+                The chunk is dropped whole.
         """
         # Only this thread adds chunks, so what is checked without the lock, which training waits for, stays true.
         with self._changed:
@@ -164,7 +164,7 @@ class ChunkInbox:
             pass
 
     def prepare_next(self) -> bool:
-        """Prepares the next chunk, if one waits for it and there is room; was there one?"""
+        """Prepare the next chunk if one waits and there is room; True if there was."""
         if self._prepare is None:
             return False
         with self._changed:
@@ -175,7 +175,7 @@ class ChunkInbox:
         if len(ready) >= PREPARED_CHUNKS and sum(made.nbytes for made in ready) + ready[-1].nbytes > PREPARED_BYTES:
             return False
         chunk = waiting[len(ready)]
-        # A chunk that is applied meanwhile leaves what was prepared for it, so either is right to go on from.
+        # A chunk that is applied meanwhile leaves what was prepared for it, so either is a valid base.
         prepared = self._prepare(chunk.delta, ready[-1] if ready else None)
         with self._changed:
             chunk.prepared = prepared
@@ -183,7 +183,7 @@ class ChunkInbox:
         return True
 
     def prepared(self, version: int) -> Prepared:
-        """Of a chunk that was taken and not yet applied."""
+        """Return the prepared form of a chunk that was polled and is not applied yet."""
         with self._changed:
             for chunk in self._chunks:
                 if chunk.version == version and chunk.prepared is not None:
@@ -191,7 +191,7 @@ class ChunkInbox:
         raise KeyError(version)
 
     def settle(self, timeout_seconds: float) -> tuple[int, int]:
-        """Drops what is received but not agreed; returns (agreed version, digest of the placement at it).
+        """Drop the chunks that are not agreed; return (agreed version, digest of the placement at it).
 
         Raises:
             ControlError: the training step that is exchanging right now did not finish it within the deadline.
@@ -210,13 +210,13 @@ class ChunkInbox:
             return self._agreed_version, self._agreed_digest
 
     def begin_exchange(self) -> int:
-        """The version to tell the peers. Every call is followed by ``end_exchange``."""
+        """Return the version to send to the peers. Every call is followed by ``end_exchange``."""
         with self._changed:
             self._in_exchange = True
             return self._prepared_version
 
     def end_exchange(self, lowest_version: int) -> None:
-        """``lowest_version``: the minimum over all ranks of what ``begin_exchange`` returned there."""
+        """Agree on ``lowest_version``, the minimum over all ranks of what ``begin_exchange`` returned there."""
         with self._changed:
             for chunk in self._chunks:
                 if self._agreed_version < chunk.version <= lowest_version:
@@ -226,15 +226,15 @@ class ChunkInbox:
             self._changed.notify_all()
 
     def poll_agreed(self, max_bytes: int, bytes_of: Callable[[Delta], int]) -> list[tuple[int, Delta]]:
-        """Agreed chunks not applied yet, in order, up to ``max_bytes`` of row copies (but at least one).
+        """Return agreed chunks not returned yet, in order, up to ``max_bytes`` of row copies (but at least one).
 
-        All ranks are given the same chunks at the same step: what is agreed and ``bytes_of`` are equal everywhere.
+        All ranks get the same chunks at the same step: the agreed version and ``bytes_of`` are equal everywhere.
         """
         taken: list[tuple[int, Delta]] = []
         spent = 0
         with self._changed:
             for chunk in self._chunks:
-                if chunk.version <= self._taken_version:
+                if chunk.version <= self._polled_version:
                     continue
                 if chunk.version > self._agreed_version:
                     break
@@ -243,11 +243,11 @@ class ChunkInbox:
                     break
                 spent += cost
                 taken.append((chunk.version, chunk.delta))
-                self._taken_version = chunk.version
+                self._polled_version = chunk.version
         return taken
 
     def applied(self, version: int) -> None:
-        """The training thread has applied chunks up to ``version``."""
+        """Record that the training thread has applied the chunks up to ``version``."""
         with self._changed:
             self._applied_version = version
             # Kept until now: ``offer`` reads the applied placement with these on top, whether applied or not.
@@ -256,7 +256,7 @@ class ChunkInbox:
 
     def _check_start(self, version: int, delta: Delta, waiting: list[Delta]) -> None:
         """Raises ChunkRefusedError unless every row is at its old tier once the ``waiting`` chunks are applied."""
-        if self._starts_here is None:
+        if self._matches_applied is None:
             return
         right = np.empty(len(delta), dtype=np.bool_)
         moved = np.concatenate([np.empty(0, np.int64), *(chunk.keys for chunk in waiting)])
@@ -266,7 +266,7 @@ class ChunkInbox:
         end = np.searchsorted(moved, delta.keys, side="right")
         again = end > np.searchsorted(moved, delta.keys, side="left")
         right[again] = tiers[end[again] - 1] == delta.old_tiers[again]
-        right[~again] = self._starts_here(delta.keys[~again], delta.old_tiers[~again])
+        right[~again] = self._matches_applied(delta.keys[~again], delta.old_tiers[~again])
         if not bool(right.all()):
             raise ChunkRefusedError(
                 f"rank {self._rank}: {int((~right).sum())} of {len(delta)} rows of chunk {version} are not at the tier "
@@ -275,7 +275,7 @@ class ChunkInbox:
             )
 
     def _slot_change(self, version: int, delta: Delta) -> Int64Array:
-        """int64[groups]: replica slots taken (or freed, negative) on this rank. Raises ChunkRefusedError."""
+        """Return int64[groups]: replica slots used (or freed, negative) on this rank. Raises ChunkRefusedError."""
         keys = delta.keys
         total = self._keyspace.total_rows
         if len(keys) and (int(keys.min()) < 0 or int(keys.max()) >= total):

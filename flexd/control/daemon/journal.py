@@ -182,7 +182,7 @@ class PlacementJournal:
             if not self._base.version <= version <= self.last_version:
                 raise SnapshotError(
                     f"{self._path}: holds versions {self._base.version}..{self.last_version}, not {version}",
-                    remedy="the ranks are asked for the placement instead",
+                    remedy="the placement is requested from the ranks instead",
                 )
             return _fold(self._base, [chunk for chunk in self._chunks if chunk.version <= version], version)
 

@@ -1,1 +1,1 @@
-"""What travels between daemon and ranks, and the transports that carry it."""
+"""The messages between daemon and ranks, and the transports that carry them."""

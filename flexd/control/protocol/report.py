@@ -35,7 +35,7 @@ class RankIdentity:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One rank's training steps since its previous report (sums, unless said otherwise).
+    """One rank's training steps since its previous report (sums, unless stated otherwise).
 
     Attributes:
         step: the newest step (absolute).

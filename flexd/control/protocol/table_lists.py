@@ -13,7 +13,7 @@ from dataclasses import fields
 from flexd.core.keyspace import TableSpec
 
 MAX_LIST_BYTES = 32 * 1024
-"""Of all entries of a list, as they travel: about 500 tables."""
+"""Bytes of all entries of a list, as they travel: about 500 tables."""
 MAX_DIFFERENCES = 8
 """Named in one refusal."""
 _MAX_NAME_CHARACTERS = 200

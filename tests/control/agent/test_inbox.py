@@ -40,8 +40,8 @@ def inbox(slots: tuple[int, int] = (50, 50), rank: int = 1) -> ChunkInbox:
 
 
 def agree(box: ChunkInbox, lowest: int | None = None) -> None:
-    told = box.begin_exchange()
-    box.end_exchange(told if lowest is None else lowest)
+    announced = box.begin_exchange()
+    box.end_exchange(announced if lowest is None else lowest)
 
 
 def test_a_chunk_is_taken_only_when_agreed() -> None:
@@ -232,11 +232,11 @@ class SeveralInboxes(RuleBasedStateMachine):
     def begin(self) -> None:
         layout = RankLayout(self.RANKS, 1)
         self.boxes = [ChunkInbox(TABLES, layout, rank, (80, 80)) for rank in range(self.RANKS)]
-        self.told: dict[int, int] = {}
+        self.announced: dict[int, int] = {}
         self.ended: set[int] = set()
         self.lowest = 0
         self.applied: dict[int, int] = {}
-        """version -> the key of its chunk, by whoever applied it first."""
+        """version -> the key of its chunk, by the rank that applied it first."""
         self.settled = dict.fromkeys(range(self.RANKS), (0, 0))
         self.log: list[Delta] = []
         """Chunks of this epoch."""
@@ -260,8 +260,8 @@ class SeveralInboxes(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, RANKS - 1))
     def rank_begins(self, rank: int) -> None:
-        if rank not in self.told:
-            self.told[rank] = self.boxes[rank].begin_exchange()
+        if rank not in self.announced:
+            self.announced[rank] = self.boxes[rank].begin_exchange()
 
     @rule(ranks=st.permutations(range(RANKS)))
     def all_arrive(self, ranks: list[int]) -> None:
@@ -274,17 +274,17 @@ class SeveralInboxes(RuleBasedStateMachine):
             self.rank_begins(rank)
 
     @rule(rank=st.integers(0, RANKS - 1))
-    @precondition(lambda self: len(self.told) == self.RANKS)
+    @precondition(lambda self: len(self.announced) == self.RANKS)
     def rank_ends(self, rank: int) -> None:
         if rank in self.ended:
             return
-        self.boxes[rank].end_exchange(min(self.told.values()))
+        self.boxes[rank].end_exchange(min(self.announced.values()))
         for version, chunk in self.boxes[rank].poll_agreed(10**9, len):
             key = int(chunk.keys[0])
             assert self.applied.setdefault(version, key) == key, f"version {version} differs between ranks"
         self.ended.add(rank)
         if len(self.ended) == self.RANKS:
-            self.told, self.ended = {}, set()
+            self.announced, self.ended = {}, set()
 
     @rule()
     @precondition(lambda self: self.open)
@@ -303,7 +303,7 @@ class SeveralInboxes(RuleBasedStateMachine):
         try:
             self.settled[rank] = box.settle(0.0)
         except ControlError:
-            assert rank in self.told
+            assert rank in self.announced
             assert rank not in self.ended
 
     @rule(ranks=st.permutations(range(RANKS)))
@@ -321,7 +321,7 @@ class SeveralInboxes(RuleBasedStateMachine):
 
     @invariant()
     def agreed_versions_are_within_one_exchange(self) -> None:
-        if hasattr(self, "boxes") and not self.told:
+        if hasattr(self, "boxes") and not self.announced:
             assert len({box.agreed_version for box in self.boxes}) == 1
 
 

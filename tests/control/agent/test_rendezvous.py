@@ -32,16 +32,16 @@ def test_addresses() -> None:
 
 
 def _names(monkeypatch: pytest.MonkeyPatch, found: dict[str, list[str]]) -> list[str]:
-    asked: list[str] = []
+    resolved: list[str] = []
 
     def look_up(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
-        asked.append(host)
+        resolved.append(host)
         if host not in found:
             raise socket.gaierror("no such name")
         return [(0, 0, 0, "", (address, port)) for address in found[host]]
 
     monkeypatch.setattr("flexd.control.agent.rendezvous.socket.getaddrinfo", look_up)
-    return asked
+    return resolved
 
 
 class _Connector:
@@ -58,12 +58,12 @@ def _tried(rendezvous: Rendezvous, times: int) -> list[tuple[str, int]]:
 
 def test_every_address_of_a_name_is_tried_and_then_it_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"flexd": ["10.0.0.1", "10.0.0.2"], "other": ["10.0.0.2"]}
-    asked = _names(monkeypatch, found)
+    resolved = _names(monkeypatch, found)
     monkeypatch.setattr("flexd.control.agent.rendezvous.StoreConnector", _Connector)
     rendezvous = Rendezvous("flexd:5,other:6,missing:7", "job", 1.0)
     assert _tried(rendezvous, 3) == [("10.0.0.1", 5), ("10.0.0.2", 5), ("10.0.0.2", 6)]
     assert rendezvous.tried_all
-    assert asked == ["flexd", "other", "missing"]
+    assert resolved == ["flexd", "other", "missing"]
     found["flexd"] = ["10.0.0.3"]
     assert _tried(rendezvous, 2) == [("10.0.0.3", 5), ("10.0.0.2", 6)]
     assert set(rendezvous._connectors) == {("10.0.0.3", 5), ("10.0.0.2", 6)}, "those that are gone are forgotten"
@@ -108,7 +108,7 @@ def test_ranks_go_on_with_the_next_leader_and_refuse_a_deposed_one(host: Callabl
         second = host(tmp_path / "term-2", port=other_port, term=2)
         first.close()
         until(second.ready, what=ranks.state())
-        assert "placement_listed" in second.names(), "its journal knows nothing: the ranks told it"
+        assert "placement_listed" in second.names(), "its journal is empty: the ranks listed it"
         migration = second.coordinator.migrate("p2", lambda p: p.delta_to(target(2)).chunks(100))
         assert migration.wait(20) is MigrationState.COMMITTED
         assert ranks.all_at(target(2))

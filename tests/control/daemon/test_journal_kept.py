@@ -1,4 +1,4 @@
-"""What the journal keeps, folds and refuses to read: by hand, where chance seldom gets to."""
+"""Cases of keeping, folding and refusing in the journal that random histories seldom reach."""
 
 from __future__ import annotations
 

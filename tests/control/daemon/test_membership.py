@@ -156,7 +156,7 @@ def test_of_too_many_attempts_the_longest_silent_is_dropped() -> None:
     who = members()
     for number in range(MAX_ATTEMPTS):
         who.accept(hello(0, f"a{number}"), float(number))
-    # a0 said hello first, but a1 has been silent for longest.
+    # a0 registered first, but a1 has been silent for longest.
     who.mark_heard("a0", 0, 8.5)
     for number in range(MAX_ATTEMPTS, MAX_ATTEMPTS + 3):
         who.accept(hello(0, f"a{number}"), 8.5 + number)

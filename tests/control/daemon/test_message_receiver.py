@@ -108,7 +108,7 @@ def test_a_hello_is_taken_once() -> None:
 
 
 def test_every_epoch_has_a_token_of_its_own() -> None:
-    """What was said in an epoch of an earlier daemon, with equal numbers, is of another epoch."""
+    """Messages of an earlier daemon's epoch, with equal numbers, are of another epoch."""
     tokens = {opened()[1].fence["token"] for _ in range(8)}
     assert len(tokens) == 8
     assert all(len(token) >= 16 for token in tokens)

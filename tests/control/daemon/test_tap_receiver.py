@@ -24,7 +24,7 @@ TWO = RankLayout(1, 2)
 
 
 class Daemon:
-    """A coordinator with a tap, and a reader that counts what it polls and commits when told."""
+    """A coordinator with a tap, and a reader that counts what it polls and commits on request."""
 
     def __init__(self, hosted: object, source: TapSource, positions: dict[str, int]) -> None:
         self.hosted, self.source = hosted, source
@@ -100,7 +100,7 @@ def test_a_daemon_that_dies_before_the_snapshot_is_sent_the_payload_again_and_on
         zero, one = ranks.outboxes
         zero.put(b"in the snapshot")
         until(lambda: len(first.counted) == 1)
-        saved = first.source.positions()  # durable, but nobody was told: it dies in between
+        saved = first.source.positions()  # durable, but not reported to the ranks: it dies in between
         one.put(b"in no snapshot")
         until(lambda: len(first.counted) == 2)
         port = first.hosted.port
@@ -150,7 +150,7 @@ def test_tampered_pieces_are_counted_and_the_payload_comes_whole_in_the_end(daem
         assert it.hosted.coordinator.status().epochs == 1, "no rank was disturbed"
 
 
-def test_pieces_that_nobody_asked_for_are_never_read(daemon):
+def test_pieces_that_were_not_requested_are_never_read(daemon):
     """A writer to the store without the secret cannot deliver a payload."""
     it = daemon()
     with TappedRanks(it.hosted.port) as ranks:
@@ -173,7 +173,7 @@ def test_pieces_that_nobody_asked_for_are_never_read(daemon):
         assert {counted[2] for counted in it.counted} == {b"honest"}
 
 
-def test_a_daemon_without_a_tap_says_so(host):
+def test_a_daemon_without_a_tap_reports_the_reason(host):
     hosted = host()
     with TappedRanks(hosted.port) as ranks:
         ranks.outboxes[0].put(b"x")
@@ -182,7 +182,7 @@ def test_a_daemon_without_a_tap_says_so(host):
         assert not ranks.outboxes[0].free
 
 
-def test_somebody_who_waits_is_noticed(daemon):
+def test_a_waiting_rank_triggers_an_urgent_snapshot(daemon):
     it = daemon()
     with TappedRanks(it.hosted.port) as ranks:
         ranks.outboxes[1].put(b"last")
@@ -224,18 +224,3 @@ def test_any_changed_byte_of_a_piece_is_refused():
         open_with_bytes(Signer(b"other"), sealed, 2**20)
     with pytest.raises(ControlError):
         open_with_bytes(signer, sealed + b"x" * (MAX_MESSAGE_BYTES + 2**20), 2**20)
-
-
-def test_an_outbox_holds_one_payload_and_forgets_only_that():
-    outbox = TapOutbox()
-    assert outbox.put(b"a") == 0
-    with pytest.raises(ValueError, match="holds"):
-        outbox.put(b"b")
-    outbox.acknowledge(1)
-    assert not outbox.free
-    outbox.acknowledge(0)
-    assert outbox.free
-    assert outbox.put(b"b") == 1
-    outbox.acknowledge(0)
-    assert not outbox.free
-    assert not outbox.wait_until_free(0.01)

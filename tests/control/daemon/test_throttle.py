@@ -1,4 +1,4 @@
-"""What may be on its way to the ranks, whatever is asked for and whenever it changes."""
+"""Limits of outstanding chunks, for any sequence of chunks and changes of the limits."""
 
 from __future__ import annotations
 
@@ -102,16 +102,16 @@ def test_waiting_is_accounted_by_cause() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     rate=st.integers(1, 10_000),
-    asks=st.lists(st.tuples(st.floats(0, 3), st.lists(st.integers(0, 5_000), min_size=1, max_size=8)), max_size=40),
+    requests=st.lists(st.tuples(st.floats(0, 3), st.lists(st.integers(0, 5_000), min_size=1, max_size=8)), max_size=40),
 )
 def test_no_stretch_of_time_lets_more_through_than_rate_and_burst(
-    rate: int, asks: list[tuple[float, list[int]]]
+    rate: int, requests: list[tuple[float, list[int]]]
 ) -> None:
     clock = Clock()
     throttle = Throttle(ThrottleLimits(bytes_per_second=rate), clock)
     released: list[tuple[float, int]] = []
     largest = 0
-    for wait, sizes in asks:
+    for wait, sizes in requests:
         clock.now += wait
         count = throttle.release(rows(*sizes), 0)
         if count:

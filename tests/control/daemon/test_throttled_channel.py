@@ -22,7 +22,7 @@ LARGEST_ROW = 64
 
 
 class MeasuredRanks(Ranks):
-    """Applies all that is agreed at every step, and says of each step what was copied, and how long that took."""
+    """Applies all that is agreed at every step, and records for each step what was copied, and how long that took."""
 
     def __init__(self, port: int, seconds_per_byte: float = 0.0) -> None:
         self.copied: list[list[int]] = []
@@ -32,9 +32,9 @@ class MeasuredRanks(Ranks):
 
     def _train(self) -> None:
         while not self._stop.is_set():
-            told = [rank.inbox.begin_exchange() for rank in self.ranks]
+            announced = [rank.inbox.begin_exchange() for rank in self.ranks]
             for rank in self.ranks:
-                rank.inbox.end_exchange(min(told))
+                rank.inbox.end_exchange(min(announced))
             copied = []
             for rank in self.ranks:
                 taken = rank.inbox.poll_agreed(1 << 40, lambda delta: 8 * len(delta))

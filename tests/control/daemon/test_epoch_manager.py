@@ -1,0 +1,91 @@
+"""Beginning and ending of epochs with real stores and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flexd.control.daemon.migration_states import MigrationState
+from flexd.core.layout import RankLayout
+from tests.support.ranks_in_threads import Ranks, end_epoch, same_content, target
+from tests.support.until import until
+
+pytestmark = pytest.mark.slow
+
+
+def test_ranks_that_are_missing_are_named(host: Callable[..., Any]) -> None:
+    hosted = host(timeout_seconds=1.5)
+
+    def missing() -> tuple[int, ...]:
+        return hosted.coordinator.status().missing_ranks
+
+    assert missing() == ()
+    ranks = Ranks(hosted.port)
+    ranks._thread.start()
+    try:
+        for rank in (0, 2):
+            ranks.ranks[rank].agent.start()
+        until(lambda: missing() == (1, 3))
+        for rank in (1, 3):
+            ranks.ranks[rank].agent.start()
+        until(hosted.ready)
+        assert missing() == ()
+        ranks.ranks[3].agent.stop(10)
+        until(lambda: missing() == (3,))
+        for rank in (0, 1, 2):
+            ranks.ranks[rank].agent.stop(10)
+        # No rank is left from which the number of ranks is known.
+        until(lambda: missing() == (0, 1, 2, 3))
+    finally:
+        ranks.stop()
+
+
+def test_a_new_attempt_starts_from_an_empty_placement(host: Callable[..., Any]) -> None:
+    hosted = host(window_chunks=1)
+    with Ranks(hosted.port) as ranks:
+        running = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(5))
+        until(lambda: running.progress.chunks_applied > 3)
+        ranks.stop()
+        with Ranks(hosted.port, RankLayout(1, 2), attempt="a2") as restarted:
+            until(lambda: hosted.ready() and hosted.coordinator.live().attempt == "a2", what=restarted.state())
+            assert running.state is MigrationState.FAILED
+            assert hosted.coordinator.live().generation == 2
+            assert hosted.coordinator.live().layout == RankLayout(1, 2)
+            assert len(hosted.coordinator.placement()) == 0
+            assert hosted.journal.segment.attempt == "a2"
+            migration = hosted.coordinator.migrate("p2", lambda p: p.delta_to(target(1)).chunks(50), generation=2)
+            assert migration.wait(20) is MigrationState.COMMITTED
+            assert restarted.all_at(target(1))
+
+
+def test_a_silent_rank_is_lost_and_comes_back(host: Callable[..., Any]) -> None:
+    hosted = host(timeout_seconds=1.5)
+    with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
+        until(hosted.ready)
+        agent = ranks.ranks[1].agent
+        agent.stop(10)
+        until(lambda: not hosted.ready())
+        until(lambda: "1 of 2 ranks" in hosted.coordinator.live().reason)
+        assert "rank_lost" in hosted.names()
+
+
+def test_chunks_of_a_failed_epoch_are_pushed_again(host: Callable[..., Any]) -> None:
+    hosted = host()
+    with Ranks(hosted.port) as ranks:
+        until(hosted.ready)
+        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(20))
+        for part in range(1, 4):
+            until(lambda part=part: migration.progress.chunks_applied >= 5 * part)
+            # Chunks of this moment are received by all and agreed by none.
+            ranks.moving.clear()
+            until(lambda: hosted.coordinator._pusher.outstanding_chunks == 4)
+            end_epoch(hosted)
+            until(lambda part=part: hosted.names().count("epoch_live") == part + 1, what=ranks.state())
+            ranks.moving.set()
+        assert migration.wait(20) is MigrationState.COMMITTED
+        assert ranks.all_at(target(1))
+        assert same_content(ranks.history)
+        progress = migration.progress
+        assert (progress.chunks_pushed, progress.chunks_applied, progress.last_version) == (30, 30, 30)
