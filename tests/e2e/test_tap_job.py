@@ -71,7 +71,7 @@ def test_every_access_is_counted_once_whenever_the_daemon_is_killed(tmp_path: Pa
         stream = daemon.status()["stream"]
         assert stream["source"] == "tap"
         assert stream["lag_messages"] == 0
-        assert stream["rejected_messages"] == {}
+        assert not any(stream["rejected_messages"].values())
         daemon.process.stop()
         sketches = saved_sketches(daemon.config)
     assert [choice.kind for choice in sketches.choices()] == ["dense", "count_min"]
