@@ -1,6 +1,6 @@
 """Invariants 1-3 for any combination: optimizers, exchanges, passes, layouts, run-ahead, evaluation, migrations.
 
-``FLEXD_EXACTNESS_EXAMPLES=2000`` tries so many combinations instead of a few.
+``FLEXD_EXACTNESS_EXAMPLES`` sets the number of combinations.
 """
 
 from __future__ import annotations

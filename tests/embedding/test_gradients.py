@@ -1,4 +1,4 @@
-"""Clipping by norm and torch's GradScaler over sharded rows, against the same on one process."""
+"""Clipping by norm and torch's GradScaler over sharded rows, compared with one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Ranks = Callable[[int], RankPool]
     ],
     ids=lambda case: f"{case.layout.nodes}x{case.layout.local_ranks}-{case.norm_type:g}-{case.passes}-{case.scaled}",
 )
-def test_as_on_one_process(ranks: Ranks, case: Clipping) -> None:
+def test_training_equals_one_process(ranks: Ranks, case: Clipping) -> None:
     results = ranks(case.layout.world_size).run("gradient_jobs:train", case)
     expected = train_alone(case)
     finite = [norm for norm in expected["norms"] if math.isfinite(norm)]
@@ -98,8 +98,8 @@ def test_zero_grad_forgets_what_was_clipped() -> None:
     assert collection.steps == 1
 
 
-def test_a_skipped_step_leaves_nothing_behind() -> None:
-    """Neither with zero_grad nor without."""
+def test_a_skipped_step_leaves_no_gradients() -> None:
+    """A skipped step leaves no gradients, with and without zero_grad."""
     collection = make()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for forget in (True, False):

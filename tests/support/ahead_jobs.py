@@ -1,4 +1,4 @@
-"""Training with run-ahead on ranks, in the scenarios of ``exactness``, and what can go wrong in it."""
+"""Jobs of ranks: training with run-ahead in the scenarios of ``exactness``, and its failures."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from tests.support.exactness import Scenario, batch, loss_of, random_chunks, row
 
 @dataclass(frozen=True)
 class Loop:
-    """What the loop does beside training.
+    """Work of the loop beside training.
 
     Attributes:
         ahead: with ``flexd.prefetch``.
-        announced_passes: a step, told to prefetch; 0: as many as there are.
+        announced_passes: ``passes_per_step`` of prefetch; 0: the number of the scenario.
         evaluate_every: steps between forward passes of other batches without gradients.
         extra_every: steps between forward passes for training on a batch that was not announced, before the step.
         between_every: steps between whole steps of training on such a batch.
         read_every: steps between reading whole tables.
-        save_every: steps between saving everything and going back to what was saved the time before.
+        save_every: steps between saving everything and loading the save before.
         max_norm: gradients are clipped to it; 0: not.
         bad_at: index of a batch that cannot be looked up on the last rank, and is passed over; -1: none.
-        loops: the batches are gone over in as many loops.
+        loops: number of loops that share the batches.
         left_at: index of a batch after whose step the loop is left; the rest is trained on without run-ahead.
     """
 
@@ -156,7 +156,7 @@ def threads() -> list[str]:
 
 
 def uneven(rank: int, layout: RankLayout, batches: list[int]) -> tuple[int, str, list[str]]:
-    """Each rank with its own number of batches: steps made, the error, threads that are left."""
+    """Train each rank on its own number of batches; return the steps, the error, and remaining threads."""
     collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
     loader = [{"item": Jagged(torch.arange(3) + index, torch.tensor([3]))} for index in range(batches[rank])]
     steps, text = 0, ""
@@ -171,7 +171,7 @@ def uneven(rank: int, layout: RankLayout, batches: list[int]) -> tuple[int, str,
 
 
 def count_bytes(rank: int, layout: RankLayout, ids: list[list[list[int]]], exchange: str) -> list[dict[str, Any]]:
-    """Of each step over ``ids[rank]``: bytes in all, and overlapped ones."""
+    """Return the bytes and the overlapped bytes of each step over ``ids[rank]``."""
     collection = EmbeddingCollection([EmbeddingTable("item", 60, 4)], layout=layout, exchange=exchange)
     engine = collection.engine
     loader = [{"item": Jagged(torch.tensor(part), torch.tensor([len(part)]))} for part in ids[rank]]
@@ -194,7 +194,7 @@ def count_bytes(rank: int, layout: RankLayout, ids: list[list[list[int]]], excha
 
 
 def ddp(rank: int, layout: RankLayout, inside: bool, steps: int) -> dict[str, np.ndarray]:
-    """As ``collection_jobs.ddp``, with run-ahead: two threads have collectives under way at the same time."""
+    """Run ``collection_jobs.ddp`` with run-ahead: two threads have collectives under way at the same time."""
     collection = EmbeddingCollection(
         job_tables(names=("item",)), optimizer=flexd.SGD(0.05), layout=layout, replica_slots=[61]
     )
@@ -213,7 +213,7 @@ def ddp(rank: int, layout: RankLayout, inside: bool, steps: int) -> dict[str, np
 
 
 def pooled(rank: int, layout: RankLayout, weighted: bool, steps: int) -> list[list[float]]:
-    """Losses of bags without and with run-ahead."""
+    """Return losses of bags without and with run-ahead."""
     losses: list[list[float]] = []
     for ahead in (False, True):
         collection = flexd.EmbeddingBagCollection(

@@ -66,7 +66,7 @@ def row_optimizer(scenario: Scenario) -> RowOptimizer:
 
 
 class PlainOptimizer:
-    """The formulas of ``row_optimizer`` on one whole table, of the rows that were looked up."""
+    """The formulas of ``row_optimizer`` on the rows of a whole table that were looked up."""
 
     def __init__(self, name: str, rows: int, dim: int) -> None:
         self.name = name
@@ -93,7 +93,7 @@ class PlainOptimizer:
 
 
 def batch(scenario: Scenario, step: int, rank: int) -> dict[str, Jagged]:
-    """Skewed ids; now and then empty, all-unique, or without a feature."""
+    """Make skewed ids; some batches are empty, all-unique, or without a feature."""
     rng = np.random.default_rng([scenario.seed, step, rank])
     samples = int(rng.integers(0, 5))
     out: dict[str, Jagged] = {}
@@ -113,14 +113,14 @@ def batch(scenario: Scenario, step: int, rank: int) -> dict[str, Jagged]:
 
 
 def loss_of(rows: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Any smooth function that couples the features."""
+    """Return a smooth function that couples the features."""
     total = sum((values.double().tanh() ** 2).sum() for values in rows.values())
     mixed = torch.stack([values.double().sum() for values in rows.values()]).sum() if rows else torch.zeros(())
     return total * 0.1 + (mixed * 0.05).sin()
 
 
 def random_chunks(scenario: Scenario, keyspace: KeySpace, slots: tuple[int, ...]) -> list[Delta]:
-    """A chunk every ``migrate_every`` steps that fits every rank, in every direction between tiers."""
+    """Make a chunk every ``migrate_every`` steps that fits every rank, in every direction between tiers."""
     rng = np.random.default_rng([scenario.seed, 999])
     placement = Placement.empty()
     chunks = []
@@ -146,7 +146,7 @@ def random_chunks(scenario: Scenario, keyspace: KeySpace, slots: tuple[int, ...]
 
 
 def train(rank: int, scenario: Scenario) -> dict[str, object]:
-    """On one rank. Chunks arrive at each rank at its own time; replicas are compared after every step."""
+    """Train on one rank. Chunks arrive at each rank at its own time; replicas are compared after every step."""
     collection = EmbeddingCollection(
         tables_of(scenario), optimizer=row_optimizer(scenario), layout=scenario.layout,
         replica_fraction=scenario.replica_fraction, exchange=scenario.exchange, seed=scenario.seed,
@@ -185,7 +185,7 @@ def train(rank: int, scenario: Scenario) -> dict[str, object]:
 
 
 def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.ndarray]]:
-    """Losses by rank and the final tables, from plain nn.Embedding tables in this process."""
+    """Return losses by rank and the final tables of plain nn.Embedding tables in this process."""
     specs = {table.name: table for table in tables_of(scenario)}
     reference = EmbeddingCollection(list(specs.values()), layout=RankLayout(1, 1), seed=scenario.seed)
     tables = {name: nn.Embedding.from_pretrained(reference.initial_table(name), freeze=False) for name in specs}
@@ -218,7 +218,7 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
 
 
 def bad_input(rank: int, layout: RankLayout, guilty: int) -> list[str]:
-    """One rank passes bad ids; all ranks are to see an error, and to go on afterwards."""
+    """Pass bad ids on one rank; all ranks must raise an error, and train on afterwards."""
     from flexd.core.errors import EmbeddingError
 
     collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)

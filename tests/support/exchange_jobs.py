@@ -1,4 +1,4 @@
-"""What ranks run to have their collectives and bytes counted."""
+"""Jobs of ranks: collectives, bytes and sums of a step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def step(collection: EmbeddingCollection, seeds: list[int]) -> float:
 
 
 def collectives(rank: int, layout: RankLayout, dims: list[int], dtypes: list[str], moved: bool) -> dict[str, Any]:
-    """All-to-alls, all-reduces and broadcasts of a training step, and of an evaluation."""
+    """Count all-to-alls, all-reduces and broadcasts of a training step, and of an evaluation."""
     collection = make(layout, dims, dtypes, moved)
     names = ("all_to_all_single", "all_reduce", "broadcast")
     originals, count = {name: getattr(dist, name) for name in names}, dict.fromkeys(names, 0)
@@ -78,7 +78,7 @@ def collectives(rank: int, layout: RankLayout, dims: list[int], dtypes: list[str
 
 
 def pushed(rank: int, layout: RankLayout, seeds: list[int]) -> int:
-    """Bytes that ``optimizer.step`` sends after these passes."""
+    """Count the bytes that ``optimizer.step`` sends after these passes."""
     collection = make(layout, [8, 4], ["float32"] * 2, True)
     for seed in seeds:
         torch.stack([j.values.sum() for j in collection(batch(collection, seed)).values()]).sum().backward()
@@ -91,13 +91,13 @@ def pushed(rank: int, layout: RankLayout, seeds: list[int]) -> int:
 def summed_gradients(
     rank: int, layout: RankLayout, tier: int | None, dtype: str, comm_dtype: str | None
 ) -> tuple[np.ndarray, bool]:
-    """The sums of gradients of all ranks, as one step leaves them in a table, and whether replicas are equal.
+    """Return the table after one step from zero, which is the sum of all gradients, and whether replicas are equal.
 
-    Of each number two ranks have a large gradient, of opposite sign, and the others a small one: in another order of
-    additions another part of the small ones is lost.
+    Two ranks have large gradients of opposite sign for each number, and the others small ones: another order of
+    additions loses another part of the small ones.
 
     Args:
-        tier: of all rows; None: rows at all tiers.
+        tier: tier of all rows; None: rows at all tiers.
     """
     collection = EmbeddingCollection(
         [EmbeddingTable("t0", ROWS, 16, dtype=dtype)], layout=layout, optimizer=SGD(1.0), replica_fraction=1.0,

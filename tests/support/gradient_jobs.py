@@ -1,4 +1,4 @@
-"""What the ranks of the tests of clipping and scaling run, and the same on one process with plain tables."""
+"""Jobs of ranks: clipping and scaling; and the same on one process with plain tables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Clipping:
 
 
 def factor_of(case: Clipping, step: int, rank: int) -> float:
-    """Of a rank's loss: steps differ in whether they are clipped."""
+    """Return the factor of a rank's loss: some steps are clipped and some not."""
     overflows = case.scaled and step == 1 and rank == case.layout.world_size - 1
     return math.inf if overflows else 10.0 ** (step - 2)
 
@@ -118,7 +118,7 @@ def train_alone(case: Clipping) -> dict[str, Any]:
 
 
 def traffic(rank: int, case: Clipping, clip: bool) -> dict[str, int]:
-    """Of one step."""
+    """Return the bytes of one step."""
     collection = EmbeddingCollection(tables(), optimizer=SGD(0.1), layout=case.layout, replica_slots=[61, 23, 3])
     offer(collection, case.delta)
     with torch.no_grad():
@@ -134,7 +134,7 @@ def traffic(rank: int, case: Clipping, clip: bool) -> dict[str, int]:
 
 
 def overflow_in_the_sum(rank: int, layout: RankLayout) -> tuple[list[float], int, bool]:
-    """Gradients that are finite on each rank and not where they meet; then one that is fine."""
+    """Train on gradients that are finite on each rank and overflow in the sum; then on finite ones."""
     collection = EmbeddingCollection(
         [EmbeddingTable("item", 9, 2, dtype="float16")], optimizer=SGD(1e-3), layout=layout, average_gradients=False
     )

@@ -1,4 +1,4 @@
-"""What ranks run for the tests of migrations and of their memory."""
+"""Jobs of ranks: migrations and their memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _collection(layout: RankLayout, slots: list[int], cap_bytes: int) -> Embeddi
 
 
 def follow_chunks(rank: int, layout: RankLayout, chunks: list[Delta], slots: list[int], cap: int, seed: int) -> Any:
-    """Takes the chunks at this rank's own pace while looking rows up; what the rank has once all are applied."""
+    """Receive the chunks at this rank's own pace while looking rows up; report its state once all are applied."""
     collection = _collection(layout, slots, cap)
     engine = collection.engine
     stores = engine.stores
@@ -80,7 +80,7 @@ def follow_chunks(rank: int, layout: RankLayout, chunks: list[Delta], slots: lis
 
 
 def follow_at_once(rank: int, layout: RankLayout, chunks: list[Delta], slots: list[int]) -> dict[str, Any]:
-    """The first chunk is applied at a step of its own, the others together."""
+    """Apply the first chunk at a step of its own, the others together."""
     collection = _collection(layout, slots, 2**20)
     inbox = collection.engine.inbox
     everything = {table.name: Jagged(torch.arange(table.rows), torch.tensor([table.rows])) for table in TABLES}
@@ -100,7 +100,7 @@ def follow_at_once(rank: int, layout: RankLayout, chunks: list[Delta], slots: li
 
 
 def apply_out_of_turn(rank: int, layout: RankLayout, delta: Delta) -> tuple[str, bool]:
-    """Applies what was prepared before another chunk was applied; what is said, and whether all is as it was."""
+    """Apply a chunk that was prepared before another was applied; return the error, and whether nothing changed."""
     collection = _collection(layout, [61, 23], 2**20)
     migrator = collection.engine.migrator
     early, late = migrator.prepare(delta, None), migrator.prepare(delta, None)
@@ -116,7 +116,7 @@ def apply_out_of_turn(rank: int, layout: RankLayout, delta: Delta) -> tuple[str,
 
 
 def refuse(rank: int, layout: RankLayout, good: list[Delta], wrong: Delta, applied: bool) -> tuple[str, bool]:
-    """What is said to a chunk after the good ones (applied, or waiting), and whether the next good chunk still fits."""
+    """Offer a wrong chunk after good ones (applied, or waiting); return the error, and whether the next chunk fits."""
     collection = _collection(layout, [61, 23], 2**20)
     inbox = collection.engine.inbox
     nothing: dict[str, Jagged] = {}
@@ -140,7 +140,7 @@ def refuse(rank: int, layout: RankLayout, good: list[Delta], wrong: Delta, appli
 
 
 def refresh_in_blocks(rank: int, layout: RankLayout, delta: Delta, cap: int) -> dict[str, Any]:
-    """Loads other home rows under replicas of many rows, with room for a few in the buffer."""
+    """Load other home rows under replicas of many rows, with room for a few in the buffer."""
     collection, other = _collection(layout, [61, 23], cap), _collection(layout, [61, 23], cap)
     for made in (collection, other):
         made.engine.inbox.offer(1, delta)

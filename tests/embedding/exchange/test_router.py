@@ -1,4 +1,4 @@
-"""How often ranks talk, what a step of several passes sends, and rows that travel in a narrower dtype."""
+"""Number of collectives of a step, bytes of several passes, and rows rounded to the wire."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Ranks = Callable[[int], RankPool]
     ids=["one group", "three groups", "two dtypes", "two narrow dtypes", "one of each"],
 )
 def test_collectives_of_a_step(ranks: Ranks, dims: list[int], dtypes: list[str], training: list[int]) -> None:
-    """Two hops: sizes, ids, rows, gradients on each; with copies sums down the first, and across the second an
-    all-reduce, or sums from the homes where it would add what is rounded."""
+    """Each of two hops exchanges sizes, ids, rows and gradients. With copies, sums come down the first hop, and the
+    second has an all-reduce, or sums from the homes where an all-reduce would add rounded gradients."""
     for moved, trained in ((False, [8, 0, 0]), (True, training)):
         for said in ranks(4).run("exchange_jobs:collectives", RankLayout(2, 2), dims, dtypes, moved):
             assert said == {"training": trained, "evaluation": [6, 0, 0]}
@@ -44,7 +44,7 @@ def test_equal_passes_are_pushed_as_one(ranks: Ranks, nodes: int) -> None:
 
 
 def test_rows_are_rounded_where_they_are_read() -> None:
-    """On one rank nothing travels; the same is learned all the same."""
+    """Rows are rounded on a single rank too, where nothing travels."""
     collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 9, 3)], comm_dtype="bfloat16")
     out = collection({"item": flexd.Jagged(torch.arange(9), torch.tensor([9]))})["item"].values
     assert torch.equal(out, collection.initial_table("item").bfloat16().float())

@@ -1,4 +1,4 @@
-"""Migrations against a dict: random chunks through inbox and migrator, what is refused, and the memory of it all."""
+"""Migrations against a dict: random chunks through inbox and migrator, refused chunks, and memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def used_slots(layout: RankLayout, placement: dict[int, int]) -> np.ndarray:
 
 
 def random_chunks(layout: RankLayout, seed: int, count: int) -> tuple[list[Delta], dict[int, int]]:
-    """Chunks in every direction, the same rows again and again, each fitting the slots; and the dict they lead to."""
+    """Make chunks in every direction of the same few rows, each fitting the slots, and the dict they lead to."""
     rng = np.random.default_rng(seed)
     placement: dict[int, int] = {}
     chunks: list[Delta] = []
@@ -61,7 +61,7 @@ def random_chunks(layout: RankLayout, seed: int, count: int) -> tuple[list[Delta
     seed=st.integers(0, 10_000),
     cap=st.sampled_from([1, 100, 1000, 10**6]),
 )
-def test_any_chunks_end_where_a_dict_ends(ranks: Ranks, shape: tuple[int, int], seed: int, cap: int) -> None:
+def test_any_chunks_lead_to_the_placement_of_a_dict(ranks: Ranks, shape: tuple[int, int], seed: int, cap: int) -> None:
     layout = RankLayout(*shape)
     chunks, expected = random_chunks(layout, seed, 25)
     results = ranks(layout.world_size).run("migration_jobs:follow_chunks", layout, chunks, SLOTS, cap, seed)
@@ -119,7 +119,7 @@ GOOD = [chunk({0: 2, 1: 2, 3: 1, 70: 2}), chunk({1: 1, 4: 2}, {1: 2}), chunk({4:
     ids=["listed", "moved on", "not listed", "other group"],
 )
 def test_a_chunk_that_starts_elsewhere_is_refused_whole(ranks: Ranks, wrong: Delta, key: int, applied: bool) -> None:
-    """Before any rank counts on it: applying it would be an error in the middle of training."""
+    """A chunk is refused before the ranks agree on it: applying it would fail in the middle of training."""
     for said, goes_on in ranks(2).run("migration_jobs:refuse", RankLayout(2, 1), GOOD, wrong, applied):
         assert f"chunk 3 are not at the tier it says, key {key} for one" in said
         assert goes_on
@@ -140,8 +140,8 @@ def test_replicas_are_copied_anew_in_blocks(ranks: Ranks, cap: int) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.dictionaries(st.integers(0, 12), st.integers(0, 2), max_size=8), min_size=1, max_size=6))
-def test_what_is_copied_for_several_deltas(steps: list[dict[int, int]]) -> None:
-    """Once, as if from the lowest tier that the row passes: demoted and promoted again, it is in another slot."""
+def test_several_deltas_are_merged(steps: list[dict[int, int]]) -> None:
+    """A row is copied once, as if from the lowest tier on its way: demoted and promoted again, it gets another slot."""
     placement = Placement.empty()
     deltas = []
     passed: dict[int, list[int]] = {}
@@ -158,13 +158,13 @@ def test_what_is_copied_for_several_deltas(steps: list[dict[int, int]]) -> None:
 
 
 def test_a_row_that_is_demoted_and_promoted_at_once_is_copied(ranks: Ranks) -> None:
-    """Both chunks are applied at one step, and other rows take the slot that it had."""
+    """Both chunks are applied at one step, and other rows get the slot that the row had."""
     chunks = [chunk({0: 2, 1: 2}), chunk({0: 0, 1: 0}, {0: 2, 1: 2}), chunk({5: 2, 9: 2}), chunk({0: 2, 1: 2})]
     for said in ranks(4).run("migration_jobs:follow_at_once", RankLayout(2, 2), chunks, SLOTS):
         assert said == {"steps": 2, "tables_unchanged": True, "bit_equal": True}
 
 
-def test_what_was_prepared_for_another_placement_is_not_applied(ranks: Ranks) -> None:
+def test_a_chunk_prepared_for_another_placement_is_not_applied(ranks: Ranks) -> None:
     for said, unchanged in ranks(2).run("migration_jobs:apply_out_of_turn", RankLayout(2, 1), GOOD[0]):
         assert "chunks were prepared for another placement" in said
         assert unchanged

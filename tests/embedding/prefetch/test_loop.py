@@ -30,7 +30,7 @@ def test_loaders_without_batches(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"passes_per_step": 0}, {"timeout_seconds": 0.0}, {"timeout_seconds": float("nan")}])
-def test_prefetch_refuses(wrong: dict[str, float]) -> None:
+def test_wrong_arguments_are_refused(wrong: dict[str, float]) -> None:
     collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 4)], layout=RankLayout(1, 1))
     with pytest.raises(EmbeddingError, match="give positive numbers"):
         flexd.prefetch([], collection, **wrong)

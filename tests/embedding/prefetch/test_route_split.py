@@ -1,4 +1,4 @@
-"""Cutting a route: both halves together are the route, and their counts are those of their rows."""
+"""Splitting a route: both halves together are the route, and their counts are those of their rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexd.embedding.prefetch.route_split import _exchange_bits, split_route
 
 
 class _Wire:
-    """An all-to-all between threads: what ``Peers`` does, without processes."""
+    """An all-to-all between threads, in place of processes."""
 
     def __init__(self, size: int) -> None:
         self.boxes: list[list[torch.Tensor]] = [[] for _ in range(size)]
@@ -39,8 +39,8 @@ class _Peers:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_bits_arrive_as_they_were(data: st.DataObject) -> None:
-    """Several columns with any numbers of bits, none included, between up to four peers."""
+def test_bits_arrive_unchanged(data: st.DataObject) -> None:
+    """Exchange several columns with any numbers of bits, none included, between up to four peers."""
     size, columns = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     counts = [
         [[data.draw(st.integers(0, 20)) for _ in range(columns)] for _ in range(size)] for _ in range(size)
@@ -76,7 +76,7 @@ def test_bits_arrive_as_they_were(data: st.DataObject) -> None:
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 9999), rows=st.integers(0, 12))
 def test_halves_of_a_route(expanded: bool, seed: int, rows: int) -> None:
-    """One peer, two stations: what travels along the halves is what travels along the whole."""
+    """With one peer and two stations, the halves carry the same rows as the whole route."""
     generator = torch.Generator().manual_seed(seed)
 
     def stop(rows: int, asks: bool) -> StationRows:

@@ -1,4 +1,4 @@
-"""Run-ahead changes neither losses nor tables, whatever happens in between, and takes bytes off the critical path."""
+"""Run-ahead changes neither losses nor tables, whatever else the loop does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYOUTS = [(2, 2), *(pytest.param(*each, marks=pytest.mark.long) for each in [(1
 
 
 def check(scenario: Scenario, ranks: Ranks, loop: Loop | None = None, tolerance: float = 1e-9) -> list[dict]:
-    """Against training in one process, or, if there is more in the loop than that does, without run-ahead."""
+    """Compare with training in one process or, if the loop does more, with training without run-ahead."""
     loop = loop or Loop()
     pool = ranks(scenario.layout.world_size)
     results = pool.run("ahead_jobs:train", scenario, loop)
@@ -52,21 +52,21 @@ def check(scenario: Scenario, ranks: Ranks, loop: Loop | None = None, tolerance:
 
 @pytest.mark.parametrize(("nodes", "local_ranks"), LAYOUTS)
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
-def test_training_ahead_equals_one_process(ranks: Ranks, nodes: int, local_ranks: int, optimizer: str) -> None:
+def test_run_ahead_equals_one_process(ranks: Ranks, nodes: int, local_ranks: int, optimizer: str) -> None:
     results = check(Scenario(nodes, local_ranks, optimizer, seed=nodes * 10 + local_ranks), ranks)
     assert results[0]["versions"][-1] >= 3, "the scenario must really migrate rows"
     assert results[0]["left"] > 0, "the scenario must really leave gradients to the next step"
 
 
 def test_replicas_on_one_rail_only(ranks: Ranks) -> None:
-    """The ranks of the other rail list no replicated row: what is told of them goes over the rail alone."""
+    """The ranks of the other rail list no replicated row, so bits and gradients go over one rail only."""
     results = check(Scenario(2, 2, "rowwise_adagrad", seed=4, only_rail=1), ranks)
     assert results[0]["versions"][-1] >= 3
     check(Scenario(2, 2, passes=3, seed=4, only_rail=0), ranks)
 
 
 @pytest.mark.parametrize("exchange", ["direct", "direct_no_dedup"])
-def test_direct_exchange_ahead(ranks: Ranks, exchange: str) -> None:
+def test_direct_exchange(ranks: Ranks, exchange: str) -> None:
     check(Scenario(2, 2, "rowwise_adagrad", exchange=exchange, two_dims=True, seed=3), ranks)
 
 
@@ -92,7 +92,7 @@ def test_several_passes_a_step_announced_or_not(ranks: Ranks, passes: int, annou
     ],
     ids=["evaluate", "read", "extra pass", "step between", "save", "clip", "loops", "break", "bad 0", "bad 6"],
 )
-def test_whatever_else_the_loop_does(ranks: Ranks, loop: Loop) -> None:
+def test_other_work_in_the_loop(ranks: Ranks, loop: Loop) -> None:
     results = check(Scenario(2, 2, "rowwise_adagrad", two_dims=True, steps=12, seed=5), ranks, loop)
     assert (results[0]["left"] == 0) == (loop.max_norm > 0), "all gradients are needed for their norm"
     if loop.bad_at >= 0:
@@ -100,11 +100,11 @@ def test_whatever_else_the_loop_does(ranks: Ranks, loop: Loop) -> None:
         assert all("rank 3 has input" in result["said"][0] for result in results[:-1])
 
 
-def test_a_rank_without_input_ahead(ranks: Ranks) -> None:
+def test_a_rank_without_input(ranks: Ranks) -> None:
     check(Scenario(2, 2, "rowwise_adagrad", idle_rank=3, two_dims=True, gamma=0.8), ranks)
 
 
-def test_float32_beside_float64_ahead(ranks: Ranks) -> None:
+def test_float32_beside_float64(ranks: Ranks) -> None:
     check(Scenario(2, 2, "rowwise_adagrad", second_dtype="float32", two_dims=True), ranks, tolerance=1e-5)
 
 
@@ -147,13 +147,13 @@ EXAMPLES = int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "5"))
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(scenario=scenarios, loop=loops)
-def test_any_schedule_ahead(ranks: Ranks, scenario: Scenario, loop: Loop) -> None:
-    """As without run-ahead. ``FLEXD_EXACTNESS_EXAMPLES`` tries more."""
+def test_any_schedule(ranks: Ranks, scenario: Scenario, loop: Loop) -> None:
+    """Any schedule trains as without run-ahead. ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of examples."""
     check(scenario, ranks, replace(loop, loops=1 if loop.left_at >= 0 else loop.loops))
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_ahead_beside_the_collectives_of_ddp(ranks: Ranks, inside: bool) -> None:
+def test_run_ahead_beside_the_collectives_of_ddp(ranks: Ranks, inside: bool) -> None:
     expected = ddp_alone(4, 6)
     for result in ranks(4).run("ahead_jobs:ddp", RankLayout(2, 2), inside, 6):
         for name, values in expected.items():
@@ -161,12 +161,12 @@ def test_ahead_beside_the_collectives_of_ddp(ranks: Ranks, inside: bool) -> None
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_bags_ahead(ranks: Ranks, weighted: bool) -> None:
+def test_bags(ranks: Ranks, weighted: bool) -> None:
     for plain, ahead in ranks(4).run("ahead_jobs:pooled", RankLayout(2, 2), weighted, 6):
         np.testing.assert_allclose(ahead, plain, rtol=0, atol=1e-9)
 
 
-def test_a_failure_ahead_is_raised_at_the_next_step_and_from_then_on() -> None:
+def test_a_failed_job_is_raised_at_the_next_step_and_at_every_later_one() -> None:
     collection = flexd.EmbeddingCollection(
         [flexd.EmbeddingTable("item", 50, 4)], layout=RankLayout(1, 1), optimizer=flexd.SGD(0.1)
     )

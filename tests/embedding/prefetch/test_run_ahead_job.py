@@ -1,4 +1,4 @@
-"""What a job of run-ahead takes off the critical path, and what it holds."""
+"""Bytes that steps wait for with run-ahead, and memory that it holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Ranks = Callable[[int], RankPool]
 
 
 @pytest.mark.parametrize(("layout", "exchange"), [((2, 1), "chain"), ((2, 2), "chain"), ((2, 2), "direct")])
-def test_only_rows_of_both_batches_are_waited_for(ranks: Ranks, layout: tuple[int, int], exchange: str) -> None:
+def test_a_step_waits_only_for_rows_of_both_batches(ranks: Ranks, layout: tuple[int, int], exchange: str) -> None:
     """Rows of 16 bytes; batches without a row in common, then equal ones."""
     world = layout[0] * layout[1]
     apart = [[list(range(20 * (step % 3), 20 * (step % 3) + 20)) for step in range(6)]] * world
@@ -34,8 +34,8 @@ def test_only_rows_of_both_batches_are_waited_for(ranks: Ranks, layout: tuple[in
         assert waited == 2 * 16 * 20 * (world - 1)
 
 
-def test_what_is_held_is_bounded_and_counted() -> None:
-    """The same 30 ids again and again: what waits is the same after every step."""
+def test_held_memory_is_bounded_and_counted() -> None:
+    """With the same 30 ids in every batch the held bytes are equal after every step."""
     collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 50, 4)], layout=RankLayout(1, 1))
     loader = [{"item": flexd.Jagged(torch.arange(30), torch.tensor([30]))} for _ in range(9)]
     pending = []

@@ -1,4 +1,4 @@
-"""Gradients on a wire that is narrower than their sums: the placement does not show."""
+"""Gradients on a wire that is narrower than their sums: training does not depend on the placement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ Ranks = Callable[[int], RankPool]
 
 @pytest.mark.parametrize("comm_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("layout", [RankLayout(2, 2), RankLayout(1, 2), RankLayout(2, 1)], ids=str)
-def test_a_narrow_wire_does_not_show_the_placement(ranks: Ranks, layout: RankLayout, comm_dtype: str) -> None:
+def test_training_on_a_narrow_wire_does_not_depend_on_the_placement(
+    ranks: Ranks, layout: RankLayout, comm_dtype: str
+) -> None:
     pool = ranks(layout.world_size)
     still, moved, exact = (
         pool.run("exchange_jobs:train", layout, *arguments)
@@ -35,7 +37,7 @@ def test_a_narrow_wire_does_not_show_the_placement(ranks: Ranks, layout: RankLay
 def test_gradients_are_added_in_the_same_order_at_every_tier(
     ranks: Ranks, nodes: int, local_ranks: int, dtype: str, comm_dtype: str | None
 ) -> None:
-    """Bit by bit, on a wire that is narrower than the sums."""
+    """Compare bits, on a wire that is narrower than the sums."""
     layout = RankLayout(nodes, local_ranks)
     pool = ranks(layout.world_size)
     home, *others = (

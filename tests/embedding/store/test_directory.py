@@ -1,4 +1,4 @@
-"""The directory against a dict, what it costs, and both ways of merging."""
+"""The directory against a dict, its memory, and both ways of merging."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def on_cpu(directory: Directory, removed: torch.Tensor, new: Columns) -> Directo
 
 
 def as_elsewhere(directory: Directory, removed: torch.Tensor, new: Columns) -> Directory:
-    """The way of other devices, on this one."""
+    """Merge in the way of other devices."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_merged_on_cpu", module._merged)
         return directory.replace(removed, *new)
@@ -117,7 +117,7 @@ def test_an_empty_directory_finds_nothing() -> None:
 
 @pytest.mark.parametrize(("first", "rows"), [(2**40, 2**31 - 4), (2**40, 2**31), (2**40 + 3, 2**33)])
 def test_the_last_rows_of_large_groups(first: int, rows: int) -> None:
-    """Codes of 32 bits reach just as far as they are used."""
+    """Codes of 32 bits are used up to their largest value."""
     order = order_of(rows, first)
     keys = torch.tensor([first, first + rows - 3, first + rows - 2, first + rows - 1])
     assert order.keys(order.codes(keys)).tolist() == keys.tolist()
@@ -140,7 +140,7 @@ def test_positions_do_not_depend_on_the_block(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_eight_to_twelve_bytes_a_hot_row_and_a_chunk_needs_little_more() -> None:
-    """The formula is linear, so what holds for a million rows holds for ten."""
+    """The formula is linear, so a million rows stand for more."""
     rows = 1_000_000
     rng = np.random.default_rng(1)
     keys = np.flatnonzero(rng.random(10 * rows) < 0.1)[: rows - 20_000]
