@@ -19,23 +19,23 @@ class AbortRequest(CommandRequest):
     rollback: bool = False
     """Restore the placement that the migration started from."""
     wait_seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 10.0
-    """How long to wait for the end of the migration and of the rollback; 0 returns as soon as the abort is accepted."""
+    """Time to wait for the end of the migration and of the rollback; 0 returns as soon as the abort is accepted."""
 
 
 AbortOutcome = Literal["stopped", "rolled_back", "ended", "accepted", "timed_out", "rollback_failed"]
 
 
 class AbortResult(Model):
-    """What became of an abort."""
+    """The result of an abort."""
 
     outcome: AbortOutcome
-    """``stopped``: at a chunk; nothing of it is on its way. ``rolled_back``: that, and every rank is back where it
-    started. ``ended``: it had ended otherwise before it could be stopped. ``accepted``, ``timed_out``: still stopping
-    or rolling back, and goes on. ``rollback_failed``: stopped, but the rollback ended before all of it was applied."""
+    """``stopped``: at a chunk, and no chunk is in flight. ``rolled_back``: stopped, and every rank has the placement
+    that it started from. ``ended``: it ended before it could be stopped. ``accepted``, ``timed_out``: still stopping
+    or rolling back, which goes on. ``rollback_failed``: stopped, but its rollback ended before all was applied."""
     migration: MigrationReport
     """The migration, and where it stopped."""
     rollback: MigrationReport | None = None
-    """The way back, if that was asked for."""
+    """The rollback, if one was requested."""
     placement_version: int = 0
     """The version that every rank has agreed on."""
     message: str = ""
@@ -43,10 +43,10 @@ class AbortResult(Model):
 
 
 class RollbackPreview(Model):
-    """What a rollback would move if it began now. What is on its way to the ranks comes on top."""
+    """The rows that a rollback would move if it began now, without those of chunks that are in flight."""
 
     to_version: int
-    """Version of the placement that it would bring back."""
+    """Version of the placement that it would restore."""
     promotions: int = 0
     """Rows that would get copies back."""
     demotions: int = 0
@@ -56,20 +56,21 @@ class RollbackPreview(Model):
 
 
 class AbortPreview(Model):
-    """What an abort would come to now."""
+    """The effect that an abort would have now."""
 
     migration: MigrationReport
-    """That would stop behind the chunks pushed so far; or, for a rollback alone, that ended with an earlier daemon."""
+    """The migration that would stop after the chunks pushed so far; for a rollback alone, the one that ended with an
+    earlier daemon."""
     rows_pushed: int = 0
-    """Rows of these chunks: on every rank by then."""
+    """Rows of these chunks, which every rank will have by then."""
     waiting: tuple[str, ...] = ()
     """Ids of migrations behind it that would not be started."""
     rollback: RollbackPreview | None = None
-    """The way back, if that was asked for."""
+    """The rollback, if one was requested."""
 
 
 def abort_status(result: AbortResult) -> int:
-    """The HTTP status it is answered with: 202 while something goes on."""
+    """Return the HTTP status of the response: 202 while the abort goes on."""
     return 202 if result.outcome in ("accepted", "timed_out") else 200
 
 

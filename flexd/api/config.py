@@ -24,7 +24,7 @@ class KeyChange(Model):
     after: Any = None
     """The value in the file."""
     needs_restart: bool = False
-    """Whether a reload leaves it as it is."""
+    """True if a reload does not apply it."""
 
 
 class ReloadReport(Model):
@@ -33,7 +33,7 @@ class ReloadReport(Model):
     file: str
     """The file that was read."""
     dry_run: bool = False
-    """Whether this is a preview that changed nothing."""
+    """True for a preview, which changes nothing."""
     applied: tuple[str, ...] = ()
     """Key paths that differ from what ran, and are in effect now."""
     pending: tuple[str, ...] = ()

@@ -34,7 +34,7 @@ class ErrorDetail(Model):
     message: str
     """The fault and its place."""
     remedy: str = ""
-    """What the reader can do."""
+    """Advice to the reader."""
 
 
 class ErrorBody(Model):

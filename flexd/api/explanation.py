@@ -26,7 +26,7 @@ class RowReport(Model):
     key: int = 0
     """Its key in the job's key space, which gives home rank and node owner."""
     listed: bool = True
-    """Whether the profile lists the row by itself; if not, the mean of the table's unlisted rows stands in."""
+    """True if the profile lists the row; if not, the mean of the table's unlisted rows is used."""
     place: int = 0
     """1 for the most frequent row of the table; 0 if not listed."""
     accesses_per_step: FiniteOrNone = None

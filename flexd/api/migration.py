@@ -33,7 +33,7 @@ class MigrationStep(Model):
     name: str
     """``wait``, ``push``, ``agree``, ``apply`` or ``stop``."""
     completion: Share
-    """How far it has come."""
+    """Completed share of the part."""
 
 
 class MigrationReport(Model):
@@ -62,17 +62,17 @@ class MigrationReport(Model):
     rows: int = 0
     """Rows it moves."""
     rows_applied: int = 0
-    """Of which on every rank."""
+    """Part of them that is on every rank."""
     chunks: int = 0
     """Chunks it is pushed in."""
     chunks_pushed: int = 0
     """Chunks pushed."""
     chunks_applied: int = 0
-    """Of which applied by every rank."""
+    """Part of them that every rank has applied."""
     bytes: int = 0
     """Row values and optimizer state of the rows it promotes, each once."""
     bytes_applied: int = 0
-    """Of which on every rank."""
+    """Part of them that is on every rank."""
     base_version: int = 0
     """Placement version that it started from."""
     last_version: int = 0
@@ -107,11 +107,11 @@ class MigrationEntry(Model):
     rows_pushed: int = 0
     """Rows sent to the ranks."""
     rows_applied: int = 0
-    """Of which applied by every rank."""
+    """Part of them that every rank has applied."""
     chunks_pushed: int = 0
     """Chunks sent to the ranks."""
     chunks_applied: int = 0
-    """Of which applied by every rank."""
+    """Part of them that every rank has applied."""
     bytes: int = 0
     """Row values and optimizer state of promoted rows that were applied, each once."""
     pushed_bytes: int = 0
@@ -129,7 +129,7 @@ class MigrationEntry(Model):
     seconds: FiniteOrNone = None
     """From the request to its end."""
     settled: bool = False
-    """Whether no chunk of it is in flight any more, so that rows and bytes are final."""
+    """True if no chunk of it is in flight any more, so that rows and bytes are final."""
 
 
 class TransitionReport(Model):

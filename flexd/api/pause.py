@@ -20,14 +20,14 @@ class PauseRequest(CommandRequest):
 
 
 class PauseState(Model):
-    """Whether planning and pushing are held."""
+    """The state after a pause or resume."""
 
     paused: bool
-    """Whether they are held now."""
+    """True while planning and pushing are held."""
     reason: str | None = None
-    """What the pause was asked for."""
+    """Reason given for the pause."""
     changed: bool = True
-    """False if it was so already."""
+    """False if the state was the same before."""
 
 
 class DecisionsStatus(Model):

@@ -38,22 +38,22 @@ class PhaseCost(Model):
     bytes: FiniteOrNone = None
     """Sent by one rank in one step."""
     busiest_rank_bytes: FiniteOrNone = None
-    """Sent or received by the rank that has most of it."""
+    """Bytes sent or received by the busiest rank."""
     seconds: FiniteOrNone = None
     """Predicted time, hidden or not."""
 
 
 class TierCost(Model):
-    """What the rows of one tier cost in a step."""
+    """Cost of the rows of one tier in a step."""
 
     rows: FiniteOrNone = None
     """Rows that the profile knows of."""
     self_bytes: FiniteOrNone = None
-    """Answered without traffic."""
+    """Bytes served by the rank itself, without traffic."""
     intra_node_bytes: FiniteOrNone = None
-    """Sent by one rank inside its node."""
+    """Bytes sent by one rank inside its node."""
     inter_node_bytes: FiniteOrNone = None
-    """Sent by one rank to other nodes."""
+    """Bytes sent by one rank to other nodes."""
     seconds: FiniteOrNone = None
     """Predicted time, without latency."""
 
@@ -62,60 +62,60 @@ class CostReport(Model):
     """Predicted communication of one rank in one step."""
 
     exposed_seconds: FiniteOrNone = None
-    """What compute does not hide, in the mean over the ranks: what plans are compared by."""
+    """Communication that compute does not hide, in the mean over the ranks. Plans are compared by it."""
     peak_exposed_seconds: FiniteOrNone = None
-    """The same where every collective takes as long as its busiest rank."""
+    """Exposed time if every collective takes as long as its busiest rank."""
     imbalance: FiniteOrNone = None
     """Busiest rank over mean, at least 1."""
     total_seconds: FiniteOrNone = None
-    """Hidden or not."""
+    """Time of all communication, hidden or not."""
     forward_seconds: FiniteOrNone = None
-    """Of the forward exchange."""
+    """Time of the forward exchange."""
     backward_seconds: FiniteOrNone = None
-    """Of the backward exchange."""
+    """Time of the backward exchange."""
     sync_seconds: FiniteOrNone = None
-    """Of replica synchronisation."""
+    """Time of replica synchronisation."""
     ids_sent: FiniteOrNone = None
     """Row ids that one rank requests."""
     buffer_bytes: FiniteOrNone = None
     """Memory of the fullest rank for the step: rows, gradients, messages."""
     bytes: dict[LinkName, LinkBytes] = Field(default_factory=dict)
-    """By class of link."""
+    """Bytes by class of link."""
     phases: dict[str, dict[LinkName, PhaseCost]] = Field(default_factory=dict)
-    """By phase (``forward_ids``, ``forward_rows``, ``backward_rows``, ``sync_mask``, ``sync_rows``) and link."""
+    """Cost by phase (``forward_ids``, ``forward_rows``, ``backward_rows``, ``sync_mask``, ``sync_rows``) and link."""
     tiers: dict[TierName, TierCost] = Field(default_factory=dict)
-    """By tier."""
+    """Cost by tier."""
 
 
 class ReplicationReport(Model):
-    """What replicas win against the same exchange with every row at home; per rank and step."""
+    """The gain of replicas over the same exchange with every row at home, per rank and step."""
 
     words: tuple[str, ...] = ()
-    """The same in sentences."""
+    """The gain in sentences."""
     replicated_rows: FiniteOrNone = None
     """Rows above HOME."""
     saved_exposed_seconds: FiniteOrNone = None
-    """All in all."""
+    """Exposed time saved in total."""
     ids_not_sent: FiniteOrNone = None
-    """Requests that are not sent."""
+    """Row ids that are not requested any more."""
     ids_not_sent_seconds: FiniteOrNone = None
-    """Their time."""
+    """Time of these requests."""
     forward_freed_seconds: FiniteOrNone = None
-    """Less time in the forward exchange."""
+    """Time saved in the forward exchange."""
     forward_freed_inter_node_bytes: FiniteOrNone = None
-    """Fewer bytes between nodes in the forward exchange."""
+    """Bytes between nodes saved in the forward exchange."""
     backward_freed_seconds: FiniteOrNone = None
-    """Less time in the backward exchange."""
+    """Time saved in the backward exchange."""
     sync_seconds: FiniteOrNone = None
-    """What the synchronisation takes instead."""
+    """Time added by the synchronisation."""
     inter_node_all_to_all_bytes_saved: FiniteOrNone = None
-    """Fewer all-to-all bytes between nodes."""
+    """All-to-all bytes between nodes that are saved."""
     inter_node_sync_bytes_added: FiniteOrNone = None
-    """What is synchronised between nodes instead."""
+    """Bytes between nodes that the synchronisation adds."""
     all_to_all_bytes_per_second: FiniteOrNone = None
-    """Of one rank between nodes, at the size at hand."""
+    """Bandwidth of one rank's all-to-all between nodes, at the size at hand."""
     all_reduce_bytes_per_second: FiniteOrNone = None
-    """Of one rank between nodes, at the size at hand."""
+    """Bandwidth of one rank's all-reduce between nodes, at the size at hand."""
     all_to_all_wire_share: FiniteOrNone = None
     """Share of the wire that an all-to-all reaches."""
     all_reduce_wire_share: FiniteOrNone = None
@@ -123,25 +123,25 @@ class ReplicationReport(Model):
 
 
 class ExchangeReport(Model):
-    """How rows travel, and whether another way would be cheaper for this job."""
+    """The exchange of rows, and the one that would be cheapest for this job."""
 
     planned: str = "chain"
-    """The exchange that the plan is priced under: what the job runs."""
+    """The exchange that the job runs, which prices the plan."""
     recommended: str = "chain"
     """The cheapest by the model; the next start of the job may use it."""
     recommended_exposed_seconds: FiniteOrNone = None
-    """What a step would wait for then."""
+    """Exposed time of a step with the recommended exchange."""
 
 
 class MemoryReport(Model):
     """Memory of the rank that needs most, with the plan in place."""
 
     total_bytes: FiniteOrNone = None
-    """All of the below."""
+    """Sum of the other fields."""
     home_bytes: FiniteOrNone = None
     """Home rows with optimizer state."""
     replica_bytes: FiniteOrNone = None
-    """Replica slots with optimizer state, taken or not."""
+    """Replica slots with optimizer state, used or not."""
     directory_bytes: FiniteOrNone = None
     """The list of replicated rows."""
     buffer_bytes: dict[str, FiniteOrNone] = Field(default_factory=dict)
@@ -149,20 +149,20 @@ class MemoryReport(Model):
 
 
 class PlanReport(Model):
-    """A plan against the live placement: what changes, what it costs, and why."""
+    """A plan against the live placement: its changes, its cost, and the reasons."""
 
     plan_id: str
     """Id of the plan."""
     parent_id: str = ""
     """The plan that the live placement came from."""
     reason: str = ""
-    """What asked for it."""
+    """Reason of its trigger."""
     trigger: TriggerName | None = None
-    """The kind of that; null where only the plan is known."""
+    """Kind of its trigger; null where only the plan is known."""
     who: str = ""
-    """Asked for it; ``flexd`` for the daemon itself."""
+    """The person or program that requested it; ``flexd`` for the daemon itself."""
     gates: tuple[GateReport, ...] = ()
-    """Whether enough was known to plan; empty where only the plan is known."""
+    """Gates of its profile; empty where only the plan is known."""
     created_unix_seconds: FiniteOrNone = None
     """When it was made."""
     topology_generation: int = 0
@@ -186,23 +186,23 @@ class PlanReport(Model):
     migration_seconds: FiniteOrNone = None
     """Predicted time of the migration, by bandwidth alone."""
     objective_seconds: FiniteOrNone = None
-    """What the planner minimises: exposed time, with row bounds and the migration over the horizon."""
+    """The planner's objective: exposed time, with row bounds and the migration over the horizon."""
     lower_bound_seconds: FiniteOrNone = None
     """No plan within the replica slots has a smaller objective."""
     gap: FiniteOrNone = None
-    """How far above the lower bound the plan can be at most, as a share of the objective."""
+    """Largest distance of the plan above the lower bound, as a share of the objective."""
     before: CostReport = CostReport()
     """The live placement under the profile as it is now."""
     after: CostReport = CostReport()
     """The plan under the same profile."""
     memory: MemoryReport = MemoryReport()
-    """What the plan takes on a rank."""
+    """Memory of the plan on a rank."""
     exchange: ExchangeReport = ExchangeReport()
-    """Chain, or every rank asks every home."""
+    """The planned and the recommended exchange."""
     baselines: dict[str, CostReport] = Field(default_factory=dict)
     """Other strategies under the same profile, by name."""
     replication: ReplicationReport = ReplicationReport()
-    """What replication wins here, and what it does not."""
+    """Gains and costs of replication."""
 
     @classmethod
     def from_summary(cls, summary: Mapping[str, Any], rows_before: Mapping[Any, int]) -> PlanReport:

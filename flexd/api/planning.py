@@ -34,9 +34,9 @@ class GateReport(Model):
     required: FiniteOrNone = None
     """The bound."""
     at_most: bool = False
-    """Whether it is an upper bound."""
+    """True for an upper bound."""
     open: bool = True
-    """Whether this gate allows a plan."""
+    """True if this gate allows a plan."""
     words: str = ""
     """The fault, if the gate is closed."""
 
@@ -53,7 +53,7 @@ class ProposalReport(Model):
     reason: str = ""
     """The trigger in words."""
     dry_run: bool = False
-    """Whether it was requested as a dry run; otherwise the daemon proposes it."""
+    """True for a requested dry run, False for a proposal of the daemon."""
     promotions: int = 0
     """Rows that get more copies."""
     demotions: int = 0
@@ -79,11 +79,11 @@ class PlanningStatus(Model):
     """When the daemon plans by itself, and what holds it back; counters run since the daemon started."""
 
     auto: bool = True
-    """Whether plans are carried out; otherwise they are proposed only."""
+    """True if plans are carried out, False if they are proposed only."""
     held: str | None = None
     """Reason why the daemon starts no migration by itself now; null if it does."""
     window_open: bool = True
-    """Whether the maintenance windows allow it now."""
+    """True while the maintenance windows allow automatic migrations."""
     window_changes_unix_seconds: FiniteOrNone = None
     """When that changes next; null if it does not within two weeks."""
     waiting_for_window: str | None = None

@@ -27,7 +27,7 @@ class RefusedRankStatus(Model):
     rank: int
     """Its rank."""
     reason: str
-    """What differs between it and the daemon."""
+    """The difference between it and the daemon."""
 
 
 class TopologyStatus(Model):
@@ -43,7 +43,7 @@ class TopologyStatus(Model):
     local_ranks: int = 0
     """Ranks in each node."""
     ready: bool = False
-    """Whether every rank is there and plans can be pushed."""
+    """True if every rank is there and plans can be pushed."""
     missing_ranks: tuple[int, ...] = ()
     """Ranks of the newest attempt that are not here; when none is here, all of the last attempt that was complete."""
     refused_ranks: tuple[RefusedRankStatus, ...] = ()
@@ -122,7 +122,7 @@ class RankPage(Model):
     local_ranks: int = 0
     """Ranks in each node."""
     ready: bool = False
-    """Whether every rank is there and plans can be pushed."""
+    """True if every rank is there and plans can be pushed."""
     problem: str | None = None
     """Reason why they are not ready; null if they are."""
     replica_slots: tuple[int, ...] = ()

@@ -19,7 +19,7 @@ class ReplanRequest(CommandRequest):
     reason: Reason = "requested by hand"
     """Recorded with the plan."""
     wait_seconds: WaitSeconds = 0.0
-    """How long to wait for the migration to end; 0 returns as soon as the plan is made."""
+    """Time to wait for the migration to end; 0 returns as soon as the plan is made."""
     force: bool = False
     """Plan from a profile that is too thin (a closed gate) as well; recorded."""
 
@@ -30,7 +30,7 @@ class ApplyRequest(CommandRequest):
     reason: Reason = "applied by hand"
     """Recorded with the migration."""
     wait_seconds: WaitSeconds = 0.0
-    """How long to wait for the migration to end; 0 returns as soon as it is started."""
+    """Time to wait for the migration to end; 0 returns as soon as it is started."""
     force: bool = False
     """Carry the plan out although its profile was too thin; recorded."""
 
@@ -39,10 +39,10 @@ ReplanOutcome = Literal["unchanged", "accepted", "committed", "superseded", "abo
 
 
 class ReplanResult(Model):
-    """What became of a re-plan."""
+    """The result of a re-plan."""
 
     outcome: ReplanOutcome
-    """``unchanged``: nothing to move. ``accepted``: the migration runs (no wait was asked for). ``committed``: every
+    """``unchanged``: nothing to move. ``accepted``: the migration runs (no wait was requested). ``committed``: every
     rank has applied it. ``timed_out``: still running at the end of the wait; it goes on."""
     plan: PlanReport | None = None
     """The plan."""
@@ -55,5 +55,5 @@ class ReplanResult(Model):
 
 
 def replan_status(result: ReplanResult) -> int:
-    """The HTTP status it is answered with: 202 while the migration goes on."""
+    """Return the HTTP status of the response: 202 while the migration goes on."""
     return 202 if result.outcome in ("accepted", "timed_out") else 200

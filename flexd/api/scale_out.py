@@ -38,7 +38,7 @@ class FollowerStatus(Model):
     last_push_seconds: FiniteOrNone = None
     """Since its last push."""
     silent: bool = False
-    """Whether the last push is longer ago than ``scale_out.follower_timeout_seconds``."""
+    """True if the last push is longer ago than ``scale_out.follower_timeout_seconds``."""
     accepted: int = 0
     """Deltas counted since the leader started."""
     repeated: int = 0

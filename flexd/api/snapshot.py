@@ -28,7 +28,7 @@ class SnapshotStatus(Model):
     bytes: int = 0
     """Size of the newest snapshot."""
     pause_seconds: FiniteOrNone = None
-    """How long counting stood still for the newest snapshot."""
+    """Time in which counting stood still for the newest snapshot."""
     problem: str | None = None
     """Reason why the newest attempt failed; null if it did not."""
 
@@ -38,7 +38,7 @@ class SnapshotStatus(Model):
         yield gauge("flexd_snapshot_bytes", "Size of the newest snapshot.", self.bytes)
         yield gauge(
             "flexd_snapshot_pause_seconds",
-            "How long counting stood still for the newest snapshot.",
+            "Time in which counting stood still for the newest snapshot.",
             self.pause_seconds,
         )
         yield counter("flexd_snapshots", "Snapshots written.", self.written)

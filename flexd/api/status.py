@@ -43,13 +43,13 @@ class Status(Model):
     uptime_seconds: float = 0.0
     """Since the daemon started."""
     healthy: bool = True
-    """Whether the daemon's loop ticks."""
+    """True while the daemon's loop ticks."""
     ready: bool = False
-    """Whether it is useful now."""
+    """True while the daemon is useful."""
     reasons: tuple[str, ...] = ()
     """Reasons why it is not healthy or not ready."""
     paused: bool = False
-    """Whether planning and pushing are held."""
+    """True while planning and pushing are held."""
     pause_reason: str | None = None
     """Reason given for the pause."""
     pauses: int = 0
@@ -59,7 +59,7 @@ class Status(Model):
     sketch: SketchStatus = SketchStatus()
     """The counters of it."""
     drift: DriftStatus = DriftStatus()
-    """How far it has moved since the live plan was made."""
+    """Its change since the live plan was made."""
     topology: TopologyStatus = TopologyStatus()
     """The training ranks."""
     placement: PlacementStatus = PlacementStatus()
@@ -75,7 +75,7 @@ class Status(Model):
     planning: PlanningStatus = PlanningStatus()
     """When the daemon plans by itself, and what holds it back."""
     throttle: ThrottleStatus = ThrottleStatus()
-    """How fast rows may migrate."""
+    """The limits on migrations."""
     decisions: DecisionsStatus = DecisionsStatus()
     """The file of the operators' decisions."""
     snapshot: SnapshotStatus = SnapshotStatus()

@@ -38,7 +38,7 @@ class ThrottleStatus(Model):
     bytes_per_second: int | None = None
     """Requested limit in the long run; null: no limit."""
     adaptive: bool = False
-    """Whether step times slow migrations down further."""
+    """True if step times slow migrations down further."""
     effective_bytes_per_step: int | None = None
     """Limit in effect now."""
     state: Literal["measuring", "running", "paused"] | None = None
@@ -46,7 +46,7 @@ class ThrottleStatus(Model):
     why: str | None = None
     """Newest decision of the adaptive controller."""
     waits_for: WaitName | None = None
-    """What the next chunk waits for; null if for nothing."""
+    """Limit that holds the next chunk; null if none does."""
     waiting_seconds: dict[str, float] = Field(default_factory=dict)
     """Time in which a chunk was held, by what it waited for."""
     released_bytes: int = 0
@@ -104,7 +104,7 @@ class ThrottleRequest(CommandRequest):
     bytes_per_second: Annotated[int, Field(ge=0, le=2**50)] | None = None
     """In the long run; 0 lifts the limit."""
     adaptive: bool | None = None
-    """Whether step times slow migrations down further."""
+    """True if step times slow migrations down further."""
 
 
 def throttle_status(pacing: PacingSnapshot) -> ThrottleStatus:

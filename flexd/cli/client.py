@@ -1,4 +1,4 @@
-"""Talks to the daemon's admin API: every call has a deadline, every failure an error that names the address."""
+"""Client of the daemon's admin API: every call has a deadline, every failure an error that names the address."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 @dataclass(frozen=True)
 class DaemonAddress:
-    """Where the daemon is: a base URL, or a unix socket."""
+    """Address of the daemon: a base URL, or a unix socket."""
 
     url: str
     socket: Path | None = None
@@ -94,7 +94,7 @@ def _checked(reason: str) -> str:
 
 
 class DaemonClient:
-    """One method a verb.
+    """One method a command of the API.
 
     Each raises DaemonUnreachableError, DaemonRefusedError (the daemon's own message and remedy) or
     DaemonTimeoutError.
@@ -204,12 +204,12 @@ class DaemonClient:
         raise DaemonRefusedError(error.message, status=status, remedy=error.remedy)
 
     def _exchange(self, method: str, path: str, seconds: float, body: dict[str, Any] | None) -> tuple[int, bytes]:
-        """(HTTP status, body) within ``seconds``."""
+        """Return (HTTP status, body) within ``seconds``."""
         import httpx
 
         deadline = time.monotonic() + seconds
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
-        # No proxies: the address is this machine, whatever the environment says of others.
+        # No proxies: the address is this machine, whatever proxies the environment configures.
         secured = self._address.url.startswith("https:")
         transport = None if self._address.socket is None else httpx.HTTPTransport(uds=str(self._address.socket))
         headers = self._credentials.headers(self._address.url, over_socket=self._address.socket is not None)

@@ -1,4 +1,4 @@
-"""Configurations as people read them: values by key path, and where two differ."""
+"""Text of configurations: values by key path, and differences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Difference:
 
 
 def effective(document: Mapping[str, Any]) -> Facts:
-    """Every value by its key path."""
+    """Return every value by its key path."""
     return Facts("", tuple(flat(document).items()))
 
 
@@ -47,7 +47,7 @@ def flat(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def differences(daemon: Mapping[str, Any], file: Mapping[str, Any]) -> list[Difference]:
-    """In the order of the file's keys, then those that only the daemon has."""
+    """Return the differences in the order of the file's keys, then those that only the daemon has."""
     here, there = flat(file), flat(daemon)
     paths = [*here, *(path for path in there if path not in here)]
     pairs = ((path, there.get(path, ABSENT), here.get(path, ABSENT)) for path in paths)
@@ -55,7 +55,7 @@ def differences(daemon: Mapping[str, Any], file: Mapping[str, Any]) -> list[Diff
 
 
 def reload_blocks(report: ReloadReport) -> list[Block]:
-    """What a reload has come to, or would."""
+    """Return the result or the preview of a reload."""
     words = ("would apply", "would wait for a restart") if report.dry_run else ("applied", "needs a restart")
     head = Facts(
         "",
@@ -70,7 +70,7 @@ def reload_blocks(report: ReloadReport) -> list[Block]:
 
 
 def reload_sentence(report: ReloadReport) -> str:
-    """The same in front of a question."""
+    """Return the preview of a reload as one sentence."""
     if not report.applied and not report.pending:
         return f"{report.file} says what runs already."
     waits = f"; {', '.join(report.pending)} would wait for a restart" if report.pending else ""

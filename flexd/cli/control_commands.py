@@ -1,4 +1,4 @@
-"""``replan``, ``pause`` and ``resume``: what changes something."""
+"""``replan``, ``pause`` and ``resume``."""
 
 from __future__ import annotations
 

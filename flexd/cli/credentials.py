@@ -1,4 +1,4 @@
-"""What the command line shows the daemon, and how it knows that it is the daemon: files named by the environment."""
+"""Credentials of the command line, and certificates that identify the daemon: files named by the environment."""
 
 from __future__ import annotations
 

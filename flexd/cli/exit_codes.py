@@ -1,4 +1,4 @@
-"""What the exit status of every command means."""
+"""Exit statuses of the commands."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ _OUTCOMES: dict[str, ExitCode] = {
 
 
 def exit_code_of_outcome(outcome: str) -> ExitCode:
-    """Of a ``ReplanResult`` or an ``AbortResult``."""
+    """Return the exit status of a ``ReplanResult`` or an ``AbortResult``."""
     return _OUTCOMES.get(outcome, ExitCode.OK)

@@ -1,4 +1,4 @@
-"""An explanation as people read it."""
+"""Text of an explanation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TIERS: tuple[TierName, ...] = ("HOME", "NODE", "DEVICE")
 
 
 def explain_blocks(answer: Explanation, *, single: bool) -> list[Block]:
-    """One row in full, or a table with its hottest rows; the thresholds in both."""
+    """Return one row in full, or a table with its hottest rows, and the thresholds."""
     if single and answer.explained:
         row = answer.explained[0]
         return [

@@ -1,4 +1,4 @@
-"""Which columns of a table a terminal has room for, and how wide each is. Pure."""
+"""Selects the columns of a table that a terminal has room for, and their widths. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fit(
     width: int,
     cells: Callable[[str], int] = len,
 ) -> Fitted | None:
-    """How to show a table in ``width`` cells; None if that is not possible.
+    """Return the layout of a table in ``width`` cells; None if that is not possible.
 
     Headings and texts are broken between words, and figures never: a figure on two lines reads as two. What is then
     still too wide goes without columns of ``spare``, the last one first.
@@ -65,7 +65,7 @@ def _column(at: int, name: str, texts: list[str], figures: bool, cells: Callable
 
 
 def _widths(columns: list[_Column], room: int) -> tuple[int, ...]:
-    """The widest give way first, none below its least."""
+    """Shrink the widest columns first, none below its least width."""
     low, high = 0, max((column.natural for column in columns), default=0)
     while low < high:
         limit = (low + high + 1) // 2

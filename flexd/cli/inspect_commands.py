@@ -1,4 +1,4 @@
-"""``status`` and ``plan``: what changes nothing."""
+"""``status`` and ``plan``."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ app.add_typer(config_commands.app, name="config")
 
 
 def main() -> None:
-    """Runs one command and ends the process with an ``ExitCode``."""
+    """Run one command and end the process with an ``ExitCode``."""
     try:
         _run()
     except SystemExit as ended:
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _unread() -> bool:
-    """Has whoever read the output gone away?"""
+    """Return True if the reader of the output has closed the pipe."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""``history``, ``migrations`` and ``abort``: what has moved rows, and how to stop it."""
+"""``history``, ``migrations`` and ``abort``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ app = typer.Typer(help="Migrations of this daemon and of those before it.", no_a
 
 
 class State(StrEnum):
-    """As ``MigrationStateName``."""
+    """The names of ``MigrationStateName``."""
 
     PENDING = "pending"
     PUSHING = "pushing"

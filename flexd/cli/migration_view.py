@@ -1,4 +1,4 @@
-"""The history of migrations as people read it."""
+"""Text of the history of migrations, and of aborts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def abort_preview_blocks(preview: AbortPreview) -> list[Block]:
 
 
 def abort_sentence(preview: AbortPreview) -> str:
-    """What an abort would come to, in front of a question too."""
+    """Return the effect of an abort as one paragraph."""
     migration = preview.migration
     if migration.state == "FAILED":
         text = f"Migration {migration.migration_id} has ended with an earlier daemon."

@@ -28,7 +28,7 @@ BY_HAND = "requested by hand"
 
 
 def connect(url: str | None, socket: Path | None, *, configured: DaemonAddress | None = None) -> DaemonClient:
-    """The client of the daemon that options and environment name.
+    """Return the client of the daemon that options and environment name.
 
     Args:
         configured: the address where they name none; default: ``DEFAULT_URL``.
@@ -41,7 +41,7 @@ def connect(url: str | None, socket: Path | None, *, configured: DaemonAddress |
 
 
 def who() -> str:
-    """``user@host`` of who runs the command, for the daemon's record."""
+    """Return ``user@host`` of the user who runs the command, for the daemon's record."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError):

@@ -1,4 +1,4 @@
-"""Whether what a command will write can be written, asked before it spends minutes on what goes in."""
+"""Checks that output files can be written before a command spends minutes on their content."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexd.core.errors import ConfigError
 
 
 def check_file(option: str, path: Path | None) -> None:
-    """Raises ConfigError, which names the option."""
+    """Raise ConfigError, which names the option, if the file cannot be written."""
     if path is None:
         return
     folder = path.absolute().parent
@@ -18,7 +18,7 @@ def check_file(option: str, path: Path | None) -> None:
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """As ``check_file``, for a folder that will be made if there is none."""
+    """Raise ConfigError, which names the option, if the folder cannot be written or made."""
     if path is None:
         return
     nearest = path.absolute()

@@ -1,4 +1,4 @@
-"""A plan as people read it: what moves, what it wins by link and phase, what else there is, and why."""
+"""Text of a plan: its moves, its gain by link and phase, the alternatives, and the reasons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def plan_blocks(plan: PlanReport) -> list[Block]:
 
 
 def plan_facts(plan: PlanReport) -> tuple[tuple[str, str], ...]:
-    """A plan in a few lines, for the status."""
+    """Return a plan in a few lines, for the status."""
     before, after = plan.before.exposed_seconds, plan.after.exposed_seconds
     return (
         ("plan", f"{plan.plan_id} ({plan.reason or 'no reason given'}) at {units.when(plan.created_unix_seconds)}"),
@@ -30,7 +30,7 @@ def plan_facts(plan: PlanReport) -> tuple[tuple[str, str], ...]:
 
 
 def would_move(plan: PlanReport) -> str:
-    """In front of a question."""
+    """Return the moves of a plan as one sentence."""
     if plan.changed_rows == 0:
         return "nothing would move."
     change = units.change(plan.before.exposed_seconds, plan.after.exposed_seconds)

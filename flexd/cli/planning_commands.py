@@ -1,4 +1,4 @@
-"""``proposals``, ``apply`` and ``throttle``: which plans are carried out, and how fast."""
+"""``proposals``, ``apply`` and ``throttle``."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def apply(
         return
     if must_ask(yes):
         kept = client.proposal(plan_id)
-        # Of the plan that was shown: another one may be the latest by the time of the answer.
+        # The id of the plan that was shown: another one may be the latest by the time the user replies.
         plan_id = kept.plan_id
         confirm(f"Plan {plan_id}: {would_move(kept)} Apply?", yes)
     with migration_progress(client, wait):

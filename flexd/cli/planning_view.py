@@ -1,4 +1,4 @@
-"""Proposals and gates as people read them."""
+"""Text of proposals and gates."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def _applicable(proposal: ProposalReport) -> str:
 
 
 def gate_sentences(gates: tuple[GateReport, ...]) -> tuple[str, ...]:
-    """What is wrong; empty if enough is known."""
+    """Return the faults of closed gates."""
     return tuple(gate.words for gate in gates if not gate.open)
 
 
 def planning_block(planning: PlanningStatus) -> Facts:
-    """For the status."""
+    """Return the planning block of the status."""
     facts = [("mode", "automatic" if planning.auto else "proposes only")]
     if planning.held:
         facts.append(("held", planning.held))

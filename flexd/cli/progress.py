@@ -1,4 +1,4 @@
-"""How far a migration is while a command waits for its end: a line that rewrites itself, on a terminal only."""
+"""Shows the progress of a migration while a command waits for its end, on a terminal only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ERASE_LINE = "\r\x1b[K"
 
 @contextmanager
 def migration_progress(client: DaemonClient, waiting: bool, stream: TextIO | None = None) -> Iterator[None]:
-    """Shows the migration in flight on ``stream`` (stderr) until the block ends, if somebody waits for it there."""
+    """Show the migration in flight on ``stream`` (stderr) until the block ends, if it is a terminal."""
     shown = stream or sys.stderr
     if not waiting or not shown.isatty():
         yield
@@ -32,7 +32,7 @@ def migration_progress(client: DaemonClient, waiting: bool, stream: TextIO | Non
         yield
     finally:
         ended.set()
-        # Whoever waits has his answer: a status call that hangs is left behind.
+        # The command has its result: a status call that hangs is abandoned.
         thread.join(2 * _EVERY_SECONDS)
         shown.write(_ERASE_LINE)
         shown.flush()
@@ -51,7 +51,7 @@ def _show(client: DaemonClient, ended: threading.Event, stream: TextIO) -> None:
         try:
             migration = client.status().migration
         except FlexdError:
-            # The call that waits tells what is wrong.
+            # The call that waits reports the error.
             continue
         if migration is not None and not ended.is_set():
             stream.write(_ERASE_LINE + progress_line(migration))

@@ -1,4 +1,4 @@
-"""Leader and followers on the screen."""
+"""Text of a leader's followers, or of a follower's link."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_PARTITIONS_SHOWN = 6
 
 
 def scale_out_block(status: ScaleOutStatus) -> Block:
-    """A leader's followers, or a follower's way to its leader."""
+    """Return the followers of a leader, or the link of a follower to its leader."""
     if status.link is not None:
         return Facts("scale-out", _link(status.link))
     rows = tuple(_follower(follower) for follower in status.followers) or (("none is here", "", "", "", "", "", ""),)

@@ -1,4 +1,4 @@
-"""The daemon on one screen."""
+"""Text of the daemon's status."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def migration_facts(migration: MigrationReport) -> tuple[tuple[str, str], ...]:
         (
             "chunks",
             f"{units.count(migration.chunks_applied)} applied, {units.count(migration.chunks_pushed)} pushed"
-            # They are made as they are pushed: how many there will be is rarely known.
+            # Chunks are made as they are pushed: their number is rarely known.
             + (f" of {units.count(migration.chunks)}" if migration.chunks > migration.chunks_pushed else ""),
         ),
         ("bytes", units.size(migration.bytes)),

@@ -1,4 +1,4 @@
-"""``tables``, ``rows`` and ``topology``: the parts of the daemon's picture in detail."""
+"""``tables``, ``rows`` and ``topology``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexd.cli.watch import Answer, WatchOption, emit_watched
 
 
 class Order(StrEnum):
-    """As ``TableOrder``."""
+    """The names of ``TableOrder``."""
 
     ACCESSES = "accesses"
     REPLICAS = "replicas"

@@ -1,4 +1,4 @@
-"""Tables, hot rows and ranks as people read them."""
+"""Text of tables, hot rows and ranks."""
 
 from __future__ import annotations
 
@@ -135,5 +135,5 @@ def _version(version: int | None, behind: int | None) -> str:
 
 
 def _fine_share(share: float | None) -> str:
-    """Shares of single rows are small."""
+    """Return a share with 4 digits: those of single rows are small."""
     return units.UNKNOWN if share is None else f"{100 * share:.4g}%"

@@ -1,4 +1,4 @@
-"""The throttle as people read it, and what a change of it would come to."""
+"""Text of the throttle and of its changes."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from flexd.core import units
 
 
 class ThrottleSettings(Model):
-    """What may be asked for."""
+    """The settings that can be changed."""
 
     bytes_per_step: int | None = None
     """Null: no limit but the ranks' own."""
     bytes_per_second: int | None = None
     """Null: no limit."""
     adaptive: bool = False
-    """Whether step times slow migrations down further."""
+    """True if step times slow migrations down further."""
 
 
 class ThrottleChange(Model):
-    """What setting the throttle would come to."""
+    """The effect of setting the throttle."""
 
     before: ThrottleSettings
-    """As it is."""
+    """The settings now."""
     after: ThrottleSettings
-    """As it would be."""
+    """The settings after the change."""
 
     @staticmethod
     def between(
         now: ThrottleStatus, bytes_per_step: int | None, bytes_per_second: int | None, adaptive: bool | None
     ) -> ThrottleChange:
-        """None keeps a setting, 0 lifts a limit."""
+        """Return the change; None keeps a setting, 0 lifts a limit."""
         before = ThrottleSettings(**now.model_dump(include=set(ThrottleSettings.model_fields)))
         limits = {"bytes_per_step": bytes_per_step, "bytes_per_second": bytes_per_second}
         asked: dict[str, object] = {name: limit or None for name, limit in limits.items() if limit is not None}
@@ -47,7 +47,7 @@ def throttle_change_blocks(change: ThrottleChange) -> list[Block]:
 
 
 def throttle_sentence(change: ThrottleChange) -> str:
-    """The same in front of a question."""
+    """Return the change as one sentence."""
     pairs = zip(_settings(change.before), _settings(change.after), strict=True)
     changes = [f"{name}: {before} -> {after}" for (name, before), (_, after) in pairs if before != after]
     return f"{'; '.join(changes)}." if changes else "The throttle is so already."

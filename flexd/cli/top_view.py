@@ -75,7 +75,7 @@ def _traffic(timeline: Timeline) -> Facts:
 
 
 def _mean(samples: Sequence[TrafficSample], name: str) -> float | None:
-    """Weighted by steps; None if it is not known of any."""
+    """Return the mean weighted by steps; None if no value is known."""
     known = [(getattr(sample, name), sample.steps) for sample in samples if getattr(sample, name) is not None]
     steps = sum(count for _, count in known)
     return sum(value * count for value, count in known) / steps if steps else None

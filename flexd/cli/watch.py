@@ -1,4 +1,4 @@
-"""Repeats a request: a screen that renews itself on a terminal, one answer after another in a pipe."""
+"""Repeats a request: a screen that renews itself on a terminal, one result after another in a pipe."""
 
 from __future__ import annotations
 

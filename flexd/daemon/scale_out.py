@@ -98,7 +98,7 @@ class LeaderUnit:
 
     def __init__(self, config: Config) -> None:
         settings = config.scale_out
-        self.ledger = Ledger(lambda: self._leader.lag_messages(), lambda: self.problem())
+        self.ledger = Ledger(self._lag_messages, self.problem)
         self._leader = Leader(
             config.job,
             config.keyspace(),
@@ -128,6 +128,9 @@ class LeaderUnit:
         """Stop before the ingest, so that its last snapshot holds the last deltas."""
         ended = True if self._own is None else self._own.stop(timeout_seconds / 2)
         return self._listener.stop(timeout_seconds / 2) and ended
+
+    def _lag_messages(self) -> int:
+        return self._leader.lag_messages()
 
     def problem(self) -> str | None:
         own = None if self._own is None else self._own.ingestor.stats().problem

@@ -40,11 +40,11 @@ def create_app(
     loopback_only: bool = True,
     on_refused: Callable[[str], None] = lambda _: None,
 ) -> FastAPI:
-    """The whole admin API.
+    """Return the whole admin API.
 
     Args:
         loopback_only: refuse other host names than loopback's; false on a unix socket and beyond loopback.
-        on_refused: told why, of each request that ``RequestGuard`` refuses.
+        on_refused: called with the reason of each request that ``RequestGuard`` refuses.
     """
     build_models()
     app = FastAPI(
@@ -70,7 +70,7 @@ def create_app(
 
     @app.get("/v1/plan", response_model=PlanReport, responses=VERB_ERRORS)
     def plan() -> Response:
-        """Dry run: what a re-plan would change now, and why. Moves nothing."""
+        """Dry run: the changes of a re-plan now, and the reasons. Moves nothing."""
         with slow.one():
             return json_response(api.plan())
 
@@ -84,7 +84,7 @@ def create_app(
         row: Annotated[int | None, Query(ge=0)] = None,
         hottest: Annotated[int, Query(ge=0, le=MAX_EXPLAINED_ROWS)] = 10,
     ) -> Response:
-        """Why a row, or the hottest rows of a table, are in their tiers. Moves nothing."""
+        """The reasons for the tiers of a row, or of the hottest rows of a table. Moves nothing."""
         with slow.one():
             return json_response(api.explain(table, row, hottest))
 
@@ -112,7 +112,7 @@ def create_app(
 
     @app.get("/v1/config/reload", response_model=ReloadReport, responses=VERB_ERRORS)
     def preview_reload() -> Response:
-        """Dry run: what would be taken from the configuration file now, and what would wait for a restart."""
+        """Dry run: the keys of the file that a reload would apply now, and those that need a restart."""
         return json_response(api.preview_reload())
 
     @app.post("/v1/config/reload", response_model=ReloadReport, responses=VERB_ERRORS)
@@ -126,7 +126,7 @@ def create_app(
 
 
 def create_metrics_app(api: DaemonApi, metrics: Metrics) -> FastAPI:
-    """``/metrics``, ``/healthz`` and ``/readyz`` alone: what may be reached from other machines."""
+    """Return ``/metrics``, ``/healthz`` and ``/readyz`` alone, which may be reached from other machines."""
     app = FastAPI(title="flexd metrics", version=flexd.__version__, docs_url=None, redoc_url=None, openapi_url=None)
     _add_error_handlers(app)
     _add_probes(app, api, metrics)
@@ -135,31 +135,31 @@ def create_metrics_app(api: DaemonApi, metrics: Metrics) -> FastAPI:
 
 
 def _add_probes(app: FastAPI, api: DaemonApi, metrics: Metrics) -> None:
-    def probe(ask: Callable[[], ProbeResult]) -> Response:
+    def probe(check: Callable[[], ProbeResult]) -> Response:
         try:
-            result = ask()
+            result = check()
         except Exception as error:
-            # A probe that fails to answer is a "no", not a fault of the caller; the kubelet acts on the status alone.
+            # A probe that fails is negative, not a fault of the caller; the kubelet acts on the status alone.
             _log.exception("probe failed")
             result = ProbeResult(ok=False, reasons=(f"{type(error).__name__}: {error}",))
         return json_response(result, 200 if result.ok else 503)
 
     responses: dict[int | str, dict[str, object]] = {503: {"model": ProbeResult, "description": "No; with reasons."}}
 
-    # The probes are coroutines (and never block) so that they answer even when every worker thread is taken.
+    # The probes are coroutines (and never block) so that they respond even when every worker thread is busy.
     @app.get("/healthz", response_model=ProbeResult, responses=responses)
     async def healthz() -> Response:
-        """Does the daemon's loop tick? A "no" means: restart it."""
+        """Liveness: 503 if the daemon's loop does not tick and it must be restarted."""
         return probe(api.health)
 
     @app.get("/readyz", response_model=ProbeResult, responses=responses)
     async def readyz() -> Response:
-        """Is the daemon useful now?"""
+        """Readiness: 503 if the daemon is not useful now."""
         return probe(api.ready)
 
     @app.get("/metrics", response_class=Response, responses={**ERRORS, 200: {"content": {"text/plain": {}}}})
     def metrics_page(request: Request) -> Response:
-        """Prometheus text or OpenMetrics, as the ``Accept`` header asks."""
+        """Prometheus text or OpenMetrics, as the ``Accept`` header requests."""
         page, content_type = metrics.render(request.headers.get("accept", ""))
         # Starlette would append a second charset to media_type.
         return Response(page, headers={"content-type": content_type})
@@ -187,7 +187,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def fault(_: Request, error: Exception) -> Response:
-        # The traceback goes to the log (uvicorn logs what is re-raised after this answer), not to the caller.
+        # The traceback goes to the log (uvicorn logs what is re-raised after this response), not to the caller.
         detail = ErrorDetail(
             type="InternalError", message=f"the daemon failed: {type(error).__name__}", remedy="see the daemon's log"
         )

@@ -1,4 +1,4 @@
-"""What a request must be like before a handler sees it: small, and not sent by the web page of an unknown sender."""
+"""Checks requests before their handlers: bodies must be small, and web pages of unknown senders are refused."""
 
 from __future__ import annotations
 

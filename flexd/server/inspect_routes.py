@@ -1,4 +1,4 @@
-"""The routes that show tables, rows, ranks, traffic and configuration in detail."""
+"""Routes of tables, rows, ranks, traffic and configuration."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ Limit = Annotated[int, Query(ge=1, le=MAX_PAGE_ENTRIES)]
 
 
 def add_inspection(app: FastAPI, inspect: Callable[[], InspectApi], slow: SlowCalls) -> None:
-    """Adds the routes. ``inspect`` is asked at every request: who leads may change. ``slow`` bounds calls that copy
-    counters."""
+    """Add the routes.
+
+    Args:
+        inspect: called at every request, because the leader may change.
+        slow: bounds the calls that copy counters.
+    """
 
     @app.get("/v1/config", response_model=ConfigReport, responses=VERB_ERRORS)
     def config() -> Response:
@@ -29,7 +33,7 @@ def add_inspection(app: FastAPI, inspect: Callable[[], InspectApi], slow: SlowCa
 
     @app.get("/v1/tables", response_model=TablePage, responses=VERB_ERRORS)
     def tables(offset: Offset = 0, limit: Limit = 100, order: TableOrder = "accesses") -> Response:
-        """The tables: how they are counted, how much they are accessed, where their rows are."""
+        """The tables: counters, accesses, and rows by tier."""
         return json_response(inspect().tables(offset, limit, order))
 
     @app.get(

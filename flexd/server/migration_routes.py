@@ -1,4 +1,4 @@
-"""The routes of migrations: their history, and abort."""
+"""Routes of migrations: their history, and abort."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexd.server.routing import VERB_ERRORS, SlowCalls, json_response, refusal
 
 
 def add_migrations(app: FastAPI, migrations: Callable[[], MigrationsApi], slow: SlowCalls) -> None:
-    """Adds the routes. ``migrations`` is asked at every request: who leads may change."""
+    """Add the routes. ``migrations`` is called at every request, because the leader may change."""
 
     @app.get("/v1/migrations", response_model=MigrationList, responses=VERB_ERRORS)
     def history(
@@ -30,12 +30,12 @@ def add_migrations(app: FastAPI, migrations: Callable[[], MigrationsApi], slow: 
         responses={**VERB_ERRORS, 404: refusal("No such migration is kept.")},
     )
     def migration(migration_id: Annotated[str, Path(max_length=200)]) -> Response:
-        """One of them with every change of its state; ``latest`` is the newest."""
+        """One migration with every change of its state; ``latest`` is the newest."""
         return json_response(migrations().migration(migration_id))
 
     @app.get("/v1/abort", response_model=AbortPreview, responses=VERB_ERRORS)
     def preview_abort(rollback: bool = False) -> Response:
-        """Dry run: which migration would stop and where, and what a rollback would take back."""
+        """Dry run: the migration that would stop, its position, and the rows that a rollback would move."""
         with slow.one():
             return json_response(migrations().preview_abort(rollback=rollback))
 
@@ -45,7 +45,7 @@ def add_migrations(app: FastAPI, migrations: Callable[[], MigrationsApi], slow: 
         responses={**VERB_ERRORS, 202: {"model": AbortResult, "description": "It is still stopping or rolling back."}},
     )
     def abort(request: AbortRequest) -> Response:
-        """Stops what is under way at its next chunk; with ``rollback`` goes back to where it started."""
+        """Stops the running migration at its next chunk; with ``rollback`` restores the placement it started from."""
         with slow.one():
             result = migrations().abort(
                 rollback=request.rollback, reason=request.reason, wait_seconds=request.wait_seconds,

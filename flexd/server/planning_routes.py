@@ -1,4 +1,4 @@
-"""The routes of proposals and of the throttle."""
+"""Routes of proposals and of the throttle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PlanId = Annotated[str, Path(max_length=100)]
 
 
 def add_planning(app: FastAPI, planning: Callable[[], PlanningApi], slow: SlowCalls) -> None:
-    """Adds the routes. ``planning`` is asked at every request: who leads may change."""
+    """Add the routes. ``planning`` is called at every request, because the leader may change."""
 
     @app.get("/v1/proposals", response_model=ProposalList, responses=VERB_ERRORS)
     def proposals() -> Response:
@@ -32,7 +32,7 @@ def add_planning(app: FastAPI, planning: Callable[[], PlanningApi], slow: SlowCa
 
     @app.get("/v1/proposals/{plan_id}", response_model=PlanReport, responses=_NO_SUCH)
     def proposal(plan_id: PlanId) -> Response:
-        """One of them; ``latest`` is the newest."""
+        """One kept plan; ``latest`` is the newest."""
         return json_response(planning().proposal(plan_id))
 
     @app.post(
@@ -50,13 +50,12 @@ def add_planning(app: FastAPI, planning: Callable[[], PlanningApi], slow: SlowCa
 
     @app.get("/v1/throttle", response_model=ThrottleStatus, responses=VERB_ERRORS)
     def throttle() -> Response:
-        """What holds migrations back."""
+        """The limits on migrations and their state."""
         return json_response(planning().throttle())
 
     @app.post("/v1/throttle", response_model=ThrottleStatus, responses=VERB_ERRORS)
     def set_throttle(request: ThrottleRequest) -> Response:
-        """Changes it from the next chunk on, whether a migration runs or not; until ``control.throttle`` changes in the
-        configuration."""
+        """Changes the throttle from the next chunk on, until ``control.throttle`` changes in the configuration."""
         status = planning().set_throttle(
             request.bytes_per_step, request.bytes_per_second, request.adaptive, reason=request.reason,
             who=asked_by(request.who),

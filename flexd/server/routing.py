@@ -1,4 +1,4 @@
-"""What the routes of the admin API share: how they answer, what they may fail with, how many may be slow."""
+"""Shared parts of the routes: responses, documented errors, and a limit on slow calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ERROR_BODY = {"application/json": {"schema": {"$ref": "#/components/schemas/Err
 
 
 def refusal(description: str) -> dict[str, object]:
-    """A documented answer whose body is an ``ErrorBody``.
+    """Return a documented response whose body is an ``ErrorBody``.
 
     Named by reference: FastAPI builds a validator for each model of each route, 200 of them, at every start.
     """
@@ -27,7 +27,7 @@ def refusal(description: str) -> dict[str, object]:
 
 
 ERRORS: dict[int | str, dict[str, object]] = {
-    # The one that puts ErrorBody among the document's components.
+    # This entry puts ErrorBody among the document's components.
     401: {"model": ErrorBody, "description": "No bearer token where one is needed, or one that is not known."},
     403: refusal(
         "The sender may only read or do nothing, or the request comes from a web page or by a foreign host name."

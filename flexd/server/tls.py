@@ -13,7 +13,7 @@ from flexd.config.server import TlsConfig
 from flexd.core.errors import ApiError
 
 LOOK_SECONDS = 5.0
-"""Between two looks at whether the certificate has changed."""
+"""Between two checks of the certificate's files."""
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Bearer tokens: who a request comes from and what it may do. Tokens themselves are not kept, only their digests."""
+"""Bearer tokens: sender and scope of a request. Tokens themselves are not kept, only their digests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DIGEST = re.compile(rb"sha256:([0-9a-fA-F]{64})")
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks. ``scope`` "admin" may also change."""
+    """The sender of a request. ``scope`` "admin" may also change."""
 
     name: str
     scope: ApiScope
@@ -49,8 +49,8 @@ class Tokens:
         return bool(self._files)
 
     def owner(self, token: str) -> Caller | None:
-        """Whose token it is. Takes equally long whichever matches, and whether one does."""
-        # The bytes as they were sent: headers are decoded as Latin-1.
+        """Return the owner of a token. The time does not depend on which token matches, or whether one does."""
+        # Restore the bytes as they were sent: headers are decoded as Latin-1.
         given = hashlib.sha256(token.encode("latin-1")).digest()
         found = None
         for caller, file in self._files:
