@@ -1,8 +1,10 @@
-"""What all tests share: their order, and a collector that does not look through thousands of modules all the time."""
+"""Order of test files, gloo ranks, and a garbage collector that does not scan thousands of modules all the time."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -25,6 +27,23 @@ def keep_what_there_is() -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     keep_what_there_is()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Any]]:
+    """Return ``ranks(world_size)``: a ``RankPool``, started on first use and kept for the session."""
+    from tests.support.rank_pool import RankPool
+
+    pools: dict[int, RankPool] = {}
+
+    def get(world_size: int) -> RankPool:
+        if world_size not in pools:
+            pools[world_size] = RankPool(world_size)
+        return pools[world_size]
+
+    yield get
+    for pool in pools.values():
+        pool.close()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,8 +13,8 @@ import pytest
 import typer
 
 from flexd.cli.main import app
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 

@@ -59,8 +59,8 @@ class Effort:
 
 
 @dataclass
-class Measured:
-    """Of one strategy and dense part: seconds by step, bytes by step, losses of all its steps."""
+class StrategySamples:
+    """Samples of one strategy and dense part: seconds by step, bytes by step, losses of all its steps."""
 
     limited: list[float] = field(default_factory=list)
     unlimited: list[float] = field(default_factory=list)
@@ -121,9 +121,9 @@ class Bench:
         self._cluster.limit(None)
         return median(np.mean(self._ranks.ask({"ask": "dense_seconds", "steps": 5}, 120), axis=0))
 
-    def measure(self, strategies: Sequence[str], *, dense: bool, effort: Effort) -> dict[str, Measured]:
+    def measure(self, strategies: Sequence[str], *, dense: bool, effort: Effort) -> dict[str, StrategySamples]:
         """In turns, so that what else the machine does falls on all alike."""
-        measured = {name: Measured() for name in strategies}
+        measured = {name: StrategySamples() for name in strategies}
         for _ in range(effort.rounds):
             for name in strategies:
                 result = measured[name]

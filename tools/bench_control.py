@@ -81,7 +81,7 @@ def children(count: int, target: Any, *arguments: Any) -> Iterator[list[Connecti
             process.join(10)
 
 
-def answers(pipes: list[Connection]) -> list[Any]:
+def receive_all(pipes: list[Connection]) -> list[Any]:
     """One answer of every child. Raises TimeoutError."""
     deadline = time.monotonic() + _DEADLINE_SECONDS
     for number, pipe in enumerate(pipes):
@@ -160,7 +160,7 @@ def bench_replans(count: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             """Appends the footprints of daemon and ranks; replica slots in use by rank."""
             for pipe in pipes:
                 pipe.send("look")
-            of_ranks = answers(pipes)
+            of_ranks = receive_all(pipes)
             prints = [Footprint.of_this_process(), *(footprint for footprint, _ in of_ranks)]
             looks.append((prints, watch.num_keys()))
             return [slots for _, slots in of_ranks]
@@ -227,7 +227,7 @@ def bench_ranks(ranks: int, rows: int) -> tuple[dict[str, Any], list[dict[str, A
             seconds, used = time.perf_counter() - began, time.process_time() - used
             for pipe in pipes:
                 pipe.send("stop")
-            reports = answers(pipes)
+            reports = receive_all(pipes)
             status = coordinator.status()
             progress = migration.progress
             journal_bytes = sum(path.stat().st_size for path in Path(directory).iterdir())

@@ -124,7 +124,7 @@ class CollectiveClock:
 
         return run
 
-    def take(self) -> float:
+    def drain(self) -> float:
         """Collective. Seconds since the last call."""
         slowest = torch.tensor(self._seconds, dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -152,7 +152,7 @@ def train(strategy: Strategy, settings: Settings, layout: RankLayout) -> dict[st
             before = collection.traffic.totals()
         collection({"item": Jagged(ids, torch.tensor([len(ids)]))})["item"].values.sum().backward()
         collection.optimizer.step()
-        seconds.append(clock.take())
+        seconds.append(clock.drain())
     if collection.placement_version != (1 if len(strategy.placement) else 0):
         raise RuntimeError(f"{strategy.name}: the placement was not applied")
     sent = {name: (value - before[name]) / settings.steps for name, value in collection.traffic.totals().items()}

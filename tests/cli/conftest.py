@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +15,8 @@ from flexd.config.server import ServerConfig
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 from tests.support.fake_daemon import FakeDaemon
+from tests.support.repository import ROOT
 
-REPOSITORY = Path(__file__).parents[2]
 Flexd = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -57,7 +56,7 @@ def flexd_process() -> Flexd:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("FLEXD")}
         return subprocess.run(
             [sys.executable, "-m", "flexd", *map(str, arguments)],
-            cwd=REPOSITORY,
+            cwd=ROOT,
             env={**clean, **environment},
             capture_output=True,
             text=True,

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from flexd.config.load import load_config
+from tests.support.repository import ROOT
 
-REPOSITORY = Path(__file__).parents[2]
-SHIPPED = sorted((REPOSITORY / "configs").glob("*.yaml"))
+SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
@@ -30,9 +30,7 @@ def test_all_kinds_of_sources_ship():
 
 @pytest.mark.parametrize(("output", "load"), [("json", json.loads), ("yaml", yaml.safe_load)])
 def test_the_effective_configuration_can_be_fed_back(flexd_command, tmp_path, output, load):
-    done = flexd_command(
-        "check-config", REPOSITORY / "configs" / "laptop.yaml", "-o", output, FLEXD__SERVER__PORT="1234"
-    )
+    done = flexd_command("check-config", ROOT / "configs" / "laptop.yaml", "-o", output, FLEXD__SERVER__PORT="1234")
     document = load(done.stdout)
     assert document["server"]["port"] == 1234
     assert document["shutdown_seconds"] == 20
@@ -42,7 +40,7 @@ def test_the_effective_configuration_can_be_fed_back(flexd_command, tmp_path, ou
 
 
 def test_the_effective_configuration_as_key_paths(flexd_command):
-    shown = flexd_command("check-config", REPOSITORY / "configs" / "kafka.yaml", "-o", "table").stdout
+    shown = flexd_command("check-config", ROOT / "configs" / "kafka.yaml", "-o", "table").stdout
     assert "tables[1].name" in shown
     assert "stream.source.client_options.sasl_mechanism" in shown
 
@@ -50,7 +48,7 @@ def test_the_effective_configuration_as_key_paths(flexd_command):
 def test_secrets_are_left_out(flexd_command):
     done = flexd_command(
         "check-config",
-        REPOSITORY / "configs" / "kafka.yaml",
+        ROOT / "configs" / "kafka.yaml",
         "-o",
         "yaml",
         FLEXD__STREAM__SOURCE__CLIENT_OPTIONS__SSL_PASSWORD="hunter2",
@@ -79,7 +77,7 @@ def test_a_bad_file_is_exit_code_two(flexd_command, tmp_path, text, expected, co
 
 
 def test_an_unknown_preset_is_found_before_the_daemon_runs(flexd_command, tmp_path):
-    text = (REPOSITORY / "configs" / "laptop.yaml").read_text().replace("azure-a100-200g", "moon-base")
+    text = (ROOT / "configs" / "laptop.yaml").read_text().replace("azure-a100-200g", "moon-base")
     file = tmp_path / "preset.yaml"
     file.write_text(text)
     done = flexd_command("check-config", file)
@@ -90,7 +88,7 @@ def test_an_unknown_preset_is_found_before_the_daemon_runs(flexd_command, tmp_pa
 
 @pytest.mark.parametrize("command", [["check-config"], ["run", "-c"]])
 def test_what_the_parts_would_refuse_is_exit_code_two(flexd_command, tmp_path, command):
-    document = yaml.safe_load((REPOSITORY / "configs" / "synthetic.yaml").read_text())
+    document = yaml.safe_load((ROOT / "configs" / "synthetic.yaml").read_text())
     document["planner"] = {**document.get("planner", {}), "frozen_tables": ["no-such-table"]}
     document["topology"] = {"file": str(tmp_path / "missing.yaml")}
     file = tmp_path / "faulty.yaml"
@@ -115,8 +113,8 @@ def test_sigterm_before_the_daemon_is_up_ends_it(tmp_path):
         "main.main()\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(REPOSITORY / "configs" / "laptop.yaml")],
-        cwd=REPOSITORY,
+        [sys.executable, "-c", code, str(ROOT / "configs" / "laptop.yaml")],
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import yaml
@@ -24,8 +23,8 @@ from flexd.config.server import ServerConfig
 from flexd.core.errors import ApiError, ConfigError, FlexdError, PlanError
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
+from tests.support.repository import ROOT
 
-REPOSITORY = Path(__file__).parents[2]
 ESCAPE = "\x1b["
 
 
@@ -169,7 +168,7 @@ def test_on_a_terminal_titles_are_styled_and_no_color_is_obeyed(url):
         leader, follower = pty.openpty()
         process = subprocess.Popen(
             [sys.executable, "-m", "flexd", "status", "--url", url],
-            cwd=REPOSITORY,
+            cwd=ROOT,
             env={**os.environ, "TERM": "xterm", "COLUMNS": "100", **environment},
             stdin=subprocess.DEVNULL,
             stdout=follower,
@@ -193,9 +192,7 @@ def test_on_a_terminal_titles_are_styled_and_no_color_is_obeyed(url):
 
 def test_a_closed_pipe_ends_quietly(url):
     command = f"{sys.executable} -m flexd status --url {url} | head -c 1"
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" not in done.stderr
 
 
@@ -213,7 +210,7 @@ def test_the_clients_commands_load_neither_torch_nor_the_daemons_libraries(flexd
         "sys.exit(f'loaded {heavy}' if heavy else 0)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, url], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code, url], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.support.repository import ROOT
+
 PROGRAM = """
 import gc, sys, threading, time, types
 
@@ -39,7 +39,7 @@ main.main()
 @pytest.mark.parametrize(("end", "code"), [("return 0", 0), ("return 1", 1), ("sys.exit(0)", 0)])
 def test_objects_of_a_late_thread_are_not_reported_as_leaks(end: str, code: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("{end}", end), str(REPOSITORY / "configs" / "laptop.yaml")],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", PROGRAM.replace("{end}", end), str(ROOT / "configs" / "laptop.yaml")],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (code, "ended", "")

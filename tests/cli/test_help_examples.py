@@ -17,8 +17,8 @@ from flexd.config.load import load_config
 from flexd.daemon.factory import sketch_settings
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
+from tests.support.repository import ROOT as REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 SMALLER = {"simulate": ["--steps", "8", "--batch", "4", "--history", "2"]}
 """Options that make a long example short."""
 PARSED_ONLY = {

@@ -22,8 +22,8 @@ from flexd.cli.table_view import rank_blocks, row_blocks, table_blocks
 from flexd.cli.view import OutputFormat
 from flexd.cli.watch import emit_watched
 from flexd.core.errors import ApiError
+from tests.support.repository import ROOT
 
-REPOSITORY = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 COMMANDS = {"tables": ["tables"], "rows": ["rows", "items", "-n", "3"], "topology": ["topology"]}
 
@@ -75,7 +75,7 @@ def watched(url: str, *arguments: str, answers: int) -> list[str]:
     """The first lines of a command that does not end by itself; it must end at once and quietly by SIGINT."""
     process = subprocess.Popen(
         [sys.executable, "-m", "flexd", *arguments, "--watch", "0.2", "--url", url],
-        cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         lines = [process.stdout.readline() for _ in range(answers)]
@@ -102,7 +102,7 @@ def test_a_reader_that_goes_away_ends_it_as_sigpipe_would(url, watched):
     arguments = ["status", "--watch", "0.2"] if watched else ["explain", "--help"]
     process = subprocess.Popen(
         [sys.executable, "-m", "flexd", *arguments, *(["--url", url] if watched else [])],
-        cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None
     if watched:

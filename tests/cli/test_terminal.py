@@ -13,11 +13,11 @@ import pytest
 
 from flexd.api.pause import PauseState
 from flexd.cli.exit_codes import ExitCode
+from tests.support.repository import ROOT
 from tests.support.statuses import STATUSES
 
 pytestmark = pytest.mark.alone
 
-REPOSITORY = Path(__file__).parents[2]
 SECONDS = 30
 GOLDEN = Path(__file__).parent / "golden"
 MARKS = {"\x1b[1m": "<b>", "\x1b[2m": "<dim>", "\x1b[1;31m": "<red>", "\x1b[0m": "</>"}
@@ -37,7 +37,7 @@ def terminal(url) -> Iterator[Terminal]:
             name: value for name, value in os.environ.items() if not name.startswith("FLEXD") and name != "NO_COLOR"
         }
         process = pexpect.spawn(
-            sys.executable, ["-m", "flexd", *arguments, "--url", url], cwd=os.fspath(REPOSITORY),
+            sys.executable, ["-m", "flexd", *arguments, "--url", url], cwd=os.fspath(ROOT),
             env={**clean, "TERM": "xterm", "COLUMNS": str(columns), "TZ": "UTC", **environment}, timeout=SECONDS,
             dimensions=(40, columns), encoding="utf-8",
         )  # fmt: skip

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.support.repository import ROOT
 
 
 def _prints(code: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True, cwd=REPOSITORY
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True, cwd=ROOT
     )
     return done.stdout.split()
 

@@ -7,14 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from flexd.core import fault_points as faults
 from flexd.core.errors import ConfigError
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = """
 from flexd.core import fault_points as faults
 faults.arm()

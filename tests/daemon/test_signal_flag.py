@@ -6,9 +6,9 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 from flexd.daemon.signal_flag import SignalFlag
+from tests.support.repository import ROOT
 
 STORM = """
 import signal, sys, time
@@ -34,7 +34,7 @@ def storm(seconds: float) -> int:
     """Signals that a process has outlived; a TimeoutExpired if it hangs."""
     done = subprocess.run(
         [sys.executable, "-c", STORM, str(seconds)], capture_output=True, text=True, timeout=seconds + 30,
-        check=True, cwd=Path(__file__).parents[2],
+        check=True, cwd=ROOT,
     )  # fmt: skip
     return int(done.stdout)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import yaml
 
 from tests.support.deployed import known_metrics
-from tests.support.ops_tools import ROOT, run_tool
+from tests.support.ops_tools import run_tool
+from tests.support.repository import ROOT
 
 RULES = ROOT / "deploy" / "prometheus" / "flexd.rules.yaml"
 TESTS = ROOT / "deploy" / "prometheus" / "flexd.tests.yaml"

@@ -21,7 +21,8 @@ from tests.support.deployed import (
     pod_templates,
     rendered,
 )
-from tests.support.ops_tools import ROOT, run_tool
+from tests.support.ops_tools import run_tool
+from tests.support.repository import ROOT
 
 VALUES = sorted((CHART / "ci").glob("*.yaml"))
 

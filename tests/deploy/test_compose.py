@@ -6,7 +6,7 @@ import yaml
 
 from flexd.config.base import split_address
 from flexd.config.load import load_config
-from tests.support.ops_tools import ROOT
+from tests.support.repository import ROOT
 
 DEPLOY = ROOT / "deploy"
 SERVICES = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]

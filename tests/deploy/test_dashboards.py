@@ -10,7 +10,8 @@ import yaml
 
 from tests.support.dashboards import DASHBOARDS, load, panels, queries
 from tests.support.deployed import known_metrics
-from tests.support.ops_tools import ROOT, run_tool
+from tests.support.ops_tools import run_tool
+from tests.support.repository import ROOT
 
 BOARDS = [load(path) for path in DASHBOARDS]
 UNITS = {"short", "s", "bytes", "Bps", "ops", "percentunit"}

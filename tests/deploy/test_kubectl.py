@@ -15,7 +15,8 @@ import yaml
 
 from tests.support.deployed import CHART, CUSTOM, KUBERNETES, Document, documents
 from tests.support.kubernetes_discovery import KubernetesDiscovery
-from tests.support.ops_tools import ROOT, run_tool, tool
+from tests.support.ops_tools import run_tool, tool
+from tests.support.repository import ROOT
 
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
 VALUES = sorted((CHART / "ci").glob("*.yaml"))

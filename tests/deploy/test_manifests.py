@@ -21,7 +21,8 @@ from tests.support.deployed import (
     pod_templates,
     read,
 )
-from tests.support.ops_tools import ROOT, run_tool
+from tests.support.ops_tools import run_tool
+from tests.support.repository import ROOT
 
 MANIFESTS = ROOT / "deploy" / "kubernetes"
 FILES = sorted(MANIFESTS.glob("*.yaml"))

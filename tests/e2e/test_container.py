@@ -23,7 +23,7 @@ import yaml
 from numba.core.caching import UserProvidedCacheLocator
 
 from flexd.demo.ports import free_ports
-from tests.support.ops_tools import ROOT
+from tests.support.repository import ROOT
 from tests.support.until import until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(220)]

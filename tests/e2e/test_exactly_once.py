@@ -168,7 +168,7 @@ def test_cut_off_from_the_broker_and_killed(tmp_path, server):
         messages = producer.finish()
         sink_left = messages
         for life in range(3):
-            proxy.cut()
+            proxy.disconnect()
             time.sleep(chance.uniform(0.1, 1.0))
             proxy.mend()
             producer = Producer(f"127.0.0.1:{front}", "t", 400, sink_left)

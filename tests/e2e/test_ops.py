@@ -23,7 +23,8 @@ from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.topic_admin import ensure_topic
 from tests.support.dashboards import DASHBOARDS, load, queries
 from tests.support.flexd_processes import DAEMON_START_SECONDS
-from tests.support.ops_tools import ROOT, tool
+from tests.support.ops_tools import tool
+from tests.support.repository import ROOT
 from tests.support.until import until
 
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(240)]
@@ -102,7 +103,7 @@ class Monitored:
         assert answer.status_code == 200, answer.text
         return answer.json()["data"]
 
-    def answers(self) -> bool:
+    def is_ready(self) -> bool:
         try:
             return self._client.get("/-/ready").status_code == 200
         except httpx.HTTPError:
@@ -153,7 +154,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
     tool("prometheus")
     job = Monitored(tmp_path_factory.mktemp("ops"))
     try:
-        until(job.answers, 60, "prometheus does not answer")
+        until(job.is_ready, 60, "prometheus does not answer")
         moved = "sum(flexd_migrations_total) > 0 and sum(flexd_plans_total) > 1 and sum(flexd_snapshots_total) > 1"
         until(lambda: job.ranks.running() and job.query(moved), 120, job.page)
         # Rates need two samples of a series, and the newest family has just come.

@@ -21,7 +21,7 @@ import yaml
 
 from flexd.cli.main import main
 from flexd.demo.ports import free_ports
-from tests.support.flexd_processes import ROOT
+from tests.support.repository import ROOT
 from tests.support.until import until
 
 pytestmark = pytest.mark.slow

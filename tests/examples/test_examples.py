@@ -17,10 +17,10 @@ from flexd.topology.cluster import Collective
 from flexd.topology.files import load_cluster, load_preset
 from flexd.topology.scale import scale_model
 from tests.support.flexd_processes import RunningDaemon, saved_sketches
+from tests.support.repository import ROOT
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 STEPS = 21
 Losses = dict[int, float]

@@ -260,7 +260,7 @@ def test_terms_go_on_from_what_others_remember() -> None:
     assert lease.holds(42)
 
 
-@pytest.mark.parametrize(("holder", "term"), [("somebody", 7), ("somebody", 1), ("a-1", 7), ("", 1)])
+@pytest.mark.parametrize(("holder", "term"), [("b-2", 7), ("b-2", 1), ("a-1", 7), ("", 1)])
 def test_who_finds_another_record_has_lost_the_lease_whatever_the_clock_says(holder: str, term: int) -> None:
     """Of the same term it is in a store that was emptied meanwhile."""
     world = World()

@@ -293,7 +293,7 @@ def test_nobody_on_the_way_is_told_the_token(
         server.location = f"{other.url}/apis/coordination.k8s.io/v1/namespaces/jobs/leases"
         with pytest.raises(LeaseError, match="307"):
             store.compare_and_set(None, "a", 1, 5.0)
-        assert (other.asked, other.objects) == (0, {})
+        assert (other.requests, other.objects) == (0, {})
     finally:
         store.close()
         other.close()

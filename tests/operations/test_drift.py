@@ -84,7 +84,7 @@ def test_nothing_is_priced_before_it_is_known_how_much_a_step_reads(setting: Set
     live = setting.coordinator.topology
     assert live is not None
     assert setting.monitor.evaluate() is None
-    assert (setting.asked, worlds, setting.monitor.reference_state()) == ([], [live.layout.world_size], {})
+    assert (setting.profile_rates, worlds, setting.monitor.reference_state()) == ([], [live.layout.world_size], {})
 
 
 def test_how_old_the_newest_look_is(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,14 +163,14 @@ def test_nothing_is_looked_at_without_ranks_during_a_migration_or_with_little_se
     assert setting.monitor.reference_state() != {}, "a thousand are enough"
     setting.see()
     setting.execute()
-    profiles = len(setting.asked)
+    profiles = len(setting.profile_rates)
     setting.executions.migrating = True
     assert setting.monitor.evaluate() is None
     setting.executions.migrating = False
     for topology in (None, LiveTopology(1, "a", RankLayout(2, 2), (200,), False, "settling")):
         setting.coordinator.topology = topology
         assert setting.monitor.evaluate() is None
-    assert len(setting.asked) == profiles, "a profile is expensive: none is made for nothing"
+    assert len(setting.profile_rates) == profiles, "a profile is expensive: none is made for nothing"
 
 
 def test_a_plan_made_during_a_look_wins(setting: Setting) -> None:
@@ -242,7 +242,7 @@ def test_drift_is_of_the_distribution_and_not_of_the_batch(setting: Setting) -> 
     drift = setting.monitor.evaluate()
     assert drift is not None
     assert drift.ratio == pytest.approx(1.0)
-    assert setting.asked[-1] == pytest.approx(PER_STEP)
+    assert setting.profile_rates[-1] == pytest.approx(PER_STEP)
 
 
 def test_the_reference_outlives_a_restart_and_a_damaged_one_is_left(setting: Setting, tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ def test_an_explanation_of_a_thin_profile_says_so(tmp_path: Path) -> None:
 
 
 def test_an_explanation_knows_pins_exclusions_and_frozen_tables(tmp_path: Path) -> None:
-    def asked(row: int, **planner: Any) -> tuple[str, str, float | None]:
+    def explained(row: int, **planner: Any) -> tuple[str, str, float | None]:
         setting = Setting(tmp_path, **planner)
         setting.see(50_000)
         setting.report()
@@ -269,8 +269,8 @@ def test_an_explanation_knows_pins_exclusions_and_frozen_tables(tmp_path: Path) 
 
     coldest = ROWS - 1
     pins = [{"table": "item", "tier": "HOME", "rows": [0]}, {"table": "item", "tier": "DEVICE", "rows": [coldest]}]
-    assert asked(0)[1] == "saves"
-    assert asked(0, pins=pins)[:2] == ("HOME", "pinned")
-    assert asked(coldest, pins=pins)[:2] == ("DEVICE", "pinned")
-    assert asked(0, exclude_tables=["item"])[:2] == ("HOME", "excluded")
-    assert asked(0, frozen_tables=["item"])[2] == 0, "nothing of it is synchronised"
+    assert explained(0)[1] == "saves"
+    assert explained(0, pins=pins)[:2] == ("HOME", "pinned")
+    assert explained(coldest, pins=pins)[:2] == ("DEVICE", "pinned")
+    assert explained(0, exclude_tables=["item"])[:2] == ("HOME", "excluded")
+    assert explained(0, frozen_tables=["item"])[2] == 0, "nothing of it is synchronised"

@@ -26,8 +26,8 @@ from tests.support.fake_daemon import FakeDaemon
 READ, ADMIN = "the token of the dashboard", "the token of the operator"
 
 
-class Asked(FakeDaemon):
-    """Notes who asked."""
+class CallerDaemon(FakeDaemon):
+    """Notes who caller_daemon."""
 
     def _enter(self, *call: object) -> None:
         super()._enter(*call, current_caller().name)
@@ -54,13 +54,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def asked() -> Asked:
-    return Asked()
+def caller_daemon() -> CallerDaemon:
+    return CallerDaemon()
 
 
 @pytest.fixture(scope="module")
-def guarded(asked: Asked, directory: Path) -> Iterator[str]:
-    server = serve(asked, tokens=token_configs(directory))
+def guarded(caller_daemon: CallerDaemon, directory: Path) -> Iterator[str]:
+    server = serve(caller_daemon, tokens=token_configs(directory))
     yield server.address
     assert server.stop(10)
 
@@ -76,10 +76,10 @@ def refused(url: str) -> dict[str, float]:
     return {name.split('"')[1]: float(value) for name, value in found}
 
 
-def test_only_tokens_open_and_each_says_who(guarded: str, asked: Asked) -> None:
+def test_only_tokens_open_and_each_says_who(guarded: str, caller_daemon: CallerDaemon) -> None:
     before = refused(guarded)
     assert set(before) == set(REFUSED_REASONS)
-    asked.__init__()
+    caller_daemon.__init__()
     for token, path in [
         (None, "/v1/status"),
         ("guess", "/v1/status"),
@@ -92,10 +92,10 @@ def test_only_tokens_open_and_each_says_who(guarded: str, asked: Asked) -> None:
     assert httpx.get(guarded + "/v1/status", headers={"authorization": f"Basic {READ}"}).status_code == 401
     twice = [("authorization", f"Bearer {READ}"), ("authorization", f"Bearer {ADMIN}")]
     assert httpx.get(guarded + "/v1/status", headers=twice).status_code == 401
-    assert asked.calls == []
+    assert caller_daemon.calls == []
     assert get(guarded, READ).status_code == 200
     assert get(guarded, ADMIN, "/v1/pause", "POST").json()["changed"] is True
-    assert [call[-1] for call in asked.calls] == ["dashboard", "operator"]
+    assert [call[-1] for call in caller_daemon.calls] == ["dashboard", "operator"]
     after = refused(guarded)
     assert after["unauthenticated"] - before["unauthenticated"] == 2
     assert after["unknown_token"] - before["unknown_token"] == 4
@@ -108,8 +108,8 @@ def test_probes_need_no_token(guarded: str) -> None:
         assert get(guarded, None, path).status_code == 401, path
 
 
-def test_no_method_but_reading_ones_goes_without_the_admin_scope(guarded: str, asked: Asked) -> None:
-    asked.__init__()
+def test_no_method_but_reading_ones_goes_without_the_admin_scope(guarded: str, caller_daemon: CallerDaemon) -> None:
+    caller_daemon.__init__()
     routes = get(guarded, READ, "/openapi.json").json()["paths"]
     tried = 0
     for path, methods in routes.items():
@@ -121,17 +121,17 @@ def test_no_method_but_reading_ones_goes_without_the_admin_scope(guarded: str, a
     assert tried >= 3
     for method in ("POST", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND"):
         assert get(guarded, READ, "/v1/status", method).status_code == 403
-    assert asked.calls == []
-    assert asked.paused is False
+    assert caller_daemon.calls == []
+    assert caller_daemon.paused is False
 
 
-def test_a_body_is_not_read_before_its_sender_is_known(guarded: str, asked: Asked) -> None:
-    asked.__init__()
+def test_a_body_is_not_read_before_its_sender_is_known(guarded: str, caller_daemon: CallerDaemon) -> None:
+    caller_daemon.__init__()
     url = httpx.URL(guarded)
     with socket.create_connection((url.host, url.port or 0), timeout=5) as raw:
         raw.sendall(b"POST /v1/pause HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000\r\n\r\n{")
         assert raw.recv(4096).startswith(b"HTTP/1.1 401 ")
-    assert asked.calls == []
+    assert caller_daemon.calls == []
 
 
 def test_admin_requests_are_logged_with_who_and_what_became_of_them(
@@ -149,13 +149,13 @@ def test_admin_requests_are_logged_with_who_and_what_became_of_them(
 
 @pytest.mark.parametrize(("says", "noted"), [("", "operator"), ("operator", "operator"), ("ann", "operator (ann)")])
 def test_who_somebody_says_they_are_never_replaces_who_they_are(
-    guarded: str, asked: Asked, says: str, noted: str
+    guarded: str, caller_daemon: CallerDaemon, says: str, noted: str
 ) -> None:
-    asked.__init__()
+    caller_daemon.__init__()
     headers = {"authorization": f"Bearer {ADMIN}"}
     answer = httpx.post(f"{guarded}/v1/pause", json={"reason": "x", "who": says}, headers=headers, timeout=10)
     assert answer.status_code == 200
-    assert asked.calls == [("pause", "x", noted, "operator")]
+    assert caller_daemon.calls == [("pause", "x", noted, "operator")]
 
 
 def test_a_token_is_replaced_without_a_restart(guarded: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

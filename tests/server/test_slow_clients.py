@@ -53,7 +53,7 @@ def closed_by_server(raw: socket.socket, seconds: float = 10.0) -> bool:
     return True
 
 
-def answers(server: DaemonServer) -> bool:
+def is_healthy(server: DaemonServer) -> bool:
     try:
         return httpx.get(f"{server.address}/healthz", timeout=5).status_code == 200
     except httpx.TransportError:
@@ -65,7 +65,7 @@ def test_a_head_that_does_not_come_ends_the_connection(served: DaemonServer, dae
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(opened(served, said)) for _ in range(LIMIT)]
         assert all(closed_by_server(raw) for raw in idle)
-        assert answers(served)
+        assert is_healthy(served)
     assert daemon.calls == []
 
 
@@ -94,7 +94,7 @@ def test_connections_are_bounded_also_those_that_are_turned_away(
         until(lambda: httpx.get(f"{served.address}/healthz", timeout=5).status_code == 503)
         many = [stack.enter_context(opened(served)) for _ in range(protocol.REFUSED_CONNECTIONS * LIMIT)]
         assert closed_by_server(many[-1])
-    until(lambda: answers(served))
+    until(lambda: is_healthy(served))
 
 
 def test_who_takes_no_answer_is_cut_off(served: DaemonServer, daemon: FakeDaemon) -> None:
@@ -110,4 +110,4 @@ def test_who_takes_no_answer_is_cut_off(served: DaemonServer, daemon: FakeDaemon
         assert server is not None
         until(lambda: server.server_state.total_requests >= LIMIT - 1)
         until(lambda: not server.server_state.connections)
-        assert answers(served)
+        assert is_healthy(served)

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,6 +24,7 @@ from flexd.server.page import INLINED
 from tests.support.fake_daemon import FakeDaemon
 from tests.support.fake_inspection import STRANGE
 from tests.support.ops_tools import tool
+from tests.support.repository import ROOT
 from tests.support.until import until
 
 pytestmark = pytest.mark.slow
@@ -106,7 +106,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Open]:
-    """Opens a page of a server; ``.complaints`` are its console errors, ``.asked`` the addresses it asked."""
+    """Opens a page of a server; ``.complaints`` are its console errors, ``.requested`` the addresses it requested."""
     contexts: list[Any] = []
 
     def open_it(server: DaemonServer, **settings: Any) -> Any:
@@ -114,10 +114,10 @@ def open_page(browser: Any) -> Iterator[Open]:
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(DEADLINE_MS)
-        page.complaints, page.asked = [], []
+        page.complaints, page.requested = [], []
         page.on("console", lambda message: page.complaints.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: page.complaints.append(str(error)))
-        page.on("request", lambda request: page.asked.append(request.url))
+        page.on("request", lambda request: page.requested.append(request.url))
         page.goto(server.address)
         return page
 
@@ -163,7 +163,7 @@ def test_what_the_page_shows(open_page, busy):
     # Names are text wherever they stand: no element came of them, and nothing of them ran.
     assert page.locator("img").count() == 0
     assert page.complaints == []
-    assert {httpx.URL(url).host for url in page.asked} == {"127.0.0.1"}
+    assert {httpx.URL(url).host for url in page.requested} == {"127.0.0.1"}
 
 
 def test_what_the_pointer_shows_outlives_the_next_poll(open_page, busy):
@@ -275,8 +275,8 @@ def test_a_daemon_that_fails_is_shown_and_found_again(open_page, busy):
 
 
 def test_the_page_is_in_the_package():
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
     assert '"server/status_page.html"' in project
     assert '"server/vendor/uplot/*"' in project
-    folder = Path(__file__).parents[2] / "flexd" / "server" / "vendor" / "uplot"
+    folder = ROOT / "flexd" / "server" / "vendor" / "uplot"
     assert {path.name for path in folder.iterdir()} == {*INLINED, "LICENSE"}

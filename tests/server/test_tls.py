@@ -27,7 +27,7 @@ from tests.support.fake_daemon import FakeDaemon
 TOKEN = "the token of the operator"
 
 
-class Asked(FakeDaemon):
+class CallerDaemon(FakeDaemon):
     def _enter(self, *call: object) -> None:
         super()._enter(*call, current_caller().name)
 
@@ -56,10 +56,10 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 @pytest.fixture
-def serve(certificates: Certificates) -> Iterator[Callable[..., tuple[Asked, str]]]:
+def serve(certificates: Certificates) -> Iterator[Callable[..., tuple[CallerDaemon, str]]]:
     started: list[DaemonServer] = []
 
-    def start(*, with_tokens: bool = False, **config: Any) -> tuple[Asked, str]:
+    def start(*, with_tokens: bool = False, **config: Any) -> tuple[CallerDaemon, str]:
         certificate, key = certificates.server
         tokens = []
         if with_tokens:
@@ -69,7 +69,7 @@ def serve(certificates: Certificates) -> Iterator[Callable[..., tuple[Asked, str
             cert_file=certificate, key_file=key, client_ca_file=certificates.ca_file,
             clients={"dashboard": "read", "operator": "admin"},
         )  # fmt: skip
-        daemon = Asked()
+        daemon = CallerDaemon()
         server = DaemonServer(daemon, Metrics(daemon), ServerConfig(port=0, tls=settings, tokens=tokens, **config))
         server.start()
         started.append(server)
@@ -93,8 +93,8 @@ def test_a_certificate_says_who_and_what_they_may(certificates: Certificates, se
     assert daemon.calls == [("status", "dashboard"), ("pause", "x", "operator", "operator")]
     with pytest.raises(DaemonRefusedError, match="'dashboard' may only read"):
         client(certificates, url, "dashboard").resume()
-    with pytest.raises(DaemonRefusedError, match="'stranger' may do nothing here"):
-        client(certificates, url, "stranger").status()
+    with pytest.raises(DaemonRefusedError, match="'unlisted' may do nothing here"):
+        client(certificates, url, "unlisted").status()
     assert len(daemon.calls) == 2
 
 

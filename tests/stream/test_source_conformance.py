@@ -91,7 +91,7 @@ def stream(request):
     return request.getfixturevalue(request.param)
 
 
-def take(source: Source, count: int, seconds: float = 30.0) -> list[Message]:
+def read_at_least(source: Source, count: int, seconds: float = 30.0) -> list[Message]:
     """Read at least ``count`` messages."""
     return poll_until(source, lambda messages: len(messages) >= count, seconds, 0.2)
 
@@ -112,7 +112,7 @@ def test_contract(stream):
     assert isinstance(first, Source)
     assert not any(first.positions().values())
     first.restore({})
-    messages = take(first, 20)
+    messages = read_at_least(first, 20)
     saved = first.positions()
 
     # No message is missing, and the positions are those after the returned messages.
@@ -134,7 +134,9 @@ def test_contract(stream):
     first.restore(halfway)
     assert first.positions() == halfway
     stream.produce(5)
-    again = by_partition(take(first, len(messages) - sum(sorted(p).index(halfway[n]) for n, p in parts.items()) + 5))
+    again = by_partition(
+        read_at_least(first, len(messages) - sum(sorted(p).index(halfway[n]) for n, p in parts.items()) + 5)
+    )
     for name, part in again.items():
         # A partition without messages so far had no position to restore.
         assert min(part) == halfway.get(name, 0)
@@ -151,7 +153,9 @@ def test_contract(stream):
     one = sorted(latest)[0]
     second.restore({one: latest[one]})
     stream.produce(4)
-    rest = by_partition(take(second, 4 if stream.endless else 4 + sum(len(p) for n, p in parts.items() if n != one)))
+    rest = by_partition(
+        read_at_least(second, 4 if stream.endless else 4 + sum(len(p) for n, p in parts.items() if n != one))
+    )
     assert all(offset >= latest[one] for offset in rest.get(one, {}))
     for name in set(parts) - {one}:
         assert min(rest[name]) == min(parts[name]), "an unknown partition starts at its earliest message"

@@ -17,7 +17,8 @@ from flexd.config.model import Config
 from flexd.server.app import create_metrics_app
 from flexd.server.metrics import Metrics
 from tests.support.fake_daemon import STATUS, FakeDaemon
-from tests.support.ops_tools import ROOT, run_tool
+from tests.support.ops_tools import run_tool
+from tests.support.repository import ROOT
 
 CHART = ROOT / "helm" / "flexd"
 KUBERNETES = ("1.29", "1.35")

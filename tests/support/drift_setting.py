@@ -61,7 +61,7 @@ class Setting:
         self.coordinator = FakeCoordinator()
         self.executions = SimpleNamespace(migrating=False)
         self.training = SimpleNamespace(accesses_per_step=lambda world: PER_STEP)
-        self.asked: list[float] = []
+        self.profile_rates: list[float] = []
         self.during: Callable[[], None] = lambda: None
         self.clock = 0.0
         self.monitor = DriftMonitor(
@@ -70,7 +70,7 @@ class Setting:
         )  # fmt: skip
 
     def _profile(self, per_step: float, layout: RankLayout) -> Profile:
-        self.asked.append(per_step)
+        self.profile_rates.append(per_step)
         made = self.sketches.profile(per_step, layout=layout)
         self.during()
         return made

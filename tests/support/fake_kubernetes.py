@@ -32,7 +32,7 @@ class FakeKubernetes:
         self.status: int | None = None
         self.location = ""
         self.deaf = False
-        self.asked = 0
+        self.requests = 0
         self.token = "first"
         self.account = directory / "account"
         self.account.mkdir()
@@ -84,7 +84,7 @@ class FakeKubernetes:
         self._thread.join(10)
 
     def _answer(self, method: str, path: str, authorization: str, body: bytes) -> tuple[int, dict[str, Any]]:
-        self.asked += 1
+        self.requests += 1
         match = _PATH.match(path)
         if self.location:
             return _failure(307, "elsewhere")

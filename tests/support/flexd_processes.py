@@ -24,9 +24,9 @@ from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.codecs.codec import decode
 from flexd.stream.file_log.log import FileLogSource
+from tests.support.repository import ROOT
 from tests.support.until import until
 
-ROOT = Path(__file__).parents[2]
 DAEMON_START_SECONDS = 90.0
 _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')

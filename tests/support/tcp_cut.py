@@ -20,7 +20,7 @@ class TcpCut:
         self._server = socket.create_server(("127.0.0.1", listen_port))
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """Ends all connections; new ones are ended at once until ``mend``."""
         self._open = False
         with self._lock:
@@ -38,7 +38,7 @@ class TcpCut:
 
     def close(self) -> None:
         _close(self._server)
-        self.cut()
+        self.disconnect()
         self._flowing.set()
 
     def _accept(self) -> None:

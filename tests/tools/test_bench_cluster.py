@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,11 @@ import torchrec_peer
 from bench_cluster import checks_of
 from bench_cluster_data import Setting, batches_of, bounds, exact_profile, keys_of
 
+from tests.support.repository import ROOT
+
 pytestmark = pytest.mark.alone
 
-TOOL = Path(__file__).parents[2] / "tools" / "bench_cluster.py"
+TOOL = ROOT / "tools" / "bench_cluster.py"
 SMALL = Setting(nodes=3, local_ranks=2, rows=120, dim=8, tables=4, samples=5, length=6, batches=3)
 
 

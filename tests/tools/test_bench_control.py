@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support.repository import ROOT
+
 pytestmark = pytest.mark.alone
 
-TOOL = Path(__file__).parents[2] / "tools" / "bench_control.py"
+TOOL = ROOT / "tools" / "bench_control.py"
 
 
 @pytest.mark.long

@@ -98,7 +98,7 @@ def end_daemon_while_a_rank_hangs(world: ChaosWorld, chance: random.Random) -> s
 def _link(how: str, *spans: float) -> Injection:
     def inject(world: ChaosWorld, chance: random.Random) -> str:
         seconds = chance.choice(spans)
-        world.link.cut() if how == "cut" else world.link.stall()
+        world.link.disconnect() if how == "cut" else world.link.stall()
         _train_for(world, seconds)
         world.link.mend()
         return f"for {seconds:.1f} s"
@@ -290,7 +290,7 @@ def _live_until(world: ChaosWorld, chance: random.Random, point: str, count: int
                 until(lambda: world.ready() or not child.alive or child.stopped, _REACHED_SECONDS)
             if not child.alive or child.stopped:
                 break
-            world.link.cut()
+            world.link.disconnect()
             time.sleep(CONTROL_SECONDS / 2)
             world.link.mend()
             time.sleep(CONTROL_SECONDS / 2)
