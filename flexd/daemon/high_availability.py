@@ -16,6 +16,7 @@ import os
 import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 from flexd.api.config import ReloadReport
@@ -142,7 +143,7 @@ class HighAvailabilityDaemon(ActiveDaemon):
     def _lead(self, term: int) -> None:
         lease = self._renewer.lease
         try:
-            leadership = Leadership(open_term_directory(self._state_dir, term), term, lambda: lease.holds(term))
+            leadership = Leadership(open_term_directory(self._state_dir, term), term, partial(lease.holds, term))
             with self._starting:
                 daemon = Daemon(self._config, leadership)
                 daemon.start()

@@ -180,7 +180,7 @@ def test_killed_in_the_middle_of_a_rollback_it_goes_on_when_it_is_asked_for_agai
             lives.abort(0)
 
 
-@pytest.mark.parametrize("killed", [True, False])
+@pytest.mark.parametrize("killed", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_killed_before_a_rollback_has_pushed_anything_it_can_be_asked_for_again(lives: Lives, killed: bool) -> None:
     with Ranks(lives.port, LAYOUT) as ranks:
         in_the_middle(lives, ranks)
@@ -195,8 +195,15 @@ def test_killed_before_a_rollback_has_pushed_anything_it_can_be_asked_for_again(
         assert [told[name][0] for name in ("p2", "p2.rollback", "p2.rollback-2")] == ["ABORTED", "FAILED", "COMMITTED"]
 
 
-@pytest.mark.parametrize("pushed", [3, 0])
-@pytest.mark.parametrize("killed", [True, False])
+@pytest.mark.parametrize(
+    ("killed", "pushed"),
+    [
+        (True, 0),
+        (False, 3),
+        pytest.param(True, 3, marks=pytest.mark.long),
+        pytest.param(False, 0, marks=pytest.mark.long),
+    ],
+)
 def test_the_next_daemon_goes_on_with_a_rollback_by_itself(lives: Lives, killed: bool, pushed: int) -> None:
     with Ranks(lives.port, LAYOUT) as ranks:
         in_the_middle(lives, ranks)
