@@ -1,4 +1,4 @@
-"""What tools/bench_cluster.py trains on: the same batches for every strategy, their bound, and their true profile."""
+"""Batches of tools/bench_cluster.py: the same for every strategy, their bound, and their true profile."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def given_cluster(setting: Setting, rate_mbit: float) -> Cluster:
 
 
 def exact_profile(setting: Setting) -> Profile:
-    """What a perfect sketch would say: every row listed with its true share."""
+    """Return the profile of a perfect sketch: every row listed with its true share."""
     share, nothing = setting.share(), np.empty(0)
     accesses = float(setting.samples * setting.length * setting.layout.world_size)
     tables = []

@@ -36,7 +36,7 @@ from flexd.planner.plan import make_plan
 TIMEOUT = timedelta(seconds=120)
 LEARNING_RATE, EPS = 0.02, 1e-8
 TARGET = 0.1
-"""What the rows (or the dense part's output) are trained towards: any constant that is not where they start."""
+"""Target of the rows (or of the dense part's output): any constant that is not where they start."""
 
 
 class Attention(nn.Module):

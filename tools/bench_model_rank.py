@@ -67,7 +67,7 @@ def share(settings: Settings) -> np.ndarray:
 
 
 def exact_profile(settings: Settings, layout: RankLayout) -> Profile:
-    """What a perfect sketch would say: every row listed with its true share."""
+    """Return the profile of a perfect sketch: every row listed with its true share."""
     exact, nothing = share(settings), np.empty(0)
     per_step = float(settings.accesses * layout.world_size)
     table = TableProfile(

@@ -176,7 +176,7 @@ def torchrec(tables: int, ranks: int, budget_seconds: float) -> Figures:
 
 
 def torchrec_estimate(tables: list[ListedTable]) -> list[Figures]:
-    """What perf_ms of un-pooled row-wise tables comes to for each row that a shard sends (docs/cost-model.md).
+    """perf_ms of un-pooled row-wise tables for each row that a shard sends (docs/cost-model.md).
 
     Estimates of pooled column shards of 128 columns are a + b: a for each row read, b for each pooled row sent. An
     un-pooled look-up is then one row read and one row sent.

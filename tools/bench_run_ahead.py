@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a training step waits for on the network, with and without run-ahead: bytes, counted where they are sent.
+"""Count the bytes that a training step waits for on the network, with and without run-ahead.
 
 The batches, tables and plan of tools/bench_cluster.py, on ranks of this machine over loopback: bytes do not depend on
 the link, so neither root nor a quiet machine is needed. A step *waits for* what its forward pass and its optimizer step

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What gloo's collectives really send, from the interface counters, beside what flexd counts for them.
+"""Compare the bytes that gloo's collectives send, by the interface counters, with the bytes that flexd counts.
 
 Runs itself in a network namespace of its own (root needed; says so and exits 0 without), so that nothing else is on the
 loopback interface. Usage: tools/check_collective_bytes.py [--ranks 4] [--quick] [--json]

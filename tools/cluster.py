@@ -49,7 +49,7 @@ class ClusterError(Exception):
 
 
 def why_not() -> str | None:
-    """What this machine lacks, in words; None if a cluster can be emulated."""
+    """Describe what this machine lacks; None if a cluster can be emulated."""
     missing = [tool for tool in _TOOLS if not shutil.which(tool)]
     if os.geteuid() != 0:
         return "needs root"
@@ -158,7 +158,7 @@ class Cluster:
         return LinkBytes(inter, intra)
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What torchrun would set for this rank, and the interface that gloo shall use."""
+        """Return the variables that torchrun would set for this rank, and the interface for gloo."""
         local = rank % self.ranks
         return {
             "RANK": str(rank),

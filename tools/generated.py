@@ -1,4 +1,4 @@
-"""What the generators of checked-in files share: write them, or say that they are out of date."""
+"""Write generated files that are checked in, or report that they are out of date."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ exec chroot "$NEW" env --chdir="$DIRECTORY" \
 
 @dataclass(frozen=True)
 class Image:
-    """What the last stage of the Dockerfile says.
+    """Settings of the last stage of the Dockerfile.
 
     Attributes:
         user: ``uid:gid``.

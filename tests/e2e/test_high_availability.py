@@ -121,7 +121,7 @@ class Pair:
         until(lambda: self.ranks.running() and self.ranks.step() >= now + steps, 60, "training does not go on")
 
     def same_versions(self) -> bool:
-        """Have all ranks had the same placement version at every step?"""
+        """Return whether all ranks had the same placement version at every step."""
         steps = self.ranks.step()
         versions = [[record["version"] for record in records[:steps]] for records in self.ranks.records]
         return versions[0] == versions[1]

@@ -23,7 +23,7 @@ def operations_of(document: dict[str, Any]) -> list[Any]:
 
 
 def asks_for_something(operation: Any) -> bool:
-    """Whether there is anything in a request that could be wrong."""
+    """Return True if a request has anything that could be wrong."""
     return bool(operation.query or operation.path_parameters or operation.body)
 
 

@@ -1,4 +1,4 @@
-"""What every deployed daemon must be, whoever wrote its manifest; and reading manifests."""
+"""Requirements of every deployed daemon, of the chart or of a plain manifest; and reading manifests."""
 
 from __future__ import annotations
 

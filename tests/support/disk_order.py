@@ -1,4 +1,4 @@
-"""What reached the disk, in which order: a name that is given to a file before its content is there is a trap."""
+"""Record the order in which writes reach the disk: a file must not get its name before its content is there."""
 
 from __future__ import annotations
 

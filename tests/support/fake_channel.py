@@ -1,4 +1,4 @@
-"""What pacing observes of a coordinator."""
+"""A coordinator as pacing observes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a pool import, imported once in the process that they are forked from.
+"""Imports of the ranks of a pool, done once in the process that they are forked from.
 
 Nothing of it becomes garbage, so it is kept out of the collector's way, which also keeps the pages shared.
 """

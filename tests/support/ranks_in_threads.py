@@ -140,7 +140,7 @@ def step_report(step: int, placement: Placement) -> StepReport:
 
 
 def same_content(history: list[list[tuple[int, bytes]]]) -> bool:
-    """Whether all ranks applied the same content for every version that more than one has applied."""
+    """Return whether all ranks applied the same content for every version that more than one has applied."""
     merged: dict[int, bytes] = {}
     return all(merged.setdefault(version, content) == content for rank in history for version, content in rank)
 

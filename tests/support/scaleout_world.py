@@ -81,7 +81,7 @@ class LeaderProcess:
         self.leader.serve(self.ingestor)
 
     def open(self) -> None:
-        """What the ingest thread does at its start."""
+        """Start as the ingest thread does."""
         self.ingestor._restore_positions()
         self.ledger.poll(0.0)
 

@@ -1,4 +1,4 @@
-"""What tests of the tools share: a machine that can emulate a cluster."""
+"""Skip tests that need an emulated cluster where this machine cannot emulate one."""
 
 from __future__ import annotations
 

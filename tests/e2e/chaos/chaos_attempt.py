@@ -1,4 +1,4 @@
-"""What the training ranks of one launch have done, as they write it down."""
+"""Records of the training ranks of one launch, as the ranks write them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.e2e.chaos.chaos_processes import Child
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank did in one step; ``at`` is CLOCK_MONOTONIC, which all processes of a machine share."""
+    """Record of one step of one rank; ``at`` is CLOCK_MONOTONIC, which all processes of a machine share."""
 
     step: int
     loss: float

@@ -1,4 +1,4 @@
-"""What must hold after every fault (DESIGN section 9, invariants 1 to 5), and what a fault has cost."""
+"""Checks of the invariants after every fault, and the cost of a fault."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Checker:
         return wrong
 
     def placement(self) -> list[str]:
-        """What the ranks have applied is a prefix of what the journal says was pushed, version by version."""
+        """Check that the ranks have applied a prefix of the chunks in the journal, version by version."""
         world, wrong = self._world, []
         copy = world.directory / "journal-copy"
         shutil.rmtree(copy, ignore_errors=True)

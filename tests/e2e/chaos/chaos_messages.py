@@ -50,7 +50,7 @@ class Vandal:
             self._push(message)
 
     def replay(self) -> None:
-        """What was said long ago: to the daemon, and an old command in the place of the next one to the ranks."""
+        """Replay old messages to the daemon, and put an old command in the place of the next one to the ranks."""
         for message in self._kept:
             self._push(message)
         hint = Hint.parse(self._store.get(Keys.HINT))

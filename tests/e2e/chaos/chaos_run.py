@@ -92,7 +92,7 @@ class ChaosRun:
         return outcome
 
     def count(self) -> list[str]:
-        """Are all accesses counted once, as of now?"""
+        """Check that all accesses so far are counted once."""
         with self.world.publishing_held():
             wrong = self.checker.counted()
         self.end_violations += wrong

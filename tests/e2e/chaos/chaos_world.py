@@ -1,4 +1,4 @@
-"""What a chaos run is made of: broker, daemon, training ranks, and the link between the last two."""
+"""The processes of a chaos run: broker, daemon, training ranks, and the link between the last two."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class ChaosWorld:
 
     @property
     def has_disk(self) -> bool:
-        """Whether the state directory is a small disk of its own (root only)."""
+        """True if the state directory is a small disk of its own (root only)."""
         return self._mounted
 
     @property
