@@ -22,10 +22,9 @@ REFUSED_REASONS = (
     "too_slow", "malformed",
 )  # fmt: skip
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/"})
-"""Asked by kubelets, which have no token: they tell whether the daemon is up and ready, and why not. The status page
-at ``/`` has no data in it: it asks its reader for a token."""
+"""Open without a token: kubelets, which have none, request the probes; the status page at ``/`` holds no data."""
 LOCAL = Caller("local", "admin")
-"""Whoever can reach a loopback port or a socket without tokens."""
+"""Sender of a request where neither tokens nor client certificates are configured."""
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 _log = logging.getLogger(__name__)
@@ -33,20 +32,20 @@ _caller: ContextVar[Caller] = ContextVar("flexd_caller", default=LOCAL)
 
 
 def current_caller() -> Caller:
-    """Who sent the request that is being served, in its handler and what that calls in its own thread."""
+    """Return the sender of the request being served. Valid in its handler and what that calls in the same thread."""
     return _caller.get()
 
 
-def asked_by(said: str) -> str:
-    """Whom to record for what the request asks: who its sender is, and then who they say it is for."""
+def requester(stated: str) -> str:
+    """Return the name to record for a request: its authenticated sender, then the name that the request states."""
     caller = current_caller()
     if caller is LOCAL:
-        return said
-    return f"{caller.name} ({said})" if said and said != caller.name else caller.name
+        return stated
+    return f"{caller.name} ({stated})" if stated and stated != caller.name else caller.name
 
 
 class Refusals:
-    """Requests refused, by reason (``REFUSED_REASONS``). Any thread."""
+    """Counts refused requests by reason (``REFUSED_REASONS``). Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,19 +56,20 @@ class Refusals:
             self._counts[reason] += 1
 
     def counts(self) -> dict[str, int]:
-        """With zeros for reasons that have not come up."""
+        """Return the counts, zeros included."""
         with self._lock:
             return {reason: self._counts[reason] for reason in REFUSED_REASONS}
 
 
 class AccessControl:
-    """ASGI middleware, outermost: nothing of a request's body is read before its sender is known and allowed.
+    """Outermost ASGI middleware: no body is read before the sender is authenticated and authorised.
 
-    Reading is what GET, HEAD and OPTIONS do; every other method needs the scope "admin", whichever route it is for.
+    GET, HEAD and OPTIONS need the scope "read"; every other method needs "admin", on every route.
 
     Args:
-        tokens: who the bearer tokens belong to. clients: scope of each common name of a client certificate.
-            With neither, everybody who can connect is ``LOCAL``.
+        tokens: owners of the bearer tokens.
+        clients: scope of each common name of a client certificate. Without tokens and clients every sender is
+            ``LOCAL``.
     """
 
     def __init__(
@@ -124,14 +124,14 @@ class AccessControl:
                 raise _Refused(
                     "unknown_certificate",
                     ApiError(
-                        f"the certificate of {str(name)[:200]!r} may do nothing here",
+                        f"the certificate of {str(name)[:200]!r} has no scope here",
                         status=403, remedy="name it in server.tls.clients",
                     ),
                 )  # fmt: skip
             return Caller(str(name), self._clients[name])
         raise _Refused(
             "unauthenticated",
-            _unauthorized("the request says not who it is from", "send a bearer token, or use a client certificate"),
+            _unauthorized("the request is not authenticated", "send a bearer token, or use a client certificate"),
         )
 
     async def _refuse(self, send: Send, reason: str, error: ApiError) -> None:
@@ -147,17 +147,22 @@ class _Refused(Exception):
 
 
 class _Audited:
-    """Logs what became of a request that may change something, and who sent it."""
+    """Logs the outcome and the sender of a request that may change something."""
 
     def __init__(self, send: Send, scope: Scope, caller: Caller) -> None:
         client = scope.get("client")
         address = "local" if client is None else client[0]
         self._send = send
-        self._said = {"caller": caller.name, "address": address, "method": scope["method"], "path": scope["path"][:200]}
+        self._fields = {
+            "caller": caller.name,
+            "address": address,
+            "method": scope["method"],
+            "path": scope["path"][:200],
+        }
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            _log.info("admin request", extra={**self._said, "status": message["status"]})
+            _log.info("admin request", extra={**self._fields, "status": message["status"]})
         await self._send(message)
 
 

@@ -21,7 +21,7 @@ from flexd.api.plan import PlanReport
 from flexd.api.replan import ReplanRequest, ReplanResult, replan_status
 from flexd.api.status import Status
 from flexd.core.errors import FlexdError
-from flexd.server.access import asked_by
+from flexd.server.access import requester
 from flexd.server.guard import RequestGuard
 from flexd.server.inspect_routes import add_inspection
 from flexd.server.metrics import Metrics
@@ -96,19 +96,19 @@ def create_app(
     def replan(request: ReplanRequest) -> Response:
         """Plans now, starts the migration and waits at most ``wait_seconds`` for its end."""
         with slow.one():
-            result = api.replan(request.reason, request.wait_seconds, force=request.force, who=asked_by(request.who))
+            result = api.replan(request.reason, request.wait_seconds, force=request.force, who=requester(request.who))
         return json_response(result, replan_status(result))
 
     @app.post("/v1/pause", response_model=PauseState, responses=VERB_ERRORS)
     def pause(request: PauseRequest) -> Response:
         """Holds planning and pushing at the next chunk; ingest goes on."""
-        return json_response(api.pause(request.reason, asked_by(request.who)))
+        return json_response(api.pause(request.reason, requester(request.who)))
 
     @app.post("/v1/resume", response_model=PauseState, responses=VERB_ERRORS)
     def resume(request: CommandRequest | None = None) -> Response:
         """Ends a pause."""
-        asked = request or CommandRequest()
-        return json_response(api.resume(asked.reason, asked_by(asked.who)))
+        command = request or CommandRequest()
+        return json_response(api.resume(command.reason, requester(command.who)))
 
     @app.get("/v1/config/reload", response_model=ReloadReport, responses=VERB_ERRORS)
     def preview_reload() -> Response:
@@ -118,8 +118,8 @@ def create_app(
     @app.post("/v1/config/reload", response_model=ReloadReport, responses=VERB_ERRORS)
     def reload(request: CommandRequest | None = None) -> Response:
         """Reads the configuration file again. A file that is wrong changes nothing."""
-        asked = request or CommandRequest()
-        return json_response(api.reload(asked.reason, asked_by(asked.who)))
+        command = request or CommandRequest()
+        return json_response(api.reload(command.reason, requester(command.who)))
 
     app.add_middleware(RequestGuard, loopback_only=loopback_only, on_refused=on_refused)
     return app

@@ -1,4 +1,4 @@
-"""Serves an ASGI application from a background thread, on TCP or on a unix socket."""
+"""Serve an ASGI application from a background thread, on TCP or on a unix socket."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class HttpListener:
     """One listening socket and the thread that serves it.
 
     Args:
-        app: what to serve.
+        app: the application.
         host, port: TCP address; port 0 lets the system choose (see ``address``).
-        unix_socket: serve here instead of TCP; the file gets mode 0600 and goes away at ``stop``.
+        unix_socket: serve here instead of TCP; the file gets mode 0600 and is removed at ``stop``.
         tls: serve https.
-        max_connections: at one time; more are told to come again (HTTP 503).
-        named: key of the host, for error texts.
+        max_connections: limit at one time; more are answered with HTTP 503.
+        named: configuration key of the host, for error texts.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HttpListener:
 
     @property
     def address(self) -> str:
-        """``http://host:port`` (``https`` with TLS) with the port that is really bound, or ``unix:PATH``."""
+        """Address with the bound port: ``http://host:port`` (``https`` with TLS) or ``unix:PATH``."""
         if self._unix_socket is not None:
             return f"unix:{self._unix_socket}"
         host = f"[{self._host}]" if ":" in self._host else self._host
@@ -88,10 +88,11 @@ class HttpListener:
         return self._port if self._socket is None else int(self._socket.getsockname()[1])
 
     def start(self) -> None:
-        """Binds and serves; returns once requests are answered.
+        """Bind and serve; return once requests are answered.
 
         Raises:
-            ApiError: the address is taken or not ours, the socket path is unusable, or the server did not come up.
+            ApiError: the address is taken or not of this machine, the socket path is unusable, or the server did not
+                start.
         """
         if self._thread is not None:
             raise ApiError(f"{self.address} is being served already", remedy="start a listener once")
@@ -130,9 +131,9 @@ class HttpListener:
             time.sleep(0.005)
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Stops taking requests, lets running ones end, and gives up on them after the deadline.
+        """Refuse new requests, let running ones end, and abandon them after the deadline.
 
-        Returns whether the thread has ended. May be called more than once.
+        Returns True if the thread has ended. May be called more than once.
         """
         thread, server = self._thread, self._server
         if thread is not None and server is not None:
@@ -154,7 +155,7 @@ class HttpListener:
         try:
             server.run(sockets=[bound])
         except BaseException as error:
-            # uvicorn reports a failed start-up by SystemExit; in a thread of ours that must reach `start`, not vanish.
+            # uvicorn reports a failed start-up by SystemExit, which must reach `start` from this thread.
             self._failure = error
             if server.started:
                 _log.exception("the HTTP server ended", extra={"address": self.address})
@@ -196,7 +197,7 @@ class HttpListener:
         _remove_stale(path)
         bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            # Linux takes the file's mode from the socket: nobody can connect in the moment between bind and chmod.
+            # Linux takes the file's mode from the socket: no other user can connect between bind and chmod.
             os.fchmod(bound.fileno(), 0o600)
             bound.bind(os.fspath(path))
             path.chmod(0o600)
@@ -212,13 +213,13 @@ class HttpListener:
 
 
 def _remove_stale(path: Path) -> None:
-    """Removes a socket that nobody listens on. Raises ApiError if somebody does, or if it is no socket."""
+    """Remove a stale socket. Raises ApiError if a process listens on it, or if it is no socket."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
     except OSError as error:
-        raise ApiError(f"cannot look at {path}: {error.strerror}", remedy="check its directory") from error
+        raise ApiError(f"cannot read {path}: {error.strerror}", remedy="check its directory") from error
     if not stat.S_ISSOCK(mode):
         raise ApiError(f"{path} exists and is not a socket", remedy="choose another server.unix_socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
@@ -242,7 +243,7 @@ class DaemonServer:
     Args:
         api: the daemon.
         metrics: its metrics page.
-        config: where to listen, and for whom.
+        config: addresses, tokens and certificates.
 
     Raises:
         ConfigError: a token file holds no token. ApiError: a certificate cannot be used.
@@ -275,7 +276,7 @@ class DaemonServer:
 
     @property
     def address(self) -> str:
-        """Where the admin API is served: ``http://host:port`` or ``unix:PATH``."""
+        """Address of the admin API: ``http://host:port`` or ``unix:PATH``."""
         return self._admin.address
 
     @property
@@ -285,11 +286,11 @@ class DaemonServer:
 
     @property
     def metrics_address(self) -> str | None:
-        """Where the metrics-only listener serves, if there is one."""
+        """Address of the metrics-only listener; None if there is none."""
         return None if self._metrics is None else self._metrics.address
 
     def start(self) -> None:
-        """Serves on all listeners, or on none.
+        """Start all listeners, or none.
 
         Raises:
             ApiError: an address is taken or unusable.
@@ -303,7 +304,7 @@ class DaemonServer:
                 raise
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Stops all listeners within the deadline; returns whether all have ended."""
+        """Stop all listeners within the deadline; return True if all have ended."""
         deadline = time.monotonic() + timeout_seconds
         ended = True if self._metrics is None else self._metrics.stop(max(0.0, deadline - time.monotonic()))
         return self._admin.stop(max(0.0, deadline - time.monotonic())) and ended

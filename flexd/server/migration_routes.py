@@ -10,7 +10,7 @@ from fastapi import FastAPI, Path, Query, Response
 from flexd.api.abort import AbortPreview, AbortRequest, AbortResult, abort_status
 from flexd.api.interface import MigrationsApi
 from flexd.api.migration import MAX_LISTED, MigrationDetail, MigrationList, MigrationStateName
-from flexd.server.access import asked_by
+from flexd.server.access import requester
 from flexd.server.routing import VERB_ERRORS, SlowCalls, json_response, refusal
 
 
@@ -49,6 +49,6 @@ def add_migrations(app: FastAPI, migrations: Callable[[], MigrationsApi], slow: 
         with slow.one():
             result = migrations().abort(
                 rollback=request.rollback, reason=request.reason, wait_seconds=request.wait_seconds,
-                who=asked_by(request.who),
+                who=requester(request.who),
             )  # fmt: skip
         return json_response(result, abort_status(result))

@@ -12,7 +12,7 @@ from flexd.api.plan import PlanReport
 from flexd.api.planning import ProposalList
 from flexd.api.replan import ApplyRequest, ReplanResult, replan_status
 from flexd.api.throttle import ThrottleRequest, ThrottleStatus
-from flexd.server.access import asked_by
+from flexd.server.access import requester
 from flexd.server.routing import VERB_ERRORS, SlowCalls, json_response, refusal
 
 _NO_SUCH: dict[int | str, dict[str, object]] = {
@@ -44,7 +44,7 @@ def add_planning(app: FastAPI, planning: Callable[[], PlanningApi], slow: SlowCa
         """Carries a kept plan out, if ranks, placement and accesses are still those it was made for."""
         with slow.one():
             result = planning().apply(
-                plan_id, request.reason, request.wait_seconds, force=request.force, who=asked_by(request.who)
+                plan_id, request.reason, request.wait_seconds, force=request.force, who=requester(request.who)
             )
         return json_response(result, replan_status(result))
 
@@ -58,6 +58,6 @@ def add_planning(app: FastAPI, planning: Callable[[], PlanningApi], slow: SlowCa
         """Changes the throttle from the next chunk on, until ``control.throttle`` changes in the configuration."""
         status = planning().set_throttle(
             request.bytes_per_step, request.bytes_per_second, request.adaptive, reason=request.reason,
-            who=asked_by(request.who),
+            who=requester(request.who),
         )  # fmt: skip
         return json_response(status)

@@ -1,8 +1,8 @@
-"""HTTP/1.1 as uvicorn speaks it, with a deadline on what uvicorn waits for without one.
+"""uvicorn's HTTP/1.1 protocol with deadlines that uvicorn lacks.
 
 uvicorn bounds the wait between two requests. It does not bound the wait for the first byte of a connection, for the
-rest of a request's head, or for a reader that takes no bytes; nor does it close connections beyond its limit (they get
-status 503, if they ever send a request). Any of these lets a few idle sockets shut everybody out.
+rest of a request's head, or for a client that reads no bytes; nor does it close connections beyond its limit (they get
+status 503, once they send a request). With any of these a few idle sockets block all other clients.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from flexd.server.tls import common_name
 
 HEAD_SECONDS = 10.0
-"""From the connection, or from a request's first byte, to the end of its head."""
+"""Deadline from the connection, or from a request's first byte, to the end of its head."""
 WRITE_SECONDS = 20.0
-"""Between two looks at whether a client takes its answer."""
+"""Interval of checks whether a client reads its answer."""
 MIN_READ_BYTES_PER_SECOND = 1024
-"""That a client must take of an answer, in the mean between two looks."""
+"""Least rate at which a client must read an answer, as the mean between two checks."""
 REFUSED_CONNECTIONS = 4
-"""Times the limit of connections are open at most: those beyond the limit are told so, those beyond this are not."""
+"""Multiple of the limit of connections: those beyond the limit get status 503, those beyond this are closed."""
 CLIENT_NAME = "flexd.client_name"
 """Key of the ASGI scope: common name of the client's certificate."""
 
@@ -50,7 +50,7 @@ class BoundedProtocol(H11Protocol):
                 await inner(scope, receive, send)
 
             self.app = named
-        self._head_deadline = self.loop.call_later(HEAD_SECONDS, self._give_up)
+        self._head_deadline = self.loop.call_later(HEAD_SECONDS, self._abort)
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -59,7 +59,7 @@ class BoundedProtocol(H11Protocol):
         if not waiting:
             self._cancel_head_deadline()
         elif self._head_deadline is None:
-            self._head_deadline = self.loop.call_later(HEAD_SECONDS, self._give_up)
+            self._head_deadline = self.loop.call_later(HEAD_SECONDS, self._abort)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -67,7 +67,7 @@ class BoundedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # Also where the transport is closing already: that waits, without limit, until all is taken.
+        # Also where the transport is closing already: it waits, without limit, until all is read.
         self._watch_reader()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -80,17 +80,17 @@ class BoundedProtocol(H11Protocol):
     def _watch_reader(self) -> None:
         unread = self.transport.get_write_buffer_size()
         if unread and self._write_deadline is None:
-            self._write_deadline = self.loop.call_later(WRITE_SECONDS, self._look_at_reader, unread)
+            self._write_deadline = self.loop.call_later(WRITE_SECONDS, self._check_reader, unread)
 
-    def _look_at_reader(self, unread_before: int) -> None:
+    def _check_reader(self, unread_before: int) -> None:
         self._write_deadline = None
         unread = self.transport.get_write_buffer_size()
         if unread and unread > unread_before - MIN_READ_BYTES_PER_SECOND * WRITE_SECONDS:
-            self._give_up()
+            self._abort()
         else:
             self._watch_reader()
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         self.transport.abort()
 
     def _cancel_head_deadline(self) -> None:

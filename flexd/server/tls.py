@@ -12,8 +12,8 @@ from typing import Any
 from flexd.config.server import TlsConfig
 from flexd.core.errors import ApiError
 
-LOOK_SECONDS = 5.0
-"""Between two checks of the certificate's files."""
+CHECK_SECONDS = 5.0
+"""Interval of checks of the certificate's files."""
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class ServerTls:
     """A server's TLS context. A new certificate is used for connections after it; a bad one is logged and left out.
 
     Args:
-        or_tokens: a client may also come without a certificate.
+        or_tokens: clients may also connect without a certificate.
         clock: monotonic seconds, for tests.
 
     Raises:
@@ -34,7 +34,7 @@ class ServerTls:
             raise ApiError("server.tls has no certificate", remedy="set server.tls.cert_file and key_file")
         self._files = (config.cert_file, config.key_file)
         self._clock = clock
-        self._looked_at = clock()
+        self._checked_at = clock()
         self._seen = self._identity()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -42,7 +42,7 @@ class ServerTls:
             context.load_cert_chain(*self._files, _no_passphrase)
         except (OSError, ValueError) as error:
             raise ApiError(
-                f"server.tls: {config.cert_file} with {config.key_file}: {_why(error)}",
+                f"server.tls: {config.cert_file} with {config.key_file}: {_reason(error)}",
                 remedy="give a readable PEM certificate and its own key, without a passphrase",
             ) from error
         if config.client_ca_file is not None:
@@ -50,18 +50,18 @@ class ServerTls:
                 context.load_verify_locations(config.client_ca_file)
             except (OSError, ValueError) as error:
                 raise ApiError(
-                    f"server.tls.client_ca_file: {config.client_ca_file}: {_why(error)}", remedy="give readable PEM"
+                    f"server.tls.client_ca_file: {config.client_ca_file}: {_reason(error)}", remedy="give readable PEM"
                 ) from error
             context.verify_mode = ssl.CERT_OPTIONAL if or_tokens else ssl.CERT_REQUIRED
-        # Called at every handshake, with or without a name: the one place to look without a thread.
+        # Called at every handshake, with or without a name: checks without a thread.
         context.sni_callback = self._refresh
         self.context = context
 
     def _refresh(self, _connection: ssl.SSLObject, _name: str, context: ssl.SSLContext) -> None:
         now = self._clock()
-        if now - self._looked_at < LOOK_SECONDS:
+        if now - self._checked_at < CHECK_SECONDS:
             return
-        self._looked_at = now
+        self._checked_at = now
         identity = self._identity()
         if identity == self._seen:
             return
@@ -72,7 +72,7 @@ class ServerTls:
             trial.load_cert_chain(*self._files, _no_passphrase)
             context.load_cert_chain(*self._files, _no_passphrase)
         except (OSError, ValueError) as error:
-            logger.error("server.tls: the new certificate is not used: %s", _why(error))
+            logger.error("server.tls: the new certificate is not used: %s", _reason(error))
         else:
             logger.info("server.tls: %s has changed and is used for new connections", self._files[0])
 
@@ -85,7 +85,7 @@ class ServerTls:
 
 
 def common_name(certificate: dict[str, Any] | None) -> str | None:
-    """The subject's common name in what ``getpeercert`` returns of a checked certificate; None without exactly one."""
+    """Return the subject's common name of a verified certificate (``getpeercert``); None without exactly one."""
     if not certificate:
         return None
     names = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
@@ -97,7 +97,7 @@ def _no_passphrase() -> str:
     raise ValueError("the key has a passphrase")
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         return str(error.reason or "no PEM")
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -24,7 +24,7 @@ class Caller:
 
 
 class Tokens:
-    """The configured tokens; a changed file counts within ``secret.RELOAD_SECONDS``. Any thread.
+    """The configured tokens; a changed file takes effect within ``secrets.RELOAD_SECONDS``. Thread-safe.
 
     Raises:
         ConfigError: a file cannot be read or holds no token, or two names have the same one.

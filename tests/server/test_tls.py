@@ -93,7 +93,7 @@ def test_a_certificate_says_who_and_what_they_may(certificates: Certificates, se
     assert daemon.calls == [("status", "dashboard"), ("pause", "x", "operator", "operator")]
     with pytest.raises(DaemonRefusedError, match="'dashboard' may only read"):
         client(certificates, url, "dashboard").resume()
-    with pytest.raises(DaemonRefusedError, match="'unlisted' may do nothing here"):
+    with pytest.raises(DaemonRefusedError, match="'unlisted' has no scope here"):
         client(certificates, url, "unlisted").status()
     assert len(daemon.calls) == 2
 
@@ -146,7 +146,7 @@ def test_old_versions_of_tls_are_refused(certificates: Certificates) -> None:
 def test_a_new_certificate_is_served_and_a_bad_one_is_not(
     certificates: Certificates, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(tls, "CHECK_SECONDS", 0.0)
     _, url = serve()
     port = httpx.URL(url).port
 
@@ -166,7 +166,7 @@ def test_a_certificate_without_its_key_takes_nothing_away(
     certificates: Certificates, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As files are replaced: one after the other."""
-    monkeypatch.setattr(tls, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(tls, "CHECK_SECONDS", 0.0)
     certificates.issue("server", "127.0.0.1")
     _, url = serve()
     before = certificates.server[0].read_text()
@@ -195,19 +195,19 @@ def test_files_are_looked_at_once_in_a_while_and_told_of_once(
         return identity()
 
     def connections(seconds: float) -> None:
-        for _ in range(round(10 * seconds / tls.LOOK_SECONDS)):
-            now[0] += tls.LOOK_SECONDS / 10
+        for _ in range(round(10 * seconds / tls.CHECK_SECONDS)):
+            now[0] += tls.CHECK_SECONDS / 10
             served._refresh(None, "", served.context)  # type: ignore[arg-type]
 
     monkeypatch.setattr(served, "_identity", look)
     caplog.set_level(logging.INFO, "flexd.server.tls")
-    connections(3 * tls.LOOK_SECONDS)
+    connections(3 * tls.CHECK_SECONDS)
     assert len(looks) <= 3
     assert caplog.records == []
     certificates.issue("looked-at", "127.0.0.1")
-    connections(3 * tls.LOOK_SECONDS)
+    connections(3 * tls.CHECK_SECONDS)
     key.write_text("no key")
-    connections(3 * tls.LOOK_SECONDS)
+    connections(3 * tls.CHECK_SECONDS)
     assert [record.levelname for record in caplog.records] == ["INFO", "ERROR"]
 
 
