@@ -1,0 +1,49 @@
+"""The base classes of the models."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+from pydantic import ValidationError
+
+from flexd.api.base import TIERS, CommandRequest, FiniteOrNone, Model, build_models
+from flexd.core.layout import Tier
+
+
+class Part(Model):
+    name: str
+    ratio: FiniteOrNone = None
+    size: int = 7
+
+
+def test_a_model_reads_the_attributes_of_its_fields_names_and_given_fields_win() -> None:
+    source = SimpleNamespace(name="a", ratio=0.5, other=object())
+    assert Part.from_object(source) == Part(name="a", ratio=0.5, size=7)
+    assert Part.from_object(source, name="b", size=3) == Part(name="b", ratio=0.5, size=3)
+
+
+@pytest.mark.parametrize("unknown", [math.nan, math.inf, -math.inf])
+def test_numbers_that_json_cannot_express_are_null(unknown: float) -> None:
+    assert json.loads(Part(name="a", ratio=unknown).model_dump_json())["ratio"] is None
+
+
+def test_a_reader_ignores_fields_of_a_newer_daemon_and_a_daemon_refuses_unknown_fields_of_a_command() -> None:
+    assert Part.model_validate({"name": "a", "newer": 1}) == Part(name="a")
+    with pytest.raises(ValidationError, match="newer"):
+        CommandRequest.model_validate({"newer": 1})
+
+
+def test_models_are_built_when_they_are_used_or_all_at_once() -> None:
+    class Late(Model):
+        number: int = 0
+
+    assert not Late.__pydantic_complete__
+    build_models()
+    assert Late.__pydantic_complete__
+
+
+def test_tiers_are_in_the_order_of_their_numbers() -> None:
+    assert tuple(tier.name for tier in sorted(Tier)) == TIERS

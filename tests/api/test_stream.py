@@ -1,0 +1,36 @@
+"""The status of the stream, and of snapshots, from the counters of the ingest."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+
+from flexd.api.snapshot import snapshot_status
+from flexd.api.stream import StreamStatus, stream_status
+from flexd.ingest.stats import IngestStats
+from tests.support.components import CONFIG
+
+
+def test_every_field_of_the_stream_has_a_counter_of_its_name() -> None:
+    # A model ignores names that it does not know: a counter that is renamed on one side would be silently 0.
+    named = set(StreamStatus.model_fields) - {"source", "newest_event_unix_seconds"}
+    assert named <= {field.name for field in fields(IngestStats)}
+
+
+def test_counters_are_shown_as_they_are() -> None:
+    stats = IngestStats(messages=3, accesses=20, bytes=99, messages_lost=2, newest_event_seconds=1.5, problem="gone")
+    shown = stream_status(CONFIG, stats)
+    assert (shown.source, shown.messages, shown.accesses, shown.bytes, shown.messages_lost) == ("tap", 3, 20, 99, 2)
+    assert (shown.newest_event_unix_seconds, shown.problem) == (1.5, "gone")
+
+
+def test_the_newest_snapshot_is_measured_and_a_problem_is_one_of_snapshots(tmp_path: Path) -> None:
+    for number, size in ((1, 10), (2, 30), (3, 20)):
+        (tmp_path / str(number)).write_bytes(b"x" * size)
+        os.utime(tmp_path / str(number), (number, number))
+    stats = IngestStats(snapshots=3, snapshot_failures=0, snapshot_age_seconds=4.0, problem="broker")
+    shown = snapshot_status(stats, tmp_path)
+    assert (shown.bytes, shown.written, shown.age_seconds, shown.problem) == (20, 3, 4.0, None)
+    failed = snapshot_status(IngestStats(snapshot_failures=1, problem="disk full"), tmp_path / "none")
+    assert (failed.bytes, failed.age_seconds, failed.problem) == (0, None, "disk full")

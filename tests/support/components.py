@@ -1,0 +1,74 @@
+"""Components of a daemon with known counters, ranks and placement, for queries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from flexd.api.components import Components
+from flexd.config.load import parse_config
+from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.control.protocol.report import StepReport
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Placement
+from flexd.operations.training_monitor import TrainingMonitor
+from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.types import SketchSettings
+
+CONFIG = parse_config(
+    {
+        "job": "j",
+        "tables": [
+            {"name": "users", "rows": 50, "dim": 4},
+            {"name": "items", "rows": 100, "dim": 8, "dtype": "float16"},
+            {"name": "cold", "rows": 10, "dim": 4},
+        ],
+        "stream": {"source": {"kind": "tap"}},
+    }
+)
+KEYSPACE = CONFIG.keyspace()
+LAYOUT = RankLayout(2, 2)
+
+
+class CountedAccesses:
+    """The counters of an ingestor: item 7 three times as often as item 3, and one user."""
+
+    def __init__(self) -> None:
+        self.sketches = SketchSet.of(KEYSPACE.tables, SketchSettings(memory_bytes=2**22))
+        self.sketches.ingest("items", np.array([7, 7, 7, 3]), 0, 1e9)
+        self.sketches.ingest("users", np.array([49]), 0, 1e9)
+        self.choices = self.sketches.choices
+        self.samples_by_table = self.sketches.samples_by_table
+        self.table_profile = self.sketches.table_profile
+
+
+def report(step: int, *, steps: int = 1, inter: int = 1000, tiers: tuple[int, int, int] = (30, 20, 10)) -> StepReport:
+    return StepReport(
+        step=step, steps=steps, placement_version=5, placement_digest=0, step_seconds=0.5 * steps, apply_seconds=0.0,
+        accesses_by_tier=tiers, all_to_all_intra_bytes=10, all_to_all_inter_bytes=inter, sync_intra_bytes=1,
+        sync_inter_bytes=2, migration_intra_bytes=3, migration_inter_bytes=4,
+    )  # fmt: skip
+
+
+def components(
+    placement: Placement | None = None, *, ranks: bool = True, training: TrainingMonitor | None = None
+) -> Components:
+    live = LiveTopology(3, "a", LAYOUT, (8,), ready=False, reason="settling") if ranks else None
+    planning = SimpleNamespace(last_profile=None, cluster=SimpleNamespace(name="c"))
+    plans = [{"plan_id": f"p{i}", "state": "committed", "promotions": i, "surplus": 1} for i in range(200)]
+    coordinator = SimpleNamespace(live=lambda: live, placement=lambda: placement or Placement.empty(6))
+    return Components(
+        CONFIG, KEYSPACE, CountedAccesses(), coordinator, planning, training or TrainingMonitor(),
+        SimpleNamespace(newest=None),
+        auto=None, pacing=None, history=None, plan_log=SimpleNamespace(entries=plans), snapshot_directory=Path(),
+    )  # fmt: skip
+
+
+def placed() -> Placement:
+    items, users = KEYSPACE.index["items"], KEYSPACE.index["users"]
+    keys = np.concatenate([KEYSPACE.keys(users, np.array([49])), KEYSPACE.keys(items, np.array([3, 7]))])
+    order = np.argsort(keys)
+    tiers = np.array([Tier.NODE, Tier.NODE, Tier.DEVICE], dtype=np.uint8)
+    return Placement(keys[order], tiers[order], 6)
