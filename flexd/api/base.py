@@ -38,9 +38,12 @@ class Model(BaseModel):
 
     @classmethod
     def from_object(cls, source: object, /, **fields: Any) -> Self:
-        """Build the model from the attributes of ``source`` that are fields by name; ``fields`` take precedence."""
-        names = (name for name in cls.model_fields if name not in fields and hasattr(source, name))
-        return cls(**{name: getattr(source, name) for name in names}, **fields)
+        """Build the model from the attributes of ``source`` that have its fields' names; ``fields`` take precedence.
+
+        Raises:
+            AttributeError: a field has neither, so that a renamed attribute never becomes a silent default.
+        """
+        return cls(**{name: getattr(source, name) for name in cls.model_fields if name not in fields}, **fields)
 
 
 class CommandRequest(BaseModel):

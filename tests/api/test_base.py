@@ -20,9 +20,14 @@ class Part(Model):
 
 
 def test_a_model_reads_the_attributes_of_its_fields_names_and_given_fields_win() -> None:
-    source = SimpleNamespace(name="a", ratio=0.5, other=object())
+    source = SimpleNamespace(name="a", ratio=0.5, size=7, other=object())
     assert Part.from_object(source) == Part(name="a", ratio=0.5, size=7)
     assert Part.from_object(source, name="b", size=3) == Part(name="b", ratio=0.5, size=3)
+
+
+def test_an_attribute_that_was_renamed_is_no_silent_default() -> None:
+    with pytest.raises(AttributeError, match="size"):
+        Part.from_object(SimpleNamespace(name="a", ratio=0.5))
 
 
 @pytest.mark.parametrize("unknown", [math.nan, math.inf, -math.inf])

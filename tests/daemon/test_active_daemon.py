@@ -1,0 +1,73 @@
+"""Daemons that refuse, and daemons that forward to the active one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from flexd.api.errors import ProbeResult
+from flexd.api.interface import DaemonApi
+from flexd.api.status import Status
+from flexd.core.errors import ApiError
+from flexd.daemon.active_daemon import ActiveDaemon, InactiveDaemon
+from tests.support.fake_daemon import FakeDaemon
+
+COMMANDS: tuple[Callable[[DaemonApi], object], ...] = (
+    lambda api: api.inspect.ranks(0, 1),
+    lambda api: api.planning.proposals(),
+    lambda api: api.migrations.migrations(1, None),
+    lambda api: api.plan(),
+    lambda api: api.explain("items", None, 1),
+    lambda api: api.replan("why", 0.0),
+    lambda api: api.pause("why"),
+    lambda api: api.resume(),
+    lambda api: api.reload(),
+    lambda api: api.preview_reload(),
+)
+
+
+class Refusing(InactiveDaemon):
+    def refusal(self) -> ApiError:
+        return ApiError("standby", status=503)
+
+    def status(self) -> Status:
+        return FakeDaemon().status()
+
+    def health(self) -> ProbeResult:
+        return ProbeResult(ok=True)
+
+    def ready(self) -> ProbeResult:
+        return ProbeResult(ok=False)
+
+
+class Switch(ActiveDaemon):
+    def __init__(self, *daemons: DaemonApi) -> None:
+        self.daemons = list(daemons)
+
+    def active(self) -> DaemonApi:
+        return self.daemons[0]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_inactive_daemon_refuses_every_command(command: Callable[[DaemonApi], object]) -> None:
+    with pytest.raises(ApiError, match="standby"):
+        command(Refusing())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_goes_to_the_daemon_that_is_active_now(command: Callable[[DaemonApi], object]) -> None:
+    first, second = FakeDaemon(), FakeDaemon()
+    switch = Switch(first, second)  # type: ignore[arg-type]
+    command(switch)
+    before = len(first.calls)
+    switch.daemons.reverse()
+    command(switch)
+    assert (len(first.calls), len(second.calls)) == (before, before)
+
+
+def test_status_and_probes_are_those_of_the_active_daemon() -> None:
+    switch = Switch(FakeDaemon(healthy=ProbeResult(ok=False), paused=True), FakeDaemon())  # type: ignore[arg-type]
+    assert (switch.status().paused, switch.health().ok, switch.ready().ok) == (True, False, True)
+    switch.daemons.reverse()
+    assert (switch.status().paused, switch.health().ok) == (False, True)
