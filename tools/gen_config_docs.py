@@ -18,8 +18,8 @@ HEAD = f"""# Configuration
 
 <!-- Written by `{COMMAND}` from flexd/config/: change the models, not this file. -->
 
-The daemon reads one YAML file: `flexd run -c FILE`. `flexd check-config FILE` says what is wrong with one (exit
-status 2), `flexd check-config FILE -o yaml` prints what is in effect. Ready-to-run files are in `configs/`.
+The daemon reads one YAML file: `flexd run -c FILE`. `flexd check-config -c FILE` says what is wrong with one (exit
+status 2), `flexd check-config -c FILE -o yaml` prints what is in effect. Ready-to-run files are in `configs/`.
 
 - A key that is not listed here is an error, and so is a key given twice.
 - Relative paths start at the daemon's working directory. `host:port` of an IPv6 address is `[address]:port`.

@@ -10,7 +10,7 @@ import typer
 from flexd.cli.blocks import Sentences, Table
 from flexd.cli.config_view import differences, effective
 from flexd.cli.exit_codes import ExitCode
-from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
+from flexd.cli.options import ConfigOption, OutputOption, SocketOption, UrlOption, connect
 from flexd.cli.view import OutputFormat, emit
 
 app = typer.Typer(
@@ -40,7 +40,7 @@ def show(
 
 @app.command("diff")
 def diff(
-    config: Annotated[Path, typer.Option("-c", "--config", metavar="FILE", help="The daemon's YAML.")],
+    config: ConfigOption,
     url: UrlOption = None,
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,

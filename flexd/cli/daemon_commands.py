@@ -16,7 +16,7 @@ import typer
 import flexd
 from flexd.cli.blocks import Facts
 from flexd.cli.config_view import effective
-from flexd.cli.options import OutputOption
+from flexd.cli.options import ConfigOption, OutputOption
 from flexd.cli.view import OutputFormat, emit, show
 from flexd.core import units
 from flexd.core.fast_start import import_numba, pause_garbage_collector
@@ -48,7 +48,7 @@ def root(
 
 
 def run(
-    config: Annotated[Path, typer.Option("-c", "--config", metavar="FILE", help="The daemon's YAML.")],
+    config: ConfigOption,
 ) -> None:
     """Runs the daemon until SIGTERM or SIGINT. SIGHUP reads the file again, as `flexd reload` does.
 
@@ -93,7 +93,7 @@ def _end_quietly(*_: object) -> None:
 
 
 def check_config(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The daemon's YAML.")],
+    config: ConfigOption,
     output: Annotated[
         OutputFormat | None, typer.Option("-o", "--output", help="Print the effective configuration, secrets left out.")
     ] = None,
@@ -102,17 +102,17 @@ def check_config(
 
     Exit status 2 if `run` would refuse it. Secrets and certificates are not looked for.
 
-    Example: flexd check-config configs/laptop.yaml -o yaml
+    Example: flexd check-config -c configs/laptop.yaml -o yaml
     """
     from flexd.config import checks
     from flexd.config.load import load_config
 
-    config = load_config(file)
-    checks.check_config(config, str(file))
+    checked = load_config(config)
+    checks.check_config(checked, str(config))
     if output is None:
-        show([_summary(file, config)], typer.get_text_stream("stdout"))
+        show([_summary(config, checked)], typer.get_text_stream("stdout"))
     else:
-        emit(config.document(), [effective(config.document())], output)
+        emit(checked.document(), [effective(checked.document())], output)
 
 
 def version_command(output: OutputOption = OutputFormat.TABLE) -> None:

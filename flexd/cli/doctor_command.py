@@ -13,7 +13,7 @@ from flexd.api.status import Status
 from flexd.cli.blocks import Block, Sentences, Table
 from flexd.cli.client import DaemonAddress, DaemonClient
 from flexd.cli.exit_codes import DaemonRefusedError, ExitCode
-from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
+from flexd.cli.options import ConfigOption, OutputOption, SocketOption, UrlOption, connect
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 from flexd.core.errors import ApiError, ConfigError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    config: Annotated[Path, typer.Option("-c", "--config", metavar="FILE", help="The daemon's YAML.")],
+    config: ConfigOption,
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="S", min=1, max=300, help="For the broker, in seconds.")
     ] = 10.0,

@@ -21,6 +21,7 @@ UrlOption = Annotated[
 SocketOption = Annotated[
     Path | None, typer.Option("--socket", metavar="PATH", help=f"The daemon's unix socket. [env: {SOCKET_VARIABLE}]")
 ]
+ConfigOption = Annotated[Path, typer.Option("-c", "--config", metavar="FILE", help="The daemon's YAML file.")]
 OutputOption = Annotated[OutputFormat, typer.Option("-o", "--output", help="How to print the answer.")]
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Recorded by the daemon.")]
 

@@ -19,7 +19,7 @@ SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
 def test_every_shipped_configuration_is_valid(flexd_command, file):
-    done = flexd_command("check-config", file)
+    done = flexd_command("check-config", "-c", file)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[:2] == [str(file), "ok"]
 
@@ -30,17 +30,19 @@ def test_all_kinds_of_sources_ship():
 
 @pytest.mark.parametrize(("output", "load"), [("json", json.loads), ("yaml", yaml.safe_load)])
 def test_the_effective_configuration_can_be_fed_back(flexd_command, tmp_path, output, load):
-    done = flexd_command("check-config", ROOT / "configs" / "laptop.yaml", "-o", output, FLEXD__SERVER__PORT="1234")
+    done = flexd_command(
+        "check-config", "-c", ROOT / "configs" / "laptop.yaml", "-o", output, FLEXD__SERVER__PORT="1234"
+    )
     document = load(done.stdout)
     assert document["server"]["port"] == 1234
     assert document["shutdown_seconds"] == 20
     again = tmp_path / "again.yaml"
     again.write_text(done.stdout)
-    assert flexd_command("check-config", again).returncode == 0
+    assert flexd_command("check-config", "-c", again).returncode == 0
 
 
 def test_the_effective_configuration_as_key_paths(flexd_command):
-    shown = flexd_command("check-config", ROOT / "configs" / "kafka.yaml", "-o", "table").stdout
+    shown = flexd_command("check-config", "-c", ROOT / "configs" / "kafka.yaml", "-o", "table").stdout
     assert "tables[1].name" in shown
     assert "stream.source.client_options.sasl_mechanism" in shown
 
@@ -48,6 +50,7 @@ def test_the_effective_configuration_as_key_paths(flexd_command):
 def test_secrets_are_left_out(flexd_command):
     done = flexd_command(
         "check-config",
+        "-c",
         ROOT / "configs" / "kafka.yaml",
         "-o",
         "yaml",
@@ -66,11 +69,11 @@ def test_secrets_are_left_out(flexd_command):
         ("", "top level must be a mapping"),
     ],
 )
-@pytest.mark.parametrize("command", [["check-config"], ["run", "-c"]])
+@pytest.mark.parametrize("command", ["check-config", "run"])
 def test_a_bad_file_is_exit_code_two(flexd_command, tmp_path, text, expected, command):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
-    done = flexd_command(*command, file)
+    done = flexd_command(command, "-c", file)
     assert done.returncode == 2
     assert expected in done.stderr
     assert done.stdout == ""
@@ -80,20 +83,20 @@ def test_an_unknown_preset_is_found_before_the_daemon_runs(flexd_command, tmp_pa
     text = (ROOT / "configs" / "laptop.yaml").read_text().replace("azure-a100-200g", "moon-base")
     file = tmp_path / "preset.yaml"
     file.write_text(text)
-    done = flexd_command("check-config", file)
+    done = flexd_command("check-config", "-c", file)
     assert done.returncode == 2
     assert "topology.preset" in done.stderr
     assert "azure-a100-200g" in done.stderr
 
 
-@pytest.mark.parametrize("command", [["check-config"], ["run", "-c"]])
+@pytest.mark.parametrize("command", ["check-config", "run"])
 def test_what_the_parts_would_refuse_is_exit_code_two(flexd_command, tmp_path, command):
     document = yaml.safe_load((ROOT / "configs" / "synthetic.yaml").read_text())
     document["planner"] = {**document.get("planner", {}), "frozen_tables": ["no-such-table"]}
     document["topology"] = {"file": str(tmp_path / "missing.yaml")}
     file = tmp_path / "faulty.yaml"
     file.write_text(yaml.safe_dump(document))
-    done = flexd_command(*command, file)
+    done = flexd_command(command, "-c", file)
     assert done.returncode == 2
     assert "planner.frozen_tables: no table in tables is named 'no-such-table'" in done.stderr
     assert f"topology.file: {tmp_path}/missing.yaml: cannot be read" in done.stderr

@@ -154,6 +154,7 @@ def test_over_a_unix_socket(flexd_command, daemon, tmp_path):
         ["run"],
         ["run", "-c", "/nonexistent.yaml"],
         ["check-config"],
+        ["check-config", "configs/laptop.yaml"],
     ],
 )
 def test_wrong_usage_is_two_and_says_why(flexd_command, arguments):

@@ -112,7 +112,7 @@ def checked(file: Path, *arguments: str) -> tuple[object, str]:
     with (
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
-        mock.patch.object(sys, "argv", ["flexd", "check-config", str(file), *arguments]),
+        mock.patch.object(sys, "argv", ["flexd", "check-config", "-c", str(file), *arguments]),
         pytest.raises(SystemExit) as ended,
     ):
         main()
