@@ -1,4 +1,4 @@
-"""docs/configuration.md says what the models say."""
+"""docs/configuration.md agrees with the configuration models."""
 
 from __future__ import annotations
 

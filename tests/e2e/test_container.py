@@ -114,7 +114,7 @@ class Container:
         return (self.files / "log").read_text()[-3000:]
 
     def probe(self, path: str) -> int:
-        """The HTTP status; 0 while nobody answers."""
+        """Return the HTTP status; 0 while nothing listens."""
         try:
             return httpx.get(f"{self.metrics_url}{path}", timeout=5, trust_env=False).status_code
         except httpx.TransportError:
@@ -125,7 +125,7 @@ class Container:
         return float(re.findall(r"^flexd_ingest_messages_total (\S+)$", page, re.MULTILINE)[0])
 
     def daemon(self) -> int:
-        """The daemon's process id on this machine, once it answers."""
+        """Return the daemon's process id on this machine, once the daemon responds."""
 
         def up() -> bool:
             assert self.outside.poll() is None, self.log()

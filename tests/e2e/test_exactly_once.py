@@ -47,7 +47,7 @@ def batch(number: int) -> AccessBatch:
 
 
 class Producer:
-    """Sends messages from number ``first`` on until told to stop; those below ``sent`` are in the broker afterwards."""
+    """Send messages from number ``first`` on until ``finish``; those below ``sent`` are in the broker afterwards."""
 
     def __init__(self, bootstrap: str, topic: str, messages_per_second: float, first: int = 0) -> None:
         self.sent = first

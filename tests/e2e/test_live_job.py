@@ -27,7 +27,7 @@ STEPS = 4_000
 
 
 class LiveJob:
-    """The parts of a demo, left to run by themselves. The daemon plans only when it is asked to."""
+    """The processes of a demo, which run on by themselves. The daemon plans only on request."""
 
     def __init__(self, directory: Path) -> None:
         self._demo = Demo(DemoOptions(steps=STEPS, batch_size=24, out_dir=directory), directory)

@@ -98,7 +98,7 @@ class Monitored:
         self.broker.stop()
 
     def get(self, path: str, **parameters: str) -> Any:
-        """The ``data`` of an answer of Prometheus."""
+        """Return the ``data`` of a response of Prometheus."""
         answer = self._client.get(path, params=parameters)
         assert answer.status_code == 200, answer.text
         return answer.json()["data"]
@@ -114,7 +114,7 @@ class Monitored:
         return found
 
     def value(self, expression: str) -> float:
-        """Of the only series; 0 without any."""
+        """Return the value of the only series; 0 without any."""
         found = self.query(expression)
         return float(found[0]["value"][1]) if found else 0.0
 

@@ -1,4 +1,4 @@
-"""SIGTERM in mid-migration: the chunk is finished or given up, the state is saved, the next start goes on."""
+"""SIGTERM in mid-migration: the chunk is finished or abandoned, the state is saved, the next start continues."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def _saved_accesses(leader: RunningDaemon) -> int:
 
 
 def _totals(leader: RunningDaemon) -> np.ndarray:
-    """From the last snapshot of a leader that was asked to stop."""
+    """Return the counters in the last snapshot of a leader that received SIGTERM."""
     leader.process.stop()
     return weights(saved_sketches(leader.config), leader.config)["item"]
 

@@ -1,5 +1,5 @@
-"""A daemon with a marked secret in every setting that takes one: no output of any kind has a mark in it, and nobody
-else may read what it keeps."""
+"""A daemon with a marked secret in every setting that takes one: no output of any kind contains a mark, and other
+users cannot read its files."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def timeouts(rank: int, layout: RankLayout) -> list[float]:
 
 
 def lose_a_rank(rank: int, layout: RankLayout, victim: int, how: str, timeout_seconds: float) -> tuple[str, float]:
-    """Trains; the victim dies or hangs, or does one forward pass more. What this rank gets to hear and when."""
+    """Train; the victim ends, hangs or does one forward pass more. Return the error of this rank and its time."""
     collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
     _step(collection)
     # Only now: processes on a busy machine may take longer to start than this test wants to wait.
@@ -82,7 +82,7 @@ def two_collections(rank: int, layout: RankLayout, together: bool) -> list[Any]:
 
 
 def part(rank: int, layout: RankLayout, odd: int, how: str, exchange: str) -> tuple[str, bool]:
-    """One rank does other things than the rest: what this rank hears, and whether all can go on from there."""
+    """Let one rank diverge from the rest; return the error of this rank, and whether all can continue."""
     collection = EmbeddingCollection(
         [EmbeddingTable("item", 50, 4)], layout=layout, exchange=exchange, replica_slots=[20]
     )

@@ -62,7 +62,7 @@ def look_everything_up(collection: EmbeddingCollection) -> dict[str, np.ndarray]
 
 
 def follow(rank: int, layout: RankLayout, deltas: list[Delta], slots: list[int]) -> list[dict[str, Any]]:
-    """Offers a chunk, trains a step, and says what this rank has; for every chunk."""
+    """Offer a chunk, train a step and return the rows of this rank; for every chunk."""
     collection = EmbeddingCollection(tables(), optimizer=RowWiseAdagrad(lr=0.1), layout=layout, replica_slots=slots)
     train_step(collection, some(0, 999, rank))
     said = []
@@ -189,7 +189,7 @@ def chunk_in_inference_mode(rank: int, layout: RankLayout, delta: Delta) -> bool
 
 
 def construct(rank: int, arguments: list[dict[str, Any]]) -> str:
-    """Each rank with its own arguments; what they get to hear."""
+    """Construct a collection on each rank with its own arguments; return the error."""
     given = {"tables": [EmbeddingTable("item", 64, 2)], "layout": RankLayout(2, 2)} | arguments[rank]
     try:
         EmbeddingCollection(**given)

@@ -31,7 +31,7 @@ class Scenario:
     two_dims: bool = False
     passes: int = 1
     second_dtype: str = ""
-    """Of the second table, if another."""
+    """Dtype of the second table, if it differs."""
     gamma: float = 1.0
     """The learning rate's factor a step."""
     average_gradients: bool = True

@@ -1,4 +1,4 @@
-"""An API server that knows leases: what ``coordination.k8s.io/v1`` checks and answers, over real HTTP."""
+"""An API server of leases: the checks and responses of ``coordination.k8s.io/v1``, over real HTTP."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _MICRO_TIME = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z$")
 
 
 class FakeKubernetes:
-    """Set ``status`` to refuse everything with it, ``location`` to send everybody there, ``deaf`` to do what is asked
-    and close without an answer.
+    """Set ``status`` to refuse everything with it, ``location`` to redirect every request there, ``deaf`` to execute
+    a request and close without a response.
 
     Args:
         tls: of the server; without it, it speaks plain HTTP.

@@ -1,4 +1,4 @@
-"""As much of a Kubernetes API server as ``kubectl create --dry-run=client`` asks for: kinds and their schemas.
+"""The part of a Kubernetes API server that ``kubectl create --dry-run=client`` reads: kinds and their schemas.
 
 Both come from the schemas of ``kubernetes_validate``. Nothing can be written to it.
 """

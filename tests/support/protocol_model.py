@@ -69,7 +69,7 @@ class Daemon(NamedTuple):
     again: tuple[Chunk, ...] = ()
     outstanding: tuple[Outstanding, ...] = ()
     abort: bool = False
-    """Of plan A; asked for, and not acted upon yet."""
+    """An abort of plan A is requested and not yet executed."""
     new_job: bool = False
     """The ranks are another attempt than the journal's."""
 

@@ -94,7 +94,7 @@ class LeaderProcess:
 
 
 class Network:
-    """A sender whose attempts are made by the test; ``up`` lets those that wait for an answer get one."""
+    """A sender whose attempts are made by the test; ``up`` delivers the outstanding responses."""
 
     def __init__(self, offer: Callable[[bytes], PushAnswer]) -> None:
         self.offer = offer
@@ -134,7 +134,7 @@ class Network:
 
 
 class GroupSource:
-    """As ``KafkaSource``: a group decides what is read, ``position_of`` where; revoked partitions are announced."""
+    """A source like ``KafkaSource``: a group assigns partitions, ``position_of`` positions; revocations are announced."""
 
     messages_lost = 0
     problem: str | None = None
@@ -232,7 +232,7 @@ class World:
             self.drive()
 
     def drive(self, seconds: float = 2.0) -> None:
-        """Every follower reads, pushes if the network lets it, and sees the answer."""
+        """Let every follower read, push if the network is up, and receive the response."""
         for follower in self.followers.values():
             follower.poll(seconds)
             if follower.network.up:

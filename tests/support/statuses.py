@@ -1,4 +1,4 @@
-"""Whole statuses of a daemon in the conditions that somebody looks for, without a clock in them."""
+"""Complete statuses of a daemon in typical conditions, without times that change."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def state_of(pid: int) -> str:
 
 
 def stop(pid: int, timeout_seconds: float = 10.0) -> None:
-    """SIGSTOP, and waits: the signal is only noted when ``kill`` returns, and a thread may still answer a call."""
+    """Send SIGSTOP and wait: when ``kill`` returns the signal is only pending, and a thread may still serve a call."""
     os.kill(pid, signal.SIGSTOP)
     tasks = Path("/proc") / str(pid) / "task"
     until(

@@ -93,7 +93,7 @@ def train_alone(world_size: int, pooled: bool) -> tuple[list[list[float]], dict[
 
 
 def refused(rank: int, layout: RankLayout, guilty: int) -> list[str]:
-    """Faulty input on one rank, and what every rank hears."""
+    """Give one rank faulty input and return the error of every rank."""
     collection = make(False, layout)
     good = batch(1, rank, samples=3)
     some = torch.tensor([1, 2])

@@ -1,4 +1,4 @@
-"""Questions to ranks: answers in order, and no silence, failure or flood that is waited for beyond the deadline."""
+"""Requests to ranks: responses by rank; silence, failure and oversized responses end at the deadline."""
 
 from __future__ import annotations
 

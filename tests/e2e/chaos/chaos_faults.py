@@ -18,7 +18,7 @@ from tests.e2e.chaos.chaos_world import CONTROL_SECONDS, ChaosWorld
 from tests.support.until import until
 
 STEPS_DURING = 8
-"""Training goes on by so many steps in every fault that is not its own."""
+"""Steps that training makes during every fault that does not strike the training itself."""
 _REACHED_SECONDS = 60.0
 
 _LINK_SECONDS = (0.5, 1.5 * CONTROL_SECONDS)
@@ -118,7 +118,7 @@ def stop_broker(world: ChaosWorld, chance: random.Random) -> str:
 
 
 def kill_broker(world: ChaosWorld, chance: random.Random) -> str:
-    """Its log goes with it (it keeps it in memory), so nothing can be said about counts after this. The accesses of all
+    """The broker keeps its log in memory and loses it, so counts cannot be checked after this. The accesses of all
     ranks are in the next one.
     """
     world.broker.kill()
@@ -233,7 +233,7 @@ AT_A_POINT = {"daemon killed at a point": kill_at, "daemon stopped at a point": 
 
 
 def points(*, scale_out: bool) -> list[str]:
-    """The fault points that a daemon of such a world passes: a leader that reads nothing has nobody to tell."""
+    """The fault points that a daemon of such a world passes: a leader that reads nothing passes fewer."""
     return [point for point in POINTS if not (scale_out and point == "snapshot.committed")]
 
 

@@ -30,7 +30,7 @@ ones: after a restart one partition may be read up to its end before another, ha
 
 
 class Checker:
-    """Follows a run and says what is violated; each method returns one line a violation."""
+    """Check the invariants of a run; each method returns one line a violation."""
 
     def __init__(self, world: ChaosWorld, reference: Reference | None = None) -> None:
         self._world = world

@@ -1,4 +1,4 @@
-"""The processes of a chaos run: forked from one that has imported everything, so that a killed one is back at once.
+"""The processes of a chaos run: forked from one that has imported everything, so that a killed one restarts at once.
 
 python -m tests.e2e.chaos.chaos_processes     reads one JSON order a line, forks a child for it, answers with its pid
 """
@@ -66,7 +66,7 @@ class Child:
 
     @property
     def state(self) -> str:
-        """As ``/proc`` says (``R``, ``S``, ``T`` is stopped, ...); empty when it is gone."""
+        """Return the state letter of ``/proc`` (``R``, ``S``, ``T`` is stopped, ...); empty when it has ended."""
         try:
             return (Path("/proc") / str(self.pid) / "stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""A daemon that dies again and again while it takes a migration back."""
+"""A daemon that is killed several times while it rolls a migration back."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _PINNED_ROWS = 60
 
 
 def kill_in_a_rollback(world: ChaosWorld, chance: random.Random) -> str:
-    """``abort --rollback``; the daemon dies before the way back begins, and the next one in the middle of its second
-    chunk. The third goes on by itself until the ranks have what they had before, and its history has every try.
+    """Abort with a rollback; the daemon is killed before the rollback begins, the next one in the middle of its second
+    chunk. The third continues until the ranks have their former placement, and its history has every attempt.
     """
     assert world.daemon is not None
     world.daemon.kill()
@@ -75,7 +75,7 @@ def _committed(world: ChaosWorld) -> list[dict[str, Any]]:
 
 
 def _digest_at(world: ChaosWorld, version: int) -> int:
-    """Of the placement that the ranks had at a version."""
+    """Return the digest of the placement that the ranks had at a version."""
     world.job.follow()
     return next(step.digest for step in reversed(world.job.steps[0]) if step.version == version)
 

@@ -70,7 +70,7 @@ class ChaosRun:
         self.world.__exit__(kind, error, trace)
 
     def strike(self, kind: str, injection: Injection) -> Outcome:
-        """Injects, heals, waits for recovery and checks. AssertionError if something does not come back."""
+        """Inject a fault, heal it, wait for recovery and check. Raises AssertionError if a process does not recover."""
         world = self.world
         job, began, steps = world.job, time.monotonic(), world.job.done
         detail = injection(world, self._chance)

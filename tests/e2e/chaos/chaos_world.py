@@ -126,7 +126,7 @@ class ChaosWorld:
 
     @property
     def url(self) -> str:
-        """Of the admin API of the daemon that should lead."""
+        """Address of the admin API of the daemon that should lead."""
         return self._seats[0].url
 
     @property
@@ -144,7 +144,7 @@ class ChaosWorld:
         return self.attempts[-1]
 
     def status(self, seat: int = 0) -> dict[str, Any]:
-        """Of the leading daemon, or with ``seat`` 1 of the stand-by; empty while it does not answer."""
+        """Return the status of the leader, or with ``seat`` 1 of the standby; empty while it does not respond."""
         try:
             # Plain HTTP on loopback: to read the certificates of authorities would take 30 ms of every look.
             answer = httpx.get(f"{self._seats[seat].url}/v1/status", timeout=1.0, verify=False)
@@ -160,7 +160,7 @@ class ChaosWorld:
         return str((self.status(seat).get("leadership") or {}).get("role", ""))
 
     def start_daemon(self, fault_points: str = "", **overrides: str) -> Child:
-        """A new life of it; it may die at once if it was told to."""
+        """Start the daemon again; it may end at once if a fault point is armed."""
         self.daemon = self._start(self._seats[0], {VARIABLE: fault_points, **overrides})
         return self.daemon
 
@@ -271,7 +271,7 @@ class ChaosWorld:
             hold.unlink()
 
     def stop_training(self) -> list[dict[str, Any]]:
-        """Lets the ranks finish; what each says at the end."""
+        """Let the ranks finish and return their final reports."""
         (self.directory / "stop").touch()
         for child in self.job.children:
             child.wait(60.0)

@@ -1,4 +1,4 @@
-"""Faults at random for as long as asked, and the report (``make chaos SEED=... MINUTES=...``).
+"""Inject faults at random for a given time and report them (``make chaos SEED=... MINUTES=...``).
 
 Ends with a table of the faults and, last, one JSON object. Exit code 1 if an invariant was violated.
 """
