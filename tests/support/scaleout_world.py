@@ -134,7 +134,7 @@ class Network:
 
 
 class GroupSource:
-    """A source like ``KafkaSource``: a group assigns partitions, ``position_of`` positions; revocations are announced."""
+    """Like ``KafkaSource``: a group assigns partitions, ``position_of`` positions; revocations are announced."""
 
     messages_lost = 0
     problem: str | None = None
