@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import re
 from pathlib import Path
 
 import pytest
@@ -309,7 +309,17 @@ def test_split_address():
         max_leaves=12,
     )
 )
-def test_nonsense_is_refused_with_a_config_error_only(nonsense):
-    for data in ({"job": nonsense}, {**MINIMAL, "stream": nonsense}, {**MINIMAL, "server": nonsense}):
-        with contextlib.suppress(ConfigError):
-            parse_config(data)
+def test_nonsense_is_refused_by_its_key_path_or_is_in_effect(nonsense):
+    for key in ("job", "stream", "server"):
+        refusal, config = None, None
+        try:
+            config = parse_config({**MINIMAL, key: nonsense})
+        except ConfigError as error:
+            refusal = error.message
+        if refusal is not None:
+            assert all(re.match(rf"config: {key}\b", line) for line in refusal.splitlines()), refusal
+        elif key == "job":
+            assert config.job == nonsense
+        else:
+            effective = config.document()[key]
+            assert all(effective[name] == value for name, value in nonsense.items())
