@@ -180,15 +180,6 @@ def test_row_order_of_the_profile_does_not_matter() -> None:
     assert one.objective_seconds == two.objective_seconds
 
 
-def test_unexplained_accesses_are_spread_over_the_other_rows() -> None:
-    seen = profile(KEYSPACE, ACCESSES, hot=100)
-    blind = dataclasses.replace(seen.tables[0], bin_share=np.empty(0), bin_rows=np.empty(0))
-    load = make_loads(dataclasses.replace(seen, tables=(blind, seen.tables[1])), KEYSPACE, LAYOUT)[0]
-    assert load.bin_rows.tolist() == [4900.0]
-    total = load.accesses.sum() + load.bin_accesses @ load.bin_rows
-    assert total == pytest.approx(ACCESSES / LAYOUT.world_size)
-
-
 def test_placement_cost_of_nothing_is_the_chain() -> None:
     loads = make_loads(profile(KEYSPACE, ACCESSES, hot=50), KEYSPACE, LAYOUT)
     made = plan(profile(KEYSPACE, ACCESSES, hot=50), slots=(0, 0))
@@ -200,34 +191,6 @@ def test_placement_cost_of_nothing_is_the_chain() -> None:
     cost = placement_cost(loads, live, KEYSPACE, LAYOUT, cluster())
     assert cost.rows[Tier.DEVICE] == 40
     assert cost.sync_seconds > 0
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"accesses_per_step": float("nan")}, "accesses per step are unknown"),
-        ({"accesses_per_step": -1.0}, "accesses per step are unknown"),
-        ({"table": "other"}, "other tables"),
-        ({"hot_share": np.full(50, np.nan)}, "NaN or negative"),
-        ({"hot_rows": np.full(50, 7)}, "listed twice"),
-        ({"hot_rows": np.arange(50) + 4990}, "outside the table"),
-        ({"bin_share": np.array([-1.0])}, "bin is NaN"),
-    ],
-)
-def test_bad_profiles(change: dict, message: str) -> None:
-    seen = profile(KEYSPACE, ACCESSES, hot=50)
-    broken = dataclasses.replace(seen.tables[0], **change)
-    with pytest.raises(PlanError, match=message):
-        plan(dataclasses.replace(seen, tables=(broken, seen.tables[1])))
-
-
-def test_an_empty_profile() -> None:
-    seen = profile(KEYSPACE, ACCESSES, hot=50)
-    empty = tuple(dataclasses.replace(table, weight=0.0, accesses_per_step=float("nan")) for table in seen.tables)
-    with pytest.raises(PlanError, match="empty"):
-        plan(dataclasses.replace(seen, tables=empty))
-    # One table without accesses is no fault.
-    plan(dataclasses.replace(seen, tables=(empty[0], seen.tables[1])))
 
 
 def test_one_budget_per_group() -> None:

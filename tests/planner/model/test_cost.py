@@ -12,7 +12,7 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.planner.baselines import BASELINES, ROW_WISE, ROW_WISE_DEDUP, TWO_HOP
 from flexd.planner.model.cost import LoadSums, group_cost, joint_cost
 from flexd.planner.model.row_bytes import Exchange, Phase, Where, migration_bytes
-from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel
+from flexd.topology.cluster import Cluster, LinkModel
 from tests.support.planner_cases import cluster, flat, load, zipf
 
 N, L, B, A = 3, 4, 128, 0.7
@@ -72,73 +72,6 @@ def test_seconds_are_bytes_at_the_collective_of_the_item() -> None:
     assert narrow.bytes[:, Phase.SYNC_ROWS].sum() == 0
     assert (cost.transfer_seconds[:, :, Where.SELF] == 0).all()
     assert cost.total_seconds == pytest.approx(cost.forward_seconds + cost.backward_seconds + cost.sync_seconds)
-
-
-def test_replicas_of_flexshard_pass_a_node_in_two_messages_of_half_the_bytes() -> None:
-    rising = CollectiveCurve(0.0, ((1.0, 1e6), (1e9, 1e11)))
-    machine = Cluster("m", "s", LinkModel(1e12, flat(1e9), flat(2e9), rising), LinkModel(9e9, *[flat(4e9)] * 3))
-    device = np.full(50, Tier.DEVICE, np.uint8)
-    cost = group_cost(load(np.full(50, A), row_bytes=B), device, LAYOUT, machine, Exchange.DIRECT)
-    size = cost.bytes[Tier.DEVICE, Phase.SYNC_ROWS, Where.INTRA_NODE]
-    assert cost.phase_seconds[Phase.SYNC_ROWS, Where.INTRA_NODE] == pytest.approx(2 * rising.seconds(size / 2))
-
-
-def test_exposed_shares() -> None:
-    problem, tiers = load(np.full(4, A)), np.array([0, 1, 2, 2], np.uint8)
-    full = group_cost(problem, tiers, LAYOUT, cluster(latency=1e-6))
-    part = group_cost(problem, tiers, LAYOUT, cluster(latency=1e-6, exposed=Exposed(1.0, 0.5, 0.25)))
-    assert full.exposed_seconds == pytest.approx(full.total_seconds)
-    assert part.exposed_seconds == pytest.approx(
-        full.forward_seconds + 0.5 * full.backward_seconds + 0.25 * full.sync_seconds
-    )
-
-
-@pytest.mark.parametrize(
-    ("layout", "tiers", "collectives"),
-    [
-        (RankLayout(2, 2), [0], 8),
-        (RankLayout(2, 2), [0, 1], 9),
-        (RankLayout(2, 2), [0, 2], 10),
-        (RankLayout(2, 2), [0, 1, 2], 10),
-        (RankLayout(1, 4), [0], 4),
-        (RankLayout(1, 4), [0, 2], 5),
-        (RankLayout(4, 1), [0, 1], 5),
-        (RankLayout(1, 1), [0], 0),
-    ],
-)
-@pytest.mark.parametrize("narrow", [False, True])
-def test_latency_counts_the_collectives(layout: RankLayout, tiers: list[int], collectives: int, narrow: bool) -> None:
-    problem = replace(load(np.full(len(tiers), A)), narrow_wire=narrow)
-    cost = group_cost(problem, np.array(tiers, np.uint8), layout, cluster(latency=1.0))
-    assert cost.latency_seconds.sum() == pytest.approx(collectives)
-
-
-def test_dim_groups_of_both_kinds_take_a_collective_each() -> None:
-    wide = load(np.full(2, A))
-    tiers = np.array([0, 1], np.uint8)
-    sums = [LoadSums(problem, LAYOUT) for problem in (wide, replace(wide, narrow_wire=True))]
-    cost = joint_cost(sums, [tiers, tiers], cluster(latency=1.0))
-    assert cost.latency_seconds[Phase.SYNC_ROWS, Where.INTER_NODE] == 1.0
-    assert cost.latency_seconds[Phase.SYNC_SUMS, Where.INTER_NODE] == 1.0
-    assert cost.latency_seconds.sum() == 10.0
-
-
-@pytest.mark.parametrize(("tiers", "collectives"), [([0], 4), ([0, 2], 5)])
-def test_a_direct_exchange_with_dedup_tells_sums_in_one_more(tiers: list[int], collectives: int) -> None:
-    problem = load(np.full(len(tiers), A))
-    cost = group_cost(problem, np.array(tiers, np.uint8), LAYOUT, cluster(latency=1.0), Exchange.DIRECT_DEDUP)
-    assert cost.latency_seconds.sum() == collectives
-
-
-def test_a_direct_all_to_all_takes_as_long_as_its_slower_link() -> None:
-    problem = load(zipf(50, 1.0, 50.0))
-    machine = cluster(all_to_all=10e9, intra=100e9)
-    cost = group_cost(problem, np.zeros(50, np.uint8), LAYOUT, machine, Exchange.DIRECT)
-    assert cost.transfer_seconds[:, :, Where.INTRA_NODE].sum() == 0
-    assert cost.transfer_seconds[:, :, Where.INTER_NODE].sum() == pytest.approx(
-        cost.bytes[:, :, Where.INTER_NODE].sum() / 10e9
-    )
-    assert cost.bytes[:, :, Where.INTRA_NODE].sum() > 0
 
 
 def test_baselines_are_ordered_by_what_they_know() -> None:

@@ -8,7 +8,6 @@ import pytest
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import group_cost
 from flexd.planner.model.row_bytes import ID_BYTES, Exchange, Phase, Where
-from flexd.planner.model.workload import statistics
 from tests.support.planner_cases import cluster, load, zipf
 
 ROWS, ROW_BYTES, STEPS = 600, 96, 60
@@ -100,15 +99,3 @@ def test_direct_bytes(layout: RankLayout) -> None:
         np.testing.assert_allclose(rows, counted[dedup] / STEPS / layout.world_size, rtol=0.08)
         np.testing.assert_array_equal(cost.bytes[Tier.HOME, Phase.BACKWARD_ROWS, 1:], rows[1:])
         np.testing.assert_allclose(cost.bytes[Tier.HOME, Phase.FORWARD_IDS, 1:] * ROW_BYTES / ID_BYTES, rows[1:])
-
-
-def test_distinct_rows() -> None:
-    """u, v and w of single rows."""
-    layout = RankLayout(3, 2)
-    accesses = np.array([1e-4, 0.05, 0.3, 1.0, 4.0])
-    draws = np.random.default_rng(2).poisson(accesses, (40_000, 3, 2, 5)) > 0
-    stats = statistics(accesses, layout)
-    np.testing.assert_allclose(stats[2], draws.mean(axis=(0, 1, 2)), atol=0.004)
-    np.testing.assert_allclose(stats[3], draws.any(axis=2).mean(axis=(0, 1)), atol=0.006)
-    np.testing.assert_allclose(stats[4], draws.any(axis=(1, 2)).mean(axis=0), atol=0.008)
-    assert stats[4, 0] == pytest.approx(6e-4, rel=1e-3)

@@ -1,0 +1,138 @@
+"""Seconds of bytes and collectives: which are counted, and at which curve."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flexd.core.layout import RankLayout, Tier
+from flexd.planner.model.cost import LoadSums, group_cost, joint_cost
+from flexd.planner.model.prices import prices, slower_link_only
+from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, Phase, Where
+from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel
+from tests.support.planner_cases import cluster, flat, load, zipf
+
+A = 0.7
+LAYOUT = RankLayout(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "tiers", "collectives"),
+    [
+        (RankLayout(2, 2), [0], 8),
+        (RankLayout(2, 2), [0, 1], 9),
+        (RankLayout(2, 2), [0, 2], 10),
+        (RankLayout(2, 2), [0, 1, 2], 10),
+        (RankLayout(1, 4), [0], 4),
+        (RankLayout(1, 4), [0, 2], 5),
+        (RankLayout(4, 1), [0, 1], 5),
+        (RankLayout(1, 1), [0], 0),
+    ],
+)
+@pytest.mark.parametrize("narrow", [False, True])
+def test_latency_counts_the_collectives(layout: RankLayout, tiers: list[int], collectives: int, narrow: bool) -> None:
+    problem = replace(load(np.full(len(tiers), A)), narrow_wire=narrow)
+    cost = group_cost(problem, np.array(tiers, np.uint8), layout, cluster(latency=1.0))
+    assert cost.latency_seconds.sum() == pytest.approx(collectives)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "merged", "frozen", "backward"),
+    [(4, True, False, 1), (4, False, False, 4), (1, True, False, 1), (4, True, True, 0), (4, False, True, 0)],
+)
+@pytest.mark.parametrize("layout", [RankLayout(2, 2), RankLayout(4, 1)], ids=["2x2", "4x1"])
+def test_micro_batches_count_each_forward_pass_and_merged_gradients_once(
+    layout: RankLayout, micro_batches: int, merged: bool, frozen: bool, backward: int
+) -> None:
+    """Sizes, ids and rows travel in every forward pass, gradients once a backward pass, sums once a step."""
+    problem = replace(
+        load(np.full(2, A)), micro_batches=micro_batches, merged_backward=merged,
+        trained=np.zeros(2) if frozen else None,
+    )  # fmt: skip
+    latency = group_cost(problem, np.array([0, 1], np.uint8), layout, cluster(latency=1.0)).latency_seconds
+    hops = [Where.INTER_NODE] if layout.local_ranks == 1 else [Where.INTRA_NODE, Where.INTER_NODE]
+    for link in hops:
+        assert latency[Phase.FORWARD_IDS, link] == 2 * micro_batches
+        assert latency[Phase.FORWARD_ROWS, link] == micro_batches
+        assert latency[Phase.BACKWARD_ROWS, link] == backward
+    assert latency[Phase.SYNC_ROWS, Where.INTER_NODE] == (0 if frozen else 1)
+    assert latency.sum() == len(hops) * (3 * micro_batches + backward) + (not frozen)
+
+
+def test_dim_groups_of_both_kinds_take_a_collective_each() -> None:
+    wide = load(np.full(2, A))
+    tiers = np.array([0, 1], np.uint8)
+    sums = [LoadSums(problem, LAYOUT) for problem in (wide, replace(wide, narrow_wire=True))]
+    cost = joint_cost(sums, [tiers, tiers], cluster(latency=1.0))
+    assert cost.latency_seconds[Phase.SYNC_ROWS, Where.INTER_NODE] == 1.0
+    assert cost.latency_seconds[Phase.SYNC_SUMS, Where.INTER_NODE] == 1.0
+    assert cost.latency_seconds.sum() == 10.0
+
+
+@pytest.mark.parametrize(("tiers", "collectives"), [([0], 4), ([0, 2], 5)])
+def test_a_direct_exchange_with_dedup_sends_sums_in_one_more(tiers: list[int], collectives: int) -> None:
+    problem = load(np.full(len(tiers), A))
+    cost = group_cost(problem, np.array(tiers, np.uint8), LAYOUT, cluster(latency=1.0), Exchange.DIRECT_DEDUP)
+    assert cost.latency_seconds.sum() == collectives
+
+
+def test_a_direct_all_to_all_takes_as_long_as_its_slower_link() -> None:
+    problem = load(zipf(50, 1.0, 50.0))
+    machine = cluster(all_to_all=10e9, intra=100e9)
+    cost = group_cost(problem, np.zeros(50, np.uint8), LAYOUT, machine, Exchange.DIRECT)
+    assert cost.transfer_seconds[:, :, Where.INTRA_NODE].sum() == 0
+    assert cost.transfer_seconds[:, :, Where.INTER_NODE].sum() == pytest.approx(
+        cost.bytes[:, :, Where.INTER_NODE].sum() / 10e9
+    )
+    assert cost.bytes[:, :, Where.INTRA_NODE].sum() > 0
+
+
+def test_only_all_to_alls_over_the_world_drop_their_faster_link() -> None:
+    seconds = np.random.default_rng(0).uniform(0.5, 1.0, (3, 6, 3))
+    kept = slower_link_only(seconds)
+    world = {(Tier.HOME, phase) for phase in EXCHANGE_PHASES}
+    world |= {(Tier.DEVICE, Phase.BACKWARD_ROWS), (Tier.DEVICE, Phase.SYNC_SUMS)}
+    for tier in Tier:
+        for phase in Phase:
+            if (tier, phase) in world:
+                assert np.count_nonzero(kept[tier, phase]) == 1
+                assert kept[tier, phase].max() == seconds[tier, phase].max()
+            else:
+                np.testing.assert_array_equal(kept[tier, phase], seconds[tier, phase])
+
+
+def test_a_message_is_that_of_one_micro_batch_and_of_all_tiers() -> None:
+    rising = CollectiveCurve(0.0, ((1.0, 1e6), (1e9, 1e11)))
+    link = LinkModel(1e12, rising, rising, rising)
+    machine = Cluster("m", "s", link, link)
+    sent = np.random.default_rng(1).uniform(1e5, 1e6, (3, 6, 3))
+    price = prices(sent, machine, 4)
+    for phase in Phase:
+        sizes = sent[:, phase, Where.INTER_NODE].sum()
+        if phase in EXCHANGE_PHASES:
+            sizes /= 4
+        if phase == Phase.SYNC_MASK:  # travels with the rows
+            sizes = sent[:, Phase.FORWARD_ROWS, Where.INTER_NODE].sum() / 4
+        np.testing.assert_allclose(price[:, phase, Where.INTER_NODE], rising.seconds_per_byte(sizes))
+    assert (price[:, :, Where.SELF] == 0).all()
+
+
+def test_replicas_of_flexshard_pass_a_node_in_two_messages_of_half_the_bytes() -> None:
+    rising = CollectiveCurve(0.0, ((1.0, 1e6), (1e9, 1e11)))
+    machine = Cluster("m", "s", LinkModel(1e12, flat(1e9), flat(2e9), rising), LinkModel(9e9, *[flat(4e9)] * 3))
+    device = np.full(50, Tier.DEVICE, np.uint8)
+    cost = group_cost(load(np.full(50, A), row_bytes=128), device, LAYOUT, machine, Exchange.DIRECT)
+    size = cost.bytes[Tier.DEVICE, Phase.SYNC_ROWS, Where.INTRA_NODE]
+    assert cost.phase_seconds[Phase.SYNC_ROWS, Where.INTRA_NODE] == pytest.approx(2 * rising.seconds(size / 2))
+
+
+def test_exposed_shares() -> None:
+    problem, tiers = load(np.full(4, A)), np.array([0, 1, 2, 2], np.uint8)
+    full = group_cost(problem, tiers, LAYOUT, cluster(latency=1e-6))
+    part = group_cost(problem, tiers, LAYOUT, cluster(latency=1e-6, exposed=Exposed(1.0, 0.5, 0.25)))
+    assert full.exposed_seconds == pytest.approx(full.total_seconds)
+    assert part.exposed_seconds == pytest.approx(
+        full.forward_seconds + 0.5 * full.backward_seconds + 0.25 * full.sync_seconds
+    )
