@@ -15,14 +15,20 @@ import typer
 from flexd.cli.main import app
 from tests.support.repository import ROOT
 
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+MOST_FILES = {"One access": 11, "One plan": 20, "One training step": 16}
+"""Most files to open for each path of docs/how-it-works.md."""
+
+
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=page_name)
 def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks(page, "python")))
@@ -48,18 +54,32 @@ def test_readme_publishes_what_the_stream_reads(tmp_path: Path) -> None:
     assert [batch.rows.tolist() for batch in batches] == [[7, 7, 123, 9]]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_links_lead_somewhere(page: Path) -> None:
     prose = re.sub(r"`[^`\n]*`", "", page.read_text())
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
         if not target.startswith("http"):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            assert (page.parent / target).exists(), f"{page_name(page)} links to {target}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_paths_in_backticks_exist(page: Path) -> None:
     for path in re.findall(r"`((?:flexd|tests|tools|configs|deploy|helm|docs)/[A-Za-z0-9_./-]+)`", page.read_text()):
-        assert (ROOT / path).exists(), f"{page.name} names {path}"
+        assert (ROOT / path).exists(), f"{page_name(page)} names {path}"
+
+
+def test_files_to_read_are_few_and_distinct() -> None:
+    text = (ROOT / "docs" / "how-it-works.md").read_text().split("## Files to read")[1]
+    lists: dict[str, list[str]] = {}
+    for section in text.split("\n### ")[1:]:
+        entries = re.findall(r"^(\d+)\. `([^`]+)`: \S", section, re.MULTILINE)
+        assert [int(number) for number, _ in entries] == list(range(1, len(entries) + 1)), section
+        lists[section.partition(":")[0]] = [path for _, path in entries]
+    assert lists.keys() == MOST_FILES.keys()
+    for title, paths in lists.items():
+        assert 0 < len(paths) <= MOST_FILES[title], title
+        assert len(set(paths)) == len(paths), title
+        assert [path for path in paths if not (ROOT / path).is_file()] == [], title
 
 
 def command_words(command: Any) -> set[str]:

@@ -21,7 +21,7 @@ from flexd.ingest.background_job import BackgroundJob
 from flexd.ingest.backoff import Backoff
 from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.ingest.guarded_sketches import GuardedSketches
-from flexd.ingest.message_counter import Decode, MessageCounter
+from flexd.ingest.message_counter import Decode, MessageCounter, decode_message
 from flexd.ingest.message_counts import MessageCounts
 from flexd.ingest.rate import RateMeter, Totals
 from flexd.ingest.restore import SNAPSHOT_META_FORMAT, restore
@@ -32,7 +32,6 @@ from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
-from flexd.stream.codecs.any_message import decode as decode_message
 from flexd.stream.types import Positions, Source
 
 _log = logging.getLogger(__name__)

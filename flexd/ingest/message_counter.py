@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from flexd.core import tap_counts
 from flexd.core.errors import CodecError
 from flexd.core.tap_counts import TapCounts
 from flexd.ingest.dead_letters import DeadLetterFile
@@ -13,11 +14,26 @@ from flexd.ingest.message_counts import MAX_REASONS, MessageCounts
 from flexd.ingest.stats import ROW_REASONS
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import AccessCounts
+from flexd.stream.codecs import codec
 from flexd.stream.types import AccessBatch, Message
 
 _log = logging.getLogger(__name__)
 
 Decode = Callable[[bytes | memoryview, int], Sequence[AccessBatch | TapCounts]]
+
+
+def decode_message(payload: bytes | memoryview, max_message_bytes: int) -> Sequence[AccessBatch | TapCounts]:
+    """Decode a message of accesses or the counts of a tap; its first bytes tell the kind.
+
+    Counts of a tap have a size limit of their own (``tap_counts.MAX_PAYLOAD_BYTES``), because one message holds a whole
+    interval of a rank.
+
+    Raises:
+        CodecError: ``reason`` is one of ``codec.REASONS`` or ``tap_counts.REASONS``.
+    """
+    if tap_counts.is_tap_counts(payload):
+        return [tap_counts.decode(payload)]
+    return codec.decode(payload, max_message_bytes)
 
 
 class MessageCounter:

@@ -15,7 +15,6 @@ from flexd.core import tap_counts
 from flexd.core.errors import CodecError, StreamError
 from flexd.core.tap_counts import LengthCounts, TableCounts, TapCounts
 from flexd.core.varints import to_varints
-from flexd.stream.codecs.any_message import decode as decode_any
 
 
 def pairs(highest: int, lowest: int = 0) -> st.SearchStrategy[tuple[np.ndarray, np.ndarray]]:
@@ -126,16 +125,6 @@ def test_a_decompression_bomb_is_not_unpacked():
     with pytest.raises(CodecError) as caught:
         tap_counts.decode(bomb)
     assert caught.value.reason == "counted_corrupt"
-
-
-def test_the_stream_codec_decodes_both_kinds_of_message():
-    (batch,) = decode_any(
-        tap_counts.encode(batch_of(TableCounts("t", np.arange(3), np.ones(3, np.int64), LengthCounts.none()))), 16
-    )
-    assert isinstance(batch, TapCounts)
-    with pytest.raises(CodecError) as caught:
-        decode_any(b"nothing", 100)
-    assert caught.value.reason == "not_arrow_or_json"
 
 
 @settings(max_examples=50, deadline=None)

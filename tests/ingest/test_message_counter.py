@@ -8,8 +8,11 @@ import json
 import numpy as np
 import pytest
 
+from flexd.core import tap_counts
 from flexd.core.errors import CodecError
+from flexd.core.tap_counts import LengthCounts, TableCounts, TapCounts
 from flexd.ingest.dead_letters import DeadLetterFile
+from flexd.ingest.message_counter import decode_message
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.codecs.codec import decode, encode_arrow
 from flexd.stream.types import AccessBatch
@@ -62,3 +65,12 @@ def test_reasons_are_bounded(tmp_path):
     rejected = ingestor.stats().rejected_messages
     assert len(rejected) == 65
     assert sum(rejected.values()) == 200
+
+
+def test_both_kinds_of_message_are_decoded():
+    counts = TableCounts("t", np.arange(3), np.ones(3, np.int64), LengthCounts.none())
+    (batch,) = decode_message(tap_counts.encode(TapCounts(3, 1.7e9, (counts,))), 16)
+    assert isinstance(batch, TapCounts)
+    with pytest.raises(CodecError) as caught:
+        decode_message(b"nothing", 100)
+    assert caught.value.reason == "not_arrow_or_json"
