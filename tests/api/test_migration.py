@@ -1,4 +1,4 @@
-"""What is recorded of a migration is what the API tells, by name."""
+"""The API reports the records of migrations field by field, by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_field_of_the_history_has_a_source_of_that_name() -> None:
     assert set(ActionEntry.model_fields) == names(ActionRecord)
 
 
-def test_an_entry_says_what_was_recorded() -> None:
+def test_an_entry_has_the_fields_of_its_record() -> None:
     told = migration_entry(RECORD).model_dump()
     assert (told.pop("bytes"), told.pop("seconds")) == (512, 5.0)
     assert told == {name: getattr(RECORD, name) for name in told}
@@ -46,7 +46,7 @@ def test_an_entry_says_what_was_recorded() -> None:
     assert (empty.created_unix_seconds, empty.started_unix_seconds, empty.ended_unix_seconds) == (10.0, None, None)
 
 
-def test_a_report_of_an_ended_migration_says_how_far_it_came() -> None:
+def test_a_report_of_an_ended_migration_has_its_progress() -> None:
     report = ended_report(RECORD)
     assert (report.progress, report.rows, report.rows_applied) == (0.25, 80, 20)
     assert (report.chunks, report.chunks_pushed, report.chunks_applied, report.bytes_applied) == (4, 4, 2, 512)

@@ -92,7 +92,7 @@ def test_options_reach_the_daemon(flexd_command, url, daemon, monkeypatch):
         ("timed_out", ExitCode.TIMED_OUT),
     ],
 )
-def test_the_exit_code_of_replan_tells_the_outcome(flexd_command, url, daemon, outcome, code):
+def test_the_exit_code_of_replan_follows_from_its_outcome(flexd_command, url, daemon, outcome, code):
     daemon.outcome = outcome
     done = flexd_command("replan", "--wait", "--url", url)
     assert done.returncode == code
@@ -119,7 +119,7 @@ def test_an_unreachable_daemon_is_named_with_a_remedy(flexd_process, tmp_path):
     assert str(missing) in done.stderr
 
 
-def test_proxies_of_the_environment_are_not_asked(flexd_command, url):
+def test_proxies_of_the_environment_are_ignored(flexd_command, url):
     done = flexd_command("status", "--url", url, http_proxy="http://127.0.0.1:1", ALL_PROXY="http://127.0.0.1:1")
     assert done.returncode == 0, done.stderr
 
@@ -157,7 +157,7 @@ def test_over_a_unix_socket(flexd_command, daemon, tmp_path):
         ["check-config", "configs/laptop.yaml"],
     ],
 )
-def test_wrong_usage_is_two_and_says_why(flexd_command, arguments):
+def test_wrong_usage_is_exit_code_two_with_a_reason(flexd_command, arguments):
     done = flexd_command(*arguments)
     assert done.returncode == ExitCode.USAGE
     assert done.stderr.strip()

@@ -1,4 +1,4 @@
-"""How ``flexd status`` names the counters of a table."""
+"""Names of a table's counters in ``flexd status``."""
 
 from __future__ import annotations
 

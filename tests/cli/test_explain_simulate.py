@@ -56,14 +56,14 @@ def test_explain_speaks_json_and_yaml(flexd_command, url, output, load):
     assert answer["thresholds"][0]["tier"] == "NODE"
 
 
-def test_explain_says_what_there_is(flexd_command, url, daemon):
+def test_explain_of_an_unknown_table_names_the_known_ones(flexd_command, url, daemon):
     daemon.error = ApiError("no table 'x'", status=404, remedy="one of items")
     done = flexd_command("explain", "x", "--url", url)
     assert done.returncode == ExitCode.REFUSED
     assert done.stderr == "error: no table 'x'\nremedy: one of items\n"
 
 
-def test_simulate_repeats_itself_and_says_what_it_found(flexd_command):
+def test_simulate_is_reproducible_and_prints_its_result(flexd_command):
     first, again, other = (flexd_command(*SMALL, "-o", "json", "--seed", seed) for seed in (3, 3, 4))
     assert first.returncode == 0, first.stderr
     assert first.stdout == again.stdout != other.stdout

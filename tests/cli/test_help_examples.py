@@ -59,7 +59,7 @@ def test_every_command_has_an_example_of_itself(path):
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the examples name: a trace, the configurations, and a snapshot of the laptop's daemon."""
+    """Make the files that the examples name: a trace, the configurations, and a snapshot of the laptop's daemon."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     rows = np.tile(np.arange(20), 20)

@@ -67,7 +67,7 @@ def test_a_dry_run_of_abort_aborts_nothing_and_ends_as_abort_would(flexd_command
         ),
     ],
 )
-def test_one_sentence_says_where_it_would_stop_and_what_is_taken_back(preview, expected):
+def test_one_sentence_has_the_position_of_the_stop_and_the_rollback(preview, expected):
     assert abort_sentence(preview) == expected
 
 
@@ -92,7 +92,7 @@ def test_options_reach_the_daemon(flexd_command, url, daemon, monkeypatch):
         ("timed_out", ExitCode.TIMED_OUT),
     ],
 )
-def test_the_exit_code_of_abort_tells_the_outcome(flexd_command, url, daemon, outcome, code):
+def test_the_exit_code_of_abort_follows_from_its_outcome(flexd_command, url, daemon, outcome, code):
     daemon.outcome = outcome
     done = flexd_command("abort", "--rollback", "--url", url)
     assert done.returncode == code
@@ -111,7 +111,7 @@ def test_what_is_not_there_is_a_refusal(flexd_command, url, daemon):
     assert "no migration is running" in done.stderr
 
 
-def test_an_empty_history_says_so(flexd_command, url):
+def test_an_empty_history_is_reported(flexd_command, url):
     done = flexd_command("history", "--state", "failed", "--url", url)
     assert done.stdout == "no recorded migration is failed\n"
     (sentences,) = history_blocks(MigrationList(migrations=(), actions=()))

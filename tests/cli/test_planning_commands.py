@@ -67,7 +67,7 @@ def test_a_throttle_is_shown_or_changed(flexd_command, url, daemon, monkeypatch)
     ("outcome", "code"),
     [("committed", ExitCode.OK), ("superseded", ExitCode.REFUSED), ("timed_out", ExitCode.TIMED_OUT)],
 )
-def test_the_exit_code_of_apply_tells_the_outcome(flexd_command, url, daemon, outcome, code):
+def test_the_exit_code_of_apply_follows_from_its_outcome(flexd_command, url, daemon, outcome, code):
     daemon.outcome = outcome
     assert flexd_command("apply", "p7", "--wait", "--url", url).returncode == code
 
@@ -81,7 +81,7 @@ def test_a_refused_plan_is_exit_code_four_with_the_reason(flexd_command, url, da
     assert "remedy: flexd plan makes a new one" in done.stderr
 
 
-def test_a_plan_from_too_little_says_so():
+def test_a_plan_with_closed_gates_reports_them():
     gate = GateReport(gate="samples", key="planner.min_samples", open=False, words="the profile is thin: 3 accesses")
     blocks = plan_blocks(PlanReport(plan_id="p", who="ann@host", reason="why", gates=(gate,)))
     assert Sentences("too little is known: flexd apply takes it with --force only", (gate.words,)) in blocks
@@ -93,7 +93,7 @@ def test_nothing_kept_is_said():
     assert proposal_blocks(ProposalList()) == [Sentences("", ("no plan is kept: flexd plan makes one",))]
 
 
-def test_the_status_says_what_holds_the_daemon_back():
+def test_the_status_reports_what_holds_planning_back():
     gate = GateReport(gate="lag", key="planner.max_lag_messages", open=False, words="9 messages are not read yet")
     shown = dict(
         planning_block(
@@ -135,7 +135,7 @@ def test_a_dry_run_of_the_throttle_shows_before_and_after(flexd_command, url, da
         assert {name: changed[name] for name in foretold} == foretold
 
 
-def test_the_question_says_what_changes_of_the_throttle():
+def test_the_question_has_the_changes_of_the_throttle():
     now = ThrottleStatus(bytes_per_step=1_000_000, adaptive=True)
     assert throttle_sentence(ThrottleChange.between(now, 0, 5000, False)) == (
         "a step: 1 MB -> as much as the ranks apply; a second: no limit -> 5 kB; adaptive: on -> off."
@@ -143,7 +143,7 @@ def test_the_question_says_what_changes_of_the_throttle():
     assert throttle_sentence(ThrottleChange.between(now, None, None, True)) == "The throttle is so already."
 
 
-def test_the_throttle_says_why_a_migration_waits():
+def test_the_throttle_reports_why_a_migration_waits():
     status = ThrottleStatus(
         adaptive=True, effective_bytes_per_step=16384, state="paused", why="paused for 5 s, at the floor already: p90",
         waits_for="adaptive_pause", waiting_seconds={"adaptive_pause": 12.0, "bytes_per_step": 0.0},

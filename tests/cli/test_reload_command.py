@@ -26,7 +26,7 @@ def test_golden(flexd_command, url, daemon, output, monkeypatch):
 
 
 @pytest.mark.parametrize("output", ["table", "json"])
-def test_a_dry_run_asks_what_would_happen_and_reloads_nothing(flexd_command, url, daemon, output):
+def test_a_dry_run_previews_and_reloads_nothing(flexd_command, url, daemon, output):
     done = flexd_command("reload", "--dry-run", "-o", output, "--url", url)
     assert (done.returncode, done.stderr) == (0, "")
     expected = GOLDEN / f"reload-dry-run.{'txt' if output == 'table' else 'json'}"
@@ -40,7 +40,7 @@ def test_a_secret_that_changes_is_named_without_its_value():
     assert changes.rows == ((change.key, "(a secret)", "(another)", "at once"),)
 
 
-def test_the_question_says_what_would_change():
+def test_the_question_has_the_changes():
     assert reload_sentence(ReloadReport(file="f.yaml", pending=("job",))) == (
         "Would take from f.yaml: nothing; job would wait for a restart."
     )

@@ -15,7 +15,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def missing_or_changed(golden: Any, shown: Any, path: str = "status") -> list[str]:
-    """What of ``golden`` is not in ``shown``: scripts read fields by name, so that more of them break nothing."""
+    """Return the faults of ``shown`` against ``golden``. Scripts read fields by name, so more fields are no fault."""
     if isinstance(golden, dict) and isinstance(shown, dict):
         return [
             fault

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.alone
 SECONDS = 30
 GOLDEN = Path(__file__).parent / "golden"
 MARKS = {"\x1b[1m": "<b>", "\x1b[2m": "<dim>", "\x1b[1;31m": "<red>", "\x1b[0m": "</>"}
-"""How the golden files write styles."""
+"""Styles as the golden files write them."""
 ALTERNATE_SCREEN = "\x1b[?1049h"
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 Terminal = Callable[..., pexpect.spawn]
@@ -65,7 +65,7 @@ def marked(text: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def test_what_changes_something_asks_first_and_no_is_no(terminal, daemon):
+def test_commands_with_effects_need_confirmation(terminal, daemon):
     process = terminal("pause", "--reason", "night")
     process.expect(r"Pause\? \[y/N\]")
     process.sendline("")
@@ -108,7 +108,7 @@ QUESTIONS = {
 
 @pytest.mark.parametrize("answer", ["n", "y"])
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_the_question_says_what_would_come_of_a_yes(terminal, daemon, name, answer):
+def test_the_question_describes_the_effect_of_a_yes(terminal, daemon, name, answer):
     command, question, verb = QUESTIONS[name]
     process = terminal(*command)
     process.expect(rf"(?s){question} \[y/N\]")
@@ -128,13 +128,13 @@ def test_the_question_says_what_would_come_of_a_yes(terminal, daemon, name, answ
 
 
 @pytest.mark.parametrize("command", [["throttle"], ["reload", "--yes"], ["throttle", "--adaptive", "on", "--yes"]])
-def test_nothing_is_asked_where_nothing_changes_or_yes_is_given(terminal, command):
+def test_no_confirmation_without_effects_or_with_yes(terminal, command):
     text, status = ended(terminal(*command))
     assert (status, "[y/N]" in text) == (0, False)
 
 
 @pytest.mark.parametrize("command", ["replan", "pause", "resume"])
-def test_a_dry_run_changes_nothing_and_asks_nothing(flexd_command, url, daemon, command):
+def test_a_dry_run_changes_nothing_and_needs_no_confirmation(flexd_command, url, daemon, command):
     done = flexd_command(command, "--dry-run", "-o", "json", "--url", url)
     assert done.returncode == 0, done.stderr
     assert {call[0] for call in daemon.calls} <= {"plan", "status"}

@@ -1,4 +1,4 @@
-"""What the tables say, from real plans and full answers."""
+"""Text of commands, from real plans and full models."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_the_same_over_http(start: Callable[[Config], Running], tmp_path: Path) 
         assert client.post("/v1/resume").json()["changed"] is True
 
 
-def test_a_stopping_daemon_says_so(tmp_path: Path) -> None:
+def test_a_stopping_daemon_is_not_ready_and_refuses_a_replan(tmp_path: Path) -> None:
     running = Running(_config(tmp_path))
     running.stop()
     assert "shutting down" in running.daemon.ready().reasons

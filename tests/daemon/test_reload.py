@@ -69,7 +69,7 @@ def _loggers_as_before() -> Iterator[None]:
     root.handlers[:], root.level = handlers, level
 
 
-def test_a_preview_says_what_a_reload_would_take_and_takes_nothing(job: OnFile) -> None:
+def test_a_preview_lists_the_keys_of_a_reload_and_applies_none(job: OnFile) -> None:
     job.write(planner={"min_samples": 5, "exchange": "direct"})
     before, config = job.daemon.status().config, job.daemon.inspect.config().config
     preview = job.daemon.preview_reload()
@@ -168,7 +168,7 @@ def test_a_bad_file_is_rejected_and_the_old_one_kept(job: OnFile, change: dict[s
     assert job.daemon.status().config.reloads["rejected"] == 3
 
 
-def test_a_daemon_without_a_file_says_so(tmp_path: Path) -> None:
+def test_a_daemon_without_a_file_refuses_a_reload(tmp_path: Path) -> None:
     file = ConfigFile(load_config(_written(tmp_path), {}))
     with pytest.raises(ConfigError, match="not started from a file"):
         file.reload(lambda _: None)

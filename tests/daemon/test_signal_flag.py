@@ -58,7 +58,7 @@ def test_it_is_waited_for_from_another_thread() -> None:
     assert flag.wait(0.01) is False
 
 
-def test_what_nobody_waits_for_does_not_pile_up() -> None:
+def test_flags_that_are_set_repeatedly_use_no_memory() -> None:
     flag = SignalFlag()
     for _ in range(1_000):
         flag.set()

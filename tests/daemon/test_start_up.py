@@ -1,4 +1,4 @@
-"""What a start does not wait for."""
+"""A start does not wait for torch and other slow imports."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from flexd.core.errors import StateLockedError
 from flexd.daemon.state_lock import StateLock
 
 
-def test_the_second_is_told_who_holds_the_directory(tmp_path):
+def test_the_second_daemon_reports_the_holder_of_the_directory(tmp_path):
     first = StateLock(tmp_path)
     with pytest.raises(StateLockedError, match=rf"process {os.getpid()}") as raised:
         StateLock(tmp_path)

@@ -76,7 +76,7 @@ def refused(url: str) -> dict[str, float]:
     return {name.split('"')[1]: float(value) for name, value in found}
 
 
-def test_only_tokens_open_and_each_says_who(guarded: str, caller_daemon: CallerDaemon) -> None:
+def test_only_tokens_give_access_and_each_names_its_sender(guarded: str, caller_daemon: CallerDaemon) -> None:
     before = refused(guarded)
     assert set(before) == set(REFUSED_REASONS)
     caller_daemon.__init__()
@@ -148,7 +148,7 @@ def test_admin_requests_are_logged_with_who_and_what_became_of_them(
 
 
 @pytest.mark.parametrize(("says", "noted"), [("", "operator"), ("operator", "operator"), ("ann", "operator (ann)")])
-def test_who_somebody_says_they_are_never_replaces_who_they_are(
+def test_a_claimed_name_never_replaces_the_name_of_the_sender(
     guarded: str, caller_daemon: CallerDaemon, says: str, noted: str
 ) -> None:
     caller_daemon.__init__()
@@ -195,7 +195,7 @@ def test_a_token_is_all_of_its_line(tmp_path: Path, token: str) -> None:
 
 
 def requested_directly(tokens: Tokens | None = None, **scope: Any) -> list[dict[str, Any]]:
-    """What is answered to a request of this ASGI scope, without a server."""
+    """Return the response to a request of this ASGI scope, without a server."""
     sent: list[dict[str, Any]] = []
 
     async def handler(scope: Any, receive: Any, send: Any) -> None:
@@ -214,7 +214,7 @@ def requested_directly(tokens: Tokens | None = None, **scope: Any) -> list[dict[
     return sent
 
 
-def test_a_certificate_that_names_nobody_here_does_not_replace_a_token(tmp_path: Path) -> None:
+def test_an_unknown_certificate_does_not_replace_a_token(tmp_path: Path) -> None:
     (start, body) = requested_directly(tokens=Tokens(token_configs(tmp_path)), **{CLIENT_NAME: "operator"})
     assert start["status"] == 401
     assert b"send a bearer token" in body["body"]

@@ -1,4 +1,4 @@
-"""What a request must be like, message by message: nobody but the guard sees what is refused."""
+"""The guard checks requests message by message; handlers see no refused request."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Exchange:
 @pytest.mark.parametrize(
     "parts", [[part(b"{}", False)], [part(b"{", True), part(b"}", False)], [part(b"{", True), part(b"}")]]
 )
-def test_a_handler_gets_the_whole_body_and_then_what_the_server_says(parts: list[dict[str, Any]]) -> None:
+def test_a_handler_receives_the_whole_body_and_then_the_servers_messages(parts: list[dict[str, Any]]) -> None:
     it = Exchange(*parts, DISCONNECT)
     assert (it.status, it.refused, it.left) == (200, [], [])
     assert it.heard == [part(b"{}", False), DISCONNECT]
@@ -83,13 +83,13 @@ def test_the_largest_body_passes_and_one_byte_more_does_not(sent: list[bytes]) -
 
 
 @pytest.mark.parametrize("declared", [str(MAX_REQUEST_BYTES + 1), "1" * 20, "1" * 5_000, "-1", "1e3", "\xb2", ""])
-def test_a_body_that_says_it_is_too_large_is_not_waited_for(declared: str) -> None:
+def test_a_body_declared_too_large_is_refused_at_once(declared: str) -> None:
     it = Exchange(DISCONNECT, content_length=declared)
     assert (it.status, it.heard, it.refused, it.left) == (413, None, ["too_large"], [DISCONNECT])
 
 
 def test_a_body_that_is_cut_off_is_not_carried_out() -> None:
-    """What has arrived may be a whole request by itself."""
+    """The part that has arrived may be a whole request by itself."""
     it = Exchange(part(b"{}", True), DISCONNECT)
     assert (it.status, it.heard, it.refused) == (400, None, ["malformed"])
 
@@ -130,7 +130,7 @@ def test_who_comes_from_here_is_served(headers: dict[str, str], scheme: str) -> 
     assert Exchange(part(b"{}", False), DISCONNECT, scheme=scheme, **headers).status == 200
 
 
-def test_a_refusal_says_why_and_ends_the_connection() -> None:
+def test_a_refusal_has_a_reason_and_ends_the_connection() -> None:
     it = Exchange(part(b"{}", True), DISCONNECT)
     assert it.headers[b"connection"] == b"close"
     body = it.sent[1]["body"]

@@ -82,7 +82,7 @@ def test_a_fault_of_the_daemon_is_a_500_without_its_text(client, daemon):
 @pytest.mark.parametrize(
     "body", [b"{", b"[]", b'{"wait_seconds": -1}', b'{"wait_seconds": 1e9}', b'{"wiat": 1}', b'{"reason": 3}']
 )
-def test_malformed_bodies_are_refused_and_reach_nobody(client, daemon, body):
+def test_malformed_bodies_are_refused_and_reach_no_handler(client, daemon, body):
     answer = client.post("/v1/replan", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 422
     assert ErrorBody.model_validate(answer.json()).error.type == "RequestError"

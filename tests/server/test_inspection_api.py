@@ -16,7 +16,7 @@ def client(server):
         yield client
 
 
-def test_pages_are_what_was_asked_for(client, daemon):
+def test_pages_have_the_requested_offset_and_limit(client, daemon):
     tables = TablePage.model_validate(client.get("/v1/tables", params={"offset": 1, "limit": 5}).json())
     assert (tables.total, tables.offset, len(tables.tables)) == (2, 1, 1)
     rows = HotRowPage.model_validate(client.get("/v1/rows", params={"table": "a b/c", "limit": 3}).json())
@@ -46,7 +46,7 @@ def test_pages_are_what_was_asked_for(client, daemon):
         ("/v1/topology", {"limit": 10**6}),
     ],
 )
-def test_pages_out_of_bounds_reach_nobody(client, daemon, path, query):
+def test_pages_out_of_bounds_reach_no_handler(client, daemon, path, query):
     answer = client.get(path, params=query)
     assert answer.status_code == 422
     assert ErrorBody.model_validate(answer.json()).error.type == "RequestError"

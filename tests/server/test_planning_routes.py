@@ -43,7 +43,7 @@ def test_what_is_out_of_date_is_a_conflict(client, daemon):
     assert "the placement has moved on" in answer.json()["error"]["message"]
 
 
-def test_who_forces_a_replan_is_told(client, daemon):
+def test_a_forced_replan_has_the_name_of_its_user(client, daemon):
     assert client.post("/v1/replan", json={"force": True, "who": "ann@host"}).status_code == 200
     assert daemon.calls == [("replan", "requested by hand", 0.0, "ann@host")]
 

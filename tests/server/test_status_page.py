@@ -231,7 +231,7 @@ def test_replanning_shows_the_plan_first_and_can_be_left(open_page, busy):
     assert page.complaints == []
 
 
-def test_tokens_are_asked_for_and_reading_is_not_replanning(open_page, tmp_path):
+def test_the_page_requests_a_token_and_a_read_token_cannot_replan(open_page, tmp_path):
     (tmp_path / "read").write_text("r" * 32)
     (tmp_path / "admin").write_text("a" * 32)
     daemon = BusyDaemon()

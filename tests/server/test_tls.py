@@ -85,7 +85,7 @@ def client(certificates: Certificates, url: str, name: str | None = None, token:
     return DaemonClient(DaemonAddress(url), Credentials(token, certificates.ca_file, certificate, key))
 
 
-def test_a_certificate_says_who_and_what_they_may(certificates: Certificates, serve: Any) -> None:
+def test_a_certificate_gives_name_and_scope(certificates: Certificates, serve: Any) -> None:
     daemon, url = serve()
     assert url.startswith("https://127.0.0.1:")
     assert client(certificates, url, "dashboard").status().job == "job"
@@ -98,7 +98,7 @@ def test_a_certificate_says_who_and_what_they_may(certificates: Certificates, se
     assert len(daemon.calls) == 2
 
 
-def test_nobody_else_gets_in(certificates: Certificates, serve: Any, tmp_path: Path) -> None:
+def test_other_certificates_are_refused(certificates: Certificates, serve: Any, tmp_path: Path) -> None:
     daemon, url = serve()
     with pytest.raises(DaemonUnreachableError):
         client(certificates, url).status()
@@ -182,7 +182,7 @@ def test_a_certificate_without_its_key_takes_nothing_away(
     assert ssl.get_server_certificate(("127.0.0.1", port), timeout=5) == certificates.server[0].read_text()
 
 
-def test_files_are_looked_at_once_in_a_while_and_told_of_once(
+def test_changed_files_are_checked_at_intervals_and_faults_logged_once(
     certificates: Certificates, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, looks = [100.0], []
@@ -211,7 +211,7 @@ def test_files_are_looked_at_once_in_a_while_and_told_of_once(
     assert [record.levelname for record in caplog.records] == ["INFO", "ERROR"]
 
 
-def test_a_key_with_a_passphrase_is_an_error_and_asks_nobody(certificates: Certificates, tmp_path: Path) -> None:
+def test_a_key_with_a_passphrase_is_an_error_without_a_prompt(certificates: Certificates, tmp_path: Path) -> None:
     private = serialization.load_pem_private_key(certificates.issue("locked", "127.0.0.1")[1].read_bytes(), None)
     locked = private.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"word")
