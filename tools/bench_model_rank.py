@@ -28,7 +28,7 @@ from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.exchange.process_groups import layout_from_environment
 from flexd.embedding.jagged import Jagged
 from flexd.planner.model.cost import CostBreakdown
-from flexd.planner.model.row_bytes import Exchange, Phase, Where
+from flexd.planner.model.row_bytes import Exchange, Phase, TrafficLink
 from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import make_plan, placement_cost
 from flexd.sketch.profile import Profile, TableProfile
@@ -169,7 +169,7 @@ def compare(strategy: Strategy, settings: Settings, layout: RankLayout, cluster:
     seconds, spread, *sent = (totals / layout.world_size).tolist()
     by_name = dict(zip(mine["sent"], sent, strict=True))
     counted = sum(by_name[f"{kind}_inter_bytes"] for kind in ("all_to_all", "sync"))
-    predicted = cost.all_to_all_bytes(Where.INTER_NODE) + cost.sync_bytes(Where.INTER_NODE)
+    predicted = cost.all_to_all_bytes(TrafficLink.INTER_NODE) + cost.sync_bytes(TrafficLink.INTER_NODE)
     return {
         "strategy": strategy.name,
         "replicated_rows": len(strategy.placement),

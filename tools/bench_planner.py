@@ -26,10 +26,10 @@ from planner_problems import ListedTable, made_up_tables, problem_of, read_table
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
-from flexd.planner.baselines import Case, Outcome
-from flexd.planner.baselines.peers import PEERS
+from flexd.planner.baselines import BaselineResult, PlanningProblem
+from flexd.planner.baselines.all_baselines import ALL_BASELINES
 from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
-from flexd.planner.model.row_bytes import Phase, Where
+from flexd.planner.model.row_bytes import Phase, TrafficLink
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import Plan, make_plan
 from flexd.sketch.profile import Profile
@@ -62,7 +62,7 @@ def volume_bound_bytes(sums: Sequence[LoadSums]) -> float:
     cost = joint_cost(
         sums, [np.zeros(len(group.load.keys), np.uint8) for group in sums], load_preset("azure-a100-200g")
     )
-    return float(cost.bytes[:, [Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS], Where.INTER_NODE].sum())
+    return float(cost.bytes[:, [Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS], TrafficLink.INTER_NODE].sum())
 
 
 def row_of(
@@ -75,9 +75,9 @@ def row_of(
         "milliseconds": cost.peak_exposed_seconds * 1e3,
         "mean_milliseconds": cost.exposed_seconds * 1e3,
         "balance": cost.imbalance,
-        "inter_node_all_to_all_megabytes": cost.all_to_all_bytes(Where.INTER_NODE) / 1e6,
-        "inter_node_sync_megabytes": cost.sync_bytes(Where.INTER_NODE) / 1e6,
-        "intra_node_megabytes": float(cost.bytes[..., Where.INTRA_NODE].sum()) / 1e6,
+        "inter_node_all_to_all_megabytes": cost.all_to_all_bytes(TrafficLink.INTER_NODE) / 1e6,
+        "inter_node_sync_megabytes": cost.sync_bytes(TrafficLink.INTER_NODE) / 1e6,
+        "intra_node_megabytes": float(cost.bytes[..., TrafficLink.INTRA_NODE].sum()) / 1e6,
         "stored_gigabytes": float(stored.max()) / 1e9,
         "memory_gigabytes": float(total.max()) / 1e9,
         **more,
@@ -89,11 +89,11 @@ def strategies(tables: list[ListedTable], preset: str, skew: float) -> Figures:
     sequence = [table for table in tables if table.bags == 0]
     profile, keyspace, shape = problem_of(sequence, LAYOUT.world_size, skew, [SEQUENCE_ROWS_LISTED] * len(sequence))
     plan, seconds = plan_of(profile, keyspace, LAYOUT, preset, shape)
-    case = Case(
+    case = PlanningProblem(
         profile, keyspace, LAYOUT, load_preset(preset), RANK_MEMORY_BYTES,
         tuple(int(REPLICA_SHARE * group.rows) for group in keyspace.groups), shape,
     )  # fmt: skip
-    outcomes: dict[str, Outcome] = {peer.name: peer.evaluate(case) for peer in PEERS}
+    outcomes: dict[str, BaselineResult] = {peer.name: peer.evaluate(case) for peer in ALL_BASELINES}
     rows = [
         row_of(name, o.cost, o.memory_bytes, o.peak_memory_bytes, o.not_applicable, **o.figures)
         for name, o in outcomes.items()
@@ -110,7 +110,7 @@ def strategies(tables: list[ListedTable], preset: str, skew: float) -> Figures:
         "volume_bound_megabytes": volume_bound_bytes(case.sums) / 1e6,
         "strategies": rows,
         "flexshard_all_to_all_saved": 1
-        - published.all_to_all_bytes(Where.INTER_NODE) / plain.all_to_all_bytes(Where.INTER_NODE),
+        - published.all_to_all_bytes(TrafficLink.INTER_NODE) / plain.all_to_all_bytes(TrafficLink.INTER_NODE),
         "flexshard_speedup": plain.peak_exposed_seconds / published.peak_exposed_seconds,
         "flexshard_mean_speedup": plain.exposed_seconds / published.exposed_seconds,
         "flexd_speedup": plain.peak_exposed_seconds / plan.after.peak_exposed_seconds,

@@ -12,10 +12,10 @@ from flexd.api.planning import GateReport, gate_report
 
 if TYPE_CHECKING:
     from flexd.operations.gates import Gate
-    from flexd.planner.explanation import RowExplanation, TableExplanation
+    from flexd.planner.explanation_types import RowExplanation, TableExplanation
 
 MAX_EXPLAINED_ROWS = 1000
-WhyName = Literal["saves", "pinned", "excluded", "no_gain", "slot_price", "migration", "latency"]
+ReasonName = Literal["saves", "pinned", "excluded", "no_gain", "slot_price", "migration", "latency"]
 
 
 class RowReport(Model):
@@ -47,7 +47,7 @@ class RowReport(Model):
     """Tier now."""
     planned: TierName = "HOME"
     """Tier if a plan were made now."""
-    why: WhyName = "saves"
+    reason: ReasonName = "saves"
     """Reason for the planned tier."""
     home_rank: int = 0
     """Rank of the authoritative copy."""
@@ -124,6 +124,6 @@ def _row(row: RowExplanation) -> RowReport:
         seconds=dict(zip(TIERS, row.seconds.tolist(), strict=True)),
         live=row.live.name,
         planned=row.planned.name,
-        why=row.why.value,
+        reason=row.reason.value,
         source_node_share=None if share is None else tuple(float(node) for node in share),
     )

@@ -147,7 +147,7 @@ def _hottest(answer: Explanation) -> Table:
                 row.live,
                 row.planned,
                 units.seconds(saved),
-                row.why.replace("_", " "),
+                row.reason.replace("_", " "),
             )
         )
     return Table(
@@ -178,7 +178,7 @@ def _sentence(answer: Explanation, row: RowReport) -> Sentences:
         "look-ups that does not pay for copying it.",
         "latency": f"{tier} would save {units.seconds(best)} a step, but all such rows together do not pay for "
         f"{units.seconds(answer.sync_latency_seconds)} of latency that synchronising takes.",
-    }[row.why]
+    }[row.reason]
     lines = [text]
     if row.live != row.planned:
         lines.append(f"It is at {row.live} now and moves with the next plan.")

@@ -16,7 +16,7 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.plan_settings import running_exchange, training_shape
-from flexd.planner.drift import Drift, PlacementTraffic, placement_traffic
+from flexd.planner.drift import Drift, PlacementCommunication, placement_communication
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster
 
@@ -89,8 +89,8 @@ class DriftMonitor:
         self._guard = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._reference: PlacementTraffic | None = None
-        self._candidate: PlacementTraffic | None = None
+        self._reference: PlacementCommunication | None = None
+        self._candidate: PlacementCommunication | None = None
         """The cost of a live placement that differs from the reference's. It becomes the reference if the next
         evaluation finds the same placement; a plan that was just made may not have started to move."""
         self._reason: str | None = None
@@ -123,14 +123,14 @@ class DriftMonitor:
         """Seconds since the newest evaluation; NaN before the first."""
         return time.monotonic() - self._evaluated_at
 
-    def set_reference(self, reference: PlacementTraffic) -> None:
+    def set_reference(self, reference: PlacementCommunication) -> None:
         """Replace the reference by the cost of an executed plan's target under the profile that it was made from."""
         with self._guard:
             self._reference, self._candidate, self._reason, self.newest = reference, None, None, None
 
-    def _price(self, profile: Profile, layout: RankLayout, placement: Placement) -> PlacementTraffic:
+    def _price(self, profile: Profile, layout: RankLayout, placement: Placement) -> PlacementCommunication:
         settings = self._settings
-        return placement_traffic(
+        return placement_communication(
             profile, self._keyspace, layout, self._cluster, placement,
             training_shape(settings), running_exchange(settings),
         )  # fmt: skip
@@ -182,7 +182,7 @@ class DriftMonitor:
             self.newest = Drift(reference, now)
             self._evaluated_at = time.monotonic()
             threshold = self._settings.drift_threshold
-            self._reason = None if threshold is None else self.newest.beyond(threshold)
+            self._reason = None if threshold is None else self.newest.reason_to_plan(threshold)
             return self.newest
 
     def _run(self) -> None:
@@ -205,6 +205,6 @@ class DriftMonitor:
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
         try:
-            self._reference = PlacementTraffic.from_dict(saved)
+            self._reference = PlacementCommunication.from_dict(saved)
         except (FlexdError, KeyError, TypeError, ValueError, AttributeError) as error:
             _log.warning("drift: the saved reference is not used: %r", error)

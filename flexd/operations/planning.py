@@ -22,9 +22,9 @@ from flexd.operations.plan_settings import plan_limits, running_exchange, traini
 from flexd.operations.proposals import Proposal, Proposals, outdated, require_current
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.triggers import Trigger
-from flexd.planner.drift import Drift, PlacementTraffic, placement_traffic
+from flexd.planner.drift import Drift, PlacementCommunication, placement_communication
 from flexd.planner.explain import explain
-from flexd.planner.explanation import TableExplanation
+from flexd.planner.explanation_types import TableExplanation
 from flexd.planner.plan import Plan, make_plan
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster
@@ -50,7 +50,7 @@ class Planning:
         coordinator: Coordinator,
         training: TrainingMonitor,
         executions: Executions,
-        on_executed: Callable[[PlacementTraffic], None] = lambda reference: None,
+        on_executed: Callable[[PlacementCommunication], None] = lambda reference: None,
     ) -> None:
         self._config = config
         self._keyspace = keyspace
@@ -159,12 +159,12 @@ class Planning:
         layout = self.live_topology().layout
         profile = self._profile(proposal.traffic.accesses_per_step, layout)
         self._profiled_at = time.monotonic()
-        beyond = Drift(proposal.traffic, self._price(profile, proposal.plan.target, layout)).beyond(threshold)
+        beyond = Drift(proposal.traffic, self._price(profile, proposal.plan.target, layout)).reason_to_plan(threshold)
         return "" if beyond is None else f"the accesses have moved on since it was made: {beyond}"
 
-    def _price(self, profile: Profile, placement: Placement, layout: RankLayout) -> PlacementTraffic:
+    def _price(self, profile: Profile, placement: Placement, layout: RankLayout) -> PlacementCommunication:
         settings = self._config.planner
-        return placement_traffic(
+        return placement_communication(
             profile, self._keyspace, layout, self.cluster, placement, training_shape(settings),
             running_exchange(settings),
         )  # fmt: skip

@@ -11,7 +11,7 @@ from flexd.core.errors import ApiError, PlanError
 from flexd.core.placement import Placement
 from flexd.operations.gates import Gate
 from flexd.operations.triggers import Trigger
-from flexd.planner.drift import PlacementTraffic
+from flexd.planner.drift import PlacementCommunication
 from flexd.planner.plan import Plan
 
 LATEST = "latest"
@@ -35,7 +35,7 @@ class Proposal:
     live: Placement
     gates: tuple[Gate, ...]
     trigger: Trigger
-    traffic: PlacementTraffic
+    traffic: PlacementCommunication
     dry_run: bool = False
 
     @property

@@ -17,8 +17,8 @@ Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 UInt8Array = npt.NDArray[np.uint8]
 
-_LEAST_BLOCK = 64
-_MOST_BLOCKS = 512
+_MIN_BLOCK_ROWS = 64
+_MAX_BLOCKS = 512
 
 
 def moved_bytes(delta: Delta, keyspace: KeySpace, layout: RankLayout) -> Int64Array:
@@ -65,7 +65,7 @@ def plan_delta(
     demotions, promotions = changes.select(np.flatnonzero(~up)), changes.select(np.flatnonzero(up))
     order = _by_gain(promotions, target, gains, keyspace, layout)
     promotions = promotions.select(order)
-    block = max(_LEAST_BLOCK, -(-len(changes) // _MOST_BLOCKS))
+    block = max(_MIN_BLOCK_ROWS, -(-len(changes) // _MAX_BLOCKS))
     freed = _cumulative(demotions, block, budgets)
     taken = _cumulative(promotions, block, budgets)
     used = budgets.used(live.keys, live.tiers)

@@ -15,19 +15,19 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.planner.model.cost import CostBreakdown
-from flexd.planner.model.row_bytes import Exchange, Where
+from flexd.planner.model.row_bytes import Exchange, TrafficLink
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import placement_cost
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster
 
-TELLING_SHARE = 0.1
+MIN_TABLE_SHARE = 0.1
 """A table that carries less of the exposed time, then and now, does not ask for a plan by itself."""
 
 
 @dataclass(frozen=True)
-class Traffic:
+class StepCommunication:
     """Expected communication per rank and step.
 
     Attributes:
@@ -47,7 +47,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class PlacementTraffic:
+class PlacementCommunication:
     """What one placement costs under one profile: all that is kept of that profile.
 
     Attributes:
@@ -64,13 +64,13 @@ class PlacementTraffic:
     local_ranks: int
     cluster: str
     accesses_per_step: float
-    total: Traffic
-    tables: Mapping[str, Traffic]
+    total: StepCommunication
+    tables: Mapping[str, StepCommunication]
 
-    def compares_with(self, other: PlacementTraffic) -> bool:
+    def compares_with(self, other: PlacementCommunication) -> bool:
         """Same placement, ranks, prices and tables: only the profile differs."""
 
-        def setting(traffic: PlacementTraffic) -> tuple[object, ...]:
+        def setting(traffic: PlacementCommunication) -> tuple[object, ...]:
             return (
                 traffic.placement_digest, traffic.nodes, traffic.local_ranks, traffic.cluster, tuple(traffic.tables),
             )  # fmt: skip
@@ -90,7 +90,7 @@ class PlacementTraffic:
         }
 
     @staticmethod
-    def from_dict(saved: Mapping[str, Any]) -> PlacementTraffic:
+    def from_dict(saved: Mapping[str, Any]) -> PlacementCommunication:
         """What ``to_dict`` gave.
 
         Raises:
@@ -99,14 +99,14 @@ class PlacementTraffic:
         accesses = float(saved["accesses_per_step"])
         if not (math.isfinite(accesses) and accesses > 0):
             raise PlanError(f"saved accesses per step: {accesses}", remedy="a new reference is taken")
-        return PlacementTraffic(
+        return PlacementCommunication(
             int(saved["placement_digest"], 16),
             int(saved["nodes"]),
             int(saved["local_ranks"]),
             str(saved["cluster"]),
             accesses,
-            Traffic(*(float(number) for number in saved["total"])),
-            {str(name): Traffic(*(float(n) for n in numbers)) for name, numbers in saved["tables"].items()},
+            StepCommunication(*(float(number) for number in saved["total"])),
+            {str(name): StepCommunication(*(float(n) for n in numbers)) for name, numbers in saved["tables"].items()},
         )
 
 
@@ -118,8 +118,8 @@ class Drift:
         PlanError: the two are not of the same placement, ranks, prices and tables.
     """
 
-    then: PlacementTraffic
-    now: PlacementTraffic
+    then: PlacementCommunication
+    now: PlacementCommunication
 
     def __post_init__(self) -> None:
         if not self.then.compares_with(self.now):
@@ -138,8 +138,8 @@ class Drift:
             for name, now in self.now.tables.items()
         }
 
-    def beyond(self, threshold: float) -> str | None:
-        """Why to plan again, or None: the whole, or a table that carries ``TELLING_SHARE``, has become dearer than
+    def reason_to_plan(self, threshold: float) -> str | None:
+        """Why to plan again, or None: the whole, or a table that carries ``MIN_TABLE_SHARE``, has become dearer than
         ``threshold`` times what it was. Names the table that has grown the most."""
         now = {name: traffic.exposed_seconds for name, traffic in self.now.tables.items()}
         then = {name: traffic.exposed_seconds for name, traffic in self.then.tables.items()}
@@ -148,7 +148,8 @@ class Drift:
         telling = [
             name
             for name, ratio in self.table_ratios.items()
-            if ratio > threshold and max(_share(now[name], whole_now), _share(then[name], whole_then)) >= TELLING_SHARE
+            if ratio > threshold
+            and max(_share(now[name], whole_now), _share(then[name], whole_then)) >= MIN_TABLE_SHARE
         ]
         if self.ratio > threshold:
             ratio, table = self.ratio, max(grown, key=lambda name: grown[name])
@@ -160,7 +161,7 @@ class Drift:
         return f"drift {ratio:.2f} > {threshold:.2f} (table {table})"
 
 
-def placement_traffic(
+def placement_communication(
     profile: Profile,
     keyspace: KeySpace,
     layout: RankLayout,
@@ -168,7 +169,7 @@ def placement_traffic(
     placement: Placement,
     shape: TrainingShape | None = None,
     exchange: Exchange = Exchange.CHAIN,
-) -> PlacementTraffic:
+) -> PlacementCommunication:
     """Prices a placement, in total and table by table, as ``make_plan`` does with the same shape and exchange.
 
     A replicated row that the profile no longer lists counts as a mean unlisted row of its table.
@@ -178,23 +179,23 @@ def placement_traffic(
     """
     shape = shape or TrainingShape()
     loads = make_loads(profile, keyspace, layout, shape)
-    total = _traffic(placement_cost(loads, placement, keyspace, layout, cluster, exchange), latency=True)
+    total = _communication(placement_cost(loads, placement, keyspace, layout, cluster, exchange), latency=True)
     table_of = keyspace.table_of(placement.keys)
     order = np.argsort(table_of, kind="stable")
     edges = np.searchsorted(table_of[order], np.arange(len(keyspace.tables) + 1))
-    tables: dict[str, Traffic] = {}
+    tables: dict[str, StepCommunication] = {}
     for index, spec in enumerate(keyspace.tables):
         seen = profile.tables[index]
         if seen.weight <= 0:
-            tables[spec.name] = Traffic(0.0, 0.0, 0.0)
+            tables[spec.name] = StepCommunication(0.0, 0.0, 0.0)
             continue
         # A table by itself is a job of one table: its own key space, whose keys are its rows.
         mine = order[edges[index] : edges[index + 1]]
         alone = KeySpace([spec])
         rows = Placement.of(placement.keys[mine] - keyspace.first_key[index], placement.tiers[mine], placement.version)
         own = make_loads(Profile(tables=(seen,)), alone, layout, shape.of_table(spec.name))
-        tables[spec.name] = _traffic(placement_cost(own, rows, alone, layout, cluster, exchange), latency=False)
-    return PlacementTraffic(
+        tables[spec.name] = _communication(placement_cost(own, rows, alone, layout, cluster, exchange), latency=False)
+    return PlacementCommunication(
         placement_digest=placement.digest(),
         nodes=layout.nodes,
         local_ranks=layout.local_ranks,
@@ -205,15 +206,15 @@ def placement_traffic(
     )
 
 
-def _traffic(cost: CostBreakdown, *, latency: bool) -> Traffic:
+def _communication(cost: CostBreakdown, *, latency: bool) -> StepCommunication:
     seconds = cost.exposed_seconds
     if not latency:
         seconds = float(cost.exposed_share @ cost.transfer_seconds.sum(axis=(0, 2)))
-    inter = float(cost.bytes[:, :, Where.INTER_NODE].sum())
-    return Traffic(inter, inter + float(cost.bytes[:, :, Where.INTRA_NODE].sum()), seconds)
+    inter = float(cost.bytes[:, :, TrafficLink.INTER_NODE].sum())
+    return StepCommunication(inter, inter + float(cost.bytes[:, :, TrafficLink.INTRA_NODE].sum()), seconds)
 
 
-def _numbers(traffic: Traffic) -> list[float]:
+def _numbers(traffic: StepCommunication) -> list[float]:
     return [traffic.inter_node_bytes, traffic.total_bytes, traffic.exposed_seconds]
 
 

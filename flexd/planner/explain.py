@@ -17,7 +17,7 @@ from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
-from flexd.planner.explanation import RowExplanation, TableExplanation, TierThreshold, Why
+from flexd.planner.explanation_types import RowExplanation, TableExplanation, TierReason, TierThreshold
 from flexd.planner.model.cost import LoadSums, step_latencies
 from flexd.planner.model.gains import migration_seconds, row_seconds, usable_tiers
 from flexd.planner.model.prices import exposed_share
@@ -75,7 +75,7 @@ def explain(
     also = np.unique(np.concatenate([keys, limits.replicated_keys(keyspace)]))
     loads = make_loads(profile, keyspace, layout, shape, also)
     group = int(keyspace.group_of(keyspace.first_key[index : index + 1])[0])
-    bench = _Bench(plan, loads, group, layout, horizon_steps, table not in shape.frozen_tables)
+    bench = _GroupPricing(plan, loads, group, layout, horizon_steps, table not in shape.frozen_tables)
     fixed = limits.of_group(bench.load, keyspace, bench.slots).fixed
     first, end = int(keyspace.first_key[index]), int(keyspace.first_key[index]) + seen.rows
     return TableExplanation(
@@ -103,7 +103,7 @@ def _by_tier(placement: Placement, first: int, end: int) -> Int64Array:
 
 
 @dataclass(frozen=True)
-class _Bench:
+class _GroupPricing:
     """One dim-group at the prices of the plan.
 
     Attributes:
@@ -286,23 +286,23 @@ class _Bench:
                     seconds=seconds[:, i],
                     live=Tier(int(live_tiers[i])),
                     planned=Tier(int(planned[i])),
-                    why=self._why(int(planned[i]), gains[:, i], low[:, i], pinned, excluded),
+                    reason=self._reason(int(planned[i]), gains[:, i], low[:, i], pinned, excluded),
                     home_rank=int(homes[i]),
                     source_node_share=shares[i] if shares is not None and listed[i] else None,
                 )
             )
         return tuple(found)
 
-    def _why(self, planned: int, gains: Float64Array, low: Float64Array, pinned: bool, excluded: bool) -> Why:
+    def _reason(self, planned: int, gains: Float64Array, low: Float64Array, pinned: bool, excluded: bool) -> TierReason:
         if excluded or pinned:
-            return Why.EXCLUDED if excluded else Why.PINNED
+            return TierReason.EXCLUDED if excluded else TierReason.PINNED
         if planned != Tier.HOME:
-            return Why.SAVES
+            return TierReason.SAVES
         usable = [int(tier) for tier in self.usable]
         if not usable or not (gains[usable] > 0).any():
-            return Why.NO_GAIN
+            return TierReason.NO_GAIN
         if not (low[usable] - self.paid[usable] > 0).any():
-            return Why.MIGRATION
+            return TierReason.MIGRATION
         if not len(self.plan.target):
-            return Why.LATENCY
-        return Why.SLOT_PRICE
+            return TierReason.LATENCY
+        return TierReason.SLOT_PRICE

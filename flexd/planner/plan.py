@@ -13,8 +13,7 @@ from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
-from flexd.planner.account import replication_account
-from flexd.planner.baselines import BASELINES, ROW_WISE_DEDUP, TWO_HOP
+from flexd.planner.baselines import PLAN_BASELINES, ROW_WISE_DEDUP, TWO_HOP
 from flexd.planner.delta import moved_bytes, plan_delta, rows_by_tier
 from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
 from flexd.planner.model.gains import canonical_tiers, migration_seconds
@@ -22,6 +21,7 @@ from flexd.planner.model.rank_memory import RankMemory, placement_memory
 from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import GroupLoad, make_loads
+from flexd.planner.replication_summary import summarise_replication
 from flexd.planner.solver.limits import PlanLimits, SlotBudgets, slots_of_ranks
 from flexd.planner.solver.tiers import choose_jointly
 from flexd.sketch.profile import Profile
@@ -129,7 +129,7 @@ class Plan:
                 ),
             },
             "baselines": {name: cost.to_dict() for name, cost in self.baselines.items()},
-            "replication": replication_account(
+            "replication": summarise_replication(
                 self.baselines[TWO_HOP.name if self.exchange is Exchange.CHAIN else ROW_WISE_DEDUP.name],
                 self.after,
                 self.cluster,
@@ -207,7 +207,7 @@ def make_plan(
         delta=delta,
         before=_placement_cost(sums, live, keyspace, cluster, exchange),
         after=choice.cost,
-        baselines={baseline.name: baseline.price(sums, cluster) for baseline in BASELINES},
+        baselines={baseline.name: baseline.price(sums, cluster) for baseline in PLAN_BASELINES},
         objective_seconds=choice.objective_seconds,
         lower_bound_seconds=choice.lower_bound_seconds,
         migration_bytes=int(moved_bytes(delta, keyspace, layout).sum()),

@@ -265,7 +265,7 @@ def test_an_explanation_knows_pins_exclusions_and_frozen_tables(tmp_path: Path) 
         setting.see(50_000)
         setting.report()
         (answer,) = explanation(*setting.planning.explain("item", row, 0)).explained
-        return answer.planned, answer.why, answer.anywhere
+        return answer.planned, answer.reason, answer.anywhere
 
     coldest = ROWS - 1
     pins = [{"table": "item", "tier": "HOME", "rows": [0]}, {"table": "item", "tier": "DEVICE", "rows": [coldest]}]

@@ -13,8 +13,8 @@ from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
-from flexd.planner.drift import Drift, PlacementTraffic, Traffic, placement_traffic
-from flexd.planner.model.row_bytes import Exchange, Where
+from flexd.planner.drift import Drift, PlacementCommunication, StepCommunication, placement_communication
+from flexd.planner.model.row_bytes import Exchange, TrafficLink
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import make_plan, placement_cost
@@ -34,8 +34,8 @@ def _planned(seen: Profile) -> Placement:
     ).target  # fmt: skip
 
 
-def _priced(seen: Profile, placement: Placement) -> PlacementTraffic:
-    return placement_traffic(seen, KEYSPACE, LAYOUT, CLUSTER, placement)
+def _priced(seen: Profile, placement: Placement) -> PlacementCommunication:
+    return placement_communication(seen, KEYSPACE, LAYOUT, CLUSTER, placement)
 
 
 def test_a_profile_that_stays_has_no_drift() -> None:
@@ -45,7 +45,7 @@ def test_a_profile_that_stays_has_no_drift() -> None:
     drift = Drift(_priced(seen, placement), _priced(seen, placement))
     assert drift.ratio == 1.0
     assert set(drift.table_ratios.values()) == {1.0}
-    assert drift.beyond(1.0001) is None
+    assert drift.reason_to_plan(1.0001) is None
 
 
 def test_the_total_is_the_price_of_the_placement_and_bytes_of_tables_sum_to_it() -> None:
@@ -55,7 +55,7 @@ def test_the_total_is_the_price_of_the_placement_and_bytes_of_tables_sum_to_it()
     cost = placement_cost(make_loads(seen, KEYSPACE, LAYOUT), placement, KEYSPACE, LAYOUT, CLUSTER)
     assert traffic.total.exposed_seconds == cost.exposed_seconds
     assert traffic.total.inter_node_bytes == pytest.approx(
-        cost.all_to_all_bytes(Where.INTER_NODE) + cost.sync_bytes(Where.INTER_NODE)
+        cost.all_to_all_bytes(TrafficLink.INTER_NODE) + cost.sync_bytes(TrafficLink.INTER_NODE)
     )
     assert sum(t.inter_node_bytes for t in traffic.tables.values()) == pytest.approx(traffic.total.inter_node_bytes)
     assert sum(t.total_bytes for t in traffic.tables.values()) == pytest.approx(traffic.total.total_bytes)
@@ -74,10 +74,10 @@ def test_moved_popularity_is_drift_and_a_fresh_plan_ends_it() -> None:
     loads = [make_loads(seen, KEYSPACE, LAYOUT) for seen in (then, now)]
     before, after = (placement_cost(load, placement, KEYSPACE, LAYOUT, CLUSTER).exposed_seconds for load in loads)
     assert drift.ratio == pytest.approx(after / before)
-    reason = drift.beyond(1.02)
+    reason = drift.reason_to_plan(1.02)
     assert reason is not None
     assert reason.startswith(f"drift {drift.ratio:.2f} > 1.02 (table ")
-    assert drift.beyond(10.0) is None
+    assert drift.reason_to_plan(10.0) is None
     fresh = _planned(now)
     assert _priced(now, fresh).total.exposed_seconds < drift.now.total.exposed_seconds
     with pytest.raises(PlanError, match="different placements"):
@@ -101,7 +101,7 @@ def test_the_table_that_has_grown_is_named() -> None:
     drift = Drift(_priced(_mixed({}, {}), placement), _priced(_mixed({}, {"shop": 300}), placement))
     assert drift.table_ratios["item"] == pytest.approx(1.0)
     assert drift.table_ratios["shop"] > 1.02
-    assert "(table shop)" in str(drift.beyond(1.001))
+    assert "(table shop)" in str(drift.reason_to_plan(1.001))
 
 
 def test_a_table_that_carries_little_asks_for_nothing_and_one_that_carries_much_does_though_others_shrink() -> None:
@@ -109,12 +109,12 @@ def test_a_table_that_carries_little_asks_for_nothing_and_one_that_carries_much_
     placement = _planned(_mixed(small, {}))
     drift = Drift(_priced(_mixed(small, {}), placement), _priced(_mixed({"shop": 4e-3}, {}), placement))
     assert drift.table_ratios["shop"] > 1.5
-    assert drift.beyond(1.1) is None
+    assert drift.reason_to_plan(1.1) is None
     placement = _planned(_mixed({}, {}))
     now = _mixed({"item": 0.2, "shop": 1.5, "user": 1.0}, {})
     drift = Drift(_priced(_mixed({}, {}), placement), _priced(now, placement))
     assert drift.ratio < 1
-    assert drift.beyond(1.1) == f"drift {drift.table_ratios['shop']:.2f} > 1.10 (table shop)"
+    assert drift.reason_to_plan(1.1) == f"drift {drift.table_ratios['shop']:.2f} > 1.10 (table shop)"
 
 
 def test_a_table_that_was_silent_then() -> None:
@@ -123,34 +123,34 @@ def test_a_table_that_was_silent_then() -> None:
     placement = _planned(then)
     drift = Drift(_priced(then, placement), _priced(_mixed({}, {}), placement))
     assert drift.table_ratios["shop"] == math.inf
-    assert drift.then.tables["shop"] == Traffic(0.0, 0.0, 0.0)
-    assert "(table shop)" in str(drift.beyond(1.1))
+    assert drift.then.tables["shop"] == StepCommunication(0.0, 0.0, 0.0)
+    assert "(table shop)" in str(drift.reason_to_plan(1.1))
     quiet = Drift(_priced(then, placement), _priced(then, placement))
     assert quiet.table_ratios["shop"] == 1.0
 
 
 def test_one_rank_has_no_traffic_and_no_drift() -> None:
     seen = profile(KEYSPACE, ACCESSES, hot=500)
-    traffic = placement_traffic(seen, KEYSPACE, RankLayout(1, 1), CLUSTER, Placement.empty())
+    traffic = placement_communication(seen, KEYSPACE, RankLayout(1, 1), CLUSTER, Placement.empty())
     assert traffic.total.exposed_seconds == 0
     assert Drift(traffic, traffic).ratio == 1.0
-    assert Drift(traffic, traffic).beyond(1.1) is None
+    assert Drift(traffic, traffic).reason_to_plan(1.1) is None
 
 
 def test_saved_and_read_back() -> None:
     seen = profile(KEYSPACE, ACCESSES, hot=500)
     traffic = _priced(seen, _planned(seen))
     saved = json.loads(json.dumps(traffic.to_dict(), allow_nan=False))
-    assert PlacementTraffic.from_dict(saved) == traffic
+    assert PlacementCommunication.from_dict(saved) == traffic
     for damage in (
         {"accesses_per_step": math.nan}, {"total": [1, 2]}, {"placement_digest": "x"}, {"tables": []},
         {"total": [-1.0, 1.0, 1.0]}, {"accesses_per_step": 0},
     ):  # fmt: skip
         with pytest.raises((PlanError, KeyError, TypeError, ValueError, AttributeError)):
-            PlacementTraffic.from_dict({**saved, **damage})
+            PlacementCommunication.from_dict({**saved, **damage})
     for name in saved:
         with pytest.raises(KeyError):
-            PlacementTraffic.from_dict({key: value for key, value in saved.items() if key != name})
+            PlacementCommunication.from_dict({key: value for key, value in saved.items() if key != name})
 
 
 def test_nothing_given_is_changed() -> None:
@@ -167,7 +167,7 @@ def test_priced_as_the_plan_was_with_the_same_shape_and_exchange() -> None:
     placement = _planned(seen)
     shape = TrainingShape(micro_batches=4, frozen_tables=frozenset({"shop"}), bags_per_step={"user": 900.0})
     for exchange in (Exchange.CHAIN, Exchange.DIRECT_DEDUP):
-        traffic = placement_traffic(seen, KEYSPACE, LAYOUT, CLUSTER, placement, shape, exchange)
+        traffic = placement_communication(seen, KEYSPACE, LAYOUT, CLUSTER, placement, shape, exchange)
         loads = make_loads(seen, KEYSPACE, LAYOUT, shape)
         cost = placement_cost(loads, placement, KEYSPACE, LAYOUT, CLUSTER, exchange)
         assert traffic.total.exposed_seconds == cost.exposed_seconds

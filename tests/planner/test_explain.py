@@ -12,7 +12,7 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.planner.explain import explain
-from flexd.planner.explanation import TableExplanation, Why
+from flexd.planner.explanation_types import TableExplanation, TierReason
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import Plan, make_plan
 from flexd.planner.solver.limits import PlanLimits, RowPin
@@ -95,16 +95,16 @@ def test_the_gain_that_is_told_is_that_of_the_plan() -> None:
 
 def test_reasons() -> None:
     few = explained(planned(40), hottest=ROWS).explained
-    assert {row.why for row in few} >= {Why.SAVES, Why.SLOT_PRICE}
-    assert all((row.why is Why.SAVES) == (row.planned is not Tier.HOME) for row in few)
+    assert {row.reason for row in few} >= {TierReason.SAVES, TierReason.SLOT_PRICE}
+    assert all((row.reason is TierReason.SAVES) == (row.planned is not Tier.HOME) for row in few)
     rare = explained(planned(40, profile_of(accesses=40.0)), hottest=ROWS).explained
-    assert {row.why for row in rare[-100:]} == {Why.NO_GAIN}
+    assert {row.reason for row in rare[-100:]} == {TierReason.NO_GAIN}
     unsure = explained(planned(4_000, profile_of(lower=1e-6)), hottest=10).explained
-    assert {row.why for row in unsure} == {Why.MIGRATION}
+    assert {row.reason for row in unsure} == {TierReason.MIGRATION}
     slow = explained(
         planned(4_000, cluster=load_preset("azure-a100-200g"), profile=profile_of(accesses=4_000.0)), hottest=3
     )
-    assert {row.why for row in slow.explained} == {Why.LATENCY}
+    assert {row.reason for row in slow.explained} == {TierReason.LATENCY}
     assert slow.sync_latency_seconds == pytest.approx(21.27e-6)
 
 
@@ -114,10 +114,13 @@ def test_pins_and_exclusions_are_told() -> None:
         pins=(RowPin("items", Tier.HOME, np.array([hottest])), RowPin("items", Tier.DEVICE, np.array([rarest])))
     )
     rows = explained(planned(300, limits=limits), rows=[int(hottest), int(rarest)], limits=limits).explained
-    assert [(row.planned, row.why) for row in rows] == [(Tier.HOME, Why.PINNED), (Tier.DEVICE, Why.PINNED)]
+    assert [(row.planned, row.reason) for row in rows] == [
+        (Tier.HOME, TierReason.PINNED),
+        (Tier.DEVICE, TierReason.PINNED),
+    ]
     nothing = PlanLimits(exclude_tables=frozenset({"items"}))
     rows = explained(planned(300, limits=nothing), rows=[int(hottest)], limits=nothing).explained
-    assert [(row.planned, row.why) for row in rows] == [(Tier.HOME, Why.EXCLUDED)]
+    assert [(row.planned, row.reason) for row in rows] == [(Tier.HOME, TierReason.EXCLUDED)]
 
 
 @pytest.mark.parametrize(("slots", "micro_batches"), [(300, 4), (4_000, 1)])

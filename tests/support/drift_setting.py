@@ -14,7 +14,7 @@ from flexd.config.load import parse_config
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.drift import DriftMonitor
-from flexd.planner.drift import placement_traffic
+from flexd.planner.drift import placement_communication
 from flexd.planner.plan import make_plan
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
@@ -88,7 +88,7 @@ class Setting:
             profile, self.keyspace, live.layout, CLUSTER, live.replica_slots, self.coordinator.now, plan_id="p",
             parent_id="", topology_generation=1, horizon_steps=1e9, now_unix_seconds=0.0, reason="test",
         )  # fmt: skip
-        self.monitor.set_reference(placement_traffic(profile, self.keyspace, live.layout, CLUSTER, plan.target))
+        self.monitor.set_reference(placement_communication(profile, self.keyspace, live.layout, CLUSTER, plan.target))
         return plan.target
 
     def execute(self) -> Placement:

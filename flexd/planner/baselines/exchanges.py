@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexd.planner.baselines.case import Case, Outcome, over_memory
+from flexd.planner.baselines.problem import BaselineResult, PlanningProblem, over_memory
 from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
 from flexd.planner.model.row_bytes import Exchange
 from flexd.topology.cluster import Cluster
@@ -24,11 +24,11 @@ class ExchangeBaseline:
     def price(self, sums: Sequence[LoadSums], cluster: Cluster) -> CostBreakdown:
         return joint_cost(sums, [np.zeros(len(group.load.keys), np.uint8) for group in sums], cluster, self.exchange)
 
-    def evaluate(self, case: Case) -> Outcome:
+    def evaluate(self, case: PlanningProblem) -> BaselineResult:
         memory = case.home_memory()
         if reason := over_memory(memory, case):
-            return Outcome(self.name, self.source, reason)
-        return Outcome(self.name, self.source, "", self.price(case.sums, case.cluster), memory)
+            return BaselineResult(self.name, self.source, reason)
+        return BaselineResult(self.name, self.source, "", self.price(case.sums, case.cluster), memory)
 
 
 ROW_WISE = ExchangeBaseline(

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.layout import Tier
-from flexd.planner.baselines.case import Case, Outcome, over_memory
+from flexd.planner.baselines.problem import BaselineResult, PlanningProblem, over_memory
 from flexd.planner.model.balance import rank_bytes, sums_by_home
 from flexd.planner.model.cost import CostBreakdown, LoadSums, cost_of_ranks
-from flexd.planner.model.row_bytes import Exchange, direct_traffic
+from flexd.planner.model.row_bytes import Exchange, direct_byte_factors
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -72,13 +72,13 @@ class FlexShard:
     name: str = "flexshard"
     source: str = "arXiv 2301.02959: rows in tiers by probability, no dedup"
 
-    def evaluate(self, case: Case) -> Outcome:
+    def evaluate(self, case: PlanningProblem) -> BaselineResult:
         layout = case.layout
         row_bytes = np.array([group.load.row_bytes + group.load.state_bytes for group in case.sums], dtype=np.float64)
         memory = case.home_memory()
         most = memory + float(row_bytes @ np.array(case.replica_slots, dtype=np.float64))
         if reason := over_memory(most, case):
-            return Outcome(self.name, self.source, reason)
+            return BaselineResult(self.name, self.source, reason)
         rows = [_Rows.of(group) for group in case.sums]
         best: tuple[float, CostBreakdown, Float64Array, float, float] | None = None
         for device_share, node_share in self._splits(layout.nodes > 1, layout.local_ranks > 1):
@@ -90,7 +90,7 @@ class FlexShard:
                 device = min(device_share * slots * layout.world_size / max(layout.world_size - 1, 1), every)
                 node = min(node_share * slots * layout.world_size / max(layout.nodes - 1, 1), every - device)
                 by_home.append(group.by_home(device, node))
-                table = direct_traffic(layout, group.sums.load.wire_bytes, dedup=False)
+                table = direct_byte_factors(layout, group.sums.load.wire_bytes, dedup=False)
                 parts.append(rank_bytes(by_home[-1], table, layout, Exchange.DIRECT))
                 copies += size * (
                     device * (layout.world_size - 1) / layout.world_size + node * (layout.nodes - 1) / layout.world_size
@@ -104,9 +104,9 @@ class FlexShard:
             if best is None or cost.peak_exposed_seconds < best[0]:
                 best = (cost.peak_exposed_seconds, cost, memory + copies, device_total, node_total)
         if best is None:
-            return Outcome(self.name, self.source, "no split of the memory was tried")
+            return BaselineResult(self.name, self.source, "no split of the memory was tried")
         figures = {"device_rows": best[3], "node_rows": best[4], "memory_cap_bytes": float(most.max())}
-        return Outcome(self.name, self.source, "", best[1], best[2], figures)
+        return BaselineResult(self.name, self.source, "", best[1], best[2], figures)
 
     @staticmethod
     def _splits(nodes: bool, ranks: bool) -> Iterator[tuple[float, float]]:

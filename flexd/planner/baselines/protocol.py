@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from flexd.planner.baselines.case import Case, Outcome
+from flexd.planner.baselines.problem import BaselineResult, PlanningProblem
 
 
 class Baseline(Protocol):
@@ -20,6 +20,6 @@ class Baseline(Protocol):
         """Who does it, or the paper and section."""
         ...
 
-    def evaluate(self, case: Case) -> Outcome:
+    def evaluate(self, case: PlanningProblem) -> BaselineResult:
         """The best that this strategy does with the case. A case it cannot do is an outcome, not an error."""
         ...

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from flexd.planner.baselines.case import Case, Outcome
-from flexd.planner.baselines.whole_tables import cost_of_pieces, pieces_of
+from flexd.planner.baselines.problem import BaselineResult, PlanningProblem
+from flexd.planner.baselines.whole_tables import make_shards, shard_cost
 from flexd.planner.model.workload import ACCESSES
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Float64Array = npt.NDArray[np.float64]
 
-_MOST_VARIABLES = 300_000
+_MAX_VARIABLES = 300_000
 
 
 @dataclass(frozen=True)
@@ -45,29 +45,29 @@ class RecShard:
     name: str = "recshard"
     source: str = "arXiv 2201.10095, MILP: row split by inverse CDF over fast and slow memory (HiGHS)"
 
-    def evaluate(self, case: Case) -> Outcome:
-        pieces, world = pieces_of(case), case.layout.world_size
-        tables = len(pieces.table)
-        if tables * world * self.steps > _MOST_VARIABLES:
-            reason = f"{tables} tables x {world} ranks x {self.steps} splits: more than {_MOST_VARIABLES:,} variables"
-            return Outcome(self.name, self.source, reason)
+    def evaluate(self, case: PlanningProblem) -> BaselineResult:
+        shards, world = make_shards(case), case.layout.world_size
+        tables = len(shards.table)
+        if tables * world * self.steps > _MAX_VARIABLES:
+            reason = f"{tables} tables x {world} ranks x {self.steps} splits: more than {_MAX_VARIABLES:,} variables"
+            return BaselineResult(self.name, self.source, reason)
         shares, fast_rows = self._splits(case)
-        row = pieces.bytes / pieces.rows
+        row = shards.bytes / shards.rows
         seconds = (
-            pieces.accesses[:, None]
+            shards.accesses[:, None]
             * world
-            * pieces.row_bytes[:, None]
+            * shards.row_bytes[:, None]
             * (shares / self.fast_bytes_per_second + (1 - shares) / self.slow_bytes_per_second)
         )
         fast = fast_rows * row[:, None]
-        slow = (pieces.rows[:, None] - fast_rows) * row[:, None]
+        slow = (shards.rows[:, None] - fast_rows) * row[:, None]
         solved = self._solve(seconds, fast, slow, world, case.memory_bytes)
         if solved is None:
             reason = (
                 f"no placement within {case.memory_bytes / 1e9:.1f} GB of fast and {self.host_bytes / 1e9:.1f} GB of "
                 f"host memory a rank was found in {self.time_limit_seconds:g} s"
             )
-            return Outcome(self.name, self.source, reason)
+            return BaselineResult(self.name, self.source, reason)
         rank, split, gap = solved
         each = np.arange(tables)
         memory = np.bincount(rank, weights=fast[each, split], minlength=world).astype(np.float64)
@@ -78,12 +78,12 @@ class RecShard:
             "reading_seconds": float(reading.max()),
             "host_bytes": float(host.max()),
             "accesses_in_fast_memory": float(
-                (shares[each, split] * pieces.accesses).sum() / max(float(pieces.accesses.sum()), 1e-300)
+                (shares[each, split] * shards.accesses).sum() / max(float(shards.accesses.sum()), 1e-300)
             ),
         }
-        return Outcome(self.name, self.source, "", cost_of_pieces(case, pieces, rank), memory, figures)
+        return BaselineResult(self.name, self.source, "", shard_cost(case, shards, rank), memory, figures)
 
-    def _splits(self, case: Case) -> tuple[Float64Array, Float64Array]:
+    def _splits(self, case: PlanningProblem) -> tuple[Float64Array, Float64Array]:
         """float64[tables, steps]: (share of the accesses, rows) in fast memory at each point of the inverse CDF."""
         wanted = np.linspace(0.0, 1.0, self.steps)
         rows = np.zeros((len(case.table_sums), self.steps))

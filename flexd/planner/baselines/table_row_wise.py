@@ -9,11 +9,11 @@ from operator import add
 import numpy as np
 
 from flexd.core.layout import Tier
-from flexd.planner.baselines.case import Case, Outcome
-from flexd.planner.baselines.whole_tables import greedy, pieces_of, rows_back
+from flexd.planner.baselines.problem import BaselineResult, PlanningProblem
+from flexd.planner.baselines.whole_tables import make_shards, place_greedily, returned_rows
 from flexd.planner.model.balance import rank_bytes, sums_by_home
 from flexd.planner.model.cost import cost_of_ranks
-from flexd.planner.model.row_bytes import Exchange, direct_traffic
+from flexd.planner.model.row_bytes import Exchange, direct_byte_factors
 from flexd.planner.model.workload import ACCESSES, BACK_RETURNED, RETURNED
 
 
@@ -24,13 +24,15 @@ class TableRowWise:
     name: str = "table_row_wise"
     source: str = "TorchRec table-row-wise (ShardingType.TABLE_ROW_WISE), greedy by look-ups x dim"
 
-    def evaluate(self, case: Case) -> Outcome:
+    def evaluate(self, case: PlanningProblem) -> BaselineResult:
         layout = case.layout
-        pieces = pieces_of(case)
-        node = greedy(pieces.dim * pieces.accesses, pieces.bytes, layout.nodes, case.memory_bytes * layout.local_ranks)
+        shards = make_shards(case)
+        node = place_greedily(
+            shards.dim * shards.accesses, shards.bytes, layout.nodes, case.memory_bytes * layout.local_ranks
+        )
         if node is None:
-            reason = f"a table of {float(pieces.bytes.max()) / 1e9:.1f} GB finds no node with room for it"
-            return Outcome(self.name, self.source, reason)
+            reason = f"a table of {float(shards.bytes.max()) / 1e9:.1f} GB finds no node with room for it"
+            return BaselineResult(self.name, self.source, reason)
         parts = []
         for table, group in enumerate(case.table_sums):
             ranks = np.array(layout.node_ranks(int(node[table])))
@@ -43,15 +45,15 @@ class TableRowWise:
             total = by_home[Tier.HOME].sum(axis=1)
             if total[RETURNED] > 0:
                 # The loads count sums of a bag at W homes; here it has L.
-                back = rows_back(case, table, float(total[ACCESSES]), layout.local_ranks) / total[RETURNED]
+                back = returned_rows(case, table, float(total[ACCESSES]), layout.local_ranks) / total[RETURNED]
                 by_home[Tier.HOME, [RETURNED, BACK_RETURNED]] *= back
             wire = case.shape.wire_row_bytes(case.keyspace.tables[table])
-            parts.append(rank_bytes(by_home, direct_traffic(layout, wire, dedup=False), layout, Exchange.DIRECT))
+            parts.append(rank_bytes(by_home, direct_byte_factors(layout, wire, dedup=False), layout, Exchange.DIRECT))
         memory = np.repeat(
-            np.bincount(node, weights=pieces.bytes, minlength=layout.nodes) / layout.local_ranks, layout.local_ranks
+            np.bincount(node, weights=shards.bytes, minlength=layout.nodes) / layout.local_ranks, layout.local_ranks
         )
         cost = cost_of_ranks(reduce(add, parts), case.sums, case.cluster, Exchange.DIRECT)
-        return Outcome(self.name, self.source, "", cost, memory)
+        return BaselineResult(self.name, self.source, "", cost, memory)
 
 
 TABLE_ROW_WISE = TableRowWise()

@@ -1,7 +1,7 @@
 """Strategies that place whole tables, or columns of them, on ranks: greedy by a cost of each piece.
 
 The costs are those of AutoShard's heuristic baselines (Zha et al., KDD 2022, arXiv 2208.06399, "Baselines" of the
-experiments, and the released ``autoshard`` sharders): pieces in descending cost, each to the rank with the least cost
+experiments, and the released ``autoshard`` sharders): shards in descending cost, each to the rank with the least cost
 so far that has the memory. Rows travel without dedup; a sum-pooled table is pooled where it is.
 """
 
@@ -16,21 +16,21 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.layout import Tier
-from flexd.planner.baselines.case import Case, Outcome
+from flexd.planner.baselines.problem import BaselineResult, PlanningProblem
 from flexd.planner.model.balance import RankBytes, rank_bytes
 from flexd.planner.model.cost import CostBreakdown, cost_of_ranks
-from flexd.planner.model.row_bytes import Exchange, direct_traffic
+from flexd.planner.model.row_bytes import Exchange, direct_byte_factors
 from flexd.planner.model.workload import ACCESSES, BACK_RETURNED, RETURNED, ROWS, STATISTICS, SYNCED
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 
-_LEAST_COLUMNS = 32
+_MIN_COLUMNS = 32
 """Narrower column shards are not made (TorchRec's planner: MIN_CW_DIM)."""
 
 
 @dataclass(frozen=True)
-class Pieces:
+class TableShards:
     """Parts of tables that are placed as a whole.
 
     Attributes:
@@ -50,7 +50,7 @@ class Pieces:
     rows: Float64Array
 
 
-def pieces_of(case: Case, columns: int | None = None) -> Pieces:
+def make_shards(case: PlanningProblem, columns: int | None = None) -> TableShards:
     """Whole tables, or shards of ``columns`` columns (the last may be narrower)."""
     table: list[int] = []
     dims: list[int] = []
@@ -64,7 +64,7 @@ def pieces_of(case: Case, columns: int | None = None) -> Pieces:
     accesses = np.array([group.total()[ACCESSES] for group in case.table_sums])
     wire = np.array([case.shape.wire_row_bytes(spec) for spec in specs], dtype=np.float64)
     at = np.array(table, dtype=np.int64)
-    return Pieces(
+    return TableShards(
         table=at,
         bytes=case.table_bytes[at] * share,
         row_bytes=np.round(wire[at] * share).astype(np.int64),
@@ -74,40 +74,42 @@ def pieces_of(case: Case, columns: int | None = None) -> Pieces:
     )
 
 
-def greedy(cost: Float64Array, size: Float64Array, ranks: int, memory: float) -> Int64Array | None:
-    """int64[p] rank of each piece: descending cost, to the least loaded rank with room; None if a piece finds none."""
+def place_greedily(cost: Float64Array, size: Float64Array, ranks: int, memory: float) -> Int64Array | None:
+    """int64[p] rank of each shard: descending cost, to the least loaded rank with room; None if a shard finds none."""
     load, used = np.zeros(ranks), np.zeros(ranks)
     rank = np.empty(len(cost), np.int64)
-    for piece in np.lexsort((np.arange(len(cost)), -size, -cost)):
-        room = used + size[piece] <= memory
+    for shard in np.lexsort((np.arange(len(cost)), -size, -cost)):
+        room = used + size[shard] <= memory
         if not room.any():
             return None
         best = int(np.lexsort((used, np.where(room, load, np.inf)))[0])
-        rank[piece] = best
-        load[best] += cost[piece]
-        used[best] += size[piece]
+        rank[shard] = best
+        load[best] += cost[shard]
+        used[best] += size[shard]
     return rank
 
 
-def cost_of_pieces(case: Case, pieces: Pieces, rank: Int64Array) -> CostBreakdown:
+def shard_cost(case: PlanningProblem, shards: TableShards, rank: Int64Array) -> CostBreakdown:
     """Every rank sends its ids to the ranks that have the table, which send rows (or sums of them) back."""
     layout = case.layout
     parts: list[RankBytes] = []
-    for piece, table in enumerate(pieces.table.tolist()):
+    for shard, table in enumerate(shards.table.tolist()):
         one = np.zeros((len(Tier), STATISTICS, layout.world_size))
         total = case.table_sums[table].total()
-        back = rows_back(case, table, float(total[ACCESSES]), 1)
+        back = returned_rows(case, table, float(total[ACCESSES]), 1)
         trained = total[SYNCED] / total[ROWS] if total[ROWS] > 0 else 0.0
-        one[Tier.HOME, ACCESSES, rank[piece]] = total[ACCESSES]
-        one[Tier.HOME, RETURNED, rank[piece]] = back
-        one[Tier.HOME, BACK_RETURNED, rank[piece]] = back * trained
+        one[Tier.HOME, ACCESSES, rank[shard]] = total[ACCESSES]
+        one[Tier.HOME, RETURNED, rank[shard]] = back
+        one[Tier.HOME, BACK_RETURNED, rank[shard]] = back * trained
         parts.append(
-            rank_bytes(one, direct_traffic(layout, int(pieces.row_bytes[piece]), dedup=False), layout, Exchange.DIRECT)
+            rank_bytes(
+                one, direct_byte_factors(layout, int(shards.row_bytes[shard]), dedup=False), layout, Exchange.DIRECT
+            )
         )
     return cost_of_ranks(reduce(add, parts), case.sums, case.cluster, Exchange.DIRECT)
 
 
-def rows_back(case: Case, table: int, accesses: float, homes: int) -> float:
+def returned_rows(case: PlanningProblem, table: int, accesses: float, homes: int) -> float:
     """Rows that come back to a rank for its accesses: all of them, or a sum for each bag and each home that has any."""
     bags = case.shape.bags_per_step.get(case.keyspace.tables[table].name)
     if bags is None or accesses == 0:
@@ -121,21 +123,21 @@ class TableWise:
 
     name: str
     source: str
-    cost: Callable[[Pieces], Float64Array]
+    cost: Callable[[TableShards], Float64Array]
     columns: int | None = None
 
-    def evaluate(self, case: Case) -> Outcome:
-        pieces = pieces_of(case, self.columns)
+    def evaluate(self, case: PlanningProblem) -> BaselineResult:
+        shards = make_shards(case, self.columns)
         world = case.layout.world_size
-        rank = greedy(self.cost(pieces), pieces.bytes, world, case.memory_bytes)
+        rank = place_greedily(self.cost(shards), shards.bytes, world, case.memory_bytes)
         if rank is None:
             reason = (
-                f"a piece of {float(pieces.bytes.max()) / 1e9:.1f} GB finds no rank with room for it "
+                f"a shard of {float(shards.bytes.max()) / 1e9:.1f} GB finds no rank with room for it "
                 f"({case.memory_bytes / 1e9:.1f} GB each)"
             )
-            return Outcome(self.name, self.source, reason)
-        memory = np.bincount(rank, weights=pieces.bytes, minlength=world).astype(np.float64)
-        return Outcome(self.name, self.source, "", cost_of_pieces(case, pieces, rank), memory)
+            return BaselineResult(self.name, self.source, reason)
+        memory = np.bincount(rank, weights=shards.bytes, minlength=world).astype(np.float64)
+        return BaselineResult(self.name, self.source, "", shard_cost(case, shards, rank), memory)
 
 
 TABLE_WISE_SIZE = TableWise(
@@ -152,7 +154,7 @@ TABLE_WISE_SIZE_LOOKUP = TableWise(
 )
 COLUMN_WISE = TableWise(
     "column_wise",
-    f"TorchRec column-wise: shards of {_LEAST_COLUMNS} columns, greedy by look-ups x columns",
+    f"TorchRec column-wise: shards of {_MIN_COLUMNS} columns, greedy by look-ups x columns",
     lambda p: p.dim * p.accesses,
-    _LEAST_COLUMNS,
+    _MIN_COLUMNS,
 )

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, Phase, Where
+from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, Phase, TrafficLink
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
@@ -88,35 +88,35 @@ def rank_bytes(by_home: Float64Array, table: Float64Array, layout: RankLayout, e
     sent = np.broadcast_to(total, of_home.shape).copy()
     received = sent.copy()
 
-    def spread(tier: Tier, phase: Phase, where: Where, serves: Float64Array, asks: Float64Array) -> None:
+    def spread(tier: Tier, phase: Phase, link: TrafficLink, serves: Float64Array, asks: Float64Array) -> None:
         """Requests and gradients go to the rank that serves; rows and sums come from it."""
         out, into = (serves, asks) if phase in (Phase.FORWARD_ROWS, Phase.SYNC_SUMS) else (asks, serves)
-        sent[tier, phase, where], received[tier, phase, where] = out, into
+        sent[tier, phase, link], received[tier, phase, link] = out, into
 
     def from_owners(tier: Tier, phase: Phase) -> None:
         """Between the ranks of a node and the owner there, first hop of the chain."""
-        rail, all_rows = of_rail[tier, phase, Where.INTRA_NODE], total[tier, phase, Where.INTRA_NODE]
-        spread(tier, phase, Where.INTRA_NODE, local * rail, local / (local - 1) * (all_rows - rail))
+        rail, all_rows = of_rail[tier, phase, TrafficLink.INTRA_NODE], total[tier, phase, TrafficLink.INTRA_NODE]
+        spread(tier, phase, TrafficLink.INTRA_NODE, local * rail, local / (local - 1) * (all_rows - rail))
 
     def from_homes_over_rails(tier: Tier, phase: Phase) -> None:
-        mine = of_home[tier, phase, Where.INTER_NODE]
-        others = of_rail[tier, phase, Where.INTER_NODE] - mine
-        spread(tier, phase, Where.INTER_NODE, world * mine, world / (nodes - 1) * others)
+        mine = of_home[tier, phase, TrafficLink.INTER_NODE]
+        others = of_rail[tier, phase, TrafficLink.INTER_NODE] - mine
+        spread(tier, phase, TrafficLink.INTER_NODE, world * mine, world / (nodes - 1) * others)
 
     def from_homes(tier: Tier, phase: Phase) -> None:
         """Between every rank and every home."""
         if local > 1:
-            mine = of_home[tier, phase, Where.INTRA_NODE]
-            others = of_node[tier, phase, Where.INTRA_NODE] - mine
-            spread(tier, phase, Where.INTRA_NODE, world * mine, world / (local - 1) * others)
+            mine = of_home[tier, phase, TrafficLink.INTRA_NODE]
+            others = of_node[tier, phase, TrafficLink.INTRA_NODE] - mine
+            spread(tier, phase, TrafficLink.INTRA_NODE, world * mine, world / (local - 1) * others)
         if nodes > 1:
-            mine = of_home[tier, phase, Where.INTER_NODE]
-            others = total[tier, phase, Where.INTER_NODE] - of_node[tier, phase, Where.INTER_NODE]
-            spread(tier, phase, Where.INTER_NODE, world * mine, world / (world - local) * others)
+            mine = of_home[tier, phase, TrafficLink.INTER_NODE]
+            others = total[tier, phase, TrafficLink.INTER_NODE] - of_node[tier, phase, TrafficLink.INTER_NODE]
+            spread(tier, phase, TrafficLink.INTER_NODE, world * mine, world / (world - local) * others)
 
     def even_over_rails(tier: Tier, phase: Phase) -> None:
-        rail = local * of_rail[tier, phase, Where.INTER_NODE]
-        sent[tier, phase, Where.INTER_NODE] = received[tier, phase, Where.INTER_NODE] = rail
+        rail = local * of_rail[tier, phase, TrafficLink.INTER_NODE]
+        sent[tier, phase, TrafficLink.INTER_NODE] = received[tier, phase, TrafficLink.INTER_NODE] = rail
 
     if exchange is Exchange.CHAIN:
         for tier in Tier:

@@ -22,8 +22,8 @@ from flexd.planner.model.row_bytes import (
     SYNC_PHASES,
     Exchange,
     Phase,
-    Where,
-    traffic_table,
+    TrafficLink,
+    byte_factors,
 )
 from flexd.planner.model.workload import ROWS, STATISTICS, SYNCED, GroupLoad
 from flexd.topology.cluster import Cluster
@@ -46,7 +46,8 @@ class CostBreakdown:
         peak_bytes, peak_transfer_seconds: float64[3, 6, 3], the same of the rank that sends or receives most in each
             phase and on each link (not the same rank everywhere).
         buffer_bytes: float64[buffer, world], memory of each rank during a pass (``memory.Buffer``).
-        all_at_home: gradients of all dim-groups travel narrower than they are added: copies are summed at their homes.
+        summed_at_home: copies are summed at their homes, because the gradients of all dim-groups travel narrower than
+            they are added.
     """
 
     rows: Float64Array
@@ -57,7 +58,7 @@ class CostBreakdown:
     peak_bytes: Float64Array
     peak_transfer_seconds: Float64Array
     buffer_bytes: Float64Array
-    all_at_home: bool = False
+    summed_at_home: bool = False
 
     @property
     def phase_seconds(self) -> Float64Array:
@@ -105,22 +106,22 @@ class CostBreakdown:
         """Keys requested over either link."""
         return float(self.bytes[:, Phase.FORWARD_IDS, 1:].sum()) / ID_BYTES
 
-    def all_to_all_bytes(self, where: Where) -> float:
+    def all_to_all_bytes(self, link: TrafficLink) -> float:
         """Requests, rows and gradients of rows that are asked of other ranks."""
-        return float(self.bytes[:, list(EXCHANGE_PHASES), where].sum()) - self._replica_gradients(where)
+        return float(self.bytes[:, list(EXCHANGE_PHASES), link].sum()) - self._replica_gradients(link)
 
-    def sync_bytes(self, where: Where) -> float:
+    def sync_bytes(self, link: TrafficLink) -> float:
         """What copies cost: gradients on their way to the home beside those above, sums on their way back, bits."""
-        return float(self.bytes[:, list(SYNC_PHASES), where].sum()) + self._replica_gradients(where)
+        return float(self.bytes[:, list(SYNC_PHASES), link].sum()) + self._replica_gradients(link)
 
-    def _replica_gradients(self, where: Where) -> float:
+    def _replica_gradients(self, link: TrafficLink) -> float:
         """Of NODE rows inside a node the gradients go where the rows came from: that is no synchronisation."""
-        tiers = [Tier.DEVICE] if where == Where.INTRA_NODE else [Tier.NODE, Tier.DEVICE]
-        return float(self.bytes[tiers, Phase.BACKWARD_ROWS, where].sum())
+        tiers = [Tier.DEVICE] if link == TrafficLink.INTRA_NODE else [Tier.NODE, Tier.DEVICE]
+        return float(self.bytes[tiers, Phase.BACKWARD_ROWS, link].sum())
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, with units in the names."""
-        links = {"intra_node": Where.INTRA_NODE, "inter_node": Where.INTER_NODE}
+        links = {"intra_node": TrafficLink.INTRA_NODE, "inter_node": TrafficLink.INTER_NODE}
         return {
             "exposed_seconds": self.exposed_seconds,
             "peak_exposed_seconds": self.peak_exposed_seconds,
@@ -132,26 +133,26 @@ class CostBreakdown:
             "ids_sent": self.ids_sent,
             "buffer_bytes": float(self.buffer_bytes.sum(axis=0).max()),
             "bytes": {
-                name: {"all_to_all": self.all_to_all_bytes(where), "sync": self.sync_bytes(where)}
-                for name, where in links.items()
+                name: {"all_to_all": self.all_to_all_bytes(link), "sync": self.sync_bytes(link)}
+                for name, link in links.items()
             },
             "phases": {
                 phase.name.lower(): {
                     name: {
-                        "bytes": float(self.bytes[:, phase, where].sum()),
-                        "busiest_rank_bytes": float(self.peak_bytes[:, phase, where].sum()),
-                        "seconds": float(self.phase_seconds[phase, where]),
+                        "bytes": float(self.bytes[:, phase, link].sum()),
+                        "busiest_rank_bytes": float(self.peak_bytes[:, phase, link].sum()),
+                        "seconds": float(self.phase_seconds[phase, link]),
                     }
-                    for name, where in links.items()
+                    for name, link in links.items()
                 }
                 for phase in Phase
             },
             "tiers": {
                 tier.name: {
                     "rows": float(self.rows[tier]),
-                    "self_bytes": float(self.bytes[tier, :, Where.SELF].sum()),
-                    "intra_node_bytes": float(self.bytes[tier, :, Where.INTRA_NODE].sum()),
-                    "inter_node_bytes": float(self.bytes[tier, :, Where.INTER_NODE].sum()),
+                    "self_bytes": float(self.bytes[tier, :, TrafficLink.SELF].sum()),
+                    "intra_node_bytes": float(self.bytes[tier, :, TrafficLink.INTRA_NODE].sum()),
+                    "inter_node_bytes": float(self.bytes[tier, :, TrafficLink.INTER_NODE].sum()),
                     "seconds": float(self.transfer_seconds[tier].sum()),
                 }
                 for tier in Tier
@@ -241,7 +242,7 @@ def joint_cost(
     by_tier, sent, of_ranks = [], [], []
     for i, group in enumerate(sums):
         even = group.even(nothing if unlisted is None else unlisted[i])
-        table = traffic_table(layout, group.load.wire_bytes, exchange, narrow=group.load.narrow_wire)
+        table = byte_factors(layout, group.load.wire_bytes, exchange, narrow=group.load.narrow_wire)
         by_tier.append(group.by_tier(tiers[i], even))
         sent.append(np.einsum("tpls,ts->tpl", table, by_tier[-1]))
         wanted = [int(statistic) for statistic in np.flatnonzero(table.any(axis=(0, 1, 2)))]
@@ -285,7 +286,7 @@ def cost_of_ranks(
         exposed_share=exposed_share(cluster),
         peak_bytes=peak,
         peak_transfer_seconds=peak_seconds,
-        all_at_home=all(group.load.narrow_wire for group in sums),
+        summed_at_home=all(group.load.narrow_wire for group in sums),
         buffer_bytes=step_buffers(
             ranks, [group.load for group in sums], [group.total() for group in sums], exchange, sums[0].layout
         ),

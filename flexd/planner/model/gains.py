@@ -8,7 +8,7 @@ import numpy.typing as npt
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import LoadSums
 from flexd.planner.model.prices import exposed_share, prices, slower_link_only
-from flexd.planner.model.row_bytes import Exchange, migration_bytes, traffic_table
+from flexd.planner.model.row_bytes import Exchange, byte_factors, migration_bytes
 from flexd.planner.model.workload import GroupLoad
 from flexd.topology.cluster import Cluster, Collective, Link
 
@@ -51,7 +51,7 @@ def row_seconds(
     Args:
         sent: float64[3, 6, 3] bytes by (tier, phase, link): the message sizes at which bytes are priced.
     """
-    table = traffic_table(layout, load.wire_bytes, exchange, narrow=load.narrow_wire)
+    table = byte_factors(layout, load.wire_bytes, exchange, narrow=load.narrow_wire)
     price = prices(sent, cluster, load.micro_batches)
     if exchange is not Exchange.CHAIN:
         # Which link is the slower one is decided by factors that do not differ between rows.

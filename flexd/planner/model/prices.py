@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, Phase, Where
+from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, Phase, TrafficLink
 from flexd.topology.cluster import Cluster, Collective, Link
 
 Float64Array = npt.NDArray[np.float64]
 
-LINKS = {Where.INTRA_NODE: Link.INTRA_NODE, Where.INTER_NODE: Link.INTER_NODE}
+CLUSTER_LINKS = {TrafficLink.INTRA_NODE: Link.INTRA_NODE, TrafficLink.INTER_NODE: Link.INTER_NODE}
 
 
 def exposed_share(cluster: Cluster) -> Float64Array:
@@ -34,20 +34,20 @@ def prices(sent: Float64Array, cluster: Cluster, micro_batches: int = 1) -> Floa
     phase those of a step. Touched bits travel with ids and rows. Inside a node SYNC_ROWS are reduce-scattered and
     all-gathered (FlexShard's), each priced as half of the bytes.
     """
-    result = np.zeros((len(Tier), len(Phase), len(Where)))
-    for where, link in LINKS.items():
-        all_to_all = cluster.curve(link, Collective.ALL_TO_ALL)
-        sizes = sent[:, :, where].sum(axis=0)
+    result = np.zeros((len(Tier), len(Phase), len(TrafficLink)))
+    for link, cluster_link in CLUSTER_LINKS.items():
+        all_to_all = cluster.curve(cluster_link, Collective.ALL_TO_ALL)
+        sizes = sent[:, :, link].sum(axis=0)
         for phase in EXCHANGE_PHASES:
-            result[:, phase, where] = all_to_all.seconds_per_byte(float(sizes[phase]) / micro_batches)
-        result[:, Phase.SYNC_MASK, where] = result[:, Phase.FORWARD_ROWS, where]
-        result[:, Phase.SYNC_SUMS, where] = all_to_all.seconds_per_byte(float(sizes[Phase.SYNC_SUMS]))
+            result[:, phase, link] = all_to_all.seconds_per_byte(float(sizes[phase]) / micro_batches)
+        result[:, Phase.SYNC_MASK, link] = result[:, Phase.FORWARD_ROWS, link]
+        result[:, Phase.SYNC_SUMS, link] = all_to_all.seconds_per_byte(float(sizes[Phase.SYNC_SUMS]))
         reduced = float(sizes[Phase.SYNC_ROWS])
-        if where == Where.INTER_NODE:
-            price = cluster.curve(link, Collective.ALL_REDUCE).seconds_per_byte(reduced)
+        if link == TrafficLink.INTER_NODE:
+            price = cluster.curve(cluster_link, Collective.ALL_REDUCE).seconds_per_byte(reduced)
         else:
-            price = cluster.curve(link, Collective.ALL_GATHER).seconds_per_byte(reduced / 2)
-        result[:, Phase.SYNC_ROWS, where] = price
+            price = cluster.curve(cluster_link, Collective.ALL_GATHER).seconds_per_byte(reduced / 2)
+        result[:, Phase.SYNC_ROWS, link] = price
     return result
 
 
@@ -61,7 +61,7 @@ def slower_link_only(seconds: Float64Array) -> Float64Array:
     world = [(Tier.HOME, phase) for phase in EXCHANGE_PHASES]
     world += [(Tier.DEVICE, Phase.BACKWARD_ROWS), (Tier.DEVICE, Phase.SYNC_SUMS)]
     for tier, phase in world:
-        faster = np.arange(len(Where)) != int(seconds[tier, phase].argmax())
+        faster = np.arange(len(TrafficLink)) != int(seconds[tier, phase].argmax())
         result[tier, phase, faster] = 0.0
     return result
 
@@ -88,32 +88,32 @@ def latencies(
         node_requests: a direct exchange asks node owners for NODE rows in an all-to-all of its own.
         narrow: of the dim-groups (``GroupLoad.narrow_wire``): which of all-reduce and all-to-all of sums there are.
     """
-    result = np.zeros((len(Phase), len(Where)))
+    result = np.zeros((len(Phase), len(TrafficLink)))
     multi_node, multi_rank = layout.nodes > 1, layout.local_ranks > 1
-    every_hop = [Where.INTRA_NODE] * multi_rank + [Where.INTER_NODE] * multi_node
+    every_hop = [TrafficLink.INTRA_NODE] * multi_rank + [TrafficLink.INTER_NODE] * multi_node
     hops = every_hop if exchange is Exchange.CHAIN or node_requests else every_hop[-1:]
-    all_to_all = {where: cluster.curve(LINKS[where], Collective.ALL_TO_ALL).latency_seconds for where in every_hop}
-    for where in hops:
-        result[Phase.FORWARD_IDS, where] = 2 * all_to_all[where] * micro_batches
-        result[Phase.FORWARD_ROWS, where] = all_to_all[where] * micro_batches
-        result[Phase.BACKWARD_ROWS, where] = all_to_all[where] * backward_passes
+    all_to_all = {link: cluster.curve(CLUSTER_LINKS[link], Collective.ALL_TO_ALL).latency_seconds for link in every_hop}
+    for link in hops:
+        result[Phase.FORWARD_IDS, link] = 2 * all_to_all[link] * micro_batches
+        result[Phase.FORWARD_ROWS, link] = all_to_all[link] * micro_batches
+        result[Phase.BACKWARD_ROWS, link] = all_to_all[link] * backward_passes
     if not {Tier.NODE, Tier.DEVICE}.intersection(replicated):
         return result
     everywhere = Tier.DEVICE in replicated
     if exchange is Exchange.DIRECT_DEDUP:
-        for where in every_hop[-1:] * everywhere:
-            result[Phase.SYNC_SUMS, where] = all_to_all[where]
+        for link in every_hop[-1:] * everywhere:
+            result[Phase.SYNC_SUMS, link] = all_to_all[link]
         all_reduces = multi_node and Tier.NODE in replicated
     else:
         all_reduces = multi_node and (exchange is Exchange.DIRECT or not all(narrow))
         if exchange is Exchange.CHAIN and multi_node and any(narrow):
-            result[Phase.SYNC_SUMS, Where.INTER_NODE] = all_to_all[Where.INTER_NODE]
+            result[Phase.SYNC_SUMS, TrafficLink.INTER_NODE] = all_to_all[TrafficLink.INTER_NODE]
         if everywhere and multi_rank and exchange is Exchange.CHAIN:
-            result[Phase.SYNC_SUMS, Where.INTRA_NODE] = all_to_all[Where.INTRA_NODE]
+            result[Phase.SYNC_SUMS, TrafficLink.INTRA_NODE] = all_to_all[TrafficLink.INTRA_NODE]
         elif everywhere and multi_rank:
             gather = cluster.curve(Link.INTRA_NODE, Collective.ALL_GATHER).latency_seconds
-            result[Phase.SYNC_ROWS, Where.INTRA_NODE] = 2 * gather
+            result[Phase.SYNC_ROWS, TrafficLink.INTRA_NODE] = 2 * gather
     if all_reduces:
         once = cluster.curve(Link.INTER_NODE, Collective.ALL_REDUCE).latency_seconds
-        result[Phase.SYNC_ROWS, Where.INTER_NODE] = once
+        result[Phase.SYNC_ROWS, TrafficLink.INTER_NODE] = once
     return result

@@ -14,7 +14,7 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.planner.model.balance import RankBytes
-from flexd.planner.model.row_bytes import Exchange, Phase, Where
+from flexd.planner.model.row_bytes import Exchange, Phase, TrafficLink
 from flexd.planner.model.workload import BACK_PER_RANK, BACK_RETURNED, PER_RANK, RETURNED, GroupLoad
 
 Float64Array = npt.NDArray[np.float64]
@@ -54,7 +54,7 @@ def step_buffers(
     for load, total in zip(loads, totals, strict=True):
         buffers[Buffer.ROWS] += load.wire_bytes * total[RETURNED if direct else PER_RANK] / forward_passes
         buffers[Buffer.GRADIENTS] += load.wire_bytes * total[BACK_RETURNED if direct else BACK_PER_RANK] / back_passes
-    both = (ranks.sent + ranks.received)[:, :, Where.INTRA_NODE :].sum(axis=(0, 2))
+    both = (ranks.sent + ranks.received)[:, :, TrafficLink.INTRA_NODE :].sum(axis=(0, 2))
     rows = np.maximum(both[Phase.FORWARD_ROWS] / forward_passes, both[Phase.BACKWARD_ROWS] / back_passes)
     buffers[Buffer.EXCHANGE] = both[Phase.FORWARD_IDS] / forward_passes + rows
     buffers[Buffer.SYNC] = _synchronised(ranks, exchange, layout)
@@ -66,24 +66,24 @@ def _synchronised(ranks: RankBytes, exchange: Exchange, layout: RankLayout) -> F
     sent, received = ranks.sent[:, Phase.SYNC_SUMS], ranks.received[:, Phase.SYNC_SUMS]
     nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
 
-    def told(tier: Tier, where: Where, peers: int) -> Float64Array:
+    def told(tier: Tier, link: TrafficLink, peers: int) -> Float64Array:
         """A holder is sent every sum but those of its own rows, which it sends to each of its peers."""
-        rows: Float64Array = received[tier, where] + sent[tier, where] / max(peers - 1, 1)
+        rows: Float64Array = received[tier, link] + sent[tier, link] / max(peers - 1, 1)
         return rows
 
     reduced = _all_reduced(ranks.sent[:, Phase.SYNC_ROWS], layout)
     if exchange is Exchange.DIRECT:
         return reduced
     if exchange is Exchange.DIRECT_DEDUP:
-        links = [Where.INTRA_NODE, Where.INTER_NODE]
+        links = [TrafficLink.INTRA_NODE, TrafficLink.INTER_NODE]
         everywhere: Float64Array = (received[Tier.DEVICE, links] + sent[Tier.DEVICE, links] / (world - 1)).sum(axis=0)
         return reduced + everywhere
     if nodes == 1:
-        return told(Tier.DEVICE, Where.INTRA_NODE, local)
+        return told(Tier.DEVICE, TrafficLink.INTRA_NODE, local)
     return (
         reduced
-        + told(Tier.NODE, Where.INTER_NODE, nodes)
-        + _of_node(told(Tier.DEVICE, Where.INTER_NODE, nodes), layout)
+        + told(Tier.NODE, TrafficLink.INTER_NODE, nodes)
+        + _of_node(told(Tier.DEVICE, TrafficLink.INTER_NODE, nodes), layout)
     )
 
 
@@ -94,11 +94,11 @@ def _all_reduced(sent: Float64Array, layout: RankLayout) -> Float64Array:
     """
     nodes, local = layout.nodes, layout.local_ranks
     if nodes > 1:
-        between = sent[Tier.NODE, Where.INTER_NODE] + _of_node(sent[Tier.DEVICE, Where.INTER_NODE], layout)
+        between = sent[Tier.NODE, TrafficLink.INTER_NODE] + _of_node(sent[Tier.DEVICE, TrafficLink.INTER_NODE], layout)
         union: Float64Array = between * nodes / (2 * (nodes - 1))
         return union
     if local > 1:
-        inside: Float64Array = sent[Tier.DEVICE, Where.INTRA_NODE] * local / (2 * (local - 1))
+        inside: Float64Array = sent[Tier.DEVICE, TrafficLink.INTRA_NODE] * local / (2 * (local - 1))
         return inside
     return np.zeros(layout.world_size)
 

@@ -60,7 +60,7 @@ class Phase(IntEnum):
     """Their sums, from where they were made up to the copies that took no part."""
 
 
-class Where(IntEnum):
+class TrafficLink(IntEnum):
     """Link of a traffic table."""
 
     SELF = 0
@@ -71,18 +71,18 @@ class Where(IntEnum):
 
 EXCHANGE_PHASES = (Phase.FORWARD_IDS, Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS)
 SYNC_PHASES = (Phase.SYNC_MASK, Phase.SYNC_ROWS, Phase.SYNC_SUMS)
-SHAPE = (len(Tier), len(Phase), len(Where), STATISTICS)
+_SHAPE = (len(Tier), len(Phase), len(TrafficLink), STATISTICS)
 
 
-def traffic_table(layout: RankLayout, row_bytes: int, exchange: Exchange, *, narrow: bool = False) -> Float64Array:
+def byte_factors(layout: RankLayout, row_bytes: int, exchange: Exchange, *, narrow: bool = False) -> Float64Array:
     """float64[tier, phase, link, statistic] of this exchange, with rows of ``row_bytes`` on the wire; ``narrow``: in a
     dtype that gradients are not added in."""
     if exchange is Exchange.CHAIN:
-        return chain_traffic(layout, row_bytes, narrow=narrow)
-    return direct_traffic(layout, row_bytes, dedup=exchange is Exchange.DIRECT_DEDUP)
+        return chain_byte_factors(layout, row_bytes, narrow=narrow)
+    return direct_byte_factors(layout, row_bytes, dedup=exchange is Exchange.DIRECT_DEDUP)
 
 
-def chain_traffic(layout: RankLayout, row_bytes: int, *, narrow: bool = False) -> Float64Array:
+def chain_byte_factors(layout: RankLayout, row_bytes: int, *, narrow: bool = False) -> Float64Array:
     """The chain self -> node owner -> home (DESIGN section 4), by tier.
 
     Gradients of replicated rows climb to the node owner as those of HOME rows do, the owners of a rail all-reduce them,
@@ -90,7 +90,7 @@ def chain_traffic(layout: RankLayout, row_bytes: int, *, narrow: bool = False) -
     instead, and the home the sums.
     """
     nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
-    table = np.zeros(SHAPE)
+    table = np.zeros(_SHAPE)
     # Hop 1: a rank is its own node's owner of one row in L. Hop 2: an owner is the home in one node of N.
     hop1, hop2 = (local - 1) / local, (nodes - 1) / (nodes * local)
     for phase, size, rank, node in (
@@ -98,27 +98,27 @@ def chain_traffic(layout: RankLayout, row_bytes: int, *, narrow: bool = False) -
         (Phase.FORWARD_ROWS, row_bytes, PER_RANK, PER_NODE),
         (Phase.BACKWARD_ROWS, row_bytes, BACK_PER_RANK, BACK_PER_NODE),
     ):
-        table[Tier.HOME, phase, Where.INTRA_NODE, rank] = size * hop1
-        table[Tier.NODE, phase, Where.INTRA_NODE, rank] = size * hop1
-        table[Tier.HOME, phase, Where.INTER_NODE, node] = size * hop2
-    table[Tier.HOME, Phase.FORWARD_ROWS, Where.SELF, PER_RANK] = row_bytes / world
-    table[Tier.NODE, Phase.FORWARD_ROWS, Where.SELF, PER_RANK] = row_bytes / local
-    table[Tier.DEVICE, Phase.FORWARD_ROWS, Where.SELF, PER_RANK] = row_bytes
-    table[Tier.DEVICE, Phase.BACKWARD_ROWS, Where.INTRA_NODE, BACK_PER_RANK] = row_bytes * hop1
-    table[Tier.DEVICE, Phase.SYNC_MASK, Where.INTRA_NODE, SYNCED] = 2 * hop1 / 8
-    table[Tier.DEVICE, Phase.SYNC_SUMS, Where.INTRA_NODE, ANYWHERE] = row_bytes * hop1
+        table[Tier.HOME, phase, TrafficLink.INTRA_NODE, rank] = size * hop1
+        table[Tier.NODE, phase, TrafficLink.INTRA_NODE, rank] = size * hop1
+        table[Tier.HOME, phase, TrafficLink.INTER_NODE, node] = size * hop2
+    table[Tier.HOME, Phase.FORWARD_ROWS, TrafficLink.SELF, PER_RANK] = row_bytes / world
+    table[Tier.NODE, Phase.FORWARD_ROWS, TrafficLink.SELF, PER_RANK] = row_bytes / local
+    table[Tier.DEVICE, Phase.FORWARD_ROWS, TrafficLink.SELF, PER_RANK] = row_bytes
+    table[Tier.DEVICE, Phase.BACKWARD_ROWS, TrafficLink.INTRA_NODE, BACK_PER_RANK] = row_bytes * hop1
+    table[Tier.DEVICE, Phase.SYNC_MASK, TrafficLink.INTRA_NODE, SYNCED] = 2 * hop1 / 8
+    table[Tier.DEVICE, Phase.SYNC_SUMS, TrafficLink.INTRA_NODE, ANYWHERE] = row_bytes * hop1
     for tier in (Tier.NODE, Tier.DEVICE):
-        table[tier, Phase.SYNC_MASK, Where.INTER_NODE, SYNCED] = 2 * hop2 / 8
+        table[tier, Phase.SYNC_MASK, TrafficLink.INTER_NODE, SYNCED] = 2 * hop2 / 8
         if narrow:
-            table[tier, Phase.BACKWARD_ROWS, Where.INTER_NODE, BACK_PER_NODE] = row_bytes * hop2
-            table[tier, Phase.SYNC_SUMS, Where.INTER_NODE, ANYWHERE] = row_bytes * hop2
+            table[tier, Phase.BACKWARD_ROWS, TrafficLink.INTER_NODE, BACK_PER_NODE] = row_bytes * hop2
+            table[tier, Phase.SYNC_SUMS, TrafficLink.INTER_NODE, ANYWHERE] = row_bytes * hop2
         else:
             # An all-reduce of s bytes over g ranks sends 2 (g-1)/g s a rank.
-            table[tier, Phase.SYNC_ROWS, Where.INTER_NODE, ANYWHERE] = 2 * row_bytes * hop2
+            table[tier, Phase.SYNC_ROWS, TrafficLink.INTER_NODE, ANYWHERE] = 2 * row_bytes * hop2
     return table
 
 
-def direct_traffic(layout: RankLayout, row_bytes: int, *, dedup: bool) -> Float64Array:
+def direct_byte_factors(layout: RankLayout, row_bytes: int, *, dedup: bool) -> Float64Array:
     """Every rank asks every home, as row-wise sharded modules do; with ``dedup`` for each row once a pass.
 
     NODE rows are asked of the node owner, which every rank must know for that; DEVICE rows are held by the rank itself.
@@ -127,27 +127,27 @@ def direct_traffic(layout: RankLayout, row_bytes: int, *, dedup: bool) -> Float6
     gradients of DEVICE rows at their homes.
     """
     world, local = layout.world_size, layout.local_ranks
-    table = np.zeros(SHAPE)
+    table = np.zeros(_SHAPE)
     forward, back = (PER_RANK, BACK_PER_RANK) if dedup else (RETURNED, BACK_RETURNED)
-    shares = {Where.INTRA_NODE: (local - 1) / world, Where.INTER_NODE: (world - local) / world}
+    shares = {TrafficLink.INTRA_NODE: (local - 1) / world, TrafficLink.INTER_NODE: (world - local) / world}
     for phase, size, statistic in (
         (Phase.FORWARD_IDS, ID_BYTES, PER_RANK if dedup else ACCESSES),
         (Phase.FORWARD_ROWS, row_bytes, forward),
         (Phase.BACKWARD_ROWS, row_bytes, back),
     ):
-        for where, share in shares.items():
-            table[Tier.HOME, phase, where, statistic] = size * share
-        table[Tier.NODE, phase, Where.INTRA_NODE, statistic] = size * (local - 1) / local
-    table[Tier.HOME, Phase.FORWARD_ROWS, Where.SELF, forward] = row_bytes / world
-    table[Tier.NODE, Phase.FORWARD_ROWS, Where.SELF, forward] = row_bytes / local
-    table[Tier.DEVICE, Phase.FORWARD_ROWS, Where.SELF, forward] = row_bytes
+        for link, share in shares.items():
+            table[Tier.HOME, phase, link, statistic] = size * share
+        table[Tier.NODE, phase, TrafficLink.INTRA_NODE, statistic] = size * (local - 1) / local
+    table[Tier.HOME, Phase.FORWARD_ROWS, TrafficLink.SELF, forward] = row_bytes / world
+    table[Tier.NODE, Phase.FORWARD_ROWS, TrafficLink.SELF, forward] = row_bytes / local
+    table[Tier.DEVICE, Phase.FORWARD_ROWS, TrafficLink.SELF, forward] = row_bytes
     _add_all_reduce(table, layout, row_bytes)
     if dedup:
-        for where, share in shares.items():
-            table[Tier.DEVICE, Phase.BACKWARD_ROWS, where, BACK_PER_RANK] = row_bytes * share
-            table[Tier.DEVICE, Phase.SYNC_MASK, where, SYNCED] = 2 * share / 8
-            table[Tier.DEVICE, Phase.SYNC_ROWS, where] = 0.0
-            table[Tier.DEVICE, Phase.SYNC_SUMS, where, ANYWHERE] = row_bytes * share
+        for link, share in shares.items():
+            table[Tier.DEVICE, Phase.BACKWARD_ROWS, link, BACK_PER_RANK] = row_bytes * share
+            table[Tier.DEVICE, Phase.SYNC_MASK, link, SYNCED] = 2 * share / 8
+            table[Tier.DEVICE, Phase.SYNC_ROWS, link] = 0.0
+            table[Tier.DEVICE, Phase.SYNC_SUMS, link, ANYWHERE] = row_bytes * share
     return table
 
 
@@ -155,14 +155,14 @@ def _add_all_reduce(table: Float64Array, layout: RankLayout, row_bytes: int) -> 
     """An all-reduce of s bytes over g ranks sends 2 (g-1)/g s a rank; a reduce-scatter or all-gather half of that."""
     nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
     hop1, hop2 = (local - 1) / local, (nodes - 1) / (nodes * local)
-    table[Tier.NODE, Phase.SYNC_MASK, Where.INTER_NODE, SYNCED] = 2 * hop2 / 8
-    table[Tier.NODE, Phase.SYNC_ROWS, Where.INTER_NODE, ANYWHERE] = 2 * hop2 * row_bytes
+    table[Tier.NODE, Phase.SYNC_MASK, TrafficLink.INTER_NODE, SYNCED] = 2 * hop2 / 8
+    table[Tier.NODE, Phase.SYNC_ROWS, TrafficLink.INTER_NODE, ANYWHERE] = 2 * hop2 * row_bytes
     mask = 2 * (world - 1) / world / 8
     inter_share = 1 / local if nodes > 1 else 0.0
-    table[Tier.DEVICE, Phase.SYNC_MASK, Where.INTER_NODE, SYNCED] = mask * inter_share
-    table[Tier.DEVICE, Phase.SYNC_MASK, Where.INTRA_NODE, SYNCED] = mask * (1 - inter_share)
-    table[Tier.DEVICE, Phase.SYNC_ROWS, Where.INTRA_NODE, ANYWHERE] = 2 * hop1 * row_bytes
-    table[Tier.DEVICE, Phase.SYNC_ROWS, Where.INTER_NODE, ANYWHERE] = 2 * hop2 * row_bytes
+    table[Tier.DEVICE, Phase.SYNC_MASK, TrafficLink.INTER_NODE, SYNCED] = mask * inter_share
+    table[Tier.DEVICE, Phase.SYNC_MASK, TrafficLink.INTRA_NODE, SYNCED] = mask * (1 - inter_share)
+    table[Tier.DEVICE, Phase.SYNC_ROWS, TrafficLink.INTRA_NODE, ANYWHERE] = 2 * hop1 * row_bytes
+    table[Tier.DEVICE, Phase.SYNC_ROWS, TrafficLink.INTER_NODE, ANYWHERE] = 2 * hop2 * row_bytes
 
 
 def migration_bytes(layout: RankLayout, moved_bytes: int) -> Float64Array:

@@ -166,7 +166,7 @@ def make_loads(
             unknown, or a share is NaN, negative or of a row outside its table.
     """
     shape = shape or TrainingShape()
-    parts = _checked_parts(profile, keyspace, layout, shape, also_list)
+    parts = _table_loads(profile, keyspace, layout, shape, also_list)
     return tuple(
         _load(index, [parts[table] for table in group.tables if table in parts], keyspace, shape)
         for index, group in enumerate(keyspace.groups)
@@ -182,7 +182,7 @@ def make_table_loads(
         PlanError: as ``make_loads``.
     """
     shape = shape or TrainingShape()
-    parts = _checked_parts(profile, keyspace, layout, shape, None)
+    parts = _table_loads(profile, keyspace, layout, shape, None)
     group_of = {table: index for index, group in enumerate(keyspace.groups) for table in group.tables}
     return tuple(
         _load(group_of[table], [parts[table]] if table in parts else [], keyspace, shape, table)
@@ -191,7 +191,7 @@ def make_table_loads(
 
 
 @dataclass(frozen=True)
-class _TablePart:
+class _TableLoad:
     keys: Int64Array
     hot: Float64Array
     """float64[3, h]: estimate, lower, upper."""
@@ -201,9 +201,9 @@ class _TablePart:
     returned: float
 
 
-def _checked_parts(
+def _table_loads(
     profile: Profile, keyspace: KeySpace, layout: RankLayout, shape: TrainingShape, also_list: Int64Array | None
-) -> dict[int, _TablePart]:
+) -> dict[int, _TableLoad]:
     """Index of each table with accesses (or with rows in ``also_list``) -> its part."""
     names = [table.table for table in profile.tables]
     if names != [table.name for table in keyspace.tables]:
@@ -220,18 +220,18 @@ def _checked_parts(
     parts = {}
     for index, table in enumerate(profile.tables):
         if table.weight > 0:
-            parts[index] = _table_part(table, index, keyspace, layout, shape, also_rows[also_table == index])
+            parts[index] = _table_load(table, index, keyspace, layout, shape, also_rows[also_table == index])
     return parts
 
 
-def _table_part(
+def _table_load(
     table: TableProfile,
     table_index: int,
     keyspace: KeySpace,
     layout: RankLayout,
     shape: TrainingShape,
     also_rows: Int64Array,
-) -> _TablePart:
+) -> _TableLoad:
     _check_table(table, keyspace.tables[table_index].rows)
     shares = np.stack([table.hot_share, table.hot_lower, table.hot_upper]).astype(np.float64)
     rows = table.hot_rows
@@ -251,7 +251,7 @@ def _table_part(
         bin_rows = bin_rows * max(1.0 - len(more) / unlisted, 0.0) if unlisted > 0 else bin_rows
     per_rank = table.accesses_per_step / layout.world_size
     bags = shape.bags_per_step.get(table.table)
-    return _TablePart(
+    return _TableLoad(
         keys=keyspace.keys(table_index, rows),
         hot=shares * per_rank,
         bin_accesses=bin_share * per_rank,
@@ -292,7 +292,7 @@ def _check_table(table: TableProfile, table_rows: int) -> None:
 
 
 def _load(
-    group_index: int, parts: list[_TablePart], keyspace: KeySpace, shape: TrainingShape, table: int | None = None
+    group_index: int, parts: list[_TableLoad], keyspace: KeySpace, shape: TrainingShape, table: int | None = None
 ) -> GroupLoad:
     spec = keyspace.tables[keyspace.groups[group_index].tables[0] if table is None else table]
     keys = np.concatenate([np.empty(0, np.int64), *(part.keys for part in parts)])

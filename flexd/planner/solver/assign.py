@@ -14,15 +14,15 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.planner.solver.exact import Core, core_rows
 from flexd.planner.solver.limits import FREE, GroupLimits
 from flexd.planner.solver.quota import best_within_slots
-from flexd.planner.solver.relaxation import best_price, most_of_one
+from flexd.planner.solver.relaxation import best_price, single_tier_bound
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 UInt8Array = npt.NDArray[np.uint8]
 
-_FEW_ROWS = 20_000
+_SMALL_PROBLEM_ROWS = 20_000
 """Up to here more prices are tried, and the last slots packed exactly; with more rows one row is nothing."""
-_FACTORS = (0.5, 0.8, 1.25, 2.0)
+_PRICE_FACTORS = (0.5, 0.8, 1.25, 2.0)
 _UNEVEN_STEPS = 8
 
 
@@ -107,7 +107,7 @@ class _Part:
 
     @property
     def few(self) -> bool:
-        return len(self.keys) <= _FEW_ROWS
+        return len(self.keys) <= _SMALL_PROBLEM_ROWS
 
     @cached_property
     def exact_rows(self) -> int:
@@ -132,7 +132,7 @@ class _Part:
             self.budgets.sum(axis=1).astype(np.float64),
         )
         if len(has) == 1 and self.budget is None:
-            bound = most_of_one(
+            bound = single_tier_bound(
                 self.decision[has[0]], all_slots / (node_slots if has[0] == Tier.NODE else device_slots)
             )
         best, most = np.zeros(len(self.keys), np.uint8), 0.0
@@ -190,7 +190,7 @@ class _Part:
         yield self.within(node_first, table_prices)
         yield self.within(self.slot_prices(np.full(world, price)), table_prices)
         if self.few and price > 0 and len(self.keys) > self.exact_rows:
-            for factor in _FACTORS:
+            for factor in _PRICE_FACTORS:
                 yield self.within(self.slot_prices(np.full(world, price * factor)), table_prices)
             yield from self.uneven_prices(price, table_prices)
 

@@ -22,11 +22,11 @@ Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 UInt8Array = npt.NDArray[np.uint8]
 
-_CORE_ROWS = 192
-_CORE_ENTRIES = 3_072
+_MAX_CORE_ROWS = 192
+_MAX_CORE_ENTRIES = 3_072
 """Core rows x limits: with many ranks fewer rows are chosen anew, so that it stays a matter of milliseconds."""
-_LEAST_CORE_ROWS = 24
-_BRANCHES = 16
+_MIN_CORE_ROWS = 24
+_MAX_NODES = 16
 """Of the search tree: a limit of time would make plans depend on the machine."""
 _SCALE = 1e5
 """Of the largest gain: HiGHS stops within 1e-6 of the optimum."""
@@ -36,8 +36,8 @@ _SLACK = 1e-9
 
 def core_rows(limits: int) -> int:
     """Rows that are chosen exactly with so many limits (of ranks and of tables on ranks); 0: too many limits."""
-    rows = min(_CORE_ROWS, _CORE_ENTRIES // max(limits, 1))
-    return rows if rows >= _LEAST_CORE_ROWS else 0
+    rows = min(_MAX_CORE_ROWS, _MAX_CORE_ENTRIES // max(limits, 1))
+    return rows if rows >= _MIN_CORE_ROWS else 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Core:
             constraints=[LinearConstraint(limits.tocsr(), ub=most), LinearConstraint(once.tocsr(), ub=1.0)],
             integrality=np.ones(len(row)),
             bounds=Bounds(0.0, 1.0),
-            options={"mip_rel_gap": 0.0, "node_limit": _BRANCHES},
+            options={"mip_rel_gap": 0.0, "node_limit": _MAX_NODES},
         )
         if result.x is None:
             return None

@@ -99,7 +99,7 @@ def _most(node: Float64Array, node_slots: float, device: Float64Array, device_sl
     return max(at_node, float(device.max()) / device_slots, 0.0)
 
 
-def most_of_one(gains: Float64Array, rows: float) -> float:
+def single_tier_bound(gains: Float64Array, rows: float) -> float:
     """The most that ``rows`` rows at one tier gain; the last may be a fraction of a row."""
     gains = gains[gains > 0]
     if rows >= len(gains):

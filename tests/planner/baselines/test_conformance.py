@@ -10,9 +10,9 @@ import pytest
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.planner.baselines import Baseline, Case
-from flexd.planner.baselines.peers import PEERS
-from flexd.planner.model.row_bytes import Phase, Where
+from flexd.planner.baselines import Baseline, PlanningProblem
+from flexd.planner.baselines.all_baselines import ALL_BASELINES
+from flexd.planner.model.row_bytes import Phase, TrafficLink
 from flexd.planner.model.training_shape import TrainingShape
 from tests.support.planner_cases import cluster, profile
 
@@ -28,13 +28,15 @@ KEYSPACE = KeySpace(
 LAYOUTS = [RankLayout(2, 2), RankLayout(3, 2), RankLayout(1, 4), RankLayout(4, 1)]
 
 
-def case(layout: RankLayout = LAYOUTS[0], **changes: object) -> Case:
-    given = Case(profile(KEYSPACE, 4000.0, hot=300), KEYSPACE, layout, cluster(latency=1e-6), 1e9, (60, 30, 20))
+def case(layout: RankLayout = LAYOUTS[0], **changes: object) -> PlanningProblem:
+    given = PlanningProblem(
+        profile(KEYSPACE, 4000.0, hot=300), KEYSPACE, layout, cluster(latency=1e-6), 1e9, (60, 30, 20)
+    )
     return dataclasses.replace(given, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.nodes}x{layout.local_ranks}")
-@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("peer", ALL_BASELINES, ids=lambda peer: peer.name)
 def test_an_outcome_is_whole(peer: Baseline, layout: RankLayout) -> None:
     problem = case(layout)
     outcome = peer.evaluate(problem)
@@ -48,9 +50,9 @@ def test_an_outcome_is_whole(peer: Baseline, layout: RankLayout) -> None:
     assert 0 < cost.exposed_seconds <= outcome.predicted_seconds * (1 + 1e-12)
     assert outcome.balance >= 1 - 1e-12
     if layout.nodes == 1:
-        assert cost.bytes[..., Where.INTER_NODE].sum() == 0
+        assert cost.bytes[..., TrafficLink.INTER_NODE].sum() == 0
     if layout.local_ranks == 1:
-        assert cost.bytes[..., Where.INTRA_NODE].sum() == pytest.approx(0, abs=1e-9)
+        assert cost.bytes[..., TrafficLink.INTRA_NODE].sum() == pytest.approx(0, abs=1e-9)
     assert len(outcome.memory_bytes) == layout.world_size
     assert outcome.memory_bytes.max() <= problem.memory_bytes
     held = outcome.memory_bytes.sum() + outcome.figures.get("host_bytes", 0.0) * layout.world_size
@@ -59,7 +61,7 @@ def test_an_outcome_is_whole(peer: Baseline, layout: RankLayout) -> None:
     assert again.predicted_seconds == outcome.predicted_seconds
 
 
-@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("peer", ALL_BASELINES, ids=lambda peer: peer.name)
 def test_what_does_not_fit_is_an_outcome_with_a_reason(peer: Baseline) -> None:
     outcome = peer.evaluate(case(memory_bytes=1e3))
     if peer.name == "recshard":  # rows go to host memory
@@ -70,7 +72,7 @@ def test_what_does_not_fit_is_an_outcome_with_a_reason(peer: Baseline) -> None:
     assert np.isnan(outcome.predicted_seconds)
 
 
-@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("peer", ALL_BASELINES, ids=lambda peer: peer.name)
 def test_frozen_tables_cost_less_and_send_nothing_back(peer: Baseline) -> None:
     frozen = TrainingShape(frozen_tables=frozenset(KEYSPACE.index))
     trained, read_only = peer.evaluate(case()).cost, peer.evaluate(case(shape=frozen)).cost
@@ -80,7 +82,7 @@ def test_frozen_tables_cost_less_and_send_nothing_back(peer: Baseline) -> None:
     assert read_only.exposed_seconds < trained.exposed_seconds
 
 
-@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("peer", ALL_BASELINES, ids=lambda peer: peer.name)
 def test_halves_on_the_wire(peer: Baseline) -> None:
     full = peer.evaluate(case()).cost
     half = peer.evaluate(case(shape=TrainingShape(comm_dtype="float16"))).cost
@@ -92,15 +94,15 @@ def test_halves_on_the_wire(peer: Baseline) -> None:
 
 
 def test_names_and_sources_are_told_apart() -> None:
-    assert len({peer.name for peer in PEERS}) == len(PEERS) >= 11
-    assert all(peer.source for peer in PEERS)
+    assert len({peer.name for peer in ALL_BASELINES}) == len(ALL_BASELINES) >= 11
+    assert all(peer.source for peer in ALL_BASELINES)
 
 
 def test_table_wise_loads_single_ranks_and_pooling_saves_rows() -> None:
-    outcomes = {peer.name: peer.evaluate(case()) for peer in PEERS}
+    outcomes = {peer.name: peer.evaluate(case()) for peer in ALL_BASELINES}
     assert outcomes["table_wise_size"].balance > outcomes["row_wise_dedup"].balance
     pooled = TrainingShape(bags_per_step=dict.fromkeys(KEYSPACE.index, 20.0))
-    for peer in PEERS:
+    for peer in ALL_BASELINES:
         if peer.name.startswith(("table_wise", "row_wise")) and "dedup" not in peer.name:
             rows = peer.evaluate(case(shape=pooled)).cost
             before = outcomes[peer.name].cost
@@ -111,7 +113,7 @@ def test_table_wise_loads_single_ranks_and_pooling_saves_rows() -> None:
 
 
 def test_flexshard_is_between_row_wise_and_what_dedup_can_do_and_keeps_the_cap() -> None:
-    outcomes = {peer.name: peer.evaluate(case(RankLayout(3, 2))) for peer in PEERS}
+    outcomes = {peer.name: peer.evaluate(case(RankLayout(3, 2))) for peer in ALL_BASELINES}
     flexshard = outcomes["flexshard"]
     assert flexshard.predicted_seconds < outcomes["row_wise"].predicted_seconds
     assert flexshard.memory_bytes.max() <= flexshard.figures["memory_cap_bytes"] * (1 + 1e-9)
@@ -119,7 +121,7 @@ def test_flexshard_is_between_row_wise_and_what_dedup_can_do_and_keeps_the_cap()
 
 
 def test_recshard_keeps_hot_rows_in_fast_memory() -> None:
-    peer = next(peer for peer in PEERS if peer.name == "recshard")
+    peer = next(peer for peer in ALL_BASELINES if peer.name == "recshard")
     roomy, tight = peer.evaluate(case()), peer.evaluate(case(memory_bytes=1e5))
     assert roomy.figures["accesses_in_fast_memory"] == pytest.approx(1.0)
     assert 0.3 < tight.figures["accesses_in_fast_memory"] < 1.0

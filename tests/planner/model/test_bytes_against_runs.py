@@ -8,7 +8,7 @@ import pytest
 
 from flexd.core.layout import RankLayout
 from flexd.planner.model.cost import CostBreakdown
-from flexd.planner.model.row_bytes import Exchange, Where
+from flexd.planner.model.row_bytes import Exchange, TrafficLink
 from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import placement_cost
 from flexd.topology.files import load_preset
@@ -38,9 +38,9 @@ def counted(pools: dict[int, RankPool], layout: RankLayout, exchange: str, devic
 
 
 def check(cost: CostBreakdown, sent: dict[str, float]) -> None:
-    for where, link in ((Where.INTRA_NODE, "intra"), (Where.INTER_NODE, "inter")):
-        assert cost.all_to_all_bytes(where) == pytest.approx(sent[f"all_to_all_{link}_bytes"], rel=TOLERANCE, abs=100)
-        assert cost.sync_bytes(where) == pytest.approx(sent[f"sync_{link}_bytes"], rel=TOLERANCE, abs=100)
+    for link, name in ((TrafficLink.INTRA_NODE, "intra"), (TrafficLink.INTER_NODE, "inter")):
+        assert cost.all_to_all_bytes(link) == pytest.approx(sent[f"all_to_all_{name}_bytes"], rel=TOLERANCE, abs=100)
+        assert cost.sync_bytes(link) == pytest.approx(sent[f"sync_{name}_bytes"], rel=TOLERANCE, abs=100)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.nodes}x{layout.local_ranks}")

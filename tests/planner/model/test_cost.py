@@ -9,9 +9,9 @@ import pytest
 
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.baselines import BASELINES, ROW_WISE, ROW_WISE_DEDUP, TWO_HOP
+from flexd.planner.baselines import PLAN_BASELINES, ROW_WISE, ROW_WISE_DEDUP, TWO_HOP
 from flexd.planner.model.cost import LoadSums, group_cost, joint_cost
-from flexd.planner.model.row_bytes import Exchange, Phase, Where, migration_bytes
+from flexd.planner.model.row_bytes import Exchange, Phase, TrafficLink, migration_bytes
 from flexd.topology.cluster import Cluster, LinkModel
 from tests.support.planner_cases import cluster, flat, load, zipf
 
@@ -51,7 +51,7 @@ def test_the_table_of_the_design() -> None:
     assert rows_bytes(Tier.DEVICE, Exchange.DIRECT_DEDUP)[1:] == pytest.approx(
         [(U + WW) * B * (L - 1) / W, (U + WW) * B * (W - L) / W]
     )
-    assert rows_bytes(Tier.DEVICE)[Where.SELF] == pytest.approx(U * B)
+    assert rows_bytes(Tier.DEVICE)[TrafficLink.SELF] == pytest.approx(U * B)
 
 
 def test_seconds_are_bytes_at_the_collective_of_the_item() -> None:
@@ -61,26 +61,26 @@ def test_seconds_are_bytes_at_the_collective_of_the_item() -> None:
     accesses = load(np.full(3, A), row_bytes=B)
     cost = group_cost(accesses, np.array([0, 1, 2], np.uint8), LAYOUT, machine)
     speed = np.divide(cost.bytes, cost.transfer_seconds, out=np.zeros((3, 6, 3)), where=cost.transfer_seconds > 0)
-    assert speed[Tier.HOME, :3, Where.INTRA_NODE] == pytest.approx([1e9] * 3)
-    assert speed[Tier.HOME, :3, Where.INTER_NODE] == pytest.approx([4e9] * 3)
+    assert speed[Tier.HOME, :3, TrafficLink.INTRA_NODE] == pytest.approx([1e9] * 3)
+    assert speed[Tier.HOME, :3, TrafficLink.INTER_NODE] == pytest.approx([4e9] * 3)
     for tier in (Tier.NODE, Tier.DEVICE):
-        assert speed[tier, 3:, Where.INTER_NODE] == pytest.approx([4e9, 5e9, 0.0])
-    assert speed[Tier.DEVICE, 3:, Where.INTRA_NODE] == pytest.approx([1e9, 0.0, 1e9])
+        assert speed[tier, 3:, TrafficLink.INTER_NODE] == pytest.approx([4e9, 5e9, 0.0])
+    assert speed[Tier.DEVICE, 3:, TrafficLink.INTRA_NODE] == pytest.approx([1e9, 0.0, 1e9])
     narrow = group_cost(replace(accesses, narrow_wire=True), np.array([0, 1, 2], np.uint8), LAYOUT, machine)
-    sums = (slice(None), Phase.SYNC_SUMS, Where.INTER_NODE)
+    sums = (slice(None), Phase.SYNC_SUMS, TrafficLink.INTER_NODE)
     np.testing.assert_allclose(narrow.bytes[sums][1:] / narrow.transfer_seconds[sums][1:], 4e9)
     assert narrow.bytes[:, Phase.SYNC_ROWS].sum() == 0
-    assert (cost.transfer_seconds[:, :, Where.SELF] == 0).all()
+    assert (cost.transfer_seconds[:, :, TrafficLink.SELF] == 0).all()
     assert cost.total_seconds == pytest.approx(cost.forward_seconds + cost.backward_seconds + cost.sync_seconds)
 
 
 def test_baselines_are_ordered_by_what_they_know() -> None:
     problem = load(zipf(2000, 1.1, 4000.0), bin_accesses=(1e-3,), bin_rows=(5e4,))
-    costs = {baseline.name: baseline.price([LoadSums(problem, LAYOUT)], cluster()) for baseline in BASELINES}
-    inter = [costs[name.name].all_to_all_bytes(Where.INTER_NODE) for name in (ROW_WISE, ROW_WISE_DEDUP, TWO_HOP)]
+    costs = {baseline.name: baseline.price([LoadSums(problem, LAYOUT)], cluster()) for baseline in PLAN_BASELINES}
+    inter = [costs[name.name].all_to_all_bytes(TrafficLink.INTER_NODE) for name in (ROW_WISE, ROW_WISE_DEDUP, TWO_HOP)]
     assert inter[0] > inter[1] > inter[2] > 0
-    assert all(baseline.source for baseline in BASELINES)
-    assert len({baseline.name for baseline in BASELINES}) == len(BASELINES)
+    assert all(baseline.source for baseline in PLAN_BASELINES)
+    assert len({baseline.name for baseline in PLAN_BASELINES}) == len(PLAN_BASELINES)
 
 
 def test_bins_are_home_rows() -> None:

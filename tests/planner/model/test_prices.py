@@ -10,7 +10,7 @@ import pytest
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import LoadSums, group_cost, joint_cost
 from flexd.planner.model.prices import prices, slower_link_only
-from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, Phase, Where
+from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, Phase, TrafficLink
 from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel
 from tests.support.planner_cases import cluster, flat, load, zipf
 
@@ -52,12 +52,12 @@ def test_micro_batches_count_each_forward_pass_and_merged_gradients_once(
         trained=np.zeros(2) if frozen else None,
     )  # fmt: skip
     latency = group_cost(problem, np.array([0, 1], np.uint8), layout, cluster(latency=1.0)).latency_seconds
-    hops = [Where.INTER_NODE] if layout.local_ranks == 1 else [Where.INTRA_NODE, Where.INTER_NODE]
+    hops = [TrafficLink.INTER_NODE] if layout.local_ranks == 1 else [TrafficLink.INTRA_NODE, TrafficLink.INTER_NODE]
     for link in hops:
         assert latency[Phase.FORWARD_IDS, link] == 2 * micro_batches
         assert latency[Phase.FORWARD_ROWS, link] == micro_batches
         assert latency[Phase.BACKWARD_ROWS, link] == backward
-    assert latency[Phase.SYNC_ROWS, Where.INTER_NODE] == (0 if frozen else 1)
+    assert latency[Phase.SYNC_ROWS, TrafficLink.INTER_NODE] == (0 if frozen else 1)
     assert latency.sum() == len(hops) * (3 * micro_batches + backward) + (not frozen)
 
 
@@ -66,8 +66,8 @@ def test_dim_groups_of_both_kinds_take_a_collective_each() -> None:
     tiers = np.array([0, 1], np.uint8)
     sums = [LoadSums(problem, LAYOUT) for problem in (wide, replace(wide, narrow_wire=True))]
     cost = joint_cost(sums, [tiers, tiers], cluster(latency=1.0))
-    assert cost.latency_seconds[Phase.SYNC_ROWS, Where.INTER_NODE] == 1.0
-    assert cost.latency_seconds[Phase.SYNC_SUMS, Where.INTER_NODE] == 1.0
+    assert cost.latency_seconds[Phase.SYNC_ROWS, TrafficLink.INTER_NODE] == 1.0
+    assert cost.latency_seconds[Phase.SYNC_SUMS, TrafficLink.INTER_NODE] == 1.0
     assert cost.latency_seconds.sum() == 10.0
 
 
@@ -82,11 +82,11 @@ def test_a_direct_all_to_all_takes_as_long_as_its_slower_link() -> None:
     problem = load(zipf(50, 1.0, 50.0))
     machine = cluster(all_to_all=10e9, intra=100e9)
     cost = group_cost(problem, np.zeros(50, np.uint8), LAYOUT, machine, Exchange.DIRECT)
-    assert cost.transfer_seconds[:, :, Where.INTRA_NODE].sum() == 0
-    assert cost.transfer_seconds[:, :, Where.INTER_NODE].sum() == pytest.approx(
-        cost.bytes[:, :, Where.INTER_NODE].sum() / 10e9
+    assert cost.transfer_seconds[:, :, TrafficLink.INTRA_NODE].sum() == 0
+    assert cost.transfer_seconds[:, :, TrafficLink.INTER_NODE].sum() == pytest.approx(
+        cost.bytes[:, :, TrafficLink.INTER_NODE].sum() / 10e9
     )
-    assert cost.bytes[:, :, Where.INTRA_NODE].sum() > 0
+    assert cost.bytes[:, :, TrafficLink.INTRA_NODE].sum() > 0
 
 
 def test_only_all_to_alls_over_the_world_drop_their_faster_link() -> None:
@@ -110,13 +110,13 @@ def test_a_message_is_that_of_one_micro_batch_and_of_all_tiers() -> None:
     sent = np.random.default_rng(1).uniform(1e5, 1e6, (3, 6, 3))
     price = prices(sent, machine, 4)
     for phase in Phase:
-        sizes = sent[:, phase, Where.INTER_NODE].sum()
+        sizes = sent[:, phase, TrafficLink.INTER_NODE].sum()
         if phase in EXCHANGE_PHASES:
             sizes /= 4
         if phase == Phase.SYNC_MASK:  # travels with the rows
-            sizes = sent[:, Phase.FORWARD_ROWS, Where.INTER_NODE].sum() / 4
-        np.testing.assert_allclose(price[:, phase, Where.INTER_NODE], rising.seconds_per_byte(sizes))
-    assert (price[:, :, Where.SELF] == 0).all()
+            sizes = sent[:, Phase.FORWARD_ROWS, TrafficLink.INTER_NODE].sum() / 4
+        np.testing.assert_allclose(price[:, phase, TrafficLink.INTER_NODE], rising.seconds_per_byte(sizes))
+    assert (price[:, :, TrafficLink.SELF] == 0).all()
 
 
 def test_replicas_of_flexshard_pass_a_node_in_two_messages_of_half_the_bytes() -> None:
@@ -124,8 +124,8 @@ def test_replicas_of_flexshard_pass_a_node_in_two_messages_of_half_the_bytes() -
     machine = Cluster("m", "s", LinkModel(1e12, flat(1e9), flat(2e9), rising), LinkModel(9e9, *[flat(4e9)] * 3))
     device = np.full(50, Tier.DEVICE, np.uint8)
     cost = group_cost(load(np.full(50, A), row_bytes=128), device, LAYOUT, machine, Exchange.DIRECT)
-    size = cost.bytes[Tier.DEVICE, Phase.SYNC_ROWS, Where.INTRA_NODE]
-    assert cost.phase_seconds[Phase.SYNC_ROWS, Where.INTRA_NODE] == pytest.approx(2 * rising.seconds(size / 2))
+    size = cost.bytes[Tier.DEVICE, Phase.SYNC_ROWS, TrafficLink.INTRA_NODE]
+    assert cost.phase_seconds[Phase.SYNC_ROWS, TrafficLink.INTRA_NODE] == pytest.approx(2 * rising.seconds(size / 2))
 
 
 def test_exposed_shares() -> None:

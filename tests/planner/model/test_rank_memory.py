@@ -11,11 +11,11 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.embedding.store.directory import Directory, HomeOrder
 from flexd.embedding.store.store import GroupStore
-from flexd.planner.baselines import Case
-from flexd.planner.baselines.peers import PEERS
+from flexd.planner.baselines import PlanningProblem
+from flexd.planner.baselines.all_baselines import ALL_BASELINES
 from flexd.planner.model.cost import group_cost
 from flexd.planner.model.rank_memory import DIRECTORY_BYTES, Buffer, home_rows, placement_memory
-from flexd.planner.model.row_bytes import Exchange, Phase, Where
+from flexd.planner.model.row_bytes import Exchange, Phase, TrafficLink
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import make_plan
 from tests.support.planner_cases import cluster, load, profile
@@ -100,7 +100,7 @@ def test_buffers_by_hand(layout: RankLayout, exchange: Exchange, passes: int, na
         rail = (tiers == Tier.NODE) & (keys % layout.local_ranks == layout.local_rank_of(rank))
         assert buffers[Buffer.SYNC, rank] == pytest.approx(union[rail | (tiers == Tier.DEVICE)].sum())
     # What all ranks send, all ranks receive; gradients are more than rows where those of copies travel with them.
-    sent = cost.bytes[:, :, Where.INTRA_NODE :].sum(axis=(0, 2))
+    sent = cost.bytes[:, :, TrafficLink.INTRA_NODE :].sum(axis=(0, 2))
     expected = 2 * (sent[Phase.FORWARD_IDS] + sent[Phase.BACKWARD_ROWS]) / passes
     assert sent[Phase.BACKWARD_ROWS] >= sent[Phase.FORWARD_ROWS] * (1 - 1e-9)
     assert buffers[Buffer.EXCHANGE].mean() == pytest.approx(expected)
@@ -132,8 +132,8 @@ def test_the_plan_and_every_peer_say_it() -> None:
     assert made.memory.directory.min() > 0
     assert made.memory.replicas.tolist() == [60 * 36 + 30 * 96] * 6, "slots are set aside whether taken or not"
     assert made.memory.buffers[Buffer.SYNC].min() > 0
-    case = Case(seen, KEYSPACE, LAYOUT, cluster(), 1e9, slots, TrainingShape())
-    outcomes = {peer.name: peer.evaluate(case) for peer in PEERS}
+    case = PlanningProblem(seen, KEYSPACE, LAYOUT, cluster(), 1e9, slots, TrainingShape())
+    outcomes = {peer.name: peer.evaluate(case) for peer in ALL_BASELINES}
     for outcome in outcomes.values():
         assert outcome.cost is not None
         assert outcome.cost.buffer_bytes.shape == (len(Buffer), LAYOUT.world_size)

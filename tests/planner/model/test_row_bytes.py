@@ -7,7 +7,7 @@ import pytest
 
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import group_cost
-from flexd.planner.model.row_bytes import ID_BYTES, Exchange, Phase, Where
+from flexd.planner.model.row_bytes import ID_BYTES, Exchange, Phase, TrafficLink
 from tests.support.planner_cases import cluster, load, zipf
 
 ROWS, ROW_BYTES, STEPS = 600, 96, 60
@@ -23,7 +23,7 @@ def count_chain(layout: RankLayout, tiers: np.ndarray, accesses: np.ndarray, rng
     anywhere = sets.any(axis=(0, 1))
     is_tier = [tiers == t for t in Tier]
 
-    def add(tier: int, phase: Phase, link: Where, count: float, size: float) -> None:
+    def add(tier: int, phase: Phase, link: TrafficLink, count: float, size: float) -> None:
         counted[tier, phase, link] += count * size
 
     for node in range(nodes):
@@ -36,28 +36,28 @@ def count_chain(layout: RankLayout, tiers: np.ndarray, accesses: np.ndarray, rng
             asked_of_owner |= mine & ~held
             for t in Tier:
                 n = np.count_nonzero(go & is_tier[t])
-                add(t, Phase.FORWARD_IDS, Where.INTRA_NODE, n, ID_BYTES)
-                add(t, Phase.FORWARD_ROWS, Where.INTRA_NODE, n, ROW_BYTES)
+                add(t, Phase.FORWARD_IDS, TrafficLink.INTRA_NODE, n, ID_BYTES)
+                add(t, Phase.FORWARD_ROWS, TrafficLink.INTRA_NODE, n, ROW_BYTES)
                 back = n if t != Tier.DEVICE else np.count_nonzero(mine & (owner != rank) & is_tier[t])
-                add(t, Phase.BACKWARD_ROWS, Where.INTRA_NODE, back, ROW_BYTES)
-                add(t, Phase.FORWARD_ROWS, Where.SELF, np.count_nonzero(mine & held & is_tier[t]), ROW_BYTES)
+                add(t, Phase.BACKWARD_ROWS, TrafficLink.INTRA_NODE, back, ROW_BYTES)
+                add(t, Phase.FORWARD_ROWS, TrafficLink.SELF, np.count_nonzero(mine & held & is_tier[t]), ROW_BYTES)
         owner_rank = node * local + owner
         at_owner = (home == owner_rank) | np.array(
             [layout.holds_replica(r, keys[i : i + 1], tiers[i : i + 1])[0] for i, r in enumerate(owner_rank)]
         )
         for t in Tier:
             n = np.count_nonzero(asked_of_owner & ~at_owner & is_tier[t])
-            add(t, Phase.FORWARD_IDS, Where.INTER_NODE, n, ID_BYTES)
-            add(t, Phase.FORWARD_ROWS, Where.INTER_NODE, n, ROW_BYTES)
-            add(t, Phase.BACKWARD_ROWS, Where.INTER_NODE, n, ROW_BYTES)
+            add(t, Phase.FORWARD_IDS, TrafficLink.INTER_NODE, n, ID_BYTES)
+            add(t, Phase.FORWARD_ROWS, TrafficLink.INTER_NODE, n, ROW_BYTES)
+            add(t, Phase.BACKWARD_ROWS, TrafficLink.INTER_NODE, n, ROW_BYTES)
     # An all-reduce of s bytes over g ranks sends 2 (g-1) s in all. The owner in each node tells its ranks the sums.
     for t in (Tier.NODE, Tier.DEVICE):
         touched = np.count_nonzero(anywhere & is_tier[t])
-        add(t, Phase.SYNC_ROWS, Where.INTER_NODE, touched, 2 * (nodes - 1) * ROW_BYTES)
-        add(t, Phase.SYNC_MASK, Where.INTER_NODE, is_tier[t].sum(), 2 * (nodes - 1) / 8)
+        add(t, Phase.SYNC_ROWS, TrafficLink.INTER_NODE, touched, 2 * (nodes - 1) * ROW_BYTES)
+        add(t, Phase.SYNC_MASK, TrafficLink.INTER_NODE, is_tier[t].sum(), 2 * (nodes - 1) / 8)
         if t == Tier.DEVICE:
-            add(t, Phase.SYNC_SUMS, Where.INTRA_NODE, touched, nodes * (local - 1) * ROW_BYTES)
-            add(t, Phase.SYNC_MASK, Where.INTRA_NODE, is_tier[t].sum(), 2 * nodes * (local - 1) / 8)
+            add(t, Phase.SYNC_SUMS, TrafficLink.INTRA_NODE, touched, nodes * (local - 1) * ROW_BYTES)
+            add(t, Phase.SYNC_MASK, TrafficLink.INTRA_NODE, is_tier[t].sum(), 2 * nodes * (local - 1) / 8)
     return counted / world
 
 

@@ -11,7 +11,7 @@ from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import CostBreakdown, group_cost
-from flexd.planner.model.row_bytes import ID_BYTES, Exchange, Phase, Where
+from flexd.planner.model.row_bytes import ID_BYTES, Exchange, Phase, TrafficLink
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import GroupLoad, make_loads
 from tests.support.planner_cases import cluster, load, profile, zipf
@@ -60,7 +60,7 @@ def count(
     return {name: rows / STEPS for name, rows in sent.items()}
 
 
-def mean_of(cost: CostBreakdown, phase: Phase, where: Where) -> float:
+def mean_of(cost: CostBreakdown, phase: Phase, where: TrafficLink) -> float:
     return float(cost.bytes[:, phase, where].sum())
 
 
@@ -72,7 +72,7 @@ def test_micro_batches_and_the_busiest_rank(micro_batches: int, merged: bool) ->
     tiers = np.where(KEYS % 5 == 0, Tier.NODE, np.where(KEYS % 7 == 0, Tier.DEVICE, Tier.HOME)).astype(np.uint8)
     sent = count(tiers, accesses, micro_batches, merged, 5)
     cost = group_cost(shaped(accesses, micro_batches=micro_batches, merged_backward=merged), tiers, LAYOUT, cluster())
-    inter, intra = Where.INTER_NODE, Where.INTRA_NODE
+    inter, intra = TrafficLink.INTER_NODE, TrafficLink.INTRA_NODE
     for phase, where, name, size in (
         (Phase.FORWARD_IDS, intra, "ids_intra", ID_BYTES), (Phase.FORWARD_IDS, inter, "ids_inter", ID_BYTES),
         (Phase.FORWARD_ROWS, intra, "rows_intra", ROW_BYTES), (Phase.FORWARD_ROWS, inter, "rows_inter", ROW_BYTES),
@@ -98,7 +98,7 @@ def test_the_busiest_rank_of_a_direct_exchange_is_the_hot_rows_home() -> None:
         other = rank // L != (HOME // L)
         rows += np.bincount(HOME[other], weights=draws[:, rank][:, other].sum(axis=0), minlength=W)
     cost = group_cost(shaped(accesses), np.zeros(ROWS, np.uint8), LAYOUT, cluster(), Exchange.DIRECT)
-    peak = cost.peak_bytes[Tier.HOME, Phase.FORWARD_ROWS, Where.INTER_NODE]
+    peak = cost.peak_bytes[Tier.HOME, Phase.FORWARD_ROWS, TrafficLink.INTER_NODE]
     assert rows.argmax() == 1
     assert peak == pytest.approx(rows[1] / STEPS * ROW_BYTES, rel=0.03)
     assert cost.imbalance > 3
@@ -153,13 +153,15 @@ def test_wire_dtype() -> None:
         for shape in (TrainingShape(), TrainingShape(comm_dtype="bfloat16"))
     )
     for phase in (Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS, Phase.SYNC_SUMS):
-        np.testing.assert_allclose(half.bytes[:, phase, Where.INTRA_NODE], full.bytes[:, phase, Where.INTRA_NODE] / 2)
+        np.testing.assert_allclose(
+            half.bytes[:, phase, TrafficLink.INTRA_NODE], full.bytes[:, phase, TrafficLink.INTRA_NODE] / 2
+        )
     np.testing.assert_allclose(half.bytes[:, Phase.FORWARD_ROWS, 1:], full.bytes[:, Phase.FORWARD_ROWS, 1:] / 2)
     # float32 gradients are all-reduced, 2 w; bfloat16 ones go to the home and come back: v + w of half the size.
-    assert half.bytes[:, Phase.SYNC_ROWS].sum() == full.bytes[:, Phase.SYNC_SUMS, Where.INTER_NODE].sum() == 0
-    sums = half.bytes[1:, Phase.SYNC_SUMS, Where.INTER_NODE]
-    np.testing.assert_allclose(sums, full.bytes[1:, Phase.SYNC_ROWS, Where.INTER_NODE] / 4)
-    back = half.bytes[1:, Phase.BACKWARD_ROWS, Where.INTER_NODE]
+    assert half.bytes[:, Phase.SYNC_ROWS].sum() == full.bytes[:, Phase.SYNC_SUMS, TrafficLink.INTER_NODE].sum() == 0
+    sums = half.bytes[1:, Phase.SYNC_SUMS, TrafficLink.INTER_NODE]
+    np.testing.assert_allclose(sums, full.bytes[1:, Phase.SYNC_ROWS, TrafficLink.INTER_NODE] / 4)
+    back = half.bytes[1:, Phase.BACKWARD_ROWS, TrafficLink.INTER_NODE]
     assert ((back > 0) & (back < sums)).all()
     np.testing.assert_array_equal(half.bytes[:, Phase.FORWARD_IDS], full.bytes[:, Phase.FORWARD_IDS])
 

@@ -81,9 +81,9 @@ def test_more_rows_than_the_core_takes(monkeypatch: pytest.MonkeyPatch, core: in
         gains = gains_of(rng, 300)
         limits = GroupLimits(rng.integers(10, 30, 6), None, np.where(keys < 500, 0, -1), np.array([7]))
         problem = Assignment(RankLayout(3, 2), keys, gains, limits, BOTH)
-        monkeypatch.setattr(exact, "_CORE_ROWS", core)
+        monkeypatch.setattr(exact, "_MAX_CORE_ROWS", core)
         tiers, bound = problem.best(gains)
-        monkeypatch.setattr(exact, "_CORE_ROWS", 0)
+        monkeypatch.setattr(exact, "_MAX_CORE_ROWS", 0)
         plain, plain_bound = problem.best(gains)
         ours, without = (float(gains[each, np.arange(300)].sum()) for each in (tiers, plain))
         assert limits.fits(keys, tiers, RankLayout(3, 2))
@@ -93,7 +93,7 @@ def test_more_rows_than_the_core_takes(monkeypatch: pytest.MonkeyPatch, core: in
         # The order of the rows is no matter.
         order = rng.permutation(300)
         limits = GroupLimits(limits.slots, None, np.where(keys < 500, 0, -1)[order], limits.budgets)
-        monkeypatch.setattr(exact, "_CORE_ROWS", core)
+        monkeypatch.setattr(exact, "_MAX_CORE_ROWS", core)
         again, _ = Assignment(RankLayout(3, 2), keys[order], gains[:, order], limits, BOTH).best(gains[:, order])
         assert gains[tiers, np.arange(300)].sum() == pytest.approx(gains[:, order][again, np.arange(300)].sum())
     assert better >= 3

@@ -15,7 +15,7 @@ Float64Array = npt.NDArray[np.float64]
 UInt8Array = npt.NDArray[np.uint8]
 
 
-class Why(StrEnum):
+class TierReason(StrEnum):
     """The reason for the planned tier, one a row."""
 
     SAVES = "saves"
@@ -62,7 +62,7 @@ class RowExplanation:
     seconds: Float64Array
     live: Tier
     planned: Tier
-    why: Why
+    reason: TierReason
     home_rank: int
     source_node_share: npt.NDArray[np.float32] | None
 

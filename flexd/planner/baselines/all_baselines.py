@@ -15,7 +15,7 @@ from flexd.planner.baselines.whole_tables import (
     TABLE_WISE_SIZE_LOOKUP,
 )
 
-PEERS: tuple[Baseline, ...] = (
+ALL_BASELINES: tuple[Baseline, ...] = (
     ROW_WISE,
     ROW_WISE_DEDUP,
     TWO_HOP,

@@ -6,11 +6,11 @@ from typing import Any
 
 from flexd.core.layout import Tier
 from flexd.planner.model.cost import CostBreakdown
-from flexd.planner.model.row_bytes import Phase, Where
+from flexd.planner.model.row_bytes import Phase, TrafficLink
 from flexd.topology.cluster import Cluster, Collective, Link
 
 
-def replication_account(
+def summarise_replication(
     home: CostBreakdown, plan: CostBreakdown, cluster: Cluster, dedup: CostBreakdown
 ) -> dict[str, Any]:
     """Figures per rank and step, and ``words``: a list of sentences that say them.
@@ -21,8 +21,8 @@ def replication_account(
         dedup: cost of row-wise sharding with dedup.
     """
     link = cluster.link(Link.INTER_NODE)
-    exchange_bytes = max(plan.all_to_all_bytes(Where.INTER_NODE), home.all_to_all_bytes(Where.INTER_NODE))
-    sync_bytes = plan.sync_bytes(Where.INTER_NODE)
+    exchange_bytes = max(plan.all_to_all_bytes(TrafficLink.INTER_NODE), home.all_to_all_bytes(TrafficLink.INTER_NODE))
+    sync_bytes = plan.sync_bytes(TrafficLink.INTER_NODE)
     all_to_all = cluster.curve(Link.INTER_NODE, Collective.ALL_TO_ALL).bandwidth(exchange_bytes)
     all_reduce = cluster.curve(Link.INTER_NODE, Collective.ALL_REDUCE).bandwidth(sync_bytes)
     figures = {
@@ -34,15 +34,15 @@ def replication_account(
         "forward_freed_inter_node_bytes": _forward_bytes(home) - _forward_bytes(plan),
         "backward_freed_seconds": home.backward_seconds - plan.backward_seconds,
         "sync_seconds": plan.sync_seconds,
-        "inter_node_all_to_all_bytes_saved": home.all_to_all_bytes(Where.INTER_NODE)
-        - plan.all_to_all_bytes(Where.INTER_NODE),
+        "inter_node_all_to_all_bytes_saved": home.all_to_all_bytes(TrafficLink.INTER_NODE)
+        - plan.all_to_all_bytes(TrafficLink.INTER_NODE),
         "inter_node_sync_bytes_added": sync_bytes,
         "all_to_all_bytes_per_second": all_to_all,
         "all_reduce_bytes_per_second": all_reduce,
         "all_to_all_wire_share": all_to_all / link.wire_bytes_per_second,
         "all_reduce_wire_share": all_reduce / link.wire_bytes_per_second,
     }
-    words = _words(figures, cluster, at_home=plan.all_at_home)
+    words = _words(figures, cluster, at_home=plan.summed_at_home)
     if dedup.exposed_seconds < plan.exposed_seconds:
         words.append(
             f"row-wise sharding with dedup (exchange 'direct') would take {_time(dedup.exposed_seconds)} a step, this "
@@ -91,7 +91,7 @@ def _seconds(cost: CostBreakdown, phase: Phase) -> float:
 
 
 def _forward_bytes(cost: CostBreakdown) -> float:
-    return float(cost.bytes[:, [Phase.FORWARD_IDS, Phase.FORWARD_ROWS], Where.INTER_NODE].sum())
+    return float(cost.bytes[:, [Phase.FORWARD_IDS, Phase.FORWARD_ROWS], TrafficLink.INTER_NODE].sum())
 
 
 def _time(seconds: float) -> str:

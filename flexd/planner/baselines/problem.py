@@ -22,7 +22,7 @@ Float64Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanningProblem:
     """One planning problem.
 
     Attributes:
@@ -72,7 +72,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BaselineResult:
     """What a strategy does with a case.
 
     Attributes:
@@ -106,7 +106,7 @@ class Outcome:
         return self.cost.imbalance if self.cost is not None else float("nan")
 
 
-def over_memory(memory: Float64Array, case: Case) -> str:
+def over_memory(memory: Float64Array, case: PlanningProblem) -> str:
     """Why this memory does not fit, or ""."""
     most = float(memory.max(initial=0.0))
     if most <= case.memory_bytes:
