@@ -40,6 +40,19 @@ def error_of(rank: int, layout: RankLayout, own: dict[int, ProbeOptions]) -> str
     return "no error"
 
 
+def groups_of(rank: int, layouts: dict[int, RankLayout]) -> str:
+    """Return the ranks of this rank's groups and two numbers shared by all ranks, or the error."""
+    try:
+        groups = ProbeGroups.create(layouts[rank], "cpu", timedelta(seconds=30))
+    except TopologyError as error:
+        return str(error)
+    members = [group and dist.get_process_group_ranks(group) for group in (groups.node, groups.rail)]
+    largest = float(groups.max_over_ranks(np.array([rank], dtype=np.float64))[0])
+    text = f"node {members[0]}, rail {members[1]}, max {largest}, of rank 0 {groups.from_rank0(10.0 + rank)}"
+    groups.close()
+    return text
+
+
 def leaves(rank: int, layout: RankLayout, victim: int, hangs: bool, timeout_seconds: float) -> str:
     """Let one rank exit, or stop responding, in the middle of a collective between nodes."""
     groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=timeout_seconds))

@@ -326,7 +326,7 @@ class RankConnection:
         self._context.count("reports", 1 if report is not None else 0)
 
     def _daemon_has_polled(self) -> bool:
-        """Whether the daemon has polled its queue since this rank's last report.
+        """True if the daemon has polled its queue since this rank's last report.
 
         If not, the report waits, merged with those that follow, so that the queue stays bounded.
         """

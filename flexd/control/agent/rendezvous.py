@@ -42,7 +42,7 @@ class Rendezvous:
 
     @property
     def tried_all(self) -> bool:
-        """Whether every address was tried since the names were resolved: a caller then waits before the next."""
+        """True if every address was tried since the names were resolved: a caller then waits before the next."""
         return not self._next
 
     def connect(self) -> tuple[StoreClient, tuple[str, int]]:

@@ -51,7 +51,7 @@ class TapOutbox:
 
     @property
     def urgent(self) -> bool:
-        """Whether a caller waits for the acknowledgement."""
+        """True while a caller waits for the acknowledgement."""
         return self._urgent
 
     def put(self, payload: bytes) -> int:

@@ -115,7 +115,7 @@ class EpochManager:
 
     @property
     def has_no_ranks(self) -> bool:
-        """Whether no rank has registered, or all have left."""
+        """True if no rank has registered, or all have left."""
         return self.epoch is None and not self.present.attempt
 
     def open(self, hosted: HostedStore) -> None:

@@ -34,13 +34,13 @@ EVERY_KIND: list[m.Message] = [
 
 
 def forge(body: object, secret: bytes = SECRET) -> bytes:
-    """A signed message with any body."""
+    """Return a signed message with any body."""
     text = body if isinstance(body, str) else json.dumps(body)
     return f"{hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()}\n{text}".encode()
 
 
 @pytest.mark.parametrize("message", EVERY_KIND, ids=lambda message: message.kind)
-def test_every_kind_comes_back_as_it_was(message: m.Message) -> None:
+def test_opening_a_sealed_message_returns_it(message: m.Message) -> None:
     assert m.Signer(SECRET).open(m.Signer(SECRET).seal(message).encode()) == message
 
 
@@ -130,15 +130,41 @@ def test_another_kind_than_expected_is_refused() -> None:
         m.Signer(SECRET).open_as(m.EpochAnnouncement, m.Signer(SECRET).seal(EVERY_KIND[0]).encode())
 
 
-def test_what_the_refused_messages_are_changed_from_is_in_order() -> None:
+def test_the_messages_before_their_changes_are_accepted() -> None:
     for body in (GOOD, SETTLED, PROGRESS):
         m.Signer(SECRET).open(forge(body))
 
 
-def test_a_piece_longer_than_was_asked_for_is_refused() -> None:
+def test_a_piece_longer_than_requested_is_refused() -> None:
     signer, data = m.Signer(SECRET), b"12345"
     piece = next(message for message in EVERY_KIND if isinstance(message, m.TapPiece))
     sealed = m.seal_with_bytes(signer, replace(piece, sha256=hashlib.sha256(data).hexdigest()), data)
     assert m.open_with_bytes(signer, sealed, 5)[1] == data
     with pytest.raises(AuthenticationError, match="not those that were announced"):
         m.open_with_bytes(signer, sealed, 4)
+
+
+def piece_of(data: bytes) -> m.TapPiece:
+    return m.TapPiece("job", "a", 1, 1, "t", 0, 0, 0, 1, 0, hashlib.sha256(data).hexdigest())
+
+
+@pytest.mark.parametrize("data", [b"", b"\n\n", bytes(range(256)) * 40])
+def test_pieces_carry_any_bytes(data: bytes) -> None:
+    signer, header = m.Signer(SECRET), piece_of(data)
+    assert m.open_with_bytes(signer, m.seal_with_bytes(signer, header, data), 2**20) == (header, data)
+
+
+def test_any_changed_byte_of_a_piece_is_refused() -> None:
+    signer, data = m.Signer(SECRET), b"some bytes"
+    sealed = m.seal_with_bytes(signer, piece_of(data), data)
+    for at in range(len(sealed)):
+        changed = bytearray(sealed)
+        changed[at] ^= 0x20
+        if bytes(changed[:64]).lower() == sealed[:64]:
+            continue
+        with pytest.raises(ControlError):
+            m.open_with_bytes(signer, bytes(changed), 2**20)
+    with pytest.raises(AuthenticationError):
+        m.open_with_bytes(m.Signer(b"other"), sealed, 2**20)
+    with pytest.raises(ControlError):
+        m.open_with_bytes(signer, sealed + b"x" * (m.MAX_MESSAGE_BYTES + 2**20), 2**20)

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from flexd.core.keyspace import DimGroup, KeySpace, TableSpec
+from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
 from flexd.embedding.migration.migrator import merge_deltas
-from flexd.embedding.store.memory import max_listed_rows
 from flexd.planner.model.rank_memory import placement_memory
 from tests.support.migration_jobs import ROWS, TABLES
 from tests.support.rank_pool import RankPool
@@ -168,29 +167,3 @@ def test_a_chunk_prepared_for_another_placement_is_not_applied(ranks: Ranks) -> 
     for said, unchanged in ranks(2).run("migration_jobs:apply_out_of_turn", RankLayout(2, 1), GOOD[0]):
         assert "chunks were prepared for another placement" in said
         assert unchanged
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    nodes=st.integers(1, 4), local_ranks=st.integers(1, 4), slots=st.integers(0, 12), seed=st.integers(0, 999),
-    lean=st.integers(0, 3),
-)  # fmt: skip
-def test_no_placement_within_the_slots_lists_more_rows_than_stated(
-    nodes: int, local_ranks: int, slots: int, seed: int, lean: int
-) -> None:
-    """Rows are added greedily; ``lean`` prefers rows of one home, for which that rank needs no slot."""
-    layout = RankLayout(nodes, local_ranks)
-    rng = np.random.default_rng(seed)
-    keys = rng.permutation(60)
-    keys = keys[np.argsort(keys % layout.world_size != lean, kind="stable")]
-    tiers = rng.integers(1, 3, 60).astype(np.uint8) if seed % 2 else np.full(60, 2 - seed % 4 // 2, np.uint8)
-    taken = np.zeros(60, dtype=bool)
-    for at in range(60):
-        taken[at] = True
-        if (layout.replica_slots_used(keys[taken], tiers[taken]) > slots).any():
-            taken[at] = False
-    most = max_listed_rows(DimGroup(2, "float32", "sgd", 0, 60, (0,)), layout, slots)
-    for local in range(local_ranks):
-        node = (tiers == 1) & (keys % local_ranks == local) & (nodes > 1)
-        listed = taken & (node | ((tiers == 2) & (layout.world_size > 1)))
-        assert listed.sum() <= most

@@ -1,0 +1,101 @@
+"""Memory of a rank: bound of the listed rows, and bytes counted on the live tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.core.keyspace import DimGroup
+from flexd.core.layout import RankLayout
+from flexd.embedding.store.memory import RankMemory, iterate_tensors, max_listed_rows, rank_memory
+from flexd.embedding.store.store import GroupStore
+
+CPU = torch.device("cpu")
+NARROW = DimGroup(2, "float32", "sgd", 0, 61, (0,))
+WIDE = DimGroup(8, "float16", "rowwise_adagrad", 61, 23, (1,))
+
+
+def memory_of(layout: RankLayout, slots: int = 5, pending: object = None, **bytes_of_parts: int) -> RankMemory:
+    stores = [GroupStore(group, layout, 0, slots, CPU) for group in (NARROW, WIDE)]
+    parts = {"waiting_bytes": 0, "working_bytes": 0, "prepared_bytes": 0} | bytes_of_parts
+    return rank_memory(stores, layout, 1000, 10, pending, **parts)
+
+
+@pytest.mark.parametrize("layout", [RankLayout(2, 2), RankLayout(1, 1), RankLayout(1, 3)], ids=str)
+def test_rows_and_replica_slots_count_values_and_optimizer_state(layout: RankLayout) -> None:
+    memory = memory_of(layout)
+    narrow, wide = 2 * 4, 8 * 2 + 4  # row-wise Adagrad has one float32 a row
+    assert memory.home_bytes == -(-61 // layout.world_size) * narrow + sum(
+        wide for key in range(61, 84) if key % layout.world_size == 0
+    )
+    assert memory.replica_bytes == 5 * (narrow + wide)
+    assert memory.free_list_bytes == 2 * 4 * 5
+
+
+def test_a_single_rank_lists_no_rows_and_copies_nothing() -> None:
+    memory = memory_of(RankLayout(1, 1))
+    assert memory.max_directory_bytes == 0
+    assert memory.max_migration_bytes == 10 * 256
+
+
+def test_a_storage_of_waiting_passes_is_counted_once() -> None:
+    values = torch.zeros(100, dtype=torch.float64)
+    other = torch.zeros(7, dtype=torch.int32)
+    memory = memory_of(RankLayout(2, 2), pending=[values, {"view": values[:3], "other": (other, None, "text")}])
+    assert memory.pending_bytes == 800 + 28
+
+
+def test_the_sums_are_those_of_the_parts() -> None:
+    parts = RankMemory(**{part.name: 10**place for place, part in enumerate(fields(RankMemory))})
+    stored = ("home_bytes", "replica_bytes", "free_list_bytes", "directory_bytes", "working_bytes", "prepared_bytes")
+    budget = (
+        "home_bytes", "replica_bytes", "free_list_bytes", "max_directory_bytes", "working_bytes", "max_prepared_bytes",
+        "max_migration_bytes",
+    )  # fmt: skip
+    assert parts.stored_bytes == sum(getattr(parts, name) for name in stored)
+    assert parts.budget_bytes == sum(getattr(parts, name) for name in budget)
+    assert parts.to_dict()["budget_bytes"] == parts.budget_bytes
+    assert replace(parts, home_bytes=0).stored_bytes == parts.stored_bytes - parts.home_bytes
+
+
+@dataclass
+class Nested:
+    first: torch.Tensor
+    rest: object
+
+
+def test_tensors_are_found_in_sequences_mappings_and_dataclasses() -> None:
+    tensors = [torch.zeros(size) for size in (1, 2, 3, 4)]
+    held = [tensors[0], {"a": (tensors[1],)}, Nested(tensors[2], [None, 3, "text", Nested(tensors[3], ())])]
+    assert [tensor.numel() for tensor in iterate_tensors(held)] == [1, 2, 3, 4]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    nodes=st.integers(1, 4), local_ranks=st.integers(1, 4), slots=st.integers(0, 12), seed=st.integers(0, 999),
+    lean=st.integers(0, 3),
+)  # fmt: skip
+def test_no_placement_within_the_slots_lists_more_rows_than_the_bound(
+    nodes: int, local_ranks: int, slots: int, seed: int, lean: int
+) -> None:
+    """Rows are added greedily; ``lean`` prefers rows of one home, for which that rank needs no slot."""
+    layout = RankLayout(nodes, local_ranks)
+    rng = np.random.default_rng(seed)
+    keys = rng.permutation(60)
+    keys = keys[np.argsort(keys % layout.world_size != lean, kind="stable")]
+    tiers = rng.integers(1, 3, 60).astype(np.uint8) if seed % 2 else np.full(60, 2 - seed % 4 // 2, np.uint8)
+    chosen = np.zeros(60, dtype=bool)
+    for at in range(60):
+        chosen[at] = True
+        if (layout.replica_slots_used(keys[chosen], tiers[chosen]) > slots).any():
+            chosen[at] = False
+    most = max_listed_rows(DimGroup(2, "float32", "sgd", 0, 60, (0,)), layout, slots)
+    for local in range(local_ranks):
+        node = (tiers == 1) & (keys % local_ranks == local) & (nodes > 1)
+        listed = chosen & (node | ((tiers == 2) & (layout.world_size > 1)))
+        assert listed.sum() <= most
