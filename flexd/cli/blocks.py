@@ -18,8 +18,9 @@ class Table:
     """Rows of text.
 
     Attributes:
-        right: columns of numbers, set flush right.
+        right: columns of numbers, set flush right and never broken.
         spare: columns that a narrow terminal leaves out, the last one first.
+        whole: columns of text whose cells are never broken over lines.
     """
 
     title: str
@@ -27,6 +28,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     right: frozenset[str] = frozenset()
     spare: tuple[str, ...] = ()
+    whole: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(tuple(printable(cell) for cell in row) for row in self.rows))

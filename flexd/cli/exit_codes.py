@@ -8,26 +8,33 @@ from flexd.core.errors import ApiError, ConfigError, FlexdError, StateLockedErro
 
 
 class ExitCode(IntEnum):
+    """Exit status of a command. ``MEANINGS`` explains each in ``flexd --help`` and docs/command-line.md."""
+
     OK = 0
     FAILED = 1
-    """An error that has no code of its own."""
     USAGE = 2
-    """The command line or a configuration value is wrong."""
     UNREACHABLE = 3
-    """No daemon answers at the address."""
     REFUSED = 4
-    """The daemon answered that it cannot or will not do it, the migration failed, or the stream did not take what was
-    to be sent."""
     TIMED_OUT = 5
-    """The daemon did not answer, or the migration did not end, within the deadline."""
     STATE_LOCKED = 6
-    """Another daemon uses the state directory."""
     FOUND = 7
-    """``config diff`` found differences, ``doctor`` faults."""
     INTERRUPTED = 130
-    """Control-C."""
     UNREAD = 141
-    """The reader of the pipe has gone away, as for any program that SIGPIPE ends (128 + 13)."""
+    """128 + SIGPIPE, as for any program that SIGPIPE ends."""
+
+
+MEANINGS: dict[ExitCode, str] = {
+    ExitCode.OK: "success",
+    ExitCode.FAILED: "an error without a code of its own, or a question answered with no",
+    ExitCode.USAGE: "wrong usage or configuration",
+    ExitCode.UNREACHABLE: "no daemon at the address",
+    ExitCode.REFUSED: "the daemon, broker or file log refused, or the migration failed",
+    ExitCode.TIMED_OUT: "a deadline passed",
+    ExitCode.STATE_LOCKED: "another daemon uses the state directory",
+    ExitCode.FOUND: "config diff found differences, or doctor a fault",
+    ExitCode.INTERRUPTED: "Control-C",
+    ExitCode.UNREAD: "the reader of the output closed the pipe",
+}
 
 
 class DaemonUnreachableError(ApiError):

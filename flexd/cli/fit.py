@@ -13,8 +13,11 @@ LONGEST_WORD = 24
 
 @dataclass(frozen=True)
 class Fitted:
-    """Attributes:
-    columns: indices of those that are shown. widths: of each of them, in cells.
+    """Layout of a table.
+
+    Attributes:
+        columns: indices of the columns that are shown.
+        widths: width of each of them, in cells.
     """
 
     columns: tuple[int, ...]
@@ -31,21 +34,21 @@ class _Column:
 def fit(
     names: Sequence[str],
     rows: Sequence[Sequence[str]],
-    figures: frozenset[str],
+    whole: frozenset[str],
     spare: Sequence[str],
     width: int,
     cells: Callable[[str], int] = len,
 ) -> Fitted | None:
     """Return the layout of a table in ``width`` cells; None if that is not possible.
 
-    Headings and texts are broken between words, and figures never: a figure on two lines reads as two. What is then
-    still too wide goes without columns of ``spare``, the last one first.
+    Headings and texts are broken between words, figures never: a figure on two lines reads as two. A table that is
+    still too wide loses columns of ``spare``, the last one first.
 
     Args:
-        figures: names of the columns that hold figures.
-        cells: how wide a text is shown.
+        whole: names of the columns whose cells are not broken.
+        cells: returns the width of a text in cells.
     """
-    columns = [_column(i, name, [row[i] for row in rows], name in figures, cells) for i, name in enumerate(names)]
+    columns = [_column(i, name, [row[i] for row in rows], name in whole, cells) for i, name in enumerate(names)]
     for kept in range(len(spare), -1, -1):
         left_out = set(spare[kept:])
         shown = [column for column in columns if names[column.at] not in left_out]
@@ -55,10 +58,10 @@ def fit(
     return None
 
 
-def _column(at: int, name: str, texts: list[str], figures: bool, cells: Callable[[str], int]) -> _Column:
+def _column(at: int, name: str, texts: list[str], whole: bool, cells: Callable[[str], int]) -> _Column:
     natural = max(map(cells, (name, *texts)))
     heading = max(map(cells, name.split()), default=0)
-    if figures:
+    if whole:
         return _Column(at, max(heading, *map(cells, texts), 0), natural)
     words = max((cells(word) for text in texts for word in text.split()), default=0)
     return _Column(at, max(heading, min(words, LONGEST_WORD)), natural)

@@ -25,16 +25,15 @@ from flexd.cli import (
     table_commands,
     top_command,
 )
-from flexd.cli.exit_codes import ExitCode, exit_code_of
+from flexd.cli.exit_codes import MEANINGS, ExitCode, exit_code_of
 from flexd.cli.watch import with_watch_interval
 from flexd.core.errors import FlexdError
 
 app = typer.Typer(
     name="flexd",
     help="Keeps the embedding rows of a running recommender training in the right places.\n\n"
-    "Exit status: 0 ok, 1 unexpected error, 2 wrong usage or configuration, 3 no daemon answers, 4 the daemon or the "
-    "broker refuses or the migration failed, 5 a deadline passed, 6 the state directory is in use, "
-    "7 differences or faults were found, 130 Control-C, 141 nobody reads the output any more.",
+    # click keeps the lines of a paragraph that begins with \b.
+    "\b\nExit status:\n" + "\n".join(f"  {code:<3}  {meaning}" for code, meaning in MEANINGS.items()),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -63,6 +63,7 @@ def _head(plan: PlanReport) -> Facts:
             ("replica slots", f"{slots} a rank"),
             ("memory of a rank", _memory(plan.memory)),
             ("changes", _changes(plan)),
+            *([("gap", f"at most {units.share(plan.gap)} above the lower bound")] if plan.gap is not None else []),
         ),
     )
 
@@ -129,26 +130,22 @@ def _items(plan: PlanReport) -> Table:
         ("exposed", plan.before.exposed_seconds, plan.after.exposed_seconds),
     ):
         rows.append((name, "", "", "", units.seconds(earlier), units.seconds(later), units.change(earlier, later)))
-    return Table("predicted communication of one rank in one step", columns, tuple(rows), frozenset(columns[2:]))
+    return Table(
+        "predicted communication of one rank in one step", columns, tuple(rows), frozenset(columns[2:]),
+        ("time before", "bytes before"), frozenset(("phase", "link")),
+    )  # fmt: skip
 
 
 def _strategies(plan: PlanReport) -> Table:
-    columns = (
-        "strategy",
-        "exposed",
-        "busiest rank",
-        "all",
-        "inter-node all-to-all",
-        "inter-node sync",
-        "buffers",
-        "plan against it",
-    )
+    columns = ("strategy", "exposed", "plan vs it", "busiest rank", "all-to-all", "sync", "buffers", "all")
     costs = {**plan.baselines, "live placement": plan.before, "this plan": plan.after}
     rows = [_strategy(name, cost, plan.after) for name, cost in costs.items()]
     if plan.lower_bound_seconds is not None:
-        gap = f"within {units.share(plan.gap)}" if plan.gap is not None else ""
-        rows.append(("lower bound", units.seconds(plan.lower_bound_seconds), "", "", "", "", "", gap))
-    return Table("strategies under the same accesses", columns, tuple(rows), frozenset(columns[1:]))
+        rows.append(("lower bound", units.seconds(plan.lower_bound_seconds), *("" for _ in columns[2:])))
+    return Table(
+        "strategies under the same accesses (all-to-all and sync between nodes)", columns, tuple(rows),
+        frozenset(columns[1:]), columns[3:], frozenset(columns[:1]),
+    )  # fmt: skip
 
 
 def _strategy(name: str, cost: CostReport, plan: CostReport) -> tuple[str, ...]:
@@ -156,12 +153,12 @@ def _strategy(name: str, cost: CostReport, plan: CostReport) -> tuple[str, ...]:
     return (
         name.replace("_", " "),
         units.seconds(cost.exposed_seconds),
+        "" if cost is plan else units.change(cost.exposed_seconds, plan.exposed_seconds),
         units.seconds(cost.peak_exposed_seconds),
-        units.seconds(cost.total_seconds),
         units.size(inter.all_to_all if inter else None),
         units.size(inter.sync if inter else None),
         units.size(cost.buffer_bytes),
-        "" if cost is plan else units.change(cost.exposed_seconds, plan.exposed_seconds),
+        units.seconds(cost.total_seconds),
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table as Grid
 from rich.text import Text
 
@@ -15,9 +17,12 @@ from flexd.cli.fit import GAP, fit
 
 _INDENT = (0, 0, 0, 2)
 _WRONG = "bold red"
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?B(?:/s)?|[munp]?s|min|h|d)(?!\w))")
+_NO_BREAK = "\ue000"
+"""Stands for the space between a figure and its unit while lines are broken; rich also breaks at a no-break space."""
 
 
-def renderable(blocks: Sequence[Block]) -> Group:
+def renderable(blocks: Sequence[Block]) -> RenderableType:
     """Return the blocks for a rich console, separated by empty lines."""
     parts: list[RenderableType] = []
     for i, block in enumerate(blocks):
@@ -26,12 +31,27 @@ def renderable(blocks: Sequence[Block]) -> Group:
         if block.title:
             parts.append(Text(block.title, style="bold"))
         parts.append(Padding(_body(block), _INDENT))
-    return Group(*parts)
+    return _Spaced(Group(*parts))
+
+
+class _Spaced:
+    """Prints ``_NO_BREAK`` as a space."""
+
+    def __init__(self, content: RenderableType) -> None:
+        self._content = content
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Segment]:
+        for segment in console.render(self._content, options):
+            yield Segment(segment.text.replace(_NO_BREAK, " "), segment.style, segment.control)
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text(_BEFORE_UNIT.sub(_NO_BREAK, text), style=style)
 
 
 def _body(block: Block) -> RenderableType:
     if isinstance(block, Sentences):
-        return Group(*(Text(line) for line in block.lines))
+        return _sentences(block)
     return _facts(block) if isinstance(block, Facts) else _Fitting(block)
 
 
@@ -40,7 +60,18 @@ def _facts(facts: Facts) -> Grid:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in facts.pairs:
-        grid.add_row(Text(name), Text(value, style=_WRONG if name in facts.wrong else ""))
+        grid.add_row(Text(name), _text(value, _WRONG if name in facts.wrong else ""))
+    return grid
+
+
+def _sentences(sentences: Sentences) -> RenderableType:
+    if len(sentences.lines) == 1:
+        return _text(sentences.lines[0])
+    grid = Grid(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for line in sentences.lines:
+        grid.add_row("-", _text(line))
     return grid
 
 
@@ -52,7 +83,9 @@ class _Fitting:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[RenderableType]:
         table = self._table
-        fitted = fit(table.columns, table.rows, table.right, table.spare, options.max_width, cell_len)
+        rows = [[_BEFORE_UNIT.sub(_NO_BREAK, cell) for cell in row] for row in table.rows]
+        whole = table.right | table.whole
+        fitted = fit(table.columns, rows, whole, table.spare, options.max_width, cell_len)
         if fitted is None:
             yield from _one_by_one(table)
             return
@@ -63,12 +96,12 @@ class _Fitting:
                 Text(name), justify="right" if name in table.right else "left", width=width, overflow="fold",
                 vertical="top",
             )  # fmt: skip
-        for row in table.rows:
+        for row in rows:
             grid.add_row(*(Text(row[i]) for i in fitted.columns))
         yield grid
         left_out = [name for i, name in enumerate(table.columns) if i not in fitted.columns]
         if left_out:
-            yield Text(f"no room for: {', '.join(left_out)}", style="dim")
+            yield Text(f"no room for: {', '.join(left_out)} (-o yaml has them)", style="dim")
 
 
 def _one_by_one(table: Table) -> Iterable[RenderableType]:

@@ -47,7 +47,8 @@ def _strategies(summary: dict[str, Any]) -> Table:
     rows = tuple(_row(figures) for figures in summary["strategies"].values())
     first, last = summary["compared_steps"]
     title = f"inter-node bytes of the job and exposed time, means of steps {first} to {last - 1}"
-    return Table(title, columns, rows, frozenset(columns[1:]))
+    spare = ("rows", "plans", "busiest rank", "sync", "migration", "all")
+    return Table(title, columns, rows, frozenset(columns[1:]), spare)
 
 
 def _row(figures: dict[str, Any]) -> tuple[str, ...]:

@@ -58,7 +58,9 @@ def seconds(value: float | None) -> str:
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(value) >= scale:
             return f"{value / scale:.4g} {unit}"
-    return "0 s" if value == 0 else f"{value / 1e-9:.3g} ns"
+    if value == 0:
+        return "0 s"
+    return f"{value / 1e-9:.3g} ns" if abs(value) >= 1e-10 else f"{value / 1e-12:.3g} ps"
 
 
 def age(value: float | None) -> str:
@@ -81,9 +83,11 @@ def share(value: float | None) -> str:
 
 
 def change(before: float | None, after: float | None) -> str:
-    """Format the relative change from ``before`` to ``after``."""
+    """Format the relative change from ``before`` to ``after``: in percent, or as a factor of 10 and more."""
     if before is None or after is None or before == 0:
         return UNKNOWN
+    if after / before >= 10:
+        return f"x {after / before:,.0f}"
     text = f"{after / before - 1:+.1%}"
     return "0%" if text in ("+0.0%", "-0.0%") else text
 

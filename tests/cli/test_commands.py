@@ -18,9 +18,9 @@ import yaml
 import flexd
 from flexd.cli import client as client_module
 from flexd.cli.client import DaemonAddress, DaemonClient
-from flexd.cli.exit_codes import DaemonTimeoutError, DaemonUnreachableError, ExitCode, exit_code_of
+from flexd.cli.exit_codes import DaemonTimeoutError, DaemonUnreachableError, ExitCode
 from flexd.config.server import ServerConfig
-from flexd.core.errors import ApiError, ConfigError, FlexdError, PlanError
+from flexd.core.errors import PlanError
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 from tests.support.repository import ROOT
@@ -214,14 +214,6 @@ def test_the_clients_commands_load_neither_torch_nor_the_daemons_libraries(flexd
         [sys.executable, "-c", code, url], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_exit_codes_of_errors():
-    assert exit_code_of(ConfigError("x")) == 2
-    assert exit_code_of(DaemonUnreachableError("x")) == 3
-    assert exit_code_of(DaemonTimeoutError("x")) == 5
-    assert exit_code_of(ApiError("port taken")) == 1
-    assert exit_code_of(FlexdError("x")) == 1
 
 
 def test_a_daemon_that_does_not_answer_is_a_timeout(monkeypatch):

@@ -13,6 +13,7 @@ import pytest
 
 from flexd.api.pause import PauseState
 from flexd.cli.exit_codes import ExitCode
+from tests.support.plans import FULL_PLAN
 from tests.support.repository import ROOT
 from tests.support.statuses import STATUSES
 
@@ -179,17 +180,18 @@ def test_golden_status_on_a_terminal_with_its_styles(terminal, daemon, name):
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100])
-@pytest.mark.parametrize("command", ["tables", "topology", "history", "status", "plan"])
+@pytest.mark.parametrize("command", ["tables", "topology", "history", "status", "plan", "proposals", "explain items"])
 def test_golden_on_a_terminal(terminal, daemon, command, columns):
     """Nothing is wider than the terminal, figures are not broken, and what has no room is named."""
     daemon.status = lambda: STATUSES["status-degraded-stream"]
-    text, status = ended(terminal(command, columns=columns))
+    daemon.plan = lambda: FULL_PLAN
+    text, status = ended(terminal(*command.split(), columns=columns))
     assert status == 0
     assert STYLE.search(text)
     plain = STYLE.sub("", text).splitlines()
     assert max(map(len, plain)) <= columns
     shown = "".join(f"{line.rstrip()}\n" for line in plain)
-    assert shown == (GOLDEN / f"{command}.terminal-{columns}.txt").read_text(encoding="utf-8")
+    assert shown == (GOLDEN / f"{command.split()[0]}.terminal-{columns}.txt").read_text(encoding="utf-8")
 
 
 def test_no_color_leaves_no_colour_on_a_terminal(terminal, daemon):
