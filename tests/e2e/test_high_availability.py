@@ -60,11 +60,11 @@ class Member:
         return self.process.status() or {}
 
     def role(self) -> str:
-        shown = self.status().get("high_availability") or {}
+        shown = self.status().get("leadership") or {}
         return str(shown.get("role", ""))
 
     def term(self) -> int:
-        return int((self.status().get("high_availability") or {}).get("term", 0))
+        return int((self.status().get("leadership") or {}).get("term", 0))
 
     def signal(self, number: int) -> None:
         pid = self.process.pid
@@ -157,7 +157,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 def test_a_standby_says_so_and_refuses_verbs_with_the_leaders_name(pair: Pair) -> None:
     standby = pair.members[1]
     assert standby.role() == "standby"
-    shown = standby.status()["high_availability"]
+    shown = standby.status()["leadership"]
     assert shown["holder"].startswith("one/")
     assert httpx.get(f"{standby.url}/healthz").status_code == 200
     ready = httpx.get(f"{standby.url}/readyz")
@@ -236,7 +236,7 @@ def test_a_stopped_leader_is_replaced_and_does_no_harm_when_it_is_resumed(pair: 
     resumed_at = pair.ranks.step()
     leader.signal(signal.SIGCONT)
     until(lambda: leader.role() == "standby", 60, leader.status)
-    shown = leader.status()["high_availability"]
+    shown = leader.status()["leadership"]
     assert shown["holder"].startswith(f"{heir.name}/")
     until(lambda: pair.ranks.step() > resumed_at + 20, 60)
     assert heir.role() == "leader"

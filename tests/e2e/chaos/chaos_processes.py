@@ -163,6 +163,17 @@ def _child(order: dict[str, Any], parent: int) -> int:
     return 0
 
 
+def _record_exit_status(file: Path) -> None:
+    """Let ``os._exit``, with which ``flexd run`` ends too, write the status to ``file`` first."""
+    end = os._exit
+
+    def write_and_end(status: int) -> None:
+        file.write_text(str(status))
+        end(status)
+
+    os._exit = write_and_end  # type: ignore[assignment]
+
+
 def main() -> None:
     import torch
 
@@ -181,10 +192,10 @@ def main() -> None:
         order = json.loads(line)
         pid = os.fork()
         if pid == 0:
+            _record_exit_status(Path(f"{order['log']}.{os.getpid()}.exit"))
             code = _child(order, parent)
             sys.stdout.flush()
             sys.stderr.flush()
-            Path(f"{order['log']}.{os.getpid()}.exit").write_text(str(code))
             os._exit(code)
         print(pid, flush=True)
 
