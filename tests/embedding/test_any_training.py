@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.ahead_jobs import Loop
 from tests.support.exactness import Scenario, train_alone
 from tests.support.rank_pool import RankPool
+from tests.support.run_ahead_jobs import Loop
 
 Ranks = Callable[[int], RankPool]
 OPTIMIZERS = ["sgd", "sgd_decay", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam"]
@@ -69,7 +69,7 @@ def test_any_training_equals_one_process(
     ranks: Ranks, scenario: Scenario, ahead: bool, evaluate_every: int, loops: int
 ) -> None:
     loop = Loop(ahead=ahead, evaluate_every=evaluate_every, loops=loops if ahead else 1)
-    results = ranks(scenario.layout.world_size).run("ahead_jobs:train", scenario, loop)
+    results = ranks(scenario.layout.world_size).run("run_ahead_jobs:train", scenario, loop)
     losses, tables = train_alone(scenario)
     for rank, result in enumerate(results):
         np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=1e-9)

@@ -22,7 +22,7 @@ Ranks = Callable[[int], RankPool]
 def test_a_broken_rank_is_an_error_on_every_other_rank(how: str) -> None:
     pool = RankPool(4)
     try:
-        results = pool.run("broken_jobs:lose_a_rank", RankLayout(2, 2), 3, how, 3.0)
+        results = pool.run("fault_jobs:lose_a_rank", RankLayout(2, 2), 3, how, 3.0)
     finally:
         pool.close()
     for rank, result in enumerate(results):
@@ -51,7 +51,7 @@ def test_different_calls_are_refused_with_both_calls(
 ) -> None:
     """At once, on every rank, also where the odd one is on another node and rail; and they can go on."""
     layout = RankLayout(nodes, local_ranks)
-    for said, goes_on in ranks(layout.world_size).run("broken_jobs:part", layout, odd, how, exchange, timeout=50):
+    for said, goes_on in ranks(layout.world_size).run("fault_jobs:part", layout, odd, how, exchange, timeout=50):
         assert said.startswith("EmbeddingError: ranks make different calls: rank ")
         assert f"rank {odd} {'only looks' if how == 'evaluates' else 'looks'} rows up" in said
         assert ("(4 modulo 8)" in said) == (how == "forgets a step")
@@ -59,8 +59,8 @@ def test_different_calls_are_refused_with_both_calls(
 
 
 def test_two_collections_in_one_process_train(ranks: Ranks) -> None:
-    together = ranks(2).run("broken_jobs:two_collections", RankLayout(2, 1), True)
-    apart = ranks(2).run("broken_jobs:two_collections", RankLayout(2, 1), False)
+    together = ranks(2).run("fault_jobs:two_collections", RankLayout(2, 1), True)
+    apart = ranks(2).run("fault_jobs:two_collections", RankLayout(2, 1), False)
     for one, other in zip(together, apart, strict=True):
         for a, b in zip(one, other, strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)

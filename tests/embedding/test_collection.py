@@ -7,12 +7,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import flexd
 from flexd.core.errors import EmbeddingError, TopologyError
 from flexd.core.layout import RankLayout
-from flexd.core.placement import Delta
+from flexd.core.placement import Delta, Placement
+from tests.support.collection_jobs import random_placement
+from tests.support.plain_tables import close, ids, pair
+from tests.support.rank_pool import RankPool
+
+Ranks = Callable[[int], RankPool]
 
 
 def test_invalid_arguments_are_refused() -> None:
@@ -29,22 +33,6 @@ def test_invalid_arguments_are_refused() -> None:
             flexd.EmbeddingCollection([table], layout=RankLayout(1, 1), **budget)
     with pytest.raises(EmbeddingError, match="'ring'"):
         flexd.EmbeddingCollection([table], layout=RankLayout(1, 1), exchange="ring")
-
-
-def ids(*rows: int) -> dict[str, flexd.Jagged]:
-    return {"item": flexd.Jagged(torch.tensor(rows, dtype=torch.int64), torch.tensor([len(rows)]))}
-
-
-def pair(lr: float = 0.3, **more: object) -> tuple[flexd.EmbeddingCollection, nn.Embedding]:
-    """A collection and a plain table of equal rows."""
-    collection = flexd.EmbeddingCollection(
-        [flexd.EmbeddingTable("item", 20, 4, dtype="float64")], optimizer=flexd.SGD(lr), **more
-    )  # type: ignore[arg-type]
-    return collection, nn.Embedding.from_pretrained(collection.initial_table("item"), freeze=False)
-
-
-def close(collection: flexd.EmbeddingCollection, plain: nn.Embedding) -> bool:
-    return torch.allclose(collection.gather_table("item"), plain.weight.detach(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("when", ["before forward", "before backward"])
@@ -148,3 +136,12 @@ def test_a_collection_has_no_named_parameters() -> None:
     collection, _ = pair()
     assert list(collection.parameters()) == []
     assert list(collection.buffers()) == []
+
+
+def test_evaluation_neither_synchronises_nor_leaves_a_pending_pass(ranks: Ranks) -> None:
+    delta = Placement.empty().delta_to(random_placement(3))
+    for result in ranks(4).run("collection_jobs:evaluate", RankLayout(2, 2), delta):
+        assert result["synced"] == 0
+        assert result["device_accesses"] > 0
+        assert (result["steps"], result["pending"]) == (0, 0)
+        assert result["unchanged"]

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import flexd
 from flexd.control.daemon.coordinator import ControlOptions, Coordinator
@@ -19,23 +18,12 @@ from flexd.control.protocol.report import StepReport
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.core.placement import Placement
 from flexd.embedding.connect import Connection, _agreed_attempt
 from flexd.embedding.exchange.collectives import TrafficKind
-from tests.support.collection_jobs import ROWS, connected_alone, listed_by, some, tables
+from tests.support.collection_jobs import listed_by, random_placement, some, tables
+from tests.support.connection_jobs import connected_alone
+from tests.support.plain_tables import ids, pair
 from tests.support.rank_pool import RankPool
-
-
-def ids(*rows: int) -> dict[str, flexd.Jagged]:
-    return {"item": flexd.Jagged(torch.tensor(rows, dtype=torch.int64), torch.tensor([len(rows)]))}
-
-
-def pair(lr: float = 0.3, **more: object) -> tuple[flexd.EmbeddingCollection, nn.Embedding]:
-    """A collection and a plain table of equal rows."""
-    collection = flexd.EmbeddingCollection(
-        [flexd.EmbeddingTable("item", 20, 4, dtype="float64")], optimizer=flexd.SGD(lr), **more
-    )  # type: ignore[arg-type]
-    return collection, nn.Embedding.from_pretrained(collection.initial_table("item"), freeze=False)
 
 
 class _Heard:
@@ -103,15 +91,6 @@ def test_each_launch_has_a_new_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
 Ranks = Callable[[int], RankPool]
 
 
-TOTAL = sum(ROWS.values())
-
-
-def random_placement(seed: int, rows: int = 50) -> Placement:
-    rng = np.random.default_rng(seed)
-    keys = rng.choice(TOTAL, size=rows, replace=False).astype(np.int64)
-    return Placement.of(keys, rng.integers(1, 3, size=rows).astype(np.uint8))
-
-
 def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:
     """Two migrations, the second over the first; the tables end as without any."""
     specs = [TableSpec(t.name, t.rows, t.dim, t.dtype, "rowwise_adagrad") for t in tables()]
@@ -129,7 +108,7 @@ def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:
     pusher = threading.Thread(target=push, daemon=True)
     pusher.start()
     try:
-        results = ranks(4).run("collection_jobs:connected", layout, coordinator.port, final.digest(), 20_000)
+        results = ranks(4).run("connection_jobs:connected", layout, coordinator.port, final.digest(), 20_000)
         pusher.join(30)
         assert states == [MigrationState.COMMITTED] * 2
         assert coordinator.placement().digest() == final.digest()

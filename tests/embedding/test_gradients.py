@@ -14,6 +14,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
 from tests.support.gradient_jobs import Clipping, train_alone
+from tests.support.plain_tables import ids
 from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -69,10 +70,6 @@ def test_an_overflow_of_the_sum_is_seen_by_every_rank(ranks: Ranks) -> None:
         assert scales == [2.0, 2.0]
         assert steps == 1
         assert right
-
-
-def ids(*rows: int) -> dict[str, flexd.Jagged]:
-    return {"item": flexd.Jagged(torch.tensor(rows, dtype=torch.int64), torch.tensor([len(rows)]))}
 
 
 def make(dtype: str = "float64", lr: float = 0.5) -> flexd.EmbeddingCollection:

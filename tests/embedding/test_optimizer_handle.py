@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 
 import flexd
 from flexd.embedding.row_optimizers import Adam, RowOptimizer
+from tests.support.plain_tables import close, ids, pair
 
 
 def collection(optimizer: RowOptimizer) -> flexd.EmbeddingCollection:
@@ -74,22 +74,6 @@ def test_the_state_dict_keeps_steps_and_settings() -> None:
         step(made, 2, 3)
     assert torch.equal(first.gather_table("item"), second.gather_table("item"))
     assert second.steps == 4
-
-
-def ids(*rows: int) -> dict[str, flexd.Jagged]:
-    return {"item": flexd.Jagged(torch.tensor(rows, dtype=torch.int64), torch.tensor([len(rows)]))}
-
-
-def pair(lr: float = 0.3, **more: object) -> tuple[flexd.EmbeddingCollection, nn.Embedding]:
-    """A collection and a plain table of equal rows."""
-    collection = flexd.EmbeddingCollection(
-        [flexd.EmbeddingTable("item", 20, 4, dtype="float64")], optimizer=flexd.SGD(lr), **more
-    )  # type: ignore[arg-type]
-    return collection, nn.Embedding.from_pretrained(collection.initial_table("item"), freeze=False)
-
-
-def close(collection: flexd.EmbeddingCollection, plain: nn.Embedding) -> bool:
-    return torch.allclose(collection.gather_table("item"), plain.weight.detach(), rtol=0, atol=1e-12)
 
 
 SCHEDULERS: list[Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]] = [

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
+from tests.support.ddp_jobs import ddp_alone
 from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -21,7 +23,7 @@ TWO = RankLayout(2, 1)
 
 @pytest.fixture(scope="module")
 def expected(ranks: Ranks) -> list[dict[str, Any]]:
-    return ranks(2).run("around_jobs:plain", TWO)
+    return ranks(2).run("pytorch_jobs:plain", TWO)
 
 
 def same(results: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float = 1e-9) -> None:
@@ -36,7 +38,7 @@ def same(results: list[dict[str, Any]], expected: list[dict[str, Any]], toleranc
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_the_dense_part_may_be_in_fsdp2(ranks: Ranks, expected: list[dict[str, Any]], inside: bool) -> None:
-    same(ranks(2).run("around_jobs:fsdp", TWO, inside), expected)
+    same(ranks(2).run("pytorch_jobs:fsdp", TWO, inside), expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -44,28 +46,28 @@ def test_the_dense_part_may_be_in_fsdp2(ranks: Ranks, expected: list[dict[str, A
 def test_activation_checkpointing(
     ranks: Ranks, expected: list[dict[str, Any]], reentrant: bool, around_all: bool
 ) -> None:
-    same(ranks(2).run("around_jobs:checkpointed", TWO, reentrant, around_all), expected)
+    same(ranks(2).run("pytorch_jobs:checkpointed", TWO, reentrant, around_all), expected)
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_compiled_model_trains_equally(ranks: Ranks, expected: list[dict[str, Any]], whole: bool) -> None:
-    same(ranks(2).run("around_jobs:compiled", TWO, whole), expected)
+    same(ranks(2).run("pytorch_jobs:compiled", TWO, whole), expected)
 
 
 def test_nested_tensors_train_equally(ranks: Ranks, expected: list[dict[str, Any]]) -> None:
-    same(ranks(2).run("around_jobs:nested", TWO), expected)
+    same(ranks(2).run("pytorch_jobs:nested", TWO), expected)
 
 
 def test_autocast_leaves_rows_in_the_dtype_of_their_table(ranks: Ranks) -> None:
-    results = ranks(2).run("around_jobs:autocast", TWO)
-    same(results, ranks(2).run("around_jobs:plain", TWO, "float32"), tolerance=0.5)
+    results = ranks(2).run("pytorch_jobs:autocast", TWO)
+    same(results, ranks(2).run("pytorch_jobs:plain", TWO, "float32"), tolerance=0.5)
     for result in results:
         assert result["dtypes"] == ["torch.bfloat16", "torch.float32"]
         assert result["table"].dtype == torch.float32
 
 
 def test_the_state_dict_of_a_whole_model(ranks: Ranks) -> None:
-    for result in ranks(2).run("around_jobs:whole_model_state", TWO):
+    for result in ranks(2).run("pytorch_jobs:whole_model_state", TWO):
         assert result["said"] == "<All keys matched successfully>"
         assert result["parameters"] == [
             "tower.first.weight",
@@ -80,14 +82,14 @@ def test_the_state_dict_of_a_whole_model(ranks: Ranks) -> None:
 
 
 def test_copies_and_moves_of_a_collection_are_refused(ranks: Ranks) -> None:
-    for said in ranks(2).run("around_jobs:copies", TWO):
+    for said in ranks(2).run("pytorch_jobs:copies", TWO):
         assert ["cannot be copied or pickled" in text for text in said[:4]] == [True] * 4
         assert "cannot be moved - construct the collection with device=" in said[4]
         assert said[5] == "torch.float64 torch.float16"
 
 
 def test_loaded_rows_replace_those_of_the_table(ranks: Ranks) -> None:
-    for rows in ranks(2).run("around_jobs:load", TWO):
+    for rows in ranks(2).run("pytorch_jobs:load", TWO):
         assert torch.equal(rows["table"], rows["expected"])
         assert torch.equal(rows["looked_up"], rows["expected"])
         assert rows["equal"]
@@ -101,3 +103,11 @@ def test_loaded_rows_replace_those_of_the_table(ranks: Ranks) -> None:
             collection.load_rows(name, first, values)
     with pytest.raises(EmbeddingError, match="no table 'shop'"):
         collection.load_rows("shop", 0, torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_dense_part_may_be_in_ddp(ranks: Ranks, inside: bool) -> None:
+    expected = ddp_alone(4, 6)
+    for result in ranks(4).run("ddp_jobs:ddp", RankLayout(2, 2), inside, 6):
+        for name, values in expected.items():
+            np.testing.assert_allclose(result[name], values, rtol=0, atol=1e-9)

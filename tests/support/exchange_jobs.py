@@ -13,6 +13,7 @@ from flexd.core.placement import Delta
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import SGD
+from tests.support.collection_jobs import offer, some, tables, train_step
 
 ROWS = 40
 
@@ -136,3 +137,24 @@ def train(rank: int, layout: RankLayout, moved: bool, comm_dtype: str | None) ->
         "losses": losses, "equal": equal, "bytes": sum(value for name, value in totals.items() if "bytes" in name),
         "tables": [collection.gather_table(table.name).double().numpy() for table in collection.tables],
     }  # fmt: skip
+
+
+def count_bytes(rank: int, layout: RankLayout, exchange: str, delta: Delta, steps: int) -> list[dict[str, int]]:
+    """Traffic on table ``item``: of two look-ups of nothing that agree on a chunk and apply it, then of each step."""
+    collection = EmbeddingCollection(tables("float32", ("item",)), layout=layout, exchange=exchange, replica_slots=[61])
+    built = collection.traffic.totals()
+    assert not any(built.values()), "construction is not training"
+    offer(collection, delta)
+    only = {"item": Jagged(torch.arange(0), torch.tensor([0]))}
+    with torch.no_grad():
+        for _ in range(2):
+            collection(only)
+    said = [collection.traffic.totals()]
+    for step in range(steps):
+        before = collection.traffic.totals()
+        train_step(collection, {"item": some(0, step, rank)["item"]})
+        collection.gather_table("item")
+        collection.replicas_bit_equal()
+        after = collection.traffic.totals()
+        said.append({name: after[name] - before[name] for name in after})
+    return said

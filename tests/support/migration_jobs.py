@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexd.core.errors import ChunkRefusedError, PlacementError
+from flexd.core.errors import ChunkRefusedError, EmbeddingError, FlexdError, PlacementError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import RowWiseAdagrad
 from flexd.embedding.store.memory import iterate_tensors
+from tests.support import collection_jobs as jobs
 
 TABLES = [
     EmbeddingTable("item", 61, 8, dtype="float32", init_scale=0.5),
@@ -161,3 +162,76 @@ def refresh_in_blocks(rank: int, layout: RankLayout, delta: Delta, cap: int) -> 
         "bit_equal": collection.replicas_bit_equal(), "largest": max(gathers, default=0), "gathers": len(gathers),
         "right": all(torch.equal(found[t.name].values, other.gather_table(t.name)) for t in TABLES),
     }  # fmt: skip
+
+
+def follow(rank: int, layout: RankLayout, deltas: list[Delta], slots: list[int]) -> list[dict[str, Any]]:
+    """Offer a chunk, train a step and return the rows of this rank; for every chunk."""
+    collection = EmbeddingCollection(
+        jobs.tables(), optimizer=RowWiseAdagrad(lr=0.1), layout=layout, replica_slots=slots
+    )
+    jobs.train_step(collection, jobs.some(0, 999, rank))
+    said = []
+    for step, delta in enumerate(deltas):
+        jobs.offer(collection, delta)
+        jobs.train_step(collection, jobs.some(0, step, rank))
+        unequal_before = not collection.replicas_bit_equal()
+        looked_up = jobs.look_everything_up(collection)  # applies the chunk
+        keys, tiers = collection.engine.migrator.placement()
+        whole = {name: collection.gather_table(name).numpy() for name in jobs.ROWS}
+        listed = [store.directory for store in collection.engine.stores]
+        said.append(
+            {
+                "version": collection.placement_version, "digest": collection.engine.migrator.digest,
+                "keys": keys, "tiers": tiers, "free": [store.free_slots for store in collection.engine.stores],
+                "slots_distinct": all(len(set(d.slots_at(torch.arange(len(d))).tolist())) == len(d) for d in listed),
+                "lookups_right": all(np.array_equal(looked_up[name], whole[name]) for name in jobs.ROWS),
+                "bit_equal": collection.replicas_bit_equal() and not unequal_before,
+            }
+        )  # fmt: skip
+    return said
+
+
+def wrong_chunk(rank: int, layout: RankLayout, good: Delta, wrong: Delta) -> tuple[str, bool]:
+    """Return the error of a chunk that does not start from the placement, and whether the collection is unchanged."""
+    collection = EmbeddingCollection(jobs.tables(), layout=layout, replica_slots=[30, 30, 3])
+    jobs.offer(collection, good)
+    jobs.look_everything_up(collection)
+    jobs.look_everything_up(collection)
+    before = [store.free_slots for store in collection.engine.stores], collection.engine.migrator.digest
+    try:
+        collection.engine.migrator.prepare(wrong, None)
+        text = "applied"
+    except FlexdError as error:
+        text = f"{type(error).__name__}: {error}"
+    after = [store.free_slots for store in collection.engine.stores], collection.engine.migrator.digest
+    return text, before == after and collection.replicas_bit_equal()
+
+
+def chunk_in_inference_mode(rank: int, layout: RankLayout, delta: Delta) -> bool:
+    """Applies a chunk inside ``torch.inference_mode`` and trains on."""
+    collection = EmbeddingCollection(jobs.tables(), layout=layout, replica_slots=[60, 23, 3])
+    jobs.offer(collection, delta)
+    with torch.inference_mode():
+        for _ in range(2):
+            collection(jobs.everything())
+    for step in range(2):
+        jobs.train_step(collection, jobs.some(0, step, rank))
+    return collection.placement_version == 1 and collection.replicas_bit_equal()
+
+
+def fault_beside_a_chunk(rank: int, layout: RankLayout, delta: Delta, guilty: int) -> list[tuple[int, int, bool]]:
+    """One rank has bad input in the very exchange that agrees on a chunk."""
+    collection = EmbeddingCollection(jobs.tables(), layout=layout, replica_slots=[60, 23, 3])
+    jobs.offer(collection, delta)
+    said = []
+    bad = {"item": Jagged(torch.tensor([-1]), torch.tensor([1]))}
+    try:
+        collection(bad if rank == guilty else jobs.everything())
+        raise AssertionError("no error")
+    except EmbeddingError:
+        said.append(
+            (collection.engine.inbox.agreed_version, collection.placement_version, len(collection.engine.passes) == 0)
+        )
+    jobs.train_step(collection, jobs.everything())
+    said.append((collection.engine.inbox.agreed_version, collection.placement_version, collection.replicas_bit_equal()))
+    return said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,16 +11,9 @@ from torch import nn
 import flexd
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
-from tests.support.collection_jobs import ROWS
+from tests.support.collection_jobs import random_placement
+from tests.support.plain_tables import ids, pair
 from tests.support.rank_pool import RankPool
-
-
-def pair(lr: float = 0.3, **more: object) -> tuple[flexd.EmbeddingCollection, nn.Embedding]:
-    """A collection and a plain table of equal rows."""
-    collection = flexd.EmbeddingCollection(
-        [flexd.EmbeddingTable("item", 20, 4, dtype="float64")], optimizer=flexd.SGD(lr), **more
-    )  # type: ignore[arg-type]
-    return collection, nn.Embedding.from_pretrained(collection.initial_table("item"), freeze=False)
 
 
 def test_unequal_state_dicts_are_refused() -> None:
@@ -49,10 +41,6 @@ def test_unequal_state_dicts_are_refused() -> None:
     assert torch.equal(collection.gather_table("item"), saved["rank0.group0.rows"] + 1)
 
 
-def ids(*rows: int) -> dict[str, flexd.Jagged]:
-    return {"item": flexd.Jagged(torch.tensor(rows, dtype=torch.int64), torch.tensor([len(rows)]))}
-
-
 def test_a_state_dict_is_a_copy() -> None:
     collection, _ = pair()
     model = nn.ModuleDict({"towers": nn.ModuleDict({"emb": collection})})
@@ -68,15 +56,6 @@ def test_a_state_dict_is_a_copy() -> None:
 Ranks = Callable[[int], RankPool]
 
 
-TOTAL = sum(ROWS.values())
-
-
-def random_placement(seed: int, rows: int = 50) -> Placement:
-    rng = np.random.default_rng(seed)
-    keys = rng.choice(TOTAL, size=rows, replace=False).astype(np.int64)
-    return Placement.of(keys, rng.integers(1, 3, size=rows).astype(np.uint8))
-
-
 @pytest.mark.parametrize("pending", [False, True])
 @pytest.mark.parametrize(("nodes", "local_ranks"), [(2, 2), (3, 2)])
 def test_a_checkpoint_of_home_rows_restores_everything(
@@ -84,7 +63,7 @@ def test_a_checkpoint_of_home_rows_restores_everything(
 ) -> None:
     layout = RankLayout(nodes, local_ranks)
     first, second = (Placement.empty().delta_to(random_placement(seed, 30)) for seed in (1, 2))
-    results = ranks(layout.world_size).run("collection_jobs:save_and_load", layout, first, second, pending)
+    results = ranks(layout.world_size).run("local_state_jobs:save_and_load", layout, first, second, pending)
     for result in results:
         assert result["replicas"] > 0
         assert result["lookups_right"]
@@ -93,7 +72,7 @@ def test_a_checkpoint_of_home_rows_restores_everything(
 
 
 def test_the_shard_of_another_rank_is_refused(ranks: Ranks) -> None:
-    texts = ranks(4).run("collection_jobs:load_of_another_rank", RankLayout(2, 2))
+    texts = ranks(4).run("local_state_jobs:load_of_another_rank", RankLayout(2, 2))
     assert texts[0] == "loaded"
     for rank, text in enumerate(texts[1:], 1):
         assert f"saved by rank 0 of 4, loaded by rank {rank} of 4" in text

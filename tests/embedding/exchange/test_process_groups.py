@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +12,16 @@ import torch.distributed as dist
 import flexd
 from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
+from flexd.embedding.collection import EmbeddingTable
 from flexd.embedding.exchange.process_groups import layout_from_environment
+from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
 from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
 
 
 def test_collectives_wait_as_long_as_the_default_group(ranks: Ranks) -> None:
-    assert ranks(4).run("broken_jobs:timeouts", RankLayout(2, 2)) == [[60.0] * 3] * 4
+    assert ranks(4).run("fault_jobs:timeouts", RankLayout(2, 2)) == [[60.0] * 3] * 4
 
 
 def test_without_a_process_group_each_rank_would_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +51,33 @@ def test_layout_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(TopologyError, match="LOCAL_WORLD_SIZE=3"):
         layout_from_environment()
+
+
+OTHER = [EmbeddingTable("item", 65, 2)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        ([{}, {}, {"tables": OTHER}, {}], "ranks [2] have other tables than rank 0"),
+        ([{"tables": OTHER}, {}, {}, {}], "ranks [1, 2, 3] have other tables than rank 0"),
+        ([{}, {"exchange": "direct"}, {}, {}], "ranks [1] have other settings than rank 0"),
+        ([{}, {}, {"max_migration_bytes_per_step": 1}, {}], "ranks [2] have other settings"),
+        ([{}, {}, {}, {"optimizer": SGD(lr=0.5)}], "ranks [3] have other settings"),
+        ([{"optimizer": RowWiseAdagrad(eps=eps)} for eps in (0.1, 0.1, 0.1, 0.2)], "ranks [3] have other settings"),
+        ([{}, {}, {"layout": RankLayout(4, 1)}, {}], "rank 2 has a layout of 4 nodes x 1 local ranks, rank 0 of 2 x 2"),
+        ([{}, {}, {"layout": RankLayout(2, 3)}, {}], "rank 2 has a layout of 2 nodes x 3 local ranks, rank 0 of 2 x 2"),
+        ([{"layout": RankLayout(2, 3)}] * 4, "but the process group has 4 ranks"),
+    ],
+)
+def test_different_arguments_are_refused_on_every_rank(
+    ranks: Ranks, arguments: list[dict[str, Any]], cause: str
+) -> None:
+    for text in ranks(4).run("collection_jobs:construct", arguments, timeout=30):
+        assert text.startswith("TopologyError")
+        assert cause in text
+
+
+def test_collections_of_a_job_share_their_process_groups(ranks: Ranks) -> None:
+    """torch keeps every group for ever, with its threads: a hundred collections would be a thousand threads."""
+    assert ranks(4).run("collection_jobs:shared_groups", RankLayout(2, 2)) == [(True, True)] * 4

@@ -16,7 +16,7 @@ Ranks = Callable[[int], RankPool]
 
 @pytest.mark.parametrize("batches", [[3, 3, 2, 3], [0, 1, 1, 1], [1, 0, 0, 0], [5, 4, 4, 2]])
 def test_uneven_loaders_are_an_error_on_every_rank(ranks: Ranks, batches: list[int]) -> None:
-    results = ranks(4).run("ahead_jobs:uneven", RankLayout(2, 2), batches)
+    results = ranks(4).run("run_ahead_jobs:uneven", RankLayout(2, 2), batches)
     for steps, text, threads in results:
         assert steps == min(batches)
         named = int(text.split()[1])
@@ -26,7 +26,7 @@ def test_uneven_loaders_are_an_error_on_every_rank(ranks: Ranks, batches: list[i
 
 
 def test_loaders_without_batches(ranks: Ranks) -> None:
-    assert ranks(2).run("ahead_jobs:uneven", RankLayout(2, 1), [0, 0]) == [(0, "", [])] * 2
+    assert ranks(2).run("run_ahead_jobs:uneven", RankLayout(2, 1), [0, 0]) == [(0, "", [])] * 2
 
 
 @pytest.mark.parametrize("wrong", [{"passes_per_step": 0}, {"timeout_seconds": 0.0}, {"timeout_seconds": float("nan")}])

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
-from tests.support.ahead_jobs import Loop
-from tests.support.collection_jobs import ddp_alone
+from tests.support.ddp_jobs import ddp_alone
 from tests.support.exactness import Scenario, train_alone
 from tests.support.rank_pool import RankPool
+from tests.support.run_ahead_jobs import Loop
 
 pytestmark = pytest.mark.slow
 
@@ -30,12 +30,12 @@ def check(scenario: Scenario, ranks: Ranks, loop: Loop | None = None, tolerance:
     """Compare with training in one process or, if the loop does more, with training without run-ahead."""
     loop = loop or Loop()
     pool = ranks(scenario.layout.world_size)
-    results = pool.run("ahead_jobs:train", scenario, loop)
+    results = pool.run("run_ahead_jobs:train", scenario, loop)
     if replace(loop, announced_passes=0, loops=1, left_at=-1) == Loop():
         losses, tables = train_alone(scenario)
         expected = [(part, tables) for part in losses]
     else:
-        plain = pool.run("ahead_jobs:train", scenario, replace(loop, ahead=False, loops=1, left_at=-1))
+        plain = pool.run("run_ahead_jobs:train", scenario, replace(loop, ahead=False, loops=1, left_at=-1))
         assert [result["said"] for result in plain] == [result["said"] for result in results]
         expected = [(result["losses"], result["tables"]) for result in plain]
     for result, (losses, tables) in zip(results, expected, strict=True):
@@ -155,14 +155,14 @@ def test_any_schedule(ranks: Ranks, scenario: Scenario, loop: Loop) -> None:
 @pytest.mark.parametrize("inside", [False, True])
 def test_run_ahead_beside_the_collectives_of_ddp(ranks: Ranks, inside: bool) -> None:
     expected = ddp_alone(4, 6)
-    for result in ranks(4).run("ahead_jobs:ddp", RankLayout(2, 2), inside, 6):
+    for result in ranks(4).run("ddp_jobs:ddp_with_run_ahead", RankLayout(2, 2), inside, 6):
         for name, values in expected.items():
             np.testing.assert_allclose(result[name], values, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_bags(ranks: Ranks, weighted: bool) -> None:
-    for plain, ahead in ranks(4).run("ahead_jobs:pooled", RankLayout(2, 2), weighted, 6):
+    for plain, ahead in ranks(4).run("run_ahead_jobs:pooled", RankLayout(2, 2), weighted, 6):
         np.testing.assert_allclose(ahead, plain, rtol=0, atol=1e-9)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import flexd
 from flexd.core.errors import EmbeddingError
@@ -16,8 +15,7 @@ from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.prefetch.run_ahead import RunAhead
-from tests.support.collection_jobs import Tower, some
-from tests.support.collection_jobs import tables as job_tables
+from tests.support.collection_jobs import some
 from tests.support.exactness import Scenario, batch, loss_of, random_chunks, row_optimizer, tables_of
 
 
@@ -191,25 +189,6 @@ def count_bytes(rank: int, layout: RankLayout, ids: list[list[list[int]]], excha
         after = totals()
         said.append({"all": after[0] - before[0], "overlapped": after[1] - before[1]})
     return said
-
-
-def ddp(rank: int, layout: RankLayout, inside: bool, steps: int) -> dict[str, np.ndarray]:
-    """Run ``collection_jobs.ddp`` with run-ahead: two threads have collectives under way at the same time."""
-    collection = EmbeddingCollection(
-        job_tables(names=("item",)), optimizer=flexd.SGD(0.05), layout=layout, replica_slots=[61]
-    )
-    model = DistributedDataParallel(Tower(collection if inside else None))
-    dense_optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    loader = [{"item": some(0, step, rank)["item"]} for step in range(steps)]
-    for features in flexd.prefetch(loader, collection):
-        loss = model(features if inside else collection(features)["item"].values)
-        dense_optimizer.zero_grad()
-        collection.optimizer.zero_grad()
-        loss.backward()
-        dense_optimizer.step()
-        collection.optimizer.step()
-    module = model.module
-    return {"item": collection.gather_table("item").numpy(), "dense": module.dense.weight.detach().numpy()}
 
 
 def pooled(rank: int, layout: RankLayout, weighted: bool, steps: int) -> list[list[float]]:

@@ -1,155 +1,18 @@
-"""The collection on real gloo ranks: placements, evaluation, disagreement, DDP, bytes."""
+"""Bytes that ranks send and accesses that they count, against formulas over the sets of ids."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
 from flexd.core.layout import RankLayout, Tier
-from flexd.core.placement import Delta, Placement
-from flexd.embedding.collection import EmbeddingTable
-from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
-from tests.support.collection_jobs import ROWS, ddp_alone, listed_by, some
+from flexd.core.placement import Placement
+from tests.support.collection_jobs import ROWS, listed_by, some
 from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
-
-
-ENDS = np.cumsum(list(ROWS.values()))
-
-
-LAYOUTS = [(1, 2), (2, 1), (2, 2), (3, 2)]
-
-
-def chunk(tiers: dict[int, int], before: dict[int, int] | None = None) -> Delta:
-    """In the order given."""
-    keys = np.array(list(tiers), dtype=np.int64)
-    old = np.array([(before or {}).get(key, 0) for key in tiers], dtype=np.uint8)
-    return Delta(keys, old, np.array(list(tiers.values()), dtype=np.uint8))
-
-
-def used_slots(layout: RankLayout, placement: Placement) -> np.ndarray:
-    """int64 [groups, ranks]."""
-    group = np.searchsorted(ENDS, placement.keys, side="right")
-    return np.stack(
-        [layout.replica_slots_used(placement.keys[group == g], placement.tiers[group == g]) for g in range(len(ROWS))]
-    )
-
-
-EVERY_MOVE = [
-    Delta.empty(),
-    chunk({84: 2, 0: 1, 1: 1, 2: 2, 60: 2, 61: 1, 83: 2, 5: 1, 86: 1}),
-    # NODE->DEVICE, DEVICE->NODE, HOME->DEVICE, DEVICE->HOME, NODE->HOME and HOME->NODE at once, keys not sorted.
-    chunk({5: 2, 60: 1, 30: 2, 2: 0, 1: 0, 31: 1, 83: 1, 61: 2, 84: 0}, {5: 1, 60: 2, 2: 2, 1: 1, 83: 2, 61: 1, 84: 2}),
-    Delta.empty(),
-    chunk({key: 2 for key in range(61, 87) if key not in (61, 83, 86)}),
-    chunk(dict.fromkeys(range(61, 87), 0), {key: {83: 1, 86: 1}.get(key, 2) for key in range(61, 87)}),
-    chunk(dict.fromkeys(range(61, 87), 2)),
-]
-
-
-@pytest.mark.parametrize(("nodes", "local_ranks"), [(1, 1), *LAYOUTS])
-def test_directories_and_slots_follow_the_placement(ranks: Ranks, nodes: int, local_ranks: int) -> None:
-    layout = RankLayout(nodes, local_ranks)
-    slots = [61, 23, 3]
-    results = ranks(layout.world_size).run("collection_jobs:follow", layout, EVERY_MOVE, slots)
-    placement = Placement.empty()
-    for step, delta in enumerate(EVERY_MOVE):
-        placement = placement.apply(delta)
-        free = np.array(slots)[:, None] - used_slots(layout, placement)
-        for rank, result in enumerate(results):
-            said = result[step]
-            expected = listed_by(layout, rank, placement)
-            assert said["version"] == step + 1
-            assert said["digest"] == placement.digest()
-            assert said["keys"].tolist() == expected.keys.tolist()
-            assert said["tiers"].tolist() == expected.tiers.tolist()
-            assert said["free"] == free[:, rank].tolist()
-            assert said["slots_distinct"]
-            assert said["lookups_right"]
-            assert said["bit_equal"]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [chunk({3: 1, 4: 2}, {3: 2}), chunk({0: 0, 1: 0}, {0: 1, 1: 2}), chunk({9: 0}, {9: 2}), chunk({0: 2}, {0: 0})],
-    ids=["other tier", "one of two", "not listed", "listed"],
-)
-def test_a_chunk_from_another_placement_changes_nothing(ranks: Ranks, wrong: Delta) -> None:
-    """Key 0 is at DEVICE; key 1, of the other rail, too; key 3 at DEVICE; 9 at HOME."""
-    good = chunk({0: 2, 1: 2, 3: 1})
-    results = ranks(2).run("collection_jobs:wrong_chunk", RankLayout(2, 1), good, wrong)
-    for text, unchanged in results:
-        assert "PlacementError" in text
-        assert "not at the tier it says" in text
-        assert unchanged
-
-
-TOTAL = sum(ROWS.values())
-
-
-def random_placement(seed: int, rows: int = 50) -> Placement:
-    rng = np.random.default_rng(seed)
-    keys = rng.choice(TOTAL, size=rows, replace=False).astype(np.int64)
-    return Placement.of(keys, rng.integers(1, 3, size=rows).astype(np.uint8))
-
-
-def test_evaluation_neither_synchronises_nor_leaves_a_pending_pass(ranks: Ranks) -> None:
-    delta = Placement.empty().delta_to(random_placement(3))
-    for result in ranks(4).run("collection_jobs:evaluate", RankLayout(2, 2), delta):
-        assert result["synced"] == 0
-        assert result["device_accesses"] > 0
-        assert (result["steps"], result["pending"]) == (0, 0)
-        assert result["unchanged"]
-
-
-def test_a_chunk_applied_in_inference_mode_can_be_trained_on(ranks: Ranks) -> None:
-    delta = Placement.empty().delta_to(random_placement(4))
-    assert all(ranks(4).run("collection_jobs:chunk_in_inference_mode", RankLayout(2, 2), delta))
-
-
-OTHER = [EmbeddingTable("item", 65, 2)]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "cause"),
-    [
-        ([{}, {}, {"tables": OTHER}, {}], "ranks [2] have other tables than rank 0"),
-        ([{"tables": OTHER}, {}, {}, {}], "ranks [1, 2, 3] have other tables than rank 0"),
-        ([{}, {"exchange": "direct"}, {}, {}], "ranks [1] have other settings than rank 0"),
-        ([{}, {}, {"max_migration_bytes_per_step": 1}, {}], "ranks [2] have other settings"),
-        ([{}, {}, {}, {"optimizer": SGD(lr=0.5)}], "ranks [3] have other settings"),
-        ([{"optimizer": RowWiseAdagrad(eps=eps)} for eps in (0.1, 0.1, 0.1, 0.2)], "ranks [3] have other settings"),
-        ([{}, {}, {"layout": RankLayout(4, 1)}, {}], "rank 2 has a layout of 4 nodes x 1 local ranks, rank 0 of 2 x 2"),
-        ([{}, {}, {"layout": RankLayout(2, 3)}, {}], "rank 2 has a layout of 2 nodes x 3 local ranks, rank 0 of 2 x 2"),
-        ([{"layout": RankLayout(2, 3)}] * 4, "but the process group has 4 ranks"),
-    ],
-)
-def test_different_arguments_are_refused_on_every_rank(
-    ranks: Ranks, arguments: list[dict[str, Any]], cause: str
-) -> None:
-    for text in ranks(4).run("collection_jobs:construct", arguments, timeout=30):
-        assert text.startswith("TopologyError")
-        assert cause in text
-
-
-@pytest.mark.parametrize(("nodes", "local_ranks", "guilty"), [(1, 1, 0), (2, 2, 2), (2, 1, 0), (1, 2, 1)])
-def test_ranks_apply_the_same_chunks_after_a_fault(ranks: Ranks, nodes: int, local_ranks: int, guilty: int) -> None:
-    layout = RankLayout(nodes, local_ranks)
-    delta = Placement.empty().delta_to(random_placement(5))
-    for said in ranks(layout.world_size).run("collection_jobs:fault_beside_a_chunk", layout, delta, guilty):
-        assert said == [(1, 0, True), (1, 1, True)]
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_the_dense_part_may_be_in_ddp(ranks: Ranks, inside: bool) -> None:
-    expected = ddp_alone(4, 6)
-    for result in ranks(4).run("collection_jobs:ddp", RankLayout(2, 2), inside, 6):
-        for name, values in expected.items():
-            np.testing.assert_allclose(result[name], values, rtol=0, atol=1e-9)
 
 
 ROW = 8 * 4
@@ -277,7 +140,7 @@ def test_bytes_and_accesses_equal_those_of_the_id_sets(
         return key % layout.world_size == rank or key in tier_of[rank]
 
     delta = Placement.empty().delta_to(placement)
-    results = ranks(layout.world_size).run("collection_jobs:count_bytes", layout, exchange, delta, 3)
+    results = ranks(layout.world_size).run("exchange_jobs:count_bytes", layout, exchange, delta, 3)
     copied = [result[0] for result in results]
     assert [[s["migration_intra_bytes"], s["migration_inter_bytes"]] for s in copied] == migration_bytes(
         layout, placement
@@ -305,8 +168,3 @@ def test_bytes_and_accesses_equal_those_of_the_id_sets(
                 for key in everything
             )
             assert sum(s[f"{tier.name.lower()}_accesses"] for s in said) == count
-
-
-def test_collections_of_a_job_share_their_process_groups(ranks: Ranks) -> None:
-    """torch keeps every group for ever, with its threads: a hundred collections would be a thousand threads."""
-    assert ranks(4).run("collection_jobs:shared_groups", RankLayout(2, 2)) == [(True, True)] * 4
