@@ -24,7 +24,7 @@ from flexd.operations.planning import PLAN_OUTCOMES
 from flexd.operations.training_monitor import LINKS, TRAFFIC_KINDS
 from flexd.operations.triggers import TriggerKind
 from flexd.scaleout.delta_sender import FAILURE_REASONS
-from flexd.scaleout.leader import REASONS
+from flexd.scaleout.follower_registry import REASONS
 from flexd.server.access import REFUSED_REASONS
 from flexd.server.metrics import RefusalsCollector
 

@@ -16,7 +16,8 @@ from flexd.ingest import Ingestor, IngestStats
 from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.scaleout.delta_sender import FAILURE_REASONS, DeltaSender, Link
 from flexd.scaleout.follower import Follower, FollowerOptions, FollowerStats
-from flexd.scaleout.leader import REASONS, FollowerReport, Leader
+from flexd.scaleout.follower_registry import REASONS, FollowerRegistry, FollowerReport
+from flexd.scaleout.leader import Leader
 from flexd.scaleout.ledger import Ledger
 from flexd.scaleout.transport import HttpLink, LocalLink, listener
 
@@ -98,16 +99,15 @@ class LeaderUnit:
 
     def __init__(self, config: Config) -> None:
         settings = config.scale_out
-        self.ledger = Ledger(self._lag_messages, self.problem)
+        self._followers = FollowerRegistry(settings.follower_timeout_seconds)
+        self.ledger = Ledger(self._followers)
         self._leader = Leader(
-            config.job,
-            config.keyspace(),
-            factory.sketch_settings(config),
-            self.ledger,
-            settings.follower_timeout_seconds,
+            config.job, config.keyspace(), factory.sketch_settings(config), self.ledger, self._followers
         )
         self._listener = listener(self._leader, scale_out_secret(config), settings.listen_host, settings.listen_port)
         self._own = FollowerUnit(config, LocalLink(self._leader), OWN_NAME) if settings.read_partitions else None
+        if self._own is not None:
+            self._followers.set_local_reader(self._own.ingestor)
 
     @property
     def port(self) -> int:
@@ -129,22 +129,15 @@ class LeaderUnit:
         ended = True if self._own is None else self._own.stop(timeout_seconds / 2)
         return self._listener.stop(timeout_seconds / 2) and ended
 
-    def _lag_messages(self) -> int:
-        return self._leader.lag_messages()
-
-    def problem(self) -> str | None:
-        own = None if self._own is None else self._own.ingestor.stats().problem
-        return own or self._leader.problem()
-
     def own_stats(self) -> IngestStats | None:
         """Return the counters of the leader's own reader; None if it has none."""
         return None if self._own is None else self._own.ingestor.stats()
 
     def followers(self) -> tuple[FollowerReport, ...]:
-        return self._leader.followers()
+        return self._followers.reports()
 
     def refused(self) -> dict[str, int]:
-        return with_zeros(REASONS, self._leader.refused())
+        return with_zeros(REASONS, self._followers.refused())
 
 
 def remote_follower(config: Config) -> FollowerUnit:

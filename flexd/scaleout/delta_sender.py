@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from flexd.core.errors import FlexdError, ScaleOutError
-from flexd.scaleout.leader import REASONS
+from flexd.scaleout.follower_registry import REASONS
 from flexd.scaleout.push_answer import PushAnswer
 
 _log = logging.getLogger(__name__)

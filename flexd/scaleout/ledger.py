@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 from flexd.scaleout.count_delta import OffsetRange
+from flexd.scaleout.follower_registry import FollowerRegistry
 from flexd.stream.types import Message, Positions
 
 Fit = Literal["fits", "repeated", "elsewhere"]
@@ -19,15 +20,13 @@ class Ledger:
     durable ones (``commit``). Deltas must not be checked before ``open``: the snapshot may not be restored yet.
 
     Args:
-        lag: returns the messages that the followers have not read.
-        problem: returns a fault of the followers as a whole, or None.
+        followers: reports the messages that they have not read, and their fault as a whole.
     """
 
     messages_lost = 0
 
-    def __init__(self, lag: Callable[[], int] = lambda: 0, problem: Callable[[], str | None] = lambda: None) -> None:
-        self._lag = lag
-        self._problem = problem
+    def __init__(self, followers: FollowerRegistry) -> None:
+        self._followers = followers
         self._lock = threading.Lock()
         self._positions: Positions = {}
         self._durable: Positions = {}
@@ -65,7 +64,7 @@ class Ledger:
 
     @property
     def problem(self) -> str | None:
-        return self._problem()
+        return self._followers.problem()
 
     def poll(self, timeout_seconds: float) -> list[Message]:
         """Return no message. The first call follows the restoring of a snapshot."""
@@ -83,7 +82,7 @@ class Ledger:
             return dict(self._positions)
 
     def lag(self) -> int:
-        return self._lag()
+        return self._followers.lag_messages()
 
     def commit(self, positions: Mapping[str, int]) -> str | None:
         with self._lock:

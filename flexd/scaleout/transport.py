@@ -16,7 +16,8 @@ from starlette.types import Receive, Scope, Send
 from flexd.core.errors import ScaleOutError
 from flexd.core.secrets import Secret
 from flexd.scaleout import push_answer, signing
-from flexd.scaleout.leader import REASONS, Leader
+from flexd.scaleout.follower_registry import REASONS
+from flexd.scaleout.leader import Leader
 from flexd.scaleout.push_answer import PushAnswer
 from flexd.server.http import HttpListener
 
@@ -70,7 +71,7 @@ class DeltaApp:
             body = json.dumps(refusal).encode()
         except Exception:
             _log.exception("a delta could not be processed")
-            self._leader.count_refusal("internal_error")
+            self._leader.followers.count_refusal("internal_error")
             status, body = 500, json.dumps({"reason": "internal_error", "message": "see the leader's log"}).encode()
         out = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         if self._secret is not None:
@@ -100,7 +101,7 @@ class DeltaApp:
                 self._bodies.release()
                 raise
         except ScaleOutError as error:
-            self._leader.count_refusal(error.reason)
+            self._leader.followers.count_refusal(error.reason)
             raise
         try:
             return await run_in_threadpool(self._leader.offer, body)

@@ -21,7 +21,7 @@ def test_a_group_that_nothing_goes_wrong_in_reads_nothing_twice() -> None:
     world.check()
     assert world.leader is not None
     assert world.leader.totals() == world.produced()
-    assert world.leader.leader.refused() == {}
+    assert world.leader.leader.followers.refused() == {}
     assert [follower.follower.stats().restarts for follower in world.followers.values()] == [0, 0, 0]
 
 

@@ -42,7 +42,7 @@ def test_the_leader_takes_a_delta_once_and_only_where_it_stands(leader: LeaderPr
     assert leader.ingestor._read_stats().accesses == 2
     leader.save()
     assert _offer(leader, count_delta_of([], {}, sketch_meta={}, arrays={})).durable == {"p": 4}
-    (report,) = leader.leader.followers()
+    (report,) = leader.leader.followers.reports()
     assert (report.accepted, report.repeated, report.refused) == (1, 1, {"position": 3})
 
 
@@ -66,7 +66,7 @@ def test_nothing_is_judged_before_the_snapshot_is_restored() -> None:
     with pytest.raises(ScaleOutError) as caught:
         _offer(starting, count_delta_of([1], {"p": OffsetRange(None, 1)}))
     assert caught.value.reason == "starting"
-    assert starting.leader.refused() == {"starting": 1}
+    assert starting.leader.followers.refused() == {"starting": 1}
 
 
 def test_answers_of_any_thread_are_equal(leader: LeaderProcess) -> None:

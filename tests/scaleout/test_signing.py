@@ -52,7 +52,7 @@ def test_only_signed_fresh_and_new_requests_are_taken(leader: LeaderProcess) -> 
         assert status(signing.request_headers(SECRET, "POST", PATH, data)) == 413
         leader.leader.max_unpacked_bytes = limit
         refused = {"unsigned": 1, "bad_signature": 3, "stale": 1, "replayed": 1, "too_large": 1}
-        assert leader.leader.refused() == refused
+        assert leader.leader.followers.refused() == refused
         with pytest.raises(ScaleOutError) as caught:
             HttpLink("127.0.0.1", http.port, b"another").offer(data)
         assert caught.value.reason in ("bad_signature", "unsigned")
@@ -70,7 +70,7 @@ def test_clocks_that_are_apart_or_set_keep_no_counts_back(
     right = time.time
 
     def stale() -> int:
-        return leader.leader.refused().get("stale", 0)
+        return leader.leader.followers.refused().get("stale", 0)
 
     try:
         with monkeypatch.context() as on_the_follower:

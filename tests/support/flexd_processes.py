@@ -33,7 +33,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 def run(*arguments: object, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """A Python program in the repository's root."""
+    """Run a Python program in the root of the repository."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("FLEXD_")}
     return subprocess.run(
         [sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=seconds, cwd=ROOT, env=environ,
@@ -46,7 +46,7 @@ def flexd(*arguments: object, seconds: float = 60.0) -> subprocess.CompletedProc
 
 
 def demo(*arguments: object, seconds: float = 200.0) -> dict[str, Any]:
-    """The JSON of a demo that succeeded."""
+    """Run a demo, which must succeed, and return its JSON."""
     done = flexd("demo", "-o", "json", *arguments, seconds=seconds)
     assert done.returncode == 0, done.stderr[-3000:]
     summary: dict[str, Any] = json.loads(done.stdout)
@@ -54,7 +54,7 @@ def demo(*arguments: object, seconds: float = 200.0) -> dict[str, Any]:
 
 
 class RunningDaemon:
-    """``flexd run`` on a configuration written for it; its API and control channel are on free ports."""
+    """Run ``flexd run`` on a configuration written for it, with its API and control channel on free ports."""
 
     def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
         control_port, http_port = free_ports(2)
@@ -82,10 +82,16 @@ class RunningDaemon:
         return load_config(self.config_file, {})
 
     def status(self) -> dict[str, Any]:
-        return self.process.status() or {}
+        """Return the daemon's status; one request may time out on a busy machine, so it is repeated."""
+        status: dict[str, Any] = until(self._status_if_alive, DAEMON_START_SECONDS, lambda: f"no status of {self.url}")
+        return status
+
+    def _status_if_alive(self) -> dict[str, Any] | None:
+        assert self.process.alive, f"the daemon ended with exit code {self.process.exit_code}"
+        return self.process.status()
 
     def drain(self, messages: int, seconds: float = 90.0) -> dict[str, Any]:
-        """Waits until so many messages were read and none is left; the status then."""
+        """Wait until ``messages`` messages were read and none is left, and return the status."""
 
         def done() -> bool:
             stream = self.status().get("stream", {})
@@ -95,7 +101,7 @@ class RunningDaemon:
         return self.status()
 
     def metrics(self) -> dict[str, float]:
-        """``name`` or ``name{label}`` (the value of its only label) -> value."""
+        """Return the samples of the metrics page by ``name`` or ``name{values of its labels}``."""
         page = httpx.get(f"{self.url}/metrics", timeout=10).text
         found = {}
         for line in page.splitlines():
@@ -107,7 +113,7 @@ class RunningDaemon:
 
 
 def saved_sketches(config: Config) -> SketchSet:
-    """The counters in the newest snapshot of a daemon."""
+    """Return the counters in the newest snapshot of a daemon."""
     loaded = SnapshotStore(config.state.dir / "snapshots", config.state.keep_snapshots).load_newest()
     assert loaded is not None
     assert loaded.problems == []
@@ -117,7 +123,7 @@ def saved_sketches(config: Config) -> SketchSet:
 
 
 def counted_by_hand(config: Config, log: Path) -> SketchSet:
-    """Counters fed with every message of a file log once, in the order of the log's partitions."""
+    """Return counters that ingested every message of a file log once, in the order of the log's partitions."""
     sketches = SketchSet.of(config.keyspace().tables, factory.sketch_settings(config))
     source = FileLogSource(log)
     try:
@@ -131,12 +137,12 @@ def counted_by_hand(config: Config, log: Path) -> SketchSet:
 
 
 def weights(sketches: SketchSet, config: Config) -> dict[str, np.ndarray]:
-    """Decayed accesses of every row, by table."""
+    """Return the decayed accesses of every row, by table."""
     return {table.name: sketches.query(table.name, np.arange(table.rows)) for table in config.tables}
 
 
 def dead_letters(path: Path) -> tuple[int, Counter[str]]:
-    """(bytes of the file and its predecessor, samples by reason)."""
+    """Return (bytes of the file and its predecessor, samples by reason)."""
     files = [file for file in (path, path.with_name(path.name + ".1")) if file.exists()]
     entries = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     return sum(file.stat().st_size for file in files), Counter(entry["reason"] for entry in entries)

@@ -18,6 +18,7 @@ from flexd.ingest import Ingestor
 from flexd.ingest.message_counts import MessageCounts
 from flexd.scaleout.count_delta import CountDelta, OffsetRange
 from flexd.scaleout.follower import Follower, FollowerOptions
+from flexd.scaleout.follower_registry import FollowerRegistry
 from flexd.scaleout.leader import Leader
 from flexd.scaleout.ledger import Ledger
 from flexd.scaleout.push_answer import PushAnswer
@@ -75,8 +76,9 @@ class MemoryStore:
 
 class LeaderProcess:
     def __init__(self, store: MemoryStore, job: str = "job") -> None:
-        self.ledger = Ledger()
-        self.leader = Leader(job, KEYSPACE, SETTINGS, self.ledger, 10.0)
+        followers = FollowerRegistry(10.0)
+        self.ledger = Ledger(followers)
+        self.leader = Leader(job, KEYSPACE, SETTINGS, self.ledger, followers)
         self.ingestor = Ingestor(self.ledger, TABLES, SETTINGS, store, save_in_background=False)
         self.leader.serve(self.ingestor)
 
