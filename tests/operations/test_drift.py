@@ -19,91 +19,91 @@ from flexd.daemon import Daemon
 from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
-from tests.support.drift_setting import CLUSTER, PER_STEP, ROWS, Setting, accesses, config_of
+from tests.support.drift_harness import CLUSTER, PER_STEP, ROWS, DriftHarness, accesses, config_of
 from tests.support.fake_coordinator import FakeCoordinator
 from tests.support.until import until
 
 
 @pytest.fixture
-def setting(tmp_path: Path) -> Setting:
-    made = Setting(tmp_path)
+def harness(tmp_path: Path) -> DriftHarness:
+    made = DriftHarness(tmp_path)
     made.see()
     return made
 
 
-def test_a_steady_stream_never_asks_and_a_moved_one_asks_once(setting: Setting) -> None:
-    assert len(setting.execute()) > 100
+def test_a_steady_stream_never_asks_and_a_moved_one_asks_once(harness: DriftHarness) -> None:
+    assert len(harness.execute()) > 100
     for _ in range(5):
-        setting.see(seconds=5)
-        drift = setting.monitor.evaluate()
+        harness.see(seconds=5)
+        drift = harness.monitor.evaluate()
         assert drift is not None
         assert drift.ratio == pytest.approx(1.0, abs=0.01)
-        assert setting.monitor.pop_reason() is None
-    setting.see(moved=700)
-    drift = setting.monitor.evaluate()
+        assert harness.monitor.pop_reason() is None
+    harness.see(moved=700)
+    drift = harness.monitor.evaluate()
     assert drift is not None
     assert drift.ratio > 1.03
-    assert setting.monitor.pop_reason() == f"drift {drift.ratio:.2f} > 1.03 (table item)"
-    assert setting.monitor.pop_reason() is None, "once for each look"
-    setting.execute()
-    assert setting.monitor.newest is None, "what was seen of the old placement is over"
+    assert harness.monitor.pop_reason() == f"drift {drift.ratio:.2f} > 1.03 (table item)"
+    assert harness.monitor.pop_reason() is None, "once for each look"
+    harness.execute()
+    assert harness.monitor.newest is None, "what was seen of the old placement is over"
     for _ in range(3):
-        setting.see(moved=700, seconds=5)
-        drift = setting.monitor.evaluate()
+        harness.see(moved=700, seconds=5)
+        drift = harness.monitor.evaluate()
         assert drift is not None
         assert drift.ratio < 1.02
-        assert setting.monitor.pop_reason() is None
+        assert harness.monitor.pop_reason() is None
 
 
-def test_a_placement_that_moved_while_it_was_priced_is_not_judged(setting: Setting) -> None:
-    setting.execute()
-    setting.see(moved=700)
+def test_a_placement_that_moved_while_it_was_priced_is_not_judged(harness: DriftHarness) -> None:
+    harness.execute()
+    harness.see(moved=700)
 
     def move() -> None:
-        setting.coordinator.now = replace(setting.coordinator.now, version=setting.coordinator.now.version + 1)
+        harness.coordinator.now = replace(harness.coordinator.now, version=harness.coordinator.now.version + 1)
 
-    setting.during = move
-    assert setting.monitor.evaluate() is None
-    assert setting.monitor.pop_reason() is None
-    setting.during = lambda: None
-    assert setting.monitor.evaluate() is not None
-
-
-def test_a_migration_that_began_while_it_was_priced_is_not_judged(setting: Setting) -> None:
-    setting.execute()
-    setting.see(moved=700)
-    setting.during = lambda: setattr(setting.executions, "migrating", True)
-    assert setting.monitor.evaluate() is None
-    assert (setting.monitor.pop_reason(), setting.monitor.newest) == (None, None)
+    harness.during = move
+    assert harness.monitor.evaluate() is None
+    assert harness.monitor.pop_reason() is None
+    harness.during = lambda: None
+    assert harness.monitor.evaluate() is not None
 
 
-def test_nothing_is_priced_before_it_is_known_how_much_a_step_reads(setting: Setting) -> None:
+def test_a_migration_that_began_while_it_was_priced_is_not_judged(harness: DriftHarness) -> None:
+    harness.execute()
+    harness.see(moved=700)
+    harness.during = lambda: setattr(harness.executions, "migrating", True)
+    assert harness.monitor.evaluate() is None
+    assert (harness.monitor.pop_reason(), harness.monitor.newest) == (None, None)
+
+
+def test_nothing_is_priced_before_it_is_known_how_much_a_step_reads(harness: DriftHarness) -> None:
     worlds: list[int] = []
-    setting.training.accesses_per_step = worlds.append
-    setting.monitor.apply_config(setting.config.planner.model_copy(update={"batch_accesses_per_step": None}))
-    live = setting.coordinator.topology
+    harness.training.accesses_per_step = worlds.append
+    harness.monitor.apply_config(harness.config.planner.model_copy(update={"batch_accesses_per_step": None}))
+    live = harness.coordinator.topology
     assert live is not None
-    assert setting.monitor.evaluate() is None
-    assert (setting.profile_rates, worlds, setting.monitor.reference_state()) == ([], [live.layout.world_size], {})
+    assert harness.monitor.evaluate() is None
+    assert (harness.profile_rates, worlds, harness.monitor.reference_state()) == ([], [live.layout.world_size], {})
 
 
-def test_how_old_the_newest_look_is(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_old_the_newest_look_is(harness: DriftHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [50.0]
     monkeypatch.setattr("flexd.operations.drift.time", SimpleNamespace(monotonic=lambda: now[0]))
-    setting.execute()
-    assert math.isnan(setting.monitor.age_seconds())
-    assert setting.monitor.evaluate() is not None
+    harness.execute()
+    assert math.isnan(harness.monitor.age_seconds())
+    assert harness.monitor.evaluate() is not None
     now[0] = 57.0
-    assert setting.monitor.age_seconds() == 7.0
+    assert harness.monitor.age_seconds() == 7.0
 
 
 def test_a_profile_of_nothing_is_no_reference_although_nothing_is_demanded(tmp_path: Path) -> None:
-    setting = Setting(tmp_path, min_samples=0)
-    assert setting.monitor.evaluate() is None
-    assert setting.monitor.reference_state() == {}
+    harness = DriftHarness(tmp_path, min_samples=0)
+    assert harness.monitor.evaluate() is None
+    assert harness.monitor.reference_state() == {}
 
 
-def test_a_slow_look_puts_the_next_one_off(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_look_puts_the_next_one_off(harness: DriftHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     now, waits = [0.0], []
 
     class Stop(threading.Event):
@@ -115,179 +115,179 @@ def test_a_slow_look_puts_the_next_one_off(setting: Setting, monkeypatch: pytest
         now[0] += (60.0, 1.0)[len(waits) - 1]
 
     monkeypatch.setattr("flexd.operations.drift.time", SimpleNamespace(monotonic=lambda: now[0]))
-    setting.monitor._stop = Stop()
-    setting.monitor.evaluate = evaluate  # type: ignore[method-assign]
-    setting.monitor._run()
-    interval = setting.config.planner.drift_interval_seconds
+    harness.monitor._stop = Stop()
+    harness.monitor.evaluate = evaluate  # type: ignore[method-assign]
+    harness.monitor._run()
+    interval = harness.config.planner.drift_interval_seconds
     assert interval > 10.0
     assert waits == [interval, pytest.approx(600.0), interval]
-    assert (setting.monitor.seconds, setting.monitor.evaluations) == (61.0, 2)
+    assert (harness.monitor.seconds, harness.monitor.evaluations) == (61.0, 2)
 
 
-def test_a_plan_that_changes_nothing_is_the_new_reference(setting: Setting) -> None:
+def test_a_plan_that_changes_nothing_is_the_new_reference(harness: DriftHarness) -> None:
     """Otherwise drift that a plan cannot mend would ask for one again and again."""
-    setting.coordinator.topology = LiveTopology(1, "a", RankLayout(2, 2), (0,), True, "")
-    assert len(setting.execute()) == 0, "no slots, no replicas"
-    setting.monitor._settings = setting.config.planner.model_copy(update={"drift_threshold": 1.0 + 1e-12})
-    setting.sketches.ingest("item", np.arange(ROWS), 0, setting.clock + 30)
-    assert setting.monitor.evaluate() is not None
-    assert setting.monitor.pop_reason() is not None
-    setting.plan()
-    assert setting.monitor.pop_reason() is None
-    drift = setting.monitor.evaluate()
+    harness.coordinator.topology = LiveTopology(1, "a", RankLayout(2, 2), (0,), True, "")
+    assert len(harness.execute()) == 0, "no slots, no replicas"
+    harness.monitor._settings = harness.config.planner.model_copy(update={"drift_threshold": 1.0 + 1e-12})
+    harness.sketches.ingest("item", np.arange(ROWS), 0, harness.clock + 30)
+    assert harness.monitor.evaluate() is not None
+    assert harness.monitor.pop_reason() is not None
+    harness.plan()
+    assert harness.monitor.pop_reason() is None
+    drift = harness.monitor.evaluate()
     assert drift is not None
     assert drift.ratio == pytest.approx(1.0)
 
 
 def test_null_threshold_shows_drift_and_asks_nothing(tmp_path: Path) -> None:
-    setting = Setting(tmp_path, drift_threshold=None)
-    setting.see()
-    setting.execute()
-    setting.see(moved=700)
-    drift = setting.monitor.evaluate()
+    harness = DriftHarness(tmp_path, drift_threshold=None)
+    harness.see()
+    harness.execute()
+    harness.see(moved=700)
+    drift = harness.monitor.evaluate()
     assert drift is not None
     assert drift.ratio > 1.03
-    assert setting.monitor.pop_reason() is None
-    setting.monitor.apply_config(setting.config.planner.model_copy(update={"drift_threshold": 1.03}))
-    assert setting.monitor.evaluate() is not None
-    assert (setting.monitor.pop_reason() or "").startswith("drift "), "from the next look on"
+    assert harness.monitor.pop_reason() is None
+    harness.monitor.apply_config(harness.config.planner.model_copy(update={"drift_threshold": 1.03}))
+    assert harness.monitor.evaluate() is not None
+    assert (harness.monitor.pop_reason() or "").startswith("drift "), "from the next look on"
 
 
 def test_nothing_is_looked_at_without_ranks_during_a_migration_or_with_little_seen(tmp_path: Path) -> None:
-    setting = Setting(tmp_path)
-    setting.sketches.ingest("item", np.zeros(999, dtype=np.int64), 0, 1.0)
-    assert setting.monitor.evaluate() is None
-    assert setting.monitor.reference_state() == {}
-    setting.sketches.ingest("item", np.zeros(1, dtype=np.int64), 0, 1.0)
-    assert setting.monitor.evaluate() is None
-    assert setting.monitor.reference_state() != {}, "a thousand are enough"
-    setting.see()
-    setting.execute()
-    profiles = len(setting.profile_rates)
-    setting.executions.migrating = True
-    assert setting.monitor.evaluate() is None
-    setting.executions.migrating = False
+    harness = DriftHarness(tmp_path)
+    harness.sketches.ingest("item", np.zeros(999, dtype=np.int64), 0, 1.0)
+    assert harness.monitor.evaluate() is None
+    assert harness.monitor.reference_state() == {}
+    harness.sketches.ingest("item", np.zeros(1, dtype=np.int64), 0, 1.0)
+    assert harness.monitor.evaluate() is None
+    assert harness.monitor.reference_state() != {}, "a thousand are enough"
+    harness.see()
+    harness.execute()
+    profiles = len(harness.profile_rates)
+    harness.executions.migrating = True
+    assert harness.monitor.evaluate() is None
+    harness.executions.migrating = False
     for topology in (None, LiveTopology(1, "a", RankLayout(2, 2), (200,), False, "settling")):
-        setting.coordinator.topology = topology
-        assert setting.monitor.evaluate() is None
-    assert len(setting.profile_rates) == profiles, "a profile is expensive: none is made for nothing"
+        harness.coordinator.topology = topology
+        assert harness.monitor.evaluate() is None
+    assert len(harness.profile_rates) == profiles, "a profile is expensive: none is made for nothing"
 
 
-def test_a_plan_made_during_a_look_wins(setting: Setting) -> None:
-    setting.execute()
-    setting.see(moved=700)
-    setting.during = lambda: (setattr(setting, "during", lambda: None), setting.execute())  # type: ignore[assignment]
-    assert setting.monitor.evaluate() is None
-    assert setting.monitor.pop_reason() is None
-    assert setting.monitor.newest is None
+def test_a_plan_made_during_a_look_wins(harness: DriftHarness) -> None:
+    harness.execute()
+    harness.see(moved=700)
+    harness.during = lambda: (setattr(harness, "during", lambda: None), harness.execute())  # type: ignore[assignment]
+    assert harness.monitor.evaluate() is None
+    assert harness.monitor.pop_reason() is None
+    assert harness.monitor.newest is None
 
 
-def test_a_reason_is_over_when_what_it_was_of_is(setting: Setting) -> None:
-    target = setting.execute()
-    setting.see(moved=700)
-    assert setting.monitor.evaluate() is not None
-    setting.coordinator.now = Placement.of(target.keys[::2], target.tiers[::2], 9)
-    assert setting.monitor.evaluate() is None
-    assert (setting.monitor.pop_reason(), setting.monitor.newest) == (None, None), "another placement is live"
-    setting.coordinator.now = target
-    assert setting.monitor.evaluate() is not None
-    setting.plan()
-    assert setting.monitor.pop_reason() is None, "a plan was made meanwhile"
+def test_a_reason_is_over_when_what_it_was_of_is(harness: DriftHarness) -> None:
+    target = harness.execute()
+    harness.see(moved=700)
+    assert harness.monitor.evaluate() is not None
+    harness.coordinator.now = Placement.of(target.keys[::2], target.tiers[::2], 9)
+    assert harness.monitor.evaluate() is None
+    assert (harness.monitor.pop_reason(), harness.monitor.newest) == (None, None), "another placement is live"
+    harness.coordinator.now = target
+    assert harness.monitor.evaluate() is not None
+    harness.plan()
+    assert harness.monitor.pop_reason() is None, "a plan was made meanwhile"
 
 
-def test_a_plan_that_was_made_meanwhile_counts_until_it_has_had_its_time_to_move(setting: Setting) -> None:
-    target = setting.plan()
-    setting.coordinator.now = Placement.of(target.keys[::2], target.tiers[::2], 1)
-    assert setting.monitor.evaluate() is None
-    setting.plan()
-    planned = setting.monitor.reference_state()
-    assert setting.monitor.evaluate() is None
-    assert setting.monitor.reference_state() == planned, "the first look since the plan"
-    assert setting.monitor.evaluate() is None
-    assert setting.monitor.reference_state() != planned
+def test_a_plan_that_was_made_meanwhile_counts_until_it_has_had_its_time_to_move(harness: DriftHarness) -> None:
+    target = harness.plan()
+    harness.coordinator.now = Placement.of(target.keys[::2], target.tiers[::2], 1)
+    assert harness.monitor.evaluate() is None
+    harness.plan()
+    planned = harness.monitor.reference_state()
+    assert harness.monitor.evaluate() is None
+    assert harness.monitor.reference_state() == planned, "the first look since the plan"
+    assert harness.monitor.evaluate() is None
+    assert harness.monitor.reference_state() != planned
 
 
-def test_a_placement_that_no_plan_made_becomes_the_reference_when_it_stays(setting: Setting) -> None:
+def test_a_placement_that_no_plan_made_becomes_the_reference_when_it_stays(harness: DriftHarness) -> None:
     """A migration that was cut short: half the plan is live."""
-    target = setting.plan()
-    setting.coordinator.now = Placement.of(target.keys[::2], target.tiers[::2], 1)
-    reference = setting.monitor.reference_state()
-    assert setting.monitor.evaluate() is None
-    assert setting.monitor.reference_state() == reference, "the plan may not have begun to move"
-    assert setting.monitor.evaluate() is None
-    assert setting.monitor.reference_state()["placement_digest"] == f"{setting.coordinator.now.digest():016x}"
-    drift = setting.monitor.evaluate()
+    target = harness.plan()
+    harness.coordinator.now = Placement.of(target.keys[::2], target.tiers[::2], 1)
+    reference = harness.monitor.reference_state()
+    assert harness.monitor.evaluate() is None
+    assert harness.monitor.reference_state() == reference, "the plan may not have begun to move"
+    assert harness.monitor.evaluate() is None
+    assert harness.monitor.reference_state()["placement_digest"] == f"{harness.coordinator.now.digest():016x}"
+    drift = harness.monitor.evaluate()
     assert drift is not None
     assert drift.ratio == pytest.approx(1.0)
 
 
-def test_only_the_same_placement_twice_in_a_row_becomes_the_reference(setting: Setting) -> None:
-    target = setting.plan()
+def test_only_the_same_placement_twice_in_a_row_becomes_the_reference(harness: DriftHarness) -> None:
+    target = harness.plan()
     half, third = (Placement.of(target.keys[::n], target.tiers[::n], n) for n in (2, 3))
-    reference = setting.monitor.reference_state()
+    reference = harness.monitor.reference_state()
     for placement in (half, third, half, third):
-        setting.coordinator.now = placement
-        assert setting.monitor.evaluate() is None
-        assert setting.monitor.reference_state() == reference, "it is on its way"
-    setting.coordinator.now = replace(target, version=4)
-    assert setting.monitor.evaluate() is not None
-    setting.coordinator.now = third
-    assert setting.monitor.evaluate() is None
-    assert setting.monitor.reference_state() == reference, "the plan's own placement was there in between"
+        harness.coordinator.now = placement
+        assert harness.monitor.evaluate() is None
+        assert harness.monitor.reference_state() == reference, "it is on its way"
+    harness.coordinator.now = replace(target, version=4)
+    assert harness.monitor.evaluate() is not None
+    harness.coordinator.now = third
+    assert harness.monitor.evaluate() is None
+    assert harness.monitor.reference_state() == reference, "the plan's own placement was there in between"
 
 
-def test_drift_is_of_the_distribution_and_not_of_the_batch(setting: Setting) -> None:
-    setting.execute()
-    setting.training.accesses_per_step = lambda world: 2 * PER_STEP
-    drift = setting.monitor.evaluate()
+def test_drift_is_of_the_distribution_and_not_of_the_batch(harness: DriftHarness) -> None:
+    harness.execute()
+    harness.training.accesses_per_step = lambda world: 2 * PER_STEP
+    drift = harness.monitor.evaluate()
     assert drift is not None
     assert drift.ratio == pytest.approx(1.0)
-    assert setting.profile_rates[-1] == pytest.approx(PER_STEP)
+    assert harness.profile_rates[-1] == pytest.approx(PER_STEP)
 
 
-def test_the_reference_outlives_a_restart_and_a_damaged_one_is_left(setting: Setting, tmp_path: Path) -> None:
-    setting.execute()
-    saved = json.loads(json.dumps(setting.monitor.reference_state()))
-    again = Setting(tmp_path, saved)
-    again.sketches, again.coordinator.now, again.clock = setting.sketches, setting.coordinator.now, setting.clock
+def test_the_reference_outlives_a_restart_and_a_damaged_one_is_left(harness: DriftHarness, tmp_path: Path) -> None:
+    harness.execute()
+    saved = json.loads(json.dumps(harness.monitor.reference_state()))
+    again = DriftHarness(tmp_path, saved)
+    again.sketches, again.coordinator.now, again.clock = harness.sketches, harness.coordinator.now, harness.clock
     again.see(moved=700)
     drift = again.monitor.evaluate()
     assert drift is not None, "the first look of the new process compares"
     assert drift.ratio > 1.03
     for damaged in ({"total": "x"}, {**saved, "nodes": None}, {**saved, "tables": 3}):
-        assert Setting(tmp_path, damaged).monitor.reference_state() == {}
+        assert DriftHarness(tmp_path, damaged).monitor.reference_state() == {}
 
 
 def test_the_thread_outlives_faults_and_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    setting = Setting(tmp_path, drift_interval_seconds=0.001)
-    setting.see(seconds=2)
+    harness = DriftHarness(tmp_path, drift_interval_seconds=0.001)
+    harness.see(seconds=2)
 
     def fault() -> None:
         raise RuntimeError("made up")
 
-    setting.during = fault
-    setting.monitor.start()
-    until(lambda: setting.monitor.evaluations >= 3, 20)
-    setting.during = lambda: None
-    until(setting.monitor.reference_state, 20)
+    harness.during = fault
+    harness.monitor.start()
+    until(lambda: harness.monitor.evaluations >= 3, 20)
+    harness.during = lambda: None
+    until(harness.monitor.reference_state, 20)
 
     def told() -> int:
         return len([record for record in caplog.records if "made up" in record.getMessage()])
 
     assert told() == 1, "told once"
-    until(lambda: setting.monitor.newest is not None, 20)
-    setting.during = fault
+    until(lambda: harness.monitor.newest is not None, 20)
+    harness.during = fault
     until(lambda: told() >= 2, 20, "a fault that returns is reported again")
-    assert setting.monitor.stop(10)
+    assert harness.monitor.stop(10)
 
 
 def test_the_job_is_priced_as_it_trains(tmp_path: Path) -> None:
     prices = []
     for planner in ({}, {"micro_batches": 4}, {"exchange": "direct"}, {"frozen_tables": ["item"]}):
-        setting = Setting(tmp_path, **planner)
-        setting.see()
-        setting.monitor.evaluate()
-        prices.append(setting.monitor.reference_state()["total"][-1])
+        harness = DriftHarness(tmp_path, **planner)
+        harness.see()
+        harness.monitor.evaluate()
+        prices.append(harness.monitor.reference_state()["total"][-1])
     assert len(set(prices)) == len(prices)
 
 

@@ -1,4 +1,4 @@
-"""Abort and rollback over real inboxes and a real channel, and what is written of them."""
+"""Abort and rollback over real inboxes and a real channel, and the history and log of them."""
 
 from __future__ import annotations
 
@@ -11,82 +11,88 @@ import pytest
 from flexd.control.daemon import journal as journal_module
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError
-from tests.support.executions_setting import LAYOUT, SECONDS, Setting
+from tests.support.executions_harness import LAYOUT, SECONDS, ExecutionsHarness
 from tests.support.ranks_in_threads import Ranks, same_content, target
 from tests.support.until import until
 
+HELD_AFTER_CHUNKS = 30
+"""A migration of 60 chunks is not complete when it is aborted, however busy the machine is."""
+
 
 @pytest.fixture
-def setting(tmp_path: Path) -> Iterator[Setting]:
-    made = Setting(tmp_path)
+def harness(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ExecutionsHarness]:
+    made = ExecutionsHarness(tmp_path, timeout_seconds=getattr(request, "param", 4.0))
     yield made
-    made.end()
+    made.stop()
 
 
-def test_an_abort_stops_at_a_chunk_and_says_where(setting: Setting) -> None:
-    with Ranks(setting.coordinator.port, LAYOUT) as ranks:
-        until(setting.ready, SECONDS, ranks.state())
-        execution = setting.start("p1", target(1))
-        setting.some_applied(execution)
-        result = setting.commands.abort(rollback=False, reason="too slow", wait_seconds=SECONDS, who="ann")
+def test_an_abort_stops_at_a_chunk_and_reports_the_applied_rows(harness: ExecutionsHarness) -> None:
+    with Ranks(harness.coordinator.port, LAYOUT) as ranks:
+        until(harness.ready, SECONDS, ranks.state())
+        harness.gate.permits = HELD_AFTER_CHUNKS
+        execution = harness.start("p1", target(1))
+        harness.wait_until_some_applied(execution)
+        result = harness.commands.abort(rollback=False, reason="too slow", wait_seconds=SECONDS, who="ann")
         progress = execution.migration.progress
         assert (result.outcome, progress.state) == ("stopped", MigrationState.ABORTED)
         assert 30 < progress.rows_applied == progress.rows_pushed < 600
         assert result.placement_version == progress.last_version == progress.chunks_applied
-        where = f"{progress.rows_applied} of 600 rows applied"
-        assert where in result.message
-        assert where in execution.migration.reason
+        applied = f"{progress.rows_applied} of 600 rows applied"
+        assert applied in result.message
+        assert applied in execution.migration.reason
         assert f"version {progress.last_version}" in execution.migration.reason
         until(lambda: all(len(each) == progress.rows_applied for each in ranks.placements), SECONDS)
-        # A prefix of the plan: every row that moved is where the plan wants it.
+        # A prefix of the plan: every row that moved is at its planned tier.
         assert all(np.array_equal(p.tiers, target(1).tiers_of(p.keys)) for p in ranks.placements)
         assert same_content(ranks.history)
-        assert setting.record_manual_plan == [True], "the interval begins anew"
-        shown = setting.commands.migration("p1")
+        assert harness.record_manual_plan == [True], "the interval of automatic plans starts again"
+        shown = harness.commands.migration("p1")
         assert (shown.who, shown.parent_plan_id, shown.trigger) == ("ada", "before", "manual")
-        until(lambda: setting.commands.migration("p1").settled, SECONDS)
-        assert setting.commands.migration("latest").rows_applied == progress.rows_applied
-        assert setting.states("p1") == ["PENDING", "PUSHING", "ABORTING", "ABORTED"]
+        until(lambda: harness.commands.migration("p1").settled, SECONDS)
+        assert harness.commands.migration("latest").rows_applied == progress.rows_applied
+        assert harness.states("p1") == ["PENDING", "PUSHING", "ABORTING", "ABORTED"]
         with pytest.raises(ApiError, match="no migration is running") as refused:
-            setting.commands.abort(rollback=True, reason="", wait_seconds=0, who="")
+            harness.commands.abort(rollback=True, reason="", wait_seconds=0, who="")
         assert refused.value.status == 409
 
 
-def test_a_rollback_returns_to_where_the_migration_started(setting: Setting) -> None:
-    with Ranks(setting.coordinator.port, LAYOUT) as ranks:
-        until(setting.ready, SECONDS, ranks.state())
+def test_a_rollback_returns_to_where_the_migration_started(harness: ExecutionsHarness) -> None:
+    with Ranks(harness.coordinator.port, LAYOUT) as ranks:
+        until(harness.ready, SECONDS, ranks.state())
         first = target(1, 60)
-        assert setting.start("p1", first).migration.wait(SECONDS) is MigrationState.COMMITTED
-        second = setting.start("p2", target(2))
-        setting.some_applied(second)
-        result = setting.commands.abort(rollback=True, reason="worse", wait_seconds=SECONDS, who="ann")
+        assert harness.start("p1", first).migration.wait(SECONDS) is MigrationState.COMMITTED
+        harness.gate.permits = HELD_AFTER_CHUNKS
+        second = harness.start("p2", target(2))
+        harness.gate.unlimited = lambda: second.migration.done
+        harness.wait_until_some_applied(second)
+        result = harness.commands.abort(rollback=True, reason="worse", wait_seconds=SECONDS, who="ann")
         assert result.outcome == "rolled_back", result
         assert ranks.all_at(first)
         assert same_content(ranks.history)
         assert result.rollback is not None
         assert (result.rollback.migration_id, result.rollback.parent_plan_id) == ("p2.rollback", "p2")
         assert result.rollback.rows_applied >= result.migration.rows_applied > 0
-        until(lambda: setting.executions.live_plan_id == "p2.rollback", SECONDS)
-        assert setting.executions.migrations == {"committed": 2, "aborted": 1}
-        assert [entry["plan_id"] for entry in setting.log.entries] == ["p1", "p2", "p2.rollback"]
-        assert [entry.migration_id for entry in setting.commands.migrations(10, None).migrations] == [
+        until(lambda: harness.executions.live_plan_id == "p2.rollback", SECONDS)
+        assert harness.executions.migrations == {"committed": 2, "aborted": 1}
+        assert [entry["plan_id"] for entry in harness.log.entries] == ["p1", "p2", "p2.rollback"]
+        assert [entry.migration_id for entry in harness.commands.migrations(10, None).migrations] == [
             "p2.rollback",
             "p2",
             "p1",
         ]
-        assert [entry.migration_id for entry in setting.commands.migrations(10, "ABORTED").migrations] == ["p2"]
-        back = setting.commands.migration("p2.rollback")
-        assert (back.who, back.reason) == ("ann", "rollback of p2: worse")
+        assert [entry.migration_id for entry in harness.commands.migrations(10, "ABORTED").migrations] == ["p2"]
+        rollback = harness.commands.migration("p2.rollback")
+        assert (rollback.who, rollback.reason) == ("ann", "rollback of p2: worse")
 
 
-def test_what_waits_behind_an_aborted_migration_is_not_started(setting: Setting) -> None:
-    with Ranks(setting.coordinator.port, LAYOUT) as ranks:
-        until(setting.ready, SECONDS, ranks.state())
+def test_a_migration_that_waits_behind_an_aborted_one_is_not_started(harness: ExecutionsHarness) -> None:
+    with Ranks(harness.coordinator.port, LAYOUT) as ranks:
+        until(harness.ready, SECONDS, ranks.state())
         ranks.moving.clear()
-        running = setting.start("p1", target(1))
+        running = harness.start("p1", target(1))
         until(lambda: running.migration.progress.chunks_pushed > 0, SECONDS)
-        waiting = setting.start("p2", target(2))
-        result = setting.commands.abort(rollback=False, reason="", wait_seconds=0.0, who="")
+        waiting = harness.start("p2", target(2))
+        result = harness.commands.abort(rollback=False, reason="", wait_seconds=0.0, who="")
         assert result.outcome == "accepted"
         ranks.moving.set()
         assert waiting.migration.wait(SECONDS) is MigrationState.ABORTED
@@ -94,50 +100,52 @@ def test_what_waits_behind_an_aborted_migration_is_not_started(setting: Setting)
         assert waiting.migration.progress.chunks_pushed == 0
 
 
-def test_an_abort_without_ranks_ends_what_waits(setting: Setting) -> None:
-    with Ranks(setting.coordinator.port, LAYOUT) as ranks:
-        until(setting.ready, SECONDS, ranks.state())
-        setting.coordinator.pause()
-    until(lambda: not setting.ready(), SECONDS)
-    execution = setting.start("p1", target(1))
-    result = setting.commands.abort(rollback=False, reason="", wait_seconds=SECONDS, who="")
+@pytest.mark.parametrize("harness", [1.5], indirect=True)
+def test_an_abort_without_ranks_ends_a_waiting_migration(harness: ExecutionsHarness) -> None:
+    with Ranks(harness.coordinator.port, LAYOUT) as ranks:
+        until(harness.ready, SECONDS, ranks.state())
+        harness.coordinator.pause()
+    until(lambda: not harness.ready(), SECONDS)
+    execution = harness.start("p1", target(1))
+    result = harness.commands.abort(rollback=False, reason="", wait_seconds=SECONDS, who="")
     assert (result.outcome, execution.migration.state) == ("stopped", MigrationState.ABORTED)
     assert "nothing of it was pushed" in result.message
-    setting.stopping.set()
+    harness.stopping.set()
     with pytest.raises(ApiError, match="shutting down"):
-        setting.commands.abort(rollback=False, reason="", wait_seconds=0, who="")
+        harness.commands.abort(rollback=False, reason="", wait_seconds=0, who="")
 
 
-def test_an_unknown_migration_is_not_found(setting: Setting) -> None:
+def test_an_unknown_migration_is_not_found(harness: ExecutionsHarness) -> None:
     for name in ("p9", "latest"):
         with pytest.raises(ApiError, match="is kept") as missing:
-            setting.commands.migration(name)
+            harness.commands.migration(name)
         assert missing.value.status == 404
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_a_rollback_after_the_daemon_has_ended_in_the_middle(tmp_path: Path, killed: bool) -> None:
-    first = Setting(tmp_path)
+def test_a_rollback_after_the_daemon_ended_during_a_migration(tmp_path: Path, killed: bool) -> None:
+    first = ExecutionsHarness(tmp_path)
     port = first.coordinator.port
     with Ranks(port, LAYOUT) as ranks:
         until(first.ready, SECONDS, ranks.state())
         parent = target(1, 60)
         assert first.start("p1", parent).migration.wait(SECONDS) is MigrationState.COMMITTED
+        first.gate.permits = HELD_AFTER_CHUNKS
         running = first.start("p2", target(2))
-        first.some_applied(running)
-        first.end()
+        first.wait_until_some_applied(running)
+        first.stop()
         if killed:
-            # A daemon that is killed writes down no end of what it was doing.
+            # A killed daemon records no end of its migration.
             log = tmp_path / "plans.jsonl"
             log.write_text(log.read_text().splitlines(keepends=True)[0])
             for file in tmp_path.glob("migrations.sqlite*"):
                 file.unlink()
-        second = Setting(tmp_path, port)
+        second = ExecutionsHarness(tmp_path, port)
         try:
-            # In the middle: the ranks have neither what they had before nor what was wanted.
+            # The ranks have neither the placement before p2 nor that of p2.
             until(second.ready, SECONDS, ranks.state())
-            there = second.coordinator.placement()
-            assert there.digest() not in (parent.digest(), target(2).digest())
+            placement = second.coordinator.placement()
+            assert placement.digest() not in (parent.digest(), target(2).digest())
             with pytest.raises(ApiError, match="no migration is running"):
                 second.commands.abort(rollback=False, reason="", wait_seconds=0, who="")
             result = second.commands.abort(rollback=True, reason="worse", wait_seconds=SECONDS, who="ann")
@@ -154,27 +162,30 @@ def test_a_rollback_after_the_daemon_has_ended_in_the_middle(tmp_path: Path, kil
             with pytest.raises(ApiError, match="no migration is running"):
                 second.commands.abort(rollback=True, reason="", wait_seconds=0, who="")
         finally:
-            second.end()
+            second.stop()
 
 
-def test_no_late_rollback_of_what_was_committed_or_is_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Setting(tmp_path)
+def test_no_rollback_after_a_restart_of_a_committed_or_compacted_migration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ExecutionsHarness(tmp_path)
     port = first.coordinator.port
     with Ranks(port, LAYOUT) as ranks:
         until(first.ready, SECONDS, ranks.state())
         assert first.start("p1", target(1, 60)).migration.wait(SECONDS) is MigrationState.COMMITTED
         until(lambda: first.log.newest, SECONDS)
-        first.end()
-        second = Setting(tmp_path, port)
+        first.stop()
+        second = ExecutionsHarness(tmp_path, port)
         until(second.ready, SECONDS, ranks.state())
         with pytest.raises(ApiError, match="no migration is running"):
             second.commands.abort(rollback=True, reason="", wait_seconds=0, who="")
-        # From here on the journal keeps next to nothing.
+        # From now on the journal keeps next to nothing.
         monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 20)
         monkeypatch.setattr(journal_module, "_ROLLBACK_ROWS", 20)
-        second.some_applied(second.start("p2", target(2)))
-        second.end()
-        third = Setting(tmp_path, port)
+        second.gate.permits = HELD_AFTER_CHUNKS
+        second.wait_until_some_applied(second.start("p2", target(2)))
+        second.stop()
+        third = ExecutionsHarness(tmp_path, port)
         try:
             until(third.ready, SECONDS, ranks.state())
             with pytest.raises(ApiError, match="migration p2 cannot be rolled back: placement version") as refused:
@@ -182,4 +193,4 @@ def test_no_late_rollback_of_what_was_committed_or_is_folded(tmp_path: Path, mon
             assert (refused.value.status, "flexd replan" in refused.value.remedy) == (409, True)
             assert third.executions.last is None
         finally:
-            third.end()
+            third.stop()

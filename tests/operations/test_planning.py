@@ -16,96 +16,96 @@ from flexd.core.errors import ControlError, PlanError
 from flexd.core.layout import RankLayout
 from flexd.operations.plan_log import PlanLog
 from flexd.sketch.profile import Profile
-from tests.support.planning_setting import ROWS, Setting
+from tests.support.planning_harness import ROWS, PlanningHarness
 
 
 @pytest.fixture
-def setting(tmp_path: Path) -> Setting:
-    made = Setting(tmp_path)
+def harness(tmp_path: Path) -> PlanningHarness:
+    made = PlanningHarness(tmp_path)
     made.see(50_000)
     made.report()
     return made
 
 
-def test_no_plan_without_ranks(setting: Setting) -> None:
-    setting.coordinator.topology = None
+def test_no_plan_without_ranks(harness: PlanningHarness) -> None:
+    harness.coordinator.topology = None
     with pytest.raises(PlanError, match="no plan without ranks: no rank is registered"):
-        setting.propose("test")
-    setting.coordinator.topology = LiveTopology(1, "a", RankLayout(2, 2), (200,), False, "settling")
+        harness.propose("test")
+    harness.coordinator.topology = LiveTopology(1, "a", RankLayout(2, 2), (200,), False, "settling")
     with pytest.raises(PlanError, match="no plan without ranks"):
-        setting.propose("test")
-    assert setting.planning.outcomes == {"refused": 2}
-    assert setting.profiles == [], "a profile is expensive: it is not made for nothing"
+        harness.propose("test")
+    assert harness.planning.outcomes == {"refused": 2}
+    assert harness.profiles == [], "a profile is expensive: it is not made for nothing"
 
 
 def test_no_plan_before_the_accesses_of_a_step_are_known(tmp_path: Path) -> None:
-    setting = Setting(tmp_path)
-    setting.see(50_000)
+    harness = PlanningHarness(tmp_path)
+    harness.see(50_000)
     with pytest.raises(PlanError, match="accesses of a training step are not known") as error:
-        setting.propose("test")
+        harness.propose("test")
     assert "batch_accesses_per_step" in error.value.remedy
 
 
 def test_configured_accesses_of_a_step_are_used_until_the_ranks_report(tmp_path: Path) -> None:
-    setting = Setting(tmp_path, batch_accesses_per_step=1234.0)
-    setting.see(50_000)
-    setting.propose("test")
-    assert setting.profiles[-1].tables[0].accesses_per_step == pytest.approx(1234)
-    setting.report(per_rank=100)
-    setting.propose("test")
-    assert setting.profiles[-1].tables[0].accesses_per_step == pytest.approx(400)
+    harness = PlanningHarness(tmp_path, batch_accesses_per_step=1234.0)
+    harness.see(50_000)
+    harness.propose("test")
+    assert harness.profiles[-1].tables[0].accesses_per_step == pytest.approx(1234)
+    harness.report(per_rank=100)
+    harness.propose("test")
+    assert harness.profiles[-1].tables[0].accesses_per_step == pytest.approx(400)
 
 
 def test_no_plan_from_a_thin_profile(tmp_path: Path) -> None:
-    setting = Setting(tmp_path)
-    setting.report()
-    setting.see(999)
+    harness = PlanningHarness(tmp_path)
+    harness.report()
+    harness.see(999)
     with pytest.raises(PlanError, match=r"999 accesses seen, planner.min_samples is 1000"):
-        setting.propose("test")
-    setting.see(1)
-    setting.propose("test")
+        harness.propose("test")
+    harness.see(1)
+    harness.propose("test")
 
 
-def test_no_plan_from_a_profile_that_explains_too_little(setting: Setting) -> None:
+def test_no_plan_from_a_profile_that_explains_too_little(harness: PlanningHarness) -> None:
     from dataclasses import replace
 
     def poor(per_step: float) -> Profile:
-        full = setting.sketches.profile(per_step, 1)
+        full = harness.sketches.profile(per_step, 1)
         return replace(full, tables=(replace(full.tables[0], coverage=0.4),))
 
-    setting.profile = poor
+    harness.profile = poor
     with pytest.raises(PlanError, match=r"explains 40% of the accesses, planner.min_coverage is 50%"):
-        setting.propose("test")
+        harness.propose("test")
 
 
-def test_a_refused_plan_leaves_the_newest_one_as_it_was(setting: Setting) -> None:
-    plan = setting.propose("first").plan
-    setting.coordinator.topology = None
+def test_a_refused_plan_leaves_the_newest_one_as_it_was(harness: PlanningHarness) -> None:
+    plan = harness.propose("first").plan
+    harness.coordinator.topology = None
     with pytest.raises(PlanError):
-        setting.propose("second")
-    assert setting.planning.last_plan is plan
+        harness.propose("second")
+    assert harness.planning.last_plan is plan
 
 
-def test_a_dry_run_leaves_no_trace(setting: Setting) -> None:
-    seen = setting.propose("look", dry_run=True)
+def test_a_dry_run_leaves_no_trace(harness: PlanningHarness) -> None:
+    seen = harness.propose("look", dry_run=True)
     plan, live = seen.plan, seen.live
     assert len(plan.delta) > 0
-    assert live == setting.coordinator.now
-    assert setting.planning.last_plan is None
-    assert setting.planning.executions.last is None
-    assert sum(setting.planning.outcomes.values()) == 0
-    assert setting.planning.seconds == 0.0, "the mean duration is of the plans that are counted"
-    assert not setting.log_path.exists()
-    assert setting.coordinator.migrations == []
-    setting.coordinator.topology = None
+    assert live == harness.coordinator.now
+    assert harness.planning.last_plan is None
+    assert harness.planning.executions.last is None
+    assert sum(harness.planning.outcomes.values()) == 0
+    assert harness.planning.seconds == 0.0, "the mean duration is of the plans that are counted"
+    assert not harness.log_path.exists()
+    assert harness.coordinator.migrations == []
+    harness.coordinator.topology = None
     with pytest.raises(PlanError):
-        setting.propose("look", dry_run=True)
-    assert sum(setting.planning.outcomes.values()) == 0
+        harness.propose("look", dry_run=True)
+    assert sum(harness.planning.outcomes.values()) == 0
 
 
-def test_a_plan_is_recorded_carried_out_and_logged(setting: Setting) -> None:
-    planning = setting.planning
-    proposal = setting.propose("because")
+def test_a_plan_is_recorded_carried_out_and_logged(harness: PlanningHarness) -> None:
+    planning = harness.planning
+    proposal = harness.propose("because")
     plan = proposal.plan
     assert planning.last_plan is plan
     assert planning.seconds > 0
@@ -113,14 +113,14 @@ def test_a_plan_is_recorded_carried_out_and_logged(setting: Setting) -> None:
     execution = planning.execute(proposal)
     assert execution is not None
     assert planning.outcomes == {"changed": 1}
-    assert PlanLog(setting.log_path).entries == []
-    setting.coordinator.execute(execution.migration)
-    (entry,) = PlanLog(setting.log_path).entries
+    assert PlanLog(harness.log_path).entries == []
+    harness.coordinator.execute(execution.migration)
+    (entry,) = PlanLog(harness.log_path).entries
     chunks = -(-len(plan.delta) // 16)
     assert entry["plan_id"] == plan.plan_id == planning.executions.live_plan_id
     assert (entry["reason"], entry["state"], entry["parent_id"]) == ("because", "committed", "")
     assert entry["rows_applied"] == len(plan.delta) == entry["promotions"] + entry["demotions"]
-    assert (entry["first_version"], entry["last_version"]) == (1, setting.coordinator.now.version)
+    assert (entry["first_version"], entry["last_version"]) == (1, harness.coordinator.now.version)
     assert entry["chunks"] == entry["last_version"] >= chunks
     assert planning.executions.migrations == {"committed": 1}
     assert planning.executions.migrated == {
@@ -128,83 +128,83 @@ def test_a_plan_is_recorded_carried_out_and_logged(setting: Setting) -> None:
         "chunks": entry["chunks"],
         "bytes": plan.migration_bytes,
     }
-    assert setting.coordinator.now.digest() == plan.target.digest()
+    assert harness.coordinator.now.digest() == plan.target.digest()
 
 
-def test_the_next_plan_has_the_live_one_as_its_parent_over_a_restart(setting: Setting, tmp_path: Path) -> None:
-    plan, execution = setting.execute("first")
+def test_the_next_plan_has_the_live_one_as_its_parent_over_a_restart(harness: PlanningHarness, tmp_path: Path) -> None:
+    plan, execution = harness.execute("first")
     assert execution is not None
-    setting.coordinator.execute(execution.migration)
-    assert setting.propose("second").plan.parent_id == plan.plan_id
-    again = Setting(tmp_path)
+    harness.coordinator.execute(execution.migration)
+    assert harness.propose("second").plan.parent_id == plan.plan_id
+    again = PlanningHarness(tmp_path)
     again.see(50_000)
     again.report()
     assert again.propose("after the restart").plan.parent_id == plan.plan_id
 
 
-def test_a_plan_that_changes_nothing_pushes_nothing(setting: Setting) -> None:
-    plan, execution = setting.execute("first")
+def test_a_plan_that_changes_nothing_pushes_nothing(harness: PlanningHarness) -> None:
+    plan, execution = harness.execute("first")
     assert execution is not None
-    setting.coordinator.execute(execution.migration)
-    proposal = setting.propose("second")
+    harness.coordinator.execute(execution.migration)
+    proposal = harness.propose("second")
     second, live = proposal.plan, proposal.live
     assert len(second.delta) == 0
     assert live.digest() == plan.target.digest()
-    assert setting.planning.execute(proposal) is None
-    assert setting.planning.outcomes == {"changed": 1, "unchanged": 1}
-    assert setting.planning.proposals.all() == (), "neither can be applied any more"
-    assert len(setting.coordinator.migrations) == 1
+    assert harness.planning.execute(proposal) is None
+    assert harness.planning.outcomes == {"changed": 1, "unchanged": 1}
+    assert harness.planning.proposals.all() == (), "neither can be applied any more"
+    assert len(harness.coordinator.migrations) == 1
 
 
-def test_a_migration_that_ends_early_is_logged_with_what_was_applied(setting: Setting) -> None:
-    plan, execution = setting.execute("first")
+def test_a_migration_that_ends_early_is_logged_with_what_was_applied(harness: PlanningHarness) -> None:
+    plan, execution = harness.execute("first")
     assert execution is not None
-    setting.coordinator.execute(execution.migration, chunks=2, end=TransitionEvent.SUPERSEDE)
-    (entry,) = PlanLog(setting.log_path).entries
+    harness.coordinator.execute(execution.migration, chunks=2, end=TransitionEvent.SUPERSEDE)
+    (entry,) = PlanLog(harness.log_path).entries
     assert entry["state"] == "superseded"
     assert 0 < entry["rows_applied"] < len(plan.delta)
     assert entry["last_version"] == 2
-    assert setting.planning.executions.migrated["bytes"] == 0
+    assert harness.planning.executions.migrated["bytes"] == 0
 
 
-def test_a_migration_that_never_began_is_no_plan_that_moved_rows(setting: Setting) -> None:
-    _, execution = setting.execute("first")
+def test_a_migration_that_never_began_is_no_plan_that_moved_rows(harness: PlanningHarness) -> None:
+    _, execution = harness.execute("first")
     assert execution is not None
     execution.migration.fire(TransitionEvent.SUPERSEDE, "by another")
     execution.migration.notify()
-    assert PlanLog(setting.log_path).entries == []
-    assert setting.planning.executions.live_plan_id == ""
-    assert setting.planning.executions.migrations == {"superseded": 1}
+    assert PlanLog(harness.log_path).entries == []
+    assert harness.planning.executions.live_plan_id == ""
+    assert harness.planning.executions.migrations == {"superseded": 1}
 
 
-def test_chunks_go_from_where_the_ranks_are_now(setting: Setting) -> None:
+def test_chunks_go_from_where_the_ranks_are_now(harness: PlanningHarness) -> None:
     """An older migration may have gone on between plan and start: the second one's chunks start from its end."""
-    first, older = setting.execute("first")
-    setting.see(200_000, seed=1)
-    proposal = setting.propose("second")
+    first, older = harness.execute("first")
+    harness.see(200_000, seed=1)
+    proposal = harness.propose("second")
     second, live = proposal.plan, proposal.live
     assert len(live) == 0
-    newer = setting.planning.execute(proposal)
+    newer = harness.planning.execute(proposal)
     assert older is not None
     assert newer is not None
-    setting.coordinator.execute(older.migration)
-    setting.coordinator.execute(newer.migration)
-    assert setting.coordinator.now.digest() == second.target.digest() != first.target.digest()
-    assert [entry["plan_id"] for entry in PlanLog(setting.log_path).entries] == [first.plan_id, second.plan_id]
+    harness.coordinator.execute(older.migration)
+    harness.coordinator.execute(newer.migration)
+    assert harness.coordinator.now.digest() == second.target.digest() != first.target.digest()
+    assert [entry["plan_id"] for entry in PlanLog(harness.log_path).entries] == [first.plan_id, second.plan_id]
 
 
-def test_a_coordinator_that_refuses_leaves_no_execution(setting: Setting) -> None:
-    proposal = setting.propose("first")
-    setting.coordinator.refuses = True
+def test_a_coordinator_that_refuses_leaves_no_execution(harness: PlanningHarness) -> None:
+    proposal = harness.propose("first")
+    harness.coordinator.refuses = True
     with pytest.raises(ControlError):
-        setting.planning.execute(proposal)
-    assert setting.planning.executions.last is None
-    assert setting.planning.outcomes == {}
+        harness.planning.execute(proposal)
+    assert harness.planning.executions.last is None
+    assert harness.planning.outcomes == {}
 
 
-def test_plans_are_made_one_at_a_time_with_ids_of_their_own(setting: Setting) -> None:
+def test_plans_are_made_one_at_a_time_with_ids_of_their_own(harness: PlanningHarness) -> None:
     inside, most = 0, 0
-    whole = setting.profile
+    whole = harness.profile
     guard = threading.Lock()
 
     def slow(per_step: float) -> Profile:
@@ -218,9 +218,9 @@ def test_plans_are_made_one_at_a_time_with_ids_of_their_own(setting: Setting) ->
             inside -= 1
         return made
 
-    setting.profile = slow
+    harness.profile = slow
     ids: list[str] = []
-    threads = [threading.Thread(target=lambda: ids.append(setting.propose("x").plan.plan_id)) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: ids.append(harness.propose("x").plan.plan_id)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -229,30 +229,30 @@ def test_plans_are_made_one_at_a_time_with_ids_of_their_own(setting: Setting) ->
     assert most == 1
 
 
-def test_an_explanation_is_of_a_plan_that_leaves_no_trace(setting: Setting) -> None:
-    plan = setting.propose("first").plan
-    answer = explanation(*setting.planning.explain("item", None, 5))
-    assert setting.planning.last_plan is plan
-    assert setting.planning.executions.live_plan_id == ""
-    assert sum(setting.planning.outcomes.values()) == 0
+def test_an_explanation_is_of_a_plan_that_leaves_no_trace(harness: PlanningHarness) -> None:
+    plan = harness.propose("first").plan
+    answer = explanation(*harness.planning.explain("item", None, 5))
+    assert harness.planning.last_plan is plan
+    assert harness.planning.executions.live_plan_id == ""
+    assert sum(harness.planning.outcomes.values()) == 0
     assert (answer.table, len(answer.explained)) == ("item", 5)
     assert answer.planned_rows["NODE"] == plan.summary()["rows"]["NODE"] > 0
     assert answer.live_rows["HOME"] == answer.rows == ROWS
     assert [row.place for row in answer.explained] == [1, 2, 3, 4, 5]
     row = answer.explained[2].row
-    assert explanation(*setting.planning.explain("item", row, 0)).explained == answer.explained[2:3]
-    setting.coordinator.topology = None
+    assert explanation(*harness.planning.explain("item", row, 0)).explained == answer.explained[2:3]
+    harness.coordinator.topology = None
     with pytest.raises(PlanError, match="no plan without ranks"):
-        setting.planning.explain("item", row, 0)
+        harness.planning.explain("item", row, 0)
 
 
 def test_an_explanation_of_a_thin_profile_says_so(tmp_path: Path) -> None:
-    setting = Setting(tmp_path, min_samples=60_000)
-    setting.see(50_000)
-    setting.report()
+    harness = PlanningHarness(tmp_path, min_samples=60_000)
+    harness.see(50_000)
+    harness.report()
     with pytest.raises(PlanError, match="the profile is thin"):
-        setting.propose("x")
-    answer = explanation(*setting.planning.explain("item", None, 5))
+        harness.propose("x")
+    answer = explanation(*harness.planning.explain("item", None, 5))
     assert len(answer.explained) == 5
     assert [gate.gate for gate in answer.gates if not gate.open] == ["samples"]
     shown = str(explain_blocks(answer, single=False)[-1])
@@ -261,10 +261,10 @@ def test_an_explanation_of_a_thin_profile_says_so(tmp_path: Path) -> None:
 
 def test_an_explanation_knows_pins_exclusions_and_frozen_tables(tmp_path: Path) -> None:
     def explained(row: int, **planner: Any) -> tuple[str, str, float | None]:
-        setting = Setting(tmp_path, **planner)
-        setting.see(50_000)
-        setting.report()
-        (answer,) = explanation(*setting.planning.explain("item", row, 0)).explained
+        harness = PlanningHarness(tmp_path, **planner)
+        harness.see(50_000)
+        harness.report()
+        (answer,) = explanation(*harness.planning.explain("item", row, 0)).explained
         return answer.planned, answer.reason, answer.anywhere
 
     coldest = ROWS - 1

@@ -21,73 +21,73 @@ from flexd.operations.plan_log import PlanLog
 from flexd.operations.proposals import MAX_PER_KIND, outdated
 from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.sketch.profile import Profile, TableProfile
-from tests.support.planning_setting import Setting
+from tests.support.planning_harness import PlanningHarness
 
 ANN = Trigger(TriggerKind.MANUAL, "applied by hand", "ann@host")
 
 
 @pytest.fixture
-def setting(tmp_path: Path) -> Setting:
+def harness(tmp_path: Path) -> PlanningHarness:
     return made(tmp_path)
 
 
-def made(directory: Path, **planner: Any) -> Setting:
-    it = Setting(directory, **planner)
+def made(directory: Path, **planner: Any) -> PlanningHarness:
+    it = PlanningHarness(directory, **planner)
     it.see(50_000)
     it.report()
     return it
 
 
-def test_a_kept_plan_is_applied_and_recorded_with_who(setting: Setting) -> None:
-    plan = setting.propose("look", dry_run=True).plan
-    proposal, execution = setting.planning.apply(plan.plan_id, ANN)
+def test_a_kept_plan_is_applied_and_recorded_with_who(harness: PlanningHarness) -> None:
+    plan = harness.propose("look", dry_run=True).plan
+    proposal, execution = harness.planning.apply(plan.plan_id, ANN)
     assert execution is not None
-    setting.coordinator.execute(execution.migration)
-    assert setting.coordinator.now.digest() == plan.target.digest()
-    (entry,) = PlanLog(setting.log_path).entries
+    harness.coordinator.execute(execution.migration)
+    assert harness.coordinator.now.digest() == plan.target.digest()
+    (entry,) = PlanLog(harness.log_path).entries
     assert (entry["plan_id"], entry["trigger"], entry["who"]) == (plan.plan_id, "manual", "ann@host")
     assert entry["overridden_gates"] == []
     assert proposal.plan is plan
     with pytest.raises(ApiError, match="no proposal"):
-        setting.planning.apply(plan.plan_id, ANN)
+        harness.planning.apply(plan.plan_id, ANN)
 
 
-def test_latest_is_the_newest(setting: Setting) -> None:
-    setting.propose("one", dry_run=True)
-    newest = setting.propose("two")
-    assert setting.planning.proposals.get("latest") is newest
+def test_latest_is_the_newest(harness: PlanningHarness) -> None:
+    harness.propose("one", dry_run=True)
+    newest = harness.propose("two")
+    assert harness.planning.proposals.get("latest") is newest
     with pytest.raises(ApiError) as missing:
-        setting.planning.proposals.get("never")
+        harness.planning.proposals.get("never")
     assert missing.value.status == 404
     assert newest.plan.plan_id in missing.value.remedy
 
 
-def test_proposals_are_bounded_and_looking_pushes_out_none_of_the_daemons(setting: Setting) -> None:
-    own = [setting.propose("interval").plan.plan_id for _ in range(MAX_PER_KIND + 1)]
+def test_proposals_are_bounded_and_looking_pushes_out_none_of_the_daemons(harness: PlanningHarness) -> None:
+    own = [harness.propose("interval").plan.plan_id for _ in range(MAX_PER_KIND + 1)]
     for _ in range(MAX_PER_KIND + 2):
-        setting.propose("look", dry_run=True)
-    kept = setting.planning.proposals.all()
+        harness.propose("look", dry_run=True)
+    kept = harness.planning.proposals.all()
     assert [each.plan.plan_id for each in kept if not each.dry_run] == own[1:]
     assert sum(each.dry_run for each in kept) == MAX_PER_KIND
 
 
-def _other_ranks(it: Setting) -> None:
+def _other_ranks(it: PlanningHarness) -> None:
     it.coordinator.topology = LiveTopology(2, "b", RankLayout(2, 2), (200,), True, "")
 
 
-def _no_ranks(it: Setting) -> None:
+def _no_ranks(it: PlanningHarness) -> None:
     it.coordinator.topology = None
 
 
-def _other_placement(it: Setting) -> None:
+def _other_placement(it: PlanningHarness) -> None:
     it.coordinator.now = Placement.of(np.array([5]), np.array([1], np.uint8), version=1)
 
 
-def _migrating(it: Setting) -> None:
+def _migrating(it: PlanningHarness) -> None:
     it.execute("meanwhile")
 
 
-def _other_accesses(it: Setting) -> None:
+def _other_accesses(it: PlanningHarness) -> None:
     it.see(500_000, seed=3)
 
 
@@ -99,14 +99,14 @@ def _other_accesses(it: Setting) -> None:
         (_other_accesses, r"the accesses have moved on since it was made: drift \d"),
     ],
 )  # fmt: skip
-def test_what_has_moved_on_is_refused_with_the_reason(setting: Setting, meanwhile: Any, said: str) -> None:
-    plan = setting.propose("look", dry_run=True).plan
-    meanwhile(setting)
-    before = len(setting.coordinator.migrations)
+def test_what_has_moved_on_is_refused_with_the_reason(harness: PlanningHarness, meanwhile: Any, said: str) -> None:
+    plan = harness.propose("look", dry_run=True).plan
+    meanwhile(harness)
+    before = len(harness.coordinator.migrations)
     for force in (False, True):
         with pytest.raises(PlanError, match=said):
-            setting.planning.apply(plan.plan_id, ANN, force=force)
-    assert len(setting.coordinator.migrations) == before
+            harness.planning.apply(plan.plan_id, ANN, force=force)
+    assert len(harness.coordinator.migrations) == before
 
 
 def test_an_old_proposal_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_without_a_drift_threshold_accesses_do_not_make_it_old(tmp_path: Path) -
 
 
 def test_a_thin_plan_can_be_looked_at_and_only_forced(tmp_path: Path) -> None:
-    it = Setting(tmp_path, min_window_seconds=100.0)
+    it = PlanningHarness(tmp_path, min_window_seconds=100.0)
     it.report()
     it.see(500)
     with pytest.raises(PlanError, match=r"500 accesses seen.*; the accesses seen span 0 s"):
@@ -144,10 +144,10 @@ def test_a_thin_plan_can_be_looked_at_and_only_forced(tmp_path: Path) -> None:
     assert (entry["who"], entry["overridden_gates"]) == ("ann@host", ["samples", "window"])
 
 
-def test_a_forced_plan_needs_ranks_all_the_same(setting: Setting) -> None:
-    setting.coordinator.topology = None
+def test_a_forced_plan_needs_ranks_all_the_same(harness: PlanningHarness) -> None:
+    harness.coordinator.topology = None
     with pytest.raises(PlanError, match="no plan without ranks"):
-        setting.propose("now", force=True)
+        harness.propose("now", force=True)
 
 
 def profile(**changes: Any) -> Profile:
@@ -207,7 +207,7 @@ def test_tables_count_by_their_accesses_in_coverage_and_sketch_error() -> None:
 
 
 def test_a_plan_that_is_forced_is_made_and_recorded_although_gates_are_closed(tmp_path: Path) -> None:
-    it = Setting(tmp_path, min_window_seconds=100.0)
+    it = PlanningHarness(tmp_path, min_window_seconds=100.0)
     it.report()
     it.see(500)
     proposal = it.propose("now", force=True)
@@ -217,10 +217,10 @@ def test_a_plan_that_is_forced_is_made_and_recorded_although_gates_are_closed(tm
     assert execution.overridden == ("samples", "window")
 
 
-def test_an_equal_version_of_another_placement_is_another_placement(setting: Setting) -> None:
-    proposal = setting.propose("test")
+def test_an_equal_version_of_another_placement_is_another_placement(harness: PlanningHarness) -> None:
+    proposal = harness.propose("test")
     keep = {"migrating": False, "age_seconds": 60.0, "max_age_seconds": 60.0}
-    live = setting.coordinator.live()
+    live = harness.coordinator.live()
     assert outdated(proposal, live, proposal.live, **keep) == "", "nor is it too old at its very end"
     other = Placement.of(np.array([7]), np.array([int(Tier.DEVICE)], np.uint8), proposal.live.version)
     assert "the placement has moved on" in outdated(proposal, live, other, **keep)
@@ -236,7 +236,7 @@ class QuietDrift:
         return reason
 
 
-def auto(it: Setting) -> tuple[AutoPlanner, QuietDrift]:
+def auto(it: PlanningHarness) -> tuple[AutoPlanner, QuietDrift]:
     drift = QuietDrift()
     return AutoPlanner(it.config.planner, it.planning, drift, it.coordinator.live), drift  # type: ignore[arg-type]
 
@@ -254,37 +254,37 @@ def test_a_daemon_that_proposes_only_moves_nothing_until_it_is_told(tmp_path: Pa
     assert execution.trigger is ANN
 
 
-def test_a_daemon_that_may_act_does(setting: Setting) -> None:
-    planner, _ = auto(setting)
+def test_a_daemon_that_may_act_does(harness: PlanningHarness) -> None:
+    planner, _ = auto(harness)
     planner.tick()
-    assert len(setting.coordinator.migrations) == 1
-    assert setting.planning.proposals.all() == ()
+    assert len(harness.coordinator.migrations) == 1
+    assert harness.planning.proposals.all() == ()
     planner.tick()
-    assert len(setting.coordinator.migrations) == 1
+    assert len(harness.coordinator.migrations) == 1
 
 
-def test_what_an_earlier_daemon_left_undone_comes_before_a_plan(setting: Setting) -> None:
+def test_what_an_earlier_daemon_left_undone_comes_before_a_plan(harness: PlanningHarness) -> None:
     asked: list[int] = []
     planner = AutoPlanner(
-        setting.config.planner, setting.planning, QuietDrift(), setting.coordinator.live,  # type: ignore[arg-type]
+        harness.config.planner, harness.planning, QuietDrift(), harness.coordinator.live,  # type: ignore[arg-type]
         lambda: not asked.append(1),
     )  # fmt: skip
     for _ in range(3):
         planner.tick()
     assert asked == [1]
-    assert setting.coordinator.migrations == [], "that the ranks are new to this daemon is no reason any more"
-    planner, _ = auto(setting)
+    assert harness.coordinator.migrations == [], "that the ranks are new to this daemon is no reason any more"
+    planner, _ = auto(harness)
     planner.record_manual_plan(executed=True)
     planner.tick()
-    assert setting.coordinator.migrations == [], "nor behind a rollback that was asked for"
-    planner, _ = auto(setting)
+    assert harness.coordinator.migrations == [], "nor behind a rollback that was asked for"
+    planner, _ = auto(harness)
     planner.record_manual_plan(executed=False)
     planner.tick()
-    assert len(setting.coordinator.migrations) == 1
+    assert len(harness.coordinator.migrations) == 1
 
 
 def test_why_there_is_no_plan_is_told(tmp_path: Path) -> None:
-    it = Setting(tmp_path, min_spacing_seconds=0.0)
+    it = PlanningHarness(tmp_path, min_spacing_seconds=0.0)
     it.report()
     it.see(10)
     planner, _ = auto(it)

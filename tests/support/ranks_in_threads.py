@@ -72,7 +72,7 @@ class Ranks:
             state = _Rank(inbox, None, placements[rank] if placements else Placement.empty())  # type: ignore[arg-type]
             state.agent = Agent(
                 inbox, who, port if isinstance(port, str) else f"127.0.0.1:{port}", secret, timeout_seconds,
-                poll_seconds=0.01,
+                poll_seconds=0.003,
                 placement_lists=(lambda state=state, rank=rank: self._listed(state, rank)) if can_list else None,
             )  # fmt: skip
             self.ranks.append(state)

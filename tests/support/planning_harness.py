@@ -28,7 +28,7 @@ from tests.support.fake_coordinator import FakeCoordinator
 ROWS = 2_000
 
 
-class Setting:
+class PlanningHarness:
     def __init__(self, directory: Path, **planner: Any) -> None:
         settings = {"min_samples": 1_000, "min_coverage": 0.5, "horizon_steps": 1_000_000, **planner}
         self.config: Config = parse_config(

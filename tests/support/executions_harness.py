@@ -1,13 +1,16 @@
-"""Executions over a real coordinator and journal, for tests with ranks in threads."""
+"""Executions over a real coordinator and journal, for tests with ranks in threads; a throttle that counts chunks."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from flexd.api.migration_commands import MigrationCommands
 from flexd.config.links import ControlConfig
@@ -30,18 +33,53 @@ LAYOUT = RankLayout(2, 1)
 SECONDS = 30.0
 
 
-class Setting:
+class ChunkGate(Throttle):
+    """Release at most ``permits`` chunks, so that a migration does not complete before an abort on a busy machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.permits = 1_000_000
+        self.unlimited: Callable[[], bool] = lambda: False
+        """Lifts the limit from when it returns True."""
+        self._open = threading.Event()
+        self._open.set()
+        self._pusher_waits = threading.Event()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the pusher before its next chunk: no migration begins, ends or is superseded meanwhile."""
+        self._pusher_waits.clear()
+        self._open.clear()
+        assert self._pusher_waits.wait(SECONDS)
+        try:
+            yield
+        finally:
+            self._open.set()
+
+    def release(self, row_bytes: npt.NDArray, outstanding_bytes: int, *, settled: bool = True) -> int:  # type: ignore[type-arg]
+        if not self._open.is_set():
+            self._pusher_waits.set()
+            assert self._open.wait(SECONDS)
+        if not self.unlimited():
+            if self.permits == 0:
+                return 0
+            self.permits -= 1
+        return super().release(row_bytes, outstanding_bytes, settled=settled)
+
+
+class ExecutionsHarness:
     """Executions over a coordinator, with ranks in threads; plans are made of placements alone."""
 
-    def __init__(self, directory: Path, port: int = 0, throttle: Throttle | None = None) -> None:
+    def __init__(self, directory: Path, port: int = 0, timeout_seconds: float = 4.0) -> None:
+        self.gate = ChunkGate()
         self.history = MigrationHistory(directory / "migrations.sqlite", 100)
         self.history.start()
         self.journal = PlacementJournal(directory / "placement")
         options = ControlOptions(
-            "job", listen_port=port, secret=SECRET, timeout_seconds=4.0, tick_seconds=0.005, window_chunks=1
+            "job", listen_port=port, secret=SECRET, timeout_seconds=timeout_seconds, tick_seconds=0.005, window_chunks=1
         )
         self.coordinator = Coordinator(
-            options, TABLES, self.journal, on_migration=self.history.record_migration, throttle=throttle
+            options, TABLES, self.journal, on_migration=self.history.record_migration, throttle=self.gate
         )
         self.coordinator.start()
         self.log = PlanLog(directory / "plans.jsonl")
@@ -52,12 +90,12 @@ class Setting:
         auto: Any = SimpleNamespace(record_manual_plan=lambda executed: self.record_manual_plan.append(executed))
         self.stopping = threading.Event()
         self.decisions = DecisionFile(directory / "decisions.json")
-        self.late = RollbackRecovery(self.executions, self.log, self.history, self.coordinator, self.decisions)
+        self.recovery = RollbackRecovery(self.executions, self.log, self.history, self.coordinator, self.decisions)
         self.commands = MigrationCommands(
-            self.executions, self.history, self.coordinator, auto, self.stopping, self.late, self.decisions
+            self.executions, self.history, self.coordinator, auto, self.stopping, self.recovery, self.decisions
         )
 
-    def end(self) -> None:
+    def stop(self) -> None:
         self.coordinator.stop(15)
         self.journal.close()
         assert self.history.stop(15)
@@ -77,7 +115,7 @@ class Setting:
         )  # fmt: skip
         return self.executions.start(plan, Trigger(TriggerKind.MANUAL, f"reason of {name}", who), (), live)
 
-    def some_applied(self, execution: Execution) -> None:
+    def wait_until_some_applied(self, execution: Execution) -> None:
         until(lambda: execution.migration.progress.chunks_applied > 3, SECONDS)
 
     def states(self, migration_id: str) -> list[str]:

@@ -51,7 +51,7 @@ def accesses(count: int, moved: int, seed: int) -> np.ndarray:
     return np.random.default_rng(99).permutation(ROWS)[(rows + moved) % ROWS].astype(np.int64)
 
 
-class Setting:
+class DriftHarness:
     """A monitor over counters that the test feeds; ``plan`` makes and carries out a plan as the daemon does."""
 
     def __init__(self, directory: Path, restored: Any = None, **planner: Any) -> None:
