@@ -15,7 +15,7 @@ import typer
 
 import flexd
 from flexd.cli.blocks import Facts
-from flexd.cli.config_view import effective
+from flexd.cli.config_commands import effective
 from flexd.cli.options import ConfigOption, OutputOption
 from flexd.cli.view import OutputFormat, emit, show
 from flexd.core import units
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
     from flexd.config.model import Config
 
 LIBRARIES = ("torch", "numpy", "numba", "pyarrow", "kafka-python", "datasketches", "pydantic")
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command("run")(run)
-    app.command("check-config")(check_config)
-    app.command("version")(version_command)
 
 
 def _print_version(given: bool) -> None:

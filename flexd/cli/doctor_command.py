@@ -103,7 +103,7 @@ def _status(client: DaemonClient) -> tuple[Status | None, list[Finding]]:
 
 
 def _running(client: DaemonClient, status: Status, config: Config) -> Iterator[Finding]:
-    from flexd.cli.config_view import differences
+    from flexd.cli.config_commands import differences
     from flexd.doctor.daemon import daemon as daemon_findings
 
     yield from daemon_findings(status, len(differences(client.config().config, config.document())))

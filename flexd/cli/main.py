@@ -10,19 +10,19 @@ import typer
 
 from flexd.cli import (
     config_commands,
-    control_commands,
     daemon_commands,
     demo_command,
     doctor_command,
     explain_command,
-    inspect_commands,
     migration_commands,
-    planning_commands,
+    pause_command,
+    plan_commands,
     probe_command,
     produce_command,
-    reload_command,
     simulate_command,
+    status_command,
     table_commands,
+    throttle_command,
     top_command,
 )
 from flexd.cli.exit_codes import MEANINGS, ExitCode, exit_code_of
@@ -40,24 +40,32 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.callback()(daemon_commands.root)
-daemon_commands.add_to(app)
-app.command("status")(inspect_commands.status)
+app.command("run")(daemon_commands.run)
+app.command("check-config")(daemon_commands.check_config)
+app.command("version")(daemon_commands.version_command)
+app.command("status")(status_command.status)
 app.command("top")(top_command.top)
-app.command("plan")(inspect_commands.plan)
-table_commands.add_to(app)
+app.command("tables")(table_commands.tables)
+app.command("rows")(table_commands.rows)
+app.command("topology")(table_commands.topology)
+app.command("plan")(plan_commands.plan)
 app.command("explain")(explain_command.explain)
-app.command("replan")(control_commands.replan)
-planning_commands.add_to(app)
-migration_commands.add_to(app)
-app.command("pause")(control_commands.pause)
-app.command("resume")(control_commands.resume)
-app.command("reload")(reload_command.reload)
+app.command("replan")(plan_commands.replan)
+app.command("proposals")(plan_commands.proposals)
+app.command("apply")(plan_commands.apply)
+app.command("throttle")(throttle_command.throttle)
+app.command("history")(migration_commands.history)
+app.command("abort")(migration_commands.abort)
+app.add_typer(migration_commands.app, name="migrations")
+app.command("pause")(pause_command.pause)
+app.command("resume")(pause_command.resume)
+app.command("reload")(config_commands.reload)
+app.add_typer(config_commands.app, name="config")
 app.command("demo")(demo_command.demo)
 app.command("simulate")(simulate_command.simulate)
 app.command("probe")(probe_command.probe)
 app.command("doctor")(doctor_command.doctor)
 app.command("produce")(produce_command.produce)
-app.add_typer(config_commands.app, name="config")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options that several commands share, the client that they describe, and checks of output files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from flexd.cli.client import DEFAULT_URL, SOCKET_VARIABLE, URL_VARIABLE, DaemonAddress, DaemonClient
 from flexd.cli.credentials import Credentials
 from flexd.cli.view import OutputFormat
+from flexd.core.errors import ConfigError
 
 UrlOption = Annotated[
     str | None,
@@ -48,3 +49,23 @@ def who() -> str:
     except (OSError, KeyError):
         user = str(os.getuid())  # a container without an entry for its user
     return f"{user}@{sockets.gethostname()}"[:200]
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Raise ConfigError, which names the option, if the file cannot be written."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{option} {path}: cannot be written", remedy="give a file in an existing, writable folder")
+
+
+def check_folder(option: str, path: Path | None) -> None:
+    """Raise ConfigError, which names the option, if the folder cannot be written or made."""
+    if path is None:
+        return
+    nearest = path.absolute()
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ConfigError(f"{option} {path}: cannot be written", remedy="give a folder that is, or can be made")

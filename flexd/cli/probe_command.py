@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexd.cli.blocks import Block, Facts, Sentences, Table
-from flexd.cli.options import OutputOption
-from flexd.cli.outputs import check_file
+from flexd.cli.options import OutputOption, check_file
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 from flexd.core.errors import ConfigError

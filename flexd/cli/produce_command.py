@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flexd.cli.blocks import Facts
-from flexd.cli.confirm import DryRunOption, YesOption, confirm
 from flexd.cli.exit_codes import ExitCode, NotDeliveredError
+from flexd.cli.interactive import DryRunOption, YesOption, confirm
 from flexd.cli.options import OutputOption
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units

@@ -67,7 +67,8 @@ def test_every_command_has_a_table(flexd_command, url, command):
 
 
 def test_options_reach_the_daemon(flexd_command, url, daemon, monkeypatch):
-    monkeypatch.setattr("flexd.cli.control_commands.who", lambda: "ann@host")
+    monkeypatch.setattr("flexd.cli.pause_command.who", lambda: "ann@host")
+    monkeypatch.setattr("flexd.cli.plan_commands.who", lambda: "ann@host")
     assert flexd_command("replan", "--wait", "--timeout", 7, "--reason", "launch", "--url", url).returncode == 0
     assert flexd_command("replan", "--timeout", 7, "--url", url).returncode == 0
     assert flexd_command("pause", "--reason", "night", "--url", url).stdout == "paused: night\n"

@@ -7,7 +7,7 @@ import io
 from flexd.api.sketch import SketchStatus, TableSketchStatus
 from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
-from flexd.cli.status_view import status_blocks
+from flexd.cli.status_command import status_blocks
 from flexd.cli.view import show
 
 

@@ -11,7 +11,7 @@ from flexd.api.abort import AbortPreview, RollbackPreview
 from flexd.api.migration import MigrationList, MigrationReport
 from flexd.cli.blocks import Sentences
 from flexd.cli.exit_codes import ExitCode
-from flexd.cli.migration_view import abort_sentence, history_blocks
+from flexd.cli.migration_commands import abort_sentence, history_blocks
 from flexd.core.errors import ApiError
 
 

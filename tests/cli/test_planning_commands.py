@@ -12,9 +12,8 @@ from flexd.api.planning import GateReport, PlanningStatus, ProposalList, Proposa
 from flexd.api.throttle import StepTimeReport, ThrottleStatus
 from flexd.cli.blocks import Sentences
 from flexd.cli.exit_codes import ExitCode
-from flexd.cli.plan_view import plan_blocks
-from flexd.cli.planning_view import planning_block, proposal_blocks
-from flexd.cli.throttle_view import ThrottleChange, throttle_blocks, throttle_sentence
+from flexd.cli.plan_view import plan_blocks, planning_block, proposal_blocks
+from flexd.cli.throttle_command import ThrottleChange, throttle_blocks, throttle_sentence
 from flexd.core.errors import PlanError
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -31,8 +30,7 @@ def test_golden(flexd_command, url, name, output):
 
 
 def test_options_reach_the_daemon(flexd_command, url, daemon, monkeypatch):
-    monkeypatch.setattr("flexd.cli.planning_commands.who", lambda: "ann@host")
-    monkeypatch.setattr("flexd.cli.control_commands.who", lambda: "ann@host")
+    monkeypatch.setattr("flexd.cli.plan_commands.who", lambda: "ann@host")
     assert flexd_command("plan", "latest", "--url", url).returncode == 0
     done = flexd_command("apply", "p7", "--wait", "--timeout", 7, "--reason", "go", "--force", "--url", url)
     assert done.returncode == 0, done.stderr
@@ -50,7 +48,7 @@ def test_a_dry_run_applies_nothing(flexd_command, url, daemon):
 
 
 def test_a_throttle_is_shown_or_changed(flexd_command, url, daemon, monkeypatch):
-    monkeypatch.setattr("flexd.cli.planning_commands.who", lambda: "ann@host")
+    monkeypatch.setattr("flexd.cli.throttle_command.who", lambda: "ann@host")
     flexd_command("throttle", "--url", url)
     flexd_command("throttle", "--bytes-per-second", 5000, "--reason", "peak hours", "--url", url)
     changed = flexd_command("throttle", "--bytes-per-step", 0, "--adaptive", "on", "-o", "json", "--url", url)

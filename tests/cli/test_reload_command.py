@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flexd.api.config import KeyChange, ReloadReport
-from flexd.cli.config_view import flat, reload_blocks, reload_sentence
+from flexd.cli.config_commands import flat, reload_blocks, reload_sentence
 from flexd.cli.exit_codes import ExitCode
 from flexd.core.errors import ConfigError
 
@@ -17,7 +17,7 @@ GOLDEN = Path(__file__).parent / "golden"
 @pytest.mark.parametrize("output", ["table", "json"])
 def test_golden(flexd_command, url, daemon, output, monkeypatch):
     """The files under ``golden`` are what was once looked at and found right; write them anew with care."""
-    monkeypatch.setattr("flexd.cli.reload_command.who", lambda: "ann@host")
+    monkeypatch.setattr("flexd.cli.config_commands.who", lambda: "ann@host")
     done = flexd_command("reload", "--reason", "quieter", "-o", output, "--url", url)
     assert (done.returncode, done.stderr) == (0, "")
     expected = GOLDEN / f"reload.{'txt' if output == 'table' else 'json'}"

@@ -18,7 +18,7 @@ from flexd.api.rank import RankPage
 from flexd.api.table import HotRowPage, TablePage
 from flexd.cli.blocks import Sentences
 from flexd.cli.exit_codes import ExitCode
-from flexd.cli.table_view import rank_blocks, row_blocks, table_blocks
+from flexd.cli.table_commands import rank_blocks, row_blocks, table_blocks
 from flexd.cli.view import OutputFormat
 from flexd.cli.watch import emit_watched
 from flexd.core.errors import ApiError

@@ -18,7 +18,7 @@ from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
 from flexd.cli.blocks import Table
 from flexd.cli.plan_view import plan_blocks
-from flexd.cli.status_view import MAX_MISSING_RANKS, MAX_TABLES, migration_facts, status_blocks
+from flexd.cli.status_command import MAX_MISSING_RANKS, MAX_TABLES, migration_facts, status_blocks
 from flexd.cli.view import show
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier

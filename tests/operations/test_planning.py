@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flexd.api.explanation import explanation
-from flexd.cli.explain_view import explain_blocks
+from flexd.cli.explain_command import explain_blocks
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration_states import TransitionEvent
 from flexd.core.errors import ControlError, PlanError

@@ -1,20 +1,41 @@
-"""Text of the daemon's status."""
+"""``status``: the daemon on one screen."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from flexd.api.leadership import LeadershipStatus
-from flexd.api.migration import MigrationReport
-from flexd.api.replan import ReplanResult
+from flexd.api.scale_out import FollowerStatus, LeaderLinkStatus, ScaleOutStatus
 from flexd.api.sketch import TableSketchStatus
 from flexd.api.status import Status
-from flexd.cli.blocks import PROBLEM, Block, Facts, Sentences, Table
-from flexd.cli.plan_view import plan_facts
-from flexd.cli.planning_view import planning_block
-from flexd.cli.scale_out_view import scale_out_block
-from flexd.cli.throttle_view import throttle_blocks
+from flexd.cli.blocks import PROBLEM, Block, Facts, Table
+from flexd.cli.migration_commands import migration_facts
+from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
+from flexd.cli.plan_view import plan_facts, planning_block
+from flexd.cli.throttle_command import throttle_blocks
+from flexd.cli.view import OutputFormat
+from flexd.cli.watch import Answer, WatchOption, emit_watched
 from flexd.core import units
+
+
+def status(
+    watch: WatchOption = None,
+    url: UrlOption = None,
+    socket: SocketOption = None,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Shows the daemon on one screen: health, stream, sketch, ranks, placement, last plan and migration.
+
+    Example: flexd status -o json
+    """
+    client = connect(url, socket)
+
+    def ask() -> Answer:
+        answer = client.status()
+        return answer, status_blocks(answer)
+
+    emit_watched(ask, output, watch)
+
 
 MAX_TABLES = 20
 """The largest counters; the rest is one line (`-o json` lists all)."""
@@ -38,44 +59,6 @@ def status_blocks(status: Status) -> list[Block]:
     if status.sketch.tables:
         blocks.append(_tables(status))
     return blocks
-
-
-def replan_blocks(result: ReplanResult) -> list[Block]:
-    blocks: list[Block] = [
-        Sentences("", (f"{result.outcome}: {result.message}" if result.message else result.outcome,))
-    ]
-    if result.plan is not None:
-        blocks.append(Facts("plan", plan_facts(result.plan)))
-    if result.migration is not None:
-        blocks.append(Facts("migration", migration_facts(result.migration)))
-    return blocks
-
-
-def migration_facts(migration: MigrationReport) -> tuple[tuple[str, str], ...]:
-    facts = [
-        ("id", f"{migration.migration_id} of plan {migration.plan_id}"),
-        ("state", f"{migration.state}, {units.share(migration.progress)} done"),
-        ("rows", f"{units.count(migration.rows_applied)} of {units.count(migration.rows)}"),
-        (
-            "chunks",
-            f"{units.count(migration.chunks_applied)} applied, {units.count(migration.chunks_pushed)} pushed"
-            # Chunks are made as they are pushed: their number is rarely known.
-            + (f" of {units.count(migration.chunks)}" if migration.chunks > migration.chunks_pushed else ""),
-        ),
-        ("bytes", units.size(migration.bytes)),
-    ]
-    if migration.who:
-        facts.insert(1, ("why", f"{migration.reason or migration.trigger or units.UNKNOWN} ({migration.who})"))
-    if migration.last_version or migration.base_version:
-        facts.append(("versions", f"{migration.base_version} -> {migration.last_version or migration.base_version}"))
-    if migration.steps:
-        steps = ", ".join(f"{step.name} {units.share(step.completion)}" for step in migration.steps)
-        facts.append(("steps", steps))
-    if migration.eta_seconds is not None:
-        facts.append(("left", f"{units.age(migration.eta_seconds)} at the present rate"))
-    if migration.problem:
-        facts.append(("problem", migration.problem))
-    return tuple(facts)
 
 
 def _daemon(status: Status) -> Facts:
@@ -246,3 +229,51 @@ def _affinity(affinity: float | None, error: float | None) -> str:
     if affinity is None:
         return units.UNKNOWN
     return f"{affinity:.3f}" if error is None else f"{affinity:.3f} +- {error:.3f}"
+
+
+MAX_PARTITIONS_SHOWN = 6
+
+
+def scale_out_block(status: ScaleOutStatus) -> Block:
+    """Return the followers of a leader, or the link of a follower to its leader."""
+    if status.link is not None:
+        return Facts("scale-out", _link(status.link))
+    rows = tuple(_follower(follower) for follower in status.followers) or (("none is here", "", "", "", "", "", ""),)
+    return Table(
+        "followers", ("follower", "partitions", "behind", "last push", "deltas", "refused", "sent"), rows,
+        frozenset(("behind", "last push", "deltas", "refused", "sent")),
+    )  # fmt: skip
+
+
+def _follower(follower: FollowerStatus) -> tuple[str, ...]:
+    return (
+        follower.name,
+        _partitions(follower.partitions),
+        units.count(follower.lag_messages),
+        units.age(follower.last_push_seconds) + (" SILENT" if follower.silent else ""),
+        units.count(follower.accepted),
+        ", ".join(f"{reason} {units.count(number)}" for reason, number in follower.refused.items()) or "0",
+        units.size(follower.bytes),
+    )
+
+
+def _link(link: LeaderLinkStatus) -> tuple[tuple[str, str], ...]:
+    facts = [
+        ("leader", f"{link.leader}, answered {units.age(link.last_answer_seconds)} ago"),
+        ("reads", _partitions(link.partitions) + (" (PAUSED: the leader does not answer)" if link.paused else "")),
+        (
+            "deltas",
+            f"{units.count(link.accepted)} counted, {units.count(link.repeated)} repeated, "
+            f"{units.size(link.bytes)} sent",
+        ),
+        ("read again", f"{units.count(link.dropped_messages)} messages in {units.count(link.restarts)} restarts"),
+    ]
+    if link.problem:
+        facts.append(("problem", link.problem))
+    return tuple(facts)
+
+
+def _partitions(names: tuple[str, ...]) -> str:
+    if len(names) > MAX_PARTITIONS_SHOWN:
+        return f"{', '.join(names[:MAX_PARTITIONS_SHOWN])} and {len(names) - MAX_PARTITIONS_SHOWN} more"
+    return ", ".join(names) or "none"

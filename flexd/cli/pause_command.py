@@ -1,50 +1,13 @@
-"""``replan``, ``pause`` and ``resume``."""
+"""``pause`` and ``resume``."""
 
 from __future__ import annotations
-
-import typer
 
 from flexd.api.pause import PauseState
 from flexd.api.status import Status
 from flexd.cli.blocks import Sentences
-from flexd.cli.confirm import DryRunOption, YesOption, confirm, must_ask
-from flexd.cli.exit_codes import exit_code_of_outcome
+from flexd.cli.interactive import DryRunOption, YesOption, confirm
 from flexd.cli.options import BY_HAND, OutputOption, ReasonOption, SocketOption, UrlOption, connect, who
-from flexd.cli.plan_view import plan_blocks, would_move
-from flexd.cli.planning_commands import ForceOption, TimeoutOption, WaitOption
-from flexd.cli.progress import migration_progress
-from flexd.cli.status_view import replan_blocks
 from flexd.cli.view import OutputFormat, emit
-
-
-def replan(
-    wait: WaitOption = False,
-    timeout: TimeoutOption = 300.0,
-    reason: ReasonOption = BY_HAND,
-    force: ForceOption = False,
-    yes: YesOption = False,
-    dry_run: DryRunOption = False,
-    url: UrlOption = None,
-    socket: SocketOption = None,
-    output: OutputOption = OutputFormat.TABLE,
-) -> None:
-    """Plans now and pushes the migration to the ranks.
-
-    With --wait the exit status is 0 once every rank has it, 4 if the migration ended otherwise, 5 at the timeout.
-
-    Example: flexd replan --wait --yes --reason "campaign starts"
-    """
-    client = connect(url, socket)
-    if dry_run:
-        planned = client.plan()
-        emit(planned, plan_blocks(planned), output)
-        return
-    if must_ask(yes):
-        confirm(f"As of now {would_move(client.plan())} Replan?", yes)
-    with migration_progress(client, wait):
-        result = client.replan(reason, timeout if wait else 0.0, force=force, who=who())
-    emit(result, replan_blocks(result), output)
-    raise typer.Exit(exit_code_of_outcome(result.outcome))
 
 
 def pause(

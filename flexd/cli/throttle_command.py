@@ -1,11 +1,58 @@
-"""Text of the throttle and of its changes."""
+"""``throttle``: shows and changes how fast rows may migrate."""
 
 from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
 
 from flexd.api.base import Model
 from flexd.api.throttle import StepTimeReport, ThrottleStatus
 from flexd.cli.blocks import Block, Facts, Table
+from flexd.cli.interactive import DryRunOption, YesOption, confirm, must_ask
+from flexd.cli.options import BY_HAND, OutputOption, ReasonOption, SocketOption, UrlOption, connect, who
+from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
+
+BytesOption = Annotated[int | None, typer.Option(min=0, max=2**50, metavar="N", help="0 lifts the limit.")]
+
+
+def throttle(
+    bytes_per_step: BytesOption = None,
+    bytes_per_second: BytesOption = None,
+    adaptive: Annotated[
+        Literal["on", "off"] | None, typer.Option(help="Slow down when the ranks' steps become slower.")
+    ] = None,
+    reason: ReasonOption = BY_HAND,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
+    url: UrlOption = None,
+    socket: SocketOption = None,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Shows how fast rows may migrate, or changes it: from the next chunk on.
+
+    It outlives the daemon, and ends when control.throttle changes in the configuration.
+
+    Bytes are of row values and optimizer state, at each step boundary of every rank and in the long run.
+
+    Example: flexd throttle
+    Example: flexd throttle --bytes-per-step 262144 --adaptive on --yes
+    """
+    client = connect(url, socket)
+    adapts = None if adaptive is None else adaptive == "on"
+    if dry_run:
+        change = ThrottleChange.between(client.throttle(), bytes_per_step, bytes_per_second, adapts)
+        emit(change, throttle_change_blocks(change), output)
+        return
+    if bytes_per_step is None and bytes_per_second is None and adapts is None:
+        answer = client.throttle()
+    else:
+        if must_ask(yes):
+            change = ThrottleChange.between(client.throttle(), bytes_per_step, bytes_per_second, adapts)
+            confirm(f"{throttle_sentence(change)} Change?", yes)
+        answer = client.set_throttle(bytes_per_step, bytes_per_second, adapts, reason=reason, who=who())
+    emit(answer, throttle_blocks(answer), output)
 
 
 class ThrottleSettings(Model):

@@ -1,35 +1,48 @@
-"""``proposals``, ``apply`` and ``throttle``."""
+"""x"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from flexd.cli.confirm import DryRunOption, YesOption, confirm, must_ask
 from flexd.cli.exit_codes import exit_code_of_outcome
+from flexd.cli.interactive import DryRunOption, YesOption, confirm, migration_progress, must_ask
 from flexd.cli.options import BY_HAND, OutputOption, ReasonOption, SocketOption, UrlOption, connect, who
-from flexd.cli.plan_view import plan_blocks, would_move
-from flexd.cli.planning_view import proposal_blocks
-from flexd.cli.progress import migration_progress
-from flexd.cli.status_view import replan_blocks
-from flexd.cli.throttle_view import ThrottleChange, throttle_blocks, throttle_change_blocks, throttle_sentence
+from flexd.cli.plan_view import plan_blocks, proposal_blocks, replan_blocks, would_move
 from flexd.cli.view import OutputFormat, emit
 
 ForceOption = Annotated[
     bool, typer.Option("--force", help="Also from a profile that is too thin; recorded with your name.")
 ]
+
+
 WaitOption = Annotated[bool, typer.Option("--wait", help="Wait until every rank has applied the migration.")]
+
+
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", metavar="S", min=0, max=3600, help="How long to wait, in seconds.")
 ]
-BytesOption = Annotated[int | None, typer.Option(min=0, max=2**50, metavar="N", help="0 lifts the limit.")]
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command("proposals")(proposals)
-    app.command("apply")(apply)
-    app.command("throttle")(throttle)
+def plan(
+    plan_id: Annotated[
+        str | None, typer.Argument(metavar="PLAN_ID", help="Show a kept plan (or: latest) instead of making one.")
+    ] = None,
+    url: UrlOption = None,
+    socket: SocketOption = None,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Dry run: what a re-plan would change now, its cost before and after by phase and link, and why.
+
+    The plan is kept: flexd apply carries it out while ranks, placement and accesses stay as they are.
+
+    Example: flexd plan
+    Example: flexd plan latest
+    """
+    client = connect(url, socket)
+    answer = client.plan() if plan_id is None else client.proposal(plan_id)
+    emit(answer, plan_blocks(answer), output)
 
 
 def proposals(url: UrlOption = None, socket: SocketOption = None, output: OutputOption = OutputFormat.TABLE) -> None:
@@ -76,39 +89,31 @@ def apply(
     raise typer.Exit(exit_code_of_outcome(result.outcome))
 
 
-def throttle(
-    bytes_per_step: BytesOption = None,
-    bytes_per_second: BytesOption = None,
-    adaptive: Annotated[
-        Literal["on", "off"] | None, typer.Option(help="Slow down when the ranks' steps become slower.")
-    ] = None,
+def replan(
+    wait: WaitOption = False,
+    timeout: TimeoutOption = 300.0,
     reason: ReasonOption = BY_HAND,
+    force: ForceOption = False,
     yes: YesOption = False,
     dry_run: DryRunOption = False,
     url: UrlOption = None,
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Shows how fast rows may migrate, or changes it: from the next chunk on.
+    """Plans now and pushes the migration to the ranks.
 
-    It outlives the daemon, and ends when control.throttle changes in the configuration.
+    With --wait the exit status is 0 once every rank has it, 4 if the migration ended otherwise, 5 at the timeout.
 
-    Bytes are of row values and optimizer state, at each step boundary of every rank and in the long run.
-
-    Example: flexd throttle
-    Example: flexd throttle --bytes-per-step 262144 --adaptive on --yes
+    Example: flexd replan --wait --yes --reason "campaign starts"
     """
     client = connect(url, socket)
-    adapts = None if adaptive is None else adaptive == "on"
     if dry_run:
-        change = ThrottleChange.between(client.throttle(), bytes_per_step, bytes_per_second, adapts)
-        emit(change, throttle_change_blocks(change), output)
+        planned = client.plan()
+        emit(planned, plan_blocks(planned), output)
         return
-    if bytes_per_step is None and bytes_per_second is None and adapts is None:
-        answer = client.throttle()
-    else:
-        if must_ask(yes):
-            change = ThrottleChange.between(client.throttle(), bytes_per_step, bytes_per_second, adapts)
-            confirm(f"{throttle_sentence(change)} Change?", yes)
-        answer = client.set_throttle(bytes_per_step, bytes_per_second, adapts, reason=reason, who=who())
-    emit(answer, throttle_blocks(answer), output)
+    if must_ask(yes):
+        confirm(f"As of now {would_move(client.plan())} Replan?", yes)
+    with migration_progress(client, wait):
+        result = client.replan(reason, timeout if wait else 0.0, force=force, who=who())
+    emit(result, replan_blocks(result), output)
+    raise typer.Exit(exit_code_of_outcome(result.outcome))
