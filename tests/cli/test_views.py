@@ -91,7 +91,8 @@ def test_the_plan_table_shows_tiers_items_strategies_and_reasons(plan):
         ("sync rows", "inter-node"),
         ("exposed", ""),
     }
-    strategies = [row[0] for row in tables["strategies under the same accesses (all-to-all and sync between nodes)"].rows]
+    title = "strategies under the same accesses (all-to-all and sync between nodes)"
+    strategies = [row[0] for row in tables[title].rows]
     assert strategies == ["row wise", "row wise dedup", "two hop", "live placement", "this plan", "lower bound"]
     text = text_of(blocks)
     assert f"{report.promotions:,} promotions, 10 demotions" in text
