@@ -24,7 +24,7 @@ from bench_report import check, last_line
 
 from flexd.core.layout import RankLayout
 from flexd.simulate.accesses import RowFormat, TraceAccesses
-from flexd.simulate.replay import ReplaySettings, replay
+from flexd.simulate.simulation import SimulationSettings, simulate
 from flexd.simulate.summary import summarise
 from flexd.stream.trace import load_trace
 from flexd.topology.files import load_preset
@@ -37,12 +37,12 @@ SWEEP_INTERVALS, SWEEP_HALF_LIVES = (2, 5, 10, 20), (5.0, 10.0, 20.0, 50.0, floa
 
 def measure(path: Path, arguments: argparse.Namespace, **changes: Any) -> dict[str, Any]:
     layout = RankLayout(2, 2)
-    settings = ReplaySettings(replica_fraction=arguments.replica_fraction, horizon_steps=arguments.steps, **changes)
+    settings = SimulationSettings(replica_fraction=arguments.replica_fraction, horizon_steps=arguments.steps, **changes)
     accesses = TraceAccesses(
         path.stem, load_trace(path), layout, RowFormat(dim=16), batch_size=512, steps=arguments.steps, history=32
     )
     started = time.perf_counter()
-    summary = summarise(replay(accesses, layout, scale_model(load_preset(PRESET), SCALE), settings))
+    summary = summarise(simulate(accesses, layout, scale_model(load_preset(PRESET), SCALE), settings))
     summary["wall_seconds"] = time.perf_counter() - started
     return summary
 
@@ -100,7 +100,7 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, action="append", required=True, metavar="FILE.npz")
     parser.add_argument("--quick", action="store_true", help="60 steps instead of 300: figures only, no checks")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--replica-fraction", type=float, default=ReplaySettings.replica_fraction)
+    parser.add_argument("--replica-fraction", type=float, default=SimulationSettings.replica_fraction)
     parser.add_argument("--sweep", action="store_true", help="also sweep interval and half-life (minutes)")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()

@@ -54,7 +54,7 @@ def simulate(
         ),
     ] = None,
     zipf: Annotated[
-        float | None, typer.Option("--zipf", metavar="EXPONENT", help="Replay a Zipf stream instead.")
+        float | None, typer.Option("--zipf", metavar="EXPONENT", help="Simulation a Zipf stream instead.")
     ] = None,
     rows: Annotated[int, typer.Option("--rows", help="Of the Zipf stream's table.")] = 1_000_000,
     drift: Annotated[float, typer.Option("--drift", help="New top rows of the Zipf stream in a step.")] = 0.0,
@@ -65,7 +65,7 @@ def simulate(
             metavar="FILE.npz",
             exists=True,
             dir_okay=False,
-            help="Replay draws from a profile that --save-profile wrote.",
+            help="Simulation draws from a profile that --save-profile wrote.",
         ),
     ] = None,
     nodes: Annotated[int, typer.Option("--nodes", help="Nodes.", min=1, max=4096)] = 2,
@@ -132,11 +132,11 @@ def simulate(
         _check_matplotlib()
     from flexd.core.layout import RankLayout
     from flexd.simulate.accesses import RowFormat
-    from flexd.simulate.replay import ReplaySettings, replay
+    from flexd.simulate.simulation import SimulationSettings, simulate
     from flexd.simulate.summary import summarise
 
     layout = RankLayout(nodes, local_ranks)
-    settings = ReplaySettings(
+    settings = SimulationSettings(
         replica_fraction=replica_fraction,
         interval_steps=interval_steps,
         half_life_steps=half_life_steps,
@@ -151,28 +151,28 @@ def simulate(
         accesses = _of_profile(profile, layout, row_format, batch * (history + 1), steps, seed)
     else:
         accesses = _of_trace(trace, layout, row_format, batch, history, steps, seed)
-    run = replay(accesses, layout, cluster, settings, progress=_progress(steps))
-    summary = summarise(run)
+    simulation = simulate(accesses, layout, cluster, settings, progress=_progress(steps))
+    summary = summarise(simulation)
     blocks = simulate_blocks(summary)
     if html is not None:
-        from flexd.simulate.page import PageTable, write_page
+        from flexd.simulate.html_report import ReportTable, write_html_report
 
         tables = [
-            PageTable(block.title, block.columns, block.rows, block.right)
+            ReportTable(block.title, block.columns, block.rows, block.right)
             for block in blocks
             if isinstance(block, Table)
         ]
-        write_page(run, summary["words"], tables, html)
+        write_html_report(simulation, summary["words"], tables, html)
     if plots is not None:
         from flexd.simulate.plots import write_plots
 
-        write_plots(run, plots)
+        write_plots(simulation, plots)
     if save_profile is not None:
-        if run.last_profile is None:
+        if simulation.last_profile is None:
             raise ConfigError("--save-profile: nothing was planned", remedy="replay more than --interval-steps steps")
         from flexd.sketch.profile_file import write_profile
 
-        write_profile(run.last_profile, save_profile)
+        write_profile(simulation.last_profile, save_profile)
     emit(summary, blocks, output)
 
 
@@ -304,9 +304,9 @@ def _row(figures: dict[str, Any]) -> tuple[str, ...]:
     return (
         figures["title"],
         units.seconds(figures["exposed_seconds"]),
-        units.UNKNOWN if saved is None else units.seconds(saved["exposed_seconds"]),
+        _saved(units.seconds, saved, "exposed_seconds"),
         units.size(figures["critical_inter_node_bytes"]),
-        units.UNKNOWN if saved is None else units.size(saved["critical_inter_node_bytes"]),
+        _saved(units.size, saved, "critical_inter_node_bytes"),
         units.size(inter["sync"]),
         units.size(inter["migration"]),
         units.size(inter["total"]),
@@ -314,6 +314,13 @@ def _row(figures: dict[str, Any]) -> tuple[str, ...]:
         units.count(figures["replicated_rows"]),
         units.count(figures["plans"]),
     )
+
+
+def _saved(form: Callable[[float], str], saved: dict[str, float] | None, key: str) -> str:
+    """Return what a strategy saves against the two-hop chain, or how much more it costs."""
+    if saved is None:
+        return units.UNKNOWN
+    return form(saved[key]) if saved[key] >= 0 else f"costs {form(-saved[key])} more"
 
 
 def _sweep(summary: dict[str, Any]) -> Table:

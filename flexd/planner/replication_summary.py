@@ -72,8 +72,7 @@ def _words(figures: dict[str, float], cluster: Cluster, *, at_home: bool) -> lis
         ]
     share = cluster.exposed
     return [
-        f"replicas save {_time(figures['saved_exposed_seconds'])} of exposed communication a step against the same "
-        "chain with every row at home",
+        _saving(figures["saved_exposed_seconds"]),
         f"ids: {figures['ids_not_sent']:,.0f} requests a rank and step are not sent "
         f"({_time(figures['ids_not_sent_seconds'])})",
         bandwidth[0].upper() + bandwidth[1:],
@@ -84,6 +83,13 @@ def _words(figures: dict[str, float], cluster: Cluster, *, at_home: bool) -> lis
         f"bytes are not what is won: {_size(figures['inter_node_all_to_all_bytes_saved'])} of all-to-all between nodes "
         f"become {_size(figures['inter_node_sync_bytes_added'])} of synchronisation",
     ]
+
+
+def _saving(seconds: float) -> str:
+    against = "exposed communication a step against the same chain with every row at home"
+    if seconds >= 0:
+        return f"replicas save {_time(seconds)} of {against}"
+    return f"replicas cost {_time(-seconds)} more {against}"
 
 
 def _seconds(cost: CostBreakdown, phase: Phase) -> float:

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import ConfigError
-from flexd.simulate.replay import Course, Replay
+from flexd.simulate.byte_counter import ALL_TO_ALL_PARTS, INTER, SYNC_PARTS, StepPart
+from flexd.simulate.simulation import Simulation, StrategyRun
 from flexd.simulate.strategies import FLEXSHARD, ORACLE, REPLANNED, ROW_WISE, STATIC, TWO_HOP
-from flexd.simulate.summary import compared_steps
-from flexd.simulate.traffic import EXCHANGE, INTER, SYNC, Part
+from flexd.simulate.summary import compared_steps, effect
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -75,23 +75,23 @@ def _themed(theme: Theme) -> Iterator[None]:
         yield
 
 
-def plots_of(run: Replay) -> dict[str, Callable[[Any, Theme], None]]:
+def plots_of(simulation: Simulation) -> dict[str, Callable[[Any, Theme], None]]:
     """By file name: draws onto an empty figure."""
-    drawn: dict[str, Callable[[Any, Theme], None]] = {"traffic": lambda figure, _: _traffic(run, figure)}
-    if all(strategy.name in run.courses for strategy in (TWO_HOP, STATIC, REPLANNED, ORACLE)):
-        drawn["over-time"] = lambda figure, theme: _over_time(run, figure, theme)
-        drawn["balance"] = lambda figure, theme: _balance(run, figure, theme)
-    if run.sweep and TWO_HOP.name in run.courses:
-        drawn["budget"] = lambda figure, _: _budget(run, figure)
+    drawn: dict[str, Callable[[Any, Theme], None]] = {"traffic": lambda figure, _: _traffic(simulation, figure)}
+    if all(strategy.name in simulation.runs for strategy in (TWO_HOP, STATIC, REPLANNED, ORACLE)):
+        drawn["over-time"] = lambda figure, theme: _over_time(simulation, figure, theme)
+        drawn["balance"] = lambda figure, theme: _balance(simulation, figure, theme)
+    if simulation.budget_sweep and TWO_HOP.name in simulation.runs:
+        drawn["budget"] = lambda figure, _: _budget(simulation, figure)
     return drawn
 
 
-def render(run: Replay, theme: Theme, kind: str) -> dict[str, bytes]:
+def render(simulation: Simulation, theme: Theme, kind: str) -> dict[str, bytes]:
     """Every picture as ``png`` or ``svg``. Raises ConfigError without matplotlib."""
     figure_class = _figure_class()
     made = {}
     with _themed(theme):
-        for name, draw in plots_of(run).items():
+        for name, draw in plots_of(simulation).items():
             figure = figure_class(figsize=_SIZE, dpi=_DPI)
             draw(figure, theme)
             buffer = io.BytesIO()
@@ -100,9 +100,9 @@ def render(run: Replay, theme: Theme, kind: str) -> dict[str, bytes]:
     return made
 
 
-def write_plots(run: Replay, directory: Path) -> list[Path]:
+def write_plots(simulation: Simulation, directory: Path) -> list[Path]:
     """One PNG each. Raises ConfigError without matplotlib, or if the directory cannot be written."""
-    pictures = render(run, LIGHT, "png")
+    pictures = render(simulation, LIGHT, "png")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, picture in pictures.items():
@@ -124,14 +124,14 @@ def _seconds_unit(largest: float) -> tuple[float, str]:
     return _scaled(largest, ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")))
 
 
-def _traffic(run: Replay, figure: Any) -> None:
+def _traffic(simulation: Simulation, figure: Any) -> None:
     """All strategies, and beside them those whose bars would be slivers."""
-    names = list(run.courses)
+    names = list(simulation.runs)
     fine = [name for name in names if name not in _DIRECT]
     panels = [names, fine] if len(fine) < len(names) else [names]
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, shown in zip(axes, panels, strict=True):
-        _traffic_bars(run, shown, axis)
+        _traffic_bars(simulation, shown, axis)
     axes[0].set_title("Inter-node traffic by strategy")
     if len(panels) == 2:
         axes[1].set_title("... with dedup, enlarged")
@@ -139,14 +139,14 @@ def _traffic(run: Replay, figure: Any) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
 
 
-def _traffic_bars(run: Replay, names: list[str], axis: Any) -> None:
-    steps = compared_steps(run.steps)
-    kinds = {"all_to_all": EXCHANGE, "sync": SYNC, "migration": (Part.MIGRATION,)}
+def _traffic_bars(simulation: Simulation, names: list[str], axis: Any) -> None:
+    steps = compared_steps(simulation.steps)
+    kinds = {"all_to_all": ALL_TO_ALL_PARTS, "sync": SYNC_PARTS, "migration": (StepPart.MIGRATION,)}
     words = {
         "all_to_all": "all-to-all: the step waits for it", "sync": "replica synchronisation", "migration": "migration"
     }  # fmt: skip
     values = {
-        kind: np.array([run.courses[name].job_bytes(parts, INTER)[steps].mean() for name in names])
+        kind: np.array([simulation.runs[name].job_bytes(parts, INTER)[steps].mean() for name in names])
         for kind, parts in kinds.items()
     }
     scale, unit = _bytes_unit(float(sum(values.values()).max()))  # type: ignore[union-attr]
@@ -155,7 +155,7 @@ def _traffic_bars(run: Replay, names: list[str], axis: Any) -> None:
     for kind, value in values.items():
         axis.barh(places, value / scale, left=left / scale, color=_COLOURS[kind], label=words[kind], height=0.7)
         left = left + value
-    axis.set_yticks(places, [run.courses[name].strategy.title for name in names])
+    axis.set_yticks(places, [simulation.runs[name].strategy.title for name in names])
     axis.set_xlabel(f"{unit} a step, whole job")
     axis.grid(axis="x")
 
@@ -169,49 +169,49 @@ def _smooth(values: Float64Array, window: int) -> Float64Array:
     return smooth
 
 
-def _over_time(run: Replay, figure: Any, theme: Theme) -> None:
+def _over_time(simulation: Simulation, figure: Any, theme: Theme) -> None:
     axis = figure.subplots()
-    window = max(1, run.steps // 25)
-    shown = [run.courses[s.name] for s in (TWO_HOP, STATIC, REPLANNED, ORACLE)]
-    scale, unit = _seconds_unit(float(max(course.exposed_seconds.mean() for course in shown)))
-    for course in shown:
-        name = course.strategy.name
+    window = max(1, simulation.steps // 25)
+    shown = [simulation.runs[s.name] for s in (TWO_HOP, STATIC, REPLANNED, ORACLE)]
+    scale, unit = _seconds_unit(float(max(run.exposed_seconds.mean() for run in shown)))
+    for run in shown:
+        name = run.strategy.name
         axis.plot(
-            _smooth(course.exposed_seconds, window) / scale,
+            _smooth(run.exposed_seconds, window) / scale,
             color=_COLOURS.get(name, theme.ink),
             linestyle="--" if name == ORACLE.name else "-",
             linewidth=1.7,
-            label=course.strategy.title,
+            label=run.strategy.title,
         )
-    replanned = run.courses[REPLANNED.name]
+    replanned = simulation.runs[REPLANNED.name]
     axis.plot(
         replanned.plan_steps, np.full(len(replanned.plan_steps), 0.02), "|", transform=axis.get_xaxis_transform(),
         color=_COLOURS[REPLANNED.name], markersize=7, label="rows migrate",
     )  # fmt: skip
     axis.set_xlabel("training step")
     axis.set_ylabel(f"exposed communication, {unit} a step")
-    steps = compared_steps(run.steps)
-    home = run.courses[TWO_HOP.name].exposed_seconds[steps].mean()
-    once, again = (100 * (1 - run.courses[s.name].exposed_seconds[steps].mean() / home) for s in (STATIC, REPLANNED))
-    axis.set_title(
-        f"{run.accesses_name}: in the last quarter re-planning saves {again:.1f} % of the exposed time, "
-        f"one plan {once:.1f} %"
+    steps = compared_steps(simulation.steps)
+    home = float(simulation.runs[TWO_HOP.name].exposed_seconds[steps].mean())
+    once, again = (
+        effect(home - float(simulation.runs[s.name].exposed_seconds[steps].mean()), home, "exposed time")
+        for s in (STATIC, REPLANNED)
     )
+    axis.set_title(f"{simulation.accesses_name}, last quarter: re-planning {again}, one plan {once}")
     axis.grid(visible=True)
     figure.legend(loc="outside lower center", ncols=3)
 
 
-def _budget(run: Replay, figure: Any) -> None:
-    steps = compared_steps(run.steps)
-    home = run.courses[TWO_HOP.name]
-    courses = sorted(run.sweep, key=lambda course: course.replica_fraction)
-    budgets = np.array([course.replica_fraction for course in courses]) * 100
+def _budget(simulation: Simulation, figure: Any) -> None:
+    steps = compared_steps(simulation.steps)
+    home = simulation.runs[TWO_HOP.name]
+    runs = sorted(simulation.budget_sweep, key=lambda run: run.replica_fraction)
+    budgets = np.array([run.replica_fraction for run in runs]) * 100
 
-    def saved(value: Callable[[Course], Any]) -> Float64Array:
+    def saved(value: Callable[[StrategyRun], Any]) -> Float64Array:
         whole = float(value(home)[steps].mean())
-        return np.array([100 * (1 - float(value(course)[steps].mean()) / whole) for course in courses])
+        return np.array([100 * (1 - float(value(run)[steps].mean()) / whole) for run in runs])
 
-    critical = (*EXCHANGE, Part.MIGRATION)
+    critical = (*ALL_TO_ALL_PARTS, StepPart.MIGRATION)
     axis = figure.subplots()
     for label, values, colour, marker in (
         ("bytes the step waits for", saved(lambda c: c.job_bytes(critical, INTER)), _COLOURS["all_to_all"], "s"),
@@ -220,26 +220,26 @@ def _budget(run: Replay, figure: Any) -> None:
         axis.plot(budgets, values, marker=marker, color=colour, linewidth=1.7, label=label)
     axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
     axis.set_xlabel("replica slots of a rank, % of all rows")
-    axis.set_ylabel("saved against the two-hop chain, %")
-    axis.set_title(f"{run.accesses_name}: what memory for replicas buys")
+    axis.set_ylabel("saved against the two-hop chain, % (below 0: costs more)")
+    axis.set_title(f"{simulation.accesses_name}: what memory for replicas buys")
     axis.grid(visible=True)
     figure.legend(loc="outside lower center", ncols=2)
 
 
-def _balance(run: Replay, figure: Any, theme: Theme) -> None:
+def _balance(simulation: Simulation, figure: Any, theme: Theme) -> None:
     axis = figure.subplots()
-    steps = compared_steps(run.steps)
-    world = run.layout.world_size
-    shown = [run.courses[s.name] for s in (TWO_HOP, STATIC, REPLANNED)]
-    by_rank = [course.sent[steps, :, :, INTER].sum(axis=2).mean(axis=0) for course in shown]
+    steps = compared_steps(simulation.steps)
+    world = simulation.layout.world_size
+    shown = [simulation.runs[s.name] for s in (TWO_HOP, STATIC, REPLANNED)]
+    by_rank = [run.sent[steps, :, :, INTER].sum(axis=2).mean(axis=0) for run in shown]
     scale, unit = _bytes_unit(float(max(values.max() for values in by_rank)))
     ranks = np.arange(world)
-    for place, (course, values) in enumerate(zip(shown, by_rank, strict=True)):
-        colour = _COLOURS.get(course.strategy.name, theme.ink)
+    for place, (run, values) in enumerate(zip(shown, by_rank, strict=True)):
+        colour = _COLOURS.get(run.strategy.name, theme.ink)
         if world <= _MAX_RANKS_SHOWN:
-            axis.bar(ranks + (place - 1) * 0.27, values / scale, width=0.25, color=colour, label=course.strategy.title)
+            axis.bar(ranks + (place - 1) * 0.27, values / scale, width=0.25, color=colour, label=run.strategy.title)
         else:
-            axis.plot(ranks, np.sort(values)[::-1] / scale, color=colour, label=course.strategy.title)
+            axis.plot(ranks, np.sort(values)[::-1] / scale, color=colour, label=run.strategy.title)
     axis.set_ylim(bottom=0)
     if world <= 16:
         axis.set_xticks(ranks)

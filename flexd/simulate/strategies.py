@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from flexd.simulate.traffic import Routing
+from flexd.planner.model.row_bytes import Exchange
 
 
 class Knowledge(Enum):
@@ -28,22 +28,24 @@ class Strategy:
     Attributes:
         name: key in the results.
         title: for tables and plots.
-        published: tiers are chosen as FlexShard (arXiv 2301.02959) does, and not by flexd's planner.
+        plans_as_flexshard: tiers are chosen as FlexShard (arXiv 2301.02959) does, and not by flexd's planner.
     """
 
     name: str
     title: str
-    routing: Routing
-    knows: Knowledge = Knowledge.NOTHING
-    published: bool = False
+    exchange: Exchange
+    knowledge: Knowledge = Knowledge.NOTHING
+    plans_as_flexshard: bool = False
 
 
-ROW_WISE = Strategy("row_wise", "row-wise", Routing.DIRECT)
-ROW_WISE_DEDUP = Strategy("row_wise_dedup", "row-wise, dedup", Routing.DIRECT_DEDUP)
-TWO_HOP = Strategy("two_hop", "two-hop chain", Routing.CHAIN)
-FLEXSHARD = Strategy("flexshard", "FlexShard as published", Routing.DIRECT, Knowledge.FIRST_QUARTER, published=True)
-STATIC = Strategy("static", "flexd, planned once", Routing.CHAIN, Knowledge.FIRST_QUARTER)
-REPLANNED = Strategy("replanned", "flexd, re-planned", Routing.CHAIN, Knowledge.STREAM)
-ORACLE = Strategy("oracle", "oracle of the next window", Routing.CHAIN, Knowledge.NEXT_WINDOW)
+ROW_WISE = Strategy("row_wise", "row-wise", Exchange.DIRECT)
+ROW_WISE_DEDUP = Strategy("row_wise_dedup", "row-wise, dedup", Exchange.DIRECT_DEDUP)
+TWO_HOP = Strategy("two_hop", "two-hop chain", Exchange.CHAIN)
+FLEXSHARD = Strategy(
+    "flexshard", "FlexShard as published", Exchange.DIRECT, Knowledge.FIRST_QUARTER, plans_as_flexshard=True
+)
+STATIC = Strategy("static", "flexd, planned once", Exchange.CHAIN, Knowledge.FIRST_QUARTER)
+REPLANNED = Strategy("replanned", "flexd, re-planned", Exchange.CHAIN, Knowledge.STREAM)
+ORACLE = Strategy("oracle", "oracle of the next window", Exchange.CHAIN, Knowledge.NEXT_WINDOW)
 
 STRATEGIES = (ROW_WISE, ROW_WISE_DEDUP, TWO_HOP, FLEXSHARD, STATIC, REPLANNED, ORACLE)

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from flexd.simulate.replay import Course, Replay
+from flexd.simulate.byte_counter import ALL_TO_ALL_PARTS, INTER, INTRA, SYNC_PARTS, StepPart
+from flexd.simulate.simulation import Simulation, StrategyRun
 from flexd.simulate.strategies import ORACLE, REPLANNED, ROW_WISE, STATIC, TWO_HOP
-from flexd.simulate.traffic import EXCHANGE, INTER, INTRA, SYNC, Part
 
 COMPARED_SHARE = 4
 """Strategies are compared over the last of so many parts of the run."""
-_KINDS = {"all_to_all": EXCHANGE, "sync": SYNC, "migration": (Part.MIGRATION,)}
+_KINDS = {"all_to_all": ALL_TO_ALL_PARTS, "sync": SYNC_PARTS, "migration": (StepPart.MIGRATION,)}
 _LINKS = {"intra_node": INTRA, "inter_node": INTER}
 
 
@@ -22,32 +22,34 @@ def compared_steps(steps: int) -> slice:
     return slice(steps - max(1, steps // COMPARED_SHARE), steps)
 
 
-def summarise(run: Replay) -> dict[str, Any]:
+def summarise(simulation: Simulation) -> dict[str, Any]:
     """Means over the last quarter. Bytes are of the whole job a step, seconds of the busiest rank a step.
 
     ``critical`` bytes are what a step waits for before its forward pass or between steps: all-to-all and migration.
     Savings are against the two-hop chain with every row at HOME. None of them can be in all inter-node bytes: exact
     synchronous training has a volume bound that the two-hop chain reaches (docs/cost-model.md).
     """
-    steps = compared_steps(run.steps)
-    strategies = {name: _figures(course, steps) for name, course in run.courses.items()}
-    sweep = [_figures(course, steps) for course in run.sweep]
+    steps = compared_steps(simulation.steps)
+    strategies = {name: _figures(run, steps) for name, run in simulation.runs.items()}
+    sweep = [_figures(run, steps) for run in simulation.budget_sweep]
     home = strategies.get(TWO_HOP.name)
     if home is not None:
         for figures in (*strategies.values(), *sweep):
             _add_savings(figures, home)
-    settings = asdict(run.settings)
-    settings["half_life_steps"] = None if np.isinf(run.settings.half_life_steps) else run.settings.half_life_steps
+    settings = asdict(simulation.settings)
+    settings["half_life_steps"] = (
+        None if np.isinf(simulation.settings.half_life_steps) else simulation.settings.half_life_steps
+    )
     summary: dict[str, Any] = {
-        "accesses": run.accesses_name,
-        "tables": len(run.keyspace.tables),
-        "rows": run.keyspace.total_rows,
-        "nodes": run.layout.nodes,
-        "local_ranks": run.layout.local_ranks,
-        "cluster": run.cluster.name,
-        "steps": run.steps,
+        "accesses": simulation.accesses_name,
+        "tables": len(simulation.keyspace.tables),
+        "rows": simulation.keyspace.total_rows,
+        "nodes": simulation.layout.nodes,
+        "local_ranks": simulation.layout.local_ranks,
+        "cluster": simulation.cluster.name,
+        "steps": simulation.steps,
         "compared_steps": [steps.start, steps.stop],
-        "accesses_per_step": run.accesses_per_step,
+        "accesses_per_step": simulation.accesses_per_step,
         "settings": settings,
         "strategies": strategies,
         "budget_sweep": sweep,
@@ -57,28 +59,28 @@ def summarise(run: Replay) -> dict[str, Any]:
     return summary
 
 
-def _figures(course: Course, steps: slice) -> dict[str, Any]:
-    seconds = course.seconds[steps].mean(axis=0)
+def _figures(run: StrategyRun, steps: slice) -> dict[str, Any]:
+    seconds = run.seconds[steps].mean(axis=0)
     sent = {
-        link: {kind: float(course.job_bytes(parts, at)[steps].mean()) for kind, parts in _KINDS.items()}
+        link: {kind: float(run.job_bytes(parts, at)[steps].mean()) for kind, parts in _KINDS.items()}
         for link, at in _LINKS.items()
     }
     for by_kind in sent.values():
         by_kind["total"] = sum(by_kind.values())
-    by_rank = course.sent[steps, :, :, INTER].sum(axis=(0, 2))
+    by_rank = run.sent[steps, :, :, INTER].sum(axis=(0, 2))
     inter = sent["inter_node"]
     return {
-        "name": course.strategy.name,
-        "title": course.strategy.title,
-        "replica_fraction": course.replica_fraction,
-        "exposed_seconds": float(course.exposed_seconds[steps].mean()),
-        "seconds": {part.name.lower(): float(seconds[part]) for part in Part},
+        "name": run.strategy.name,
+        "title": run.strategy.title,
+        "replica_fraction": run.replica_fraction,
+        "exposed_seconds": float(run.exposed_seconds[steps].mean()),
+        "seconds": {part.name.lower(): float(seconds[part]) for part in StepPart},
         "bytes": sent,
         "critical_inter_node_bytes": inter["all_to_all"] + inter["migration"],
         "busiest_rank_share": float(by_rank.max() / by_rank.mean()) if by_rank.any() else 1.0,
-        "replicated_rows": float(course.replicated_rows[steps].mean()),
-        "plans": len(course.plan_steps),
-        "migrated_rows": int(course.migrated_rows.sum()),
+        "replicated_rows": float(run.replicated_rows[steps].mean()),
+        "plans": len(run.plan_steps),
+        "migrated_rows": int(run.migrated_rows.sum()),
     }
 
 
@@ -136,14 +138,9 @@ def _words(summary: dict[str, Any]) -> list[str]:
             "If the replayed steps are smaller than those of the job they stand for, say so with --scale."
         )
         return words
-    shares = [
-        _percent(strategy["saved"][key], home[key])
-        for strategy in (replanned, static)
-        for key in ("exposed_seconds", "critical_inter_node_bytes")
-    ]
     words.append(
-        f"Re-planning saves {shares[0]} of the exposed time and {shares[1]} of the inter-node bytes that a step waits "
-        f"for, against the same chain without replicas; the plan made once saves {shares[2]} and {shares[3]}."
+        f"Against the same chain without replicas, re-planning {_effects(replanned, home)}; "
+        f"the plan made once {_effects(static, home)}."
     )
     if drift["traffic_over_oracle"] is not None and drift["exposed_over_oracle"] is not None:
         words.append(
@@ -164,5 +161,20 @@ def _words(summary: dict[str, Any]) -> list[str]:
     return words
 
 
-def _percent(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole > 0 else "nothing"
+def _effects(strategy: dict[str, Any], home: dict[str, Any]) -> str:
+    exposed, critical = (
+        effect(strategy["saved"][key], home[key], what)
+        for key, what in (
+            ("exposed_seconds", "exposed time"),
+            ("critical_inter_node_bytes", "inter-node bytes that a step waits for"),
+        )
+    )
+    return f"{exposed} and {critical}"
+
+
+def effect(saved: float, whole: float, what: str) -> str:
+    """Return a saving in words: "saves 8.4 % of the ...", "costs 8.4 % more ..." or "leaves the ... unchanged"."""
+    percent = 100 * saved / whole if whole > 0 else 0.0
+    if abs(percent) < 0.05:
+        return f"leaves the {what} unchanged"
+    return f"saves {percent:.1f} % of the {what}" if percent > 0 else f"costs {-percent:.1f} % more {what}"

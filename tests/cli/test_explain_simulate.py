@@ -108,8 +108,8 @@ def test_pictures_need_matplotlib_and_say_so_before_the_replay(flexd_command, mo
 
 
 @pytest.mark.parametrize("option", ["--html", "--plots", "--save-profile"])
-def test_what_cannot_be_written_is_said_before_the_replay(flexd_command, monkeypatch, option):
-    monkeypatch.setattr("flexd.simulate.replay.replay", lambda *args, **more: pytest.fail("replayed"))
+def test_an_output_that_cannot_be_written_is_refused_before_the_simulation(flexd_command, monkeypatch, option):
+    monkeypatch.setattr("flexd.simulate.simulation.simulate", lambda *args, **more: pytest.fail("simulated"))
     done = flexd_command(*SMALL, option, f"{__file__}/below")
     assert done.returncode == ExitCode.USAGE
     assert f"{option} {__file__}/below: cannot be written" in done.stderr

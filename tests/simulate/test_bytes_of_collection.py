@@ -9,13 +9,22 @@ import pytest
 
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
-from flexd.simulate.step import StepKeys
-from flexd.simulate.traffic import EXCHANGE, INTER, INTRA, SYNC, Part, Routing, TrafficCounter, sent_bytes
+from flexd.planner.model.row_bytes import Exchange
+from flexd.simulate.byte_counter import (
+    ALL_TO_ALL_PARTS,
+    INTER,
+    INTRA,
+    SYNC_PARTS,
+    StepByteCounter,
+    StepPart,
+    sent_bytes,
+)
+from flexd.simulate.step_keys import StepKeys
 from tests.support.rank_pool import RankPool
 from tests.support.simulate_jobs import keys_of, keyspace_of
 
 STEPS = 5
-ROUTING = {"chain": Routing.CHAIN, "direct": Routing.DIRECT_DEDUP, "direct_no_dedup": Routing.DIRECT}
+EXCHANGES = {"chain": Exchange.CHAIN, "direct": Exchange.DIRECT_DEDUP, "direct_no_dedup": Exchange.DIRECT}
 
 
 def _chunks(total_rows: int, seed: int) -> list[Delta | None]:
@@ -55,7 +64,7 @@ def test_bytes_equal_those_of_real_ranks(
     # Only the chain has replicas.
     chunks = _chunks(keyspace.total_rows, seed) if exchange == "chain" else [None] * STEPS
     said = ranks(layout.world_size).run("simulate_jobs:record", layout, kind, optimizer, exchange, seed, chunks)
-    counter = TrafficCounter(keyspace, layout)
+    counter = StepByteCounter(keyspace, layout)
     placement = Placement.empty()
     replicated = 0
     for step in range(STEPS):
@@ -65,13 +74,17 @@ def test_bytes_equal_those_of_real_ranks(
             collectives += counter.migration(arrived)
             placement = placement.apply(arrived)
         keys = StepKeys.of(keys_of(kind, optimizer, seed, step, layout.world_size), layout)
-        collectives += counter.step(keys, placement, ROUTING[exchange])
+        collectives += counter.step(keys, placement, EXCHANGES[exchange])
         sent = sent_bytes(collectives, layout.world_size)
         for rank in range(layout.world_size):
             counted = {name: value for name, value in said[rank][step].items() if name.endswith("_bytes")}
             simulated = {
                 f"{name}_{link}_bytes": int(sent[rank, list(parts), at].sum())
-                for name, parts in (("all_to_all", EXCHANGE), ("sync", SYNC), ("migration", (Part.MIGRATION,)))
+                for name, parts in (
+                    ("all_to_all", ALL_TO_ALL_PARTS),
+                    ("sync", SYNC_PARTS),
+                    ("migration", (StepPart.MIGRATION,)),
+                )
                 for link, at in (("intra", INTRA), ("inter", INTER))
             }
             assert simulated == counted, f"step {step}, rank {rank}"

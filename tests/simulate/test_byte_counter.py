@@ -9,28 +9,29 @@ from hypothesis import strategies as st
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
-from flexd.simulate.step import StepKeys
-from flexd.simulate.traffic import Part, Routing, TrafficCounter, sent_bytes
+from flexd.planner.model.row_bytes import Exchange
+from flexd.simulate.byte_counter import StepByteCounter, StepPart, sent_bytes
+from flexd.simulate.step_keys import StepKeys
 
 KEYSPACE = KeySpace([TableSpec("a", 13, 4), TableSpec("b", 9, 3, "float64"), TableSpec("c", 5, 4)])
 ROW_BYTES = [16] * 18 + [24] * 9
 """By key: tables a and c share a dim-group, b comes after them."""
 
 
-def slow_count(keys: list[list[int]], layout: RankLayout, tiers: dict[int, int], routing: Routing) -> np.ndarray:
+def slow_count(keys: list[list[int]], layout: RankLayout, tiers: dict[int, int], exchange: Exchange) -> np.ndarray:
     """int64 [ranks, parts, 2] without the sizes exchange: every request carried out one by one."""
     world, local, nodes = layout.world_size, layout.local_ranks, layout.nodes
-    sent = np.zeros((world, len(Part), 2), dtype=np.int64)
+    sent = np.zeros((world, len(StepPart), 2), dtype=np.int64)
 
-    def exchange(source: int, target: int, key: int) -> None:
+    def send(source: int, target: int, key: int) -> None:
         if source == target:
             return
         link = int(source // local != target // local)
-        sent[source, Part.IDS, link] += 8
-        sent[target, Part.FORWARD, link] += ROW_BYTES[key]
-        sent[source, Part.BACKWARD, link] += ROW_BYTES[key]
+        sent[source, StepPart.IDS, link] += 8
+        sent[target, StepPart.FORWARD, link] += ROW_BYTES[key]
+        sent[source, StepPart.BACKWARD, link] += ROW_BYTES[key]
 
-    if routing is Routing.CHAIN:
+    if exchange is Exchange.CHAIN:
         for node in range(nodes):
             at_owner: dict[int, set[int]] = {}
             for rank in layout.node_ranks(node):
@@ -41,31 +42,31 @@ def slow_count(keys: list[list[int]], layout: RankLayout, tiers: dict[int, int],
                         continue
                     if tier == Tier.NODE and nodes > 1 and owner == rank:
                         continue
-                    exchange(rank, owner, key)
+                    send(rank, owner, key)
                     at_owner.setdefault(owner, set()).add(key)
             for owner, wanted in at_owner.items():
                 for key in wanted:
                     if key % world != owner and tiers.get(key, 0) == Tier.HOME:
-                        exchange(owner, key % world, key)
+                        send(owner, key % world, key)
     else:
         for rank in range(world):
-            for key in set(keys[rank]) if routing is Routing.DIRECT_DEDUP else keys[rank]:
+            for key in set(keys[rank]) if exchange is Exchange.DIRECT_DEDUP else keys[rank]:
                 tier, target = tiers.get(key, 0), key % world
                 if tier == Tier.DEVICE:
                     target = rank
                 if tier == Tier.NODE and nodes > 1:
                     target = layout.rank_of(rank // local, key % local)
-                exchange(rank, target, key)
+                send(rank, target, key)
     return sent
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     shape=st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (3, 2), (2, 3)]),
-    routing=st.sampled_from(list(Routing)),
+    exchange=st.sampled_from(list(Exchange)),
     data=st.data(),
 )
-def test_every_request_is_counted_once(shape: tuple[int, int], routing: Routing, data: st.DataObject) -> None:
+def test_every_request_is_counted_once(shape: tuple[int, int], exchange: Exchange, data: st.DataObject) -> None:
     layout = RankLayout(*shape)
     key = st.integers(0, KEYSPACE.total_rows - 1)
     keys = [data.draw(st.lists(key, max_size=25)) for _ in range(layout.world_size)]
@@ -73,15 +74,17 @@ def test_every_request_is_counted_once(shape: tuple[int, int], routing: Routing,
     placement = Placement.of(np.array(list(tiers), dtype=np.int64), np.array(list(tiers.values()), dtype=np.uint8))
     step = StepKeys.of([np.array(mine, dtype=np.int64) for mine in keys], layout)
     assert step.accesses == sum(map(len, keys))
-    counter = TrafficCounter(KEYSPACE, layout)
-    collectives = counter.step(step, placement, routing)
-    sent = sent_bytes([c for c in collectives if c.part not in (Part.SYNC_MASK, Part.SYNC_ROWS)], layout.world_size)
-    expected = slow_count(keys, layout, tiers, routing)
+    counter = StepByteCounter(KEYSPACE, layout)
+    collectives = counter.step(step, placement, exchange)
+    sent = sent_bytes(
+        [c for c in collectives if c.part not in (StepPart.SYNC_MASK, StepPart.SYNC_ROWS)], layout.world_size
+    )
+    expected = slow_count(keys, layout, tiers, exchange)
     # Sizes: 8 bytes a dim-group and 16 more, to every other rank of each hop.
     nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
     each = 8 * (len(KEYSPACE.groups) + 2)
-    expected[:, Part.IDS, 0] += each * (local - 1)
-    expected[:, Part.IDS, 1] += each * ((nodes - 1) if routing is Routing.CHAIN else (world - local))
+    expected[:, StepPart.IDS, 0] += each * (local - 1)
+    expected[:, StepPart.IDS, 1] += each * ((nodes - 1) if exchange is Exchange.CHAIN else (world - local))
     np.testing.assert_array_equal(sent, expected)
     for one in collectives:
         assert (one.peak >= one.sent.max(axis=0)).all()
@@ -93,8 +96,8 @@ def test_what_two_nodes_ask_of_one_home_makes_its_peak() -> None:
     step = StepKeys.of(keys, layout)
     rows = next(
         c
-        for c in TrafficCounter(KEYSPACE, layout).step(step, Placement.empty(), Routing.CHAIN)
-        if c.part is Part.FORWARD
+        for c in StepByteCounter(KEYSPACE, layout).step(step, Placement.empty(), Exchange.CHAIN)
+        if c.part is StepPart.FORWARD
     )
     # Rank 0 is home of both rows: it sends three of 16 bytes, nobody receives as many.
     assert rows.sent[:, 1].tolist() == [48, 0, 0]

@@ -14,7 +14,7 @@ from flexd.sketch.profile import Profile, TableProfile
 Int64Array = npt.NDArray[np.int64]
 
 
-def counted_profile(steps: Sequence[Sequence[Int64Array]], keyspace: KeySpace) -> Profile:
+def exact_profile(steps: Sequence[Sequence[Int64Array]], keyspace: KeySpace) -> Profile:
     """Every row that was looked up is listed with its exact share.
 
     Args:

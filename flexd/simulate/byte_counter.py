@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -17,22 +17,22 @@ import numpy.typing as npt
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
+from flexd.planner.model.row_bytes import ID_BYTES, Exchange
 from flexd.planner.model.training_shape import TrainingShape
-from flexd.simulate.step import StepKeys
+from flexd.simulate.step_keys import StepKeys
 from flexd.topology.cluster import Collective
 
 Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
 BoolArray = npt.NDArray[np.bool_]
 
-ID_BYTES = 8
 AGREEMENT_NUMBERS = 2
 """Chunk version and fault, which travel with the sizes."""
 INTRA, INTER = 0, 1
 """Links: the last axis of all byte arrays."""
 
 
-class Part(IntEnum):
+class StepPart(IntEnum):
     """The parts of a step's communication."""
 
     IDS = 0
@@ -49,19 +49,8 @@ class Part(IntEnum):
     """Rows and optimizer state copied to new replicas."""
 
 
-EXCHANGE = (Part.IDS, Part.FORWARD, Part.BACKWARD)
-SYNC = (Part.SYNC_MASK, Part.SYNC_ROWS)
-
-
-class Routing(Enum):
-    """How a looked-up row is found."""
-
-    CHAIN = "chain"
-    """Self, node owner, home, each row once a station: what flexd runs."""
-    DIRECT = "direct"
-    """The nearest copy, every access by itself: un-pooled row-wise sharding, and FlexShard (arXiv 2301.02959)."""
-    DIRECT_DEDUP = "direct_dedup"
-    """The nearest copy, each row once a rank."""
+ALL_TO_ALL_PARTS = (StepPart.IDS, StepPart.FORWARD, StepPart.BACKWARD)
+SYNC_PARTS = (StepPart.SYNC_MASK, StepPart.SYNC_ROWS)
 
 
 @dataclass(frozen=True)
@@ -74,27 +63,27 @@ class CollectiveBytes:
         link: the farthest link it takes, whose latency it has.
         sent: int64 [ranks, 2], bytes sent to other ranks, by link.
         peak: int64 [2], by link, the most that any rank sends or receives.
-        rides: it travels in another collective's message, and has no latency of its own.
+        piggybacked: it travels in another collective's message, and has no latency of its own.
     """
 
-    part: Part
+    part: StepPart
     collective: Collective
     link: int
     sent: Int64Array
     peak: Int64Array
-    rides: bool = False
+    piggybacked: bool = False
 
 
 _ALIGNMENT = 16
 """Bytes, of the sections of a migration (``Migrator``)."""
 
 
-def _even(part: Part, collective: Collective, link: int, sent: Int64Array) -> CollectiveBytes:
+def _even(part: StepPart, collective: Collective, link: int, sent: Int64Array) -> CollectiveBytes:
     """A collective in which every rank receives what it sends."""
     return CollectiveBytes(part, collective, link, sent, sent.max(axis=0))
 
 
-class TrafficCounter:
+class StepByteCounter:
     """Counts for one key space and layout."""
 
     def __init__(self, keyspace: KeySpace, layout: RankLayout) -> None:
@@ -109,14 +98,14 @@ class TrafficCounter:
         self._farthest = INTER if layout.nodes > 1 else INTRA
         self._node_of, self._local_of = ranks // layout.local_ranks, ranks % layout.local_ranks
 
-    def step(self, keys: StepKeys, placement: Placement, routing: Routing) -> list[CollectiveBytes]:
+    def step(self, keys: StepKeys, placement: Placement, exchange: Exchange) -> list[CollectiveBytes]:
         """The collectives of one training step, forward, backward and synchronisation, in the order they run."""
         tiers = placement.tiers_of(keys.rows)
-        if routing is Routing.CHAIN:
-            exchange = self._chain(keys, tiers)
+        if exchange is Exchange.CHAIN:
+            exchanged = self._chain(keys, tiers)
         else:
-            exchange = self._direct(keys, tiers, dedup=routing is Routing.DIRECT_DEDUP)
-        return [*exchange, *self._sync(keys, tiers, placement)]
+            exchanged = self._direct(keys, tiers, dedup=exchange is Exchange.DIRECT_DEDUP)
+        return [*exchanged, *self._sync(keys, tiers, placement)]
 
     def _chain(self, keys: StepKeys, tiers: UInt8Array) -> list[CollectiveBytes]:
         """``Router.find``, ``fetch`` and ``push`` over the hops to the node owner and to the home."""
@@ -185,10 +174,10 @@ class TrafficCounter:
         sizes = self._sizes(link, peers)
         all_to_all, farthest = Collective.ALL_TO_ALL, self._farthest if link is None else link
         return _Hop(
-            sizes=_even(Part.IDS, all_to_all, farthest, sizes),
-            ids=CollectiveBytes(Part.IDS, all_to_all, farthest, ids_out, _peak(ids_out, ids_in)),
-            rows=CollectiveBytes(Part.FORWARD, all_to_all, farthest, rows_in, _peak(rows_out, rows_in)),
-            grads=CollectiveBytes(Part.BACKWARD, all_to_all, farthest, rows_out, _peak(rows_out, rows_in)),
+            sizes=_even(StepPart.IDS, all_to_all, farthest, sizes),
+            ids=CollectiveBytes(StepPart.IDS, all_to_all, farthest, ids_out, _peak(ids_out, ids_in)),
+            rows=CollectiveBytes(StepPart.FORWARD, all_to_all, farthest, rows_in, _peak(rows_out, rows_in)),
+            grads=CollectiveBytes(StepPart.BACKWARD, all_to_all, farthest, rows_out, _peak(rows_out, rows_in)),
         )
 
     def _sizes(self, link: int | None, peers: int) -> Int64Array:
@@ -257,7 +246,7 @@ class TrafficCounter:
             of_rail = np.bincount(rows[of_dtype] % local, weights=size, minlength=local).astype(np.int64)
             sent = np.zeros((self._layout.world_size, 2), dtype=np.int64)
             sent[:, INTER] = (2 * of_rail * (nodes - 1) // nodes)[self._local_of]
-            yield _even(Part.SYNC_ROWS, Collective.ALL_REDUCE, INTER, sent)
+            yield _even(StepPart.SYNC_ROWS, Collective.ALL_REDUCE, INTER, sent)
 
     @staticmethod
     def _words(rows: Int64Array) -> Int64Array:
@@ -270,7 +259,9 @@ class TrafficCounter:
         sent[:, link] = of_others + peers * of_mine
         received = np.zeros_like(sent)
         received[:, link] = peers * of_mine + of_others
-        return CollectiveBytes(Part.SYNC_MASK, Collective.ALL_TO_ALL, link, sent, _peak(sent, received), rides=True)
+        return CollectiveBytes(
+            StepPart.SYNC_MASK, Collective.ALL_TO_ALL, link, sent, _peak(sent, received), piggybacked=True
+        )
 
     def _rows(
         self, link: int, source: Int64Array, target: Int64Array, row: Int64Array, keys: StepKeys
@@ -279,7 +270,9 @@ class TrafficCounter:
         far = np.full(len(row), link == INTER)
         size = self._row_bytes[self._group_of(keys.rows[row])]
         sent, received = (self._by_rank(side, far, size) for side in (source, target))
-        return CollectiveBytes(Part.SYNC_ROWS, Collective.ALL_TO_ALL, link, sent, _peak(sent, received), rides=True)
+        return CollectiveBytes(
+            StepPart.SYNC_ROWS, Collective.ALL_TO_ALL, link, sent, _peak(sent, received), piggybacked=True
+        )
 
     def _spread(self, link: int, keys: StepKeys, chosen: BoolArray, peers: int, *, every_node: bool) -> CollectiveBytes:
         """Sums of the chosen rows of the step, from their homes (or from the owner in every node) to all peers."""
@@ -294,7 +287,7 @@ class TrafficCounter:
         sent[:, link] = held * peers
         received = np.zeros_like(sent)
         received[:, link] = among - held
-        return CollectiveBytes(Part.SYNC_ROWS, Collective.ALL_TO_ALL, link, sent, _peak(sent, received))
+        return CollectiveBytes(StepPart.SYNC_ROWS, Collective.ALL_TO_ALL, link, sent, _peak(sent, received))
 
     def migration(self, chunk: Delta) -> list[CollectiveBytes]:
         """The copies of one chunk (``Migrator``): an all-gather over each rail, then one in each node, for all
@@ -318,7 +311,7 @@ class TrafficCounter:
             if peers > 1 and of_ranks.any():
                 sent = np.zeros((world, 2), dtype=np.int64)
                 sent[:, link] = of_ranks * (peers - 1)
-                found.append(_even(Part.MIGRATION, Collective.ALL_GATHER, link, sent))
+                found.append(_even(StepPart.MIGRATION, Collective.ALL_GATHER, link, sent))
         return found
 
     def _section_bytes(self, group: int, rows: Int64Array) -> Int64Array:
@@ -348,7 +341,7 @@ def _peak(sent: Int64Array, received: Int64Array) -> Int64Array:
 
 def sent_bytes(collectives: Sequence[CollectiveBytes], world_size: int) -> Int64Array:
     """int64 [ranks, parts, 2]: what each rank sends to others, by part and link."""
-    sent = np.zeros((world_size, len(Part), 2), dtype=np.int64)
+    sent = np.zeros((world_size, len(StepPart), 2), dtype=np.int64)
     for collective in collectives:
         sent[:, collective.part] += collective.sent
     return sent

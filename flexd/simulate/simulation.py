@@ -17,12 +17,12 @@ from flexd.core.placement import Delta, Placement
 from flexd.planner.delta import delta_chunks
 from flexd.planner.plan import make_plan
 from flexd.simulate.accesses import Accesses
-from flexd.simulate.counted import counted_profile
-from flexd.simulate.published import flexshard_placement
-from flexd.simulate.seconds import Clock
-from flexd.simulate.step import StepKeys
+from flexd.simulate.byte_counter import CollectiveBytes, StepByteCounter, StepPart, sent_bytes
+from flexd.simulate.collective_pricer import CollectivePricer
+from flexd.simulate.exact_profile import exact_profile
+from flexd.simulate.flexshard_placement import flexshard_placement
+from flexd.simulate.step_keys import StepKeys
 from flexd.simulate.strategies import REPLANNED, STRATEGIES, Knowledge, Strategy
-from flexd.simulate.traffic import CollectiveBytes, Part, TrafficCounter, sent_bytes
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
 from flexd.topology.cluster import Cluster
@@ -35,7 +35,7 @@ STATIC_SHARE = 4
 
 
 @dataclass(frozen=True)
-class ReplaySettings:
+class SimulationSettings:
     """How the daemon would be configured, in steps: one step is one second of event time.
 
     Attributes:
@@ -83,7 +83,7 @@ class ReplaySettings:
 
 
 @dataclass(frozen=True)
-class Course:
+class StrategyRun:
     """What one strategy did.
 
     Attributes:
@@ -111,56 +111,56 @@ class Course:
         exposed: Float64Array = self.seconds @ self.exposed_share
         return exposed
 
-    def job_bytes(self, parts: Sequence[Part], link: int) -> Int64Array:
+    def job_bytes(self, parts: Sequence[StepPart], link: int) -> Int64Array:
         """int64 [steps]: sent by all ranks together."""
         sent: Int64Array = self.sent[:, :, list(parts), link].sum(axis=(1, 2))
         return sent
 
 
 @dataclass(frozen=True)
-class Replay:
-    """A finished replay: courses by name of the strategy, and the re-planned one by budget."""
+class Simulation:
+    """A finished replay: runs by name of the strategy, and the re-planned one by budget."""
 
     accesses_name: str
     keyspace: KeySpace
     layout: RankLayout
     cluster: Cluster
-    settings: ReplaySettings
+    settings: SimulationSettings
     steps: int
     accesses_per_step: float
-    courses: dict[str, Course]
-    sweep: tuple[Course, ...]
+    runs: dict[str, StrategyRun]
+    budget_sweep: tuple[StrategyRun, ...]
     last_profile: Profile | None
 
 
-class _Runner:
+class _StrategyRunner:
     """One strategy on its way through the steps."""
 
-    def __init__(self, strategy: Strategy, fraction: float, stage: _Stage) -> None:
+    def __init__(self, strategy: Strategy, fraction: float, shared: _Shared) -> None:
         self.strategy = strategy
         self._fraction = fraction
-        self._stage = stage
-        self._slots = stage.settings.slots(stage.keyspace, fraction)
+        self._shared = shared
+        self._slots = shared.settings.slots(shared.keyspace, fraction)
         self._placement = Placement.empty()
-        self._coming: deque[Delta] = deque()
+        self._pending_chunks: deque[Delta] = deque()
         self._new_plan = False
-        steps, world = stage.steps, stage.layout.world_size
-        self._sent = np.zeros((steps, world, len(Part), 2), dtype=np.int64)
-        self._seconds = np.zeros((steps, len(Part)))
+        steps, world = shared.steps, shared.layout.world_size
+        self._sent = np.zeros((steps, world, len(StepPart), 2), dtype=np.int64)
+        self._seconds = np.zeros((steps, len(StepPart)))
         self._replicated = np.zeros(steps, dtype=np.int64)
         self._migrated = np.zeros(steps, dtype=np.int64)
         self._plan_steps: list[int] = []
 
     def plan(self, profile: Profile) -> None:
         """Makes a plan against the placement as it is; its chunks follow, one step after another."""
-        stage, settings = self._stage, self._stage.settings
-        if self.strategy.published:
-            target = flexshard_placement(profile, stage.keyspace, stage.layout, stage.cluster, self._slots)
+        shared, settings = self._shared, self._shared.settings
+        if self.strategy.plans_as_flexshard:
+            target = flexshard_placement(profile, shared.keyspace, shared.layout, shared.cluster, self._slots)
             delta = self._placement.delta_to(target)
         else:
-            free = self.strategy.knows is Knowledge.NEXT_WINDOW
+            free = self.strategy.knowledge is Knowledge.NEXT_WINDOW
             plan = make_plan(
-                profile, stage.keyspace, stage.layout, stage.cluster, self._slots,
+                profile, shared.keyspace, shared.layout, shared.cluster, self._slots,
                 Placement.empty() if free else self._placement,
                 plan_id=self.strategy.name, parent_id="", topology_generation=0,
                 horizon_steps=math.inf if free else settings.horizon_steps, now_unix_seconds=0.0, reason="replay",
@@ -169,27 +169,27 @@ class _Runner:
                 self._placement = plan.target
                 return
             delta = plan.delta
-        self._coming = deque(
-            delta_chunks(delta, stage.keyspace, stage.layout, settings.chunk_rows, settings.chunk_bytes)
+        self._pending_chunks = deque(
+            delta_chunks(delta, shared.keyspace, shared.layout, settings.chunk_rows, settings.chunk_bytes)
         )
         self._new_plan = True
 
     def step(self, step: int, keys: StepKeys) -> None:
         collectives = self._migrate(step)
-        collectives += self._stage.counter.step(keys, self._placement, self.strategy.routing)
-        self._sent[step] = sent_bytes(collectives, self._stage.layout.world_size)
-        self._seconds[step] = self._stage.clock.seconds(collectives)
+        collectives += self._shared.counter.step(keys, self._placement, self.strategy.exchange)
+        self._sent[step] = sent_bytes(collectives, self._shared.layout.world_size)
+        self._seconds[step] = self._shared.pricer.seconds(collectives)
         self._replicated[step] = len(self._placement)
 
     def _migrate(self, step: int) -> list[CollectiveBytes]:
         """As ``ChunkInbox.take``: chunks up to the cap, at least one."""
-        counter, spent = self._stage.counter, 0
+        counter, spent = self._shared.counter, 0
         found: list[CollectiveBytes] = []
-        while self._coming:
-            cost = counter.copied_bytes(self._coming[0])
-            if found and spent + cost > self._stage.settings.migration_bytes_per_step:
+        while self._pending_chunks:
+            cost = counter.copied_bytes(self._pending_chunks[0])
+            if found and spent + cost > self._shared.settings.migration_bytes_per_step:
                 break
-            chunk = self._coming.popleft()
+            chunk = self._pending_chunks.popleft()
             spent += cost
             self._placement = self._placement.apply(chunk)
             self._migrated[step] += len(chunk)
@@ -199,39 +199,39 @@ class _Runner:
             self._new_plan = False
         return found
 
-    def course(self) -> Course:
-        return Course(
-            self.strategy, self._fraction, self._sent, self._seconds, self._stage.clock.exposed_share,
+    def run(self) -> StrategyRun:
+        return StrategyRun(
+            self.strategy, self._fraction, self._sent, self._seconds, self._shared.pricer.exposed_share,
             self._replicated, tuple(self._plan_steps), self._migrated,
         )  # fmt: skip
 
 
 @dataclass
-class _Stage:
+class _Shared:
     """What all strategies share."""
 
     keyspace: KeySpace
     layout: RankLayout
     cluster: Cluster
-    settings: ReplaySettings
+    settings: SimulationSettings
     steps: int
-    counter: TrafficCounter = field(init=False)
-    clock: Clock = field(init=False)
+    counter: StepByteCounter = field(init=False)
+    pricer: CollectivePricer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.counter = TrafficCounter(self.keyspace, self.layout)
-        self.clock = Clock(self.cluster)
+        self.counter = StepByteCounter(self.keyspace, self.layout)
+        self.pricer = CollectivePricer(self.cluster)
 
 
-class _Watcher:
+class _SimulatedDaemon:
     """The daemon's side: sketches of what was looked up."""
 
-    def __init__(self, stage: _Stage) -> None:
-        half_life = stage.settings.half_life_steps
-        self._keyspace = stage.keyspace
+    def __init__(self, shared: _Shared) -> None:
+        half_life = shared.settings.half_life_steps
+        self._keyspace = shared.keyspace
         self._sketches = SketchSet(
-            stage.keyspace.tables,
-            memory_bytes=stage.settings.sketch_bytes,
+            shared.keyspace.tables,
+            memory_bytes=shared.settings.sketch_bytes,
             half_life_seconds=None if math.isinf(half_life) else half_life,
             max_future_seconds=1.0,
         )
@@ -258,14 +258,14 @@ class _Watcher:
         return self._sketches.profile(self.accesses_per_step)
 
 
-def replay(
+def simulate(
     accesses: Accesses,
     layout: RankLayout,
     cluster: Cluster,
-    settings: ReplaySettings,
+    settings: SimulationSettings,
     strategies: Sequence[Strategy] = STRATEGIES,
     progress: Callable[[int], None] | None = None,
-) -> Replay:
+) -> Simulation:
     """Replays all steps through all strategies. Deterministic.
 
     A plan made after step t from what was seen up to then reaches the ranks during step t + 1 and is applied at the
@@ -281,19 +281,20 @@ def replay(
     steps = accesses.steps
     if steps < STATIC_SHARE:
         raise ConfigError(f"{steps} steps", remedy=f"at least {STATIC_SHARE}")
-    stage = _Stage(accesses.keyspace, layout, cluster, settings, steps)
-    runners = [_Runner(strategy, settings.replica_fraction, stage) for strategy in strategies]
-    sweep = [_Runner(REPLANNED, fraction, stage) for fraction in settings.budgets]
+    shared = _Shared(accesses.keyspace, layout, cluster, settings, steps)
+    runners = [_StrategyRunner(strategy, settings.replica_fraction, shared) for strategy in strategies]
+    sweep = [_StrategyRunner(REPLANNED, fraction, shared) for fraction in settings.budgets]
     by_knowledge = {
-        knows: [runner for runner in (*runners, *sweep) if runner.strategy.knows is knows] for knows in Knowledge
+        knowledge: [runner for runner in (*runners, *sweep) if runner.strategy.knowledge is knowledge]
+        for knowledge in Knowledge
     }
-    watcher = _Watcher(stage)
+    daemon = _SimulatedDaemon(shared)
     profile: Profile | None = None
-    due: list[tuple[_Runner, Profile]] = []
+    due: list[tuple[_StrategyRunner, Profile]] = []
     for step in range(steps):
         if step % settings.interval_steps == 0 and by_knowledge[Knowledge.NEXT_WINDOW]:
             window = range(step, min(steps, step + settings.interval_steps))
-            coming = counted_profile([accesses.keys(at) for at in window], accesses.keyspace)
+            coming = exact_profile([accesses.keys(at) for at in window], accesses.keyspace)
             for runner in by_knowledge[Knowledge.NEXT_WINDOW]:
                 runner.plan(coming)
         keys = accesses.keys(step)
@@ -304,17 +305,17 @@ def replay(
         for runner, made_from in due:
             runner.plan(made_from)
         due = []
-        watcher.see(step, keys)
+        daemon.see(step, keys)
         if step + 1 == steps // STATIC_SHARE and by_knowledge[Knowledge.FIRST_QUARTER]:
-            quarter = counted_profile([accesses.keys(at) for at in range(step + 1)], accesses.keyspace)
+            quarter = exact_profile([accesses.keys(at) for at in range(step + 1)], accesses.keyspace)
             due += [(runner, quarter) for runner in by_knowledge[Knowledge.FIRST_QUARTER]]
         if (step + 1) % settings.interval_steps == 0 and by_knowledge[Knowledge.STREAM]:
-            profile = watcher.profile()
+            profile = daemon.profile()
             due += [(runner, profile) for runner in by_knowledge[Knowledge.STREAM]]
         if progress is not None:
             progress(step)
-    return Replay(
-        accesses.name, accesses.keyspace, layout, cluster, settings, steps, watcher.accesses_per_step,
-        {runner.strategy.name: runner.course() for runner in runners},
-        tuple(runner.course() for runner in sweep), profile,
+    return Simulation(
+        accesses.name, accesses.keyspace, layout, cluster, settings, steps, daemon.accesses_per_step,
+        {runner.strategy.name: runner.run() for runner in runners},
+        tuple(runner.run() for runner in sweep), profile,
     )  # fmt: skip

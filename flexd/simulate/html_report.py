@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flexd.core.errors import ConfigError
 from flexd.simulate.plots import DARK, LIGHT, render
-from flexd.simulate.replay import Replay
+from flexd.simulate.simulation import Simulation
 
 _CAPTIONS = {
     "traffic": "Bytes sent between nodes in a step of the last quarter, by what they are for.",
@@ -35,7 +35,7 @@ figure { margin: 1.5rem 0; } figure img { width: 100%; height: auto; } figcaptio
 
 
 @dataclass(frozen=True)
-class PageTable:
+class ReportTable:
     """Text cells; columns whose names are in ``right`` are set flush right."""
 
     title: str
@@ -44,19 +44,19 @@ class PageTable:
     right: frozenset[str] = frozenset()
 
 
-def write_page(run: Replay, words: Sequence[str], tables: Sequence[PageTable], path: Path) -> None:
+def write_html_report(simulation: Simulation, words: Sequence[str], tables: Sequence[ReportTable], path: Path) -> None:
     """Raises ConfigError without matplotlib, or if the file cannot be written."""
-    text = page(run, words, tables)
+    text = html_report(simulation, words, tables)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--html {path}: {error}", remedy="give a file that can be written") from error
 
 
-def page(run: Replay, words: Sequence[str], tables: Sequence[PageTable]) -> str:
+def html_report(simulation: Simulation, words: Sequence[str], tables: Sequence[ReportTable]) -> str:
     """The whole document. Raises ConfigError without matplotlib."""
-    light, dark = render(run, LIGHT, "svg"), render(run, DARK, "svg")
-    title = html.escape(f"flexd simulate: {run.accesses_name}")
+    light, dark = render(simulation, LIGHT, "svg"), render(simulation, DARK, "svg")
+    title = html.escape(f"flexd simulate: {simulation.accesses_name}")
     body = [f"<h1>{title}</h1>", *(f"<p>{html.escape(line)}</p>" for line in words)]
     body += [_table(table) for table in tables]
     body += [_figure(name, light[name], dark[name]) for name in light]
@@ -67,7 +67,7 @@ def page(run: Replay, words: Sequence[str], tables: Sequence[PageTable]) -> str:
     )
 
 
-def _table(table: PageTable) -> str:
+def _table(table: ReportTable) -> str:
     def cells(tag: str, row: tuple[str, ...]) -> str:
         return "".join(
             f"<{tag}{' class=right' if column in table.right else ''}>{html.escape(cell)}</{tag}>"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from flexd.simulate.traffic import INTER, INTRA, CollectiveBytes, Part
+from flexd.simulate.byte_counter import INTER, INTRA, CollectiveBytes, StepPart
 from flexd.topology.cluster import Cluster, Collective, Link
 
 Float64Array = npt.NDArray[np.float64]
@@ -21,7 +21,7 @@ def exposed_share(cluster: Cluster) -> Float64Array:
     return np.array([exposed.forward, exposed.forward, exposed.backward, exposed.sync, exposed.sync, 1.0])
 
 
-class Clock:
+class CollectivePricer:
     """Prices collectives on a cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -30,14 +30,14 @@ class Clock:
 
     def seconds(self, collectives: Sequence[CollectiveBytes]) -> Float64Array:
         """float64 [parts]: collectives follow one another; each waits for its busiest rank."""
-        total = np.zeros(len(Part))
+        total = np.zeros(len(StepPart))
         for one in collectives:
             total[one.part] += self._one(one)
         return total
 
     def _one(self, one: CollectiveBytes) -> float:
         """Latency, and the transfer. A collective over both links uses them at the same time: the slower counts."""
-        latency = 0.0 if one.rides else self._cluster.curve(_LINKS[one.link], one.collective).latency_seconds
+        latency = 0.0 if one.piggybacked else self._cluster.curve(_LINKS[one.link], one.collective).latency_seconds
         return latency + max(self._transfer(one.collective, link, float(one.peak[link])) for link in _LINKS)
 
     def _transfer(self, collective: Collective, link: int, message_bytes: float) -> float:

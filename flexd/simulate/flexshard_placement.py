@@ -23,8 +23,8 @@ import numpy.typing as npt
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
+from flexd.planner.model.row_bytes import ID_BYTES
 from flexd.planner.model.workload import make_loads
-from flexd.simulate.traffic import ID_BYTES
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster, Collective, Link
 
@@ -46,7 +46,7 @@ def flexshard_placement(
         order = np.lexsort((load.keys, -load.accesses))
         ranked = load.keys[order]
         saved = _saved_seconds(load.accesses[order], load.row_bytes, layout, cluster)
-        device, replicated = _best_cuts(saved, layout, int(slots))
+        device, replicated = _best_thresholds(saved, layout, int(slots))
         chosen = np.zeros(len(ranked), np.uint8)
         chosen[:replicated] = Tier.NODE
         chosen[:device] = Tier.DEVICE
@@ -77,7 +77,7 @@ def _saved_seconds(accesses: Float64Array, row_bytes: int, layout: RankLayout, c
     return saved
 
 
-def _best_cuts(saved: Float64Array, layout: RankLayout, slots: int) -> tuple[int, int]:
+def _best_thresholds(saved: Float64Array, layout: RankLayout, slots: int) -> tuple[int, int]:
     """(rows on every rank, rows on every rank or in every node), both from the hottest on."""
     rows, world = saved.shape[1], layout.world_size
     if world == 1 or rows == 0:

@@ -1,0 +1,108 @@
+"""Accesses of a trace, a Zipf distribution or a profile: distribution, repetition, refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flexd.core.errors import ConfigError, SketchError
+from flexd.core.keyspace import TableSpec
+from flexd.core.layout import RankLayout
+from flexd.simulate.accesses import MAX_STEP_ACCESSES, ProfileAccesses, RowFormat, TraceAccesses, ZipfAccesses
+from flexd.simulate.simulation import SimulationSettings, simulate
+from flexd.simulate.strategies import REPLANNED
+from flexd.sketch.profile import Profile, TableProfile
+from flexd.sketch.profile_file import read_profile, write_profile
+from flexd.stream.trace import synthetic_trace
+from flexd.topology.files import load_preset
+from flexd.topology.scale import scale_model
+
+LAYOUT = RankLayout(2, 2)
+CLUSTER = scale_model(load_preset("azure-a100-200g"), 10_000)
+
+
+def profile_of(weight: float = 1.0) -> Profile:
+    share = np.array([0.25, 0.25])
+    table = TableProfile(
+        "t", 10, weight, 1.0, np.array([4, 0]), share, share, share, np.array([0.1, 0.05]), np.array([3.0, 2.0]),
+        7.0, 0.9,
+    )  # fmt: skip
+    return Profile((table,))
+
+
+def test_a_trace_is_simulated_and_its_profile_is_drawn_from(tmp_path) -> None:
+    trace = synthetic_trace(20_000, rows=900, active=300, users=50)
+    accesses = TraceAccesses("t", trace, LAYOUT, RowFormat(), batch_size=16, steps=8, history=8)
+    assert sum(len(mine) for mine in accesses.keys(0)) == 4 * 16 * 9
+    seen = simulate(
+        accesses, LAYOUT, CLUSTER, SimulationSettings(interval_steps=4), strategies=[REPLANNED]
+    ).last_profile
+    assert seen is not None
+    write_profile(seen, tmp_path / "p.npz")
+    read = read_profile(tmp_path / "p.npz")
+    np.testing.assert_array_equal(read.tables[0].hot_rows, seen.tables[0].hot_rows)
+    np.testing.assert_array_equal(read.tables[0].hot_share, seen.tables[0].hot_share)
+    assert read.samples == seen.samples
+    tables = [RowFormat().table(table.table, table.rows) for table in read.tables]
+    drawn = ProfileAccesses("p", read, tables, LAYOUT, accesses_per_rank=50_000, steps=4, seed=3)
+    counts = np.bincount(np.concatenate(drawn.keys(1)), minlength=900)
+    expected = np.zeros(900)
+    expected[read.tables[0].hot_rows] = read.tables[0].hot_share * 200_000
+    # Four standard deviations of a count, for all rows at once.
+    assert (np.abs(counts - expected) <= 4.5 * np.sqrt(expected) + 4).all()
+    assert all(np.array_equal(a, b) for a, b in zip(drawn.keys(1), drawn.keys(1), strict=True))
+    assert not np.array_equal(drawn.keys(1)[0], drawn.keys(2)[0])
+    assert not np.array_equal(drawn.keys(1)[0], drawn.keys(1)[1])
+
+
+def test_drift_moves_every_row_down_and_new_rows_in_at_the_top() -> None:
+    """The hottest row of step 0 has, d places lower, the frequency of the row at rank d + 1."""
+    accesses = ZipfAccesses(
+        RankLayout(1, 1), RowFormat(), table_rows=500, exponent=1.0, drift_rows=2.0, accesses_per_rank=200_000,
+        steps=10, seed=0,
+    )  # fmt: skip
+    counts = [np.bincount(accesses.keys(step)[0], minlength=500) for step in (0, 5)]
+    places = [np.argsort(-count, kind="stable") for count in counts]
+    hottest = places[0][0]
+    total = (1 / np.arange(1, 501)).sum()
+    assert counts[0][hottest] == pytest.approx(200_000 / total, rel=0.03)
+    assert counts[1][hottest] == pytest.approx(200_000 / total / 11, rel=0.1)
+    assert counts[1][places[1][0]] == pytest.approx(200_000 / total, rel=0.03)
+    assert np.array_equal(accesses.keys(5)[0], accesses.keys(5)[0])
+
+
+def test_rows_of_bins_are_drawn_outside_the_listed_ones() -> None:
+    draws = ProfileAccesses(
+        "p", profile_of(), [TableSpec("t", 10, 4)], RankLayout(1, 1), accesses_per_rank=100_000, steps=1, seed=0
+    )
+    counts = np.bincount(draws.keys(0)[0], minlength=10) / 100_000
+    # Unlisted rows are 1, 2, 3, 5, 6, 7, 8, 9: three of bin one, two of bin two; a tenth is spread over all of them.
+    expected = [0.25, 0.1125, 0.1125, 0.1125, 0.25, 0.0625, 0.0625, 0.0125, 0.0125, 0.0125]
+    np.testing.assert_allclose(counts, expected, atol=0.006)
+
+
+def test_accesses_that_cannot_be_drawn_are_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="look-ups a sample"):
+        ZipfAccesses(
+            LAYOUT, RowFormat(), table_rows=10, exponent=1.0, drift_rows=0.0, accesses_per_rank=MAX_STEP_ACCESSES,
+            steps=4, seed=0,
+        )  # fmt: skip
+    with pytest.raises(ConfigError, match="Zipf"):
+        ZipfAccesses(
+            LAYOUT, RowFormat(), table_rows=10, exponent=9.0, drift_rows=0.0, accesses_per_rank=4, steps=4, seed=0
+        )
+    for change in ({"table_rows": 0}, {"table_rows": 2**40 + 1}, {"drift_rows": -1.0}, {"seed": -1}, {"exponent": 0.0}):
+        numbers = {"table_rows": 10, "exponent": 1.0, "drift_rows": 0.0, "seed": 0} | change
+        with pytest.raises(ConfigError, match="Zipf"):
+            ZipfAccesses(LAYOUT, RowFormat(), accesses_per_rank=4, steps=4, **numbers)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no access"):
+        ProfileAccesses(
+            "p", profile_of(weight=0.0), [TableSpec("t", 10, 4)], LAYOUT, accesses_per_rank=4, steps=4, seed=0
+        )
+    with pytest.raises(ConfigError, match="other tables"):
+        ProfileAccesses("p", profile_of(), [TableSpec("u", 10, 4)], LAYOUT, accesses_per_rank=4, steps=4, seed=0)
+    with pytest.raises(SketchError, match="No such file"):
+        read_profile(tmp_path / "nothing.npz")
+    (tmp_path / "text.npz").write_text("no profile")
+    with pytest.raises(SketchError):
+        read_profile(tmp_path / "text.npz")

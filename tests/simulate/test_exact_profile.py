@@ -1,0 +1,29 @@
+"""Profiles counted exactly from the accesses of some steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flexd.core.errors import PlanError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.simulate.exact_profile import exact_profile
+
+
+def test_every_row_is_listed_with_its_share_of_its_table() -> None:
+    keyspace = KeySpace([TableSpec("a", 4, 4), TableSpec("b", 4, 4), TableSpec("c", 4, 4)])
+    first = keyspace.first_key
+    keys = [[[0, 1, 1], [1]], [[int(first[2]) + 3, 1], []]]
+    profile = exact_profile([[np.array(rank, np.int64) for rank in step] for step in keys], keyspace)
+    a, b, c = profile.tables
+    assert a.hot_rows.tolist() == [1, 0]
+    assert a.hot_share.tolist() == a.hot_lower.tolist() == a.hot_upper.tolist() == [0.8, 0.2]
+    assert (a.weight, a.accesses_per_step, a.coverage, a.distinct_rows) == (5.0, 2.5, 1.0, 2.0)
+    assert (len(b.hot_rows), b.weight, b.coverage) == (0, 0.0, 0.0)
+    assert (c.hot_rows.tolist(), c.accesses_per_step) == ([3], 0.5)
+    assert profile.samples == 6
+
+
+def test_no_accesses_are_refused() -> None:
+    with pytest.raises(PlanError, match="no accesses"):
+        exact_profile([[np.empty(0, np.int64)]], KeySpace([TableSpec("t", 4, 4)]))

@@ -1,0 +1,131 @@
+"""Replays: what they show of drift, that they repeat, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from flexd.core.errors import ConfigError
+from flexd.core.layout import RankLayout
+from flexd.simulate.accesses import RowFormat, ZipfAccesses
+from flexd.simulate.byte_counter import INTER, StepPart
+from flexd.simulate.simulation import Simulation, SimulationSettings, simulate
+from flexd.simulate.strategies import REPLANNED, STATIC, STRATEGIES, TWO_HOP
+from flexd.simulate.summary import compared_steps, summarise
+from flexd.topology.files import load_preset
+from flexd.topology.scale import scale_model
+
+LAYOUT = RankLayout(2, 2)
+CLUSTER = scale_model(load_preset("azure-a100-200g"), 10_000)
+STEPS = 40
+SETTINGS = SimulationSettings(0.04, interval_steps=4, half_life_steps=6.0, horizon_steps=200.0, budgets=(0.0, 0.01))
+
+
+def drifting(drift: float = 6.0, seed: int = 1) -> ZipfAccesses:
+    return ZipfAccesses(
+        LAYOUT, RowFormat(), table_rows=2_000, exponent=1.05, drift_rows=drift, accesses_per_rank=3_000, steps=STEPS,
+        seed=seed,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def simulation() -> Simulation:
+    return simulate(drifting(), LAYOUT, CLUSTER, SETTINGS)
+
+
+def test_under_drift_re_planning_beats_one_plan_and_trails_the_oracle(simulation: Simulation) -> None:
+    summary = summarise(simulation)
+    json.dumps(summary, allow_nan=False)
+    saved = {name: s["saved"] for name, s in summary["strategies"].items()}
+    exposed = {name: figures["exposed_seconds"] for name, figures in saved.items()}
+    assert exposed["oracle"] > exposed["replanned"] > max(0.0, 1.5 * exposed["static"])
+    assert saved["replanned"]["critical_inter_node_bytes"] > saved["static"]["critical_inter_node_bytes"]
+    assert summary["drift"]["exposed_saved_over_static"] is None or summary["drift"]["exposed_saved_over_static"] > 1.5
+    assert summary["strategies"]["replanned"]["bytes"]["inter_node"]["migration"] > 0
+    assert summary["strategies"]["oracle"]["bytes"]["inter_node"]["migration"] == 0
+    assert any("re-planning saves" in line for line in summary["words"])
+
+
+def test_strategies_without_replicas_hold_none_and_their_order_is_that_of_their_bytes(simulation: Simulation) -> None:
+    inter = {name: run.job_bytes(tuple(StepPart), INTER).mean() for name, run in simulation.runs.items()}
+    assert inter["row_wise"] > inter["row_wise_dedup"] > inter["two_hop"]
+    assert inter["flexshard"] < inter["row_wise"]
+    for name in ("row_wise", "row_wise_dedup", "two_hop"):
+        assert not simulation.runs[name].replicated_rows.any()
+        assert not simulation.runs[name].sent[:, :, [StepPart.SYNC_MASK, StepPart.SYNC_ROWS, StepPart.MIGRATION]].any()
+
+
+def test_plans_come_late_as_through_the_channel(simulation: Simulation) -> None:
+    # Seen up to step t, planned in t + 1, applied at the start of t + 2.
+    assert simulation.runs["static"].plan_steps == (STEPS // 4 + 1,)
+    assert simulation.runs["replanned"].plan_steps[0] == SETTINGS.interval_steps + 1
+    assert not simulation.runs["replanned"].replicated_rows[: SETTINGS.interval_steps + 1].any()
+    assert simulation.runs["oracle"].replicated_rows[0] > 0
+
+
+def test_budgets_are_kept_and_more_of_them_saves_more(simulation: Simulation) -> None:
+    nothing, little = simulation.budget_sweep
+    assert not nothing.replicated_rows.any()
+    np.testing.assert_array_equal(nothing.sent, simulation.runs["two_hop"].sent)
+    slots = SETTINGS.slots(simulation.keyspace, 0.01)[0]
+    # A NODE row takes one slot in the other node, so four ranks hold at most four times their slots.
+    assert 0 < little.replicated_rows.max() <= 4 * slots
+    steps = compared_steps(STEPS)
+    exposed = [c.exposed_seconds[steps].mean() for c in (nothing, little, simulation.runs["replanned"])]
+    assert exposed[0] > exposed[1] > exposed[2]
+
+
+def test_a_replay_repeats_itself_bit_by_bit(simulation: Simulation) -> None:
+    again = simulate(drifting(), LAYOUT, CLUSTER, SETTINGS)
+    assert summarise(again) == summarise(simulation)
+    other = simulate(drifting(seed=2), LAYOUT, CLUSTER, SETTINGS, strategies=[TWO_HOP])
+    assert (other.runs["two_hop"].sent != simulation.runs["two_hop"].sent).any()
+
+
+def test_without_drift_one_plan_is_enough() -> None:
+    settings = SimulationSettings(0.08, interval_steps=5, half_life_steps=float("inf"), horizon_steps=200.0)
+    still = simulate(drifting(0.0), LAYOUT, CLUSTER, settings, strategies=[TWO_HOP, STATIC, REPLANNED])
+    summary = summarise(still)
+    assert summary["settings"]["half_life_steps"] is None
+    static, replanned = (summary["strategies"][name]["exposed_seconds"] for name in ("static", "replanned"))
+    assert replanned == pytest.approx(static, rel=0.02)
+
+
+def test_large_latencies_replicate_nothing_and_the_words_say_why() -> None:
+    simulation = simulate(
+        drifting(), LAYOUT, load_preset("azure-a100-200g"), SimulationSettings(0.08, horizon_steps=200.0)
+    )
+    words = " ".join(summarise(simulation)["words"])
+    assert "No row is replicated" in words
+    assert "--scale" in words
+
+
+def test_migrations_keep_to_the_cap_of_a_step() -> None:
+    row = RowFormat().table("rows", 1)
+    cap = 20 * (row.row_bytes + row.state_bytes)
+    settings = SimulationSettings(
+        0.08, interval_steps=10, half_life_steps=50.0, horizon_steps=200.0, chunk_rows=10, migration_bytes_per_step=cap
+    )
+    run = simulate(drifting(), LAYOUT, CLUSTER, settings, strategies=[REPLANNED]).runs["replanned"]
+    assert run.migrated_rows.any()
+    # Demotions copy nothing: they come on top of at most 20 promoted rows.
+    gained = np.diff(run.replicated_rows, prepend=0)
+    assert gained.max() == 20
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"replica_fraction": -0.1}, {"budgets": (2.0,)}, {"interval_steps": 0}, {"half_life_steps": 0.0},
+        {"horizon_steps": float("nan")}, {"chunk_rows": 0},
+    ],
+)  # fmt: skip
+def test_settings_that_no_run_can_have(change: dict) -> None:
+    with pytest.raises(ConfigError):
+        SimulationSettings(**change)
+
+
+def test_every_strategy_has_its_own_name() -> None:
+    assert len({strategy.name for strategy in STRATEGIES}) == len({s.title for s in STRATEGIES}) == len(STRATEGIES)

@@ -1,0 +1,99 @@
+"""Figures and sentences of a simulation: savings and costs are named as what they are."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.simulate.byte_counter import INTER, StepPart
+from flexd.simulate.simulation import Simulation, SimulationSettings, StrategyRun
+from flexd.simulate.strategies import ORACLE, REPLANNED, STATIC, TWO_HOP, Strategy
+from flexd.simulate.summary import compared_steps, effect, summarise
+from flexd.topology.files import load_preset
+
+LAYOUT = RankLayout(2, 1)
+STEPS = 8
+
+
+def run_of(strategy: Strategy, ids_bytes: int, exposed: float, rows: int = 5) -> StrategyRun:
+    """A run in which only the last quarter counts: before it everything is a thousand times larger."""
+    scale = np.where(np.arange(STEPS) < 6, 1000, 1)
+    sent = np.zeros((STEPS, 2, len(StepPart), 2), dtype=np.int64)
+    sent[:, 0, StepPart.IDS, INTER] = ids_bytes * scale
+    seconds = np.zeros((STEPS, len(StepPart)))
+    seconds[:, StepPart.FORWARD] = exposed * scale
+    seconds[:, StepPart.SYNC_ROWS] = 1.0
+    share = np.array([1.0, 1.0, 1.0, 0.0, 0.0, 1.0])
+    return StrategyRun(strategy, 0.05, sent, seconds, share, np.full(STEPS, rows), (4,), np.zeros(STEPS, np.int64))
+
+
+def simulated(replanned: tuple[int, float], static: tuple[int, float], rows: int = 5) -> Simulation:
+    runs = {
+        TWO_HOP.name: run_of(TWO_HOP, 1000, 1.0, 0),
+        STATIC.name: run_of(STATIC, *static),
+        REPLANNED.name: run_of(REPLANNED, *replanned, rows),
+        ORACLE.name: run_of(ORACLE, 500, 0.5),
+    }
+    return Simulation(
+        "made up", KeySpace([TableSpec("t", 100, 4)]), LAYOUT, load_preset("azure-a100-200g"), SimulationSettings(),
+        STEPS, 10.0, runs, (), None,
+    )  # fmt: skip
+
+
+def test_savings_are_against_the_two_hop_chain_over_the_last_quarter() -> None:
+    assert compared_steps(STEPS) == slice(6, 8)
+    summary = summarise(simulated((600, 0.75), (900, 0.9)))
+    saved = summary["strategies"][REPLANNED.name]["saved"]
+    assert saved["exposed_seconds"] == pytest.approx(0.25)
+    assert saved["critical_inter_node_bytes"] == pytest.approx(400)
+    assert summary["strategies"][TWO_HOP.name]["saved"] == {"exposed_seconds": 0.0, "critical_inter_node_bytes": 0.0}
+    assert summary["strategies"][REPLANNED.name]["busiest_rank_share"] == 2.0
+    assert summary["drift"]["exposed_over_oracle"] == pytest.approx(1.5)
+    assert summary["drift"]["traffic_over_oracle"] == pytest.approx(1.2)
+    assert summary["drift"]["exposed_saved_over_static"] == pytest.approx(2.5)
+    assert summary["drift"]["oracle_critical_bytes_saved_over_static"] == pytest.approx(5.0)
+
+
+def test_a_saving_is_a_saving_and_a_cost_is_a_cost_in_words() -> None:
+    words = summarise(simulated((600, 0.75), (1084, 1.084)))["words"]
+    assert words[1] == (
+        "Against the same chain without replicas, re-planning saves 25.0 % of the exposed time and saves 40.0 % of the "
+        "inter-node bytes that a step waits for; the plan made once costs 8.4 % more exposed time and costs 8.4 % more "
+        "inter-node bytes that a step waits for."
+    )
+    worse = summarise(simulated((1000, 1.2), (1000, 1.0)))["words"]
+    assert "re-planning costs 20.0 % more exposed time and leaves the inter-node bytes" in worse[1]
+    assert "the plan made once leaves the exposed time unchanged" in worse[1]
+    assert not any("-" in word.removeprefix("re-").removeprefix("inter-") for word in worse[1].split())
+
+
+@pytest.mark.parametrize(
+    ("saved", "whole", "text"),
+    [
+        (0.5, 1.0, "saves 50.0 % of the time"),
+        (-0.084, 1.0, "costs 8.4 % more time"),
+        (-1e-5, 1.0, "leaves the time unchanged"),
+        (0.0, 0.0, "leaves the time unchanged"),
+    ],
+)
+def test_effects(saved: float, whole: float, text: str) -> None:
+    assert effect(saved, whole, "time") == text
+
+
+def test_no_replicas_are_explained() -> None:
+    words = summarise(simulated((1000, 1.0), (1000, 1.0), rows=0))["words"]
+    assert "No row is replicated" in words[1]
+    assert len(words) == 2
+
+
+def test_without_all_strategies_there_is_no_drift() -> None:
+    whole = simulated((600, 0.75), (900, 0.9))
+    part = dataclasses.replace(whole, runs={REPLANNED.name: whole.runs[REPLANNED.name]})
+    summary = summarise(part)
+    assert summary["drift"] is None
+    assert "saved" not in summary["strategies"][REPLANNED.name]
+    assert len(summary["words"]) == 1
