@@ -10,12 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexd.config.load import parse_config
 from flexd.control.daemon.journal import PlacementJournal, Segment
 from flexd.core.errors import SnapshotError
 from flexd.core.placement import Placement
 from flexd.ha import term_directories as terms
-from flexd.ha.leadership import FencedSnapshotStore, without_lease
 from flexd.ha.term_directories import highest_term, open_term_directory
 from flexd.sketch.snapshot import SnapshotStore
 from tests.support.disk_order import watch_disk
@@ -239,27 +237,3 @@ def test_files_are_private(tmp_path: Path) -> None:
     os.chmod(tmp_path / "term-0000000001" / "plans.jsonl", 0o644)
     second = open_term_directory(tmp_path, 2)
     assert all(path.stat().st_mode & 0o077 == 0 for path in [second, *second.rglob("*")])
-
-
-def test_a_daemon_without_a_lease_does_not_go_back_in_time(tmp_path: Path) -> None:
-    config = parse_config(
-        {
-            "job": "j", "tables": [{"name": "item", "rows": 10, "dim": 4}],
-            "stream": {"source": {"kind": "synthetic"}}, "state": {"dir": str(tmp_path)},
-        }
-    )  # fmt: skip
-    assert without_lease(config).holds()
-    open_term_directory(tmp_path, 3)
-    with pytest.raises(SnapshotError, match="term-0000000003"):
-        without_lease(config)
-
-
-@pytest.mark.parametrize("answers", [[False], [True, False]])
-def test_a_snapshot_counts_only_if_the_lease_outlives_it(tmp_path: Path, answers: list[bool]) -> None:
-    left = list(answers)
-    store = FencedSnapshotStore(tmp_path, 3, lambda: left.pop(0))
-    with pytest.raises(SnapshotError, match="no longer leads"):
-        store.save({}, {"a": np.arange(3)})
-    assert left == []
-    assert len(store.paths()) == len(answers) - 1, "one that is there all the same is not told of"
-    assert FencedSnapshotStore(tmp_path, 3, lambda: True).save({}, {"a": np.arange(3)}).exists()

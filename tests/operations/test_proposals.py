@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.core.errors import ApiError, PlanError
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
-from flexd.operations.autoplan import AutoPlanner
-from flexd.operations.gates import evaluate_gates, require_open, sketch_error
 from flexd.operations.plan_log import PlanLog
 from flexd.operations.proposals import MAX_PER_KIND, outdated
 from flexd.operations.triggers import Trigger, TriggerKind
-from flexd.sketch.profile import Profile, TableProfile
-from tests.support.planning_harness import PlanningHarness
+from tests.support.planning_harness import PlanningHarness, filled_harness
 
 ANN = Trigger(TriggerKind.MANUAL, "applied by hand", "ann@host")
 
 
 @pytest.fixture
 def harness(tmp_path: Path) -> PlanningHarness:
-    return made(tmp_path)
-
-
-def made(directory: Path, **planner: Any) -> PlanningHarness:
-    it = PlanningHarness(directory, **planner)
-    it.see(50_000)
-    it.report()
-    return it
+    return filled_harness(tmp_path)
 
 
 def test_a_kept_plan_is_applied_and_recorded_with_who(harness: PlanningHarness) -> None:
@@ -110,7 +98,7 @@ def test_what_has_moved_on_is_refused_with_the_reason(harness: PlanningHarness, 
 
 
 def test_an_old_proposal_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    it = made(tmp_path, max_proposal_age_seconds=60.0)
+    it = filled_harness(tmp_path, max_proposal_age_seconds=60.0)
     plan = it.propose("look", dry_run=True).plan
     assert it.planning.outdated(it.planning.proposals.get("latest")) == ""
     monkeypatch.setattr(time, "time", lambda: plan.created_unix_seconds + 61)
@@ -119,7 +107,7 @@ def test_an_old_proposal_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_without_a_drift_threshold_accesses_do_not_make_it_old(tmp_path: Path) -> None:
-    it = made(tmp_path, drift_threshold=None)
+    it = filled_harness(tmp_path, drift_threshold=None)
     plan = it.propose("look", dry_run=True).plan
     it.see(500_000, seed=3)
     assert it.planning.apply(plan.plan_id, ANN)[1] is not None
@@ -150,62 +138,6 @@ def test_a_forced_plan_needs_ranks_all_the_same(harness: PlanningHarness) -> Non
         harness.propose("now", force=True)
 
 
-def profile(**changes: Any) -> Profile:
-    share = np.array([0.6, 0.4])
-    table = TableProfile(
-        "item", 10, 100.0, 10.0, np.array([1, 2]), share, share - 0.1, share + 0.1, np.empty(0), np.empty(0), 2.0, 0.9
-    )
-    return replace(Profile((table,), window_seconds=50.0, lag_messages=5, samples=1000), **changes)
-
-
-OPEN = {
-    "min_samples": 1000, "min_coverage": 0.9, "min_window_seconds": 50.0, "max_lag_messages": 5,
-    "max_sketch_error": 0.401,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("closed", "bound", "said"),
-    [
-        ("samples", {"min_samples": 1001}, "1000 accesses seen"), ("coverage", {"min_coverage": 0.91}, "explains 90%"),
-        ("window", {"min_window_seconds": 50.1}, "span 50 s"), ("lag", {"max_lag_messages": 4}, "5 messages"),
-        ("sketch_error", {"max_sketch_error": 0.39}, "wrong by 40%"),
-    ],
-)  # fmt: skip
-def test_each_gate_closes_by_its_own_key(closed: str, bound: dict[str, float], said: str) -> None:
-    require_open(evaluate_gates(profile(), PlannerConfig(**OPEN)))
-    checked = evaluate_gates(profile(), PlannerConfig(**{**OPEN, **bound}))
-    assert [gate.name for gate in checked if not gate.open] == [closed]
-    with pytest.raises(PlanError, match=said) as error:
-        require_open(checked)
-    key = next(gate.key for gate in checked if not gate.open)
-    assert key == f"planner.{next(iter(bound))}"
-    assert key in error.value.message
-    assert key in error.value.remedy
-
-
-def test_the_sketch_error_is_a_share() -> None:
-    """Widths of 0.2 each, of rows of 0.6 and 0.4; a row counts no more than itself."""
-    assert sketch_error(profile()) == pytest.approx(0.4)
-    (table,) = profile().tables
-    wild = replace(table, hot_upper=table.hot_upper + 5)
-    assert sketch_error(profile(tables=(wild,))) == 1.0
-    assert sketch_error(profile(tables=(wild, replace(table, weight=0.0)))) == 1.0
-    assert sketch_error(profile(tables=())) == 0.0
-
-
-def test_tables_count_by_their_accesses_in_coverage_and_sketch_error() -> None:
-    (table,) = profile().tables
-    exact = replace(
-        table, table="exact", weight=900.0, coverage=0.5, hot_lower=table.hot_share, hot_upper=table.hot_share
-    )
-    both = profile(tables=(table, exact))
-    assert sketch_error(both) == pytest.approx(0.04)
-    measured = {gate.name: gate.measured for gate in evaluate_gates(both, PlannerConfig(**OPEN))}
-    assert measured["coverage"] == pytest.approx(0.54)
-    assert measured["sketch_error"] == pytest.approx(0.04)
-
-
 def test_a_plan_that_is_forced_is_made_and_recorded_although_gates_are_closed(tmp_path: Path) -> None:
     it = PlanningHarness(tmp_path, min_window_seconds=100.0)
     it.report()
@@ -224,75 +156,3 @@ def test_an_equal_version_of_another_placement_is_another_placement(harness: Pla
     assert outdated(proposal, live, proposal.live, **keep) == "", "nor is it too old at its very end"
     other = Placement.of(np.array([7]), np.array([int(Tier.DEVICE)], np.uint8), proposal.live.version)
     assert "the placement has moved on" in outdated(proposal, live, other, **keep)
-
-
-class QuietDrift:
-    """No drift, or what the test says."""
-
-    reason: str | None = None
-
-    def pop_reason(self) -> str | None:
-        reason, self.reason = self.reason, None
-        return reason
-
-
-def auto(it: PlanningHarness) -> tuple[AutoPlanner, QuietDrift]:
-    drift = QuietDrift()
-    return AutoPlanner(it.config.planner, it.planning, drift, it.coordinator.live), drift  # type: ignore[arg-type]
-
-
-def test_a_daemon_that_proposes_only_moves_nothing_until_it_is_told(tmp_path: Path) -> None:
-    it = made(tmp_path, auto=False)
-    planner, _ = auto(it)
-    planner.tick()
-    assert it.coordinator.migrations == []
-    (proposal,) = it.planning.proposals.all()
-    assert (proposal.trigger.kind, proposal.dry_run) == (TriggerKind.TOPOLOGY, False)
-    assert it.planning.last_plan is proposal.plan
-    _, execution = it.planning.apply("latest", ANN)
-    assert execution is not None
-    assert execution.trigger is ANN
-
-
-def test_a_daemon_that_may_act_does(harness: PlanningHarness) -> None:
-    planner, _ = auto(harness)
-    planner.tick()
-    assert len(harness.coordinator.migrations) == 1
-    assert harness.planning.proposals.all() == ()
-    planner.tick()
-    assert len(harness.coordinator.migrations) == 1
-
-
-def test_what_an_earlier_daemon_left_undone_comes_before_a_plan(harness: PlanningHarness) -> None:
-    asked: list[int] = []
-    planner = AutoPlanner(
-        harness.config.planner, harness.planning, QuietDrift(), harness.coordinator.live,  # type: ignore[arg-type]
-        lambda: not asked.append(1),
-    )  # fmt: skip
-    for _ in range(3):
-        planner.tick()
-    assert asked == [1]
-    assert harness.coordinator.migrations == [], "that the ranks are new to this daemon is no reason any more"
-    planner, _ = auto(harness)
-    planner.record_manual_plan(executed=True)
-    planner.tick()
-    assert harness.coordinator.migrations == [], "nor behind a rollback that was asked for"
-    planner, _ = auto(harness)
-    planner.record_manual_plan(executed=False)
-    planner.tick()
-    assert len(harness.coordinator.migrations) == 1
-
-
-def test_why_there_is_no_plan_is_told(tmp_path: Path) -> None:
-    it = PlanningHarness(tmp_path, min_spacing_seconds=0.0)
-    it.report()
-    it.see(10)
-    planner, _ = auto(it)
-    planner.tick()
-    assert planner.refusal.startswith("the profile is thin: 10 accesses")
-    assert [gate.name for gate in it.planning.last_gates if not gate.open] == ["samples"]
-    it.see(50_000)
-    time.sleep(0.11)  # the shortest spacing
-    planner.tick()
-    assert planner.refusal == ""
-    assert len(it.coordinator.migrations) == 1

@@ -1,9 +1,10 @@
-"""One server over a fake daemon for all tests of the folder."""
+"""One server over a fake daemon for all tests of the folder, and a client of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from flexd.config.server import ServerConfig
@@ -28,7 +29,7 @@ def _server(_daemon: FakeDaemon) -> Iterator[DaemonServer]:
 
 @pytest.fixture
 def daemon(_daemon: FakeDaemon) -> Iterator[FakeDaemon]:
-    """Fresh for each test, behind one server (starting one takes a good part of a second)."""
+    """Return the daemon of the server in its first state: one server serves all tests, since a start takes time."""
     _daemon.__init__()
     yield _daemon
     if _daemon.hold is not None:
@@ -37,5 +38,11 @@ def daemon(_daemon: FakeDaemon) -> Iterator[FakeDaemon]:
 
 @pytest.fixture
 def server(_server: DaemonServer, daemon: FakeDaemon) -> DaemonServer:
-    """Admin API and metrics-only listener on free loopback ports."""
+    """Return the server, with admin API and metrics-only listener on free loopback ports."""
     return _server
+
+
+@pytest.fixture
+def client(server: DaemonServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.address, timeout=10) as client:
+        yield client

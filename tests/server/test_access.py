@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import socket
 from collections.abc import Iterator
@@ -13,39 +12,18 @@ from typing import Any
 import httpx
 import pytest
 
-from flexd.config.server import ServerConfig, TokenConfig
-from flexd.core import secrets as secret
-from flexd.core.errors import ConfigError
 from flexd.server.access import REFUSED_REASONS, AccessControl, Refusals, current_caller
-from flexd.server.http import DaemonServer
-from flexd.server.metrics import Metrics
 from flexd.server.protocol import CLIENT_NAME
 from flexd.server.tokens import Tokens
+from tests.support.api_tokens import ADMIN, READ, get, serve, token_configs
 from tests.support.fake_daemon import FakeDaemon
-
-READ, ADMIN = "the token of the dashboard", "the token of the operator"
 
 
 class CallerDaemon(FakeDaemon):
-    """Notes who caller_daemon."""
+    """Records the name of the sender with each call."""
 
     def _enter(self, *call: object) -> None:
         super()._enter(*call, current_caller().name)
-
-
-def serve(daemon: FakeDaemon, **config: object) -> DaemonServer:
-    server = DaemonServer(daemon, Metrics(daemon), ServerConfig(port=0, **config))  # type: ignore[arg-type]
-    server.start()
-    return server
-
-
-def token_configs(directory: Path) -> list[TokenConfig]:
-    (directory / "read").write_text(READ + "\n")
-    (directory / "admin").write_text("sha256:" + hashlib.sha256(ADMIN.encode()).hexdigest())
-    return [
-        TokenConfig(name="dashboard", scope="read", file=directory / "read"),
-        TokenConfig(name="operator", scope="admin", file=directory / "admin"),
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +41,6 @@ def guarded(caller_daemon: CallerDaemon, directory: Path) -> Iterator[str]:
     server = serve(caller_daemon, tokens=token_configs(directory))
     yield server.address
     assert server.stop(10)
-
-
-def get(url: str, token: str | None = None, path: str = "/v1/status", method: str = "GET") -> httpx.Response:
-    headers = {} if token is None else {"authorization": f"Bearer {token}"}
-    return httpx.request(method, url + path, headers=headers, timeout=10, json={} if method == "POST" else None)
 
 
 def refused(url: str) -> dict[str, float]:
@@ -156,42 +129,6 @@ def test_a_claimed_name_never_replaces_the_name_of_the_sender(
     answer = httpx.post(f"{guarded}/v1/pause", json={"reason": "x", "who": says}, headers=headers, timeout=10)
     assert answer.status_code == 200
     assert caller_daemon.calls == [("pause", "x", noted, "operator")]
-
-
-def test_a_token_is_replaced_without_a_restart(guarded: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secret, "RELOAD_SECONDS", 0.0)
-    try:
-        (directory / "read").write_text(f"another token of it\n{READ}\n")
-        assert [get(guarded, token).status_code for token in (READ, "another token of it")] == [200, 200]
-        (directory / "read").write_text("another token of it\n")
-        assert [get(guarded, token).status_code for token in (READ, "another token of it")] == [401, 200]
-    finally:
-        (directory / "read").write_text(READ)
-
-
-def test_one_token_has_one_name(tmp_path: Path) -> None:
-    first, second = token_configs(tmp_path)
-    (tmp_path / "admin").write_text(READ)
-    with pytest.raises(ConfigError, match=r"server\.tokens\[1\]\.file: 'operator' has the token of 'dashboard'"):
-        Tokens([first, second])
-    (tmp_path / "admin").write_text("short")
-    with pytest.raises(ConfigError, match=r"server\.tokens\[1\]\.file: .*fewer than 16 bytes"):
-        Tokens([first, second])
-
-
-@pytest.mark.parametrize(
-    "token", ["sha256:" + "0" * 64 + " and more", "x" * 2_000, "sécurité des données", "  with spaces around it "]
-)
-def test_a_token_is_all_of_its_line(tmp_path: Path, token: str) -> None:
-    """Also where it begins as a digest does, is long, or is more than ASCII."""
-    (tmp_path / "token").write_text(token + "\n", encoding="utf-8")
-    server = serve(FakeDaemon(), tokens=[TokenConfig(name="x", scope="read", file=tmp_path / "token")])
-    try:
-        for sent, status in ((token, 200), (token.strip() + "x", 401), (token.strip()[:-1], 401)):
-            headers = {b"authorization": b"Bearer " + sent.strip().encode()}
-            assert httpx.get(f"{server.address}/v1/status", headers=headers, timeout=10).status_code == status
-    finally:
-        assert server.stop(10)
 
 
 def requested_directly(tokens: Tokens | None = None, **scope: Any) -> list[dict[str, Any]]:

@@ -75,3 +75,11 @@ class PlanningHarness:
         report = StepReport(1, 1, 0, 0, 0.1, 0.0, (per_rank, 0, 0), 0, 0, 0, 0, 0, 0)
         for rank in range(4):
             self.training.add(rank, report)
+
+
+def filled_harness(directory: Path, **planner: Any) -> PlanningHarness:
+    """Return a harness whose counters and reports suffice for a plan."""
+    harness = PlanningHarness(directory, **planner)
+    harness.see(50_000)
+    harness.report()
+    return harness

@@ -96,12 +96,10 @@ class MigrationRecord:
         metadata, now = migration.metadata, migration.progress
         return MigrationRecord(
             migration_id=metadata.migration_id, plan_id=now.plan_id, parent_plan_id=metadata.parent_plan_id,
-            who=metadata.who,
-            
-            trigger=metadata.trigger, reason=metadata.reason, state=now.state.name, problem=now.reason, rows=now.rows,
-            rows_pushed=now.rows_pushed, rows_applied=now.rows_applied, chunks_pushed=now.chunks_pushed,
-            chunks_applied=now.chunks_applied, copied_bytes=now.copied_bytes, pushed_bytes=now.bytes_pushed,
-            base_version=now.base_version, last_version=now.last_version,
+            who=metadata.who, trigger=metadata.trigger, reason=metadata.reason, state=now.state.name,
+            problem=now.reason, rows=now.rows, rows_pushed=now.rows_pushed, rows_applied=now.rows_applied,
+            chunks_pushed=now.chunks_pushed, chunks_applied=now.chunks_applied, copied_bytes=now.copied_bytes,
+            pushed_bytes=now.bytes_pushed, base_version=now.base_version, last_version=now.last_version,
             created_unix_seconds=now.created_unix_seconds, started_unix_seconds=now.started_unix_seconds,
             ended_unix_seconds=now.ended_unix_seconds, settled=settled,
         )  # fmt: skip

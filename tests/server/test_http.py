@@ -113,8 +113,7 @@ def test_stop_ends_although_a_call_hangs(daemon):
 
     caller = threading.Thread(target=wait)
     caller.start()
-    while not daemon.calls:
-        pass
+    until(lambda: daemon.calls, 20)
     assert served.stop(5)
     caller.join(10)
     assert not caller.is_alive()

@@ -1,0 +1,91 @@
+"""The daemon plans by itself, proposes only, or resumes a rollback first."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from flexd.operations.autoplan import AutoPlanner
+from flexd.operations.triggers import Trigger, TriggerKind
+from tests.support.planning_harness import PlanningHarness, filled_harness
+
+ANN = Trigger(TriggerKind.MANUAL, "applied by hand", "ann@host")
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> PlanningHarness:
+    return filled_harness(tmp_path)
+
+
+class QuietDrift:
+    """No drift, or what the test says."""
+
+    reason: str | None = None
+
+    def pop_reason(self) -> str | None:
+        reason, self.reason = self.reason, None
+        return reason
+
+
+def auto(it: PlanningHarness) -> tuple[AutoPlanner, QuietDrift]:
+    drift = QuietDrift()
+    return AutoPlanner(it.config.planner, it.planning, drift, it.coordinator.live), drift  # type: ignore[arg-type]
+
+
+def test_a_daemon_that_proposes_only_moves_nothing_until_it_is_told(tmp_path: Path) -> None:
+    it = filled_harness(tmp_path, auto=False)
+    planner, _ = auto(it)
+    planner.tick()
+    assert it.coordinator.migrations == []
+    (proposal,) = it.planning.proposals.all()
+    assert (proposal.trigger.kind, proposal.dry_run) == (TriggerKind.TOPOLOGY, False)
+    assert it.planning.last_plan is proposal.plan
+    _, execution = it.planning.apply("latest", ANN)
+    assert execution is not None
+    assert execution.trigger is ANN
+
+
+def test_a_daemon_that_may_act_does(harness: PlanningHarness) -> None:
+    planner, _ = auto(harness)
+    planner.tick()
+    assert len(harness.coordinator.migrations) == 1
+    assert harness.planning.proposals.all() == ()
+    planner.tick()
+    assert len(harness.coordinator.migrations) == 1
+
+
+def test_what_an_earlier_daemon_left_undone_comes_before_a_plan(harness: PlanningHarness) -> None:
+    asked: list[int] = []
+    planner = AutoPlanner(
+        harness.config.planner, harness.planning, QuietDrift(), harness.coordinator.live,  # type: ignore[arg-type]
+        lambda: not asked.append(1),
+    )  # fmt: skip
+    for _ in range(3):
+        planner.tick()
+    assert asked == [1]
+    assert harness.coordinator.migrations == [], "that the ranks are new to this daemon is no reason any more"
+    planner, _ = auto(harness)
+    planner.record_manual_plan(executed=True)
+    planner.tick()
+    assert harness.coordinator.migrations == [], "nor behind a rollback that was asked for"
+    planner, _ = auto(harness)
+    planner.record_manual_plan(executed=False)
+    planner.tick()
+    assert len(harness.coordinator.migrations) == 1
+
+
+def test_why_there_is_no_plan_is_told(tmp_path: Path) -> None:
+    it = PlanningHarness(tmp_path, min_spacing_seconds=0.0)
+    it.report()
+    it.see(10)
+    planner, _ = auto(it)
+    planner.tick()
+    assert planner.refusal.startswith("the profile is thin: 10 accesses")
+    assert [gate.name for gate in it.planning.last_gates if not gate.open] == ["samples"]
+    it.see(50_000)
+    time.sleep(0.11)  # the shortest spacing
+    planner.tick()
+    assert planner.refusal == ""
+    assert len(it.coordinator.migrations) == 1

@@ -1,0 +1,70 @@
+"""Each gate closes by its own configuration key."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexd.config.planner import PlannerConfig
+from flexd.core.errors import PlanError
+from flexd.operations.gates import evaluate_gates, require_open, sketch_error
+from flexd.sketch.profile import Profile, TableProfile
+
+
+def profile(**changes: Any) -> Profile:
+    share = np.array([0.6, 0.4])
+    table = TableProfile(
+        "item", 10, 100.0, 10.0, np.array([1, 2]), share, share - 0.1, share + 0.1, np.empty(0), np.empty(0), 2.0, 0.9
+    )
+    return replace(Profile((table,), window_seconds=50.0, lag_messages=5, samples=1000), **changes)
+
+
+OPEN = {
+    "min_samples": 1000, "min_coverage": 0.9, "min_window_seconds": 50.0, "max_lag_messages": 5,
+    "max_sketch_error": 0.401,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("closed", "bound", "said"),
+    [
+        ("samples", {"min_samples": 1001}, "1000 accesses seen"), ("coverage", {"min_coverage": 0.91}, "explains 90%"),
+        ("window", {"min_window_seconds": 50.1}, "span 50 s"), ("lag", {"max_lag_messages": 4}, "5 messages"),
+        ("sketch_error", {"max_sketch_error": 0.39}, "wrong by 40%"),
+    ],
+)  # fmt: skip
+def test_each_gate_closes_by_its_own_key(closed: str, bound: dict[str, float], said: str) -> None:
+    require_open(evaluate_gates(profile(), PlannerConfig(**OPEN)))
+    checked = evaluate_gates(profile(), PlannerConfig(**{**OPEN, **bound}))
+    assert [gate.name for gate in checked if not gate.open] == [closed]
+    with pytest.raises(PlanError, match=said) as error:
+        require_open(checked)
+    key = next(gate.key for gate in checked if not gate.open)
+    assert key == f"planner.{next(iter(bound))}"
+    assert key in error.value.message
+    assert key in error.value.remedy
+
+
+def test_the_sketch_error_is_a_share() -> None:
+    """Widths of 0.2 each, of rows of 0.6 and 0.4; a row counts no more than itself."""
+    assert sketch_error(profile()) == pytest.approx(0.4)
+    (table,) = profile().tables
+    wild = replace(table, hot_upper=table.hot_upper + 5)
+    assert sketch_error(profile(tables=(wild,))) == 1.0
+    assert sketch_error(profile(tables=(wild, replace(table, weight=0.0)))) == 1.0
+    assert sketch_error(profile(tables=())) == 0.0
+
+
+def test_tables_count_by_their_accesses_in_coverage_and_sketch_error() -> None:
+    (table,) = profile().tables
+    exact = replace(
+        table, table="exact", weight=900.0, coverage=0.5, hot_lower=table.hot_share, hot_upper=table.hot_share
+    )
+    both = profile(tables=(table, exact))
+    assert sketch_error(both) == pytest.approx(0.04)
+    measured = {gate.name: gate.measured for gate in evaluate_gates(both, PlannerConfig(**OPEN))}
+    assert measured["coverage"] == pytest.approx(0.54)
+    assert measured["sketch_error"] == pytest.approx(0.04)

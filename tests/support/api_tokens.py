@@ -1,0 +1,36 @@
+"""A server that requires bearer tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import httpx
+
+from flexd.config.server import ServerConfig, TokenConfig
+from flexd.server.http import DaemonServer
+from flexd.server.metrics import Metrics
+from tests.support.fake_daemon import FakeDaemon
+
+READ, ADMIN = "the token of the dashboard", "the token of the operator"
+
+
+def serve(daemon: FakeDaemon, **config: object) -> DaemonServer:
+    server = DaemonServer(daemon, Metrics(daemon), ServerConfig(port=0, **config))  # type: ignore[arg-type]
+    server.start()
+    return server
+
+
+def token_configs(directory: Path) -> list[TokenConfig]:
+    """Write a read token in plain text and an admin token as its digest."""
+    (directory / "read").write_text(READ + "\n")
+    (directory / "admin").write_text("sha256:" + hashlib.sha256(ADMIN.encode()).hexdigest())
+    return [
+        TokenConfig(name="dashboard", scope="read", file=directory / "read"),
+        TokenConfig(name="operator", scope="admin", file=directory / "admin"),
+    ]
+
+
+def get(url: str, token: str | None = None, path: str = "/v1/status", method: str = "GET") -> httpx.Response:
+    headers = {} if token is None else {"authorization": f"Bearer {token}"}
+    return httpx.request(method, url + path, headers=headers, timeout=10, json={} if method == "POST" else None)
