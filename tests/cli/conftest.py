@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
+import pexpect
 import pytest
 
 from flexd.cli.main import main
@@ -16,7 +17,9 @@ from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 from tests.support.fake_daemon import FakeDaemon
 from tests.support.repository import ROOT
+from tests.support.terminals import Terminal
 
+TIMEOUT_SECONDS = 30
 Flexd = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -87,3 +90,26 @@ def flexd_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         return subprocess.CompletedProcess(command, int(ended.value.code or 0), shown.out, shown.err)
 
     return run
+
+
+@pytest.fixture
+def terminal(url) -> Iterator[Terminal]:
+    """Start ``flexd ARGUMENTS`` on a terminal of its own."""
+    made: list[pexpect.spawn] = []
+
+    def start(*arguments: str, columns: int = 100, **environment: str) -> pexpect.spawn:
+        clean = {
+            name: value for name, value in os.environ.items() if not name.startswith("FLEXD") and name != "NO_COLOR"
+        }
+        process = pexpect.spawn(
+            sys.executable, ["-m", "flexd", *arguments, "--url", url], cwd=os.fspath(ROOT),
+            env={**clean, "TERM": "xterm", "COLUMNS": str(columns), "TZ": "UTC", **environment},
+            timeout=TIMEOUT_SECONDS,
+            dimensions=(40, columns), encoding="utf-8",
+        )  # fmt: skip
+        made.append(process)
+        return process
+
+    yield start
+    for process in made:
+        process.close(force=True)

@@ -1,4 +1,4 @@
-"""The history of migrations and abort, as people and scripts see them."""
+"""``flexd history``, ``migrations`` and ``abort``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from flexd.api.migration import MigrationList, MigrationReport
 from flexd.cli.blocks import Sentences
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.migration_commands import abort_sentence, history_blocks
+from flexd.cli.status_command import migration_facts
 from flexd.core.errors import ApiError
 
 
@@ -116,3 +117,11 @@ def test_an_empty_history_is_reported(flexd_command, url):
     assert done.stdout == "no recorded migration is failed\n"
     (sentences,) = history_blocks(MigrationList(migrations=(), actions=()))
     assert sentences == Sentences("", ("no migration is recorded",))
+
+
+def test_how_many_chunks_there_will_be_is_said_only_where_it_is_known():
+    report = MigrationReport(
+        migration_id="m", plan_id="p", state="PUSHING", chunks=4, chunks_pushed=4, chunks_applied=3
+    )
+    assert dict(migration_facts(report))["chunks"] == "3 applied, 4 pushed"
+    assert dict(migration_facts(report.model_copy(update={"chunks": 9})))["chunks"] == "3 applied, 4 pushed of 9"

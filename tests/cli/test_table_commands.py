@@ -1,14 +1,8 @@
-"""Tables, rows and topology as people and scripts see them; what is shown again and again."""
+"""``flexd tables``, ``rows`` and ``topology``."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,10 +13,7 @@ from flexd.api.table import HotRowPage, TablePage
 from flexd.cli.blocks import Sentences
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.table_commands import rank_blocks, row_blocks, table_blocks
-from flexd.cli.view import OutputFormat
-from flexd.cli.watch import emit_watched
 from flexd.core.errors import ApiError
-from tests.support.repository import ROOT
 
 GOLDEN = Path(__file__).parent / "golden"
 COMMANDS = {"tables": ["tables"], "rows": ["rows", "items", "-n", "3"], "topology": ["topology"]}
@@ -69,65 +60,3 @@ def test_pages_beyond_the_end_say_so():
     assert row_blocks(HotRowPage(table="t", rows=9, total=0, offset=0))[-1].lines == ("no row has been accessed",)
     assert row_blocks(HotRowPage(table="t", rows=9, total=3, offset=5))[-1].lines == ("no rows there",)
     assert rank_blocks(RankPage(problem="no rank is registered"))[0].pairs[0] == ("ranks", "no rank is registered")
-
-
-def watched(url: str, *arguments: str, answers: int) -> list[str]:
-    """The first lines of a command that does not end by itself; it must end at once and quietly by SIGINT."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "flexd", *arguments, "--watch", "0.2", "--url", url],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        lines = [process.stdout.readline() for _ in range(answers)]
-        process.send_signal(2)
-        _, errors = process.communicate(timeout=30)
-        assert (process.returncode, errors) == (0, "")
-    finally:
-        process.kill()
-    return lines
-
-
-def test_watched_in_a_pipe_is_a_document_a_line(url):
-    lines = watched(url, "topology", "-o", "json", answers=3)
-    assert [json.loads(line)["total"] for line in lines] == [4, 4, 4]
-
-
-def test_watching_ends_in_a_pipe_when_the_daemon_does(flexd_command):
-    done = flexd_command("status", "--watch", "0.2", "--url", "http://127.0.0.1:1")
-    assert done.returncode == ExitCode.UNREACHABLE
-
-
-@pytest.mark.parametrize("watched", [True, False])
-def test_a_reader_that_goes_away_ends_it_as_sigpipe_would(url, watched):
-    arguments = ["status", "--watch", "0.2"] if watched else ["explain", "--help"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "flexd", *arguments, *(["--url", url] if watched else [])],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    if watched:
-        assert process.stdout.readline()
-    process.stdout.close()
-    assert process.stderr is not None
-    told = process.stderr.read()
-    assert (process.wait(30), told) == (141, "")
-
-
-def test_an_interrupt_that_got_lost_ends_watching_too(capsys, request):
-    """Python swallows exceptions that are raised while an object is freed."""
-    # A shell without job control starts what it leaves in the background with SIGINT ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    asked = []
-
-    def ask():
-        asked.append(1)
-        with contextlib.suppress(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5)
-        return RankPage(problem="none"), []
-
-    emit_watched(ask, OutputFormat.JSON, 0.2)
-    assert len(asked) == 1
-    assert json.loads(capsys.readouterr().out)["problem"] == "none"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,4 +1,4 @@
-"""``flexd reload`` as people and scripts see it."""
+"""``flexd reload`` and the text of configurations."""
 
 from __future__ import annotations
 

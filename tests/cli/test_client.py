@@ -1,0 +1,123 @@
+"""The client of the admin API: addresses, deadlines, programs that are no daemon."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from flexd.cli import client as client_module
+from flexd.cli.client import DaemonAddress, DaemonClient
+from flexd.cli.exit_codes import DaemonTimeoutError, DaemonUnreachableError, ExitCode
+from flexd.config.server import ServerConfig
+from flexd.core.errors import PlanError
+from flexd.server.http import DaemonServer
+from flexd.server.metrics import Metrics
+
+
+def test_a_refusal_shows_the_daemons_own_message_and_remedy(flexd_command, url, daemon):
+    daemon.error = PlanError("only 3 accesses", remedy="wait for more")
+    done = flexd_command("plan", "--url", url)
+    assert done.returncode == ExitCode.REFUSED
+    assert done.stdout == ""
+    assert done.stderr == "error: only 3 accesses\nremedy: wait for more\n"
+
+
+def test_an_unreachable_daemon_is_named_with_a_remedy(flexd_process, tmp_path):
+    done = flexd_process("status", "--url", "http://127.0.0.1:1")
+    assert done.returncode == ExitCode.UNREACHABLE
+    assert "http://127.0.0.1:1" in done.stderr
+    assert "remedy: start it" in done.stderr
+    assert "Traceback" not in done.stderr
+    missing = tmp_path / "no.sock"
+    done = flexd_process("status", FLEXD_SOCKET=str(missing))
+    assert done.returncode == ExitCode.UNREACHABLE
+    assert str(missing) in done.stderr
+
+
+def test_proxies_of_the_environment_are_ignored(flexd_command, url):
+    done = flexd_command("status", "--url", url, http_proxy="http://127.0.0.1:1", ALL_PROXY="http://127.0.0.1:1")
+    assert done.returncode == 0, done.stderr
+
+
+def test_over_a_unix_socket(flexd_command, daemon, tmp_path):
+    path = tmp_path / "flexd.sock"
+    server = DaemonServer(daemon, Metrics(daemon), ServerConfig(unix_socket=path))
+    server.start()
+    try:
+        assert flexd_command("status", "--socket", path).returncode == 0
+        done = flexd_command("pause", "-o", "json", FLEXD_SOCKET=str(path), FLEXD_URL="")
+        assert json.loads(done.stdout)["paused"] is True
+        # An option beats the other variable.
+        assert flexd_command("status", "--socket", path, FLEXD_URL="http://127.0.0.1:1").returncode == 0
+    finally:
+        assert server.stop(10)
+
+
+def test_a_daemon_that_does_not_answer_is_a_timeout(monkeypatch):
+    monkeypatch.setattr(client_module, "ANSWER_SECONDS", 0.3)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = DaemonAddress(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(DaemonTimeoutError, match=r"did not answer GET /v1/status within 0\.3 s"):
+            DaemonClient(address).status()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",
+        b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{",
+        b"",
+    ],
+)
+def test_another_program_at_the_address(answer):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+
+        def serve() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(DaemonUnreachableError):
+            DaemonClient(DaemonAddress(f"http://127.0.0.1:{other.getsockname()[1]}")).status()
+        thread.join(5)
+
+
+def test_an_answer_that_drips_hits_the_deadline(monkeypatch):
+    monkeypatch.setattr(client_module, "ANSWER_SECONDS", 0.5)
+    stop = threading.Event()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+
+        def serve() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+                while not stop.is_set():
+                    try:
+                        connection.sendall(b" ")
+                    except OSError:
+                        return
+                    time.sleep(0.02)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            with pytest.raises(DaemonTimeoutError):
+                DaemonClient(DaemonAddress(f"http://127.0.0.1:{other.getsockname()[1]}")).status()
+        finally:
+            stop.set()
+            thread.join(5)

@@ -1,0 +1,123 @@
+"""Commands as processes: pipes, formats, exit codes, imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+import flexd
+from flexd.cli.exit_codes import ExitCode
+from tests.support.repository import ROOT
+
+ESCAPE = "\x1b["
+
+
+def test_status_in_a_pipe_is_plain_text(flexd_process, url):
+    done = flexd_process("status", "--url", url)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ESCAPE not in done.stdout
+    assert re.search(r"^  source +file_log, 0 messages behind", done.stdout, re.MULTILINE)
+    assert all(len(line) == len(line.rstrip()) for line in done.stdout.splitlines())
+
+
+def test_version_and_a_bare_watch_as_users_type_them(flexd_process, url):
+    done = flexd_process("--version")
+    assert (done.returncode, done.stdout) == (0, f"flexd {flexd.__version__}\n")
+    done = flexd_process("status", "--watch", "--url", "http://127.0.0.1:1")
+    assert done.returncode == ExitCode.UNREACHABLE, done.stderr
+
+
+@pytest.mark.parametrize(("output", "load"), [("json", json.loads), ("yaml", yaml.safe_load)])
+@pytest.mark.parametrize("command", ["status", "plan", "replan", "pause", "resume"])
+def test_every_command_speaks_json_and_yaml(flexd_command, url, output, load, command):
+    done = flexd_command(command, "-o", output, FLEXD_URL=url)
+    assert done.returncode == 0, done.stderr
+    answer = load(done.stdout)
+    key = {"status": "job", "plan": "plan_id", "replan": "outcome"}.get(command, "paused")
+    assert key in answer
+
+
+@pytest.mark.parametrize("command", ["plan", "replan", "pause", "resume"])
+def test_every_command_has_a_table(flexd_command, url, command):
+    done = flexd_command(command, "--url", url)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["status", "-o", "xml"],
+        ["status", "--url", "ftp://x"],
+        ["status", "--url", "http://127.0.0.1:1", "--socket", "x"],
+        ["replan", "--timeout", "-1"],
+        ["pause", "--reason", "x" * 501],
+        ["demo", "--trace", "/nonexistent.npz"],
+        ["demo", "--dtype", "int8"],
+        ["demo", "--steps", "1"],
+        ["demo", "--restart-daemon-after", "5"],
+        ["run"],
+        ["run", "-c", "/nonexistent.yaml"],
+        ["check-config"],
+        ["check-config", "configs/laptop.yaml"],
+    ],
+)
+def test_wrong_usage_is_exit_code_two_with_a_reason(flexd_command, arguments):
+    done = flexd_command(*arguments)
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr.strip()
+    assert "Traceback" not in done.stderr
+
+
+def test_on_a_terminal_titles_are_styled_and_no_color_is_obeyed(url):
+    def on_terminal(**environment: str) -> str:
+        leader, follower = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flexd", "status", "--url", url],
+            cwd=ROOT,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "100", **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=follower,
+        )
+        os.close(follower)
+        shown = b""
+        try:
+            while part := os.read(leader, 65536):
+                shown += part
+        except OSError:
+            pass  # Linux reports the closed terminal so.
+        finally:
+            os.close(leader)
+        assert process.wait(30) == 0
+        return shown.decode()
+
+    assert ESCAPE in on_terminal()
+    assert "file_log" in on_terminal(TERM="dumb")
+    assert "\x1b[3" not in on_terminal(NO_COLOR="1")
+
+
+def test_a_closed_pipe_ends_quietly(url):
+    command = f"{sys.executable} -m flexd status --url {url} | head -c 1"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert "Traceback" not in done.stderr
+
+
+def test_the_clients_commands_load_neither_torch_nor_the_daemons_libraries(flexd_command, url):
+    code = (
+        "import sys\nfrom flexd.cli import main\nsys.argv = ['flexd', 'status', '--url', sys.argv[1]]\n"
+        "try:\n    main.main()\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'numba', 'pyarrow', 'kafka', 'fastapi', 'scipy'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, url], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
