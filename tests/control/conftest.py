@@ -12,7 +12,7 @@ from tests.support.ranks_in_threads import SECRET, TABLES
 
 
 class Hosted:
-    """A coordinator in this process, with what it reported."""
+    """A coordinator in this process, with its reports and events."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Hosted:
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Callable[..., Hosted]]:
-    """Makes coordinators; a second one with the same directory stands for a restarted daemon."""
+    """Return a function that makes coordinators; a second one in the same directory stands for a restarted daemon."""
     made: list[Hosted] = []
 
     def make(directory: Path | None = None, **options: object) -> Hosted:

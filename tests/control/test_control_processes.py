@@ -97,7 +97,7 @@ def test_a_daemon_killed_in_the_middle_of_migrations_continues_from_its_journal(
 
 
 def same_as_journal(directory: Path, final: Any, ranks: Ranks) -> bool:
-    """The placement that the next daemon would read is the ranks'."""
+    """Return whether the placement that the next daemon reads is that of the ranks."""
     final.close()
     journal = PlacementJournal(directory)
     version = ranks.placements[0].version
@@ -111,8 +111,8 @@ def test_training_goes_on_while_the_daemon_is_stopped(daemons: Callable[..., Dae
         daemon.signal(signal.SIGSTOP)
         try:
             steps = ranks.steps
-            errors = [rank.agent.counters.get("errors", 0) for rank in ranks.ranks]  # while the daemon came up
-            # Long enough for every agent to run into its deadlines.
+            errors = [rank.agent.counters.get("errors", 0) for rank in ranks.ranks]  # while the daemon started
+            # Every agent passes its deadlines.
             until(
                 lambda: all(
                     rank.agent.counters.get("errors", 0) >= before + 2

@@ -16,7 +16,7 @@ def _prints(code: str) -> list[str]:
 
 
 def test_kernels_run_without_scipy_which_can_be_imported_later() -> None:
-    """Importing scipy's linear algebra takes most of a second on a slow machine; the planner needs scipy's solver."""
+    """The import of scipy's linear algebra lasts most of a second on a slow machine; the planner needs its solver."""
     printed = _prints(
         "import sys\n"
         "from flexd.core.fast_start import import_numba\n"
@@ -65,7 +65,7 @@ def test_a_running_daemon_has_its_garbage_collector_enabled() -> None:
 
 
 def test_a_client_command_imports_neither_planner_nor_configuration() -> None:
-    """These imports took half of the time of ``flexd status``."""
+    """These imports would double the time of ``flexd status``."""
     printed = _prints(
         "import sys\n"
         "import flexd.cli.main\n"

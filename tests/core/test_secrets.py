@@ -49,7 +49,7 @@ def test_keys_are_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
         (None, "No such file"),
         (b" \n\n", "is empty"),
@@ -59,11 +59,11 @@ def test_keys_are_lines(tmp_path: Path) -> None:
         (b"x" * 5000, "4096 bytes"),
     ],
 )
-def test_invalid_files_are_refused_without_showing_keys(tmp_path: Path, text: bytes | None, said: str) -> None:
+def test_invalid_files_are_refused_without_showing_keys(tmp_path: Path, text: bytes | None, reason: str) -> None:
     path = tmp_path / "secret"
     if text is not None:
         path.write_bytes(text)
-    with pytest.raises(ConfigError, match="control.secret_file: .*" + said) as caught:
+    with pytest.raises(ConfigError, match="control.secret_file: .*" + reason) as caught:
         read_keys(path, "control.secret_file")
     assert caught.value.remedy
     assert "of last year" not in str(caught.value)

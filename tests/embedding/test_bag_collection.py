@@ -36,23 +36,23 @@ def test_training_equals_embedding_bags(ranks: Ranks, nodes: int, local_ranks: i
         assert result["version"] == 1, "the migration must happen"
         assert result["equal"]
         np.testing.assert_allclose(result["losses"], losses[rank], rtol=0, atol=1e-9)
-        for got, wanted in zip(result["weight_grads"], weight_grads[rank], strict=True):
-            for name, grad in wanted.items():
+        for got, reference in zip(result["weight_grads"], weight_grads[rank], strict=True):
+            for name, grad in reference.items():
                 torch.testing.assert_close(got[name], grad, rtol=0, atol=1e-9)
         for name, table in expected.items():
             torch.testing.assert_close(result["tables"][name], table, rtol=0, atol=1e-9)
     assert any(grads for grads in weight_grads[0]), "some step must be weighted"
 
 
-@pytest.mark.parametrize("guilty", [0, 1])
-def test_invalid_bags_are_refused_on_every_rank(ranks: Ranks, guilty: int) -> None:
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_invalid_bags_are_refused_on_every_rank(ranks: Ranks, faulty: int) -> None:
     causes = [
         "lengths from 2 on sum to 4, for 3 ids", "lengths from -1 on", "pooled by mean", "for ids of shape (3,)",
         "torch.int64 on cpu", "the feature is not in the batch",
     ]  # fmt: skip
-    for rank, said in enumerate(ranks(2).run("bag_jobs:refused", RankLayout(2, 1), guilty)):
-        for text, cause in zip(said, causes, strict=True):
-            assert (cause if rank == guilty else f"rank {guilty} has input") in text
+    for rank, errors in enumerate(ranks(2).run("bag_jobs:refused", RankLayout(2, 1), faulty)):
+        for text, cause in zip(errors, causes, strict=True):
+            assert (cause if rank == faulty else f"rank {faulty} has input") in text
 
 
 def test_all_types_of_input_pool_equally() -> None:
@@ -97,10 +97,10 @@ def test_half_precision_bags(dtype: str) -> None:
 def test_a_plain_table_is_summed_and_an_unknown_pooling_refused() -> None:
     features, _ = batch(1, 0)
     plain = [flexd.EmbeddingTable("item", 61, 8, ("history", "basket"), "float64", init_scale=0.5)]
-    given = {name: ids for name, ids in features.items() if name != "shop"}
+    inputs = {name: ids for name, ids in features.items() if name != "shop"}
     with torch.no_grad():
-        ours = flexd.EmbeddingBagCollection(plain)(given)
-        bags = flexd.EmbeddingBagCollection(tables())(given)
+        ours = flexd.EmbeddingBagCollection(plain)(inputs)
+        bags = flexd.EmbeddingBagCollection(tables())(inputs)
     for name, pooled in bags.items():
         assert torch.equal(ours[name], pooled)
     with pytest.raises(EmbeddingError, match="pooling 'max'"):

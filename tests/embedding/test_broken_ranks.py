@@ -18,44 +18,44 @@ pytestmark = pytest.mark.slow
 Ranks = Callable[[int], RankPool]
 
 
-@pytest.mark.parametrize("how", ["dies", "hangs", "looks up once more"])
-def test_a_broken_rank_is_an_error_on_every_other_rank(how: str) -> None:
+@pytest.mark.parametrize("fault", ["dies", "hangs", "extra look-up"])
+def test_a_broken_rank_is_an_error_on_every_other_rank(fault: str) -> None:
     pool = RankPool(4)
     try:
-        results = pool.run("fault_jobs:lose_a_rank", RankLayout(2, 2), 3, how, 3.0)
+        results = pool.run("fault_jobs:lose_a_rank", RankLayout(2, 2), 3, fault, 3.0)
     finally:
         pool.close()
     for rank, result in enumerate(results):
-        if rank == 3 and how == "dies":
+        if rank == 3 and fault == "dies":
             assert result is None
             continue
         if result is None:
-            assert how == "looks up once more", "gloo ends a process that gets the rows of another collective"
+            assert fault == "extra look-up", "gloo ends a process that gets the rows of another collective"
             continue
-        said, _ = result
-        if how == "looks up once more" and said.startswith("EmbeddingError"):
-            assert "ranks make different calls" in said, "met by the others' next look-up"
+        text, _ = result
+        if fault == "extra look-up" and text.startswith("EmbeddingError"):
+            assert "ranks make different calls" in text, "reported by the next look-up of the others"
             continue
-        assert said.startswith(f"CollectiveError: rank {rank}: all_to_all with ranks "), said
-        assert "(all_to_all)" in said
-        assert "restart the job" in said
+        assert text.startswith(f"CollectiveError: rank {rank}: all_to_all with ranks "), text
+        assert "(all_to_all)" in text
+        assert "restart the job" in text
 
 
-@pytest.mark.parametrize("how", ["evaluates", "forgets a step"])
+@pytest.mark.parametrize("fault", ["evaluates", "skips a step"])
 @pytest.mark.parametrize(
     ("nodes", "local_ranks", "odd", "exchange"),
     [(2, 2, 3, "chain"), (2, 2, 0, "direct"), (2, 1, 1, "chain"), (1, 2, 0, "chain")],
 )
 def test_different_calls_are_refused_with_both_calls(
-    ranks: Ranks, nodes: int, local_ranks: int, odd: int, exchange: str, how: str
+    ranks: Ranks, nodes: int, local_ranks: int, odd: int, exchange: str, fault: str
 ) -> None:
-    """At once, on every rank, also where the odd one is on another node and rail; and they can go on."""
+    """Every rank fails at once, also if the odd rank is on another node and rail, and training can continue."""
     layout = RankLayout(nodes, local_ranks)
-    for said, goes_on in ranks(layout.world_size).run("fault_jobs:part", layout, odd, how, exchange, timeout=50):
-        assert said.startswith("EmbeddingError: ranks make different calls: rank ")
-        assert f"rank {odd} {'only looks' if how == 'evaluates' else 'looks'} rows up" in said
-        assert ("(4 modulo 8)" in said) == (how == "forgets a step")
-        assert goes_on
+    for text, continues in ranks(layout.world_size).run("fault_jobs:diverge", layout, odd, fault, exchange, timeout=50):
+        assert text.startswith("EmbeddingError: ranks make different calls: rank ")
+        assert f"rank {odd} {'only looks' if fault == 'evaluates' else 'looks'} rows up" in text
+        assert ("(4 modulo 8)" in text) == (fault == "skips a step")
+        assert continues
 
 
 def test_two_collections_in_one_process_train(ranks: Ranks) -> None:
@@ -76,7 +76,7 @@ def test_ids_of_another_device_are_named() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_gradients_that_are_not_finite_are_applied_as_in_torch(bad: float) -> None:
-    """Into the rows they belong to, and no other: scaling or clipping them away is the trainer's to decide."""
+    """They change their own rows and no others: the trainer decides about scaling and clipping."""
     collection = flexd.EmbeddingCollection(
         [flexd.EmbeddingTable("item", 10, 4)], optimizer=flexd.SGD(0.1), layout=RankLayout(1, 1)
     )

@@ -26,8 +26,8 @@ from tests.support.plain_tables import ids, pair
 from tests.support.rank_pool import RankPool
 
 
-class _Heard:
-    """Stands for an agent."""
+class _RecordingAgent:
+    """Record reports in place of an agent."""
 
     def __init__(self) -> None:
         self.reports: list[StepReport] = []
@@ -44,8 +44,8 @@ def test_reports_of_the_steps_add_up_to_the_totals() -> None:
     with torch.no_grad():
         collection(ids(1, 2, 3))
     before = collection.traffic.totals()
-    heard = _Heard()
-    connection = Connection(collection, heard)  # type: ignore[arg-type]
+    agent = _RecordingAgent()
+    connection = Connection(collection, agent)  # type: ignore[arg-type]
     for step in range(4):
         collection(ids(*range(step + 1)))["item"].values.sum().backward()
         with collection.traffic.kind(TrafficKind.SYNC):
@@ -54,9 +54,9 @@ def test_reports_of_the_steps_add_up_to_the_totals() -> None:
     connection.close()
     collection(ids(1))["item"].values.sum().backward()
     collection.optimizer.step()
-    assert [report.step for report in heard.reports] == [1, 2, 3, 4]
-    assert [report.accesses_by_tier for report in heard.reports] == [(1, 0, 0), (2, 0, 0), (3, 0, 0), (4, 0, 0)]
-    assert [(report.sync_intra_bytes, report.sync_inter_bytes) for report in heard.reports] == [
+    assert [report.step for report in agent.reports] == [1, 2, 3, 4]
+    assert [report.accesses_by_tier for report in agent.reports] == [(1, 0, 0), (2, 0, 0), (3, 0, 0), (4, 0, 0)]
+    assert [(report.sync_intra_bytes, report.sync_inter_bytes) for report in agent.reports] == [
         (step, 10 * step) for step in range(4)
     ]
     assert before["home_accesses"] == 3
@@ -75,7 +75,7 @@ def test_missing_arguments_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_each_launch_has_a_new_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun calls every run "none" that was not given an id."""
+    """torchrun sets the run id "none" if there is no other."""
     for run in (None, "none"):
         if run is None:
             monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -92,7 +92,7 @@ Ranks = Callable[[int], RankPool]
 
 
 def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:
-    """Two migrations, the second over the first; the tables end as without any."""
+    """Run two migrations, the second over the first: the final tables equal those without migrations."""
     specs = [TableSpec(t.name, t.rows, t.dim, t.dtype, "rowwise_adagrad") for t in tables()]
     journal = PlacementJournal(tmp_path)
     coordinator = Coordinator(ControlOptions("job", timeout_seconds=5.0), KeySpace(specs), journal)
@@ -101,8 +101,8 @@ def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:
     states: list[MigrationState] = []
 
     def push() -> None:
-        for number, wanted in enumerate((random_placement(11), final)):
-            chunks = lambda live, wanted=wanted: live.delta_to(wanted).chunks(7)  # noqa: E731
+        for number, planned in enumerate((random_placement(11), final)):
+            chunks = lambda live, planned=planned: live.delta_to(planned).chunks(7)  # noqa: E731
             states.append(coordinator.migrate(f"plan-{number}", chunks).wait(60))
 
     pusher = threading.Thread(target=push, daemon=True)

@@ -27,11 +27,11 @@ def test_two_backward_passes_over_one_forward_pass_are_added_in_float32() -> Non
 
 
 def test_run_ahead_replaces_every_hook() -> None:
-    """A hook that only the engine knew would leave run-ahead half done."""
+    """With a hook that run-ahead does not replace, its steps would be incomplete."""
     for name, member in vars(StepHooks).items():
         if inspect.isfunction(member) or not name.startswith("_"):
             assert name in vars(RunAhead) or name == "overlapped", name
-    assert set(vars(StepHooks())) == set(), "a plain step keeps nothing"
+    assert set(vars(StepHooks())) == set(), "a plain step has no state"
 
 
 def test_a_route_cannot_be_changed() -> None:

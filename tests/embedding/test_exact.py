@@ -90,7 +90,7 @@ def test_half_precision_beside_float32(ranks: Ranks, dtype: str, optimizer: str)
     check(scenario, ranks, tolerance={"float16": 0.02, "bfloat16": 0.2}[dtype])
 
 
-def test_float32_to_rounding(ranks: Ranks) -> None:
+def test_float32_is_exact_to_rounding(ranks: Ranks) -> None:
     check(Scenario(2, 2, "rowwise_adagrad", dtype="float32"), ranks, tolerance=1e-5)
 
 
@@ -103,7 +103,7 @@ def test_float32_to_rounding(ranks: Ranks) -> None:
     every=st.integers(1, 3),
     two_dims=st.booleans(),
 )
-def test_any_schedule_of_migrations(
+def test_any_schedule_of_migrations_is_exact(
     ranks: Ranks, layout: tuple[int, int], optimizer: str, seed: int, fraction: float, every: int, two_dims: bool
 ) -> None:
     check(
@@ -115,28 +115,28 @@ def test_any_schedule_of_migrations(
 
 
 def test_migrations_reduce_the_bytes_of_the_all_to_all(ranks: Ranks) -> None:
-    still = ranks(4).run("exactness:train", Scenario(2, 2, migrate_every=1000))
+    unmoved = ranks(4).run("exactness:train", Scenario(2, 2, migrate_every=1000))
     moving = ranks(4).run("exactness:train", Scenario(2, 2))
     for kind in ("node_accesses", "device_accesses"):
-        assert sum(r["traffic"][kind] for r in still) == 0
+        assert sum(r["traffic"][kind] for r in unmoved) == 0
         assert sum(r["traffic"][kind] for r in moving) > 0
-    inter = [sum(r["traffic"]["all_to_all_inter_bytes"] for r in results) for results in (still, moving)]
+    inter = [sum(r["traffic"]["all_to_all_inter_bytes"] for r in results) for results in (unmoved, moving)]
     assert inter[1] < inter[0]
     accesses = [
         sum(r["traffic"][f"{tier}_accesses"] for tier in ("home", "node", "device") for r in results)
-        for results in (still, moving)
+        for results in (unmoved, moving)
     ]
-    assert accesses[0] == accesses[1], "every lookup is counted once, at the tier that answers it"
+    assert accesses[0] == accesses[1], "every look-up is counted once, at the tier that serves it"
 
 
-@pytest.mark.parametrize(("nodes", "local_ranks", "guilty"), [(1, 1, 0), (2, 2, 3), (2, 1, 0), (1, 2, 1)])
-def test_invalid_input_is_refused_on_every_rank(ranks: Ranks, nodes: int, local_ranks: int, guilty: int) -> None:
+@pytest.mark.parametrize(("nodes", "local_ranks", "faulty"), [(1, 1, 0), (2, 2, 3), (2, 1, 0), (1, 2, 1)])
+def test_invalid_input_is_refused_on_every_rank(ranks: Ranks, nodes: int, local_ranks: int, faulty: int) -> None:
     layout = RankLayout(nodes, local_ranks)
-    texts = ranks(layout.world_size).run("exactness:bad_input", layout, guilty)
+    texts = ranks(layout.world_size).run("exactness:bad_input", layout, faulty)
     expected = ["row 50 of table 'item' is outside 0..49", "row -1", "torch.float32", "'nothing'"]
     for rank, got in enumerate(texts):
         for text, cause in zip(got, expected, strict=True):
-            assert (cause if rank == guilty else f"rank {guilty} has input") in text
+            assert (cause if rank == faulty else f"rank {faulty} has input") in text
 
 
 def test_a_chunk_beyond_the_budget_is_refused(ranks: Ranks) -> None:

@@ -21,7 +21,7 @@ def feature_map() -> FeatureMap:
 
 
 def test_features_become_keys_and_rows_become_features() -> None:
-    """Groups: (a, c) then b, whatever the order given."""
+    """Dim-group (a, c) comes before b, in any order of the features."""
     features = {
         "b": Jagged(torch.tensor([19, 0], dtype=torch.int32), torch.tensor([2])),
         "c": Jagged(torch.tensor([1]), torch.tensor([0, 1])),

@@ -38,10 +38,10 @@ def test_training_equals_one_process(ranks: Ranks, case: Clipping) -> None:
     results = ranks(case.layout.world_size).run("gradient_jobs:train", case)
     expected = train_alone(case)
     finite = [norm for norm in expected["norms"] if math.isfinite(norm)]
-    assert min(finite) < case.max_norm < max(finite), "some steps are to be clipped and some not"
+    assert min(finite) < case.max_norm < max(finite), "some steps are clipped and some are not"
     for result in results:
         assert np.array_equal(result["norms"], results[0]["norms"], equal_nan=True), (
-            "to the bit: replicas are updated by it"
+            "bit-equal, because replicas are updated with it"
         )
         for ours, theirs in zip(result["norms"], expected["norms"], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-9) or not (math.isfinite(ours) or math.isfinite(theirs))
@@ -53,7 +53,7 @@ def test_training_equals_one_process(ranks: Ranks, case: Clipping) -> None:
             np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=1e-9)
     assert case.layout.world_size == 1 or min(result["replicas"] for result in results) > 5
     if case.scaled:
-        assert expected["scales"][1] == expected["scales"][0] / 2, "the overflow must be one"
+        assert expected["scales"][1] == expected["scales"][0] / 2, "step 1 must overflow"
 
 
 def test_clipping_sends_one_number_more(ranks: Ranks) -> None:
@@ -84,7 +84,7 @@ def moved(collection: flexd.EmbeddingCollection) -> list[float]:
     return (collection.initial_table("item") - collection.gather_table("item"))[:, 0].tolist()
 
 
-def test_zero_grad_forgets_what_was_clipped() -> None:
+def test_zero_grad_drops_clipped_gradients() -> None:
     collection = make()
     backward(collection, 1)
     collection.clip_grad_norm_(1e-3)
@@ -99,11 +99,11 @@ def test_a_skipped_step_leaves_no_gradients() -> None:
     """A skipped step leaves no gradients, with and without zero_grad."""
     collection = make()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for forget in (True, False):
+    for zero_grad in (True, False):
         scaler.scale(collection(ids(1))["item"].values.sum() * math.nan).backward()
         scaler.step(collection.optimizer)
         scaler.update()
-        if forget:
+        if zero_grad:
             collection.optimizer.zero_grad()
         scaler.scale(collection(ids(2))["item"].values.sum()).backward()
         scaler.step(collection.optimizer)
@@ -153,7 +153,7 @@ def test_norms_that_are_not_finite() -> None:
             collection.clip_grad_norm_(1.0, norm_type)
 
 
-def test_clipping_without_a_pass_is_that_of_the_dense_part() -> None:
+def test_clipping_without_a_pass_clips_the_dense_part() -> None:
     dense = torch.nn.Parameter(torch.zeros(2))
     dense.grad = torch.tensor([3.0, 4.0])
     idle = torch.nn.Parameter(torch.zeros(2))

@@ -32,10 +32,10 @@ def test_padding_keeps_rows_and_masks_the_rest(lengths: list[int], length: int, 
     padded, mask = Jagged(values, torch.tensor(lengths, dtype=torch.int64)).to_padded(length)
     assert padded.shape == (len(lengths), length, dim)
     for sample, rows in enumerate(torch.split(values, lengths)):
-        cut = rows[:length]
-        assert torch.equal(padded[sample, : len(cut)], cut)
-        assert not padded[sample, len(cut) :].any()
-        assert mask[sample].tolist() == [at < len(cut) for at in range(length)]
+        truncated = rows[:length]
+        assert torch.equal(padded[sample, : len(truncated)], truncated)
+        assert not padded[sample, len(truncated) :].any()
+        assert mask[sample].tolist() == [at < len(truncated) for at in range(length)]
 
 
 def test_padding_hides_infinite_rows() -> None:

@@ -19,8 +19,8 @@ def collection(optimizer: RowOptimizer) -> flexd.EmbeddingCollection:
 def test_all_settings_are_in_the_parameter_group() -> None:
     made = collection(Adam(0.1, (0.5, 0.6), 0.2, weight_decay=0.3, decoupled_weight_decay=True))
     group = made.optimizer.param_groups[0]
-    said = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")}
-    assert said == {
+    settings = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")}
+    assert settings == {
         "lr": 0.1, "betas": (0.5, 0.6), "eps": 0.2, "weight_decay": 0.3, "decoupled_weight_decay": True
     }  # fmt: skip
 
@@ -34,7 +34,7 @@ def step(embedding: flexd.EmbeddingCollection, *rows: int) -> None:
 
 @pytest.mark.parametrize("kind", ["OneCycleLR", "by hand"])
 def test_settings_follow_the_parameter_group(kind: str) -> None:
-    """OneCycleLR moves beta1 too."""
+    """OneCycleLR changes beta1 too."""
     made = collection(Adam(0.1))
     plain = torch.nn.Parameter(made.initial_table("item"))
     dense = torch.optim.Adam([plain], 0.1)
@@ -42,11 +42,11 @@ def test_settings_follow_the_parameter_group(kind: str) -> None:
     schedules = (
         [torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=8) for o in optimizers] if kind != "by hand" else []
     )
-    for at in range(6):
+    for number in range(6):
         if kind == "by hand":
             for optimizer in optimizers:
                 optimizer.param_groups[0].update(
-                    weight_decay=0.1 * at, lr=torch.tensor(0.1 + at, dtype=torch.float64), eps=0.01 * at
+                    weight_decay=0.1 * number, lr=torch.tensor(0.1 + number, dtype=torch.float64), eps=0.01 * number
                 )
         dense.zero_grad()
         plain.sin().sum().backward()
@@ -59,7 +59,7 @@ def test_settings_follow_the_parameter_group(kind: str) -> None:
 
 
 def test_the_state_dict_keeps_steps_and_settings() -> None:
-    """Bias correction goes by the number of steps: a restored one goes on from there."""
+    """Bias correction depends on the number of steps: a restored optimizer continues from it."""
     first, second = collection(Adam(0.1)), collection(Adam(0.9))
     for _ in range(3):
         step(first, 1, 2)

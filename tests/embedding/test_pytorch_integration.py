@@ -27,12 +27,12 @@ def expected(ranks: Ranks) -> list[dict[str, Any]]:
 
 
 def same(results: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float = 1e-9) -> None:
-    for got, wanted in zip(results, expected, strict=True):
-        losses = [torch.tensor(result["losses"], dtype=torch.float64) for result in (got, wanted)]
+    for got, reference in zip(results, expected, strict=True):
+        losses = [torch.tensor(result["losses"], dtype=torch.float64) for result in (got, reference)]
         torch.testing.assert_close(*losses, rtol=0, atol=tolerance)
-        torch.testing.assert_close(got["table"], wanted["table"], rtol=0, atol=tolerance)
+        torch.testing.assert_close(got["table"], reference["table"], rtol=0, atol=tolerance)
         assert got["equal"]
-        assert got["steps"] == wanted["steps"]
+        assert got["steps"] == reference["steps"]
         assert got["pending"] == 0
 
 
@@ -68,7 +68,7 @@ def test_autocast_leaves_rows_in_the_dtype_of_their_table(ranks: Ranks) -> None:
 
 def test_the_state_dict_of_a_whole_model(ranks: Ranks) -> None:
     for result in ranks(2).run("pytorch_jobs:whole_model_state", TWO):
-        assert result["said"] == "<All keys matched successfully>"
+        assert result["loaded"] == "<All keys matched successfully>"
         assert result["parameters"] == [
             "tower.first.weight",
             "tower.first.bias",
@@ -82,10 +82,10 @@ def test_the_state_dict_of_a_whole_model(ranks: Ranks) -> None:
 
 
 def test_copies_and_moves_of_a_collection_are_refused(ranks: Ranks) -> None:
-    for said in ranks(2).run("pytorch_jobs:copies", TWO):
-        assert ["cannot be copied or pickled" in text for text in said[:4]] == [True] * 4
-        assert "cannot be moved - construct the collection with device=" in said[4]
-        assert said[5] == "torch.float64 torch.float16"
+    for texts in ranks(2).run("pytorch_jobs:copies", TWO):
+        assert ["cannot be copied or pickled" in text for text in texts[:4]] == [True] * 4
+        assert "cannot be moved - construct the collection with device=" in texts[4]
+        assert texts[5] == "torch.float64 torch.float16"
 
 
 def test_loaded_rows_replace_those_of_the_table(ranks: Ranks) -> None:

@@ -55,10 +55,10 @@ def test_row_wise_adagrad_equals_its_formula(dtype: torch.dtype) -> None:
     for _ in range(3):
         index = rng.permutation(6)[:4]
         grads = torch.from_numpy(rng.normal(size=(4, 5))).to(dtype)
-        given_grads = grads.clone()
+        unchanged = grads.clone()
         RowWiseAdagrad(0.2, eps=1e-3).update(rows, state, torch.from_numpy(index), grads, 1)
-        assert torch.equal(grads, given_grads), "gradients belong to the caller"
-        g = given_grads.double().numpy()
+        assert torch.equal(grads, unchanged), "gradients are not changed"
+        g = unchanged.double().numpy()
         total[index] += (g**2).mean(axis=1, keepdims=True)
         expected[index] -= 0.2 * g / (np.sqrt(total[index]) + 1e-3)
         np.testing.assert_allclose(rows.double().numpy(), expected, atol=tolerance, rtol=0)
@@ -79,7 +79,7 @@ Decay = dict[str, Any]
 
 
 def start(optimizer: RowOptimizer, dtype: torch.dtype = torch.float64, dim: int = DIM) -> tuple[torch.Tensor, ...]:
-    """Rows and state."""
+    """Return rows and state."""
     rows = torch.randn(ROWS, dim, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
     floats = sum(state_columns(optimizer.name, dim).values())
     wide = torch.promote_types(dtype, torch.float32)
@@ -124,10 +124,10 @@ def test_updates_of_all_rows_equal_the_dense_optimizer(
         dense.step()
         optimizer.update(rows, state, index, gradients(step, index), step)
         torch.testing.assert_close(rows, plain.detach(), rtol=0, atol=1e-12)
-    kept = dense.state[plain]
+    torch_state = dense.state[plain]
     columns = state_columns(optimizer.name, DIM)
     for part, (name, width) in zip(state.split(list(columns.values()), dim=1), columns.items(), strict=True):
-        torch.testing.assert_close(part, kept[name].expand(ROWS, width), rtol=1e-12, atol=0)
+        torch.testing.assert_close(part, torch_state[name].expand(ROWS, width), rtol=1e-12, atol=0)
 
 
 def step(embedding: flexd.EmbeddingCollection, *rows: int) -> None:
@@ -234,13 +234,13 @@ def test_updates_equal_the_kernel_of_fbgemm(optimizer: RowOptimizer, kernel: str
 @pytest.mark.parametrize("dim", [1, 5, 33])
 @pytest.mark.parametrize("optimizer", ALL, ids=lambda optimizer: optimizer.name)
 def test_a_row_does_not_depend_on_its_position(optimizer: RowOptimizer, dim: int, dtype: torch.dtype) -> None:
-    """Replicas stand elsewhere than their home row, and are updated in other company."""
+    """Replicas are in other slots than their home row, and are updated with other rows."""
     together, alone = start(optimizer, dtype, dim), start(optimizer, dtype, dim)
     for step in range(1, 3):
         grads = gradients(step, torch.arange(ROWS), dim).to(dtype)
-        given = grads.clone()
+        unchanged = grads.clone()
         optimizer.update(*together, torch.arange(ROWS), grads, step)
-        assert torch.equal(grads, given), "gradients belong to the caller"
+        assert torch.equal(grads, unchanged), "gradients are not changed"
         for row in range(ROWS):
             optimizer.update(*alone, torch.tensor([row]), grads[row : row + 1], step)
     assert torch.equal(together[0], alone[0])

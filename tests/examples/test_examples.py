@@ -1,4 +1,4 @@
-"""The examples, run as their first line says, on two ranks: before and after flexd the losses are the same."""
+"""The examples on two ranks, with the command of their first line: losses with and without flexd are equal."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def torchrun(name: str, **environment: str) -> Losses:
 def before() -> Losses:
     losses = torchrun("sasrec_before.py")
     assert list(losses) == [0, 10, 20]
-    assert losses[20] < losses[0] - 0.05, "something is to be learned"
+    assert losses[20] < losses[0] - 0.05, "training must reduce the loss"
     return losses
 
 
-def test_after_is_before_and_joins_a_daemon(before: Losses, tmp_path: Path) -> None:
+def test_losses_with_flexd_equal_those_without_and_the_daemon_counts_look_ups(before: Losses, tmp_path: Path) -> None:
     settings = yaml.safe_load((EXAMPLES / "sasrec.yaml").read_text())
-    wanted = {name: settings[name] for name in ("job", "tables", "stream", "sketch")}
-    with RunningDaemon(tmp_path, wanted) as daemon:
+    config = {name: settings[name] for name in ("job", "tables", "stream", "sketch")}
+    with RunningDaemon(tmp_path, config) as daemon:
         address = f"127.0.0.1:{daemon.config.control.listen_port}"
         assert torchrun("sasrec.py", FLEXD_CONTROL=address) == pytest.approx(before, abs=2e-4)
         daemon.process.stop()
@@ -61,7 +61,7 @@ def test_after_is_before_and_joins_a_daemon(before: Losses, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_with_torchrec_types(before: Losses) -> None:
+def test_losses_with_torchrec_types_equal_those_without_flexd(before: Losses) -> None:
     pytest.importorskip("torchrec")
     assert torchrun("torchrec_sasrec.py") == pytest.approx(before, abs=2e-4)
 
@@ -78,15 +78,15 @@ def test_the_difference_is_a_few_lines_and_the_docs_show_it() -> None:
     assert shown == "\n".join(diff()) + "\n", "docs/integrating.md shows another difference"
 
 
-def test_the_rehearsals_cluster_is_the_demos() -> None:
+def test_the_rehearsal_has_the_cluster_of_the_demo() -> None:
     rehearsal = load_cluster(EXAMPLES / "rehearsal_cluster.yaml")
     demos = scale_model(load_preset(PRESET), SCALE)
     assert rehearsal.exposed == demos.exposed
     for link, other in ((rehearsal.intra_node, demos.intra_node), (rehearsal.inter_node, demos.inter_node)):
         assert link.wire_bytes_per_second == other.wire_bytes_per_second
         for collective in Collective:
-            curve, wanted = link.curve(collective), other.curve(collective)
-            assert curve.points == wanted.points
-            assert curve.latency_seconds == pytest.approx(wanted.latency_seconds, rel=1e-9)
+            curve, expected = link.curve(collective), other.curve(collective)
+            assert curve.points == expected.points
+            assert curve.latency_seconds == pytest.approx(expected.latency_seconds, rel=1e-9)
     settings = yaml.safe_load((EXAMPLES / "sasrec.yaml").read_text())
     assert ROOT / settings["topology"]["file"] == EXAMPLES / "rehearsal_cluster.yaml"

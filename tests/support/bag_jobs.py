@@ -103,7 +103,7 @@ def train_alone(world_size: int) -> tuple[list[list[float]], list[list[dict[str,
     return losses, weight_grads, {name: bag.weight.detach() for name, bag in bags.items()}
 
 
-def refused(rank: int, layout: RankLayout, guilty: int) -> list[str]:
+def refused(rank: int, layout: RankLayout, faulty: int) -> list[str]:
     """Return the errors of invalid bags on every rank, with a valid batch in between."""
     collection = flexd.EmbeddingBagCollection(tables(), layout=layout)
     ids = torch.tensor([1, 2, 3])
@@ -116,13 +116,13 @@ def refused(rank: int, layout: RankLayout, guilty: int) -> list[str]:
         (good, {"history": torch.ones(3, dtype=torch.int64)}),
         (good, {"basket": torch.ones(3)}),
     ]
-    said = []
+    errors = []
     for features, weights in faults:
         try:
-            collection(*((features, weights) if rank == guilty else (good, None)))
-            said.append("no error")
+            collection(*((features, weights) if rank == faulty else (good, None)))
+            errors.append("no error")
         except flexd.core.errors.EmbeddingError as error:
-            said.append(str(error))
+            errors.append(str(error))
         loss_of(collection(good)).backward()
         collection.optimizer.step()
-    return said
+    return errors

@@ -1,4 +1,4 @@
-"""Programs that the ranks of the checkpoint tests run."""
+"""Jobs of ranks: saving and loading checkpoints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def share(step: int, rank: int, world_size: int) -> dict[str, Jagged]:
     return out
 
 
-def go(collection: EmbeddingCollection, first: int, steps: int) -> bool:
+def train_steps(collection: EmbeddingCollection, first: int, steps: int) -> bool:
     """Train, and return whether the replicas equalled their home copies after every step."""
     equal = True
     for step in range(first, first + steps):
@@ -69,10 +69,10 @@ def save(
     checkpoint_windows(window_bytes)
     collection = make(layout, optimizer, 1, dtype)
     offer(collection, delta)
-    go(collection, 0, 4)
+    train_steps(collection, 0, 4)
     checkpoint.save_checkpoint(collection, path)
     saved = whole(collection)
-    go(collection, 4, 4)
+    train_steps(collection, 4, 4)
     return {"saved": saved, "end": tables_of(collection), "steps": collection.steps}
 
 
@@ -83,10 +83,10 @@ def load(
     checkpoint_windows(window_bytes)
     collection = make(layout, optimizer, 2, dtype)
     offer(collection, delta)
-    go(collection, 100, 3)
+    train_steps(collection, 100, 3)
     checkpoint.load_checkpoint(collection, path)
     loaded, version = whole(collection), collection.placement_version
-    equal = go(collection, 4, 4)
+    equal = train_steps(collection, 4, 4)
     return {
         "loaded": loaded, "end": tables_of(collection), "steps": collection.steps, "equal": equal, "version": version,
         "replicas": sum(len(store.directory) for store in collection.engine.stores),
@@ -108,15 +108,15 @@ def beside_a_model(rank: int, layout: RankLayout, path: str) -> bool:
     """Save a collection and a model with one ``dcp.save``."""
     model = torch.nn.Linear(2, 2)
     old, new = make(layout, "adam", 1), make(layout, "adam", 2)
-    go(old, 0, 2)
+    train_steps(old, 0, 2)
     dcp.save({"model": model.state_dict(), "tables": checkpoint.ShardedState(old)}, checkpoint_id=path)
     expected = whole(old)
-    go(new, 7, 1)
+    train_steps(new, 7, 1)
     other = torch.nn.Linear(2, 2).state_dict()
     dcp.load({"model": other, "tables": checkpoint.ShardedState(new)}, checkpoint_id=path)
-    got = whole(new)
+    loaded = whole(new)
     # Every rank has a model of its own; the first one is saved.
-    return all(np.array_equal(got[key], expected[key]) for key in expected) and new.steps == 2
+    return all(np.array_equal(loaded[key], expected[key]) for key in expected) and new.steps == 2
 
 
 def load_into(
@@ -137,7 +137,7 @@ def load_into(
 def load_changed(rank: int, layout: RankLayout, change: str) -> tuple[str, bool]:
     """Load a state that was changed on one rank after saving."""
     collection = make(layout, "adam", 1)
-    go(collection, 0, 2)
+    train_steps(collection, 0, 2)
     state = checkpoint.sharded_state_dict(collection)
     before = whole(collection)
     if rank == layout.world_size - 1:
@@ -171,18 +171,18 @@ def save_twice(rank: int, layout: RankLayout, path: str) -> str:
 def plain_tables(rank: int, layout: RankLayout) -> dict[str, Any]:
     """Export plain tables and load them into a collection that was trained on other values."""
     first, second, third = (make(layout, "adam", seed) for seed in (1, 2, 3))
-    go(first, 0, 3)
+    train_steps(first, 0, 3)
     state = checkpoint.whole_state_dict(first)
     modules = {
         name: torch.nn.Embedding(rows, state[f"embeddings.{name}.weight"].shape[1]) for name, rows in ROWS.items()
     }
     plain = torch.nn.ModuleDict({"embeddings": torch.nn.ModuleDict(modules)}).double()
     plain.load_state_dict({key: value for key, value in state.items() if key.startswith("embeddings.")})
-    go(second, 5, 2)
+    train_steps(second, 5, 2)
     checkpoint.load_whole_state_dict(second, {f"old.{key}": value for key, value in state.items()}, "old.")
     same = whole(second)
     expected = as_numpy(state)
-    go(third, 5, 2)
+    train_steps(third, 5, 2)
     checkpoint.load_whole_state_dict(third, plain.state_dict())
     fresh = whole(third)
     del state["optimizer.adam.odd.exp_avg"]
@@ -202,10 +202,10 @@ def plain_tables(rank: int, layout: RankLayout) -> dict[str, Any]:
 def load_whole(rank: int, layout: RankLayout, optimizer: str, delta: Delta, with_state: bool) -> dict[str, Any]:
     """Load whole tables into a collection with replicas, and train on beside a collection without any."""
     source, loaded = (make(layout, optimizer, seed) for seed in (1, 2))
-    go(source, 0, 3)
+    train_steps(source, 0, 3)
     state = checkpoint.whole_state_dict(source)
     offer(loaded, delta)
-    go(loaded, 5, 2)
+    train_steps(loaded, 5, 2)
     if with_state:
         reference = source
     else:
@@ -217,8 +217,8 @@ def load_whole(rank: int, layout: RankLayout, optimizer: str, delta: Delta, with
     checkpoint.load_whole_state_dict(loaded, state)
     at_start = {key: value.numpy() for key, value in checkpoint.whole_state_dict(loaded).items()}
     expected_at_start = {key: value.numpy() for key, value in checkpoint.whole_state_dict(reference).items()}
-    equal = go(loaded, 10, 3)
-    go(reference, 10, 3)
+    equal = train_steps(loaded, 10, 3)
+    train_steps(reference, 10, 3)
     return {
         "replicas": replicas, "at_start": at_start, "expected_at_start": expected_at_start, "equal": equal,
         "end": tables_of(loaded), "expected_end": tables_of(reference),

@@ -1,4 +1,4 @@
-"""Programs that the ranks of the collection's tests run, beside ``exactness``."""
+"""Jobs of ranks: small tables with skewed batches, evaluation, construction."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def tables(dtype: str = "float64", names: tuple[str, ...] = tuple(ROWS)) -> list
 
 
 def everything() -> dict[str, Jagged]:
-    """Each row of each table once."""
+    """Return each row of each table once."""
     return {name: Jagged(torch.arange(rows), torch.tensor([rows])) for name, rows in ROWS.items()}
 
 
 def some(seed: int, step: int, rank: int) -> dict[str, Jagged]:
-    """Skewed ids of every table; now and then none."""
+    """Return skewed ids of every table, sometimes none."""
     rng = np.random.default_rng([seed, step, rank])
     out = {}
     for name, rows in ROWS.items():
@@ -57,7 +57,7 @@ def look_everything_up(collection: EmbeddingCollection) -> dict[str, np.ndarray]
 
 
 def evaluate(rank: int, layout: RankLayout, delta: Delta) -> dict[str, Any]:
-    """Evaluation on replicated tables: what it sends and what it leaves behind."""
+    """Evaluate on replicated tables; return the traffic and the state afterwards."""
     collection = EmbeddingCollection(tables(), layout=layout, replica_slots=[60, 23, 3])
     offer(collection, delta)
     look_everything_up(collection)
@@ -81,9 +81,9 @@ def evaluate(rank: int, layout: RankLayout, delta: Delta) -> dict[str, Any]:
 
 def construct(rank: int, arguments: list[dict[str, Any]]) -> str:
     """Construct a collection on each rank with its own arguments; return the error."""
-    given = {"tables": [EmbeddingTable("item", 64, 2)], "layout": RankLayout(2, 2)} | arguments[rank]
+    keywords = {"tables": [EmbeddingTable("item", 64, 2)], "layout": RankLayout(2, 2)} | arguments[rank]
     try:
-        EmbeddingCollection(**given)
+        EmbeddingCollection(**keywords)
     except (TopologyError, EmbeddingError) as error:
         return f"{type(error).__name__}: {error}"
     return "constructed"

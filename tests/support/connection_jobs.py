@@ -15,7 +15,7 @@ from tests.support.collection_jobs import ROWS, some, tables, train_step
 
 
 def connected(rank: int, layout: RankLayout, port: int, digest: int, limit: int) -> dict[str, Any]:
-    """Trains with a real agent until all ranks have the placement of this digest, and three steps more."""
+    """Train with a real agent until all ranks have the placement of this digest, and for three more steps."""
     collection = EmbeddingCollection(
         tables(), optimizer=RowWiseAdagrad(lr=0.1), layout=layout, replica_slots=[61, 23, 3]
     )
@@ -40,7 +40,7 @@ def connected(rank: int, layout: RankLayout, port: int, digest: int, limit: int)
 
 
 def connected_alone(world_size: int, steps: int) -> dict[str, np.ndarray]:
-    """The tables that ``connected`` must end with, from plain tables and the formula of row-wise Adagrad."""
+    """Return the final tables of ``connected``, from plain tables and the formula of row-wise Adagrad."""
     start = EmbeddingCollection(tables(), layout=RankLayout(1, 1))
     weights = {name: start.initial_table(name) for name in ROWS}
     total = {name: torch.zeros(rows, 1, dtype=torch.float64) for name, rows in ROWS.items()}

@@ -18,7 +18,7 @@ from tests.support.collection_jobs import offer, some, tables
 
 
 class Tower(nn.Module):
-    """A dense layer; with ``collection`` the tables inside the module, as many trainers have it."""
+    """A dense layer; with ``collection`` the tables are part of the module, as in many trainers."""
 
     def __init__(self, collection: EmbeddingCollection | None = None) -> None:
         super().__init__()
@@ -29,13 +29,13 @@ class Tower(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
         self.collection = collection
 
-    def forward(self, given: Any) -> torch.Tensor:
-        rows = given if self.collection is None else self.collection(given)["item"].values
+    def forward(self, inputs: Any) -> torch.Tensor:
+        rows = inputs if self.collection is None else self.collection(inputs)["item"].values
         return self.dense(rows.tanh()).square().sum()
 
 
 def ddp(rank: int, layout: RankLayout, inside: bool, steps: int) -> dict[str, np.ndarray]:
-    """A dense part in DDP, the tables beside it or inside."""
+    """Train with a dense part in DDP and the tables beside it or inside."""
     collection = EmbeddingCollection(tables(names=("item",)), optimizer=SGD(0.05), layout=layout, replica_slots=[61])
     model = DistributedDataParallel(Tower(collection if inside else None))
     dense_optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -33,12 +33,12 @@ class Scenario:
     second_dtype: str = ""
     """Dtype of the second table, if it differs."""
     gamma: float = 1.0
-    """The learning rate's factor a step."""
+    """Factor of the learning rate after each step."""
     average_gradients: bool = True
     idle_rank: int = -1
-    """Has nothing but empty batches."""
+    """Rank that has empty batches only; -1: none."""
     only_rail: int = -1
-    """No other rows than those with homes on this rail get copies, one a node."""
+    """Only rows with homes on this rail get copies, one a node; -1: rows of all rails."""
 
     @property
     def layout(self) -> RankLayout:
@@ -217,7 +217,7 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
     return losses, {name: table.weight.detach().double().numpy() for name, table in tables.items()}
 
 
-def bad_input(rank: int, layout: RankLayout, guilty: int) -> list[str]:
+def bad_input(rank: int, layout: RankLayout, faulty: int) -> list[str]:
     """Pass bad ids on one rank; all ranks must raise an error, and train on afterwards."""
     from flexd.core.errors import EmbeddingError
 
@@ -232,7 +232,7 @@ def bad_input(rank: int, layout: RankLayout, guilty: int) -> list[str]:
     texts = []
     for fault in faults:
         try:
-            collection(fault if rank == guilty else good)
+            collection(fault if rank == faulty else good)
             texts.append("no error")
         except EmbeddingError as error:
             texts.append(str(error))
@@ -248,7 +248,7 @@ def refused(rank: int, layout: RankLayout) -> str:
         collection.engine.inbox.offer(1, Delta(keys, np.zeros(20, np.uint8), np.full(20, Tier.DEVICE, np.uint8)))
     except ChunkRefusedError as error:
         return str(error)
-    return "taken"
+    return "accepted"
 
 
 def spec_digest() -> str:

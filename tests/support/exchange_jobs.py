@@ -140,21 +140,21 @@ def train(rank: int, layout: RankLayout, moved: bool, comm_dtype: str | None) ->
 
 
 def count_bytes(rank: int, layout: RankLayout, exchange: str, delta: Delta, steps: int) -> list[dict[str, int]]:
-    """Traffic on table ``item``: of two look-ups of nothing that agree on a chunk and apply it, then of each step."""
+    """Return the traffic of two empty look-ups, which agree on a chunk and apply it, and then of each step."""
     collection = EmbeddingCollection(tables("float32", ("item",)), layout=layout, exchange=exchange, replica_slots=[61])
     built = collection.traffic.totals()
     assert not any(built.values()), "construction is not training"
     offer(collection, delta)
-    only = {"item": Jagged(torch.arange(0), torch.tensor([0]))}
+    no_ids = {"item": Jagged(torch.arange(0), torch.tensor([0]))}
     with torch.no_grad():
         for _ in range(2):
-            collection(only)
-    said = [collection.traffic.totals()]
+            collection(no_ids)
+    traffic = [collection.traffic.totals()]
     for step in range(steps):
         before = collection.traffic.totals()
         train_step(collection, {"item": some(0, step, rank)["item"]})
         collection.gather_table("item")
         collection.replicas_bit_equal()
         after = collection.traffic.totals()
-        said.append({name: after[name] - before[name] for name in after})
-    return said
+        traffic.append({name: after[name] - before[name] for name in after})
+    return traffic

@@ -1,4 +1,4 @@
-"""Ranks that die, hang or do not do what the others do."""
+"""Jobs of ranks: one dies, hangs or makes other calls than the rest."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ def _step(collection: EmbeddingCollection) -> None:
 
 
 def timeouts(rank: int, layout: RankLayout) -> list[float]:
-    """Seconds that collectives of world, node and rail wait."""
+    """Return the timeouts of the collectives of world, node and rail in seconds."""
     groups = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)._groups
     backends = [peers.group._get_backend(torch.device("cpu")) for peers in (groups.world, groups.node, groups.rail)]
     return [backend.options._timeout.total_seconds() for backend in backends]
 
 
-def lose_a_rank(rank: int, layout: RankLayout, victim: int, how: str, timeout_seconds: float) -> tuple[str, float]:
-    """Train; the victim ends, hangs or does one forward pass more. Return the error of this rank and its time."""
+def lose_a_rank(rank: int, layout: RankLayout, victim: int, fault: str, timeout_seconds: float) -> tuple[str, float]:
+    """Train; the victim ends, hangs or does one more forward pass. Return the error of this rank and its time."""
     collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
     _step(collection)
-    # Only now: processes on a busy machine may take longer to start than this test wants to wait.
+    # Set after the first step: on a busy machine processes may start more slowly than this timeout.
     for peers in (collection._groups.node, collection._groups.rail):
         peers.group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout_seconds))
-    if rank == victim and how == "dies":
+    if rank == victim and fault == "dies":
         os._exit(1)
     started = time.monotonic()
     try:
-        if rank == victim and how == "hangs":
+        if rank == victim and fault == "hangs":
             time.sleep(3 * timeout_seconds)
-        if rank == victim and how == "looks up once more":
+        if rank == victim and fault == "extra look-up":
             with torch.no_grad():
                 collection(IDS)
         for _ in range(3):
@@ -57,7 +57,7 @@ def lose_a_rank(rank: int, layout: RankLayout, victim: int, how: str, timeout_se
 
 
 def two_collections(rank: int, layout: RankLayout, together: bool) -> list[Any]:
-    """Two collections of one process, trained alternately or one after the other: their tables."""
+    """Train two collections of one process, alternately or one after the other, and return their tables."""
 
     def make(seed: int) -> EmbeddingCollection:
         return EmbeddingCollection([EmbeddingTable("item", 50, 4, dtype="float64")], layout=layout, seed=seed)
@@ -81,7 +81,7 @@ def two_collections(rank: int, layout: RankLayout, together: bool) -> list[Any]:
     return [collection.gather_table("item").numpy() for collection in pair]
 
 
-def part(rank: int, layout: RankLayout, odd: int, how: str, exchange: str) -> tuple[str, bool]:
+def diverge(rank: int, layout: RankLayout, odd: int, fault: str, exchange: str) -> tuple[str, bool]:
     """Let one rank diverge from the rest; return the error of this rank, and whether all can continue."""
     collection = EmbeddingCollection(
         [EmbeddingTable("item", 50, 4)], layout=layout, exchange=exchange, replica_slots=[20]
@@ -90,17 +90,17 @@ def part(rank: int, layout: RankLayout, odd: int, how: str, exchange: str) -> tu
     collection.engine.inbox.offer(1, Delta(keys, np.zeros(20, np.uint8), np.full(20, Tier.DEVICE, np.uint8)))
     for _ in range(3):
         _step(collection)
-    said = "no error"
-    if rank == odd and how == "evaluates":
+    text = "no error"
+    if rank == odd and fault == "evaluates":
         collection.eval()
-    if rank == odd and how == "forgets a step":
+    if rank == odd and fault == "skips a step":
         collection.engine.steps += 1
     try:
         collection(IDS)
     except FlexdError as error:
-        said = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
     collection.train()
-    if rank == odd and how == "forgets a step":
+    if rank == odd and fault == "skips a step":
         collection.engine.steps -= 1
     _step(collection)
-    return said, collection.replicas_bit_equal()
+    return text, collection.replicas_bit_equal()

@@ -29,9 +29,9 @@ class Clipping:
     norm_type: float = 2.0
     passes: int = 1
     early: bool = False
-    """Asks for the norm after the first pass already."""
+    """The norm is computed after the first pass, too."""
     scaled: bool = False
-    """With a GradScaler; the loss of the last rank overflows in step 1."""
+    """Training uses a GradScaler, and the loss of the last rank overflows in step 1."""
     tiers: dict[int, int] = field(default_factory=lambda: {key: 1 + key % 2 for key in range(0, 87, 3)})
 
     @property

@@ -16,7 +16,7 @@ from tests.support.collection_jobs import ROWS, look_everything_up, loss_of, off
 
 
 def save_and_load(rank: int, layout: RankLayout, first: Delta, second: Delta, pending: bool) -> dict[str, Any]:
-    """Trains, saves, loads into a collection that has other values and another placement, and trains both on."""
+    """Train, save, load into a collection with other values and another placement, and continue with both."""
 
     def make(seed: int, delta: Delta) -> EmbeddingCollection:
         made = EmbeddingCollection(
@@ -29,12 +29,12 @@ def save_and_load(rank: int, layout: RankLayout, first: Delta, second: Delta, pe
 
     old, new = make(1, first), make(2, second)
     saved = old.state_dict()
-    kept = loss_of(new(some(5, 0, rank))) if pending else None
+    pending_loss = loss_of(new(some(5, 0, rank))) if pending else None
     new.load_state_dict(saved)
     looked_up, expected = look_everything_up(new), look_everything_up(old)
     equal = [new.replicas_bit_equal()]
-    if kept is not None:
-        kept.backward()
+    if pending_loss is not None:
+        pending_loss.backward()
         new.optimizer.step()
         equal.append(new.replicas_bit_equal())
     for step in range(3):
@@ -52,7 +52,7 @@ def save_and_load(rank: int, layout: RankLayout, first: Delta, second: Delta, pe
 
 
 def load_of_another_rank(rank: int, layout: RankLayout) -> str:
-    """``item`` of 64 rows is equally large on all ranks: nothing but the shard tells whose they are."""
+    """Load the rows of rank 0. All shards of ``item`` are equally large: only the shard's numbers tell them apart."""
     collection = EmbeddingCollection([EmbeddingTable("item", 64, 2)], layout=layout)
     state = collection.state_dict()
     holder = [torch.empty_like(value) for value in state.values()]

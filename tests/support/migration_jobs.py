@@ -36,7 +36,7 @@ def follow_chunks(rank: int, layout: RankLayout, chunks: list[Delta], slots: lis
     engine = collection.engine
     stores = engine.stores
     everything = {table.name: Jagged(torch.arange(table.rows), torch.tensor([table.rows])) for table in TABLES}
-    # Training gives each row a value and a state of its own, which the copies have to carry.
+    # After training, each row has a different value and state, which the copies must have, too.
     for step in range(2):
         sum((jagged.values.float() * (step + 1)).sin().sum() for jagged in collection(everything).values()).backward()
         collection.optimizer.step()
@@ -81,7 +81,7 @@ def follow_chunks(rank: int, layout: RankLayout, chunks: list[Delta], slots: lis
 
 
 def follow_at_once(rank: int, layout: RankLayout, chunks: list[Delta], slots: list[int]) -> dict[str, Any]:
-    """Apply the first chunk at a step of its own, the others together."""
+    """Apply the first chunk at one step and all others at another."""
     collection = _collection(layout, slots, 2**20)
     inbox = collection.engine.inbox
     everything = {table.name: Jagged(torch.arange(table.rows), torch.tensor([table.rows])) for table in TABLES}
@@ -109,11 +109,11 @@ def apply_out_of_turn(rank: int, layout: RankLayout, delta: Delta) -> tuple[str,
     before = [store.directory for store in collection.engine.stores], migrator.digest
     try:
         migrator.apply([late])
-        said = "applied"
+        text = "applied"
     except PlacementError as error:
-        said = str(error)
+        text = str(error)
     after = [store.directory for store in collection.engine.stores], migrator.digest
-    return said, before == after and collection.replicas_bit_equal()
+    return text, before == after and collection.replicas_bit_equal()
 
 
 def refuse(rank: int, layout: RankLayout, good: list[Delta], wrong: Delta, applied: bool) -> tuple[str, bool]:
@@ -130,14 +130,14 @@ def refuse(rank: int, layout: RankLayout, good: list[Delta], wrong: Delta, appli
         assert collection.placement_version == len(good) - 1
     try:
         inbox.offer(len(good), wrong)
-        said = "taken"
+        text = "accepted"
     except ChunkRefusedError as error:
-        said = str(error)
+        text = str(error)
         inbox.offer(len(good), good[-1])
     with torch.no_grad():
         for _ in range(2):
             collection(nothing)
-    return said, said == "taken" or (collection.placement_version == len(good) and collection.replicas_bit_equal())
+    return text, text == "accepted" or (collection.placement_version == len(good) and collection.replicas_bit_equal())
 
 
 def refresh_in_blocks(rank: int, layout: RankLayout, delta: Delta, cap: int) -> dict[str, Any]:
@@ -164,13 +164,13 @@ def refresh_in_blocks(rank: int, layout: RankLayout, delta: Delta, cap: int) -> 
     }  # fmt: skip
 
 
-def follow(rank: int, layout: RankLayout, deltas: list[Delta], slots: list[int]) -> list[dict[str, Any]]:
-    """Offer a chunk, train a step and return the rows of this rank; for every chunk."""
+def follow_placements(rank: int, layout: RankLayout, deltas: list[Delta], slots: list[int]) -> list[dict[str, Any]]:
+    """For every chunk: offer it, train a step and return the rows of this rank."""
     collection = EmbeddingCollection(
         jobs.tables(), optimizer=RowWiseAdagrad(lr=0.1), layout=layout, replica_slots=slots
     )
     jobs.train_step(collection, jobs.some(0, 999, rank))
-    said = []
+    states = []
     for step, delta in enumerate(deltas):
         jobs.offer(collection, delta)
         jobs.train_step(collection, jobs.some(0, step, rank))
@@ -179,7 +179,7 @@ def follow(rank: int, layout: RankLayout, deltas: list[Delta], slots: list[int])
         keys, tiers = collection.engine.migrator.placement()
         whole = {name: collection.gather_table(name).numpy() for name in jobs.ROWS}
         listed = [store.directory for store in collection.engine.stores]
-        said.append(
+        states.append(
             {
                 "version": collection.placement_version, "digest": collection.engine.migrator.digest,
                 "keys": keys, "tiers": tiers, "free": [store.free_slots for store in collection.engine.stores],
@@ -188,7 +188,7 @@ def follow(rank: int, layout: RankLayout, deltas: list[Delta], slots: list[int])
                 "bit_equal": collection.replicas_bit_equal() and not unequal_before,
             }
         )  # fmt: skip
-    return said
+    return states
 
 
 def wrong_chunk(rank: int, layout: RankLayout, good: Delta, wrong: Delta) -> tuple[str, bool]:
@@ -208,7 +208,7 @@ def wrong_chunk(rank: int, layout: RankLayout, good: Delta, wrong: Delta) -> tup
 
 
 def chunk_in_inference_mode(rank: int, layout: RankLayout, delta: Delta) -> bool:
-    """Applies a chunk inside ``torch.inference_mode`` and trains on."""
+    """Apply a chunk inside ``torch.inference_mode`` and continue training."""
     collection = EmbeddingCollection(jobs.tables(), layout=layout, replica_slots=[60, 23, 3])
     jobs.offer(collection, delta)
     with torch.inference_mode():
@@ -219,19 +219,21 @@ def chunk_in_inference_mode(rank: int, layout: RankLayout, delta: Delta) -> bool
     return collection.placement_version == 1 and collection.replicas_bit_equal()
 
 
-def fault_beside_a_chunk(rank: int, layout: RankLayout, delta: Delta, guilty: int) -> list[tuple[int, int, bool]]:
-    """One rank has bad input in the very exchange that agrees on a chunk."""
+def fault_beside_a_chunk(rank: int, layout: RankLayout, delta: Delta, faulty: int) -> list[tuple[int, int, bool]]:
+    """Pass invalid input on one rank in the exchange that agrees on a chunk."""
     collection = EmbeddingCollection(jobs.tables(), layout=layout, replica_slots=[60, 23, 3])
     jobs.offer(collection, delta)
-    said = []
+    states = []
     bad = {"item": Jagged(torch.tensor([-1]), torch.tensor([1]))}
     try:
-        collection(bad if rank == guilty else jobs.everything())
+        collection(bad if rank == faulty else jobs.everything())
         raise AssertionError("no error")
     except EmbeddingError:
-        said.append(
+        states.append(
             (collection.engine.inbox.agreed_version, collection.placement_version, len(collection.engine.passes) == 0)
         )
     jobs.train_step(collection, jobs.everything())
-    said.append((collection.engine.inbox.agreed_version, collection.placement_version, collection.replicas_bit_equal()))
-    return said
+    states.append(
+        (collection.engine.inbox.agreed_version, collection.placement_version, collection.replicas_bit_equal())
+    )
+    return states

@@ -1,4 +1,4 @@
-"""Training whose accesses follow a known distribution: what the cost model expects, and what ranks really send."""
+"""Jobs of ranks: training with a known distribution of accesses, for the bytes of the cost model and of the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexd.embedding.jagged import Jagged
 from flexd.sketch.profile import Profile, TableProfile
 
 TABLES = {"item": (3000, 32, 2000), "shop": (500, 8, 600)}
-"""rows, dim, accesses of a rank in a step."""
+"""(rows, dim, accesses of a rank in a step) by table."""
 
 
 def keyspace() -> KeySpace:
@@ -28,7 +28,7 @@ def share_of(name: str) -> np.ndarray:
 
 
 def exact_profile(layout: RankLayout) -> Profile:
-    """Every row listed with its true share."""
+    """Return a profile that lists every row with its true share."""
     nothing = np.empty(0)
     return Profile(
         tuple(
@@ -52,7 +52,7 @@ def exact_profile(layout: RankLayout) -> Profile:
 
 
 def placement(device: int, node: int) -> Placement:
-    """The most popular rows of each table at DEVICE, the next at NODE."""
+    """Return a placement of the most popular rows of each table at DEVICE and of the next at NODE."""
     keys, tiers, space = [], [], keyspace()
     for table, name in enumerate(TABLES):
         hot = np.argsort(-share_of(name), kind="stable")[: device + node]
@@ -64,19 +64,19 @@ def placement(device: int, node: int) -> Placement:
 def bytes_per_step(
     rank: int, layout: RankLayout, exchange: str, device: int, node: int, steps: int
 ) -> dict[str, float]:
-    """Bytes this rank sends in a step, by kind and link: the mean over ``steps`` after the placement is there."""
+    """Return the bytes that this rank sends in a step, by kind and link: the mean over ``steps`` with the placement."""
     collection = EmbeddingCollection(
         [EmbeddingTable(name, rows, dim) for name, (rows, dim, _) in TABLES.items()],
         layout=layout, exchange=exchange, replica_slots=[group.rows for group in keyspace().groups],
     )  # fmt: skip
-    wanted = placement(device, node)
-    if len(wanted):
-        collection.engine.inbox.offer(1, Delta(wanted.keys, np.zeros(len(wanted), np.uint8), wanted.tiers))
+    target = placement(device, node)
+    if len(target):
+        collection.engine.inbox.offer(1, Delta(target.keys, np.zeros(len(target), np.uint8), target.tiers))
     rng = np.random.default_rng([7, rank])
     before: dict[str, int] = {}
     for step in range(steps + 2):
         if step == 2:
-            assert collection.placement_version == (1 if len(wanted) else 0)
+            assert collection.placement_version == (1 if len(target) else 0)
             before = collection.traffic.totals()
         features = {
             name: Jagged(torch.from_numpy(rng.choice(rows, accesses, p=share_of(name))), torch.tensor([accesses]))

@@ -1,4 +1,4 @@
-"""Programs that the ranks of the probe's tests run."""
+"""Jobs of ranks: the probe and its collectives."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def groups_of(rank: int, layouts: dict[int, RankLayout]) -> str:
     return text
 
 
-def leaves(rank: int, layout: RankLayout, victim: int, hangs: bool, timeout_seconds: float) -> str:
+def leave_during_a_collective(rank: int, layout: RankLayout, victim: int, hangs: bool, timeout_seconds: float) -> str:
     """Let one rank exit, or stop responding, in the middle of a collective between nodes."""
     groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=timeout_seconds))
     group_of, seconds = ProbeGroups.group_of, ProbeGroups.seconds
@@ -83,7 +83,7 @@ def leaves(rank: int, layout: RankLayout, victim: int, hangs: bool, timeout_seco
 
 
 def bytes_sent(rank: int, layout: RankLayout, sizes: list[int]) -> list[tuple[str, int, float, float]]:
-    """Per link and collective: (name, bytes wanted, bytes that ``make_collective`` states, bytes of the arguments)."""
+    """Return for each collective its name, the requested bytes, the stated bytes and the bytes of its arguments."""
     groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=30))
     out = []
     seen: list[float] = []

@@ -1,16 +1,16 @@
 """The migration protocol as a finite model: a daemon, its ranks, a network that loses, repeats and reorders, faults.
 
-Everything that can happen next is tried from every state (breadth first), so what holds here holds in every order of
-events within the bounds. It models what the code does, in the code's words:
+Every possible next event is tried from every state (breadth first), so the checks hold in every order of events within
+the bounds. It models the code, with the names of the code:
 
 - a *rank* has received chunks (``ChunkInbox.offer``), of which a prefix is agreed, of which a prefix is applied. A step
-  applies what is agreed, then tells the peers what is received; the exchange gives every rank the minimum
+  applies what is agreed, then announces its received version to the peers; the exchange gives every rank the minimum
   (``begin_exchange``, ``end_exchange``), each at its own time. ``settle`` waits for the exchange and drops the rest;
 - the *daemon* journals a chunk, then sends it (``ChunkPusher.next_chunk``); numbers anew from what the ranks agreed on
   when all have settled in a new epoch; its migrations go by the code's own transition table;
 - the *network* may deliver any chunk that was ever sent, to any rank, at any time, any number of times, or never;
 - *faults*, as many as the budget: an epoch ends, a rank loses its link, the daemon dies (before, between and after
-  journal and network) and comes back with its journal, the job is restarted from a checkpoint.
+  journal and network) and restarts with its journal, the job is restarted from a checkpoint.
 
 Plan A is on its way, plan B may be submitted at any time, A may be aborted at any time. Ranks are interchangeable, so
 states that differ by a permutation of ranks are one.
@@ -41,7 +41,7 @@ class Rank(NamedTuple):
     ending: int = -1
     settled: int = -1
     heard: bool = False
-    """The daemon has its settled message."""
+    """True once the daemon has received its settled message."""
 
     @property
     def exchanging(self) -> bool:
@@ -97,20 +97,25 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``violation`` and the events that lead to it, or "" after all ``states`` were seen. ``taken``: transitions of the
-    code's table that occurred. ``stuck``: states without faults left from which no end of all migrations can be
-    reached."""
+    """The result of a search.
+
+    Attributes:
+        violation: the violated rule, or "" after all ``states`` were checked.
+        trace: the events that lead to the violation.
+        reached: transitions of the code's table that occurred.
+        stuck: states without further faults from which the migrations cannot all end.
+    """
 
     states: int
     edges: int
     violation: str
     trace: tuple[str, ...]
-    taken: frozenset[tuple[MigrationState, TransitionEvent]]
+    reached: frozenset[tuple[MigrationState, TransitionEvent]]
     stuck: int
 
 
 class Violation(Exception):
-    """The model does what it must not."""
+    """The model has reached a forbidden state."""
 
 
 class Model:
@@ -119,14 +124,14 @@ class Model:
     def __init__(self, bounds: Bounds, mutation: str = "") -> None:
         self.bounds = bounds
         self.mutation = mutation
-        self.taken: set[tuple[MigrationState, TransitionEvent]] = set()
+        self.reached: set[tuple[MigrationState, TransitionEvent]] = set()
 
     def first(self) -> State:
         plans = tuple((plan, S.PENDING, -1) for plan in list(self.bounds.chunks)[:1])
         return State((Rank(),) * self.bounds.ranks, Daemon(waiting=plans[0][0]), frozenset(), plans,
                      self.bounds.faults, True)  # fmt: skip
 
-    # What can happen ------------------------------------------------------------------------------------------------
+    # Events ---------------------------------------------------------------------------------------------------------
 
     def successors(self, state: State) -> Iterator[tuple[str, State]]:
         yield from self._daemon_acts(state)
@@ -188,7 +193,7 @@ class Model:
                     left, died._replace(journal=journal)
                 )  # fmt: skip
         if any(rank.received for rank in state.ranks):
-            # What was recorded of migrations that have ended was recorded of the placement that is gone.
+            # Records of ended migrations refer to the placement before.
             yield "fault: the job starts again", left._replace(
                 ranks=(Rank(),) * len(state.ranks), daemon=daemon._replace(new_job=True),
                 migrations=tuple((plan, now, -1) for plan, now, _ in state.migrations),
@@ -269,7 +274,7 @@ class Model:
             daemon = daemon._replace(version=len(daemon.journal))
         if again and now is not S.ABORTING:
             daemon = daemon._replace(again=(*again, *daemon.again))
-            if now is S.APPLYING and self.mutation != "void chunks forgotten":
+            if now is S.APPLYING and self.mutation != "void chunks not pushed again":
                 state = self._fire(state, daemon.active, E.VOIDED)
         return state._replace(daemon=daemon)
 
@@ -349,7 +354,7 @@ class Model:
         """By the code's table: raises IllegalTransitionError where it has no way."""
         now = self._state_of(state, plan)
         after = next_state(now, event, plan)
-        self.taken.add((now, event))
+        self.reached.add((now, event))
         migrations = tuple(
             (name, after, recorded) if name == plan else (name, old, before) for name, old, before in state.migrations
         )
@@ -410,7 +415,7 @@ MUTATIONS = (
     "number from the newest pushed",
     "journal after sending",
     "live before all settled",
-    "void chunks forgotten",
+    "void chunks not pushed again",
     "abort does not wait",
 )
 
@@ -447,7 +452,7 @@ def explore(bounds: Bounds, mutation: str = "", most_states: int = 10**7) -> Out
         except Exception as error:
             if isinstance(error, MemoryError):
                 raise
-            return Outcome(len(came_from), edges, str(error), trace(state), frozenset(model.taken), 0)
+            return Outcome(len(came_from), edges, str(error), trace(state), frozenset(model.reached), 0)
     ended = [state for state in came_from if all(now in FINAL_STATES for _, now, _ in state.migrations)]
     reaches = set(ended)
     queue = deque(ended)
@@ -456,4 +461,4 @@ def explore(bounds: Bounds, mutation: str = "", most_states: int = 10**7) -> Out
             if earlier not in reaches:
                 reaches.add(earlier)
                 queue.append(earlier)
-    return Outcome(len(came_from), edges, "", (), frozenset(model.taken), len(came_from) - len(reaches))
+    return Outcome(len(came_from), edges, "", (), frozenset(model.reached), len(came_from) - len(reaches))

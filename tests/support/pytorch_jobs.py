@@ -1,4 +1,4 @@
-"""Trainings with a collection among other parts of PyTorch: each function trains on ranks and returns its results."""
+"""Jobs of ranks: training with a collection among other parts of PyTorch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def features(step: int, rank: int) -> dict[str, flexd.Jagged]:
 def train(
     rank: int, collection: flexd.EmbeddingCollection, loss_of: Callable[[int], torch.Tensor], dense: nn.Module
 ) -> dict[str, Any]:
-    """STEPS steps with a migration in the second; the dense gradients are averaged here unless FSDP does."""
+    """Train STEPS steps with a migration in the second. Dense gradients are averaged here unless FSDP averages them."""
     optimizer = torch.optim.SGD(dense.parameters(), lr=0.01)
     losses = []
     for step in range(STEPS):
@@ -93,7 +93,7 @@ def train(
 
 
 def plain(rank: int, layout: RankLayout, dtype: str = "float64") -> dict[str, Any]:
-    """Return the results that the others must have."""
+    """Return the results of training without other parts of PyTorch."""
     collection, tower = collection_of(layout, dtype), Tower(getattr(torch, dtype))
     return train(rank, collection, lambda step: tower(collection(features(step, rank))["item"].values), tower)
 
@@ -112,17 +112,19 @@ def fsdp(rank: int, layout: RankLayout, inside: bool) -> dict[str, Any]:
 def checkpointed(rank: int, layout: RankLayout, reentrant: bool, around_all: bool) -> dict[str, Any]:
     collection, tower = collection_of(layout), Tower()
     model = Model(collection, tower)
-    grad = torch.zeros((), dtype=torch.float64, requires_grad=True)  # what reentrant checkpoints ask of some input
+    grad = torch.zeros(
+        (), dtype=torch.float64, requires_grad=True
+    )  # reentrant checkpoints need an input with a gradient
 
-    def all_of_it(anchor: torch.Tensor, given: dict[str, flexd.Jagged]) -> torch.Tensor:
-        return model(given) + 0 * anchor
+    def whole_model(anchor: torch.Tensor, inputs: dict[str, flexd.Jagged]) -> torch.Tensor:
+        return model(inputs) + 0 * anchor
 
     def loss_of(step: int) -> torch.Tensor:
-        given = features(step, rank)
+        inputs = features(step, rank)
         if around_all:
-            out = checkpoint(all_of_it, grad, given, use_reentrant=reentrant)
+            out = checkpoint(whole_model, grad, inputs, use_reentrant=reentrant)
         else:
-            out = checkpoint(tower, collection(given)["item"].values, use_reentrant=reentrant)
+            out = checkpoint(tower, collection(inputs)["item"].values, use_reentrant=reentrant)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -130,7 +132,7 @@ def checkpointed(rank: int, layout: RankLayout, reentrant: bool, around_all: boo
 
 
 def compiled(rank: int, layout: RankLayout, whole: bool) -> dict[str, Any]:
-    """The dense part without graph breaks; or the whole model, with the collection as one."""
+    """Compile the dense part without graph breaks, or the whole model, with the collection as a graph break."""
     torch._dynamo.reset()
     collection, tower = collection_of(layout), Tower()
     if whole:
@@ -155,12 +157,12 @@ def autocast(rank: int, layout: RankLayout) -> dict[str, Any]:
 
 
 def nested(rank: int, layout: RankLayout) -> dict[str, Any]:
-    """Nested tensors in, nested tensors out."""
+    """Train with nested tensors as inputs and outputs."""
     collection, tower = collection_of(layout), Tower()
 
     def loss_of(step: int) -> torch.Tensor:
-        given = torch.nested.nested_tensor(list(ids(step, rank).split([5, 7])), layout=torch.jagged)
-        rows = collection({"item": given})["item"].to_nested()
+        inputs = torch.nested.nested_tensor(list(ids(step, rank).split([5, 7])), layout=torch.jagged)
+        rows = collection({"item": inputs})["item"].to_nested()
         assert rows.is_nested
         assert rows.shape[0] == 2
         return tower(torch.cat(rows.unbind()))
@@ -169,7 +171,7 @@ def nested(rank: int, layout: RankLayout) -> dict[str, Any]:
 
 
 def whole_model_state(rank: int, layout: RankLayout) -> dict[str, Any]:
-    """A model saved in the middle of a training and loaded into another one ends as if it had gone on."""
+    """Save a model during training, load it into another one and train both on."""
 
     def train_from(model: Model, first: int, last: int) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -184,11 +186,11 @@ def whole_model_state(rank: int, layout: RankLayout) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
     file.seek(0)
-    said = second.load_state_dict(torch.load(file, weights_only=True))
+    loaded = second.load_state_dict(torch.load(file, weights_only=True))
     train_from(first, 2, 4)
     train_from(second, 2, 4)
     return {
-        "said": str(said), "parameters": [name for name, _ in first.named_parameters()],
+        "loaded": str(loaded), "parameters": [name for name, _ in first.named_parameters()],
         "buffers": [name for name, _ in first.named_buffers()], "keys": sorted(first.state_dict()),
         "tables": (first.items.gather_table("item"), second.items.gather_table("item")),
         "dense": (first.tower.first.weight.detach(), second.tower.first.weight.detach()),
@@ -197,23 +199,23 @@ def whole_model_state(rank: int, layout: RankLayout) -> dict[str, Any]:
 
 def copies(rank: int, layout: RankLayout) -> list[str]:
     collection = collection_of(layout)
-    said = []
+    texts = []
     for attempt in (
         lambda: copy.deepcopy(Model(collection)), lambda: copy.copy(collection), lambda: pickle.dumps(collection),
         lambda: torch.save(Model(collection), io.BytesIO()), lambda: Model(collection).to("meta"),
     ):  # fmt: skip
         try:
             attempt()
-            said.append("done")
+            texts.append("done")
         except EmbeddingError as error:
-            said.append(str(error))
+            texts.append(str(error))
     model = Model(collection).to("cpu").half()
     rows = model.items(features(0, rank))["item"].values
-    return [*said, f"{rows.dtype} {model.tower.first.weight.dtype}"]
+    return [*texts, f"{rows.dtype} {model.tower.first.weight.dtype}"]
 
 
 def load(rank: int, layout: RankLayout) -> dict[str, Any]:
-    """Rows set in the middle of a table whose other rows are replicated."""
+    """Set rows in the middle of a table of which other rows are replicated."""
     collection = flexd.EmbeddingCollection(
         [flexd.EmbeddingTable("other", 7, DIM), flexd.EmbeddingTable("item", ROWS, DIM)],
         layout=layout, replica_slots=[30],

@@ -42,14 +42,14 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
 
 
 def _end_groups_of_the_job() -> None:
-    """A gloo group has a thread that looks a hundred times a second for what has come; a rank runs a hundred jobs."""
+    """Destroy the groups that a job made: each has a thread that polls 100 times a second, and a rank runs 100 jobs."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
     from flexd.embedding.exchange import process_groups as groups
 
-    kept = [dist.group.WORLD, *groups._shared[1].values()]
-    for group in [made for made in _world.pg_map if all(made is not keep for keep in kept)]:
+    kept_groups = [dist.group.WORLD, *groups._shared[1].values()]
+    for group in [made for made in _world.pg_map if all(made is not keep for keep in kept_groups)]:
         dist.destroy_process_group(group)
 
 
@@ -74,8 +74,12 @@ class RankPool:
         self._collect(120)
 
     def run(self, function: str, *args: Any, timeout: float = 120) -> list[Any]:
-        """Results by rank, None of one that has died. Raises AssertionError with the tracebacks of those that failed,
-        TimeoutError past the deadline."""
+        """Return the results by rank, None for a rank that has died.
+
+        Raises:
+            AssertionError: with the tracebacks of the ranks that failed.
+            TimeoutError: past the deadline.
+        """
         for pipe in self._pipes:
             pipe.send((function, args))
         return self._collect(timeout)

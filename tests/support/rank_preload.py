@@ -1,6 +1,6 @@
 """Imports of the ranks of a pool, done once in the process that they are forked from.
 
-Nothing of it becomes garbage, so it is kept out of the collector's way, which also keeps the pages shared.
+No import becomes garbage, so all are hidden from the garbage collector, which also keeps their pages shared.
 """
 
 from __future__ import annotations

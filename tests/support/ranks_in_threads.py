@@ -1,4 +1,4 @@
-"""Ranks of one job inside this process: real agents and inboxes, a training loop that does the exchange for all."""
+"""Ranks of one job inside this process: real agents and inboxes, and one training loop that exchanges for all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECRET = b"a secret for the tests"
 
 
 def target(seed: int, rows: int = 600, version: int = 0) -> Placement:
-    """Some placement with rows at both tiers above HOME."""
+    """Return a random placement with rows at both tiers above HOME."""
     rng = np.random.default_rng(seed)
     keys = rng.choice(TABLES.total_rows, size=rows, replace=False).astype(np.int64)
     return Placement.of(keys, rng.integers(1, 3, size=rows).astype(np.uint8), version)
@@ -44,7 +44,12 @@ class _Rank:
 
 
 class Ranks:
-    """W ranks that step together until ``stop``. ``placements`` are what each has applied. ``port``: or addresses."""
+    """W ranks that step together until ``stop``.
+
+    Args:
+        port: port of the daemon, or addresses.
+        placements: applied placement of each rank at the start.
+    """
 
     def __init__(
         self,
@@ -63,7 +68,7 @@ class Ranks:
         self.steps = 0
         self.longest_step_seconds = 0.0
         self.history: list[list[tuple[int, bytes]]] = [[] for _ in range(self.layout.world_size)]
-        """(version, content) of the chunks that each rank applied."""
+        """(version, content) of each chunk that a rank applied, by rank."""
         self.ranks: list[_Rank] = []
         for rank in range(self.layout.world_size):
             mine = (slots_of_rank or {}).get(rank, slots)
@@ -103,14 +108,14 @@ class Ranks:
     def placements(self) -> list[Placement]:
         return [rank.placement for rank in self.ranks]
 
-    def all_at(self, wanted: Placement) -> bool:
-        return all(p.digest() == wanted.digest() and len(p) == len(wanted) for p in self.placements)
+    def all_at(self, planned: Placement) -> bool:
+        return all(p.digest() == planned.digest() and len(p) == len(planned) for p in self.placements)
 
     def state(self) -> str:
         return "; ".join(f"{rank.agent.state} {rank.agent.counters}" for rank in self.ranks)
 
     def _listed(self, state: _Rank, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """List what the embedding lists: DEVICE rows, and NODE rows of this rank's rail."""
+        """Return the rows that the embedding lists: DEVICE rows, and NODE rows of this rank's rail."""
         keys, tiers = state.placement.keys, state.placement.tiers
         mine = (tiers == Tier.DEVICE) | (keys % self.layout.local_ranks == self.layout.local_rank_of(rank))
         return keys[mine], tiers[mine]

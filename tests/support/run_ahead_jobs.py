@@ -32,9 +32,9 @@ class Loop:
         read_every: steps between reading whole tables.
         save_every: steps between saving everything and loading the save before.
         max_norm: gradients are clipped to it; 0: not.
-        bad_at: index of a batch that cannot be looked up on the last rank, and is passed over; -1: none.
+        bad_at: index of a batch that cannot be looked up on the last rank, and is skipped; -1: none.
         loops: number of loops that share the batches.
-        left_at: index of a batch after whose step the loop is left; the rest is trained on without run-ahead.
+        break_at: index of a batch after whose step the loop ends; the rest is trained on without run-ahead.
     """
 
     ahead: bool = True
@@ -47,7 +47,7 @@ class Loop:
     max_norm: float = 0.0
     bad_at: int = -1
     loops: int = 1
-    left_at: int = -1
+    break_at: int = -1
 
 
 def make(scenario: Scenario) -> EmbeddingCollection:
@@ -73,7 +73,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     rng = np.random.default_rng([scenario.seed, 7, rank])
     losses: list[float] = []
     trained: list[float] = []
-    versions, said, unequal, left = [], [], 0, 0
+    versions, errors, unequal, deferred = [], [], 0, 0
     saved: list[dict[str, Any]] = []
     every = [(index, batch(scenario, index, rank)) for index in range(scenario.steps * scenario.passes)]
     if loop.bad_at >= 0 and rank == scenario.layout.world_size - 1:
@@ -84,7 +84,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         return what > 0 and (index + 1) % scenario.passes == 0 and step % what == 0
 
     def on(batches: Any) -> None:
-        nonlocal unequal, left
+        nonlocal unequal, deferred
         for index, features in batches:
             step, number = divmod(index, scenario.passes)
             due = min(len(chunks), step // scenario.migrate_every)
@@ -94,7 +94,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
                 losses.append(backward(collection, features))
                 trained.append(losses[-1])
             except EmbeddingError as error:
-                said.append(str(error))
+                errors.append(str(error))
                 continue
             if number + 1 < scenario.passes:
                 continue
@@ -107,7 +107,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             versions.append(collection.placement_version)
             unequal += not collection.replicas_bit_equal()
             hooks = collection.engine.hooks
-            left += isinstance(hooks, RunAhead) and hooks._deferred is not None
+            deferred += isinstance(hooks, RunAhead) and hooks._deferred is not None
             if each(index, step, loop.between_every):
                 losses.append(backward(collection, batch(scenario, 30_000 + step, rank)))
                 collection.optimizer.step()
@@ -122,7 +122,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             if each(index, step, loop.save_every):
                 saved.append(collection.state_dict())
                 collection.load_state_dict(saved[max(0, len(saved) - 2)])
-            if index == loop.left_at:
+            if index == loop.break_at:
                 break
 
     ends = [round(len(every) * (part + 1) / loop.loops) for part in range(loop.loops)]
@@ -135,14 +135,14 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             )  # fmt: skip
         on(part)
         del part
-    if loop.left_at >= 0:
-        on(every[loop.left_at + 1 :])
+    if loop.break_at >= 0:
+        on(every[loop.break_at + 1 :])
     totals = collection.traffic.totals()
     tables = {table.name: collection.gather_table(table.name).double().numpy() for table in collection.tables}
     overlapped = collection.engine.hooks.overlapped
     return {
-        "losses": losses, "trained": trained, "versions": versions, "unequal": unequal, "tables": tables, "left": left,
-        "said": said,
+        "losses": losses, "trained": trained, "versions": versions, "unequal": unequal, "tables": tables,
+        "deferred": deferred, "errors": errors,
         "traffic": {name: totals[name] - built[name] for name in totals},
         "overlapped": {} if overlapped is None else overlapped.totals(),
         "digest": collection.engine.migrator.digest, "threads": threads(),
@@ -173,13 +173,13 @@ def count_bytes(rank: int, layout: RankLayout, ids: list[list[list[int]]], excha
     collection = EmbeddingCollection([EmbeddingTable("item", 60, 4)], layout=layout, exchange=exchange)
     engine = collection.engine
     loader = [{"item": Jagged(torch.tensor(part), torch.tensor([len(part)]))} for part in ids[rank]]
-    said = []
+    traffic = []
 
     def totals() -> tuple[int, int]:
         engine.hooks.wait()
         return tuple(
-            traffic.all_to_all_intra_bytes + traffic.all_to_all_inter_bytes
-            for traffic in (collection.traffic, engine.hooks.overlapped)
+            counted.all_to_all_intra_bytes + counted.all_to_all_inter_bytes
+            for counted in (collection.traffic, engine.hooks.overlapped)
         )
 
     for features in flexd.prefetch(loader, collection):
@@ -187,8 +187,8 @@ def count_bytes(rank: int, layout: RankLayout, ids: list[list[list[int]]], excha
         collection(features)["item"].values.sum().backward()
         collection.optimizer.step()
         after = totals()
-        said.append({"all": after[0] - before[0], "overlapped": after[1] - before[1]})
-    return said
+        traffic.append({"all": after[0] - before[0], "overlapped": after[1] - before[1]})
+    return traffic
 
 
 def pooled(rank: int, layout: RankLayout, weighted: bool, steps: int) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""A training of the collection of which every step's bytes are recorded, and the same step's keys for the simulator."""
+"""Jobs of ranks: training with the bytes of every step, and the keys of the same steps for the simulator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def keyspace_of(kind: str, optimizer: str) -> KeySpace:
 
 
 def ids_of(kind: str, seed: int, step: int, rank: int) -> dict[str, np.ndarray]:
-    """Skewed ids of every table; now and then none."""
+    """Return skewed ids of every table, sometimes none."""
     rng = np.random.default_rng([seed, step, rank])
     return {
         name: (rng.zipf(1.3, int(rng.integers(0, 40))) - 1) % rows if rng.random() < 0.9 else np.empty(0, np.int64)
@@ -43,13 +43,13 @@ def keys_of(kind: str, optimizer: str, seed: int, step: int, world_size: int) ->
 def record(
     rank: int, layout: RankLayout, kind: str, optimizer: str, exchange: str, seed: int, chunks: list[Delta | None]
 ) -> list[dict[str, int]]:
-    """Traffic of each step. Chunk t arrives before step t and is applied at the start of step t + 1."""
+    """Return the traffic of each step. Chunk t arrives before step t and is applied at the start of step t + 1."""
     collection = EmbeddingCollection(
         [EmbeddingTable(name, rows, dim, dtype=dtype) for name, rows, dim, dtype in TABLES[kind]],
         optimizer=SGD(lr=0.1) if optimizer == "sgd" else RowWiseAdagrad(lr=0.1),
         layout=layout, exchange=exchange, replica_slots=[group.rows for group in keyspace_of(kind, optimizer).groups],
     )  # fmt: skip
-    said = []
+    traffic = []
     for step, chunk in enumerate(chunks):
         if chunk is not None:
             collection.engine.inbox.offer(collection.engine.inbox._received_version + 1, chunk)
@@ -62,5 +62,5 @@ def record(
         torch.stack([jagged.values.double().sin().sum() for jagged in out.values()]).sum().backward()
         collection.optimizer.step()
         after = collection.traffic.totals()
-        said.append({name: after[name] - before[name] for name in after})
-    return said
+        traffic.append({name: after[name] - before[name] for name in after})
+    return traffic

@@ -20,7 +20,7 @@ STEPS = 5
 
 
 def configs(pooled: bool) -> list[Any]:
-    """``target`` is read by both tables."""
+    """Return configurations of two tables that both read ``target``."""
     kind = EmbeddingBagConfig if pooled else EmbeddingConfig
     more: list[dict[str, Any]] = [{}, {"pooling": torchrec.PoolingType.MEAN}] if pooled else [{}, {}]
     dims = (8, 4) if pooled else (8, 8)
@@ -57,7 +57,7 @@ def make(pooled: bool, layout: RankLayout) -> Any:
 
 
 def plain_of(collection: Any, pooled: bool) -> Any:
-    """TorchRec's module with the rows that the collection has now."""
+    """Return TorchRec's module with the present rows of the collection."""
     module = (torchrec.EmbeddingBagCollection if pooled else torchrec.EmbeddingCollection)(tables=configs(pooled))
     tables = module.embedding_bags if pooled else module.embeddings
     with torch.no_grad():
@@ -92,7 +92,7 @@ def train_alone(world_size: int, pooled: bool) -> tuple[list[list[float]], dict[
     return losses, {name: table.weight.detach() for name, table in tables.items()}
 
 
-def refused(rank: int, layout: RankLayout, guilty: int) -> list[str]:
+def refused(rank: int, layout: RankLayout, faulty: int) -> list[str]:
     """Give one rank faulty input and return the error of every rank."""
     collection = make(False, layout)
     good = batch(1, rank, samples=3)
@@ -105,16 +105,16 @@ def refused(rank: int, layout: RankLayout, guilty: int) -> list[str]:
             ["shop", "history", "target"], torch.tensor([99, 1, 1]), torch.tensor([1, 1, 1])
         ),
     ]
-    said = []
+    errors = []
     for fault in faults:
         try:
-            collection(fault if rank == guilty else good)
-            said.append("no error")
+            collection(fault if rank == faulty else good)
+            errors.append("no error")
         except flexd.core.errors.EmbeddingError as error:
-            said.append(str(error))
+            errors.append(str(error))
         loss_of(collection(good)).backward()
         collection.optimizer.step()
-    return said
+    return errors
 
 
 def initial(rank: int, layout: RankLayout) -> dict[str, torch.Tensor]:

@@ -93,7 +93,7 @@ def test_a_missing_rank_fails_the_probe_within_the_deadline(hangs: bool) -> None
     pool = RankPool(4)
     try:
         for pipe in pool._pipes:
-            pipe.send(("probe_jobs:leaves", (LAYOUT, 3, hangs, 3.0)))
+            pipe.send(("probe_jobs:leave_during_a_collective", (LAYOUT, 3, hangs, 3.0)))
         deadline = time.monotonic() + 60
         for pipe in pool._pipes[:3]:
             assert pipe.poll(max(0.0, deadline - time.monotonic())), "a survivor hangs"
@@ -245,6 +245,6 @@ def test_a_missing_folder_fails_before_measuring(command: Callable[..., str]) ->
 
 def test_ranks_that_never_join_fail_it_at_the_deadline(command: Callable[..., str]) -> None:
     job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
-    said = command("--out", "c.yaml", "--timeout-seconds", "1", "--backend", "gloo", **job, LOCAL_WORLD_SIZE="1")
-    assert "no process group" in said
-    assert "GLOO_SOCKET_IFNAME" in said
+    error = command("--out", "c.yaml", "--timeout-seconds", "1", "--backend", "gloo", **job, LOCAL_WORLD_SIZE="1")
+    assert "no process group" in error
+    assert "GLOO_SOCKET_IFNAME" in error

@@ -10,9 +10,9 @@ def test_stated_bytes_equal_the_sent_bytes(pool: RankPool) -> None:
     for layout in (RankLayout(2, 2), RankLayout(1, 4)):
         for rows in pool.run("probe_jobs:bytes_sent", layout, [1, 1000, 4099, 65_536]):
             assert rows
-            for name, wanted, stated, sent in rows:
+            for name, requested, stated, sent in rows:
                 assert stated == sent, name
-                assert wanted <= stated <= wanted + 4 * 2 * layout.world_size, name
+                assert requested <= stated <= requested + 4 * 2 * layout.world_size, name
 
 
 def test_a_layout_of_another_world_size_is_refused(pool: RankPool) -> None:

@@ -17,11 +17,11 @@ def test_weights_are_factors_of_the_rows() -> None:
     ours = FlexEmbeddingBagCollection([table], is_weighted=True)
     plain = torchrec.EmbeddingBagCollection(tables=[table], is_weighted=True)
     plain.embedding_bags["item"].weight.data.copy_(ours.gather_table("item"))
-    given = {"keys": ["a", "b"], "values": torch.tensor([1, 2, 2, 60, 5]), "lengths": torch.tensor([2, 0, 1, 2])}
-    kjt = KeyedJaggedTensor.from_lengths_sync(**given, weights=torch.tensor([0.5, -1.0, 2.0, 1.0, 3.0]))
+    inputs = {"keys": ["a", "b"], "values": torch.tensor([1, 2, 2, 60, 5]), "lengths": torch.tensor([2, 0, 1, 2])}
+    kjt = KeyedJaggedTensor.from_lengths_sync(**inputs, weights=torch.tensor([0.5, -1.0, 2.0, 1.0, 3.0]))
     torch.testing.assert_close(ours(kjt).values(), plain(kjt).values())
     with pytest.raises(EmbeddingError, match="without a weight for each value"):
-        ours(KeyedJaggedTensor.from_lengths_sync(**given))
+        ours(KeyedJaggedTensor.from_lengths_sync(**inputs))
     table.pooling = PoolingType.MEAN
     with pytest.raises(EmbeddingError, match=r"pooled by MEAN: item.*sum to 1"):
         FlexEmbeddingBagCollection([table], is_weighted=True)

@@ -46,9 +46,9 @@ def one(**more: Any) -> list[EmbeddingConfig]:
 def test_initial_values_follow_init_fn_and_seed() -> None:
     uniform = FlexEmbeddingCollection(one(weight_init_min=-0.1, weight_init_max=0.1)).gather_table("t")
     assert 0.099 < uniform.abs().max() <= 0.1
-    lopsided = FlexEmbeddingCollection(one(weight_init_min=0.2, weight_init_max=0.3)).gather_table("t")
-    assert lopsided.min() >= 0.2
-    assert lopsided.max() <= 0.3
+    positive = FlexEmbeddingCollection(one(weight_init_min=0.2, weight_init_max=0.3)).gather_table("t")
+    assert positive.min() >= 0.2
+    assert positive.max() <= 0.3
     normal = FlexEmbeddingCollection(one(init_fn=partial(nn.init.normal_, std=3.0))).gather_table("t")
     assert 2.9 < normal.std() < 3.1
     assert torch.equal(
@@ -56,12 +56,12 @@ def test_initial_values_follow_init_fn_and_seed() -> None:
     )
     other = FlexEmbeddingCollection(one(init_fn=partial(nn.init.normal_, std=3.0)), seed=1)
     assert not torch.equal(normal, other.gather_table("t"))
-    given = torch.randn(4000, 8)
-    copied = FlexEmbeddingCollection(one(init_fn=lambda weight: weight.copy_(given)))
-    assert torch.equal(copied.gather_table("t"), given)
+    values = torch.randn(4000, 8)
+    copied = FlexEmbeddingCollection(one(init_fn=lambda weight: weight.copy_(values)))
+    assert torch.equal(copied.gather_table("t"), values)
     state = torch.random.get_rng_state()
     FlexEmbeddingCollection(one(init_fn=nn.init.xavier_uniform_))
-    assert torch.equal(state, torch.random.get_rng_state()), "the trainer's random numbers are its own"
+    assert torch.equal(state, torch.random.get_rng_state()), "the trainer's random state is unchanged"
 
 
 def test_initial_values_do_not_depend_on_the_number_of_ranks(pair: RankPool) -> None:

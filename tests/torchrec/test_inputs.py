@@ -16,8 +16,8 @@ from flexd.torchrec import FlexEmbeddingCollection  # noqa: E402
 
 def test_invalid_input_is_refused_on_every_rank(pair: RankPool) -> None:
     causes = ["a Tensor instead of a KeyedJaggedTensor", "has no history, target", "2 values and 3 lengths", "row 99"]
-    for rank, said in enumerate(pair.run("torchrec_jobs:refused", RankLayout(2, 1), 1)):
-        for text, cause in zip(said, causes, strict=True):
+    for rank, errors in enumerate(pair.run("torchrec_jobs:refused", RankLayout(2, 1), 1)):
+        for text, cause in zip(errors, causes, strict=True):
             assert (cause if rank == 1 else "rank 1 has input") in text
 
 

@@ -1,4 +1,4 @@
-"""Agents with daemons that are absent, mute, wrong or forged, and the daemon with such ranks."""
+"""Agents of absent, unresponsive and forged daemons, and a daemon with invalid ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refused(hosted: Any, kind: str) -> int:
     return int(hosted.coordinator.status().refused_messages[kind])
 
 
-def test_without_a_daemon_nothing_blocks_and_nothing_grows() -> None:
+def test_an_agent_without_a_daemon_neither_blocks_nor_grows() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         agent = lone_agent(free.getsockname()[1])
@@ -51,11 +51,11 @@ def test_without_a_daemon_nothing_blocks_and_nothing_grows() -> None:
         assert agent.stop(5)
 
 
-def test_a_mute_server_costs_a_deadline_and_a_bounded_number_of_threads() -> None:
-    with socket.socket() as mute:
-        mute.bind(("127.0.0.1", 0))
-        mute.listen(64)
-        connector = StoreConnector("127.0.0.1", mute.getsockname()[1], "job", 0.05)
+def test_an_unresponsive_server_costs_a_deadline_and_a_bounded_number_of_threads() -> None:
+    with socket.socket() as unresponsive:
+        unresponsive.bind(("127.0.0.1", 0))
+        unresponsive.listen(64)
+        connector = StoreConnector("127.0.0.1", unresponsive.getsockname()[1], "job", 0.05)
         for _ in range(MAX_ABANDONED_CLIENTS + 3):
             with pytest.raises(ControlError, match="not answer"):
                 connector.connect()
@@ -64,7 +64,7 @@ def test_a_mute_server_costs_a_deadline_and_a_bounded_number_of_threads() -> Non
     until(lambda: not any(helper.is_alive() for helper in helpers))
 
 
-def test_a_rank_with_another_secret_is_never_let_in(host: Callable[..., Any]) -> None:
+def test_a_rank_with_another_secret_is_never_accepted(host: Callable[..., Any]) -> None:
     hosted = host()
     with Ranks(hosted.port, PAIR, secret=b"wrong") as ranks:
         until(lambda: all("not signed" in rank.agent.state for rank in ranks.ranks))
@@ -79,11 +79,11 @@ def test_a_rank_with_another_secret_is_never_let_in(host: Callable[..., Any]) ->
     ("change", "reason"),
     [
         (
-            lambda who: replace(who, table_digest=LARGER.digest, tables=LARGER.tables),
+            lambda own: replace(own, table_digest=LARGER.digest, tables=LARGER.tables),
             "the tables differ: item.rows: 60000 in the trainer, 50000 in the daemon's configuration",
         ),
-        (lambda who: replace(who, table_digest="other"), "the tables differ: digest other here"),
-        (lambda who: replace(who, replica_slots=(1,)), "dim-groups"),
+        (lambda own: replace(own, table_digest="other"), "the tables differ: digest other here"),
+        (lambda own: replace(own, replica_slots=(1,)), "dim-groups"),
     ],
 )
 def test_a_contradicting_rank_gets_the_reason_and_the_status_shows_it(
@@ -108,11 +108,11 @@ def test_a_contradicting_rank_gets_the_reason_and_the_status_shows_it(
 
 def test_a_rank_of_another_job_finds_no_daemon(host: Callable[..., Any]) -> None:
     hosted = host()
-    with Ranks(hosted.port, PAIR, identities=lambda who: replace(who, job="other")) as ranks:
+    with Ranks(hosted.port, PAIR, identities=lambda own: replace(own, job="other")) as ranks:
         until(lambda: all("no flexd daemon of job 'other'" in rank.agent.state for rank in ranks.ranks))
 
 
-def test_rubbish_forgeries_and_replays_change_nothing(host: Callable[..., Any]) -> None:
+def test_malformed_forged_and_replayed_messages_change_nothing(host: Callable[..., Any]) -> None:
     hosted = host()
     with Ranks(hosted.port, PAIR) as ranks:
         until(hosted.ready)
@@ -159,7 +159,7 @@ def test_stop_sends_the_last_report(host: Callable[..., Any]) -> None:
     until(lambda: sum(report.steps for rank, report in hosted.reports if rank == 0) >= ranks.steps - 5)
 
 
-def test_reports_flow_while_chunks_do(host: Callable[..., Any]) -> None:
+def test_reports_arrive_while_chunks_are_pushed(host: Callable[..., Any]) -> None:
     hosted = host(window_chunks=1)
     with Ranks(hosted.port, PAIR) as ranks:
         until(hosted.ready)

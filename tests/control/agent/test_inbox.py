@@ -44,7 +44,7 @@ def agree(box: ChunkInbox, lowest: int | None = None) -> None:
     box.end_exchange(announced if lowest is None else lowest)
 
 
-def test_a_chunk_is_taken_only_when_agreed() -> None:
+def test_a_chunk_is_polled_only_after_agreement() -> None:
     box = inbox()
     box.offer(1, delta([4]))
     box.offer(2, delta([5]))
@@ -59,7 +59,7 @@ def test_a_chunk_is_taken_only_when_agreed() -> None:
     assert box.applied_version == 2
 
 
-def test_take_stops_at_the_byte_cap_but_gives_at_least_one() -> None:
+def test_poll_agreed_stops_at_the_byte_cap_and_returns_at_least_one() -> None:
     box = inbox()
     for version in range(1, 4):
         box.offer(version, delta([2 * version, 2 * version + 1]))
@@ -68,7 +68,7 @@ def test_take_stops_at_the_byte_cap_but_gives_at_least_one() -> None:
     assert [version for version, _ in box.poll_agreed(4, len)] == [2, 3]
 
 
-def test_settle_drops_what_is_not_agreed_and_gives_its_slots_back() -> None:
+def test_settle_drops_unagreed_chunks_and_frees_their_slots() -> None:
     box = inbox((2, 2))
     box.offer(1, delta([4]))
     agree(box)
@@ -96,7 +96,7 @@ def test_settle_waits_for_the_running_exchange() -> None:
     assert outcome[0][0] == 1
 
 
-def test_settle_gives_up_at_its_deadline() -> None:
+def test_settle_fails_at_its_deadline() -> None:
     box = inbox()
     box.offer(1, delta([4]))
     box.begin_exchange()
@@ -127,7 +127,7 @@ def test_a_repeated_version_is_ignored() -> None:
         (1, delta([64, 66, 68]), "needs 3 replica slots in dim-group 1, there are 2"),
     ],
 )
-def test_a_bad_chunk_is_refused_whole(version: int, chunk: Delta, reason: str) -> None:
+def test_an_invalid_chunk_changes_nothing(version: int, chunk: Delta, reason: str) -> None:
     box = inbox((2, 2))
     with pytest.raises(ChunkRefusedError, match=reason):
         box.offer(version, chunk)
@@ -159,10 +159,10 @@ def preparing_inbox(nbytes: int) -> tuple[ChunkInbox, list[_Made]]:
 @pytest.mark.parametrize(
     ("nbytes", "expected"),
     [
-        # Two are always prepared, however large they are.
+        # Two are always prepared, of any size.
         (PREPARED_BYTES, 2),
         (PREPARED_BYTES // 2 + 1, 2),
-        # Further ones while all of them, the next included, fit in.
+        # Further ones are prepared while all of them, including the next, fit.
         (PREPARED_BYTES // 3 + 1, 2),
         (PREPARED_BYTES // 3, 3),
         (PREPARED_BYTES // 4, 4),
@@ -185,14 +185,14 @@ def test_chunks_are_prepared_ahead_within_the_cap(nbytes: int, expected: int) ->
         assert box.prepared(version) is made[version - 1]
     box.applied(expected)
     assert box.prepared_bytes == 0
-    # What is applied makes room for the rest.
+    # Applied chunks make room for the rest.
     while box.prepare_next():
         pass
     assert len(made) == min(9, 2 * expected)
     assert [each.keys[-1] for each in made] == [2 * version for version in range(1, len(made) + 1)]
 
 
-def test_a_chunk_is_prepared_from_the_one_before_it_or_from_what_is_applied() -> None:
+def test_a_chunk_is_prepared_from_its_predecessor_or_from_the_applied_placement() -> None:
     box, made = preparing_inbox(PREPARED_BYTES)
     for version in range(1, 4):
         box.offer(version, delta([2 * version]))
@@ -221,8 +221,8 @@ def test_settle_drops_prepared_chunks_that_are_not_agreed() -> None:
 
 
 class SeveralInboxes(RuleBasedStateMachine):
-    """Ranks step together (a real collective: all begin before any ends); chunks arrive, epochs end and begin at any
-    moment in between. A daemon numbers chunks as ``Coordinator`` does: from the agreed version, when all have settled.
+    """Ranks step together (a real collective: all begin before any ends), and chunks arrive and epochs end and begin at
+    any moment in between. A daemon numbers chunks as ``Coordinator`` does: from the agreed version, when all settled.
     """
 
     RANKS = 3
@@ -329,16 +329,16 @@ SeveralInboxes.TestCase.settings = settings(max_examples=100, stateful_step_coun
 TestSeveralInboxes = SeveralInboxes.TestCase
 
 
-def test_the_state_machine_sees_a_settle_that_does_not_wait() -> None:
-    class Hasty(SeveralInboxes):
+def test_the_state_machine_detects_a_settle_that_does_not_wait() -> None:
+    class SettleWithoutWaiting(SeveralInboxes):
         settle_waits = False
 
     few = settings(max_examples=40, stateful_step_count=30, deadline=None, database=None, phases=[Phase.generate])
 
     def search() -> None:
-        # Forty histories of some seeds find it, where one long search may need two thousand; the eighth seed does.
+        # Some seeds find it within 40 histories, among them the eighth; one long search may need 2,000.
         for number in range(8, 60):
-            run_state_machine_as_test(seed(number)(Hasty), settings=few)
+            run_state_machine_as_test(seed(number)(SettleWithoutWaiting), settings=few)
 
     with pytest.raises(AssertionError):
         search()

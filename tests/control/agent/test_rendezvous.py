@@ -1,4 +1,4 @@
-"""Ranks find the daemon that leads among several, and a deposed one has no say."""
+"""Ranks find the leader among several daemons and refuse a former leader."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_malformed_addresses_are_refused(addresses: str) -> None:
         parse_addresses(addresses)
 
 
-def test_addresses() -> None:
+def test_addresses_are_parsed_without_repetitions() -> None:
     assert parse_addresses("a:1") == (("a", 1),)
     assert parse_addresses("a:1, [::1]:2,a:1") == (("a", 1), ("::1", 2))
 
@@ -34,13 +34,13 @@ def test_addresses() -> None:
 def _names(monkeypatch: pytest.MonkeyPatch, found: dict[str, list[str]]) -> list[str]:
     resolved: list[str] = []
 
-    def look_up(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+    def resolve(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
         resolved.append(host)
         if host not in found:
             raise socket.gaierror("no such name")
         return [(0, 0, 0, "", (address, port)) for address in found[host]]
 
-    monkeypatch.setattr("flexd.control.agent.rendezvous.socket.getaddrinfo", look_up)
+    monkeypatch.setattr("flexd.control.agent.rendezvous.socket.getaddrinfo", resolve)
     return resolved
 
 
@@ -56,7 +56,7 @@ def _tried(rendezvous: Rendezvous, times: int) -> list[tuple[str, int]]:
     return [rendezvous.connect()[1] for _ in range(times)]
 
 
-def test_every_address_of_a_name_is_tried_and_then_it_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_address_of_a_name_is_tried_before_names_are_resolved_again(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"flexd": ["10.0.0.1", "10.0.0.2"], "other": ["10.0.0.2"]}
     resolved = _names(monkeypatch, found)
     monkeypatch.setattr("flexd.control.agent.rendezvous.StoreConnector", _Connector)
@@ -66,7 +66,7 @@ def test_every_address_of_a_name_is_tried_and_then_it_is_looked_up_again(monkeyp
     assert resolved == ["flexd", "other", "missing"]
     found["flexd"] = ["10.0.0.3"]
     assert _tried(rendezvous, 2) == [("10.0.0.3", 5), ("10.0.0.2", 6)]
-    assert set(rendezvous._connectors) == {("10.0.0.3", 5), ("10.0.0.2", 6)}, "those that are gone are forgotten"
+    assert set(rendezvous._connectors) == {("10.0.0.3", 5), ("10.0.0.2", 6)}, "addresses without a name are dropped"
     found.clear()
     with pytest.raises(ControlError, match="no daemon at flexd:5, other:6, missing:7"):
         rendezvous.connect()
@@ -85,24 +85,24 @@ def test_the_highest_term_is_followed() -> None:
             rendezvous.check_term(notice(term))
 
 
-def test_ranks_go_on_with_the_next_leader_and_refuse_a_deposed_one(host: Callable[..., Any], tmp_path: Path) -> None:
+def test_ranks_continue_with_the_next_leader_and_refuse_the_former(host: Callable[..., Any], tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         other_port = int(free.getsockname()[1])
-    leads = True
-    first = host(tmp_path / "term-1", term=1, may_act=lambda: leads, window_chunks=1)
+    is_leader = True
+    first = host(tmp_path / "term-1", term=1, may_act=lambda: is_leader, window_chunks=1)
     with Ranks(f"127.0.0.1:{first.port},127.0.0.1:{other_port}", PAIR, timeout_seconds=2.0) as ranks:
         until(first.ready, what=ranks.state())
-        broken_off = first.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(5))
-        until(lambda: broken_off.progress.chunks_applied > 3)
-        leads = False
+        interrupted = first.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(5))
+        until(lambda: interrupted.progress.chunks_applied > 3)
+        is_leader = False
         until(lambda: not first.ready())
-        pushed = broken_off.progress.chunks_pushed
+        pushed = interrupted.progress.chunks_pushed
         assert pushed < 120, "it was in the middle"
-        # The lease is another's, this process goes on: nothing more may come from it.
+        # Another daemon has the lease, and this process runs on: it must push nothing more.
         steps = ranks.steps
         until(lambda: ranks.steps > steps + 20)
-        assert broken_off.progress.chunks_pushed == pushed
+        assert interrupted.progress.chunks_pushed == pushed
         assert "does not lead any more" in first.coordinator.status().reason
 
         second = host(tmp_path / "term-2", port=other_port, term=2)

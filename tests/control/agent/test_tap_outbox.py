@@ -1,3 +1,5 @@
+"""The outbox of counted accesses."""
+
 from __future__ import annotations
 
 import pytest
@@ -5,7 +7,7 @@ import pytest
 from flexd.control.agent.tap_outbox import TapOutbox
 
 
-def test_an_outbox_holds_one_payload_and_forgets_only_that():
+def test_an_outbox_holds_one_payload_until_that_is_acknowledged():
     outbox = TapOutbox()
     assert outbox.put(b"a") == 0
     with pytest.raises(ValueError, match="holds"):

@@ -1,3 +1,5 @@
+"""The daemon's store: its number of keys is bounded."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -21,21 +21,21 @@ pytestmark = pytest.mark.slow
 
 def test_a_delta_reaches_every_rank(host: Callable[..., Any]) -> None:
     hosted = host()
-    wanted = target(1)
+    planned = target(1)
     with Ranks(hosted.port) as ranks:
         until(hosted.ready, what=ranks.state())
         live = hosted.coordinator.live()
         assert (live.layout, live.generation, live.replica_slots) == (RankLayout(2, 2), 1, (20_000, 20_000))
-        delta = hosted.coordinator.placement().delta_to(wanted)
+        delta = hosted.coordinator.placement().delta_to(planned)
         migration = hosted.coordinator.migrate("p1", delta.chunks(50), generation=1)
         assert migration.wait(20) is MigrationState.COMMITTED, (migration.progress, hosted.events)
-        assert ranks.all_at(wanted)
+        assert ranks.all_at(planned)
         assert same_content(ranks.history)
         progress = migration.progress
         assert (progress.chunks_pushed, progress.chunks_agreed, progress.chunks_applied) == (12, 12, 12)
         assert (progress.rows_pushed, progress.rows_applied, progress.bytes_pushed) == (600, 600, 6000)
         assert progress.last_version == 12
-        assert hosted.coordinator.placement().digest() == wanted.digest()
+        assert hosted.coordinator.placement().digest() == planned.digest()
         until(lambda: {rank for rank, _ in hosted.reports} == {0, 1, 2, 3})
         status = hosted.coordinator.status()
         assert (status.agreed_version, status.applied_version, status.refused_chunks) == (12, 12, 0)
@@ -43,7 +43,7 @@ def test_a_delta_reaches_every_rank(host: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("layout", [RankLayout(1, 1), RankLayout(1, 3), RankLayout(3, 1)])
-def test_every_shape_of_job(host: Callable[..., Any], layout: RankLayout) -> None:
+def test_a_delta_reaches_the_ranks_of_every_layout(host: Callable[..., Any], layout: RankLayout) -> None:
     hosted = host()
     with Ranks(hosted.port, layout) as ranks:
         migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(2, 90)).chunks(40))
@@ -55,9 +55,11 @@ def test_a_newer_plan_supersedes_at_the_next_chunk(host: Callable[..., Any]) -> 
     hosted = host(window_chunks=2)
     first, second = target(1), target(2)
     with Ranks(hosted.port) as ranks:
-        seen: list[int] = []
+        pushed_counts: list[int] = []
         older = hosted.coordinator.migrate(
-            "p1", lambda p: p.delta_to(first).chunks(10), on_progress=lambda m: seen.append(m.progress.chunks_pushed)
+            "p1",
+            lambda p: p.delta_to(first).chunks(10),
+            on_progress=lambda m: pushed_counts.append(m.progress.chunks_pushed),
         )
         until(lambda: older.progress.chunks_applied > 3)
         newer = hosted.coordinator.migrate("p2", lambda p: p.delta_to(second).chunks(100))
@@ -65,7 +67,7 @@ def test_a_newer_plan_supersedes_at_the_next_chunk(host: Callable[..., Any]) -> 
         assert older.state is MigrationState.SUPERSEDED
         assert "p2" in older.reason
         assert 3 < older.progress.chunks_pushed < 60
-        assert seen[-1] == older.progress.chunks_pushed
+        assert pushed_counts[-1] == older.progress.chunks_pushed
         assert ranks.all_at(second)
         assert same_content(ranks.history)
 
@@ -75,9 +77,9 @@ def test_a_waiting_plan_is_superseded_without_ranks(host: Callable[..., Any]) ->
     older = hosted.coordinator.migrate("p1", [])
     aborted = hosted.coordinator.migrate("p2", [])
     assert older.wait(5) is MigrationState.SUPERSEDED
-    aborted.abort("not wanted")
+    aborted.abort("not needed")
     assert aborted.wait(5) is MigrationState.ABORTED
-    assert aborted.reason == "not wanted"
+    assert aborted.reason == "not needed"
 
 
 def test_the_queue_is_polled_seldom_while_no_rank_is_registered(host: Callable[..., Any]) -> None:

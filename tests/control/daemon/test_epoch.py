@@ -16,7 +16,7 @@ from tests.support.until import until
 pytestmark = pytest.mark.slow
 
 
-def test_a_lost_journal_is_replaced_by_asking_the_ranks(host: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_lost_journal_is_replaced_by_listings_of_the_ranks(host: Callable[..., Any], tmp_path: Path) -> None:
     hosted = host()
     with Ranks(hosted.port, RankLayout(2, 3)) as ranks:
         first = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(100))
@@ -32,7 +32,7 @@ def test_a_lost_journal_is_replaced_by_asking_the_ranks(host: Callable[..., Any]
         assert ranks.all_at(target(2))
 
 
-def test_ranks_that_cannot_list_are_not_taken_over(host: Callable[..., Any], tmp_path: Path) -> None:
+def test_without_a_journal_ranks_that_cannot_list_are_not_ready(host: Callable[..., Any], tmp_path: Path) -> None:
     hosted = host()
     with Ranks(hosted.port, RankLayout(2, 1), can_list=False) as ranks:
         first = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(100))
@@ -45,7 +45,7 @@ def test_ranks_that_cannot_list_are_not_taken_over(host: Callable[..., Any], tmp
         until(lambda: ranks.steps > steps + 20)
 
 
-def test_one_rank_restarted_in_the_same_attempt_is_never_given_chunks(host: Callable[..., Any]) -> None:
+def test_one_rank_restarted_in_the_same_attempt_receives_no_chunks(host: Callable[..., Any]) -> None:
     hosted = host(timeout_seconds=2.0)
     with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
         first = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))

@@ -36,7 +36,7 @@ def test_ranks_that_are_missing_are_named(host: Callable[..., Any]) -> None:
         until(lambda: missing() == (3,))
         for rank in (0, 1, 2):
             ranks.ranks[rank].agent.stop(10)
-        # No rank is left from which the number of ranks is known.
+        # No rank is left that states the number of ranks.
         until(lambda: missing() == (0, 1, 2, 3))
     finally:
         ranks.stop()
@@ -60,7 +60,7 @@ def test_a_new_attempt_starts_from_an_empty_placement(host: Callable[..., Any]) 
             assert restarted.all_at(target(1))
 
 
-def test_a_silent_rank_is_lost_and_comes_back(host: Callable[..., Any]) -> None:
+def test_a_silent_rank_is_reported_as_lost(host: Callable[..., Any]) -> None:
     hosted = host(timeout_seconds=1.5)
     with Ranks(hosted.port, RankLayout(2, 1)) as ranks:
         until(hosted.ready)
@@ -78,7 +78,7 @@ def test_chunks_of_a_failed_epoch_are_pushed_again(host: Callable[..., Any]) -> 
         migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(20))
         for part in range(1, 4):
             until(lambda part=part: migration.progress.chunks_applied >= 5 * part)
-            # Chunks of this moment are received by all and agreed by none.
+            # These chunks are received by all ranks and agreed by none.
             ranks.moving.clear()
             until(lambda: hosted.coordinator._pusher.outstanding_chunks == 4)
             end_epoch(hosted)

@@ -1,3 +1,5 @@
+"""The placement journal: torn, changed and failed writes, voided versions, compaction."""
+
 from __future__ import annotations
 
 import os
@@ -28,7 +30,7 @@ def same(a: Placement, b: Placement) -> bool:
 
 
 def filled(directory: Path, chunks: int) -> list[Placement]:
-    """The placements of versions 0..chunks."""
+    """Write a journal and return the placements of versions 0..chunks."""
     journal = PlacementJournal(directory)
     journal.begin(SEGMENT, Placement.empty())
     placements = [Placement.empty()]
@@ -40,7 +42,7 @@ def filled(directory: Path, chunks: int) -> list[Placement]:
     return placements
 
 
-def test_every_version_is_found_again(tmp_path: Path) -> None:
+def test_every_version_is_read_back(tmp_path: Path) -> None:
     placements = filled(tmp_path, 6)
     journal = PlacementJournal(tmp_path)
     assert (journal.segment, journal.last_version, journal.truncated_bytes) == (SEGMENT, 6, 0)
@@ -54,7 +56,7 @@ def test_the_file_is_private(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "state" / "placement.journal").stat().st_mode) == 0o600
 
 
-def test_a_torn_tail_of_any_length_is_cut_off(tmp_path: Path) -> None:
+def test_a_torn_tail_of_any_length_is_truncated(tmp_path: Path) -> None:
     placements = filled(tmp_path / "whole", 3)
     whole = (tmp_path / "whole" / "placement.journal").read_bytes()
     reached = set()
@@ -67,11 +69,11 @@ def test_a_torn_tail_of_any_length_is_cut_off(tmp_path: Path) -> None:
         assert same(journal.placement_at(journal.last_version), placements[journal.last_version])
         if journal.segment:
             journal.append(journal.last_version + 1, random_delta(journal.placement_at(journal.last_version), length))
-        again = PlacementJournal(directory)
-        assert again.truncated_bytes == 0
-        assert again.last_version == journal.last_version
+        reopened = PlacementJournal(directory)
+        assert reopened.truncated_bytes == 0
+        assert reopened.last_version == journal.last_version
         journal.close()
-        again.close()
+        reopened.close()
     assert reached == {-1, 0, 1, 2}
 
 
@@ -97,7 +99,7 @@ def test_a_flipped_byte_never_gives_a_wrong_placement(
 def test_voided_versions_agreement_and_restarts(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, bool, int]]
 ) -> None:
-    """Against a plain list of placements: append after dropping up to 3 versions, fold now and then, reopen often."""
+    """Compare with a list of placements: append after dropping up to 3 versions, compact and reopen at random."""
     directory = tmp_path_factory.mktemp("journal")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flexd.control.daemon.journal._COMPACT_ROWS", 12)
@@ -124,7 +126,7 @@ def test_voided_versions_agreement_and_restarts(
         journal.close()
 
 
-def test_old_chunks_are_folded_so_that_the_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_chunks_are_compacted_so_that_the_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexd.control.daemon.journal._COMPACT_ROWS", 50)
     journal = PlacementJournal(tmp_path)
     journal.begin(SEGMENT, Placement.empty())
@@ -166,7 +168,7 @@ def test_nothing_is_recorded_before_the_first_segment(tmp_path: Path) -> None:
         PlacementJournal(tmp_path).append(1, random_delta(Placement.empty(), 1))
 
 
-def test_a_write_that_fails_half_way_leaves_the_journal_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_journal_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     placements = filled(tmp_path, 2)
     journal = PlacementJournal(tmp_path)
     with monkeypatch.context() as patch:
@@ -178,9 +180,9 @@ def test_a_write_that_fails_half_way_leaves_the_journal_whole(tmp_path: Path, mo
     assert (journal.segment, journal.last_version) == (SEGMENT, 2)
     journal.append(3, random_delta(placements[2], 78))
     journal.close()
-    again = PlacementJournal(tmp_path)
-    assert again.truncated_bytes == 0
-    assert same(again.placement_at(3), placements[2].apply(random_delta(placements[2], 78)))
+    reopened = PlacementJournal(tmp_path)
+    assert reopened.truncated_bytes == 0
+    assert same(reopened.placement_at(3), placements[2].apply(random_delta(placements[2], 78)))
 
 
 def test_a_foreign_file_is_reported_and_replaced(tmp_path: Path) -> None:

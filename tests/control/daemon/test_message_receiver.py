@@ -1,4 +1,4 @@
-"""Messages that are duplicated, reordered, replayed or tampered with on the way: counted by kind, and acted on once."""
+"""Duplicated, reordered, replayed and tampered messages: counted by kind, and each acts at most once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def opened() -> tuple[MessageReceiver, Epoch, Membership]:
 
 @given(st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 1), st.integers(0, 2**16)), max_size=40))
 @settings(max_examples=150, deadline=None)
-def test_whatever_happens_on_the_way_each_message_acts_once_and_in_order(steps: list[tuple[str, int, int]]) -> None:
+def test_on_any_channel_each_message_acts_at_most_once_and_in_order(steps: list[tuple[str, int, int]]) -> None:
     receiver, epoch, members = opened()
     acted: list[Progress] = []
     heard: list[bytes] = []
@@ -95,7 +95,7 @@ def test_whatever_happens_on_the_way_each_message_acts_once_and_in_order(steps: 
     assert members.present() == RankPresence()
 
 
-def test_a_hello_is_taken_once() -> None:
+def test_a_hello_is_accepted_once() -> None:
     receiver, _, members = opened()
     data = Signer(KEY).seal(HELLOS[0]).encode()
     for _ in range(3):
@@ -107,14 +107,14 @@ def test_a_hello_is_taken_once() -> None:
     assert members.present() == RankPresence()
 
 
-def test_every_epoch_has_a_token_of_its_own() -> None:
+def test_every_epoch_has_a_unique_token() -> None:
     """Messages of an earlier daemon's epoch, with equal numbers, are of another epoch."""
     tokens = {opened()[1].fence["token"] for _ in range(8)}
     assert len(tokens) == 8
     assert all(len(token) >= 16 for token in tokens)
 
 
-def test_a_rank_that_is_none_and_another_job_are_refused_by_kind() -> None:
+def test_unknown_ranks_and_other_jobs_are_refused_by_kind() -> None:
     receiver, epoch, _ = opened()
     now = {"agreed_version": 0, "applied_version": 0, "report": None}
     sent = [Progress(**epoch.fence, rank=rank, sequence=1, **now) for rank in (-1, 2)]

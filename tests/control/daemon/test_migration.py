@@ -1,3 +1,5 @@
+"""Waiting for a migration, and its progress."""
+
 from __future__ import annotations
 
 import threading
@@ -36,7 +38,7 @@ def test_progress_has_steps_and_the_time_left_at_the_measured_rate() -> None:
     _applied(migration, 10)
     assert migration.progress.eta_seconds == pytest.approx(8.0), "10 rows in 2 s, 40 are left"
     now[0] += 2.0
-    assert migration.progress.eta_seconds == pytest.approx(16.0), "silence is slow, too"
+    assert migration.progress.eta_seconds == pytest.approx(16.0), "time without progress lowers the rate"
     migration.count(chunks_pushed=1, rows_pushed=20)
     assert {step.name: step.completion for step in migration.progress.steps} == {
         "wait": 1.0,
@@ -49,7 +51,7 @@ def test_progress_has_steps_and_the_time_left_at_the_measured_rate() -> None:
         migration.count(rows_applied=0)
     now[0] += 1.0
     _applied(migration, 20)
-    # The rate is of the last RATE_SECONDS, not of the whole life: 20 rows in about 30 s.
+    # The rate covers the last RATE_SECONDS, not the whole migration: 20 rows in about 30 s.
     assert migration.progress.eta_seconds == pytest.approx(20 * 31 / 20, rel=0.1)
     migration.fire(TransitionEvent.ABORT)
     assert migration.progress.eta_seconds is None

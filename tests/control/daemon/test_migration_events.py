@@ -1,3 +1,5 @@
+"""Dispatch of migration events to log, history and progress callbacks."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping

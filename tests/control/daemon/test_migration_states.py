@@ -12,7 +12,7 @@ from flexd.core.errors import ControlError
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(MigrationState, TransitionEvent)))
-def test_only_the_tables_transitions_are_possible(state: MigrationState, event: TransitionEvent) -> None:
+def test_only_transitions_of_the_table_are_possible(state: MigrationState, event: TransitionEvent) -> None:
     paths = {
         MigrationState.PENDING: [],
         MigrationState.PUSHING: [TransitionEvent.START],
@@ -37,5 +37,5 @@ def test_only_the_tables_transitions_are_possible(state: MigrationState, event: 
         assert (migration.state, migration.reason) == (after, "why")
 
 
-def test_nothing_leaves_a_final_state() -> None:
+def test_a_final_state_has_no_transition() -> None:
     assert not [state for state, _ in TRANSITIONS if state in FINAL_STATES]

@@ -1,4 +1,4 @@
-"""The adaptive controller: bounded, converging, and recovering, whatever the steps do."""
+"""The adaptive controller is bounded, converges and recovers for any step times."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def running() -> PaceController:
     return controller
 
 
-def test_nothing_moves_before_there_is_a_baseline() -> None:
+def test_the_controller_measures_until_there_is_a_baseline() -> None:
     controller = PaceController(SETTINGS)
     controller.judge(SLOW, BASE, 1.0)
     controller.update(100.0, measured=False)
@@ -31,7 +31,7 @@ def test_nothing_moves_before_there_is_a_baseline() -> None:
     assert controller.state is PaceState.RUNNING
 
 
-def test_good_judgements_add_and_bad_ones_halve() -> None:
+def test_fast_steps_add_to_the_limit_and_slow_steps_halve_it() -> None:
     controller = running()
     at_first = controller.bytes_per_step
     controller.judge(FINE, BASE, 1.0)
@@ -43,12 +43,12 @@ def test_good_judgements_add_and_bad_ones_halve() -> None:
 
 
 @pytest.mark.parametrize("slow", [StepTimes(0.0112, 0.0125, 9), StepTimes(0.0101, 0.0133, 9)])
-def test_either_quantile_hurts(slow: StepTimes) -> None:
+def test_either_quantile_makes_steps_slow(slow: StepTimes) -> None:
     assert slow.slower_than(BASE, 0.1)
     assert not slow.slower_than(BASE, 0.2)
 
 
-def test_at_the_floor_it_pauses_ever_longer_and_says_why() -> None:
+def test_pauses_at_the_floor_double_up_to_a_bound_and_have_a_reason() -> None:
     controller = running()
     now = 0.0
     while controller.state is PaceState.RUNNING:
@@ -69,10 +69,10 @@ def test_at_the_floor_it_pauses_ever_longer_and_says_why() -> None:
     controller.judge(FINE, BASE, now)
     while controller.state is PaceState.RUNNING:
         controller.judge(SLOW, BASE, now)
-    assert "paused for 5 s" in controller.reason, "a good judgement forgives"
+    assert "paused for 5 s" in controller.reason, "fast steps reset the pause length"
 
 
-def test_a_pause_without_a_baseline_goes_on() -> None:
+def test_a_pause_without_a_baseline_continues() -> None:
     controller = running()
     while controller.state is PaceState.RUNNING:
         controller.judge(SLOW, BASE, 0.0)
@@ -84,12 +84,12 @@ def test_a_judgement_in_a_pause_changes_nothing() -> None:
     controller = running()
     while controller.state is PaceState.RUNNING:
         controller.judge(SLOW, BASE, 0.0)
-    why = controller.reason
+    reason = controller.reason
     for times in (SLOW, FINE):
         controller.judge(times, BASE, 4.0)
-    assert (controller.bytes_per_step, controller.pauses, controller.reason) == (SETTINGS.floor_bytes, 1, why)
+    assert (controller.bytes_per_step, controller.pauses, controller.reason) == (SETTINGS.floor_bytes, 1, reason)
     controller.update(5.0, measured=True)
-    assert controller.state is PaceState.RUNNING, "nor is the pause any longer"
+    assert controller.state is PaceState.RUNNING, "the pause is not longer either"
 
 
 def test_at_the_ceiling_there_is_nothing_to_speed_up() -> None:
@@ -101,11 +101,11 @@ def test_at_the_ceiling_there_is_nothing_to_speed_up() -> None:
     assert controller.sped == sped
 
 
-def test_just_as_slow_as_tolerated_is_fine() -> None:
+def test_a_slowdown_equal_to_the_tolerance_is_accepted() -> None:
     assert not StepTimes(1.25, 1.25, 9).slower_than(StepTimes(1.0, 1.0, 9), 0.25)
 
 
-def test_other_pauses_hold_from_the_next_one_on() -> None:
+def test_changed_pause_lengths_apply_from_the_next_pause() -> None:
     controller = running()
     controller.apply_settings(
         PaceSettings(0.1, 1_000, 65_000, 4_000, first_pause_seconds=20.0, longest_pause_seconds=30.0)
@@ -126,9 +126,9 @@ def test_other_pauses_hold_from_the_next_one_on() -> None:
     events=st.lists(
         st.one_of(
             st.tuples(st.just("judge"), st.floats(1e-6, 1.0), st.floats(1e-6, 1.0)),
-            st.tuples(st.just("look"), st.floats(0, 50), st.booleans()),
-            st.tuples(st.just("adopt"), st.integers(1, 5_000), st.integers(5_000, 100_000)),
-            st.tuples(st.just("forget"), st.just(0), st.just(0)),
+            st.tuples(st.just("update"), st.floats(0, 50), st.booleans()),
+            st.tuples(st.just("apply_settings"), st.integers(1, 5_000), st.integers(5_000, 100_000)),
+            st.tuples(st.just("reset"), st.just(0), st.just(0)),
         ),
         max_size=60,
     )
@@ -138,10 +138,10 @@ def test_the_pace_stays_between_floor_and_ceiling(events: list[tuple[str, float,
     for name, a, b in events:
         if name == "judge":
             controller.judge(StepTimes(min(a, b), max(a, b), 9), BASE, now)
-        elif name == "look":
+        elif name == "update":
             now += a
             controller.update(now, measured=bool(b))
-        elif name == "adopt":
+        elif name == "apply_settings":
             controller.apply_settings(PaceSettings(0.1, int(a), int(b), 100))
         else:
             controller.reset()
@@ -151,23 +151,23 @@ def test_the_pace_stays_between_floor_and_ceiling(events: list[tuple[str, float,
 
 
 @settings(max_examples=40, deadline=None)
-@given(bearable=st.integers(1_500, 60_000))
-def test_it_converges_to_what_training_bears(bearable: int) -> None:
-    """Steps slow down as soon as more is copied than they bear: the pace saw-tooths around that."""
+@given(tolerated=st.integers(1_500, 60_000))
+def test_the_pace_converges_to_the_tolerated_bytes(tolerated: int) -> None:
+    """Steps slow down above a number of copied bytes: the pace saw-tooths around it."""
     controller, paces = running(), []
     for turn in range(200):
         if controller.state is PaceState.PAUSED:
             controller.update(turn * 100.0, measured=True)
-        controller.judge(SLOW if controller.bytes_per_step > bearable else FINE, BASE, turn * 100.0)
+        controller.judge(SLOW if controller.bytes_per_step > tolerated else FINE, BASE, turn * 100.0)
         paces.append(controller.bytes_per_step)
     late = paces[100:]
-    assert max(late) <= bearable + SETTINGS.increase_bytes
-    assert sum(late) / len(late) >= 0.45 * bearable
+    assert max(late) <= tolerated + SETTINGS.increase_bytes
+    assert sum(late) / len(late) >= 0.45 * tolerated
 
 
 @settings(max_examples=30, deadline=None)
 @given(noise=st.lists(st.booleans(), min_size=1, max_size=50))
-def test_it_recovers_after_a_noisy_time(noise: list[bool]) -> None:
+def test_the_pace_recovers_after_noise(noise: list[bool]) -> None:
     controller, now = running(), 0.0
     for slow in noise:
         controller.judge(SLOW if slow else FINE, BASE, now)

@@ -45,8 +45,8 @@ class Daemon:
         self.source.commit(positions)
         return positions
 
-    def die(self) -> None:
-        """Nothing is saved; the port is free afterwards."""
+    def kill(self) -> None:
+        """Stop without saving anything and free the port."""
         self._stop.set()
         self._thread.join(10)
         self.hosted.close()
@@ -74,36 +74,36 @@ class TappedRanks(Ranks):
         return f"tap/a1/{rank}/{self.ranks[rank].agent._context.session}"
 
 
-def test_payloads_of_any_size_arrive_whole_and_are_forgotten_only_after_the_snapshot(daemon):
-    it = daemon()
-    with TappedRanks(it.hosted.port) as ranks:
+def test_payloads_of_any_size_arrive_complete_and_stay_in_the_outbox_until_the_snapshot(daemon):
+    setting = daemon()
+    with TappedRanks(setting.hosted.port) as ranks:
         sizes = (1, 3 * PIECE_BYTES + 5)
         for outbox, size in zip(ranks.outboxes, sizes, strict=True):
             outbox.put(bytes(i % 251 for i in range(1000)) * (size // 1000) + b"!" * (size % 1000))
         payloads = [outbox.current().payload for outbox in ranks.outboxes]
-        until(lambda: len(it.counted) == 2, what=ranks.state())
-        assert sorted(it.counted) == sorted((ranks.partition(r), 0, payloads[r]) for r in range(2))
+        until(lambda: len(setting.counted) == 2, what=ranks.state())
+        assert sorted(setting.counted) == sorted((ranks.partition(r), 0, payloads[r]) for r in range(2))
         time.sleep(0.1)
-        assert not any(outbox.free for outbox in ranks.outboxes), "no snapshot has them"
-        it.snapshot()
+        assert not any(outbox.free for outbox in ranks.outboxes), "no snapshot holds the payloads"
+        setting.snapshot()
         until(lambda: all(outbox.free for outbox in ranks.outboxes))
         assert [outbox.acknowledged for outbox in ranks.outboxes] == [1, 1]
         assert ranks.outboxes[0].put(b"next") == 1
-        until(lambda: len(it.counted) == 3)
-        assert it.counted[-1] == (ranks.partition(0), 1, b"next")
+        until(lambda: len(setting.counted) == 3)
+        assert setting.counted[-1] == (ranks.partition(0), 1, b"next")
 
 
-def test_a_daemon_that_dies_before_the_snapshot_is_sent_the_payload_again_and_one_after_it_is_not(daemon):
+def test_a_payload_is_sent_again_only_if_the_daemon_dies_before_its_snapshot(daemon):
     first = daemon()
     with TappedRanks(first.hosted.port) as ranks:
         zero, one = ranks.outboxes
         zero.put(b"in the snapshot")
         until(lambda: len(first.counted) == 1)
-        saved = first.source.positions()  # durable, but not reported to the ranks: it dies in between
+        saved = first.source.positions()  # durable, and not reported to the ranks: the daemon dies in between
         one.put(b"in no snapshot")
         until(lambda: len(first.counted) == 2)
         port = first.hosted.port
-        first.die()
+        first.kill()
         second = daemon(saved, port=port)
         until(lambda: zero.free, what=ranks.state())
         until(lambda: len(second.counted) == 1)
@@ -111,24 +111,24 @@ def test_a_daemon_that_dies_before_the_snapshot_is_sent_the_payload_again_and_on
         second.snapshot()
         until(lambda: one.free)
         assert second.source.messages_lost == 0
-        second.die()
+        second.kill()
 
 
 def test_training_and_outboxes_do_not_wait_for_a_daemon_that_reads_nothing(daemon):
-    it = daemon()
-    it.reading.clear()
-    with TappedRanks(it.hosted.port) as ranks:
+    setting = daemon()
+    setting.reading.clear()
+    with TappedRanks(setting.hosted.port) as ranks:
         ranks.outboxes[0].put(b"x")
         before = ranks.steps
         until(lambda: ranks.steps > before + 50)
         assert not ranks.outboxes[0].free
-        assert it.counted == []
-        it.reading.set()
-        until(lambda: len(it.counted) == 1)
+        assert setting.counted == []
+        setting.reading.set()
+        until(lambda: len(setting.counted) == 1)
 
 
-def test_tampered_pieces_are_counted_and_the_payload_comes_whole_in_the_end(daemon, monkeypatch):
-    it = daemon()
+def test_tampered_pieces_are_counted_and_the_payload_arrives_complete(daemon, monkeypatch):
+    setting = daemon()
     broken = [0]
     send = seal_with_bytes
 
@@ -141,35 +141,35 @@ def test_tampered_pieces_are_counted_and_the_payload_comes_whole_in_the_end(daem
 
     monkeypatch.setattr("flexd.control.agent.tap_sender.seal_with_bytes", tamper)
     monkeypatch.setattr("flexd.control.daemon.tap_receiver._RETRY_SECONDS", 0.05)
-    with TappedRanks(it.hosted.port) as ranks:
-        ranks.outboxes[0].put(b"the real thing")
-        until(lambda: len(it.counted) == 1, what=ranks.state())
-        assert it.counted[0][2] == b"the real thing"
-        assert it.hosted.coordinator.status().refused_messages["forged"] == 2
-        assert it.hosted.coordinator.status().epochs == 1, "no rank was disturbed"
+    with TappedRanks(setting.hosted.port) as ranks:
+        ranks.outboxes[0].put(b"the original")
+        until(lambda: len(setting.counted) == 1, what=ranks.state())
+        assert setting.counted[0][2] == b"the original"
+        assert setting.hosted.coordinator.status().refused_messages["forged"] == 2
+        assert setting.hosted.coordinator.status().epochs == 1, "no rank was disturbed"
 
 
 def test_pieces_that_were_not_requested_are_never_read(daemon):
     """A writer to the store without the secret cannot deliver a payload."""
-    it = daemon()
-    with TappedRanks(it.hosted.port) as ranks:
-        until(it.hosted.ready)
-        store = job_store(TCPStore("127.0.0.1", it.hosted.port, is_master=False), "job")
+    setting = daemon()
+    with TappedRanks(setting.hosted.port) as ranks:
+        until(setting.hosted.ready)
+        store = job_store(TCPStore("127.0.0.1", setting.hosted.port, is_master=False), "job")
 
         def refused_beside_an_honest_one() -> bool:
-            # On a machine that is very slow the epoch ends now and then, and with it the keys of its pieces.
-            epoch, counted = it.hosted.coordinator.status().epoch, len(it.counted)
+            # On a very slow machine an epoch may end, which deletes the keys of its pieces.
+            epoch, counted = setting.hosted.coordinator.status().epoch, len(setting.counted)
             header = TapPiece("job", "a1", 1, epoch, "token", 0, 0, 0, 1, 0, "00")
             for grant in range(counted, counted + 3):
                 store.set(Keys.tap_piece(epoch, 0, grant, 0), seal_with_bytes(Signer(b"guess"), header, b"poison"))
             until(lambda: ranks.outboxes[0].free, seconds=30)
             ranks.outboxes[0].put(b"honest")
-            until(lambda: len(it.counted) > counted, seconds=30)
-            it.snapshot()
-            return it.hosted.coordinator.status().refused_messages["forged"] >= 1
+            until(lambda: len(setting.counted) > counted, seconds=30)
+            setting.snapshot()
+            return setting.hosted.coordinator.status().refused_messages["forged"] >= 1
 
         until(refused_beside_an_honest_one, seconds=60)
-        assert {counted[2] for counted in it.counted} == {b"honest"}
+        assert {counted[2] for counted in setting.counted} == {b"honest"}
 
 
 def test_a_daemon_without_a_tap_reports_the_reason(host):
@@ -182,14 +182,14 @@ def test_a_daemon_without_a_tap_reports_the_reason(host):
 
 
 def test_a_waiting_rank_triggers_an_urgent_snapshot(daemon):
-    it = daemon()
-    with TappedRanks(it.hosted.port) as ranks:
+    setting = daemon()
+    with TappedRanks(setting.hosted.port) as ranks:
         ranks.outboxes[1].put(b"last")
-        until(lambda: len(it.counted) == 1)
-        assert "tap_urgent" not in it.hosted.names()
+        until(lambda: len(setting.counted) == 1)
+        assert "tap_urgent" not in setting.hosted.names()
         waiter = threading.Thread(target=lambda: ranks.outboxes[1].wait_until_free(10.0, urgent=True))
         waiter.start()
-        until(lambda: "tap_urgent" in it.hosted.names())
-        it.snapshot()
+        until(lambda: "tap_urgent" in setting.hosted.names())
+        setting.snapshot()
         waiter.join(10)
         assert ranks.outboxes[1].free

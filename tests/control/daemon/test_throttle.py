@@ -32,31 +32,31 @@ def rows(*sizes: int) -> np.ndarray:
     return np.array(sizes, dtype=np.int64)
 
 
-def test_without_limits_everything_goes_at_once() -> None:
+def test_without_limits_all_rows_are_released_at_once() -> None:
     throttle = Throttle()
     assert throttle.release(rows(*[1 << 40] * 100), 1 << 60) == 100
     assert throttle.snapshot().waits_for is None
 
 
-def test_a_step_limit_cuts_the_chunk_and_holds_the_next_until_the_first_is_applied() -> None:
+def test_a_step_limit_splits_the_chunk_and_holds_the_next_until_the_first_is_applied() -> None:
     throttle = Throttle(ThrottleLimits(bytes_per_step=250))
     assert throttle.release(rows(100, 100, 100, 100), 0) == 2
     assert throttle.release(rows(100, 100), 200) == 0
     assert throttle.snapshot().waits_for is ThrottleReason.STEP
-    assert throttle.release(rows(50, 100), 200) == 0, "what is cut by the limit is not cut further: two rows fit"
+    assert throttle.release(rows(50, 100), 200) == 0, "a chunk that fits the limit is not split: both rows wait"
     assert throttle.release(rows(50), 200) == 1
     assert throttle.release(rows(100, 100), 0) == 2
     assert throttle.snapshot().waits_for is None
     assert throttle.snapshot().released_bytes == 450
 
 
-def test_a_row_larger_than_the_limit_goes_by_itself() -> None:
+def test_a_row_larger_than_the_limit_is_released_alone() -> None:
     throttle = Throttle(ThrottleLimits(bytes_per_step=10, bytes_per_second=10), Clock())
     assert throttle.release(rows(1000, 1, 1), 0) == 1
     assert throttle.release(rows(1000), 1000) == 0
 
 
-def test_rows_that_only_drop_copies_wait_for_nothing() -> None:
+def test_demotions_are_never_held() -> None:
     throttle = Throttle(ThrottleLimits(bytes_per_step=10, bytes_per_second=1), Clock())
     assert throttle.release(rows(0, 0, 0), 1 << 30, settled=False) == 3
 
@@ -80,7 +80,7 @@ def test_a_pace_can_only_lower_the_limit_and_a_pause_holds_all() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"bytes_per_step": 0}, {"bytes_per_second": 0}, {"bytes_per_second": -5}])
-def test_a_limit_of_nothing_is_refused(limits: dict[str, int]) -> None:
+def test_a_limit_below_1_is_refused(limits: dict[str, int]) -> None:
     with pytest.raises(ControlError, match="at least 1"):
         ThrottleLimits(**limits)
 
@@ -104,9 +104,7 @@ def test_waiting_is_accounted_by_cause() -> None:
     rate=st.integers(1, 10_000),
     requests=st.lists(st.tuples(st.floats(0, 3), st.lists(st.integers(0, 5_000), min_size=1, max_size=8)), max_size=40),
 )
-def test_no_stretch_of_time_lets_more_through_than_rate_and_burst(
-    rate: int, requests: list[tuple[float, list[int]]]
-) -> None:
+def test_no_interval_releases_more_than_rate_and_burst(rate: int, requests: list[tuple[float, list[int]]]) -> None:
     clock = Clock()
     throttle = Throttle(ThrottleLimits(bytes_per_second=rate), clock)
     released: list[tuple[float, int]] = []
@@ -134,11 +132,11 @@ def test_a_rate_is_reached() -> None:
     assert sent == pytest.approx(10 * 1_000, rel=0.12)
 
 
-def test_a_chunk_as_large_as_the_limit_goes_whole() -> None:
+def test_a_chunk_as_large_as_the_limit_is_not_split() -> None:
     assert Throttle(ThrottleLimits(bytes_per_step=200)).release(rows(100, 100, 1), 0) == 2
 
 
-def test_a_change_of_the_rate_pays_for_what_went_before_and_gives_no_second_burst() -> None:
+def test_a_rate_change_accounts_the_time_before_it_and_grants_no_second_burst() -> None:
     clock = Clock()
     throttle = Throttle(ThrottleLimits(bytes_per_second=1_000), clock)
     assert throttle.release(rows(1_000), 0) == 1, "the burst is spent"
@@ -148,10 +146,10 @@ def test_a_change_of_the_rate_pays_for_what_went_before_and_gives_no_second_burs
     throttle.set_limits(ThrottleLimits(bytes_per_second=10))
     assert throttle.release(rows(10), 0) == 1, "the half second before the change counts at the old rate"
     throttle.set_limits(ThrottleLimits(bytes_per_second=1_000))
-    assert throttle.release(rows(400), 0) == 0, "what the smaller bucket did not hold is gone"
+    assert throttle.release(rows(400), 0) == 0, "tokens above the smaller bucket are lost"
 
 
-def test_a_rate_where_there_was_none_begins_with_a_full_bucket() -> None:
+def test_a_first_rate_starts_with_a_full_bucket() -> None:
     throttle = Throttle(ThrottleLimits(), Clock())
     throttle.release(rows(1 << 40), 0)
     throttle.set_limits(ThrottleLimits(bytes_per_second=1_000))
@@ -159,7 +157,7 @@ def test_a_rate_where_there_was_none_begins_with_a_full_bucket() -> None:
     assert throttle.release(rows(1), 0) == 0
 
 
-def test_time_without_anything_to_let_go_is_no_waiting_and_a_silence_counts_for_little() -> None:
+def test_idle_time_is_not_waiting_and_a_long_gap_counts_as_one_second() -> None:
     clock = Clock()
     throttle = Throttle(ThrottleLimits(bytes_per_step=10), clock)
     throttle.release(rows(10), 10)
@@ -173,8 +171,8 @@ def test_time_without_anything_to_let_go_is_no_waiting_and_a_silence_counts_for_
 
 
 @dataclass
-class Pushed:
-    """A pusher over a journal, with ranks that apply what is agreed, some of it at a time."""
+class PusherSetting:
+    """A pusher over a journal, with ranks that apply agreed chunks."""
 
     directory: Path
     throttle: Throttle
@@ -198,7 +196,7 @@ class Pushed:
             self.held[chunk.version] = int(self.row_bytes(chunk.delta).sum())
 
     def step(self) -> None:
-        """Every rank applies all it holds: as much as one step may do at most."""
+        """Apply all held chunks on every rank, which is the most that one step may apply."""
         self.steps.append(sum(self.held.values()))
         self.applied = max(self.held, default=self.applied)
         self.held.clear()
@@ -211,64 +209,66 @@ class Pushed:
     epochs=st.sets(st.integers(0, 40), max_size=4),
     data=st.data(),
 )
-def test_no_step_applies_more_than_the_cap_and_all_arrives(
+def test_no_step_applies_more_than_the_cap_and_the_migration_completes(
     tmp_path_factory: pytest.TempPathFactory, caps: list[int], epochs: set[int], data: st.DataObject
 ) -> None:
-    it = Pushed(tmp_path_factory.mktemp("journal"), Throttle(ThrottleLimits(bytes_per_step=caps[0])))
+    setting = PusherSetting(tmp_path_factory.mktemp("journal"), Throttle(ThrottleLimits(bytes_per_step=caps[0])))
     migration = Migration("p", lambda p: p.delta_to(target(1, 300)).chunks(40))
-    it.pusher.submit(migration)
+    setting.pusher.submit(migration)
     in_force = caps[0]
     for turn in range(4_000):
         if turn and turn < len(caps):
-            # What is on its way was let go under the older limit.
-            it.push()
-            it.step()
+            # PusherSetting chunks were released under the older limit.
+            setting.push()
+            setting.step()
             in_force = caps[turn]
-            it.throttle.set_limits(ThrottleLimits(bytes_per_step=in_force))
-        it.push()
+            setting.throttle.set_limits(ThrottleLimits(bytes_per_step=in_force))
+        setting.push()
         if turn in epochs:
-            # The ranks hold, and have agreed on, only some of what was pushed.
-            agreed = data.draw(st.integers(it.applied, it.pusher.version))
-            it.held = {version: size for version, size in it.held.items() if version <= agreed}
-            it.pusher.begin_epoch(agreed, it.journal.placement_at(agreed).digest())
-            it.pusher.acknowledge(agreed, it.applied)
-            it.push()
-        it.step()
-        assert it.steps[-1] <= max(in_force, 64)
+            # The ranks hold, and have agreed on, only some of the pushed chunks.
+            agreed = data.draw(st.integers(setting.applied, setting.pusher.version))
+            setting.held = {version: size for version, size in setting.held.items() if version <= agreed}
+            setting.pusher.begin_epoch(agreed, setting.journal.placement_at(agreed).digest())
+            setting.pusher.acknowledge(agreed, setting.applied)
+            setting.push()
+        setting.step()
+        assert setting.steps[-1] <= max(in_force, 64)
         if migration.done:
             break
-        it.push()
+        setting.push()
     assert migration.state is MigrationState.COMMITTED
-    assert it.journal.placement_at(it.pusher.version).digest() == target(1, 300).digest()
+    assert setting.journal.placement_at(setting.pusher.version).digest() == target(1, 300).digest()
 
 
-def test_a_held_migration_is_superseded_all_the_same(tmp_path: Path) -> None:
-    it = Pushed(tmp_path, Throttle())
-    it.throttle.set_pace(PaceLimit(paused=True))
+def test_a_paused_migration_can_be_superseded(tmp_path: Path) -> None:
+    setting = PusherSetting(tmp_path, Throttle())
+    setting.throttle.set_pace(PaceLimit(paused=True))
     first = Migration("p", lambda p: p.delta_to(target(1, 30)).chunks(10))
-    it.pusher.submit(first)
-    it.push()
-    assert (first.state, it.pusher.version) == (MigrationState.PUSHING, 0)
+    setting.pusher.submit(first)
+    setting.push()
+    assert (first.state, setting.pusher.version) == (MigrationState.PUSHING, 0)
     second = Migration("q", lambda p: p.delta_to(target(2, 30)).chunks(10))
-    it.pusher.submit(second)
-    it.push()
+    setting.pusher.submit(second)
+    setting.push()
     assert first.state is MigrationState.SUPERSEDED
-    it.throttle.set_pace(PaceLimit())
-    it.push()
-    it.step()
-    it.push()
+    setting.throttle.set_pace(PaceLimit())
+    setting.push()
+    setting.step()
+    setting.push()
     assert second.state is MigrationState.COMMITTED
-    assert it.journal.placement_at(it.pusher.version).digest() == target(2, 30).digest(), "nothing of the first is left"
+    assert setting.journal.placement_at(setting.pusher.version).digest() == target(2, 30).digest(), (
+        "nothing of the first is left"
+    )
 
 
-def test_a_restarted_daemon_waits_until_the_ranks_have_applied_what_they_had_agreed_on(tmp_path: Path) -> None:
-    it = Pushed(tmp_path, Throttle(ThrottleLimits(bytes_per_step=1 << 30)))
+def test_a_restarted_daemon_waits_until_the_ranks_have_applied_the_agreed_chunks(tmp_path: Path) -> None:
+    setting = PusherSetting(tmp_path, Throttle(ThrottleLimits(bytes_per_step=1 << 30)))
     for version, delta in enumerate(Placement.empty().delta_to(target(1, 30)).chunks(10), start=1):
-        it.journal.append(version, delta)
-    it.pusher.begin_epoch(3, target(1, 30).digest())
-    it.pusher.submit(Migration("p", lambda p: p.delta_to(target(2, 30)).chunks(60)))
-    it.pusher.acknowledge(3, 2)
-    assert it.pusher.next_chunk(1) is None, "the third chunk may be applied at the next step: nothing beside it"
-    assert it.throttle.snapshot().waits_for is ThrottleReason.STEP
-    it.pusher.acknowledge(3, 3)
-    assert it.pusher.next_chunk(1) is not None
+        setting.journal.append(version, delta)
+    setting.pusher.begin_epoch(3, target(1, 30).digest())
+    setting.pusher.submit(Migration("p", lambda p: p.delta_to(target(2, 30)).chunks(60)))
+    setting.pusher.acknowledge(3, 2)
+    assert setting.pusher.next_chunk(1) is None, "the third chunk may be applied at the next step"
+    assert setting.throttle.snapshot().waits_for is ThrottleReason.STEP
+    setting.pusher.acknowledge(3, 3)
+    assert setting.pusher.next_chunk(1) is not None

@@ -1,4 +1,4 @@
-"""The throttle with real stores, gloo groups and agents: what each rank applies at each of its steps."""
+"""The throttle with real stores, gloo groups and agents: bytes that each rank applies at each step."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LARGEST_ROW = 64
 
 
 class MeasuredRanks(Ranks):
-    """Applies all that is agreed at every step, and records for each step what was copied, and how long that took."""
+    """Apply all agreed chunks at every step, and record the copied bytes and the time of each step."""
 
     def __init__(self, port: int, seconds_per_byte: float = 0.0) -> None:
         self.copied: list[list[int]] = []
-        """By step, of each rank."""
+        """Copied bytes of each rank, by step."""
         self._seconds_per_byte = seconds_per_byte
         super().__init__(port)
 
@@ -37,11 +37,11 @@ class MeasuredRanks(Ranks):
                 rank.inbox.end_exchange(min(announced))
             copied = []
             for rank in self.ranks:
-                taken = rank.inbox.poll_agreed(1 << 40, lambda delta: 8 * len(delta))
-                for version, delta in taken:
+                chunks = rank.inbox.poll_agreed(1 << 40, lambda delta: 8 * len(delta))
+                for version, delta in chunks:
                     rank.placement = rank.placement.apply(delta)
                     rank.inbox.applied(version)
-                copied.append(sum(int(moved_bytes(delta, TABLES, self.layout).sum()) for _, delta in taken))
+                copied.append(sum(int(moved_bytes(delta, TABLES, self.layout).sum()) for _, delta in chunks))
             self.copied.append(copied)
             self.steps += 1
             for rank, size in zip(self.ranks, copied, strict=True):
@@ -55,7 +55,7 @@ class MeasuredRanks(Ranks):
 
 
 class Throttled:
-    """A coordinator with a throttle, and what listens to the ranks' steps."""
+    """A coordinator with a throttle and the pacing that reads the ranks' step reports."""
 
     def __init__(self, directory: Path, settings: ThrottleConfig) -> None:
         self.throttle = Throttle(ThrottleLimits(settings.bytes_per_step, settings.bytes_per_second))
@@ -76,47 +76,50 @@ class Throttled:
         self.coordinator.stop(15)
         self.journal.close()
 
-    def migrate(self, wanted: Placement) -> Any:
-        return self.coordinator.migrate("p", lambda p: p.delta_to(wanted).chunks(500))
+    def migrate(self, planned: Placement) -> Any:
+        return self.coordinator.migrate("p", lambda p: p.delta_to(planned).chunks(500))
 
 
-def test_no_rank_copies_more_at_a_step_than_it_may_and_all_copy_the_same(tmp_path: Path) -> None:
-    wanted = target(1, 900)
-    with Throttled(tmp_path, ThrottleConfig(bytes_per_step=1_500)) as it, MeasuredRanks(it.coordinator.port) as ranks:
-        migration = it.migrate(wanted)
+def test_no_rank_copies_more_than_the_limit_and_all_copy_equally(tmp_path: Path) -> None:
+    planned = target(1, 900)
+    with (
+        Throttled(tmp_path, ThrottleConfig(bytes_per_step=1_500)) as setting,
+        MeasuredRanks(setting.coordinator.port) as ranks,
+    ):
+        migration = setting.migrate(planned)
         until(lambda: migration.progress.chunks_applied >= 4, what=ranks.state())
-        it.throttle.set_limits(ThrottleLimits(bytes_per_step=400))
-        # What was let go under the first limit is applied before the second holds: perhaps one that is not counted yet.
+        setting.throttle.set_limits(ThrottleLimits(bytes_per_step=400))
+        # Chunks released under the first limit are applied before the second holds: one may not be counted yet.
         pushed = migration.progress.chunks_pushed + 1
         until(lambda: migration.progress.chunks_applied >= pushed)
         changed_at = len(ranks.copied)
         until(lambda: migration.progress.chunks_applied >= pushed + 4)
-        until_there = len(ranks.copied)
-        it.throttle.set_limits(ThrottleLimits())
+        reset_at = len(ranks.copied)
+        setting.throttle.set_limits(ThrottleLimits())
         assert migration.wait(20) is MigrationState.COMMITTED, (migration.progress, ranks.state())
-        until(lambda: ranks.all_at(wanted))
+        until(lambda: ranks.all_at(planned))
     assert all(len(set(step)) == 1 for step in ranks.copied), "at every step the same on every rank"
     assert 400 < max(step[0] for step in ranks.copied[:changed_at]) <= 1_500
-    assert LARGEST_ROW < max(step[0] for step in ranks.copied[changed_at:until_there]) <= 400
+    assert LARGEST_ROW < max(step[0] for step in ranks.copied[changed_at:reset_at]) <= 400
 
 
-def test_steps_that_become_slower_slow_the_migration_down(tmp_path: Path) -> None:
+def test_slower_steps_slow_the_migration_down(tmp_path: Path) -> None:
     """A kilobyte makes a step twice as long: the controller halves, and halves again."""
     settings = ThrottleConfig(adaptive=True, floor_bytes_per_step=64, tolerance=0.05)
-    wanted = target(2, 20_000)
-    with Throttled(tmp_path, settings) as it, MeasuredRanks(it.coordinator.port, 2e-6) as ranks:
-        migration = it.migrate(wanted)
-        until(lambda: it.pacing.snapshot().slowed >= 2, what=ranks.state())
-        figures = it.pacing.snapshot()
+    planned = target(2, 20_000)
+    with Throttled(tmp_path, settings) as setting, MeasuredRanks(setting.coordinator.port, 2e-6) as ranks:
+        migration = setting.migrate(planned)
+        until(lambda: setting.pacing.snapshot().slowed >= 2, what=ranks.state())
+        snapshot = setting.pacing.snapshot()
         assert migration.state is MigrationState.PUSHING
         until(lambda: migration.progress.chunks_applied > 0)
         early = max(step[0] for step in ranks.copied)
         halved = len(ranks.copied)
-        until(lambda: sum(step[0] > 0 for step in ranks.copied[halved + 50 :]) >= 3, what=str(figures))
+        until(lambda: sum(step[0] > 0 for step in ranks.copied[halved + 50 :]) >= 3, what=str(snapshot))
         late = max(step[0] for step in ranks.copied[halved + 50 :])
-        assert late < early, (late, early, it.pacing.snapshot())
-        assert "times the" in figures.why
-        it.pacing.set_limits(ThrottleLimits(), adaptive=False)
+        assert late < early, (late, early, setting.pacing.snapshot())
+        assert "times the" in snapshot.why
+        setting.pacing.set_limits(ThrottleLimits(), adaptive=False)
         assert migration.wait(30) is MigrationState.COMMITTED, (migration.progress, ranks.state())
-        until(lambda: ranks.all_at(wanted))
+        until(lambda: ranks.all_at(planned))
     assert all(len(set(step)) == 1 for step in ranks.copied)

@@ -1,3 +1,5 @@
+"""Digests and sizes of the rows of a message."""
+
 from __future__ import annotations
 
 import hashlib

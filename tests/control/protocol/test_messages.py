@@ -1,3 +1,5 @@
+"""Signed messages of the control channel: round trips, changed bytes, sizes and shapes."""
+
 from __future__ import annotations
 
 import hashlib

@@ -1,3 +1,5 @@
+"""Merging of step reports."""
+
 from __future__ import annotations
 
 from dataclasses import replace

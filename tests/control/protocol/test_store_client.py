@@ -42,7 +42,7 @@ def server() -> Iterator[tuple[subprocess.Popen[str], int]]:
     process.wait(10)
 
 
-def test_every_call_that_ranks_make_is_tried_below() -> None:
+def test_every_call_of_a_rank_is_in_the_list() -> None:
     named = {name for name, _ in inspect.getmembers(StoreClient, inspect.isfunction) if not name.startswith("_")}
     assert named - {"call", "close"} == set(CALLS)
 
@@ -54,8 +54,8 @@ def test_no_call_to_a_stopped_daemon_keeps_this_process_from_running(
     clients = {name: StoreClient("127.0.0.1", port, "job", timeout_seconds=12.0) for name in CALLS}
     for client in clients.values():
         client.call(lambda store: store.set("key", "value"))
-    # A call that holds the GIL stops this thread too, so another process wakes the daemon.
-    waker = subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {process.pid}"])
+    # A call that holds the GIL stops this thread too, so another process resumes the daemon.
+    resumer = subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {process.pid}"])
     stop(process.pid)
 
     def make(name: str) -> None:
@@ -69,8 +69,8 @@ def test_no_call_to_a_stopped_daemon_keeps_this_process_from_running(
     state = state_of(process.pid)
     waiting = {name for name, caller in zip(CALLS, callers, strict=True) if caller.is_alive()}
     os.kill(process.pid, signal.SIGCONT)
-    waker.kill()
-    waker.wait(10)
+    resumer.kill()
+    resumer.wait(10)
     assert state == "T", "this thread has waited for the daemon"
     assert waiting >= {"get", "check"}
     for caller in callers:
@@ -80,7 +80,7 @@ def test_no_call_to_a_stopped_daemon_keeps_this_process_from_running(
         client.close()
 
 
-def test_a_call_past_its_deadline_is_given_up(server: tuple[subprocess.Popen[str], int]) -> None:
+def test_a_call_past_its_deadline_is_an_error(server: tuple[subprocess.Popen[str], int]) -> None:
     process, port = server
     client = StoreClient("127.0.0.1", port, "job", timeout_seconds=1.0)
     client.call(lambda store: store.set("key", "value"))

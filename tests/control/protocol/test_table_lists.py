@@ -1,3 +1,5 @@
+"""Differences between the tables of trainer and daemon."""
+
 from __future__ import annotations
 
 import json
@@ -63,7 +65,7 @@ def test_a_list_of_many_tables_with_long_names_fits_into_a_hello() -> None:
     assert len(Signer(b"a secret").seal(hello)) < MAX_MESSAGE_BYTES
 
 
-def test_of_a_shortened_list_only_what_it_holds_is_compared() -> None:
+def test_a_shortened_list_is_compared_up_to_its_end() -> None:
     items, users, _ = DAEMON
     entries = table_entries((items, users))
     assert table_differences(entries, 4, DAEMON) == (
@@ -76,7 +78,7 @@ def test_of_a_shortened_list_only_what_it_holds_is_compared() -> None:
 @pytest.mark.parametrize(
     "entry", ["", "{}", "[]", "[1]", '["a",[1],2,"x","y"]', '[1,2,3,"x","y"]', "[" * 5_000, '["a",1,2,"x"]']
 )
-def test_an_entry_that_is_none_is_ignored(entry: str) -> None:
+def test_a_malformed_entry_is_ignored(entry: str) -> None:
     assert table_differences((entry, *table_entries(DAEMON)), 4, DAEMON) == (
         "the first 3 of the trainer's 4 tables are equal, a later one differs"
     )

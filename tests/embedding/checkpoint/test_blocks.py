@@ -30,13 +30,13 @@ def test_every_row_is_sent_once_from_its_slot(rows: int, before: int, first_key:
         homes = TableHomes(rows, first_key + before, store.first_home_key, world, rank)
         assert sum(len(homes.block(other)) for other in range(world)) == rows
         for other in range(world):
-            taken = range(0)
+            before_it = range(0)
             for number in range(-(-homes.block_rows // window)):
-                stretch = homes.window(other, number, window)
-                assert number == 0 or not len(stretch) or stretch.start == taken.stop
-                taken = stretch
-                mine = homes.homed(rank, stretch)
-                assert set(mine) <= set(stretch)
+                rows_of_window = homes.window(other, number, window)
+                assert number == 0 or not len(rows_of_window) or rows_of_window.start == before_it.stop
+                before_it = rows_of_window
+                mine = homes.homed(rank, rows_of_window)
+                assert set(mine) <= set(rows_of_window)
                 keys = np.array(mine, dtype=np.int64) + first_key + before
                 assert (keys % world == rank).all()
                 assert (

@@ -20,7 +20,7 @@ Ranks = Callable[[int], RankPool]
 TOTAL = sum(ROWS.values())
 
 
-HERE, THERE = RankLayout(2, 2), RankLayout(1, 1)
+FOUR_RANKS, ONE_RANK = RankLayout(2, 2), RankLayout(1, 1)
 
 
 def replicate(seed: int) -> Delta:
@@ -33,7 +33,7 @@ def replicate(seed: int) -> Delta:
 def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     """Save a checkpoint of 2 x 2 ranks with Adam; return its path and the result of further training."""
     path = tmp_path_factory.mktemp("checkpoint") / "adam"
-    results = ranks(4).run("checkpoint_jobs:save", HERE, "adam", str(path), replicate(1), 300)
+    results = ranks(4).run("checkpoint_jobs:save", FOUR_RANKS, "adam", str(path), replicate(1), 300)
     return path, results[0]
 
 
@@ -68,7 +68,7 @@ def test_checkpoints_of_other_optimizers_and_dtypes(ranks: Ranks, tmp_path: Path
 
 
 def test_a_model_and_a_collection_share_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    assert all(ranks(4).run("checkpoint_jobs:beside_a_model", HERE, str(tmp_path / "there")))
+    assert all(ranks(4).run("checkpoint_jobs:beside_a_model", FOUR_RANKS, str(tmp_path / "there")))
 
 
 ITEM, ODD, TINY = tables()
@@ -113,18 +113,18 @@ def test_a_checkpoint_of_other_tables_names_the_difference(
 
 @pytest.mark.parametrize("change", ["one bit", "two rows", "a table"])
 def test_a_changed_state_is_refused(ranks: Ranks, change: str) -> None:
-    said = ranks(4).run("checkpoint_jobs:load_changed", HERE, change, timeout=60)
-    for rank, (text, unchanged) in enumerate(said):
+    results = ranks(4).run("checkpoint_jobs:load_changed", FOUR_RANKS, change, timeout=60)
+    for rank, (text, unchanged) in enumerate(results):
         if change == "a table":
-            guilty = "rank 3: embeddings.odd.weight is missing"
-            assert (guilty if rank == 3 else "see the error of rank 3") in text
+            cause = "rank 3: embeddings.odd.weight is missing"
+            assert (cause if rank == 3 else "see the error of rank 3") in text
         else:
             assert "tables item differ from the saved ones" in text
         assert unchanged
 
 
 @pytest.mark.parametrize("damage", ["metadata", "file", "half a file"])
-def test_a_torn_checkpoint_is_refused(ranks: Ranks, tmp_path: Path, damage: str) -> None:
+def test_an_incomplete_checkpoint_is_refused(ranks: Ranks, tmp_path: Path, damage: str) -> None:
     for text in ranks(2).run("checkpoint_jobs:missing_file", RankLayout(2, 1), str(tmp_path / "x"), damage, timeout=60):
         assert ("no complete checkpoint" if damage == "metadata" else "cannot read") in text
 
@@ -134,12 +134,12 @@ def test_a_directory_with_a_checkpoint_is_refused(ranks: Ranks, tmp_path: Path) 
         assert "holds a checkpoint already - save into a new directory" in text
 
 
-@pytest.mark.parametrize("layout", [HERE, THERE])
+@pytest.mark.parametrize("layout", [FOUR_RANKS, ONE_RANK])
 def test_whole_tables_round_trip_through_plain_modules(ranks: Ranks, layout: RankLayout) -> None:
     for result in ranks(layout.world_size).run("checkpoint_jobs:plain_tables", layout):
         assert result["same"]
         assert result["weights"]
-        assert not result["state"], "weights without state start an optimizer anew"
+        assert not result["state"], "weights without state start with initial optimizer state"
         assert result["steps"] == 0
         assert "optimizer.adam.odd.exp_avg is missing" in result["text"]
 
@@ -149,7 +149,7 @@ def test_whole_tables_round_trip_through_plain_modules(ranks: Ranks, layout: Ran
 def test_whole_tables_loaded_over_replicas_train_as_without_replicas(
     ranks: Ranks, optimizer: str, with_state: bool
 ) -> None:
-    for result in ranks(4).run("checkpoint_jobs:load_whole", HERE, optimizer, replicate(5), with_state):
+    for result in ranks(4).run("checkpoint_jobs:load_whole", FOUR_RANKS, optimizer, replicate(5), with_state):
         assert result["replicas"] > 10
         for key, expected in result["expected_at_start"].items():
             np.testing.assert_array_equal(result["at_start"][key], expected, err_msg=key)

@@ -13,9 +13,9 @@ from flexd.embedding.checkpoint.fingerprint import fingerprint
 def test_fingerprints_of_different_tables_differ(dtype: torch.dtype) -> None:
     rng = np.random.default_rng(0)
     rows, state = torch.from_numpy(rng.normal(size=(9000, 3))).to(dtype), torch.from_numpy(rng.random((9000, 1)))
-    given_rows = rows.clone()
+    unchanged = rows.clone()
     whole = int(fingerprint(0, [rows, state]))
-    assert torch.equal(rows, given_rows)
+    assert torch.equal(rows, unchanged)
     parts = [
         int(fingerprint(first, [rows[first:end], state[first:end]])) for first, end in ((0, 11), (11, 11), (11, 9000))
     ]

@@ -12,11 +12,13 @@ from flexd.embedding.exchange.hop import Agreement, CallSignature
     version=st.integers(-(2**20), 2**32 - 8), fault=st.integers(-1, 2**20), passes=st.integers(0, 64),
     ranks_of=st.lists(st.integers(0, 2**20 - 1), min_size=1, max_size=4), steps=st.integers(0, 2**40),
 )  # fmt: skip
-def test_agreements_come_back_whole(version: int, fault: int, passes: int, ranks_of: list[int], steps: int) -> None:
+def test_packed_agreements_combine_to_minimum_and_maximum(
+    version: int, fault: int, passes: int, ranks_of: list[int], steps: int
+) -> None:
     calls = [CallSignature.of(rank, trains=rank % 2 == 0, passes=passes, steps=steps) for rank in ranks_of]
-    told = [Agreement(version + n, fault - n, call, call).pack() for n, call in enumerate(calls)]
-    assert all(-(2**63) <= word < 2**63 for words in told for word in words)
-    both = Agreement.combined(told)
+    packed = [Agreement(version + n, fault - n, call, call).pack() for n, call in enumerate(calls)]
+    assert all(-(2**63) <= word < 2**63 for words in packed for word in words)
+    both = Agreement.combined(packed)
     assert (both.version, both.fault) == (version, fault)
     assert (both.first, both.last) == (min(calls), max(calls))
     assert both.diverged == (len({rank % 2 for rank in ranks_of}) > 1)

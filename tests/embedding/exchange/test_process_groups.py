@@ -20,7 +20,7 @@ from tests.support.rank_pool import RankPool
 Ranks = Callable[[int], RankPool]
 
 
-def test_collectives_wait_as_long_as_the_default_group(ranks: Ranks) -> None:
+def test_collectives_have_the_timeout_of_the_default_group(ranks: Ranks) -> None:
     assert ranks(4).run("fault_jobs:timeouts", RankLayout(2, 2)) == [[60.0] * 3] * 4
 
 
@@ -35,7 +35,7 @@ def test_without_a_process_group_each_rank_would_train_alone(monkeypatch: pytest
     assert layout_from_environment() == RankLayout(1, 1)
 
 
-def test_a_process_group_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_group_made_after_the_collection_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 10, 4)], layout=RankLayout(1, 1))
     ids = {"item": flexd.Jagged(torch.tensor([1]), torch.tensor([1]))}
     collection(ids)
@@ -79,5 +79,5 @@ def test_different_arguments_are_refused_on_every_rank(
 
 
 def test_collections_of_a_job_share_their_process_groups(ranks: Ranks) -> None:
-    """torch keeps every group for ever, with its threads: a hundred collections would be a thousand threads."""
+    """torch keeps every group and its threads: without sharing, a hundred collections would have a thousand threads."""
     assert ranks(4).run("collection_jobs:shared_groups", RankLayout(2, 2)) == [(True, True)] * 4

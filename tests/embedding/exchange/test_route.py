@@ -18,13 +18,13 @@ def test_distinct_keys(keys: list[int], table: bool) -> None:
     finder = Dedup(5, rows, torch.device("cpu"))
     assert (finder.nbytes > 0) == table
     for given_keys in (keys, keys[::-1]):
-        wanted = torch.tensor(given_keys, dtype=torch.int64)
-        distinct, places = finder.unique(wanted)
+        ids = torch.tensor(given_keys, dtype=torch.int64)
+        distinct, places = finder.unique(ids)
         assert sorted(distinct.tolist()) == sorted(set(given_keys))
         if places is None:
             assert distinct.tolist() == given_keys
         else:
-            assert torch.equal(distinct[places], wanted)
+            assert torch.equal(distinct[places], ids)
 
 
 @pytest.mark.parametrize("exchange", ["chain", "direct"])

@@ -24,14 +24,14 @@ Ranks = Callable[[int], RankPool]
         ([8, 3], ["float16", "bfloat16"], [10, 0, 0]),
         ([8, 3], ["float16", "float64"], [10, 1, 0]),
     ],
-    ids=["one group", "three groups", "two dtypes", "two narrow dtypes", "one of each"],
+    ids=["one group", "three groups", "two dtypes", "two narrow dtypes", "narrow and wide"],
 )
 def test_collectives_of_a_step(ranks: Ranks, dims: list[int], dtypes: list[str], training: list[int]) -> None:
-    """Each of two hops exchanges sizes, ids, rows and gradients. With copies, sums come down the first hop, and the
+    """Each of two hops exchanges sizes, ids, rows and gradients. With copies, the first hop returns sums, and the
     second has an all-reduce, or sums from the homes where an all-reduce would add rounded gradients."""
     for moved, trained in ((False, [8, 0, 0]), (True, training)):
-        for said in ranks(4).run("exchange_jobs:collectives", RankLayout(2, 2), dims, dtypes, moved):
-            assert said == {"training": trained, "evaluation": [6, 0, 0]}
+        for counts in ranks(4).run("exchange_jobs:collectives", RankLayout(2, 2), dims, dtypes, moved):
+            assert counts == {"training": trained, "evaluation": [6, 0, 0]}
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
@@ -43,8 +43,8 @@ def test_equal_passes_are_pushed_as_one(ranks: Ranks, nodes: int) -> None:
     assert sum(once) < sum(others) < 3 * sum(once)
 
 
-def test_rows_are_rounded_where_they_are_read() -> None:
-    """Rows are rounded on a single rank too, where nothing travels."""
+def test_a_single_rank_rounds_rows_to_the_wire_dtype() -> None:
+    """Rows are rounded although no row is sent."""
     collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 9, 3)], comm_dtype="bfloat16")
     out = collection({"item": flexd.Jagged(torch.arange(9), torch.tensor([9]))})["item"].values
     assert torch.equal(out, collection.initial_table("item").bfloat16().float())

@@ -19,27 +19,27 @@ ROW = 8 * 4
 
 
 SIZES = 3 * 8
-"""Of one peer: rows of the one dim-group, chunk version, fault."""
+"""Bytes of the sizes for one peer: rows of the one dim-group, chunk version, fault."""
 
 
 def chain_bytes(layout: RankLayout, ids: list[set[int]], held: Callable[[int, int], bool]) -> np.ndarray:
-    """int64 [ranks, 2]: intra- and inter-node bytes that each rank sends in one training step on the chain.
+    """Return int64 [ranks, 2]: intra- and inter-node bytes that each rank sends in one training step on the chain.
 
-    Ids (8 bytes) and gradients go up, rows come down, and every rank tells its peers of each hop the sizes.
+    Ids (8 bytes) and gradients go up, rows come down, and every rank sends the sizes to its peers of each hop.
     """
     sent = np.zeros((layout.world_size, 2), dtype=np.int64)
-    wanted_of: list[set[int]] = [set() for _ in ids]
-    for rank, wanted in enumerate(ids):
+    requested_by: list[set[int]] = [set() for _ in ids]
+    for rank, requested in enumerate(ids):
         node = layout.node_of(rank)
         sent[rank] += [(layout.local_ranks - 1) * SIZES, (layout.nodes - 1) * SIZES]
-        for key in wanted:
+        for key in requested:
             owner = rank if held(rank, key) else layout.rank_of(node, key % layout.local_ranks)
-            wanted_of[owner].add(key)
+            requested_by[owner].add(key)
             if owner != rank:
                 sent[rank, 0] += 8 + ROW
                 sent[owner, 0] += ROW
-    for owner, wanted in enumerate(wanted_of):
-        for key in wanted:
+    for owner, requested in enumerate(requested_by):
+        for key in requested:
             if not held(owner, key):
                 sent[owner, 1] += 8 + ROW
                 sent[key % layout.world_size, 1] += ROW
@@ -47,12 +47,12 @@ def chain_bytes(layout: RankLayout, ids: list[set[int]], held: Callable[[int, in
 
 
 def direct_bytes(layout: RankLayout, ids: list[list[int]], held: Callable[[int, int], bool]) -> np.ndarray:
-    """Like ``chain_bytes``, but every rank requests from the homes."""
+    """Return the bytes like ``chain_bytes`` if every rank requests from the homes."""
     sent = np.zeros((layout.world_size, 2), dtype=np.int64)
-    for rank, wanted in enumerate(ids):
+    for rank, requested in enumerate(ids):
         far_ranks = layout.world_size - layout.local_ranks
         sent[rank] += [(layout.local_ranks - 1) * SIZES, far_ranks * SIZES]
-        for key in wanted:
+        for key in requested:
             home = key % layout.world_size
             if not held(rank, key):
                 far = int(layout.node_of(home) != layout.node_of(rank))
@@ -62,12 +62,12 @@ def direct_bytes(layout: RankLayout, ids: list[list[int]], held: Callable[[int, 
 
 
 def words(rows: int) -> int:
-    """Bytes of a bit a row."""
+    """Return the bytes of one bit a row."""
     return -(-rows // 64) * 8
 
 
 def sync_bytes(layout: RankLayout, placement: Placement, ids: list[set[int]], exchange: str) -> np.ndarray:
-    """Like ``chain_bytes``, but for the synchronisation of replicas.
+    """Return the bytes like ``chain_bytes``, for the synchronisation of replicas.
 
     On each hop a request carries one bit for each listed row that a peer serves, a response one bit for each listed row
     that this rank serves; then the gradients of the touched rows go up, and the sums come down.
@@ -81,8 +81,10 @@ def sync_bytes(layout: RankLayout, placement: Placement, ids: list[set[int]], ex
     for rank in range(world):
         local, here = layout.local_rank_of(rank), layout.node_of(rank)
 
-        def talk(peer: int, mine: set[int], its: set[int], up: set[int], rank: int = rank, here: int = here) -> None:
-            """Rows that the peer is asked for, that it asks me for, and those touched at my station."""
+        def add_peer(
+            peer: int, mine: set[int], its: set[int], up: set[int], rank: int = rank, here: int = here
+        ) -> None:
+            """Add the bytes of rows requested of the peer, of rows that it requests, and of rows touched here."""
             if peer == rank:
                 return
             link = int(layout.node_of(peer) != here)
@@ -93,11 +95,11 @@ def sync_bytes(layout: RankLayout, placement: Placement, ids: list[set[int]], ex
                 both = device | (node if layout.local_rank_of(peer) == local else set())
                 on_rail = {key for key in both if key in device or key % local_ranks == local}
                 mine, its = ({key for key in on_rail if key % world == other} for other in (peer, rank))
-                talk(peer, mine, its, ids[rank])
+                add_peer(peer, mine, its, ids[rank])
             continue
         for peer in layout.node_ranks(here):
             mine, its = ({key for key in device if key % local_ranks == layout.local_rank_of(r)} for r in (peer, rank))
-            talk(peer, mine, its, ids[rank])
+            add_peer(peer, mine, its, ids[rank])
         for peer in layout.rail_ranks(local):
             if peer != rank:
                 bits = (sum(key % world == r for key in device | node) for r in (peer, rank))
@@ -109,7 +111,7 @@ def sync_bytes(layout: RankLayout, placement: Placement, ids: list[set[int]], ex
 
 
 def migration_bytes(layout: RankLayout, placement: Placement) -> np.ndarray:
-    """Like ``chain_bytes``, but for promotions from HOME.
+    """Return the bytes like ``chain_bytes``, for promotions from HOME.
 
     There is an all-gather over the rail, and for DEVICE rows another in the node. Every
     member of an all-gather sends as many rows to each other one as the member with most of them has.
@@ -149,22 +151,22 @@ def test_bytes_and_accesses_equal_those_of_the_id_sets(
     for step in range(3):
         ids = [some(0, step, rank)["item"].values.tolist() for rank in range(layout.world_size)]
         if exchange == "chain":
-            expected = chain_bytes(layout, [set(wanted) for wanted in ids], held)
+            expected = chain_bytes(layout, [set(requested) for requested in ids], held)
         elif exchange == "direct":
-            expected = direct_bytes(layout, [sorted(set(wanted)) for wanted in ids], held)
+            expected = direct_bytes(layout, [sorted(set(requested)) for requested in ids], held)
         else:
             expected = direct_bytes(layout, ids, held)
-        synced = sync_bytes(layout, placement, [set(wanted) for wanted in ids], exchange)
-        said = [result[step + 1] for result in results]
+        synced = sync_bytes(layout, placement, [set(requested) for requested in ids], exchange)
+        traffic = [result[step + 1] for result in results]
         for kind, counted in (("all_to_all", expected), ("sync", synced)):
-            assert [[s[f"{kind}_intra_bytes"], s[f"{kind}_inter_bytes"]] for s in said] == counted.tolist()
-        assert not any(s["migration_intra_bytes"] + s["migration_inter_bytes"] for s in said)
-        everything = [key for wanted in ids for key in wanted]
+            assert [[s[f"{kind}_intra_bytes"], s[f"{kind}_inter_bytes"]] for s in traffic] == counted.tolist()
+        assert not any(s["migration_intra_bytes"] + s["migration_inter_bytes"] for s in traffic)
+        everything = [key for requested in ids for key in requested]
         whole = dict(zip(placement.keys.tolist(), placement.tiers.tolist(), strict=True))
         for tier in Tier:
-            wanted = tier if (tier != Tier.NODE or nodes > 1) else None
+            counted_tier = tier if (tier != Tier.NODE or nodes > 1) else None
             count = sum(
-                (whole.get(key, 0) if nodes > 1 or whole.get(key, 0) != Tier.NODE else 0) == wanted
+                (whole.get(key, 0) if nodes > 1 or whole.get(key, 0) != Tier.NODE else 0) == counted_tier
                 for key in everything
             )
-            assert sum(s[f"{tier.name.lower()}_accesses"] for s in said) == count
+            assert sum(s[f"{tier.name.lower()}_accesses"] for s in traffic) == count

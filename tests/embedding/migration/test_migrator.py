@@ -1,4 +1,4 @@
-"""Migrations against a dict: random chunks through inbox and migrator, refused chunks, and memory."""
+"""Migrations compared with a dict: random chunks through inbox and migrator, refused chunks, and memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def chunk(moves: dict[int, int], old: dict[int, int] | None = None) -> Delta:
 
 
 def used_slots(layout: RankLayout, placement: dict[int, int]) -> np.ndarray:
-    """int64 [groups, world]."""
+    """Return int64 [groups, world]."""
     keys = np.array(list(placement), dtype=np.int64)
     tiers = np.array(list(placement.values()), dtype=np.uint8)
     group = KEYSPACE.group_of(keys)
@@ -73,7 +73,7 @@ def test_any_chunks_lead_to_the_placement_of_a_dict(ranks: Ranks, shape: tuple[i
         whole,
         np.zeros((4, layout.world_size)),
     )
-    for rank, said in enumerate(results):
+    for rank, result in enumerate(results):
         local = layout.local_rank_of(rank)
         listed = {
             key: tier
@@ -81,9 +81,9 @@ def test_any_chunks_lead_to_the_placement_of_a_dict(ranks: Ranks, shape: tuple[i
             if (tier == Tier.DEVICE and layout.world_size > 1)
             or (tier == Tier.NODE and layout.nodes > 1 and key % layout.local_ranks == local)
         }
-        assert dict(zip(said["keys"].tolist(), said["tiers"].tolist(), strict=True)) == listed
-        assert said["digest"] == whole.digest()
-        assert said["free"] == free[:, rank].tolist(), "slots leak"
+        assert dict(zip(result["keys"].tolist(), result["tiers"].tolist(), strict=True)) == listed
+        assert result["digest"] == whole.digest()
+        assert result["free"] == free[:, rank].tolist(), "slots leak"
         for name in (
             "slots_distinct",
             "tables_unchanged",
@@ -93,14 +93,14 @@ def test_any_chunks_lead_to_the_placement_of_a_dict(ranks: Ranks, shape: tuple[i
             "within",
             "all_counted",
         ):
-            assert said[name], name
-        assert said["steps"] == results[0]["steps"]
-        assert said["waiting"] == 0
-        assert said["memory"].home_bytes == stated.home[rank]
-        assert said["memory"].replica_bytes == stated.replicas[rank]
+            assert result[name], name
+        assert result["steps"] == results[0]["steps"]
+        assert result["waiting"] == 0
+        assert result["memory"].home_bytes == stated.home[rank]
+        assert result["memory"].replica_bytes == stated.replicas[rank]
         if layout.nodes > 1:
             assert stated.directory[rank] == 12 * len(listed)
-            assert 8 * len(listed) <= said["memory"].directory_bytes <= stated.directory[rank]
+            assert 8 * len(listed) <= result["memory"].directory_bytes <= stated.directory[rank]
 
 
 GOOD = [chunk({0: 2, 1: 2, 3: 1, 70: 2}), chunk({1: 1, 4: 2}, {1: 2}), chunk({4: 0, 6: 1}, {4: 2})]
@@ -117,30 +117,32 @@ GOOD = [chunk({0: 2, 1: 2, 3: 1, 70: 2}), chunk({1: 1, 4: 2}, {1: 2}), chunk({4:
     ],
     ids=["listed", "moved on", "not listed", "other group"],
 )
-def test_a_chunk_that_starts_elsewhere_is_refused_whole(ranks: Ranks, wrong: Delta, key: int, applied: bool) -> None:
+def test_a_chunk_that_does_not_start_from_the_placement_is_refused(
+    ranks: Ranks, wrong: Delta, key: int, applied: bool
+) -> None:
     """A chunk is refused before the ranks agree on it: applying it would fail in the middle of training."""
-    for said, goes_on in ranks(2).run("migration_jobs:refuse", RankLayout(2, 1), GOOD, wrong, applied):
-        assert f"chunk 3 are not at the tier it says, key {key} for one" in said
-        assert goes_on
+    for text, next_applied in ranks(2).run("migration_jobs:refuse", RankLayout(2, 1), GOOD, wrong, applied):
+        assert f"chunk 3 are not at the tier it says, key {key} for one" in text
+        assert next_applied
 
 
 @pytest.mark.parametrize("cap", [1, 300, 10**6])
-def test_replicas_are_copied_anew_in_blocks(ranks: Ranks, cap: int) -> None:
+def test_replicas_are_refreshed_in_blocks(ranks: Ranks, cap: int) -> None:
     layout = RankLayout(2, 2)
     rng = np.random.default_rng(3)
     delta = Placement.empty().delta_to(Placement.of(np.arange(ROWS), rng.integers(0, 3, ROWS).astype(np.uint8)))
     widest = 8 * 4 + 4
-    for said in ranks(4).run("migration_jobs:refresh_in_blocks", layout, delta, cap):
-        assert said["right"]
-        assert said["bit_equal"]
-        assert 0 < said["largest"] <= max(cap, 2 * widest)
-        assert said["gathers"] <= 8 if cap == 10**6 else said["gathers"] > 8
+    for result in ranks(4).run("migration_jobs:refresh_in_blocks", layout, delta, cap):
+        assert result["right"]
+        assert result["bit_equal"]
+        assert 0 < result["largest"] <= max(cap, 2 * widest)
+        assert result["gathers"] <= 8 if cap == 10**6 else result["gathers"] > 8
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.dictionaries(st.integers(0, 12), st.integers(0, 2), max_size=8), min_size=1, max_size=6))
 def test_several_deltas_are_merged(steps: list[dict[int, int]]) -> None:
-    """A row is copied once, as if from the lowest tier on its way: demoted and promoted again, it gets another slot."""
+    """A row is copied once, from the lowest of its tiers: demoted and promoted again, it gets another slot."""
     placement = Placement.empty()
     deltas = []
     passed: dict[int, list[int]] = {}
@@ -159,11 +161,11 @@ def test_several_deltas_are_merged(steps: list[dict[int, int]]) -> None:
 def test_a_row_that_is_demoted_and_promoted_at_once_is_copied(ranks: Ranks) -> None:
     """Both chunks are applied at one step, and other rows get the slot that the row had."""
     chunks = [chunk({0: 2, 1: 2}), chunk({0: 0, 1: 0}, {0: 2, 1: 2}), chunk({5: 2, 9: 2}), chunk({0: 2, 1: 2})]
-    for said in ranks(4).run("migration_jobs:follow_at_once", RankLayout(2, 2), chunks, SLOTS):
-        assert said == {"steps": 2, "tables_unchanged": True, "bit_equal": True}
+    for result in ranks(4).run("migration_jobs:follow_at_once", RankLayout(2, 2), chunks, SLOTS):
+        assert result == {"steps": 2, "tables_unchanged": True, "bit_equal": True}
 
 
 def test_a_chunk_prepared_for_another_placement_is_not_applied(ranks: Ranks) -> None:
-    for said, unchanged in ranks(2).run("migration_jobs:apply_out_of_turn", RankLayout(2, 1), GOOD[0]):
-        assert "chunks were prepared for another placement" in said
+    for text, unchanged in ranks(2).run("migration_jobs:apply_out_of_turn", RankLayout(2, 1), GOOD[0]):
+        assert "chunks were prepared for another placement" in text
         assert unchanged

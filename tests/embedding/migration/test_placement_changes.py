@@ -22,14 +22,14 @@ LAYOUTS = [(1, 2), (2, 1), (2, 2), (3, 2)]
 
 
 def chunk(tiers: dict[int, int], before: dict[int, int] | None = None) -> Delta:
-    """In the order given."""
+    """Return a chunk of these rows, in this order."""
     keys = np.array(list(tiers), dtype=np.int64)
     old = np.array([(before or {}).get(key, 0) for key in tiers], dtype=np.uint8)
     return Delta(keys, old, np.array(list(tiers.values()), dtype=np.uint8))
 
 
 def used_slots(layout: RankLayout, placement: Placement) -> np.ndarray:
-    """int64 [groups, ranks]."""
+    """Return int64 [groups, ranks]."""
     group = np.searchsorted(ENDS, placement.keys, side="right")
     return np.stack(
         [layout.replica_slots_used(placement.keys[group == g], placement.tiers[group == g]) for g in range(len(ROWS))]
@@ -52,22 +52,22 @@ EVERY_MOVE = [
 def test_directories_and_slots_follow_the_placement(ranks: Ranks, nodes: int, local_ranks: int) -> None:
     layout = RankLayout(nodes, local_ranks)
     slots = [61, 23, 3]
-    results = ranks(layout.world_size).run("migration_jobs:follow", layout, EVERY_MOVE, slots)
+    results = ranks(layout.world_size).run("migration_jobs:follow_placements", layout, EVERY_MOVE, slots)
     placement = Placement.empty()
     for step, delta in enumerate(EVERY_MOVE):
         placement = placement.apply(delta)
         free = np.array(slots)[:, None] - used_slots(layout, placement)
         for rank, result in enumerate(results):
-            said = result[step]
+            state = result[step]
             expected = listed_by(layout, rank, placement)
-            assert said["version"] == step + 1
-            assert said["digest"] == placement.digest()
-            assert said["keys"].tolist() == expected.keys.tolist()
-            assert said["tiers"].tolist() == expected.tiers.tolist()
-            assert said["free"] == free[:, rank].tolist()
-            assert said["slots_distinct"]
-            assert said["lookups_right"]
-            assert said["bit_equal"]
+            assert state["version"] == step + 1
+            assert state["digest"] == placement.digest()
+            assert state["keys"].tolist() == expected.keys.tolist()
+            assert state["tiers"].tolist() == expected.tiers.tolist()
+            assert state["free"] == free[:, rank].tolist()
+            assert state["slots_distinct"]
+            assert state["lookups_right"]
+            assert state["bit_equal"]
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_a_chunk_applied_in_inference_mode_can_be_trained_on(ranks: Ranks) -> No
     assert all(ranks(4).run("migration_jobs:chunk_in_inference_mode", RankLayout(2, 2), delta))
 
 
-@pytest.mark.parametrize(("nodes", "local_ranks", "guilty"), [(1, 1, 0), (2, 2, 2), (2, 1, 0), (1, 2, 1)])
-def test_ranks_apply_the_same_chunks_after_a_fault(ranks: Ranks, nodes: int, local_ranks: int, guilty: int) -> None:
+@pytest.mark.parametrize(("nodes", "local_ranks", "faulty"), [(1, 1, 0), (2, 2, 2), (2, 1, 0), (1, 2, 1)])
+def test_ranks_apply_the_same_chunks_after_a_fault(ranks: Ranks, nodes: int, local_ranks: int, faulty: int) -> None:
     layout = RankLayout(nodes, local_ranks)
     delta = Placement.empty().delta_to(random_placement(5))
-    for said in ranks(layout.world_size).run("migration_jobs:fault_beside_a_chunk", layout, delta, guilty):
-        assert said == [(1, 0, True), (1, 1, True)]
+    for states in ranks(layout.world_size).run("migration_jobs:fault_beside_a_chunk", layout, delta, faulty):
+        assert states == [(1, 0, True), (1, 1, True)]

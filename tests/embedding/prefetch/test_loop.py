@@ -25,7 +25,7 @@ def test_uneven_loaders_are_an_error_on_every_rank(ranks: Ranks, batches: list[i
         assert threads == []
 
 
-def test_loaders_without_batches(ranks: Ranks) -> None:
+def test_loaders_without_batches_end_at_once(ranks: Ranks) -> None:
     assert ranks(2).run("run_ahead_jobs:uneven", RankLayout(2, 1), [0, 0]) == [(0, "", [])] * 2
 
 
@@ -36,7 +36,7 @@ def test_wrong_arguments_are_refused(wrong: dict[str, float]) -> None:
         flexd.prefetch([], collection, **wrong)
 
 
-def test_one_loop_at_a_time() -> None:
+def test_a_second_loop_at_a_time_is_refused() -> None:
     collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 4)], layout=RankLayout(1, 1))
     first = iter(flexd.prefetch([{}, {}], collection))
     next(first)
@@ -46,6 +46,6 @@ def test_one_loop_at_a_time() -> None:
     assert list(flexd.prefetch([{}], collection)) == [{}]
 
 
-def test_prefetch_is_as_long_as_its_loader() -> None:
+def test_prefetch_has_the_length_of_its_loader() -> None:
     collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 4)], layout=RankLayout(1, 1))
     assert len(flexd.prefetch([{}, {}, {}], collection)) == 3

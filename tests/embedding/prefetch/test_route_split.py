@@ -1,4 +1,4 @@
-"""Splitting a route: both halves together are the route, and their counts are those of their rows."""
+"""Splitting of a route: both halves together have its rows, and their counts are those of their rows."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def test_bits_arrive_unchanged(data: st.DataObject) -> None:
         for a in range(size)
     ]
     wire = _Wire(size)
-    answers: dict[int, list[torch.Tensor]] = {}
+    received: dict[int, list[torch.Tensor]] = {}
 
     def run(me: int) -> None:
-        answers[me] = _exchange_bits(
+        received[me] = _exchange_bits(
             _Peers(wire, me),  # type: ignore[arg-type]
             [torch.cat([bits[me][peer][c] for peer in range(size)]) for c in range(columns)],
             counts[me],
@@ -69,28 +69,28 @@ def test_bits_arrive_unchanged(data: st.DataObject) -> None:
     for me in range(size):
         for column in range(columns):
             expected = torch.cat([bits[peer][me][column] for peer in range(size)])
-            assert torch.equal(answers[me][column], expected)
+            assert torch.equal(received[me][column], expected)
 
 
 @pytest.mark.parametrize("expanded", [True, False])
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 9999), rows=st.integers(0, 12))
-def test_halves_of_a_route(expanded: bool, seed: int, rows: int) -> None:
+def test_the_halves_of_a_route_carry_its_rows(expanded: bool, seed: int, rows: int) -> None:
     """With one peer and two stations, the halves carry the same rows as the whole route."""
     generator = torch.Generator().manual_seed(seed)
 
-    def stop(rows: int, asks: bool) -> StationRows:
-        held = torch.rand(rows, generator=generator) < (0.5 if asks else 2.0)
-        asked = (~held).nonzero().view(-1)
-        asked = asked[torch.randperm(len(asked), generator=generator)]
-        where = held.nonzero().view(-1)
+    def station(rows: int, forwards: bool) -> StationRows:
+        held = torch.rand(rows, generator=generator) < (0.5 if forwards else 2.0)
+        forwarded = (~held).nonzero().view(-1)
+        forwarded = forwarded[torch.randperm(len(forwarded), generator=generator)]
+        local = held.nonzero().view(-1)
         expand = None
         if expanded:
             expand = torch.cat([torch.randperm(rows, generator=generator)] * 2)
-        return StationRows(rows, expand, where, where + 100, torch.full_like(where, -1), asked)
+        return StationRows(rows, expand, local, local + 100, torch.full_like(local, -1), forwarded)
 
-    first = stop(rows, True)
-    second = stop(len(first.forwarded) // (2 if expanded else 1), False)
+    first = station(rows, True)
+    second = station(len(first.forwarded) // (2 if expanded else 1), False)
     requests = second.rows if second.expand is None else len(second.expand)
     first = StationRows(first.rows, first.expand, first.held, first.slots, first.positions, first.forwarded[:requests])
     counts = (((requests,),),)

@@ -1,4 +1,4 @@
-"""Run-ahead changes neither losses nor tables, whatever else the loop does."""
+"""Run-ahead changes neither losses nor tables, with any other work in the loop."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def check(scenario: Scenario, ranks: Ranks, loop: Loop | None = None, tolerance:
     loop = loop or Loop()
     pool = ranks(scenario.layout.world_size)
     results = pool.run("run_ahead_jobs:train", scenario, loop)
-    if replace(loop, announced_passes=0, loops=1, left_at=-1) == Loop():
+    if replace(loop, announced_passes=0, loops=1, break_at=-1) == Loop():
         losses, tables = train_alone(scenario)
         expected = [(part, tables) for part in losses]
     else:
-        plain = pool.run("run_ahead_jobs:train", scenario, replace(loop, ahead=False, loops=1, left_at=-1))
-        assert [result["said"] for result in plain] == [result["said"] for result in results]
+        plain = pool.run("run_ahead_jobs:train", scenario, replace(loop, ahead=False, loops=1, break_at=-1))
+        assert [result["errors"] for result in plain] == [result["errors"] for result in results]
         expected = [(result["losses"], result["tables"]) for result in plain]
     for result, (losses, tables) in zip(results, expected, strict=True):
         assert result["unequal"] == 0, "a replica differed from its home copy"
         assert result["versions"] == results[0]["versions"], "ranks at different placement versions"
         assert result["digest"] == results[0]["digest"]
-        assert result["left"] == results[0]["left"]
+        assert result["deferred"] == results[0]["deferred"]
         assert result["threads"] == []
         np.testing.assert_allclose(result["losses"], losses, rtol=0, atol=tolerance)
         for name, table in tables.items():
@@ -55,10 +55,10 @@ def check(scenario: Scenario, ranks: Ranks, loop: Loop | None = None, tolerance:
 def test_run_ahead_equals_one_process(ranks: Ranks, nodes: int, local_ranks: int, optimizer: str) -> None:
     results = check(Scenario(nodes, local_ranks, optimizer, seed=nodes * 10 + local_ranks), ranks)
     assert results[0]["versions"][-1] >= 3, "the scenario must really migrate rows"
-    assert results[0]["left"] > 0, "the scenario must really leave gradients to the next step"
+    assert results[0]["deferred"] > 0, "the scenario must really defer gradients to the next step"
 
 
-def test_replicas_on_one_rail_only(ranks: Ranks) -> None:
+def test_replicas_on_one_rail_only_train_equally(ranks: Ranks) -> None:
     """The ranks of the other rail list no replicated row, so bits and gradients go over one rail only."""
     results = check(Scenario(2, 2, "rowwise_adagrad", seed=4, only_rail=1), ranks)
     assert results[0]["versions"][-1] >= 3
@@ -66,14 +66,14 @@ def test_replicas_on_one_rail_only(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("exchange", ["direct", "direct_no_dedup"])
-def test_direct_exchange(ranks: Ranks, exchange: str) -> None:
+def test_direct_exchanges_train_equally(ranks: Ranks, exchange: str) -> None:
     check(Scenario(2, 2, "rowwise_adagrad", exchange=exchange, two_dims=True, seed=3), ranks)
 
 
 @pytest.mark.parametrize(("passes", "announced"), [(3, 3), (3, 1), (1, 3), (3, 2)])
-def test_several_passes_a_step_announced_or_not(ranks: Ranks, passes: int, announced: int) -> None:
+def test_several_passes_a_step_train_equally_announced_or_not(ranks: Ranks, passes: int, announced: int) -> None:
     results = check(Scenario(2, 2, "rowwise_adagrad", passes=passes, seed=1), ranks, Loop(announced_passes=announced))
-    assert (results[0]["left"] > 0) == (passes == announced or announced == 1)
+    assert (results[0]["deferred"] > 0) == (passes == announced or announced == 1)
 
 
 @pytest.mark.parametrize(
@@ -86,25 +86,25 @@ def test_several_passes_a_step_announced_or_not(ranks: Ranks, passes: int, annou
         Loop(save_every=3),
         Loop(max_norm=0.05),
         Loop(loops=3),
-        Loop(left_at=7),
+        Loop(break_at=7),
         Loop(bad_at=0),
         Loop(bad_at=6),
     ],
     ids=["evaluate", "read", "extra pass", "step between", "save", "clip", "loops", "break", "bad 0", "bad 6"],
 )
-def test_other_work_in_the_loop(ranks: Ranks, loop: Loop) -> None:
+def test_other_work_in_the_loop_changes_nothing(ranks: Ranks, loop: Loop) -> None:
     results = check(Scenario(2, 2, "rowwise_adagrad", two_dims=True, steps=12, seed=5), ranks, loop)
-    assert (results[0]["left"] == 0) == (loop.max_norm > 0), "all gradients are needed for their norm"
+    assert (results[0]["deferred"] == 0) == (loop.max_norm > 0), "all gradients are needed for their norm"
     if loop.bad_at >= 0:
-        assert "row -1 of table 'item'" in results[-1]["said"][0]
-        assert all("rank 3 has input" in result["said"][0] for result in results[:-1])
+        assert "row -1 of table 'item'" in results[-1]["errors"][0]
+        assert all("rank 3 has input" in result["errors"][0] for result in results[:-1])
 
 
-def test_a_rank_without_input(ranks: Ranks) -> None:
+def test_a_rank_without_input_trains_equally(ranks: Ranks) -> None:
     check(Scenario(2, 2, "rowwise_adagrad", idle_rank=3, two_dims=True, gamma=0.8), ranks)
 
 
-def test_float32_beside_float64(ranks: Ranks) -> None:
+def test_float32_beside_float64_trains_equally(ranks: Ranks) -> None:
     check(Scenario(2, 2, "rowwise_adagrad", second_dtype="float32", two_dims=True), ranks, tolerance=1e-5)
 
 
@@ -133,7 +133,7 @@ loops = st.builds(
     save_every=st.sampled_from([0, 0, 3]),
     max_norm=st.sampled_from([0.0, 0.0, 0.05]),
     loops=st.integers(1, 2),
-    left_at=st.sampled_from([-1, -1, 7]),
+    break_at=st.sampled_from([-1, -1, 7]),
 )
 
 
@@ -147,13 +147,13 @@ EXAMPLES = int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "5"))
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(scenario=scenarios, loop=loops)
-def test_any_schedule(ranks: Ranks, scenario: Scenario, loop: Loop) -> None:
+def test_any_schedule_trains_equally(ranks: Ranks, scenario: Scenario, loop: Loop) -> None:
     """Any schedule trains as without run-ahead. ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of examples."""
-    check(scenario, ranks, replace(loop, loops=1 if loop.left_at >= 0 else loop.loops))
+    check(scenario, ranks, replace(loop, loops=1 if loop.break_at >= 0 else loop.loops))
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_run_ahead_beside_the_collectives_of_ddp(ranks: Ranks, inside: bool) -> None:
+def test_run_ahead_beside_the_collectives_of_ddp_trains_equally(ranks: Ranks, inside: bool) -> None:
     expected = ddp_alone(4, 6)
     for result in ranks(4).run("ddp_jobs:ddp_with_run_ahead", RankLayout(2, 2), inside, 6):
         for name, values in expected.items():
@@ -161,7 +161,7 @@ def test_run_ahead_beside_the_collectives_of_ddp(ranks: Ranks, inside: bool) -> 
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_bags(ranks: Ranks, weighted: bool) -> None:
+def test_bags_train_equally(ranks: Ranks, weighted: bool) -> None:
     for plain, ahead in ranks(4).run("run_ahead_jobs:pooled", RankLayout(2, 2), weighted, 6):
         np.testing.assert_allclose(ahead, plain, rtol=0, atol=1e-9)
 

@@ -16,7 +16,7 @@ Ranks = Callable[[int], RankPool]
 
 @pytest.mark.parametrize(("layout", "exchange"), [((2, 1), "chain"), ((2, 2), "chain"), ((2, 2), "direct")])
 def test_a_step_waits_only_for_rows_of_both_batches(ranks: Ranks, layout: tuple[int, int], exchange: str) -> None:
-    """Rows of 16 bytes; batches without a row in common, then equal ones."""
+    """Rows have 16 bytes. Batches have no row in common at first, then all rows."""
     world = layout[0] * layout[1]
     apart = [[list(range(20 * (step % 3), 20 * (step % 3) + 20)) for step in range(6)]] * world
     for step in ranks(world).run("run_ahead_jobs:count_bytes", RankLayout(*layout), apart, exchange)[0][1:-1]:
@@ -26,9 +26,9 @@ def test_a_step_waits_only_for_rows_of_both_batches(ranks: Ranks, layout: tuple[
     for result in results:
         for step in result[1:-1]:
             waited = step["all"] - step["overlapped"]
-            assert waited % 16 == 0, "ids travel ahead"
+            assert waited % 16 == 0, "ids are sent ahead"
             assert waited == result[1]["all"] - result[1]["overlapped"] > 0
-    # Each rank asks for and answers 20 rows, less those that it holds itself, in both directions.
+    # Each rank requests and serves 20 rows in both directions, without the rows that it holds itself.
     if exchange == "direct" or layout == (2, 1):
         waited = sum(result[1]["all"] - result[1]["overlapped"] for result in results)
         assert waited == 2 * 16 * 20 * (world - 1)

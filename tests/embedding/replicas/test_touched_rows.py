@@ -1,4 +1,4 @@
-"""Touched rows against sets: all ranks of an exchange in one process, which pass each other the words."""
+"""Touched rows compared with sets: all ranks of an exchange in one process."""
 
 from __future__ import annotations
 
@@ -55,26 +55,26 @@ def stores_of(layout: RankLayout, rank: int, tiers: np.ndarray) -> list[GroupSto
 
 
 class Rank:
-    def __init__(self, layout: RankLayout, rank: int, tiers: np.ndarray, wanted: set[int], *, direct: bool) -> None:
+    def __init__(self, layout: RankLayout, rank: int, tiers: np.ndarray, requested: set[int], *, direct: bool) -> None:
         self.layout = layout
         self.rank = rank
         self.stores = stores_of(layout, rank, tiers)
         self.hops = hops_of(layout, rank, direct=direct)
         self.touched = TouchedRows(SyncLists.of(self.stores, self.hops, layout), CPU)
-        self.wanted = wanted
+        self.requested = requested
 
     def pass_station(self) -> None:
-        """Add the wanted rows that this rank holds, and keep the others."""
+        """Add the requested rows that this rank holds, and keep the others."""
         missing: set[int] = set()
         for group, store in enumerate(self.stores):
-            keys = torch.tensor(sorted(k for k in self.wanted if store.group.first_key <= k < store.group.end_key))
+            keys = torch.tensor(sorted(k for k in self.requested if store.group.first_key <= k < store.group.end_key))
             held, _, positions = store.locate(keys.to(torch.int64))
             self.touched.add(group, positions[held])
             missing |= set(keys[~held].tolist())
-        self.wanted = missing
+        self.requested = missing
 
-    def listed(self, everyone: set[int]) -> set[int]:
-        return {key for store in self.stores for key in store.directory.keys.tolist()} & everyone
+    def listed(self, keys: set[int]) -> set[int]:
+        return {key for store in self.stores for key in store.directory.keys.tolist()} & keys
 
     def marked(self, touched: TouchedRows) -> set[int]:
         return {
@@ -85,7 +85,7 @@ class Rank:
 
 
 def deliver(world: list[Rank], hop: int, words: list[PeerWords]) -> list[torch.Tensor]:
-    """All-to-all of the words over a hop."""
+    """Exchange the words over a hop, all to all."""
     sent = {}
     for one, mine in zip(world, words, strict=True):
         for peer, part in zip(one.hops[hop].peers.ranks, torch.split(mine.words, list(mine.sent)), strict=True):
@@ -98,8 +98,8 @@ def deliver(world: list[Rank], hop: int, words: list[PeerWords]) -> list[torch.T
     return received
 
 
-def agree(layout: RankLayout, tiers: np.ndarray, wanted: list[set[int]], *, direct: bool) -> list[Rank]:
-    world = [Rank(layout, rank, tiers, keys, direct=direct) for rank, keys in enumerate(wanted)]
+def agree(layout: RankLayout, tiers: np.ndarray, requested: list[set[int]], *, direct: bool) -> list[Rank]:
+    world = [Rank(layout, rank, tiers, keys, direct=direct) for rank, keys in enumerate(requested)]
     hops = len(world[0].hops)
     for hop in range(hops):
         for one in world:
@@ -109,13 +109,13 @@ def agree(layout: RankLayout, tiers: np.ndarray, wanted: list[set[int]], *, dire
         moved: list[set[int]] = [set() for _ in world]
         for one in world:
             peers = one.hops[hop].peers.ranks
-            for key in one.wanted:
+            for key in one.requested:
                 moved[peers[int(one.hops[hop].destination(torch.tensor([key])))]].add(key)
         for one, keys in zip(world, moved, strict=True):
-            one.wanted = keys
+            one.requested = keys
     for one in world:
         one.pass_station()
-        assert one.wanted == set(), "the home holds every row"
+        assert one.requested == set(), "the home holds every row"
         assert one.touched.complete == (hops == 0)
     for hop in reversed(range(hops)):
         for one, words in zip(world, deliver(world, hop, [one.touched.down(hop) for one in world]), strict=True):
@@ -134,21 +134,21 @@ layouts = st.sampled_from([RankLayout(1, 1), RankLayout(1, 3), RankLayout(2, 1),
     tier=st.integers(-1, 2),
     direct=st.booleans(),
 )
-def test_every_rank_learns_of_the_rows_that_any_rank_touches(
+def test_every_rank_receives_the_rows_that_any_rank_touches(
     layout: RankLayout, seed: int, density: float, tier: int, direct: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     tiers = rng.integers(0, 3, ROWS) if tier < 0 else np.full(ROWS, tier)
     passes, ranks = [], []
     for _ in range(2):
-        wanted = [
+        requested = [
             set(np.flatnonzero(rng.random(ROWS) < density * rng.random()).tolist()) for _ in range(layout.world_size)
         ]
-        ranks = agree(layout, tiers, wanted, direct=direct)
+        ranks = agree(layout, tiers, requested, direct=direct)
         for one in ranks:
             assert one.touched.complete
-            assert one.marked(one.touched) == one.listed(set().union(*wanted))
-        passes.append((wanted, [one.touched for one in ranks]))
+            assert one.marked(one.touched) == one.listed(set().union(*requested))
+        passes.append((requested, [one.touched for one in ranks]))
     (first, of_first), (second, of_second) = passes
     either, both = set().union(*first, *second), set().union(*first) & set().union(*second)
     for one, a, b in zip(ranks, of_first, of_second, strict=True):
@@ -177,14 +177,14 @@ def test_a_list_gathers_and_scatters_its_rows(chosen: torch.Tensor | None) -> No
     bits = rows.gather(entries)
     assert rows.words == [1, 1]
     assert len(bits) == 128
-    wanted = [[0, 1, 4], [1]]
-    for peer, of_peer in enumerate(wanted):
+    requested = [[0, 1, 4], [1]]
+    for peer, of_peer in enumerate(requested):
         part = bits[64 * peer : 64 * peer + 64]
         assert part[: len(of_peer)].tolist() == entries[at[of_peer]].tolist()
         assert not part[len(of_peer) :].any()
     counts = rows.counts(bits).tolist()
     assert sum(counts) == int(bits.sum())
-    expected = [int(at[place]) for of_peer in wanted for place in of_peer if entries[at[place]]]
+    expected = [int(at[place]) for of_peer in requested for place in of_peer if entries[at[place]]]
     assert rows.entries_of(bits, counts).tolist() == expected
     back = torch.zeros_like(entries)
     rows.scatter(bits, back)

@@ -1,4 +1,4 @@
-"""The directory against a dict, its memory, and both ways of merging."""
+"""The directory compared with a dict, its memory, and both ways of merging."""
 
 from __future__ import annotations
 
@@ -65,32 +65,32 @@ def on_cpu(directory: Directory, removed: torch.Tensor, new: Columns) -> Directo
     return directory.replace(removed, *new)
 
 
-def as_elsewhere(directory: Directory, removed: torch.Tensor, new: Columns) -> Directory:
-    """Merge in the way of other devices."""
+def on_other_devices(directory: Directory, removed: torch.Tensor, new: Columns) -> Directory:
+    """Merge as on other devices than the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_merged_on_cpu", module._merged)
         return directory.replace(removed, *new)
 
 
-@pytest.mark.parametrize("replace", [on_cpu, as_elsewhere])
+@pytest.mark.parametrize("replace", [on_cpu, on_other_devices])
 @pytest.mark.parametrize("group_rows", [41, 2**31 + 8])
 @pytest.mark.parametrize("layout", [RankLayout(1, 1), LAYOUT, RankLayout(3, 2), RankLayout(1, 4)], ids=str)
 @settings(max_examples=40, deadline=None)
-@given(before=entries, after=entries, gone=st.sets(ids), asked=st.lists(ids, max_size=30))
-def test_directory_is_a_dict(
+@given(before=entries, after=entries, dropped=st.sets(ids), queried=st.lists(ids, max_size=30))
+def test_a_directory_equals_a_dict(
     replace: Callable[[Directory, torch.Tensor, Columns], Directory],
     group_rows: int,
     layout: RankLayout,
     before: dict[int, tuple[int, int]],
     after: dict[int, tuple[int, int]],
-    gone: set[int],
-    asked: list[int],
+    dropped: set[int],
+    queried: list[int],
 ) -> None:
     directory = directory_of(before, order_of(group_rows, layout=layout))
-    removed, found = directory.find(torch.tensor(sorted((gone | set(after)) & set(before)), dtype=torch.int64))
+    removed, found = directory.find(torch.tensor(sorted((dropped | set(after)) & set(before)), dtype=torch.int64))
     assert bool(found.all())
     replaced = replace(directory, removed, columns(after))
-    expected = {key: value for key, value in before.items() if key not in gone} | after
+    expected = {key: value for key, value in before.items() if key not in dropped} | after
     assert as_dict(replaced) == expected
     assert as_dict(directory) == before, "a directory is never changed"
     assert replaced.codes.dtype == (torch.int32 if group_rows == 41 else torch.int64)
@@ -104,9 +104,9 @@ def test_directory_is_a_dict(
         assert device == on_rail
     else:
         assert replaced.keys[replaced.rail_device].tolist() == device != on_rail
-    at, found = replaced.find(torch.tensor(asked, dtype=torch.int64))
-    assert found.tolist() == [key in expected for key in asked]
-    assert [replaced.keys[p].item() for p in at[found]] == [key for key in asked if key in expected]
+    at, found = replaced.find(torch.tensor(queried, dtype=torch.int64))
+    assert found.tolist() == [key in expected for key in queried]
+    assert [replaced.keys[p].item() for p in at[found]] == [key for key in queried if key in expected]
 
 
 def test_an_empty_directory_finds_nothing() -> None:
@@ -139,8 +139,8 @@ def test_positions_do_not_depend_on_the_block(monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(module._positions(chosen, 5), chosen.nonzero().view(-1) + 5)
 
 
-def test_eight_to_twelve_bytes_a_hot_row_and_a_chunk_needs_little_more() -> None:
-    """The formula is linear, so a million rows stand for more."""
+def test_a_directory_has_8_to_12_bytes_a_row_and_merging_a_chunk_needs_little_more() -> None:
+    """The formula is linear, so a million rows are enough."""
     rows = 1_000_000
     rng = np.random.default_rng(1)
     keys = np.flatnonzero(rng.random(10 * rows) < 0.1)[: rows - 20_000]
@@ -151,11 +151,11 @@ def test_eight_to_twelve_bytes_a_hot_row_and_a_chunk_needs_little_more() -> None
     first, end = directory.rail
     device_rows = int((directory.tiers[first:end] == Tier.DEVICE).sum())
     assert directory.nbytes == 8 * len(directory) + 4 * device_rows
-    alike = Directory.empty(directory.order, CPU).replace(
+    all_device = Directory.empty(directory.order, CPU).replace(
         torch.empty(0, dtype=torch.int64), torch.from_numpy(keys), torch.arange(len(keys), dtype=torch.int32),
         torch.full_like(tiers, Tier.DEVICE),
     )  # fmt: skip
-    assert alike.nbytes == 8 * len(alike)
+    assert all_device.nbytes == 8 * len(all_device)
     chunk = np.setdiff1d(rng.integers(0, 10 * rows, 1000), keys)
     removed = torch.arange(0, len(keys), 1000)
     new = (torch.from_numpy(chunk), torch.arange(len(chunk), dtype=torch.int32), torch.ones(len(chunk)).to(torch.uint8))

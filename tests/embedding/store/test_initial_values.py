@@ -19,7 +19,7 @@ def test_initial_rows_depend_on_the_row_alone() -> None:
 
 
 def test_initial_rows_differ_between_seeds_and_tables() -> None:
-    """Not the same rows at other places either."""
+    """No row occurs at another place either."""
     drawn = [
         initial_rows(table, np.arange(200), 2, torch.float64, scale=1.0, seed=seed)
         for table, seed in (("item", 0), ("item", 1), ("shop", 0))

@@ -94,8 +94,8 @@ def test_no_placement_within_the_slots_lists_more_rows_than_the_bound(
         chosen[at] = True
         if (layout.replica_slots_used(keys[chosen], tiers[chosen]) > slots).any():
             chosen[at] = False
-    most = max_listed_rows(DimGroup(2, "float32", "sgd", 0, 60, (0,)), layout, slots)
+    bound = max_listed_rows(DimGroup(2, "float32", "sgd", 0, 60, (0,)), layout, slots)
     for local in range(local_ranks):
         node = (tiers == 1) & (keys % local_ranks == local) & (nodes > 1)
         listed = chosen & (node | ((tiers == 2) & (layout.world_size > 1)))
-        assert listed.sum() <= most
+        assert listed.sum() <= bound

@@ -37,30 +37,34 @@ def test_every_key_has_one_home_slot(nodes: int, local_ranks: int, first_key: in
 
 
 @settings(max_examples=100, deadline=None)
-@given(actions=st.lists(st.tuples(st.sampled_from(["take", "give", "settle", "try"]), st.integers(0, 4)), max_size=40))
+@given(
+    actions=st.lists(
+        st.tuples(st.sampled_from(["allocate", "release", "compact", "drop"]), st.integers(0, 4)), max_size=40
+    )
+)
 def test_a_replica_slot_is_never_allocated_twice(actions: list[tuple[str, int]]) -> None:
-    """Also if prepared chunks are dropped, and for any time at which the first prepared chunk is applied."""
+    """This holds with dropped chunks, and for any time at which the first prepared chunk is applied."""
     store = GroupStore(DimGroup(2, "float32", "sgd", 0, 7, (0,)), RankLayout(1, 2), 1, 9, CPU)
     everything = set(range(store.home_rows, store.home_rows + 9))
     free = store.free
-    taken: list[int] = []
+    allocated: list[int] = []
     waiting: list[FreeSlots] = []
-    for what, count in actions:
-        if what == "take" and count <= len(free):
+    for action, count in actions:
+        if action == "allocate" and count <= len(free):
             got, free = free.allocate(count)
-            taken += got.tolist()
-        elif what == "give":
-            back, taken = taken[:count], taken[count:]
+            allocated += got.tolist()
+        elif action == "release":
+            back, allocated = allocated[:count], allocated[count:]
             free = free.release(np.array(back, dtype=np.int32))
-        elif what == "try":  # prepared, and dropped
-            free.release(np.array(taken, dtype=np.int32)).allocate(len(everything))
-        elif what == "settle" and waiting:
+        elif action == "drop":  # prepared, and dropped
+            free.release(np.array(allocated, dtype=np.int32)).allocate(len(everything))
+        elif action == "compact" and waiting:
             waiting[count % len(waiting)].compacted()
             waiting = waiting[count % len(waiting) + 1 :]
         waiting.append(free)
-        assert len(set(taken)) == len(taken)
-        assert len(free) == 9 - len(taken)
-        assert set(free.allocate(len(free))[0].tolist()) == everything - set(taken)
+        assert len(set(allocated)) == len(allocated)
+        assert len(free) == 9 - len(allocated)
+        assert set(free.allocate(len(free))[0].tolist()) == everything - set(allocated)
 
 
 @settings(max_examples=60, deadline=None)

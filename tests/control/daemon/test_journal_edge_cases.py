@@ -1,4 +1,4 @@
-"""Cases of keeping, folding and refusing in the journal that random histories seldom reach."""
+"""Cases of retention, compaction and refusal in the journal that random histories seldom reach."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FIRST, SECOND = JournalledMigration("m1", "p1", 0), JournalledMigration("m2", "p
 
 
 def step(version: int, before: int | None = None) -> Delta:
-    """The chunk of this version, after ``before``: the same rows go through all tiers."""
+    """Return the chunk of this version, after ``before``: the same rows change through all tiers."""
     old = (version - 1 if before is None else before) % 3
     return Delta(np.arange(ROWS), np.full(ROWS, old, np.uint8), np.full(ROWS, version % 3, np.uint8))
 
 
 def begun(directory: Path, *migrations: JournalledMigration | None) -> PlacementJournal:
-    """A journal with a chunk for each of these."""
+    """Return a journal with a chunk for each of these migrations."""
     journal = PlacementJournal(directory)
     journal.begin(SEGMENT, Placement.empty())
     for version, migration in enumerate(migrations, 1):
@@ -41,12 +41,12 @@ def begun(directory: Path, *migrations: JournalledMigration | None) -> Placement
 def test_voided_versions_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: int) -> None:
     monkeypatch.setattr(journal_module, "_OVERLAY_ROWS", 0)
     journal = begun(tmp_path, *[None] * 5)
-    kept = 5 - back
-    journal.append(kept + 1, step(7, before=kept))
-    assert journal.placement_at(kept + 1).tiers_of(np.arange(ROWS)).tolist() == [7 % 3] * ROWS
+    last = 5 - back
+    journal.append(last + 1, step(7, before=last))
+    assert journal.placement_at(last + 1).tiers_of(np.arange(ROWS)).tolist() == [7 % 3] * ROWS
 
 
-def test_folded_versions_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compacted_versions_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "_OVERLAY_ROWS", 0)
     monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
     journal = begun(tmp_path, *[None] * 4)
@@ -56,9 +56,7 @@ def test_folded_versions_leave_nothing_behind(tmp_path: Path, monkeypatch: pytes
     journal.append(5, step(5))
 
 
-def test_the_newest_migration_can_be_taken_back_and_the_one_before_it_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_newest_migration_can_be_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
     journal = begun(tmp_path, FIRST, FIRST, SECOND, SECOND, SECOND)
     start = journal.placement_at(2)
@@ -72,7 +70,7 @@ def test_the_newest_migration_can_be_taken_back_and_the_one_before_it_not(
 
 
 @pytest.mark.parametrize(("name", "limit"), [("_ROLLBACK_ROWS", 3 * ROWS), ("_ROLLBACK_CHUNKS", 3)])
-def test_what_is_kept_for_a_rollback_is_bounded(
+def test_chunks_kept_for_a_rollback_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
 ) -> None:
     monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
@@ -87,9 +85,7 @@ def test_what_is_kept_for_a_rollback_is_bounded(
     assert journal.newest_migration is None, "not known any more"
 
 
-def test_a_large_placement_is_not_written_anew_for_every_few_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_placement_is_not_rewritten_for_every_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "_COMPACT_ROWS", ROWS)
     journal = PlacementJournal(tmp_path)
     journal.begin(SEGMENT, Placement.of(np.arange(100, 200), np.ones(100, np.uint8), 0))
@@ -97,10 +93,10 @@ def test_a_large_placement_is_not_written_anew_for_every_few_rows(
     for version in range(1, 26):
         journal.append(version, step(version))
         journal.compact(version)
-    assert done.count("name placement.journal") == 1, "100 rows that changed, beside 100 rows"
+    assert done.count("name placement.journal") == 1, "100 changed rows beside 100 rows: one rewrite"
 
 
-def test_agreement_beyond_what_is_recorded_folds_what_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compaction_beyond_the_last_version_compacts_up_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
     journal = begun(tmp_path, None, None)
     journal.compact(9)
@@ -117,7 +113,7 @@ def _frame(header: dict[str, Any], version: int) -> bytes:
 @pytest.mark.parametrize(
     ("header", "version"), [({}, 0), ({}, 4), ({"version": -1}, 3), ({"kind": "other"}, 3), ({"rows": ROWS + 1}, 3)]
 )
-def test_a_whole_record_that_does_not_follow_ends_the_journal(
+def test_a_complete_record_out_of_sequence_ends_the_journal(
     tmp_path: Path, header: dict[str, Any], version: int
 ) -> None:
     begun(tmp_path, None, None).close()
@@ -138,7 +134,7 @@ def test_a_second_segment_ends_the_journal(tmp_path: Path) -> None:
     assert (journal.last_version, journal.truncated_bytes) == (2, len(segment))
 
 
-SAID: dict[str, Any] = {"migration": "m" * 400, "plan": "p" * 400, "base": 2}
+MIGRATION_FIELDS: dict[str, Any] = {"migration": "m" * 400, "plan": "p" * 400, "base": 2}
 
 
 @pytest.mark.parametrize(
@@ -148,37 +144,37 @@ SAID: dict[str, Any] = {"migration": "m" * 400, "plan": "p" * 400, "base": 2}
         {"base": "0"}, {"base": None}, {"returns_to": -1}, {"returns_to": "0"},
     ],
 )  # fmt: skip
-def test_a_chunk_that_does_not_say_its_migration_is_applied_all_the_same(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_a_chunk_with_invalid_migration_fields_is_still_applied(tmp_path: Path, wrong: dict[str, Any]) -> None:
     begun(tmp_path, FIRST, FIRST).close()
     with (tmp_path / "placement.journal").open("ab") as file:
-        file.write(_frame(SAID | wrong, 3))
+        file.write(_frame(MIGRATION_FIELDS | wrong, 3))
     journal = PlacementJournal(tmp_path)
     assert (journal.last_version, journal.truncated_bytes, journal.newest_migration) == (3, 0, None)
 
 
 @pytest.mark.parametrize("returns_to", [None, 0])
-def test_a_chunk_says_its_migration_in_the_longest_words(tmp_path: Path, returns_to: int | None) -> None:
+def test_the_longest_ids_of_a_migration_are_read_back(tmp_path: Path, returns_to: int | None) -> None:
     migration = JournalledMigration("m" * 400, "p" * 400, 2, returns_to)
     begun(tmp_path, FIRST, FIRST, migration).close()
     assert PlacementJournal(tmp_path).newest_migration == migration
 
 
-def test_a_torn_length_costs_no_memory(tmp_path: Path) -> None:
+def test_a_torn_length_allocates_no_memory(tmp_path: Path) -> None:
     begun(tmp_path, None).close()
     with (tmp_path / "placement.journal").open("ab") as file:
         file.write(b"\xff\xff\xff\x7f" + b"torn")
     tracemalloc.start()
     try:
         journal = PlacementJournal(tmp_path)
-        _, most = tracemalloc.get_traced_memory()
+        _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert (journal.last_version, journal.truncated_bytes) == (1, 8)
-    assert most < 2**22
+    assert peak < 2**22
 
 
-class Stutter:
-    """A file that takes a few bytes at a time."""
+class ShortWrites:
+    """A file that writes at peak 7 bytes a call."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -190,17 +186,17 @@ class Stutter:
         return self._file.write(data[:7])
 
 
-def test_a_file_that_takes_a_few_bytes_at_a_time_is_written_whole(tmp_path: Path) -> None:
+def test_a_journal_is_complete_after_short_writes(tmp_path: Path) -> None:
     journal = begun(tmp_path, None)
     assert journal._file is not None
-    journal._file = Stutter(journal._file)  # type: ignore[assignment]
+    journal._file = ShortWrites(journal._file)  # type: ignore[assignment]
     journal.append(2, step(2))
     journal.close()
-    again = PlacementJournal(tmp_path)
-    assert (again.last_version, again.truncated_bytes) == (2, 0)
+    reopened = PlacementJournal(tmp_path)
+    assert (reopened.last_version, reopened.truncated_bytes) == (2, 0)
 
 
-def test_a_long_write_that_failed_leaves_nothing_behind_a_short_one(
+def test_a_failed_long_write_leaves_no_bytes_behind_a_short_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = begun(tmp_path, None)
@@ -211,11 +207,11 @@ def test_a_long_write_that_failed_leaves_nothing_behind_a_short_one(
             journal.append(2, long)
     journal.append(2, step(2))
     journal.close()
-    again = PlacementJournal(tmp_path)
-    assert (again.last_version, again.truncated_bytes) == (2, 0)
+    reopened = PlacementJournal(tmp_path)
+    assert (reopened.last_version, reopened.truncated_bytes) == (2, 0)
 
 
-def test_a_placement_is_on_disk_before_it_has_its_name_and_a_chunk_before_it_counts(
+def test_a_placement_is_synced_before_its_rename_and_a_chunk_before_it_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = PlacementJournal(tmp_path / "state")
@@ -245,7 +241,7 @@ def test_a_directory_that_cannot_be_synced_loses_no_chunk(tmp_path: Path, monkey
     journal.append(4, step(4))
     assert done == ["sync placement.journal", f"sync {tmp_path.name}", "sync placement.journal"]
     journal.close()
-    again = PlacementJournal(tmp_path)
-    assert (again.last_version, again.truncated_bytes) == (4, 0)
+    reopened = PlacementJournal(tmp_path)
+    assert (reopened.last_version, reopened.truncated_bytes) == (4, 0)
     with pytest.raises(SnapshotError, match=r"versions 2\.\.4, not 1"):
-        again.placement_at(1)
+        reopened.placement_at(1)
