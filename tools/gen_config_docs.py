@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the pydantic models; ``--check`` only says whether it is up to date."""
+"""Write docs/configuration.md from the pydantic models; ``--check`` only tests that it is up to date."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ HEAD = f"""# Configuration
 
 <!-- Written by `{COMMAND}` from flexd/config/: change the models, not this file. -->
 
-The daemon reads one YAML file: `flexd run -c FILE`. `flexd check-config -c FILE` says what is wrong with one (exit
-status 2), `flexd check-config -c FILE -o yaml` prints what is in effect. Ready-to-run files are in `configs/`.
+The daemon reads one YAML file: `flexd run -c FILE`. `flexd check-config -c FILE` lists the faults of one (exit status
+2), `flexd check-config -c FILE -o yaml` prints the effective configuration. Ready-to-run files are in `configs/`.
 
 - A key that is not listed here is an error, and so is a key given twice.
 - Relative paths start at the daemon's working directory. `host:port` of an IPv6 address is `[address]:port`.
-- An environment variable `FLEXD__SECTION__KEY` beats the file: `FLEXD__SERVER__PORT=9000` sets `server.port`. Its value
-  is read as YAML (`null`, `[1, 2]`, `{{a: 1}}`), except that of a key whose name says password, secret or token, which
-  is taken as text. List items have no variables of their own.
-- Secrets belong into files: `control.secret_file` and `stream.source.client_option_files` name them. Nothing prints the
+- An environment variable `FLEXD__SECTION__KEY` overrides the file: `FLEXD__SERVER__PORT=9000` sets `server.port`. Its
+  value is read as YAML (`null`, `[1, 2]`, `{{a: 1}}`), except that of a key whose name contains password, secret or
+  token, which is text. List items have no variables of their own.
+- Secrets belong in files: `control.secret_file` and `stream.source.client_option_files` name them. Nothing prints the
   value of a secret.
 - PyYAML reads `1e6` as text: write `1000000` or `1.0e+6`.
 """
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     schema = Config.model_json_schema()
     parts = [HEAD, *_section("", schema, schema)]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def _section(path: str, node: dict[str, Any], schema: dict[str, Any]) -> list[str]:
-    """A heading, a table of the plain keys, then each sub-section."""
+    """Return a heading, a table of the plain keys, then each sub-section."""
     title = f"`{path}`" if path else "Top level"
     required = set(node.get("required", []))
     lines = [f"## {title}", "", _text(node.get("description", "")), ""]

@@ -1,4 +1,4 @@
-"""Several daemons for one job, of which one leads."""
+"""Configuration of high availability: several daemons for one job, of which one leads."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ class NoLease(Section):
 
 
 class FileLease(Section):
-    """In a directory that all daemons share. The volume must give atomic ``link``: local file systems and NFS do."""
+    """A lease file in a directory that all daemons share. The volume must give atomic ``link``: local file systems and
+    NFS do."""
 
     kind: Literal["file"]
     """Selects it."""
     path: Path | None = None
-    """The directory; default: ``lease`` in the state directory, which is shared then."""
+    """The directory; default: ``lease`` in the state directory, which all daemons must share then."""
 
 
 class KubernetesLease(Section):
@@ -32,25 +33,25 @@ class KubernetesLease(Section):
     kind: Literal["kubernetes"]
     """Selects it."""
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
-    """Of the Lease object; is created if missing."""
+    """Name of the Lease object, which is created if missing."""
     namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")] | None = None
-    """Where it is; default: the pod's namespace."""
+    """Namespace of the Lease object; default: the pod's namespace."""
 
 
 LeaseConfig = Annotated[NoLease | FileLease | KubernetesLease, Field(discriminator="kind")]
 
 
 class HighAvailabilityConfig(Section):
-    """Stand-by daemons. Each runs on the same file; whoever holds the lease leads, the others wait."""
+    """Stand-by daemons. All run on the same file; the holder of the lease leads, the others wait."""
 
     lease: LeaseConfig = NoLease()
     """Where the lease is kept."""
     identity: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """Of this daemon in the lease, for people; default: the host's name."""
+    """Name of this daemon in the lease, for people; default: the host's name."""
     duration_seconds: Annotated[Seconds, Field(ge=1, le=3600)] = 15.0
-    """A leader that has not renewed for so long leads no more; a stand-by waits for so long before it takes over."""
+    """Validity of a renewal: a leader without a newer one stops leading, and a stand-by acquires the lease after it."""
     renew_seconds: Seconds = 3.0
-    """Time between two renewals, and between two looks of a stand-by; at most a third of ``duration_seconds``."""
+    """Time between two renewals of the leader and two checks of a stand-by; at most a third of ``duration_seconds``."""
 
     @property
     def enabled(self) -> bool:

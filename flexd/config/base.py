@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of: checked numbers, names, addresses and the base model."""
+"""Types of the configuration: checked numbers, names, addresses and the base model of sections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def _no_truth_value(value: Any) -> Any:
-    """YAML reads yes, no, on and off as truth values, and pydantic would take them for 1 and 0."""
+    """Refuse truth values: YAML reads yes, no, on and off as such, and pydantic converts them to 1 and 0."""
     if isinstance(value, bool):
         raise ValueError("must be a number, not a truth value")
     return value
@@ -23,7 +23,7 @@ Port = Annotated[Int, Field(ge=0, le=65_535)]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is a name or address that only this machine can reach."""
+    """Return True if only this machine can reach the name or address ``host``."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -31,7 +31,7 @@ def is_loopback(host: str) -> bool:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """``host:port`` or ``[v6]:port`` -> (host, port). Raises ValueError with what is allowed."""
+    """Split ``host:port`` or ``[v6]:port``. Raises ValueError, which names the allowed forms."""
     host, colon, port = address.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not bare or (":" in bare and bare == host) or not (port.isascii() and port.isdigit()):

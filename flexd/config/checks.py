@@ -1,7 +1,7 @@
 """Check a configuration beyond its schema: table names, memory, the topology, and brokers and options of Kafka.
 
 ``flexd run``, ``flexd check-config`` and a reload call the same functions, so one refuses what the others refuse.
-Secrets and certificates are not looked for: they are often mounted only where the daemon runs.
+Secrets and certificates are not checked: they are often mounted only where the daemon runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who is connected to the daemon: training ranks and other daemons."""
+"""Configuration of the daemon's connections: training ranks and other daemons."""
 
 from __future__ import annotations
 
@@ -11,43 +11,44 @@ from flexd.config.base import Float, Int, Name, Port, Seconds, Section, is_loopb
 
 
 class ThrottleConfig(Section):
-    """How fast rows may migrate. What ``flexd throttle`` says instead holds until this section changes; a running
-    migration obeys from its next chunk on."""
+    """Limits on the speed of migrations. Limits set with ``flexd throttle`` replace them until this section changes. A
+    change takes effect at the next chunk of a running migration."""
 
     bytes_per_step: Annotated[Int, Field(ge=1)] | None = None
     """Row values and optimizer state that may be copied at one step boundary, on every rank; null leaves it to the
     ranks (``max_migration_bytes_per_step``). A single larger row is copied by itself."""
     bytes_per_second: Annotated[Int, Field(ge=1)] | None = None
-    """The same in the long run; a second's worth may go at once."""
+    """Row values and optimizer state that may be copied per second in the long run, on every rank; a burst may use up
+    one second's bytes."""
     adaptive: bool = False
     """Slow down, and pause, when the ranks' steps become slower than they are without a migration."""
     tolerance: Annotated[Float, Field(ge=0, le=10)] = 0.1
-    """Adaptive: how much slower p50 and p90 of a step may get, as a share."""
+    """Adaptive: allowed slowdown of p50 and p90 of the step time, as a share."""
     floor_bytes_per_step: Annotated[Int, Field(ge=1)] = 16 * 2**10
-    """Adaptive: never slower than this, but for pauses."""
+    """Adaptive: lower limit of the speed, except during pauses."""
     pause_seconds: Seconds = 5.0
-    """Adaptive: the first pause when steps are too slow at the floor; each is twice as long as the one before, up to 16
-    times."""
+    """Adaptive: length of the first pause when steps are too slow at the floor; each further pause is twice as long, up
+    to 16 times this."""
 
 
 class ControlConfig(Section):
     """The channel between the daemon and the training ranks."""
 
     secret_file: Path | None = None
-    """Shared secret of daemon and ranks (HMAC-SHA256). Without it messages are not authenticated:
-    allowed on loopback only."""
+    """Shared secret of daemon and ranks (HMAC-SHA256). Without it messages are not authenticated, which only loopback
+    allows."""
     listen_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address that the ranks connect to."""
     listen_port: Port = 29_400
     """Port that the ranks connect to; 0 takes any free one."""
     chunk_rows: Annotated[Int, Field(ge=1, le=2**22)] = 4096
-    """Largest chunk the daemon announces."""
+    """Largest number of rows in a chunk."""
     chunk_bytes: Annotated[Int, Field(ge=1)] = 2**20
-    """Row values (with optimizer state) that one chunk may move; ranks apply at most one chunk's worth a step."""
+    """Row values, with optimizer state, that one chunk may move; ranks apply at most this many bytes a step."""
     throttle: ThrottleConfig = ThrottleConfig()
-    """How fast rows may migrate."""
+    """Limits on the speed of migrations."""
     timeout_seconds: Seconds = 15.0
-    """Deadline of every wait on the channel."""
+    """Deadline of every operation on the channel."""
 
     @field_validator("listen_host")
     @classmethod
@@ -58,14 +59,15 @@ class ControlConfig(Section):
 
 
 class ScaleOutConfig(Section):
-    """Several daemons on one stream: followers count, the leader adds up, plans and talks to the ranks."""
+    """Several daemons on one stream: followers count accesses; the leader merges the counts, plans, and serves the
+    ranks."""
 
     role: Literal["standalone", "leader", "follower"] = "standalone"
-    """``leader`` takes the counts of followers; ``follower`` counts its partitions and plans nothing. All daemons of a
+    """``leader`` merges the counts of followers; ``follower`` counts its partitions and plans nothing. All daemons of a
     job have the same ``tables`` and ``sketch`` sections; those that read the stream share one consumer group."""
     secret_file: Path | None = None
-    """Shared secret of leader and followers (HMAC-SHA256). Without it they do not authenticate each other: allowed on
-    loopback only."""
+    """Shared secret of leader and followers (HMAC-SHA256). Without it they do not authenticate each other, which only
+    loopback allows."""
     leader: Annotated[str | None, Field(validate_default=True)] = None
     """Follower: ``host:port`` of the leader's listener."""
     listen_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
@@ -73,20 +75,21 @@ class ScaleOutConfig(Section):
     listen_port: Port = 29_500
     """Leader: port that the followers connect to; 0 takes any free one."""
     read_partitions: bool = True
-    """Leader: read partitions of the stream too, as one more member of the group; its counters then take twice
-    their memory."""
+    """Leader: also read partitions of the stream, as a member of the consumer group; its counters then need twice the
+    memory."""
     name: Name | None = None
     """Follower: its name in status and metrics, unique in the job; default: the host's name."""
     push_interval_seconds: Seconds = 2.0
-    """Follower: time between two deltas, which is how far the leader's counters are behind."""
+    """Follower: time between two count deltas; the leader's counters lag by as much."""
     max_unacknowledged_messages: Annotated[Int, Field(ge=1)] = 1_000_000
-    """Follower: read beside a delta that the leader has not answered; beyond this reading stops until it does."""
+    """Follower: messages that may be read while a count delta is unacknowledged; then reading stops until the leader
+    acknowledges it."""
     max_unacknowledged_seconds: Seconds = 60.0
-    """Follower: reading stops when a delta has had no answer for so long."""
+    """Follower: reading stops when a count delta is unacknowledged for longer."""
     settle_seconds: Seconds = 5.0
-    """Follower: how long a rebalance or a stop waits for the leader to take what was counted."""
+    """Follower: deadline of a rebalance or a stop for the leader to acknowledge all counts."""
     follower_timeout_seconds: Seconds = 30.0
-    """Leader: a follower that has not pushed for so long is reported."""
+    """Leader: a follower without a count delta for longer is reported as silent."""
 
     @field_validator("leader")
     @classmethod

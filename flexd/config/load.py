@@ -1,4 +1,4 @@
-"""From a YAML file and the environment to a ``Config``; an error names the key path, the value and what is allowed."""
+"""Load a ``Config`` from a YAML file and the environment; errors name key path, value and allowed values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexd.core.errors import ConfigError
 
 
 def load_config(path: Path, environ: Mapping[str, str] = os.environ) -> Config:
-    """Reads a YAML file, lays ``FLEXD__A__B=value`` over it, and checks it.
+    """Read a YAML file, apply ``FLEXD__A__B=value`` variables, and validate the result.
 
     Raises:
         ConfigError: the file cannot be read, is no YAML mapping, or a value is not allowed; the text lists every
@@ -26,7 +26,7 @@ def load_config(path: Path, environ: Mapping[str, str] = os.environ) -> Config:
 
 
 def parse_config(data: Mapping[str, Any], origin: str = "config", variables: Mapping[str, str] | None = None) -> Config:
-    """Checks an already parsed mapping; ``variables`` names the environment variable that set a key path.
+    """Validate a parsed mapping; ``variables`` maps key paths to the environment variables that set them.
 
     Raises:
         ConfigError: as ``load_config``.

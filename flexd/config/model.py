@@ -22,16 +22,16 @@ class TableConfig(Section):
     """One embedding table. The list must equal the trainer's, in the same order."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    """As in the stream's messages and in the trainer."""
+    """Name of the table in the stream's messages and in the trainer."""
     rows: Annotated[Int, Field(ge=1, le=2**40)]
     """Number of rows; row ids are 0 to rows - 1."""
     dim: Annotated[Int, Field(ge=1, le=65_536)]
-    """Numbers in one row."""
+    """Length of a row's vector."""
     dtype: str = "float32"
-    """Of the rows: ``float64``, ``float32``, ``float16`` or ``bfloat16``."""
+    """Type of the rows: ``float64``, ``float32``, ``float16`` or ``bfloat16``."""
     optimizer: str = "sgd"
-    """``sgd``, ``adagrad``, ``rowwise_adagrad``, ``adam`` or ``rowwise_adam``: how much optimizer state migrates with a
-    row."""
+    """``sgd``, ``adagrad``, ``rowwise_adagrad``, ``adam`` or ``rowwise_adam``. It decides how much optimizer state
+    migrates with a row."""
 
     @field_validator("dtype")
     @classmethod
@@ -49,16 +49,16 @@ class TableConfig(Section):
 
 
 class StateConfig(Section):
-    """What survives a restart."""
+    """State on disk, which survives a restart."""
 
     dir: Path = Path("flexd-state")
-    """Directory of snapshots and journal; one daemon each."""
+    """Directory of snapshots and journal; each daemon needs its own."""
     snapshot_interval_seconds: Seconds = 30.0
-    """Time between snapshots: what a crash reads again."""
+    """Time between snapshots; after a crash the stream is read again from the newest."""
     keep_snapshots: Annotated[Int, Field(ge=1, le=1000)] = 3
-    """Older ones are deleted."""
+    """Number of snapshots to keep; older ones are deleted."""
     keep_migrations: Annotated[Int, Field(ge=1, le=1_000_000)] = 1000
-    """Migrations in the history (``migrations.sqlite``, some 2 kB each); older ones are deleted."""
+    """Number of migrations in the history (``migrations.sqlite``, some 2 kB each); older ones are deleted."""
 
 
 class LogConfig(Section):
@@ -67,7 +67,7 @@ class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe lines to write."""
     format: Literal["text", "json"] = "text"
-    """``text`` for people, ``json`` one object a line."""
+    """``text``, or ``json`` with one object a line."""
 
 
 class Config(Section):
@@ -80,11 +80,11 @@ class Config(Section):
     stream: StreamConfig
     """The stream of accesses."""
     sketch: SketchConfig = SketchConfig()
-    """What is remembered of it."""
+    """Counters of accesses."""
     topology: TopologyConfig = TopologyConfig()
-    """Which cluster prices the plans."""
+    """The cluster that prices the plans."""
     planner: PlannerConfig = PlannerConfig()
-    """When and how to plan."""
+    """Planning."""
     control: ControlConfig = ControlConfig()
     """The channel to the ranks."""
     server: ServerConfig = ServerConfig()
@@ -94,11 +94,11 @@ class Config(Section):
     high_availability: HighAvailabilityConfig = HighAvailabilityConfig()
     """Stand-by daemons."""
     state: StateConfig = StateConfig()
-    """What survives a restart."""
+    """State on disk."""
     log: LogConfig = LogConfig()
     """Log lines."""
     shutdown_seconds: Annotated[Float, Field(gt=0, le=300)] = 20.0
-    """SIGTERM to exit, at most."""
+    """Deadline from SIGTERM to the exit of the process."""
 
     @field_validator("tables")
     @classmethod
@@ -113,7 +113,9 @@ class Config(Section):
     def _followers_read_a_log(cls, value: ScaleOutConfig, info: ValidationInfo) -> ScaleOutConfig:
         stream = info.data.get("stream")
         if value.role != "standalone" and isinstance(stream, StreamConfig) and stream.source.kind == "tap":
-            raise ValueError("ranks send what they tap to the one daemon they know: role must be standalone with it")
+            raise ValueError(
+                "a source of kind tap needs scale_out.role standalone: ranks send their counts to one daemon only"
+            )
         return value
 
     @field_validator("high_availability")
@@ -121,13 +123,13 @@ class Config(Section):
     def _alone_on_the_stream(cls, value: HighAvailabilityConfig, info: ValidationInfo) -> HighAvailabilityConfig:
         scale_out = info.data.get("scale_out")
         if value.enabled and isinstance(scale_out, ScaleOutConfig) and scale_out.role != "standalone":
-            raise ValueError("followers know one leader's address: scale_out.role must be standalone with it")
+            raise ValueError("needs scale_out.role standalone: followers have the address of one leader only")
         return value
 
     def keyspace(self) -> KeySpace:
         return KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, t.optimizer) for t in self.tables])
 
     def document(self) -> dict[str, Any]:
-        """The effective configuration as plain JSON values, secrets left out."""
+        """Return the effective configuration as plain JSON values, without secrets."""
         shown: dict[str, Any] = redacted(self.model_dump(mode="json"))
         return shown

@@ -1,4 +1,4 @@
-"""When and how to plan, and the cluster that prices the plans."""
+"""Configuration of planning and of the cluster that prices the plans."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from flexd.config.base import Float, Int, Seconds, Section
 
 
 class TopologyConfig(Section):
-    """Which cluster: bandwidths and latencies. Nodes and ranks come from the ranks' hellos."""
+    """Bandwidths and latencies of the cluster. The numbers of nodes and ranks come from the ranks' hellos."""
 
     preset: str | None = None
     """A preset that ships with flexd (``flexd/topology/presets/``); ``azure-a100-200g`` if no file is given either."""
     file: Path | None = None
-    """A topology file."""
+    """A topology file, as ``flexd probe`` writes it."""
 
     @field_validator("file")
     @classmethod
@@ -28,14 +28,15 @@ class TopologyConfig(Section):
 
 
 class PinConfig(Section):
-    """Rows that keep one tier, whether it pays or not."""
+    """Rows with a fixed tier, whether it pays or not."""
 
     table: Annotated[str, Field(min_length=1, max_length=256)]
     """Name of the table."""
     tier: Literal["HOME", "NODE", "DEVICE"]
-    """Where copies live: one, one in every node, one on every rank."""
+    """Tier of the rows: ``HOME`` (no further copy), ``NODE`` (a copy in every node), ``DEVICE`` (a copy on every
+    rank)."""
     rows: Annotated[list[Int], Field(max_length=2**20)] | None = None
-    """Row ids; the whole table if left out."""
+    """Row ids; default: the whole table."""
 
 
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
@@ -43,7 +44,7 @@ Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 
 
 def _clock_time(value: Any) -> Any:
-    """YAML reads 22:00 without quotes as a number of base 60, which is the minute of the day."""
+    """Convert minutes of the day to text: YAML reads 22:00 without quotes as a number of base 60."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 24 * 60:
         return f"{value // 60:02d}:{value % 60:02d}"
     return value
@@ -53,21 +54,21 @@ ClockTime = Annotated[str, BeforeValidator(_clock_time), Field(pattern=r"^(([01]
 
 
 class WindowConfig(Section):
-    """A piece of some days of the week. Migrations that the daemon starts by itself begin inside an ``allow`` window
-    only, if there is one, and never inside a ``forbid`` window. One that runs when a window ends goes on; what is asked
-    for by hand is not bound."""
+    """A period of some days of the week. Automatic migrations start only inside an ``allow`` window, if there is one,
+    and never inside a ``forbid`` window. A migration that runs when a window ends continues. Requests of users are not
+    restricted."""
 
     kind: Literal["allow", "forbid"] = "allow"
-    """Whether automatic migrations are allowed or forbidden inside."""
+    """Automatic migrations are allowed or forbidden inside the window."""
     days: Annotated[list[Day], Field(min_length=1)] = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
-    """On which it begins; every day if left out."""
+    """Days on which the window begins; default: every day."""
     start: ClockTime
-    """``HH:MM`` by the clock of the time zone."""
+    """Begin of the window, ``HH:MM`` in the time zone."""
     end: ClockTime
-    """``HH:MM``, not included; ``24:00`` is midnight. An end before the start is on the next day."""
+    """End of the window, ``HH:MM``, exclusive; ``24:00`` is midnight. An end before the start is on the next day."""
     time_zone: Annotated[str, Field(validate_default=True)] = "UTC"
-    """IANA name, such as ``Europe/Berlin``. An hour that is skipped when clocks change is in no window, one that is
-    repeated is inside both times."""
+    """IANA name, such as ``Europe/Berlin``. When clocks change, a skipped hour is in no window, and a repeated hour is
+    in its window both times."""
 
     @field_validator("end")
     @classmethod
@@ -82,26 +83,26 @@ class WindowConfig(Section):
         try:
             ZoneInfo(value)
         except (KeyError, ValueError, OSError) as error:
-            raise ValueError("is no IANA time zone that this machine knows (is the tzdata package there?)") from error
+            raise ValueError("is not an IANA time zone of this machine (is the tzdata package installed?)") from error
         return value
 
     def day_numbers(self) -> tuple[int, ...]:
-        """0 is Monday."""
+        """Return the days as numbers; 0 is Monday."""
         return tuple(DAYS.index(day) for day in self.days)
 
 
 class PlannerConfig(Section):
-    """When and how to plan."""
+    """Triggers, gates and options of planning."""
 
     auto: bool = True
-    """Carry out the plans that the daemon makes by itself. false: propose only; ``flexd plan latest`` shows what it
-    would do, ``flexd apply PLAN_ID`` does it."""
+    """Carry out automatic plans. With false they are only proposed: ``flexd plan latest`` shows a proposal, ``flexd
+    apply PLAN_ID`` carries it out."""
     maintenance: Annotated[list[WindowConfig], Field(max_length=64)] = []
-    """When the daemon may start migrations by itself; always if there is no window."""
+    """Windows in which automatic migrations may start; without any they may always start."""
     interval_seconds: Seconds = 300.0
     """Time between automatic plans."""
     min_spacing_seconds: Annotated[Float, Field(ge=0)] = 1.0
-    """Least time between tries to plan that the daemon starts by itself; ``flexd replan`` does not wait for it."""
+    """Least time between two attempts of automatic planning; it does not delay ``flexd replan``."""
     horizon_steps: Annotated[Float, Field(gt=0)] = 10_000
     """Steps over which a migration must pay for itself (hysteresis)."""
     min_samples: Annotated[Int, Field(ge=0)] = 10_000
@@ -121,23 +122,23 @@ class PlannerConfig(Section):
     batch_accesses_per_step: Annotated[Float, Field(gt=0)] | None = None
     """Accesses of the whole job per step, used until the ranks report their own."""
     drift_interval_seconds: Seconds = 60.0
-    """Time between two looks at how far the accesses have moved since the live plan was made; longer where a look takes
-    more than a tenth of it."""
+    """Time between two measurements of drift (how far the accesses have moved since the live plan was made); longer
+    where a measurement takes more than a tenth of it."""
     drift_threshold: Annotated[Float, Field(gt=1)] | None = 1.05
-    """A new plan is made when the live placement costs more than this many times what it cost when it was planned,
-    in exposed seconds of a step; null plans at intervals only."""
+    """A new plan is made when the exposed seconds of a step under the live placement exceed those at its planning by
+    this factor; null plans at intervals only."""
     exchange: Literal["chain", "direct", "direct_no_dedup"] = "chain"
-    """What the trainers gave ``EmbeddingCollection(exchange=...)``. A running job cannot change it; each plan says
-    whether another would be cheaper."""
+    """The trainers' ``EmbeddingCollection(exchange=...)``. A running job cannot change it; each plan names a cheaper
+    exchange if there is one."""
     micro_batches: Annotated[Int, Field(ge=1, le=4096)] = 1
     """Forward passes for each optimizer step: rows are looked up in each, replicas synchronised once."""
     comm_dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    """What the trainers gave ``EmbeddingCollection(comm_dtype=...)``; by default rows travel as they are stored."""
+    """The trainers' ``EmbeddingCollection(comm_dtype=...)``; by default rows are sent as they are stored."""
     frozen_tables: list[str] = []
-    """Tables that are read only: they cost no backward pass and no synchronisation."""
+    """Read-only tables, which need no backward pass and no synchronisation."""
     exclude_tables: list[str] = []
     """Tables whose rows all stay at HOME."""
     pins: list[PinConfig] = []
-    """Rows or tables whose tier is fixed. They take replica slots before all others; a later pin of a row counts."""
+    """Rows or tables with a fixed tier. They get replica slots before all others; the last pin of a row counts."""
     table_budgets: dict[str, Annotated[Int, Field(ge=0)]] = {}
-    """Replica slots that the rows of a table may take on any one rank, by table."""
+    """Largest number of replica slots for the rows of a table on a rank, by table."""

@@ -1,4 +1,4 @@
-"""Which keys a running daemon takes from a changed file, and which wait for a restart. Pure."""
+"""Split a changed configuration into keys that apply at once and keys that need a restart. Pure."""
 
 from __future__ import annotations
 
@@ -36,17 +36,19 @@ HOT_KEYS: tuple[str, ...] = (
     "log.format",
     "shutdown_seconds",
 )
-"""Key paths, of single keys or of whole sections. Everything else is read once, when a part is made: addresses and
-files are open, counters have their size, and what describes the running training (``planner.exchange``,
-``comm_dtype``, ``micro_batches``) cannot change under it."""
+"""Key paths of keys or whole sections that apply at once. The others are read once at the start: addresses and files
+are open, counters have their size, and a running training cannot change its ``planner.exchange``, ``comm_dtype`` and
+``micro_batches``."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """Attributes:
-    effective: the running configuration with the hot keys of the wanted one.
-    applied: key paths that differ from what ran and are hot.
-    pending: key paths that differ and need a restart.
+    """Result of ``merge``.
+
+    Attributes:
+        effective: the running configuration with the hot keys of the wanted one.
+        applied: hot key paths that differ from the running configuration.
+        pending: key paths that differ and need a restart.
     """
 
     effective: Config
@@ -59,10 +61,10 @@ def is_hot(path: str) -> bool:
 
 
 def merge(running: Config, wanted: Config) -> Merged:
-    """What becomes of ``running`` when its file says ``wanted``.
+    """Merge the hot keys of ``wanted`` into ``running``.
 
     Raises:
-        pydantic.ValidationError: the hot keys contradict what runs on.
+        pydantic.ValidationError: the hot keys contradict the keys that stay.
     """
     changed: list[str] = []
     mixed = _mixed(running, wanted, "", changed)
@@ -72,7 +74,7 @@ def merge(running: Config, wanted: Config) -> Merged:
 
 
 def _mixed(running: Any, wanted: Any, path: str, changed: list[str]) -> Any:
-    """``running`` with the hot values of ``wanted``; the paths that differ go into ``changed``."""
+    """Return ``running`` with the hot values of ``wanted``, and append the paths that differ to ``changed``."""
     if type(running) is not type(wanted) or not isinstance(running, Section):
         if running == wanted:
             return running

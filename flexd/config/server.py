@@ -1,4 +1,4 @@
-"""Who may reach the admin API and the metrics page, and how they prove who they are."""
+"""Configuration of the admin API and the metrics page: addresses, tokens and certificates."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class TokenConfig(Section):
     """One bearer token of the admin API."""
 
     name: Name
-    """Who uses it: shown in the log and in the history with everything that is asked for."""
+    """Name of the user: shown in the log and in the history with every request."""
     scope: ApiScope = "read"
-    """``read`` asks, ``admin`` also changes."""
+    """``read`` allows queries, ``admin`` also changes."""
     file: Path
-    """The token (16 bytes or more), or ``sha256:`` and the 64 hex digits of its digest; with two lines both are
-    accepted. Read again when it changes."""
+    """File with the token (16 bytes or more), or ``sha256:`` and the 64 hex digits of its digest; of two lines both are
+    accepted. It is read again when it changes."""
 
 
 class TlsConfig(Section):
     """TLS of the admin API. The files are read again when they change."""
 
     cert_file: Path | None = None
-    """Certificate chain, PEM. Without it the API is served in the clear, which only loopback allows."""
+    """Certificate chain, PEM. Without it the API is served without TLS, which only loopback allows."""
     key_file: Annotated[Path | None, Field(validate_default=True)] = None
-    """Its private key, PEM, without a passphrase."""
+    """Private key of the certificate, PEM, without a passphrase."""
     client_ca_file: Path | None = None
-    """Clients show a certificate that one of these CAs signed; with ``server.tokens`` they may show a token instead."""
+    """CAs of client certificates. Clients must present one; with ``server.tokens`` a token is accepted instead."""
     clients: Annotated[dict[str, ApiScope], Field(max_length=1024)] = {}
-    """What a client may do, by the common name of its certificate. A name that is not listed may do nothing."""
+    """Scope of a client by the common name of its certificate. A name that is not listed has no access."""
 
     @field_validator("key_file")
     @classmethod
@@ -55,7 +55,7 @@ class TlsConfig(Section):
     @classmethod
     def _clients_have_a_ca(cls, value: dict[str, ApiScope], info: ValidationInfo) -> dict[str, ApiScope]:
         if value and info.data.get("client_ca_file") is None:
-            raise ValueError("names clients whose certificates nobody checks: set server.tls.client_ca_file")
+            raise ValueError("certificates of clients are not verified: set server.tls.client_ca_file")
         return value
 
 
@@ -65,7 +65,8 @@ class ServerConfig(Section):
     unix_socket: Path | None = None
     """Serve the API on this socket (mode 0600) instead of TCP."""
     tokens: Annotated[list[TokenConfig], Field(max_length=256)] = []
-    """Bearer tokens. With any, ``/v1`` and ``/metrics`` of the API need one, on loopback and the socket too."""
+    """Bearer tokens. If there are any, ``/v1`` and ``/metrics`` of the API need one, also on loopback and the
+    socket."""
     tls: TlsConfig = TlsConfig()
     """TLS, and certificates of clients."""
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
@@ -76,7 +77,7 @@ class ServerConfig(Section):
     """``host:port`` of a second, read-only listener with nothing but ``/metrics``, ``/healthz`` and ``/readyz``, for
     Prometheus and the kubelet. It may bind any address."""
     max_connections: Annotated[Int, Field(ge=4, le=10_000)] = 64
-    """Of each listener at one time; more are told to come again (503)."""
+    """Limit on simultaneous connections of each listener; further ones get status 503."""
 
     @field_validator("tokens")
     @classmethod
@@ -90,7 +91,7 @@ class ServerConfig(Section):
     @classmethod
     def _tls_is_for_tcp(cls, value: TlsConfig, info: ValidationInfo) -> TlsConfig:
         if value.cert_file is not None and info.data.get("unix_socket") is not None:
-            raise ValueError("is not used on server.unix_socket: leave one of them out")
+            raise ValueError("is not used on server.unix_socket: remove one of them")
         return value
 
     @field_validator("host")

@@ -1,4 +1,4 @@
-"""From YAML text and environment variables to a mapping, and from pydantic's errors to lines people can act on."""
+"""Read YAML and environment variables into a mapping, and describe pydantic's errors by key path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REDACTED = "(not shown)"
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """A key given twice is a mistake that plain YAML loaders hide."""
+    """Refuses a key that is given twice, which plain YAML loaders hide."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -41,7 +41,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
-    """Reads one YAML mapping.
+    """Read one YAML mapping.
 
     Raises:
         ConfigError: unreadable, too large, no valid YAML (with line and column), a key given twice, or no mapping.
@@ -50,7 +50,9 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             raw = file.read(MAX_CONFIG_BYTES + 1)
         if len(raw) > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path}: is larger than {MAX_CONFIG_BYTES} bytes", remedy="is it the right file?")
+            raise ConfigError(
+                f"{path}: is larger than {MAX_CONFIG_BYTES} bytes", remedy="check that it is the right file"
+            )
         text = raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}", remedy="give a readable UTF-8 YAML file") from error
@@ -71,7 +73,7 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
 
 
 def overlay_environment(data: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Lays ``FLEXD__A__B=value`` over ``data`` as ``a.b``; values are parsed as YAML, passwords and such are text.
+    """Set ``a.b`` of ``data`` from ``FLEXD__A__B=value``; values are parsed as YAML, those of secrets are text.
 
     Returns the merged mapping (``data`` is unchanged) and the variable that set each key path.
 
@@ -113,7 +115,7 @@ def _scalar(variable: str, text: str) -> Any:
 
 
 def describe_faults(error: ValidationError, model: type[BaseModel], origins: Mapping[str, str]) -> list[str]:
-    """One line a fault: ``key.path: what is allowed (got value)``; values of secrets are never shown."""
+    """Return one line a fault, ``key.path: allowed values (got value)``, without the values of secrets."""
     lines = []
     for fault in error.errors(include_url=False):
         parts = _strip_union_tags(fault["loc"])
@@ -139,12 +141,12 @@ def describe_faults(error: ValidationError, model: type[BaseModel], origins: Map
 
 
 def _is_secret(key: str) -> bool:
-    """Whether a key's value is a secret itself, and not the path of a file that holds one."""
+    """Return True if a key's value is a secret itself, not the path of a file with one."""
     return _SECRET.search(key) is not None and not key.endswith(("_file", "_files"))
 
 
 def redacted(value: Any, key: str = "") -> Any:
-    """The same nested value with everything under a key that names a secret left out; paths to secrets stay."""
+    """Return the nested value without the values of secret keys; paths of secret files stay."""
     if key.endswith("_files"):
         return value
     if isinstance(value, Mapping):
@@ -159,14 +161,14 @@ def _dotted(parts: Iterable[int | str]) -> str:
 
 
 def _strip_union_tags(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """pydantic puts the chosen kind of source into the path, where the reader has no such key."""
+    """Remove the discriminator that pydantic inserts into the path, since the file has no such key."""
     if location[:2] == ("stream", "source") and len(location) > 2:
         return location[:2] + location[3:]
     return location
 
 
 def _sibling_keys(location: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
-    """The keys of the section that a fault's location lies in."""
+    """Return the keys of the section that contains a fault's location."""
     schema = model.model_json_schema()
     node: dict[str, Any] = schema
     for part in location[:-1]:

@@ -1,4 +1,4 @@
-"""The running daemon: does it answer, is it well, and does it run what the file says?"""
+"""Checks of the running daemon: version, health, problems, differences from the file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from flexd.doctor.finding import Finding, fault, ok, warning
 
 
 def daemon(status: Status, differing_keys: int) -> Iterator[Finding]:
-    """What the daemon says of itself.
+    """Yield findings about a daemon that runs.
 
     Args:
-        differing_keys: configuration keys whose value differs between it and the file.
+        differing_keys: number of configuration keys whose value differs from the file.
     """
     if status.version != flexd.__version__:
         yield warning(
@@ -26,7 +26,7 @@ def daemon(status: Status, differing_keys: int) -> Iterator[Finding]:
     elif status.paused:
         yield warning("daemon", f"paused: {status.pause_reason or 'no reason given'}", "flexd resume")
     elif not status.ready:
-        yield warning("daemon", "not ready: " + "; ".join(status.reasons), "what it waits for is named here")
+        yield warning("daemon", "not ready: " + "; ".join(status.reasons), "the reasons above name what is missing")
     else:
         yield ok("daemon", f"flexd {status.version} is ready, job {status.job}")
     for what, problem in (
@@ -43,4 +43,4 @@ def daemon(status: Status, differing_keys: int) -> Iterator[Finding]:
             "flexd config diff shows them; reload or restart the daemon",
         )
     else:
-        yield ok("running configuration", "is that of the file")
+        yield ok("running configuration", "equals the file")

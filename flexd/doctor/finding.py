@@ -1,4 +1,4 @@
-"""What a check found, and how checks are run so that one that fails does not hide the next."""
+"""Findings of checks, and a runner under which a failing check does not hide the next one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from flexd.core.errors import FlexdError
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     OK = "ok"
     SKIPPED = "skipped"
-    """Could not be looked at, or does not apply here."""
+    """The check could not run, or does not apply here."""
     WARNING = "warning"
-    """Works, but not as well or not for long."""
+    """It works, but not well or not for long."""
     FAULT = "fault"
-    """The daemon cannot do its work like this."""
+    """The daemon cannot work with this."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,9 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        check: what was looked at: ``disk``, ``broker``, ...
-        text: what was found. remedy: what the reader can do; empty if there is nothing to do.
+        check: name of the check: ``disk``, ``broker``, ...
+        text: the finding.
+        remedy: the action to take; empty if there is none.
     """
 
     check: str
@@ -53,12 +54,12 @@ def fault(check: str, text: str, remedy: str) -> Finding:
 
 
 def run(check: str, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
-    """The findings of one check; an error ends it as a fault with the error's own remedy."""
+    """Return the findings of one check; an error ends the check with a fault and the error's own remedy."""
     findings: list[Finding] = []
     try:
         findings.extend(look())
     except FlexdError as error:
-        findings.append(fault(check, error.message, error.remedy or "see the message"))
+        findings.append(fault(check, error.message, error.remedy or "resolve the error above"))
     except OSError as error:
-        findings.append(fault(check, f"{type(error).__name__}: {error}", "see the message"))
+        findings.append(fault(check, f"{type(error).__name__}: {error}", "resolve the error above"))
     return findings

@@ -1,4 +1,4 @@
-"""The machine: versions, disk, clock, secrets, ports."""
+"""Checks of the machine: versions, disk, clock, secrets, ports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CLOCK_UNSYNCHRONISED = 5
 
 
 def versions(config: Config) -> Iterator[Finding]:
-    """Are the libraries installed that this configuration needs?"""
+    """Check that the libraries that this configuration needs are installed."""
     needed = [*NEEDED]
     source = config.stream.source
     if isinstance(source, KafkaSource):
@@ -45,7 +45,7 @@ def versions(config: Config) -> Iterator[Finding]:
 
 
 def disk(config: Config) -> Iterator[Finding]:
-    """Is there room for the snapshots, in a directory that can be written, and read by nobody else?"""
+    """Check that the state directory is writable, private, and has room for the snapshots."""
     directory = config.state.dir
     there = _nearest(directory)
     if there == directory.absolute() and there.stat().st_mode & stat.S_IRWXO:
@@ -53,7 +53,7 @@ def disk(config: Config) -> Iterator[Finding]:
     if not os.access(there, os.W_OK | os.X_OK):
         yield fault("disk", f"state.dir: {there} cannot be written by this user", "give a writable directory")
         return
-    # One more than is kept: the new one is written before the oldest goes.
+    # One more than is kept: the new one is written before the oldest is deleted.
     wanted = (config.state.keep_snapshots + 1) * config.sketch.memory_bytes
     kept = sum(file.stat().st_size for file in directory.glob("snapshots/*") if file.is_file())
     free = shutil.disk_usage(there).free
@@ -68,13 +68,13 @@ def disk(config: Config) -> Iterator[Finding]:
 
 
 def clock(_: Config) -> Iterator[Finding]:
-    """Does the kernel say that its clock is synchronised? Event times of other machines are compared with it."""
+    """Check that the kernel's clock is synchronised, with which event times of other machines are compared."""
     try:
         state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
     except (AttributeError, OSError):
         state = -1
     if state < 0:
-        yield skipped("clock", "the kernel does not tell whether the clock is synchronised")
+        yield skipped("clock", "the kernel does not report the state of the clock")
     elif state == _CLOCK_UNSYNCHRONISED:
         yield warning("clock", "the clock is not synchronised", "run chrony or another NTP client on this machine")
     else:
@@ -82,14 +82,14 @@ def clock(_: Config) -> Iterator[Finding]:
 
 
 def secrets(config: Config) -> Iterator[Finding]:
-    """Can the secret files be read, by nobody else?"""
+    """Check that the secret files are readable, and private."""
     files = {
         "control.secret_file": config.control.secret_file,
         "scale_out.secret_file": config.scale_out.secret_file,
     }
     given = {key: path for key, path in files.items() if path is not None}
     if not given:
-        yield ok("secrets", "none configured: daemon and ranks are on this machine only")
+        yield ok("secrets", "none configured: only ranks on this machine can connect")
     for key, path in given.items():
         keys = read_keys(path, key)
         if path.stat().st_mode & (stat.S_IRWXO | stat.S_IWGRP):
@@ -99,7 +99,7 @@ def secrets(config: Config) -> Iterator[Finding]:
 
 
 def ports(config: Config, *, running: bool) -> Iterator[Finding]:
-    """Does the running daemon answer on its control port; else, could one listen there?"""
+    """Check that the running daemon accepts connections on its ports, or else that the ports are free."""
     control, server = config.control, config.server
     yield from _port("control port", control.listen_host, control.listen_port, "control.listen_port", running)
     if server.unix_socket is None:
@@ -109,12 +109,14 @@ def ports(config: Config, *, running: bool) -> Iterator[Finding]:
 def _port(check: str, host: str, port: int, key: str, running: bool) -> Iterator[Finding]:
     where = f"{host}:{port}"
     if port == 0:
-        yield skipped(check, f"{key} is 0: any free port is taken at the start")
+        yield skipped(check, f"{key} is 0: the daemon listens on any free port")
     elif running:
         try:
             socket.create_connection((reachable(host), port), _CONNECT_SECONDS).close()
         except OSError as error:
-            yield fault(check, f"the daemon runs, and nothing answers on {where}: {error}", f"is {key} the daemon's?")
+            yield fault(
+                check, f"the daemon runs, but {where} refuses connections: {error}", f"compare {key} with the daemon's"
+            )
         else:
             yield ok(check, f"{where} answers")
     else:
@@ -122,13 +124,13 @@ def _port(check: str, host: str, port: int, key: str, running: bool) -> Iterator
         if problem is None:
             yield ok(check, f"{where} is free")
         elif problem == errno.EADDRINUSE:
-            yield fault(check, f"{where} is taken by another process", f"stop it, or change {key}")
+            yield fault(check, f"{where} is in use by another process", f"stop it, or change {key}")
         else:
             yield fault(check, f"{where} cannot be listened on: {os.strerror(problem)}", f"change {key} or its host")
 
 
 def _unusable(host: str, port: int) -> int | None:
-    """The errno that listening there ends with; None if it would do."""
+    """Return the errno of an attempt to listen there; None if it succeeds."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -143,11 +145,11 @@ def _unusable(host: str, port: int) -> int | None:
 
 
 def reachable(host: str) -> str:
-    """The address at which this machine reaches what listens on ``host``."""
+    """Return the address at which this machine reaches a listener on ``host``."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def _nearest(directory: Path) -> Path:
-    """The directory, or what of its path is there already."""
+    """Return the directory, or its nearest parent that exists."""
     absolute = directory.absolute()
     return next((path for path in (absolute, *absolute.parents) if path.exists()), Path("/"))

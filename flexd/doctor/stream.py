@@ -1,4 +1,4 @@
-"""The stream: is it there, and do its newest messages say what the daemon understands?"""
+"""Checks of the stream: it exists, and its newest messages fit the configuration."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from flexd.doctor.finding import Finding, fault, ok, skipped, warning
 
 MAX_MESSAGES = 200
 SKEW_SECONDS = 60.0
-"""An event this far ahead of this machine's clock was dated by a clock that is wrong."""
+"""An event further ahead of this machine's clock comes from a wrong clock."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A few messages of the stream, and where they are.
+    """A few messages of the stream.
 
     Attributes:
-        name: for people. partitions: there are; exists: the log or topic is there. payloads: of the newest messages.
+        name: name of the log or topic in findings.
+        exists: True if the log or topic exists.
+        partitions: number of partitions.
+        payloads: payloads of the newest messages.
     """
 
     name: str
@@ -35,7 +38,7 @@ class Sample:
 
 
 def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
-    """Broker, topic and messages; joins no consumer group and moves no position.
+    """Check broker, topic and messages, without joining a consumer group or moving a position.
 
     Raises:
         StreamError: the broker cannot be reached or refuses, or the log cannot be read.
@@ -46,7 +49,9 @@ def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
         sample = _file_log(source)
         if not sample.exists:
             yield warning(
-                "stream", f"{sample.name} is not there yet", "is stream.source.path the publishers' directory?"
+                "stream",
+                f"{sample.name} does not exist yet",
+                "check that stream.source.path is the publishers' directory",
             )
             return
         yield ok("stream", f"{sample.name}: {_partitions(sample.partitions)}")
@@ -63,20 +68,22 @@ def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
         yield ok("broker", f"{source.bootstrap_servers} answers")
         if found.partitions == 0:
             yield fault(
-                "topic", f"{source.topic!r} is not there", "make it, or correct stream.source.topic (names are exact)"
+                "topic",
+                f"{source.topic!r} does not exist",
+                "create it, or correct stream.source.topic (names are exact)",
             )
             return
         kept = units.plural(found.messages, "message")
         yield ok("topic", f"{source.topic!r}: {_partitions(found.partitions)}, {kept} kept")
         sample = Sample(f"topic {source.topic!r}", True, found.partitions, found.payloads)
     else:
-        yield skipped("stream", f"a source of kind {source.kind} has nothing to look at")
+        yield skipped("stream", f"a source of kind {source.kind} has no stream to check")
         return
     yield from messages(config, sample)
 
 
 def messages(config: Config, sample: Sample) -> Iterator[Finding]:
-    """Do tables, rows and times of the sampled messages fit the configuration?"""
+    """Check that tables, rows and times of the sampled messages fit the configuration."""
     if not sample.payloads:
         yield warning("messages", f"{sample.name} has no messages", "start a publisher, or flexd produce")
         return
@@ -151,7 +158,7 @@ def _partitions(count: int) -> str:
 
 
 def _listed(counts: Counter[str]) -> str:
-    """The most frequent, of what may be many."""
+    """Return the most frequent names with their counts."""
     shown: Sequence[tuple[str, int]] = counts.most_common(5)
     more = len(counts) - len(shown)
     text = ", ".join(f"{name[:80]!r} {count}" for name, count in shown)
