@@ -16,7 +16,7 @@ from flexd.core.errors import ConfigError
 VARIABLE = "FLEXD_FAULT_POINT"
 
 POINTS = (
-    "hello.taken", "epoch.begin", "epoch.announced", "epoch.settled", "epoch.go", "epoch.joined", "epoch.live",
+    "hello.accepted", "epoch.begin", "epoch.announced", "epoch.settled", "epoch.go", "epoch.joined", "epoch.live",
     "epoch.end", "epoch.ended", "migration.started", "journal.begin", "journal.renamed", "journal.begun",
     "journal.append", "journal.appended", "chunk.announce", "chunk.announced", "chunk.half_sent", "chunk.sent",
     "chunk.agreed", "chunk.applied", "migration.finished", "snapshot.begin", "snapshot.copied", "snapshot.written",

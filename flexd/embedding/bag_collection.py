@@ -91,9 +91,9 @@ class EmbeddingBagCollection(EmbeddingCollection):
         for names, distinct, stop in zip(
             self._features.by_group(routed.order), rows, routed.forward_pass.route.stations[0], strict=True
         ):
-            asked = torch.arange(stop.rows, device=distinct.device) if stop.expand is None else stop.expand
+            indices = torch.arange(stop.rows, device=distinct.device) if stop.expand is None else stop.expand
             sizes = [routed.features[name].values.numel() for name in names]
-            index_of = dict(zip(names, torch.split(asked, sizes), strict=True))
+            index_of = dict(zip(names, torch.split(indices, sizes), strict=True))
             for pooling, weighted in (("sum", False), ("mean", False), ("sum", True)):
                 alike = [n for n in names if self._pooling[n] == pooling and (n in weights) == weighted]
                 if not alike:

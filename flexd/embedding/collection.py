@@ -152,7 +152,7 @@ class EmbeddingCollection(nn.Module):
         """Called with the input of every forward pass for training, after its look-up; must not raise."""
         # Autograd calls backward because of the anchor, and schedulers use its parameter group. It is hidden from
         # named_parameters(), because DDP and dense optimizers must not use it.
-        self.__dict__["_anchor"] = AnchorParameter.of(self.device, self.engine.gradients, self.engine.forget_gradients)
+        self.__dict__["_anchor"] = AnchorParameter.of(self.device, self.engine.gradients, self.engine.drop_gradients)
         self.optimizer = FusedOptimizer(self.__dict__["_anchor"], row_optimizer, self.engine)
 
     @property

@@ -98,7 +98,7 @@ class StepHooks:
         """Push gradients that an earlier step deferred."""
 
     def discard(self) -> None:
-        """Settle, and forget rows that were fetched early: the tables are about to be replaced."""
+        """Settle, and drop rows that were fetched early: the tables are about to be replaced."""
 
     def wait(self) -> None:
         """Wait until no other thread changes rows. Deferred gradients stay deferred."""
@@ -130,7 +130,7 @@ class StepHooks:
 
 
 class RowEngine:
-    """The rows that one rank holds and the exchange with the others. Every method that says so is collective.
+    """The rows that one rank holds and the exchange with the others. Methods marked as collective run on all ranks.
 
     A step is: ``prepare`` and ``find`` for each forward pass, ``open_pass`` if it trains, ``fetch`` its rows,
     ``reduce`` in its backward pass; then ``push`` once, which updates all rows touched since the last one.
@@ -205,7 +205,7 @@ class RowEngine:
                 store.rows[torch.from_numpy(at).to(store.rows.device)] = values.to(store.rows.device)
 
     def prepare(self) -> None:
-        """Collective. Copy replicas anew if home rows were loaded, and apply the chunks that all ranks agreed on.
+        """Collective. Refresh replicas if home rows were loaded, and apply the chunks that all ranks agreed on.
 
         Chunks wait while gradients wait for their push or a route was found before its forward pass: both go by the
         placement of their time.
@@ -260,7 +260,7 @@ class RowEngine:
         reduced = self.router.reduce(forward_pass.route, list(grads)) if expanded else list(grads)
         forward_pass.add(reduced, self.router.wide)
 
-    def forget_gradients(self) -> None:
+    def drop_gradients(self) -> None:
         # The passes stay: their backward may be still to come, and every rank must push the same number of them.
         for forward_pass in self.passes:
             forward_pass.grads = None
@@ -269,7 +269,7 @@ class RowEngine:
     def gradients(self) -> StepGradients | None:
         """Collective. Sum the gradients of all passes since the last step at their rows; None without any pass.
 
-        They must be pushed, or forgotten on all ranks alike.
+        They must be pushed on all ranks, or dropped on all.
         """
         if self.passes:
             summed = self._sum_passes(defer=False)
@@ -331,7 +331,7 @@ class RowEngine:
 
     def before_rows_load(self) -> None:
         """Collective with run-ahead. Call it before home rows or their state are replaced from outside: replicas are
-        copied anew before the next pass, and rows that were fetched early are fetched again."""
+        refreshed before the next pass, and rows that were fetched early are fetched again."""
         self.hooks.discard()
         self._stale_replicas = True
 

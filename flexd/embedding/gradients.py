@@ -123,13 +123,13 @@ def clip_grad_norm_(
     parameters = [parameter for parameter in dense if parameter.grad is not None]
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     of_dense = torch.nn.utils.get_total_norm(grads, norm_type)
-    if hasattr(of_dense, "full_tensor"):  # DTensors: equal on all ranks only when put together
+    if hasattr(of_dense, "full_tensor"):  # DTensors: equal on all ranks only as full tensors
         of_dense = of_dense.full_tensor()
     total = float(of_dense) if summed is None else summed.norm(norm_type, float(of_dense))
     if error_if_nonfinite and not math.isfinite(total):
         raise EmbeddingError(
             f"the norm of type {norm_type:g} of all gradients is {total}",
-            remedy="skip the step with zero_grad(), or pass error_if_nonfinite=False to clip by it all the same",
+            remedy="skip the step with zero_grad(), or pass error_if_nonfinite=False to clip by it anyway",
         )
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, of_dense.new_tensor(total))
     if summed is not None:
@@ -145,14 +145,14 @@ class AnchorParameter(torch.nn.Parameter):
     """
 
     gradients: Callable[[], StepGradients | None]
-    forget: Callable[[], None]
+    drop: Callable[[], None]
 
     @staticmethod
     def of(
-        device: torch.device, gradients: Callable[[], StepGradients | None], forget: Callable[[], None]
+        device: torch.device, gradients: Callable[[], StepGradients | None], drop: Callable[[], None]
     ) -> AnchorParameter:
         anchor = AnchorParameter(torch.zeros((), device=device))
-        anchor.gradients, anchor.forget = gradients, forget
+        anchor.gradients, anchor.drop = gradients, drop
         return anchor
 
     @property
@@ -164,4 +164,4 @@ class AnchorParameter(torch.nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None:
             raise EmbeddingError("the gradient of rows cannot be set", remedy="call backward()")
-        self.forget()
+        self.drop()

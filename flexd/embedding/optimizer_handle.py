@@ -18,7 +18,7 @@ class SteppedRows(Protocol):
 
     def push(self, optimizer: RowOptimizer) -> None: ...
 
-    def forget_gradients(self) -> None: ...
+    def drop_gradients(self) -> None: ...
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -57,7 +57,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         del set_to_none
-        self._rows.forget_gradients()
+        self._rows.drop_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()

@@ -51,9 +51,9 @@ def test_invalid_entries_are_refused(armed: str) -> None:
 
 
 def test_every_point_is_passed_at_exactly_one_place() -> None:
-    found = [
+    names = [
         name
         for path in (ROOT / "flexd").rglob("*.py")
         for name in re.findall(r"fault_point\(\"([^\"]+)\"\)", path.read_text())
     ]
-    assert sorted(found) == sorted(faults.POINTS)
+    assert sorted(names) == sorted(faults.POINTS)

@@ -150,17 +150,17 @@ def test_adjacent_steps_of_a_rotation_accept_each_other(tmp_path: Path) -> None:
     for step, keys in enumerate([(OLD,), (OLD, NEW), (NEW, OLD), (NEW,)]):
         write(tmp_path / str(step), *keys)
         files.append(KeyFile(tmp_path / str(step), "secret_file"))
-    for a, mine in enumerate(files):
-        for b, theirs in enumerate(files):
-            sealed = Signer(mine).seal(NOTICE).encode()
-            headers = signing.request_headers(mine, "POST", "/v1/delta", b"body")
-            answer = signing.answer_signature(mine, "nonce", 200, b"body")
+    for a, own_keys in enumerate(files):
+        for b, peer_keys in enumerate(files):
+            sealed = Signer(own_keys).seal(NOTICE).encode()
+            headers = signing.request_headers(own_keys, "POST", "/v1/delta", b"body")
+            answer = signing.answer_signature(own_keys, "nonce", 200, b"body")
             if abs(a - b) <= 1:
-                assert Signer(theirs).open(sealed) == NOTICE
-                assert signing.RequestVerifier(theirs).check("POST", "/v1/delta", headers, 4) == signing.digest_of(
+                assert Signer(peer_keys).open(sealed) == NOTICE
+                assert signing.RequestVerifier(peer_keys).check("POST", "/v1/delta", headers, 4) == signing.digest_of(
                     b"body"
                 )
-                signing.check_answer(theirs, "nonce", 200, b"body", answer)
+                signing.check_answer(peer_keys, "nonce", 200, b"body", answer)
     with pytest.raises(AuthenticationError):
         Signer(files[3]).open(Signer(files[0]).seal(NOTICE).encode())
     headers = signing.request_headers(files[0], "POST", "/v1/delta", b"body")

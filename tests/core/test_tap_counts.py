@@ -28,8 +28,8 @@ def tables(draw: st.DrawFn, name: str) -> TableCounts:
     return TableCounts(name, *draw(pairs(tap_counts.MAX_ROW)), LengthCounts(*draw(pairs(4096))))
 
 
-def batch_of(*found: TableCounts) -> TapCounts:
-    return TapCounts(3, 1.7e9, found)
+def batch_of(*tables_of_rank: TableCounts) -> TapCounts:
+    return TapCounts(3, 1.7e9, tables_of_rank)
 
 
 def decoded(payload: bytes) -> TapCounts | str:
@@ -53,10 +53,10 @@ def equal(a: TableCounts, b: TableCounts) -> bool:
 
 @settings(max_examples=60, deadline=None)
 @given(st.tuples(tables("item"), tables("shop")), st.integers(0, 2**31 - 1), st.floats(0, 1e11))
-def test_decode_inverts_encode(found, rank, seconds):
-    back = tap_counts.decode(memoryview(tap_counts.encode(TapCounts(rank, seconds, found))))
+def test_decode_inverts_encode(tables_of_rank, rank, seconds):
+    back = tap_counts.decode(memoryview(tap_counts.encode(TapCounts(rank, seconds, tables_of_rank))))
     assert (back.source_rank, back.event_time_seconds) == (rank, seconds)
-    assert [equal(a, b) for a, b in zip(back.tables, found, strict=True)] == [True, True]
+    assert [equal(a, b) for a, b in zip(back.tables, tables_of_rank, strict=True)] == [True, True]
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])

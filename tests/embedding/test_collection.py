@@ -55,7 +55,7 @@ def test_zero_grad_before_or_after_the_forward_pass(when: str) -> None:
 
 
 def test_zero_grad_drops_the_gradients_of_a_backward_pass() -> None:
-    """A skipped step (a gradient overflow, say) leaves nothing behind."""
+    """A skipped step, for example after a gradient overflow, leaves no gradients."""
     collection, plain = pair()
     collection(ids(1, 2))["item"].values.sum().backward()
     collection.optimizer.zero_grad()

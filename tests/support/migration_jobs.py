@@ -51,7 +51,7 @@ def follow_chunks(rank: int, layout: RankLayout, chunks: list[Delta], slots: lis
                 offered += 1
                 engine.inbox.offer(offered, chunks[offered - 1])
         with torch.no_grad():
-            found = collection(everything)
+            looked_up = collection(everything)
         memory = collection.memory()
         largest = max(largest, memory.stored_bytes + memory.pending_bytes)
         storages = {
@@ -59,7 +59,7 @@ def follow_chunks(rank: int, layout: RankLayout, chunks: list[Delta], slots: lis
             for tensor in iterate_tensors([engine.router, engine.sync, stores])
         }
         left_out = max(left_out, sum(storages.values()) - memory.stored_bytes)
-        assert all(torch.equal(found[name].values, table) for name, table in before.items()), "a look-up changed"
+        assert all(torch.equal(looked_up[name].values, table) for name, table in before.items()), "a look-up changed"
         steps += 1
     keys, tiers = engine.migrator.placement()
     slots_by_key = [store.directory.slots_at(torch.arange(len(store.directory))).tolist() for store in stores]
@@ -156,11 +156,11 @@ def refresh_in_blocks(rank: int, layout: RankLayout, delta: Delta, cap: int) -> 
         for peers in (collection._groups.rail, collection._groups.node):
             gather = peers.all_gather
             peers.all_gather = lambda part, gather=gather: (largest.append(part.numel()), gather(part))[1]  # type: ignore[method-assign]
-        found = collection(everything)
+        looked_up = collection(everything)
     gathers = list(largest)
     return {
         "bit_equal": collection.replicas_bit_equal(), "largest": max(gathers, default=0), "gathers": len(gathers),
-        "right": all(torch.equal(found[t.name].values, other.gather_table(t.name)) for t in TABLES),
+        "right": all(torch.equal(looked_up[t.name].values, other.gather_table(t.name)) for t in TABLES),
     }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ the bounds. It models the code, with the names of the code:
 - a *rank* has received chunks (``ChunkInbox.offer``), of which a prefix is agreed, of which a prefix is applied. A step
   applies what is agreed, then announces its received version to the peers; the exchange gives every rank the minimum
   (``begin_exchange``, ``end_exchange``), each at its own time. ``settle`` waits for the exchange and drops the rest;
-- the *daemon* journals a chunk, then sends it (``ChunkPusher.next_chunk``); numbers anew from what the ranks agreed on
+- the *daemon* journals a chunk, then sends it (``ChunkPusher.next_chunk``); numbers again from the agreed version
   when all have settled in a new epoch; its migrations go by the code's own transition table;
 - the *network* may deliver any chunk that was ever sent, to any rank, at any time, any number of times, or never;
 - *faults*, as many as the budget: an epoch ends, a rank loses its link, the daemon dies (before, between and after
@@ -40,7 +40,7 @@ class Rank(NamedTuple):
     announced: int = -1
     ending: int = -1
     settled: int = -1
-    heard: bool = False
+    reported: bool = False
     """True once the daemon has received its settled message."""
 
     @property
@@ -65,7 +65,7 @@ class Daemon(NamedTuple):
     waiting: str = ""
     next_chunk: int = 0
     applied: int = 0
-    """Chunks of the active plan, by all ranks, as far as it has heard."""
+    """Chunks of the active plan, by all ranks, as far as the daemon has received it."""
     again: tuple[Chunk, ...] = ()
     outstanding: tuple[Outstanding, ...] = ()
     abort: bool = False
@@ -158,9 +158,9 @@ class Model:
         kept = rank.received if self.mutation == "settle keeps chunks" else rank.received[: rank.agreed]
         # An announcement names the registrations that it is for: none of another attempt's.
         if daemon.epoch > rank.epoch and may_settle and not daemon.new_job:
-            yield "settles", rank._replace(epoch=daemon.epoch, received=kept, settled=rank.agreed, heard=False)
+            yield "settles", rank._replace(epoch=daemon.epoch, received=kept, settled=rank.agreed, reported=False)
         if state.faults and rank.epoch and may_settle:
-            yield "loses its link", rank._replace(epoch=0, received=kept, settled=-1, heard=False), 1
+            yield "loses its link", rank._replace(epoch=0, received=kept, settled=-1, reported=False), 1
         for epoch, version, chunk in state.sent:
             fenced = epoch != rank.epoch and self.mutation != "no fence"
             if not fenced and rank.epoch and version == len(rank.received) + 1:
@@ -185,11 +185,11 @@ class Model:
         if pushed is not None and len(pushed.daemon.journal) > len(daemon.journal):
             journal = pushed.daemon.journal
             if self.mutation == "journal after sending":
-                yield "fault: the daemon dies having sent", self._failed_with(
+                yield "fault: the daemon dies after sending", self._failed_with(
                     left._replace(sent=pushed.sent), died
                 )  # fmt: skip
             else:
-                yield "fault: the daemon dies having journalled", self._failed_with(
+                yield "fault: the daemon dies after journalling", self._failed_with(
                     left, died._replace(journal=journal)
                 )  # fmt: skip
         if any(rank.received for rank in state.ranks):
@@ -218,25 +218,25 @@ class Model:
             yield f"{plan} is submitted", newer._replace(daemon=daemon._replace(waiting=plan))
         if state.may_abort and self._state_of(state, "A") not in FINAL_STATES:
             yield "A is to be aborted", state._replace(daemon=daemon._replace(abort=True), may_abort=False)
-        # Ranks that are in no epoch register anew, which ends the one there is.
+        # Ranks that are in no epoch register again, which ends the one there is.
         if daemon.epoch and (daemon.new_job or (daemon.live and any(rank.epoch == 0 for rank in state.ranks))):
             yield "the epoch ends", state._replace(daemon=daemon._replace(epoch=0, live=False))
         if not daemon.epoch:
             yield "an epoch begins", self._begin_epoch(state)
         elif not daemon.live:
             for number, rank in enumerate(state.ranks):
-                if rank.epoch == daemon.epoch and not rank.heard:
-                    ranks = (*state.ranks[:number], rank._replace(heard=True), *state.ranks[number + 1 :])
+                if rank.epoch == daemon.epoch and not rank.reported:
+                    ranks = (*state.ranks[:number], rank._replace(reported=True), *state.ranks[number + 1 :])
                     yield "a settled message arrives", state._replace(ranks=ranks)
-            if all(rank.heard for rank in state.ranks) or (
-                self.mutation == "live before all settled" and state.ranks[0].heard
+            if all(rank.reported for rank in state.ranks) or (
+                self.mutation == "live before all settled" and state.ranks[0].reported
             ):
                 yield "the epoch is live", self._go_live(state)
         else:
             if all(rank.epoch == daemon.epoch for rank in state.ranks):
-                heard = self._acknowledge(state)
-                if heard != state:
-                    yield "progress arrives", heard
+                reported = self._acknowledge(state)
+                if reported != state:
+                    yield "progress arrives", reported
             acted = self._turn(state)
             if acted is not None:
                 yield "the daemon acts", acted
@@ -252,7 +252,7 @@ class Model:
                 state = self._fire(state, daemon.active, E.FAIL)
             daemon = daemon._replace(journal=(), active="", again=(), outstanding=(), applied=0, new_job=False)
         newest = max([rank.epoch for rank in state.ranks] + [epoch for epoch, _, _ in state.sent])
-        ranks = tuple(rank._replace(heard=False) for rank in state.ranks)
+        ranks = tuple(rank._replace(reported=False) for rank in state.ranks)
         return state._replace(ranks=ranks, daemon=daemon._replace(epoch=newest + 1, live=False))
 
     def _go_live(self, state: State) -> State:
@@ -264,7 +264,7 @@ class Model:
             if self.mutation != "live before all settled" and rank.received[: rank.settled] != agreed:
                 raise Violation("the ranks have settled at different placements")
         if daemon.journal[:version] != agreed:
-            raise Violation(f"the daemon does not know the placement that the ranks agreed on, version {version}")
+            raise Violation(f"the daemon does not have the placement that the ranks agreed on, version {version}")
         kept = tuple(each._replace(agreed=True) for each in daemon.outstanding if each.version <= version)
         void = [each.chunk for each in daemon.outstanding if each.version > version]
         again = tuple(chunk for chunk in void if chunk[0] == daemon.active)
@@ -287,8 +287,8 @@ class Model:
             for each in daemon.outstanding
             if each.version > applied
         )
-        gone = [each for each in daemon.outstanding if each.version <= applied]
-        more = sum(each.chunk[0] == daemon.active for each in gone)
+        finished = [each for each in daemon.outstanding if each.version <= applied]
+        more = sum(each.chunk[0] == daemon.active for each in finished)
         return state._replace(daemon=daemon._replace(outstanding=left, applied=daemon.applied + more))
 
     def _turn(self, state: State) -> State | None:
@@ -400,7 +400,7 @@ class Model:
         dense = {epoch: number for number, epoch in enumerate(used)}
         ranks = tuple(sorted(rank._replace(epoch=dense[rank.epoch]) for rank in state.ranks))
         if self.mutation == "live before all settled":
-            ranks = tuple(sorted(ranks, key=lambda rank: (not rank.heard, rank)))
+            ranks = tuple(sorted(ranks, key=lambda rank: (not rank.reported, rank)))
         return state._replace(
             ranks=ranks, daemon=daemon._replace(epoch=dense[daemon.epoch]),
             sent=frozenset((dense[epoch], version, chunk) for epoch, version, chunk in sent),

@@ -71,8 +71,8 @@ class Ranks:
         """(version, content) of each chunk that a rank applied, by rank."""
         self.ranks: list[_Rank] = []
         for rank in range(self.layout.world_size):
-            mine = (slots_of_rank or {}).get(rank, slots)
-            who = identities(identity(rank, self.layout, attempt, mine))
+            own_slots = (slots_of_rank or {}).get(rank, slots)
+            who = identities(identity(rank, self.layout, attempt, own_slots))
             inbox = ChunkInbox(TABLES, self.layout, rank, who.replica_slots)
             state = _Rank(inbox, None, placements[rank] if placements else Placement.empty())  # type: ignore[arg-type]
             state.agent = Agent(
@@ -117,8 +117,8 @@ class Ranks:
     def _listed(self, state: _Rank, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows that the embedding lists: DEVICE rows, and NODE rows of this rank's rail."""
         keys, tiers = state.placement.keys, state.placement.tiers
-        mine = (tiers == Tier.DEVICE) | (keys % self.layout.local_ranks == self.layout.local_rank_of(rank))
-        return keys[mine], tiers[mine]
+        listed = (tiers == Tier.DEVICE) | (keys % self.layout.local_ranks == self.layout.local_rank_of(rank))
+        return keys[listed], tiers[listed]
 
     def _train(self) -> None:
         while not self._stop.is_set():

@@ -24,28 +24,28 @@ def seconds_of(curve: CollectiveCurve) -> np.ndarray:
     return np.array([curve.seconds(size) for size in SIZES])
 
 
-def largest_error(found: CollectiveCurve, true: CollectiveCurve, sizes: np.ndarray = SIZES) -> float:
-    return max(abs(found.seconds(size) / true.seconds(size) - 1) for size in sizes)
+def largest_error(fitted: CollectiveCurve, true: CollectiveCurve, sizes: np.ndarray = SIZES) -> float:
+    return max(abs(fitted.seconds(size) / true.seconds(size) - 1) for size in sizes)
 
 
 @given(st.floats(1e-7, 1e-2), st.floats(1e7, 4e11))
 def test_a_constant_bandwidth_is_recovered_exactly(latency: float, bandwidth: float) -> None:
     true = CollectiveCurve(latency, ((1e6, bandwidth),))
-    found = fit_curve(times_of(seconds_of(true)))
-    assert largest_error(found, true, np.geomspace(64, SIZES[-1], 60)) < 0.06
+    fitted = fit_curve(times_of(seconds_of(true)))
+    assert largest_error(fitted, true, np.geomspace(64, SIZES[-1], 60)) < 0.06
     # Where all is latency, the bytes of a size beyond those measured are priced by the bound that they gave.
-    assert largest_error(found, true, np.array([2 * SIZES[-1]])) < 0.11
+    assert largest_error(fitted, true, np.array([2 * SIZES[-1]])) < 0.11
     if SIZES[-1] / bandwidth > 0.1 * latency:  # else all of it is latency, and the bandwidth cannot be known
-        assert found.latency_seconds == pytest.approx(latency, rel=1e-5, abs=1e-9)
-        assert found.bandwidth(2**27) == pytest.approx(bandwidth, rel=1e-4)
+        assert fitted.latency_seconds == pytest.approx(latency, rel=1e-5, abs=1e-9)
+        assert fitted.bandwidth(2**27) == pytest.approx(bandwidth, rel=1e-4)
 
 
 @given(st.floats(1e-6, 1e-4), st.floats(1e8, 1e9), st.floats(1.0, 30.0), st.floats(1.0, 4.0))
 def test_a_growing_bandwidth_is_recovered(latency: float, small: float, more: float, most: float) -> None:
     true = CollectiveCurve(latency, ((SIZES[2], small), (SIZES[5], small * more), (SIZES[8], small * more * most)))
-    found = fit_curve(times_of(seconds_of(true)))
-    assert largest_error(found, true) < 0.06
-    assert found.bandwidth(SIZES[8]) == pytest.approx(small * more * most, rel=0.05)
+    fitted = fit_curve(times_of(seconds_of(true)))
+    assert largest_error(fitted, true) < 0.06
+    assert fitted.bandwidth(SIZES[8]) == pytest.approx(small * more * most, rel=0.05)
 
 
 @given(st.floats(1e-6, 1e-3), st.floats(1e8, 1e11), st.integers(0, 2**31))
@@ -58,33 +58,33 @@ def test_noise_and_outliers_change_the_fit_little(latency: float, bandwidth: flo
         noisy = seconds * (1 + 0.05 * rng.standard_normal(9).clip(-2, 2))
         noisy[rng.integers(9)] *= 50  # another process had the machine
         samples.append(noisy)
-    found = fit_curve(CollectiveTimes(SIZES, tuple(samples)))
-    assert largest_error(found, true) < 0.16
+    fitted = fit_curve(CollectiveTimes(SIZES, tuple(samples)))
+    assert largest_error(fitted, true) < 0.16
 
 
 def test_a_disturbed_size_does_not_change_the_others() -> None:
     true = CollectiveCurve(2e-5, ((1e6, 1e9),))
     seconds = seconds_of(true)
     seconds[3] *= 40
-    found = fit_curve(times_of(seconds))
+    fitted = fit_curve(times_of(seconds))
     away = np.delete(SIZES, 3)
-    assert largest_error(found, true, away) < 1e-3
-    assert found.seconds(SIZES[3]) <= found.seconds(SIZES[4])
+    assert largest_error(fitted, true, away) < 1e-3
+    assert fitted.seconds(SIZES[3]) <= fitted.seconds(SIZES[4])
 
 
 @given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=9))
 def test_any_positive_times_give_a_valid_curve(seconds: list[float]) -> None:
-    found = fit_curve(times_of(np.array(seconds)))
-    found.check("curve")
-    assert 0 <= found.latency_seconds <= min(seconds) * (1 + 1e-6)
-    grid = [found.seconds(size) for size in np.geomspace(1, 2**30, 100)]
+    fitted = fit_curve(times_of(np.array(seconds)))
+    fitted.check("curve")
+    assert 0 <= fitted.latency_seconds <= min(seconds) * (1 + 1e-6)
+    grid = [fitted.seconds(size) for size in np.geomspace(1, 2**30, 100)]
     assert all(a <= b * (1 + 1e-12) for a, b in pairwise(grid))
 
 
 def test_a_single_size_gives_its_latency_and_a_bound() -> None:
-    found = fit_curve(times_of(np.array([1e-3])))
-    assert found.latency_seconds == pytest.approx(1e-3)
-    assert found.seconds(SIZES[0]) == pytest.approx(1e-3, rel=0.06)
+    fitted = fit_curve(times_of(np.array([1e-3])))
+    assert fitted.latency_seconds == pytest.approx(1e-3)
+    assert fitted.seconds(SIZES[0]) == pytest.approx(1e-3, rel=0.06)
 
 
 def test_spread_and_medians() -> None:

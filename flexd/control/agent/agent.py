@@ -1,6 +1,6 @@
 """The ranks' side of the control channel: one background thread a rank, which never delays training.
 
-When anything fails in a connection (see ``rank_connection``), the thread drops it, waits a little and registers again.
+When anything fails in a connection (see ``rank_connection``), the thread closes it, waits and registers again.
 It holds the lock that ``report`` acquires only to swap a pointer, so no call from the training thread waits for the
 network.
 """
@@ -36,7 +36,7 @@ class Agent:
         secret: the shared secret, or its file (read again when it changes); None only on loopback.
         timeout_seconds: deadline of every single wait on the network or on the running step's exchange.
         poll_seconds: time between polls of the store.
-        placement_lists: returns (int64[n] keys, uint8[n] tiers) of the rows that this rank knows to be above HOME;
+        placement_lists: returns (int64[n] keys, uint8[n] tiers) of the rows above HOME that this rank lists;
             the lists of all ranks of one node together must be the whole placement. Called from the agent's thread,
             only while no chunk is left to apply. Without it a daemon that lost its journal cannot continue this job.
         outbox: counted accesses to send (``flexd.Tap``), if any.

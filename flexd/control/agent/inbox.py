@@ -230,7 +230,7 @@ class ChunkInbox:
 
         All ranks get the same chunks at the same step: the agreed version and ``bytes_of`` are equal everywhere.
         """
-        taken: list[tuple[int, Delta]] = []
+        chunks: list[tuple[int, Delta]] = []
         spent = 0
         with self._changed:
             for chunk in self._chunks:
@@ -239,18 +239,18 @@ class ChunkInbox:
                 if chunk.version > self._agreed_version:
                     break
                 cost = bytes_of(chunk.delta)
-                if taken and spent + cost > max_bytes:
+                if chunks and spent + cost > max_bytes:
                     break
                 spent += cost
-                taken.append((chunk.version, chunk.delta))
+                chunks.append((chunk.version, chunk.delta))
                 self._polled_version = chunk.version
-        return taken
+        return chunks
 
     def applied(self, version: int) -> None:
         """Record that the training thread has applied the chunks up to ``version``."""
         with self._changed:
             self._applied_version = version
-            # Kept until now: ``offer`` reads the applied placement with these on top, whether applied or not.
+            # ``offer`` reads the applied placement with these chunks on top, applied or not, so they stay until now.
             while self._chunks and self._chunks[0].version <= version:
                 self._chunks.popleft()
 
@@ -270,7 +270,7 @@ class ChunkInbox:
         if not bool(right.all()):
             raise ChunkRefusedError(
                 f"rank {self._rank}: {int((~right).sum())} of {len(delta)} rows of chunk {version} are not at the tier "
-                f"it says, key {int(delta.keys[~right][0])} for one",
+                f"that it states, key {int(delta.keys[~right][0])} for one",
                 remedy="push deltas from the placement that the ranks agreed on",
             )
 

@@ -244,7 +244,7 @@ class RankConnection:
     def _command(self, group: EpochGroup, number: int) -> None:
         key = Keys.command(self._epoch.epoch, number)
         if not self._store.check(key):
-            raise StaleMessageError(f"command {number} of epoch {self._epoch.epoch} is gone")
+            raise StaleMessageError(f"command {number} of epoch {self._epoch.epoch} is not in the store")
         message = self._signer.open(self._store.get(key))
         if not isinstance(message, ChunkHeader | ListRequest) or message.command != number:
             raise StaleMessageError(f"a {message.kind} message where command {number} belongs")

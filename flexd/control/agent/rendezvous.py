@@ -22,10 +22,10 @@ def parse_addresses(text: str) -> tuple[tuple[str, int], ...]:
 
 
 class Rendezvous:
-    """Connects to one address after the other. For the agent's thread alone.
+    """Connects to one address after the other. Belongs to the agent's thread.
 
     Args:
-        addresses: ``host:port``, several separated by commas. A name may stand for several daemons (a headless
+        addresses: ``host:port``, several separated by commas. A name may resolve to several daemons (a headless
             service): each of its addresses is tried, and the name is resolved again after all of them.
 
     Raises:

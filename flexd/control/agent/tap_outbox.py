@@ -55,7 +55,7 @@ class TapOutbox:
         return self._urgent
 
     def put(self, payload: bytes) -> int:
-        """Store the next payload and return its sequence number. The caller has seen ``free``."""
+        """Store the next payload and return its sequence number. Call it only while ``free``."""
         with self._lock:
             if self._counts is not None:
                 raise ValueError("the outbox holds a payload")

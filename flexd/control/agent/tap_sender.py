@@ -105,7 +105,7 @@ class TapSender:
         )
         sealed = seal_with_bytes(self._signer, header, data)
         key = Keys.tap_piece(self._fence["epoch"], self._rank, self._grant, piece)
-        # The type stub knows text only.
+        # The type stub accepts text only.
         self._store.call(lambda store: store.set(key, sealed))  # type: ignore[arg-type]
 
     def _state(self) -> TapState | None:

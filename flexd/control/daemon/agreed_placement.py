@@ -1,4 +1,4 @@
-"""The placement that all ranks have agreed on, kept in the journal."""
+"""The placement that all ranks have agreed on, stored in the journal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexd.core.placement import Placement
 
 
 class AgreedPlacement:
-    """Before any rank is live: the newest placement of the journal.
+    """Holds the agreed placement: before any rank is live, the newest placement of the journal.
 
     Any thread may read ``placement`` and ``version``; the rest belongs to the coordinator's thread.
     """

@@ -80,7 +80,7 @@ class ControlStore:
         self.torch_store.set(Keys.command(message.epoch, message.command), self.signer.seal(message))
         self._write_hint(Hint(message.epoch, True, message.command))
 
-    def forget_command(self, epoch: int, command: int) -> None:
+    def delete_command(self, epoch: int, command: int) -> None:
         """Remove a command that no rank will read any more."""
         self.torch_store.delete_key(Keys.command(epoch, command))
 

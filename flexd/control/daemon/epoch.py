@@ -225,7 +225,7 @@ class Epoch:
         fault_point("epoch.joined")
 
     def _request_lists(self, now: float) -> None:
-        """Request the lists of one node's ranks, which together know the placement. The next epoch has another node."""
+        """Request the lists of one node's ranks, which together are the placement. The next epoch uses another node."""
         layout = self.topology.layout
         self._listing_ranks = tuple(layout.node_ranks(self.number % layout.nodes))
         self._deadline = now + self._timeout
@@ -248,12 +248,12 @@ class Epoch:
             raise ControlError(
                 f"the {len(placement)} rows that ranks {first_rank}..{last_rank} list are not the placement "
                 f"that they agreed on (version {self.version})",
-                remedy="the next node is asked; if this goes on, start the job as a new attempt",
+                remedy="the lists of the next node are requested; if this repeats, start the job as a new attempt",
             )
         return placement
 
     def _next_command(self) -> int:
         self._commands += 1
         if self._commands > _KEPT_COMMANDS:
-            self._store.forget_command(self.number, self._commands - _KEPT_COMMANDS)
+            self._store.delete_command(self.number, self._commands - _KEPT_COMMANDS)
         return self._commands

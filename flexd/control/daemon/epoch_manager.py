@@ -2,9 +2,9 @@
 
 An epoch goes through::
 
-    (none) --all ranks of an attempt are here--> SETTLING --all settled, group joined--> LIVE
+    (none) --all ranks of an attempt joined--> SETTLING --all settled, group joined--> LIVE
                                                             `--placement unknown--> LISTING --all listed--> LIVE
-    any phase --a rank registers anew, is lost, refuses a chunk, or the group fails--> (none)
+    any phase --a rank registers again, is lost, refuses a chunk, or the group fails--> (none)
 
 Chunks are pushed in LIVE only: then every rank has settled, and all agreed versions are equal (see ``inbox``).
 """
@@ -173,7 +173,7 @@ class EpochManager:
         self.present, self.refused = self._members.present(), self._members.refused()
         epoch = self.epoch
         if epoch is not None and (topology is None or topology.nonces != epoch.topology.nonces):
-            self.end("a rank has left or registered anew", failed=False)
+            self.end("a rank has left or registered again", failed=False)
             epoch = None
         if topology is None:
             self._not_ready(self._incomplete_reason())

@@ -1,7 +1,7 @@
-"""The placement on the daemon's disk: every chunk is durable here before any rank sees it.
+"""The placement on the daemon's disk: every chunk is durable here before it is sent to any rank.
 
 So a restarted daemon can rebuild the placement at any version that the ranks have agreed on. All ranks may have dropped
-the versions beyond it, which are then numbered anew: a record of version v voids the earlier ones >= v.
+the versions beyond it, which are then numbered again: a record of version v voids the earlier ones >= v.
 
 File format: magic, then frames of ``u32 payload bytes, u32 crc32, payload``; a payload is one JSON line and raw little
 endian arrays. The first frame is a *segment* (a whole placement, of one job attempt), the rest are *chunks*.
@@ -33,7 +33,7 @@ UInt8Array = npt.NDArray[np.uint8]
 _MAGIC = b"FLEXDPJ1"
 _FRAME = struct.Struct("<II")
 _COMPACT_ROWS = 65_536
-"""Chunk rows kept beside the segment before they are folded into it (or half the segment's rows, if more)."""
+"""Chunk rows beside the segment before they are compacted into it (or half the segment's rows, if more)."""
 _OVERLAY_ROWS = 16_384
 """Rows of recent chunks that are looked up separately before they are merged into the overlay."""
 
@@ -61,7 +61,7 @@ class JournalledMigration:
 
     @property
     def rollback_version(self) -> int:
-        """The version to which its rollback goes; for a rollback, the version that it restores itself."""
+        """The version that its rollback restores; for a rollback, the version that it restores itself."""
         return self.base_version if self.returns_to is None else self.returns_to
 
 
@@ -184,15 +184,15 @@ class PlacementJournal:
                     f"{self._path}: holds versions {self._base.version}..{self.last_version}, not {version}",
                     remedy="the placement is requested from the ranks instead",
                 )
-            return _fold(self._base, [chunk for chunk in self._chunks if chunk.version <= version], version)
+            return _apply_all(self._base, [chunk for chunk in self._chunks if chunk.version <= version], version)
 
     def compact(self, version: int) -> None:
-        """Fold chunks up to ``version``, which all ranks hold for good, into the segment once they are many.
+        """Compact chunks up to ``version``, which all ranks hold for good, into the segment once they are many.
 
         Those of the newest migration are kept up to ``_ROLLBACK_ROWS``, so that it can be rolled back.
 
         Raises:
-            SnapshotError: the folded file cannot be written; the journal's content stays as it was.
+            SnapshotError: the compacted file cannot be written; the journal's content stays as it was.
         """
         with self._lock:
             newest = self.newest_migration
@@ -350,7 +350,7 @@ def _latest(chunks: list[_Chunk]) -> tuple[Int64Array, UInt8Array]:
     return unique, tiers[::-1][last]
 
 
-def _fold(base: Placement, chunks: list[_Chunk], version: int) -> Placement:
+def _apply_all(base: Placement, chunks: list[_Chunk], version: int) -> Placement:
     keys, tiers = _latest(chunks)
     kept = ~np.isin(base.keys, keys)
     return Placement.of(np.concatenate([base.keys[kept], keys]), np.concatenate([base.tiers[kept], tiers]), version)

@@ -17,10 +17,10 @@ MAX_RANKS = 65_536
 MAX_ATTEMPTS = 8
 """Attempts whose hellos are kept; beyond that, the attempt whose newest message is oldest is dropped."""
 MAX_REFUSALS = 64
-"""Refused ranks that are remembered for the status."""
+"""Refused ranks that are listed in the status."""
 _MAX_ENDED_ATTEMPTS = 256
 MAX_SESSIONS = 4 * MAX_RANKS
-"""Rank processes whose newest hello is known, so that a recorded hello is refused after its process has gone."""
+"""Rank processes whose newest hello is stored, so that a recorded hello is refused after its process has ended."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,11 @@ class Membership:
         """(attempt, rank) -> refusal and its time, in order of their newest refusals."""
 
     def accept(self, hello: Hello, now: float) -> bool:
-        """Register a hello; True if it is a registration not seen before.
+        """Register a hello; True if it is a new registration.
 
         Raises:
             TopologyError: it contradicts the daemon or its peers; the text is for the rank.
-            ReplayedMessageError: not newer than an earlier hello of this process, however long ago.
+            ReplayedMessageError: not newer than an earlier hello of this process at any time.
         """
         try:
             self._check(hello)
@@ -154,22 +154,22 @@ class Membership:
                 member.heard_at += seconds
 
     def expire(self, now: float) -> list[Hello]:
-        """Remove the silent ranks and return their hellos; forget refusals that are as old."""
+        """Remove the silent ranks and return their hellos; drop refusals of the same age."""
         for key, (_, at) in list(self._refused.items()):
             if now - at > self._silent:
                 del self._refused[key]
-        gone = [
+        expired = [
             member.hello
             for members in self._attempts.values()
             for member in members.values()
             if now - member.heard_at > self._silent
         ]
-        for hello in gone:
+        for hello in expired:
             members = self._attempts[hello.attempt]
             del members[hello.rank]
             if not members:
                 del self._attempts[hello.attempt]
-        return gone
+        return expired
 
     def complete(self) -> Topology | None:
         """Return the newest attempt whose ranks are all registered. Older attempts end with it, for good."""

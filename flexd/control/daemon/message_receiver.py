@@ -82,7 +82,7 @@ class MessageReceiver:
             raise StaleMessageError("a hello to another daemon")
         try:
             if self._members.accept(hello, now):
-                fault_point("hello.taken")
+                fault_point("hello.accepted")
                 self._event("rank_hello", attempt=hello.attempt, rank=hello.rank, version=hello.agreed_version)
         except TopologyError as error:
             self._refuse("identity")

@@ -77,7 +77,7 @@ class MigrationProgress:
         reason: the reason why it ended early; empty otherwise.
         rows, bytes_to_copy: totals of its whole delta; 0 if not known (yet).
         chunks_pushed, chunks_agreed, chunks_applied: sent to the ranks; held by all of them for certain; applied by
-            all of them. Chunks taken back because an epoch ended are not counted.
+            all of them. Chunks voided because an epoch ended are not counted.
         rows_pushed, rows_agreed, rows_applied: rows of these chunks.
         bytes_pushed: bytes of the pushed chunks on the control channel, for one rank.
         copied_bytes: bytes of values and optimizer state of the rows that applied chunks promote, each once.

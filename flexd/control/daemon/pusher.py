@@ -140,7 +140,7 @@ class ChunkPusher:
     def new_generation(self, reason: str) -> None:
         """Fail what was under way: the ranks are others, or their placement is empty."""
         self._applied_version = 0
-        self._forget_outstanding(reason)
+        self._drop_outstanding(reason)
 
     def fail_active(self, reason: str) -> None:
         active = self._active
@@ -150,7 +150,7 @@ class ChunkPusher:
 
     def stop(self, reason: str) -> None:
         """Fail what is under way or waits; no chunk is pushed any more."""
-        self._forget_outstanding(reason)
+        self._drop_outstanding(reason)
         with self._lock:
             waiting, self._next = self._next, None
         if waiting is not None and not waiting.done:
@@ -227,7 +227,7 @@ class ChunkPusher:
         return NumberedChunk(self.version, active.plan_id, delta)
 
     def digest_at(self, version: int) -> int | None:
-        """Return the digest of the placement at a recent version; None if it is not kept any more."""
+        """Return the digest of the placement at a recent version; None if it is no longer stored."""
         return self._digests.get(version)
 
     def drain_events(self) -> list[MigrationEvent]:
@@ -287,7 +287,7 @@ class ChunkPusher:
                 logger.exception("migration %s: its chunks cannot be made", migration.plan_id)
             self.fail_active(str(error))
 
-    def _forget_outstanding(self, reason: str) -> None:
+    def _drop_outstanding(self, reason: str) -> None:
         ended = [chunk.migration for chunk in self._outstanding if chunk.migration is not self._active]
         self._outstanding.clear()
         self.fail_active(reason)

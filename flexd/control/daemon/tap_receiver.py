@@ -64,7 +64,7 @@ class TapReceiver:
         """Number of invalid pieces by kind: forged, stale, malformed."""
 
     def begin_epoch(self, fence: dict[str, Any], topology: Topology) -> None:
-        """Forget all offers: in a new epoch the ranks offer anew."""
+        """Drop all offers: in a new epoch the ranks offer again."""
         self._transfers.clear()
         self._grants = 0
         self._fence = fence

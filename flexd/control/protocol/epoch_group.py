@@ -1,7 +1,7 @@
 """The gloo group of one epoch, which carries row lists: chunks to the ranks, listings to the daemon.
 
-Only this module knows how row lists travel. Every call returns or raises within a deadline and releases the GIL while
-it waits. torch is imported where it is first needed: ingest does not wait for it.
+Only this module defines the transport of row lists. Every call returns or raises within a deadline and releases the
+GIL while it waits. torch is imported where it is first needed: ingest does not wait for it.
 """
 
 from __future__ import annotations

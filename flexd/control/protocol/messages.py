@@ -60,7 +60,7 @@ class Hello(Message):
     Attributes:
         session: new for every training process.
         nonce: new for every registration.
-        address: the rank's address as seen on the way to the daemon.
+        address: local address of the rank's connection to the daemon.
         can_list: the rank can list its placement if the daemon has lost it.
         tables: the first tables of the rank (``table_entries``) if its digest is not the one of the daemon's notice,
             else empty.
@@ -185,7 +185,7 @@ class ChunkHeader(EpochMessage):
 
 @dataclass(frozen=True)
 class ListRequest(EpochMessage):
-    """The daemon does not have the placement of ``version``: ``ranks`` list the rows that they know above HOME."""
+    """The daemon does not have the placement of ``version``: ``ranks`` list their rows above HOME."""
 
     kind: ClassVar[str] = "list"
     command: int
@@ -280,7 +280,7 @@ class Signer:
 
         Raises:
             AuthenticationError: bad signature.
-            ControlError: signed, but not a message that this version knows.
+            ControlError: signed, but not a message of this version.
         """
         if len(data) > MAX_MESSAGE_BYTES:
             raise ControlError(f"a message of {len(data)} bytes is longer than {MAX_MESSAGE_BYTES}")
@@ -318,7 +318,7 @@ def open_with_bytes(signer: Signer, sealed: bytes, max_data_bytes: int) -> tuple
     """
     if len(sealed) > MAX_MESSAGE_BYTES + len(b"\n") + max_data_bytes:
         raise ControlError(f"a piece of {len(sealed)} bytes is longer than {max_data_bytes}")
-    # The signature stands on the first line, the header's JSON (which has no line breaks) on the second.
+    # The signature is on the first line, the header's JSON (which has no line breaks) on the second.
     end = sealed.find(b"\n", _MAC_HEX + 1, MAX_MESSAGE_BYTES + 1)
     if end < 0:
         raise ControlError("a piece without a header")

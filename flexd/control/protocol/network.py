@@ -42,7 +42,7 @@ def address_towards(host: str, port: int) -> str:
 def listen(host: str, port: int) -> tuple[int, int]:
     """Bind a listening socket and return (file descriptor, port). Raises ControlError.
 
-    A TCPStore that opens its own socket listens on every interface, whatever host it is given, so it gets this one.
+    A TCPStore that opens its own socket listens on every interface and ignores the host, so it receives this socket.
     """
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -104,6 +104,6 @@ class PendingReports:
         return pending
 
     def restore(self, report: StepReport) -> None:
-        """Put back a report that could not be sent; it is older than any added meanwhile."""
+        """Restore a report that could not be sent; it is older than any added meanwhile."""
         with self._lock:
             self._pending = report if self._pending is None else merge_reports(report, self._pending)

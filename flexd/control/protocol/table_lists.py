@@ -1,7 +1,7 @@
 """Comparison of a trainer's tables with the daemon's, for the text of a refusal.
 
-A digest tells that table lists differ, not where. So a rank whose digest is not the daemon's sends its tables too, as
-many as fit into ``MAX_LIST_BYTES``, and the daemon names the tables and fields that differ.
+A digest shows that table lists differ, and not where. So a rank whose digest is not the daemon's sends its tables too,
+as many as fit into ``MAX_LIST_BYTES``, and the daemon names the tables and fields that differ.
 """
 
 from __future__ import annotations

@@ -202,10 +202,10 @@ def load_whole_state_dict(collection: EmbeddingCollection, state: Mapping[str, t
     moments = {prefix + column.key: column for columns in tables for column in columns[1:]}
     step = prefix + _step_key(collection)
     stateful = any(key in state for key in (*moments, step))
-    wanted = weights | moments if stateful else weights
+    expected = weights | moments if stateful else weights
     faults = [
         f"{key} is missing" if key not in state else f"{key} is of shape {tuple(state[key].shape)}, not {column.shape}"
-        for key, column in wanted.items()
+        for key, column in expected.items()
         if key not in state or tuple(state[key].shape) != column.shape
     ]
     if stateful and step not in state:
@@ -213,7 +213,7 @@ def load_whole_state_dict(collection: EmbeddingCollection, state: Mapping[str, t
     _raise_if_any_rank_refuses(collection, faults)
     collection.engine.before_rows_load()
     with torch.no_grad():
-        for key, column in wanted.items():
+        for key, column in expected.items():
             homes = column.homes
             rows = homes.homed(homes.rank, range(homes.rows))
             column.held[homes.slots(rows)] = state[key][rows.start :: rows.step].to(column.held)

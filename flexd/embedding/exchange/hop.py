@@ -87,7 +87,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Column:
-    """Rows of one kind that go to all peers in an exchange, and the number that comes back.
+    """Rows of one kind that are sent to all peers in an exchange, and the number of received rows.
 
     Attributes:
         source: [m, width] rows.

@@ -21,7 +21,7 @@ class ChainGroups:
 
     Args:
         device: device of the tensors in collectives.
-        deadline: timeout of every collective. If given, all process groups, the world included, are made anew: a second
+        deadline: timeout of every collective. If given, all process groups, the world included, are new: a second
             thread needs groups of its own, because collectives of one group must not overtake each other. Without it
             groups are shared by all collections and have the timeout of the default process group.
 

@@ -164,8 +164,8 @@ def merge_passes(
 ) -> tuple[Route, list[torch.Tensor]]:
     """Merge passes over one placement into one route with every row once, and sum the gradients of each row.
 
-    A step then pushes every row's gradient once. Nothing is exchanged: both ends of a hop know the requests of each
-    pass, and put their union in the order of the keys.
+    A step then pushes every row's gradient once. Nothing is exchanged: both ends of a hop have the requests of each
+    pass, and order their union by key.
 
     Args:
         wide: dtype of each dim-group in which gradients are added.

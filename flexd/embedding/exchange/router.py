@@ -4,7 +4,7 @@ A request passes stations (self, node owner, home) joined by hops and stops at t
 records, per station and dim-group, which rows are held there and which are requested from the next station; the forward
 pass walks it from the last station to the first, the backward pass from the first to the last.
 
-The router does not know of replicas. Data about them travels in the same messages: see ``LookupPiggyback`` and
+The router does not depend on replicas. Data about them travels in the same messages: see ``LookupPiggyback`` and
 ``GradientPiggyback``, which ``flexd.embedding.replicas`` implements.
 
 On a GPU the host waits for the device once a station and dim-group for each of: the number of distinct rows, of rows
@@ -88,8 +88,8 @@ class Router:
     Args:
         dedup: request each row once a station.
         comm_dtype: dtype of rows and gradients on the wire; None: each table's own. Gradients are added in float32, or
-            in the wider of table and wire. With a narrower wire every row is rounded when it is read, wherever it is
-            held, so that training does not depend on the placement.
+            in the wider of table and wire. With a narrower wire every row is rounded when it is read, on any rank, so
+            that training does not depend on the placement.
 
     Raises:
         EmbeddingError: an unknown ``comm_dtype``.
@@ -127,8 +127,8 @@ class Router:
     def find(self, keys: torch.Tensor, agreement: Agreement, piggyback: LookupPiggyback | None = None) -> Route:
         """Collective. Find the route of int64 [n] keys, in any order, repeats allowed.
 
-        Where a rank reports a fault, or ranks make different calls, the sizes still go round so that every rank learns
-        of it; the route is then of no use.
+        Where a rank reports a fault, or ranks make different calls, the sizes are still exchanged so that every
+        rank detects it; the route is then invalid.
 
         Args:
             piggyback: given on all ranks or on none.
@@ -157,7 +157,7 @@ class Router:
             if agreement.diverged:
                 sizes = torch.zeros_like(sizes)
             sent, received, agreement = hop.exchange_sizes(sizes, agreement)
-            if agreement.diverged:  # the peers of the next hop must learn of it too
+            if agreement.diverged:  # the peers of the next hop must detect it too
                 ids, weights, piggyback = [of_group[:0] for of_group in ids], [None] * len(ids), None
                 continue
             packed = [
@@ -275,7 +275,7 @@ class Router:
     ) -> torch.Tensor:
         """Sum gradients by peer -> [rows, dim].
 
-        Received gradients are added in the order of the peers, then those of this rank: whatever its tier, the gradient
+        Received gradients are added in the order of the peers, then those of this rank: at every tier the gradient
         of a row is the sum of a rank's own and of all received ones, so that every placement rounds alike.
         """
         wide = self.wide[group]

@@ -172,7 +172,7 @@ class Migrator:
             self.digest = (self.digest + delta.digest_change()) % 2**64
 
     def refresh(self) -> None:
-        """Collective. Copy every replica anew from its home, after the home rows were loaded."""
+        """Collective. Refresh every replica from its home, after the home rows were loaded."""
         for store in self._stores:
             keys = store.directory.keys.cpu().numpy()
             for tier in (Tier.NODE, Tier.DEVICE):
@@ -237,7 +237,7 @@ class Migrator:
         if not bool(right.all()):
             raise PlacementError(
                 f"rank {store.rank}: {int((~right).sum())} rows of a chunk of {len(right)} are not at the tier "
-                f"it says, key {int(keys[~right][0])} for one",
+                f"that it states, key {int(keys[~right][0])} for one",
                 remedy="a fault of the daemon: please report it with the daemon's journal",
             )
         rank = self._groups.rank
@@ -320,7 +320,7 @@ def _copy_rows(peers: Peers, stores: Sequence[GroupStore], slots: _SlotsByPeer) 
     """Collective over ``peers``. Send every member the rows that others have, in one all-gather for all dim-groups.
 
     A member's part of the buffer has a section for the values and one for the state of each dim-group, as long as the
-    member with most rows needs it. Every member knows which rows each one sends, so only rows travel, copied directly
+    member with most rows needs it. Every member can compute the rows of each one, so only rows travel, copied directly
     between the stores and the buffer.
     """
     most = [max(len(of_peer) for of_peer in of_peers) for of_peers in slots]

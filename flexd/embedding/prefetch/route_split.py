@@ -121,7 +121,7 @@ def _part(
 
 
 def _part_of_station(route: Route, station: int, group: int, chosen: torch.Tensor, rows: int) -> StationRows:
-    """Return the chosen rows of one dim-group at one station, numbered anew in the same order."""
+    """Return the chosen rows of one dim-group at one station, renumbered in the same order."""
     whole = route.stations[station][group]
     place = chosen.cumsum(0) - 1
     held = chosen[whole.held]

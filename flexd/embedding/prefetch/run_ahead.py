@@ -14,12 +14,12 @@ the same way. So every row is read after the last update before its batch, and u
 its gradients: losses and tables are those of training without run-ahead.
 
 The training thread waits for the job before any collective of its own on rows, and every decision depends only on what
-all ranks know, so ranks cannot diverge. ``RunAhead`` implements ``StepHooks``; the life of one batch::
+all ranks have, so ranks cannot diverge. ``RunAhead`` implements ``StepHooks``; the events of one batch::
 
     announce -> start -> (job) -> claim -> fetch                by forward passes
                           |-> split_gradients -> after_update   by ``optimizer.step``; deferred: to the next start
 
-A pass that the job did not see, a step where none was expected, or rows loaded from a checkpoint only cause the rows to
+A pass after the start of the job, an unexpected step, or rows loaded from a checkpoint only cause the rows to
 be fetched again. Chunks are applied between two jobs: where one is due the next batch is not looked up by the job.
 
 Memory: one batch of ids, its route, and its rows beyond what a step needs, the gradients of one step, and one byte for
@@ -99,7 +99,7 @@ class RunAhead(StepHooks):
     # Called by the loop.
 
     def announce(self, batch: NextBatch) -> None:
-        """Set the batch after the one whose forward pass comes next; that forward pass starts its job."""
+        """Set the batch after that of the next forward pass; that forward pass starts its job."""
         self._announced = batch
 
     def start_announced(self) -> None:
@@ -113,7 +113,7 @@ class RunAhead(StepHooks):
         self._started = batch
         deferred, self._deferred = self._deferred, None
         inbox, passes = self._engine.inbox, tuple(self._engine.passes)
-        # Chunks are applied before the next look-up, and gradients that wait belong to rows of passes that are gone.
+        # Chunks are applied before the next look-up, and gradients that wait belong to rows of earlier passes.
         locate = inbox.agreed_version <= inbox.applied_version and not self._engine.awaits_push
         step_expected = len(passes) % self.passes_per_step == 0
         self._thread.submit(lambda: self._job.run(batch, deferred, passes, step_expected=step_expected, locate=locate))
@@ -126,7 +126,7 @@ class RunAhead(StepHooks):
             raise _uneven(result.ended_rank)
 
     def close(self) -> bool:
-        """Forget the next batch and end the thread. Deferred gradients stay for the next use of the rows.
+        """Drop the next batch and end the thread. Deferred gradients stay for the next use of the rows.
 
         Returns:
             Whether the thread ended within the deadline.
@@ -195,7 +195,7 @@ class RunAhead(StepHooks):
             EmbeddingError: this rank has a batch that another has not.
         """
         # The loop yields a batch only after announcing the next one. Before that ``given`` is another input, even if
-        # it cannot be told from the batch (without any feature on this rank).
+        # it equals the batch (without any feature on this rank).
         started = self._started if self._announced is not None else None
         self._claimed = started is not None and _same(given, started.given)
         if not self._claimed:
@@ -240,9 +240,9 @@ class RunAhead(StepHooks):
         result, passes = self._result, self._engine.passes
         if result is None or result.forward_pass is None:
             return None
-        seen = len(passes) == len(result.passes) and all(a is b for a, b in zip(passes, result.passes, strict=True))
-        if not seen or not result.pass_splits:
-            # The step changes rows that the job did not expect it to.
+        known = len(passes) == len(result.passes) and all(a is b for a, b in zip(passes, result.passes, strict=True))
+        if not known or not result.pass_splits:
+            # The step changes rows that the job did not expect.
             self._result = replace(result, rows=None, split=None, pass_splits=())
             return None
         self._result = replace(result, pass_splits=())

@@ -166,8 +166,11 @@ class RunAheadJob:
         return self._fetch_unchanged(result, forward_pass)
 
     def _agreement(self, batch: NextBatch, error: Exception | None) -> Agreement:
-        """A rank without a batch sends a version below all others' and a fault below none: so every rank learns
-        whether any loader has ended, which one, and whether all have."""
+        """Return the agreement of this rank.
+
+        A rank without a batch sends a version below all others' and a fault below none: so every rank detects whether
+        any loader has ended, which one, and whether all have.
+        """
         version = self._inbox.begin_exchange()
         call = CallSignature.of(self._rank, trains=True, passes=0, steps=0)
         if batch.given is None:

@@ -9,7 +9,7 @@ known before (``TouchedRows``)::
 
 An all-reduce adds in the dtype of the wire. Where that is narrower than the dtype in which gradients are added, the
 owners send their gradients to the home instead, and the home sends back the sum: a row's gradient is rounded and added
-in the same places then, whatever its tier.
+in the same places then, at every tier.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which replicated rows a step touches on any rank, agreed by one bit a listed row.
 
 Ranks that hold copies of the same rows list them in the same order, so they exchange bits of their directories instead
-of ids. The bits of the rows that a pass reads go up the hops with its ids; the union over all ranks comes back with
+of ids. The bits of the rows that a pass reads go up the hops with its ids; the union over all ranks returns with
 its rows (``LookupPiggyback``).
 """
 
@@ -166,7 +166,7 @@ class SyncLists:
             downstream.append(_downstream(based, hop, mine, on_my_rail))
             own = [home for home in homes.tolist() if home % layout.local_ranks == local] if hop.all_reduces else []
             reduced.append(SyncList([[_span(directory, first, own) for directory, first in based]], None, padded=False))
-            # On a rail, and inside a node, ranks have rows in common or none; what other rails list a rank cannot see.
+            # Ranks of a rail or node have rows in common or none; a rank does not have the lists of other rails.
             alike = all(on_my_rail) or not any(hop.peers.far)
             used.append(not alike or any(upstream[-1].words) or any(downstream[-1].words))
         return SyncLists(upstream, downstream, reduced, firsts, used)
@@ -262,8 +262,8 @@ class TouchedRows:
 
 
 def positions_of(bits: torch.Tensor) -> torch.Tensor:
-    """uint8 [n] zeros and ones -> int64 positions of the ones."""
-    if bits.device.type == "cpu":  # numpy looks at eight at a time: a tenth of the time where they are few
+    """Return the int64 positions of the ones in uint8 [n] zeros and ones."""
+    if bits.device.type == "cpu":  # numpy tests eight at a time: a tenth of the time where ones are few
         return torch.from_numpy(np.flatnonzero(bits.numpy().view(np.bool_)))
     return bits.nonzero().view(-1)
 
@@ -293,9 +293,9 @@ def _downstream(
     devices: list[Span] = []
     lists, at = [], 0
     device = based[0][0].codes.device
-    for wanted, spans in ((any(on_my_rail[p] for p in others), alls), (True, devices)):
+    for lists_all, spans in ((any(on_my_rail[p] for p in others), alls), (True, devices)):
         for (directory, base), (first, end) in zip(based, whole, strict=True):
-            part = torch.arange(first, end if wanted else first, dtype=torch.int32, device=device)
+            part = torch.arange(first, end if lists_all else first, dtype=torch.int32, device=device)
             if spans is devices and directory.rail_device is not None:
                 rows = directory.rail_device
                 inside = torch.searchsorted(rows, torch.tensor([first - base, end - base], device=device)).tolist()

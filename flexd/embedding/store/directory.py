@@ -146,9 +146,9 @@ class Directory:
         """int64 [m] keys of the group -> (int64 [m] positions, bool [m] found); positions are valid where found."""
         if len(self.codes) == 0:
             return torch.zeros_like(keys), torch.zeros_like(keys, dtype=torch.bool)
-        wanted = self.order.codes(keys)
-        at = torch.searchsorted(self.codes, wanted).clamp_(max=len(self.codes) - 1)
-        return at, self.codes.index_select(0, at) == wanted
+        codes = self.order.codes(keys)
+        at = torch.searchsorted(self.codes, codes).clamp_(max=len(self.codes) - 1)
+        return at, self.codes.index_select(0, at) == codes
 
     def replace(self, removed: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, tiers: torch.Tensor) -> Directory:
         """Return the directory without the ``removed`` positions and with the given rows.

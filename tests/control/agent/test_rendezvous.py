@@ -31,14 +31,14 @@ def test_addresses_are_parsed_without_repetitions() -> None:
     assert parse_addresses("a:1, [::1]:2,a:1") == (("a", 1), ("::1", 2))
 
 
-def _names(monkeypatch: pytest.MonkeyPatch, found: dict[str, list[str]]) -> list[str]:
+def _names(monkeypatch: pytest.MonkeyPatch, addresses_of: dict[str, list[str]]) -> list[str]:
     resolved: list[str] = []
 
     def resolve(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
         resolved.append(host)
-        if host not in found:
+        if host not in addresses_of:
             raise socket.gaierror("no such name")
-        return [(0, 0, 0, "", (address, port)) for address in found[host]]
+        return [(0, 0, 0, "", (address, port)) for address in addresses_of[host]]
 
     monkeypatch.setattr("flexd.control.agent.rendezvous.socket.getaddrinfo", resolve)
     return resolved
@@ -57,17 +57,17 @@ def _tried(rendezvous: Rendezvous, times: int) -> list[tuple[str, int]]:
 
 
 def test_every_address_of_a_name_is_tried_before_names_are_resolved_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"flexd": ["10.0.0.1", "10.0.0.2"], "other": ["10.0.0.2"]}
-    resolved = _names(monkeypatch, found)
+    addresses_of = {"flexd": ["10.0.0.1", "10.0.0.2"], "other": ["10.0.0.2"]}
+    resolved = _names(monkeypatch, addresses_of)
     monkeypatch.setattr("flexd.control.agent.rendezvous.StoreConnector", _Connector)
     rendezvous = Rendezvous("flexd:5,other:6,missing:7", "job", 1.0)
     assert _tried(rendezvous, 3) == [("10.0.0.1", 5), ("10.0.0.2", 5), ("10.0.0.2", 6)]
     assert rendezvous.tried_all
     assert resolved == ["flexd", "other", "missing"]
-    found["flexd"] = ["10.0.0.3"]
+    addresses_of["flexd"] = ["10.0.0.3"]
     assert _tried(rendezvous, 2) == [("10.0.0.3", 5), ("10.0.0.2", 6)]
     assert set(rendezvous._connectors) == {("10.0.0.3", 5), ("10.0.0.2", 6)}, "addresses without a name are dropped"
-    found.clear()
+    addresses_of.clear()
     with pytest.raises(ControlError, match="no daemon at flexd:5, other:6, missing:7"):
         rendezvous.connect()
 

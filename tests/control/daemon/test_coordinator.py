@@ -140,13 +140,13 @@ def test_no_more_chunks_than_the_window_run_ahead(host: Callable[..., Any]) -> N
 
 def _broken_source(placement: Placement) -> Iterator[Delta]:
     yield from placement.delta_to(target(1, 20)).chunks(10)
-    raise PlacementError("the plan is gone")
+    raise PlacementError("the plan is lost")
 
 
 @pytest.mark.parametrize(
     ("source", "generation", "reason"),
     [
-        (_broken_source, None, "the plan is gone"),
+        (_broken_source, None, "the plan is lost"),
         (target(1, 20).delta_to(Placement.empty()).chunks(5), None, "does not start from"),
         (lambda p: p.delta_to(target(1, 2000)).chunks(2000), None, "at most 1000 rows"),
         ([], 7, "generation 7"),

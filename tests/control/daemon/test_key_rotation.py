@@ -39,10 +39,10 @@ def test_three_steps_replace_the_secret_within_one_epoch(
         for step, keys in enumerate([(OLD, NEW), (NEW, OLD), (NEW,)]):
             write(daemons if step % 2 else ranks_own, *keys)
             for half in range(2):
-                wanted = target(10 * step + half, 40)
-                migration = hosted.coordinator.migrate("p", lambda p, wanted=wanted: p.delta_to(wanted).chunks(10))
+                planned = target(10 * step + half, 40)
+                migration = hosted.coordinator.migrate("p", lambda p, planned=planned: p.delta_to(planned).chunks(10))
                 assert migration.wait(15) is MigrationState.COMMITTED, migration.progress
-                assert ranks.all_at(wanted)
+                assert ranks.all_at(planned)
                 write(ranks_own if step % 2 else daemons, *keys)
         status = hosted.coordinator.status()
         assert (status.epoch, status.refused_messages["forged"]) == (epoch, 0)

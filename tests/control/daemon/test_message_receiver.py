@@ -44,7 +44,7 @@ def opened() -> tuple[MessageReceiver, Epoch, Membership]:
 def test_on_any_channel_each_message_acts_at_most_once_and_in_order(steps: list[tuple[str, int, int]]) -> None:
     receiver, epoch, members = opened()
     acted: list[Progress] = []
-    heard: list[bytes] = []
+    received: list[bytes] = []
     late: list[tuple[int, bytes]] = []
     newest, sequence = [0, 0], [0, 0]
     expected: Counter[str] = Counter()
@@ -62,15 +62,15 @@ def test_on_any_channel_each_message_acts_at_most_once_and_in_order(steps: list[
         number, data = sent(rank, **CHANGES.get(fault, {}))
         if fault in ("deliver", "duplicate"):
             arrive(data)
-            heard.append(data)
+            received.append(data)
             newest[rank] = number
             if fault == "duplicate":
                 arrive(data)
                 expected["replayed"] += 1
         elif fault == "delay":
             late.append((rank, data))
-        elif fault == "replay" and heard:
-            arrive(heard[salt % len(heard)])
+        elif fault == "replay" and received:
+            arrive(received[salt % len(received)])
             expected["replayed"] += 1
         elif fault == "tamper":
             at = salt % len(data)

@@ -156,20 +156,20 @@ def test_pieces_that_were_not_requested_are_never_read(daemon):
         until(setting.hosted.ready)
         store = job_store(TCPStore("127.0.0.1", setting.hosted.port, is_master=False), "job")
 
-        def refused_beside_an_honest_one() -> bool:
+        def refused_beside_an_authentic_one() -> bool:
             # On a very slow machine an epoch may end, which deletes the keys of its pieces.
             epoch, counted = setting.hosted.coordinator.status().epoch, len(setting.counted)
             header = TapPiece("job", "a1", 1, epoch, "token", 0, 0, 0, 1, 0, "00")
             for grant in range(counted, counted + 3):
-                store.set(Keys.tap_piece(epoch, 0, grant, 0), seal_with_bytes(Signer(b"guess"), header, b"poison"))
+                store.set(Keys.tap_piece(epoch, 0, grant, 0), seal_with_bytes(Signer(b"guess"), header, b"forged"))
             until(lambda: ranks.outboxes[0].free, seconds=30)
-            ranks.outboxes[0].put(b"honest")
+            ranks.outboxes[0].put(b"authentic")
             until(lambda: len(setting.counted) > counted, seconds=30)
             setting.snapshot()
             return setting.hosted.coordinator.status().refused_messages["forged"] >= 1
 
-        until(refused_beside_an_honest_one, seconds=60)
-        assert {counted[2] for counted in setting.counted} == {b"honest"}
+        until(refused_beside_an_authentic_one, seconds=60)
+        assert {counted[2] for counted in setting.counted} == {b"authentic"}
 
 
 def test_a_daemon_without_a_tap_reports_the_reason(host):

@@ -50,10 +50,10 @@ def test_equal_tables_have_no_difference() -> None:
 
 def test_the_number_of_named_differences_is_bounded() -> None:
     trainer = [TableSpec(f"t{number}", 1, 4) for number in range(MAX_DIFFERENCES + 1)]
-    found = table_differences(table_entries(trainer), len(trainer), trainer[:1])
-    assert found.count("not in the daemon's configuration") == MAX_DIFFERENCES
-    found = table_differences(table_entries(trainer), len(trainer), ())
-    assert found.endswith("table t7 is in the trainer, not in the daemon's configuration; and 1 more")
+    text = table_differences(table_entries(trainer), len(trainer), trainer[:1])
+    assert text.count("not in the daemon's configuration") == MAX_DIFFERENCES
+    text = table_differences(table_entries(trainer), len(trainer), ())
+    assert text.endswith("table t7 is in the trainer, not in the daemon's configuration; and 1 more")
 
 
 def test_a_list_of_many_tables_with_long_names_fits_into_a_hello() -> None:

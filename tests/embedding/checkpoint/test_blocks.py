@@ -35,14 +35,14 @@ def test_every_row_is_sent_once_from_its_slot(rows: int, before: int, first_key:
                 rows_of_window = homes.window(other, number, window)
                 assert number == 0 or not len(rows_of_window) or rows_of_window.start == before_it.stop
                 before_it = rows_of_window
-                mine = homes.homed(rank, rows_of_window)
-                assert set(mine) <= set(rows_of_window)
-                keys = np.array(mine, dtype=np.int64) + first_key + before
+                own_rows = homes.homed(rank, rows_of_window)
+                assert set(own_rows) <= set(rows_of_window)
+                keys = np.array(own_rows, dtype=np.int64) + first_key + before
                 assert (keys % world == rank).all()
                 assert (
-                    np.arange(store.home_rows)[homes.slots(mine)].tolist()
+                    np.arange(store.home_rows)[homes.slots(own_rows)].tolist()
                     == store.home_slots(torch.from_numpy(keys)).tolist()
                 )
-                assert (sent[list(mine)] == -1).all()
-                sent[list(mine)] = other
+                assert (sent[list(own_rows)] == -1).all()
+                sent[list(own_rows)] = other
     assert sent.tolist() == [row // homes.block_rows for row in range(rows)]

@@ -122,7 +122,7 @@ def test_a_chunk_that_does_not_start_from_the_placement_is_refused(
 ) -> None:
     """A chunk is refused before the ranks agree on it: applying it would fail in the middle of training."""
     for text, next_applied in ranks(2).run("migration_jobs:refuse", RankLayout(2, 1), GOOD, wrong, applied):
-        assert f"chunk 3 are not at the tier it says, key {key} for one" in text
+        assert f"chunk 3 are not at the tier that it states, key {key} for one" in text
         assert next_applied
 
 

@@ -81,7 +81,7 @@ def test_a_chunk_from_another_placement_changes_nothing(ranks: Ranks, wrong: Del
     results = ranks(2).run("migration_jobs:wrong_chunk", RankLayout(2, 1), good, wrong)
     for text, unchanged in results:
         assert "PlacementError" in text
-        assert "not at the tier it says" in text
+        assert "not at the tier that it states" in text
         assert unchanged
 
 

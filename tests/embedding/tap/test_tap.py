@@ -60,11 +60,11 @@ class Job:
         raise AssertionError("the tap does not hand over")
 
     def totals(self, deltas: list[TapCounts]) -> dict[str, np.ndarray]:
-        found = {name: np.zeros_like(rows) for name, rows in self.exact.items()}
+        totals = {name: np.zeros_like(rows) for name, rows in self.exact.items()}
         for batch in deltas:
             for table in batch.tables:
-                found[table.table][table.rows] += table.counts
-        return found
+                totals[table.table][table.rows] += table.counts
+        return totals
 
     def check(self, deltas: list[TapCounts]) -> None:
         for name, rows in self.totals(deltas).items():
