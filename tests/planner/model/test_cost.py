@@ -113,3 +113,11 @@ def test_dim_groups_share_the_collectives() -> None:
 
 def test_migration_bytes() -> None:
     assert migration_bytes(LAYOUT, 100) == pytest.approx([0, 100 * (N - 1) / N / L, 100 * (W - 1) / W])
+
+
+def test_sums_are_at_their_homes_only_if_every_dim_group_travels_narrow() -> None:
+    wide = load(np.full(2, A))
+    narrow, tiers = replace(wide, narrow_wire=True), np.ones(2, np.uint8)
+    for problems, expected in (((wide, narrow), False), ((narrow, narrow), True), ((wide, wide), False)):
+        sums = [LoadSums(problem, LAYOUT) for problem in problems]
+        assert joint_cost(sums, [tiers, tiers], cluster()).summed_at_home is expected

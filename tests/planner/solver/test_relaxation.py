@@ -1,0 +1,79 @@
+"""The Lagrangian bound: never below the best choice, tight where slots may be shared, prices that use the slots."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.planner.solver.relaxation import best_price, single_tier_bound
+
+NODE_SLOTS, DEVICE_SLOTS = 2.0, 5.0
+
+
+def best_gain(
+    node: np.ndarray, device: np.ndarray, slots: float, budget: np.ndarray, budgets: np.ndarray
+) -> tuple[float, float]:
+    """(most gain within all slots together and each table's, the Lagrangian dual by a grid of prices)."""
+    gains, cost = np.stack([np.zeros(len(node)), node, device]), np.array([0.0, NODE_SLOTS, DEVICE_SLOTS])
+    best = 0.0
+    for tiers in itertools.product(range(3), repeat=len(node)):
+        used = cost[list(tiers)]
+        if used.sum() <= slots and all(used[budget == i].sum() <= limit for i, limit in enumerate(budgets)):
+            best = max(best, float(gains[tiers, np.arange(len(node))].sum()))
+    grid = np.concatenate([[0.0], np.unique(np.concatenate([node, device]) / NODE_SLOTS)])
+    grid = np.unique(np.concatenate([grid, np.linspace(0, grid.max() if len(grid) else 0, 60)]))
+    dual = np.inf
+    for price in grid:
+        total = price * slots
+        for i in range(-1, len(budgets)):
+            mine = budget == i
+            extra = grid if i >= 0 else [0.0]
+            total += min(
+                np.max(gains[:, mine] - (price + more) * cost[:, None], axis=0).sum()
+                + (more * budgets[i] if i >= 0 else 0.0)
+                for more in extra
+            )
+        dual = min(dual, float(total))
+    return best, dual
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_the_bound_holds_and_is_the_least_dual(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    node = rng.pareto(1.0, 6)
+    device = node * rng.uniform(0.5, 4.0, 6)
+    budget, budgets = rng.integers(-1, 2, 6), rng.integers(0, 12, 2).astype(np.float64)
+    slots = float(rng.integers(0, 25))
+    price, table_prices, bound = best_price(node, device, NODE_SLOTS, DEVICE_SLOTS, slots, budget, budgets)
+    best, _ = best_gain(node, device, slots, budget, budgets)
+    assert best <= bound * (1 + 1e-9) + 1e-12
+    free = np.full(6, -1)
+    _, _, bound = best_price(node, device, NODE_SLOTS, DEVICE_SLOTS, slots, free, budgets)
+    best, dual = best_gain(node, device, slots, free, np.empty(0))
+    assert best <= bound * (1 + 1e-9) + 1e-12
+    assert bound <= dual * (1 + 1e-6) + 1e-12, "no grid of prices gives a tighter bound"
+    assert (table_prices >= price).all()
+    assert price >= 0
+
+
+def test_a_table_has_the_higher_of_its_own_price_and_that_of_all_slots() -> None:
+    node = np.array([5.0, 4.5, 4.0, 3.5, 3.0, 1.4, 1.3, 1.2, 1.1, 1.0])
+    device, budget = np.full(10, -np.inf), np.repeat([0, 1], 5)
+    price, tables, bound = best_price(node, device, 1.0, 3.0, 6.0, budget, np.array([2.0, 9.0]))
+    assert 4.0 <= tables[0] <= 4.5, "two of its rows are worth its two slots"
+    assert 1.0 <= price <= 1.1, "four rows of the other table are worth what is left"
+    assert tables[1] == price
+    assert bound == pytest.approx(5.0 + 4.5 + 1.4 + 1.3 + 1.2 + 1.1)
+    price, tables, _ = best_price(node, device, 1.0, 3.0, 100.0, budget, np.array([50.0, 50.0]))
+    assert price == tables.max() == 0.0
+    assert best_price(np.empty(0), np.empty(0), 1.0, 3.0, 5.0)[2] == 0.0
+
+
+@pytest.mark.parametrize(("rows", "most"), [(0.0, 0.0), (1.0, 5.0), (1.5, 7.0), (2.25, 9.5), (3.0, 11.0), (9.0, 11.0)])
+def test_the_last_row_of_a_single_tier_may_be_a_fraction(rows: float, most: float) -> None:
+    assert single_tier_bound(np.array([2.0, -3.0, 5.0, 4.0]), rows) == pytest.approx(most)
