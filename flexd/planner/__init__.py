@@ -1,1 +1,1 @@
-"""Which row belongs in which tier: pure functions of a profile, a layout and a cluster."""
+"""Choose the tier of every row: pure functions of a profile, a layout and a cluster description."""

@@ -1,4 +1,4 @@
-"""From the live placement to a plan: in which order rows change tier, and in which pieces."""
+"""Order the changes from the live placement to a plan, and split them into chunks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_BLOCKS = 512
 
 
 def moved_bytes(delta: Delta, keyspace: KeySpace, layout: RankLayout) -> Int64Array:
-    """int64[n]: values and optimizer state that each change moves: 0 where it only drops copies."""
+    """Return int64[n]: bytes of values and optimizer state that each change moves; 0 if it only drops copies."""
     copies = np.array([1, layout.nodes, layout.world_size])
     payload = np.array(
         [
@@ -43,7 +43,7 @@ def plan_delta(
     layout: RankLayout,
     replica_slots: Sequence[int | Int64Array] | SlotBudgets,
 ) -> Delta:
-    """The changes from ``live`` to ``target``, the most useful first.
+    """Return the changes from ``live`` to ``target``, the most useful first.
 
     Promotions come by gain per byte; demotions come as late as the slots that promotions need allow. Every prefix
     leaves every rank, and every table with a budget, within its slots (unless ``live`` does not: then demotions come
@@ -87,7 +87,7 @@ def plan_delta(
 def delta_chunks(
     delta: Delta, keyspace: KeySpace, layout: RankLayout, rows_per_chunk: int, bytes_per_chunk: int
 ) -> Iterator[Delta]:
-    """Successive slices of at most ``rows_per_chunk`` rows that move at most ``bytes_per_chunk``.
+    """Yield successive slices of at most ``rows_per_chunk`` rows that move at most ``bytes_per_chunk``.
 
     One row is always allowed, however large.
     """
@@ -105,14 +105,14 @@ def delta_chunks(
 def _by_gain(
     promotions: Delta, target: Placement, gains: Float64Array, keyspace: KeySpace, layout: RankLayout
 ) -> Int64Array:
-    """Order of the promotions: gain per byte moved, largest first; equal ones by key."""
+    """Return the order of the promotions: gain per byte moved, largest first; equal ones by key."""
     gain = gains[np.searchsorted(target.keys, promotions.keys)]
     density = gain / np.maximum(moved_bytes(promotions, keyspace, layout), 1)
     return np.lexsort((promotions.keys, -density)).astype(np.int64)
 
 
 def _cumulative(delta: Delta, block: int, budgets: SlotBudgets) -> Int64Array:
-    """int64[blocks + 1, constraints, world_size]: slots taken (freed: negative) by the first i blocks of the delta."""
+    """Return int64[blocks + 1, constraints, world_size]: slots used (below 0: freed) by the first i blocks."""
     changes = [np.zeros_like(budgets.limits)]
     for start in range(0, len(delta), block):
         part = delta.select(slice(start, start + block))
@@ -121,5 +121,5 @@ def _cumulative(delta: Delta, block: int, budgets: SlotBudgets) -> Int64Array:
 
 
 def rows_by_tier(placement: Placement) -> dict[str, int]:
-    """Rows above HOME, by the name of their tier."""
+    """Return the number of rows above HOME, by the name of their tier."""
     return {tier.name: int(np.count_nonzero(placement.tiers == tier)) for tier in (Tier.NODE, Tier.DEVICE)}

@@ -1,4 +1,4 @@
-"""How far the accesses have moved since the live placement was planned: what it costs now against what it cost then."""
+"""Drift of the accesses since the live placement was planned: its cost now over its cost then."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster
 
 MIN_TABLE_SHARE = 0.1
-"""A table that carries less of the exposed time, then and now, does not ask for a plan by itself."""
+"""Share of the exposed time, then or now, from which the drift of a single table is a reason to plan."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class StepCommunication:
         if not all(
             math.isfinite(x) and x >= 0 for x in (self.inter_node_bytes, self.total_bytes, self.exposed_seconds)
         ):
-            raise PlanError(f"traffic {self} is negative or not finite", remedy="report this profile")
+            raise PlanError(f"communication {self} is negative or not finite", remedy="report this profile")
 
 
 @dataclass(frozen=True)
 class PlacementCommunication:
-    """What one placement costs under one profile: all that is kept of that profile.
+    """Communication of one placement under one profile; nothing else of the profile is kept.
 
     Attributes:
         placement_digest: of the placement (``Placement.digest``).
@@ -68,7 +68,7 @@ class PlacementCommunication:
     tables: Mapping[str, StepCommunication]
 
     def compares_with(self, other: PlacementCommunication) -> bool:
-        """Same placement, ranks, prices and tables: only the profile differs."""
+        """Return whether placement, ranks, prices and tables are equal, so that only the profile differs."""
 
         def setting(traffic: PlacementCommunication) -> tuple[object, ...]:
             return (
@@ -78,7 +78,7 @@ class PlacementCommunication:
         return setting(self) == setting(other)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return a JSON-able form."""
         return {
             "placement_digest": f"{self.placement_digest:016x}",
             "nodes": self.nodes,
@@ -91,14 +91,14 @@ class PlacementCommunication:
 
     @staticmethod
     def from_dict(saved: Mapping[str, Any]) -> PlacementCommunication:
-        """What ``to_dict`` gave.
+        """Build from the form that ``to_dict`` returns.
 
         Raises:
             PlanError, KeyError, TypeError, ValueError, AttributeError: it is damaged.
         """
         accesses = float(saved["accesses_per_step"])
         if not (math.isfinite(accesses) and accesses > 0):
-            raise PlanError(f"saved accesses per step: {accesses}", remedy="a new reference is taken")
+            raise PlanError(f"saved accesses per step: {accesses}", remedy="the next evaluation makes a new reference")
         return PlacementCommunication(
             int(saved["placement_digest"], 16),
             int(saved["nodes"]),
@@ -123,7 +123,9 @@ class Drift:
 
     def __post_init__(self) -> None:
         if not self.then.compares_with(self.now):
-            raise PlanError("traffic of different placements does not show drift", remedy="take a new reference")
+            raise PlanError(
+                "costs of different placements, ranks, prices or tables show no drift", remedy="make a new reference"
+            )
 
     @property
     def ratio(self) -> float:
@@ -132,20 +134,22 @@ class Drift:
 
     @cached_property
     def table_ratios(self) -> dict[str, float]:
-        """The same of each table by itself; infinite for a table that caused no traffic then."""
+        """Exposed seconds of each table alone, now / then; infinite for a table that caused no communication then."""
         return {
             name: _ratio(now.exposed_seconds, self.then.tables[name].exposed_seconds)
             for name, now in self.now.tables.items()
         }
 
     def reason_to_plan(self, threshold: float) -> str | None:
-        """Why to plan again, or None: the whole, or a table that carries ``MIN_TABLE_SHARE``, has become dearer than
-        ``threshold`` times what it was. Names the table that has grown the most."""
+        """Return the reason to plan again, or None below the threshold.
+
+        The exposed time of the step, or of a table with at least ``MIN_TABLE_SHARE`` of it, must exceed ``threshold``
+        times its former value. The reason names the table that has grown the most."""
         now = {name: traffic.exposed_seconds for name, traffic in self.now.tables.items()}
         then = {name: traffic.exposed_seconds for name, traffic in self.then.tables.items()}
         whole_now, whole_then = sum(now.values()), sum(then.values())
         grown = {name: now[name] - then[name] for name in now}
-        telling = [
+        candidates = [
             name
             for name, ratio in self.table_ratios.items()
             if ratio > threshold
@@ -153,8 +157,8 @@ class Drift:
         ]
         if self.ratio > threshold:
             ratio, table = self.ratio, max(grown, key=lambda name: grown[name])
-        elif telling:
-            table = max(telling, key=lambda name: grown[name])
+        elif candidates:
+            table = max(candidates, key=lambda name: grown[name])
             ratio = self.table_ratios[table]
         else:
             return None
@@ -170,7 +174,7 @@ def placement_communication(
     shape: TrainingShape | None = None,
     exchange: Exchange = Exchange.CHAIN,
 ) -> PlacementCommunication:
-    """Prices a placement, in total and table by table, as ``make_plan`` does with the same shape and exchange.
+    """Price a placement, in total and by table, as ``make_plan`` does with the same shape and exchange.
 
     A replicated row that the profile no longer lists counts as a mean unlisted row of its table.
 

@@ -1,7 +1,8 @@
-"""Why a row is in its tier: what it is estimated at, what it costs in each tier, and where the thresholds lie.
+"""Explain the tier of a row: its estimate, its cost in each tier, and the thresholds between tiers.
 
-A row's cost in a tier is linear in its statistics once bytes have a price (``gains``), so it can be told for one row
-alone; what ties rows together is the price of a replica slot: the gain of the least useful replica where slots ran out.
+A row's cost in a tier is linear in its statistics once bytes have a price (``gains``), so it is computed row by
+row. Rows depend on each other only through the price of a replica slot: the gain of the least useful replica where
+slots ran out.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def explain(
     limits: PlanLimits | None = None,
     shape: TrainingShape | None = None,
 ) -> TableExplanation:
-    """Explains rows of one table by the plan that was made of this profile against this placement.
+    """Explain rows of one table by the plan that was made from this profile and placement.
 
     Args:
         horizon_steps, limits, shape: as the plan was made with.
@@ -95,7 +96,7 @@ def explain(
 
 
 def _by_tier(placement: Placement, first: int, end: int) -> Int64Array:
-    """int64[3]: rows with keys in [first, end)."""
+    """Return int64[3]: rows with keys in [first, end), by tier."""
     start, stop = np.searchsorted(placement.keys, [first, end])
     counts = np.bincount(placement.tiers[start:stop], minlength=len(Tier)).astype(np.int64)
     counts[Tier.HOME] = end - first - counts.sum()
@@ -161,10 +162,10 @@ class _GroupPricing:
 
     @cached_property
     def slot_seconds(self) -> float:
-        """The price at which rows that buy slots for themselves would take as many as the plan does.
+        """Price of a slot at which rows that each take their best tier use as many slots as the plan does.
 
-        Which is the Lagrange multiplier of the slots of all ranks together; a single rank's own price is a little off,
-        as homes are not spread exactly evenly. 0 while every rank has slots left.
+        It is the Lagrange multiplier of the slots of all ranks together; a single rank's price differs a little,
+        because homes are not spread exactly evenly. 0 while every rank has slots left.
         """
         room = self.slots - self.used
         if not self.used.any() or int(room.min()) > 1 + _FREE_SHARE * int(self.slots.min()):
@@ -200,7 +201,7 @@ class _GroupPricing:
         return self.gains(load.listed_statistics(self.layout))
 
     def sync_latency(self) -> float:
-        """Fixed exposed seconds of synchronising the tiers that the plan uses, or would use first."""
+        """Return the fixed exposed seconds of synchronising the tiers that the plan uses, or would use first."""
         used = set[int]()
         for load in self.loads:
             tiers = self.plan.target.tiers_of(load.keys)
@@ -216,7 +217,7 @@ class _GroupPricing:
         world = self.layout.world_size
         found = []
         for tier in self.usable:
-            promote, demote = (self._least(tier, pay) for pay in (True, False))
+            promote, demote = (self._threshold(tier, pay) for pay in (True, False))
             found.append(
                 TierThreshold(
                     tier=tier,
@@ -228,26 +229,26 @@ class _GroupPricing:
             )
         return tuple(found)
 
-    def _ahead(self, accesses: Float64Array, tier: Tier, pay: bool) -> npt.NDArray[np.bool_]:
-        """bool[n]: is the tier worth its slots (and its copying), and more so than the tiers below it?"""
+    def _pays(self, accesses: Float64Array, tier: Tier, pay: bool) -> npt.NDArray[np.bool_]:
+        """Return bool[n]: the tier gains more than its slots (and migration) cost, and more than lower tiers."""
         net = self.gains_at(accesses) - (self.slot_seconds * self.slot_counts + self.paid * pay)[:, None]
         lower = [below for below in self.usable if below < tier]
         most = np.maximum(net[lower].max(axis=0, initial=0.0), 0.0)
-        ahead: npt.NDArray[np.bool_] = net[tier] > most
-        return ahead
+        pays: npt.NDArray[np.bool_] = net[tier] > most
+        return pays
 
-    def _least(self, tier: Tier, pay: bool) -> float | None:
-        """The least accesses per rank and step at which the tier is ahead; None if it never is."""
-        ahead = self._ahead(_GRID, tier, pay)
-        if not ahead.any():
+    def _threshold(self, tier: Tier, pay: bool) -> float | None:
+        """Return the least accesses per rank and step at which the tier pays; None if it never does."""
+        pays = self._pays(_GRID, tier, pay)
+        if not pays.any():
             return None
-        first = int(ahead.argmax())
+        first = int(pays.argmax())
         if first == 0:
             return 0.0
         low, high = float(_GRID[first - 1]), float(_GRID[first])
         for _ in range(_BISECTIONS):
             middle = (low * high) ** 0.5
-            low, high = (low, middle) if bool(self._ahead(np.array([middle]), tier, pay)[0]) else (middle, high)
+            low, high = (low, middle) if bool(self._pays(np.array([middle]), tier, pay)[0]) else (middle, high)
         return high
 
     def rows(

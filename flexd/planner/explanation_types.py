@@ -1,4 +1,4 @@
-"""What is told of a row and its table: estimates, costs, thresholds and the reason for the planned tier."""
+"""Explanation of a row and its table: estimates, costs, thresholds and the reason for the planned tier."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ UInt8Array = npt.NDArray[np.uint8]
 
 
 class TierReason(StrEnum):
-    """The reason for the planned tier, one a row."""
+    """Reason for the planned tier of a row."""
 
     SAVES = "saves"
     """Its copies save more than their slots are worth."""
     PINNED = "pinned"
-    """The user fixed it."""
+    """The user pinned the row to its tier."""
     EXCLUDED = "excluded"
     """The user excluded its table."""
     NO_GAIN = "no_gain"
     """Copies cost more than they save, at any number of slots."""
     SLOT_PRICE = "slot_price"
-    """It would save something, but other rows make more of the slots."""
+    """Copies would save time, but other rows save more with the same slots."""
     MIGRATION = "migration"
-    """What it saves does not pay for its copying, by the lower bound of its accesses."""
+    """By the lower bound of its accesses, copies save less than the migration costs."""
     LATENCY = "latency"
-    """Rows like it together do not pay for the latency of synchronising at all."""
+    """All rows that would gain save less together than the latency of synchronisation."""
 
 
 @dataclass(frozen=True)
 class RowExplanation:
-    """One row. Accesses are expected look-ups; seconds are exposed communication per step.
+    """Explanation of one row. Accesses are expected look-ups; seconds are exposed communication per step.
 
     Attributes:
-        listed: whether the profile lists the row by itself; otherwise it is taken for an average unlisted one.
+        listed: whether the profile lists the row; if not, the mean of the unlisted rows stands in.
         place: 1 for the table's most frequent listed row; 0 if not listed.
         accesses_per_step, accesses_lower, accesses_upper: of the whole job.
         per_rank, per_node, anywhere: u, v and w of docs/cost-model.md.
@@ -69,13 +69,13 @@ class RowExplanation:
 
 @dataclass(frozen=True)
 class TierThreshold:
-    """From which accesses on a row of this table is in a tier, in look-ups of the whole job per step.
+    """Accesses from which a row of the table belongs in a tier, in look-ups of the whole job per step.
 
     Attributes:
         slots: replica slots that one row takes over all ranks.
         slot_seconds: price of one slot, exposed seconds per step; 0 while there are free ones.
-        promote_accesses, demote_accesses: a row below the tier goes up from the first on, one that is there stays down
-            to the second; None if no frequency pays.
+        promote_accesses, demote_accesses: a row below the tier is promoted from the first on; a row of the tier is
+            demoted below the second; None if no frequency pays.
     """
 
     tier: Tier
@@ -87,7 +87,7 @@ class TierThreshold:
 
 @dataclass(frozen=True)
 class TableExplanation:
-    """A table, and the rows that were asked for.
+    """Explanation of a table and of the requested rows.
 
     Attributes:
         live_rows, planned_rows: int64[3], by tier.

@@ -1,4 +1,4 @@
-"""A plan: what the planner wants, what it costs beside what there is, and why."""
+"""Make a plan: the target placement, its cost against the live one and other strategies, and the delta to it."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Plan:
     Attributes:
         plan_id, parent_id: this plan and the one the live placement came from ("" if none).
         topology_generation, profile_generation: what it was made for and from.
-        reason: why a plan was asked for.
+        reason: trigger of the plan.
         created_unix_seconds: given by the caller.
-        target: the wanted placement; its version is the live one's.
+        target: the planned placement; its version is the live one's.
         gains: float64[len(target)], exposed seconds a step each of its rows saves against HOME.
         delta: the changes from the live placement, in the order to apply them.
         before, after: cost of the live placement and of the target.
@@ -80,13 +80,13 @@ class Plan:
 
     @property
     def recommended_exchange(self) -> Exchange:
-        """The plan's own, unless row-wise sharding with dedup would be cheaper than the plan."""
+        """The plan's exchange, or the direct one with dedup if that is cheaper than the plan."""
         dedup = self.baselines[ROW_WISE_DEDUP.name].exposed_seconds
         return Exchange.DIRECT_DEDUP if dedup < self.after.exposed_seconds else self.exchange
 
     @property
     def gap(self) -> float:
-        """How far above the lower bound the objective is at most, as a share of it."""
+        """Largest possible distance of the objective from the lower bound, as a share of the objective."""
         if self.objective_seconds <= 0:
             return 0.0
         return max(0.0, 1.0 - self.lower_bound_seconds / self.objective_seconds)
@@ -100,7 +100,7 @@ class Plan:
         return len(self.delta) - self.promotions
 
     def summary(self) -> dict[str, Any]:
-        """Everything but the rows, JSON-able, with units in the names."""
+        """Return everything but the rows, JSON-able, with units in the names."""
         return {
             "plan_id": self.plan_id,
             "parent_id": self.parent_id,
@@ -156,7 +156,7 @@ def make_plan(
     limits: PlanLimits | None = None,
     exchange: Exchange | None = Exchange.CHAIN,
 ) -> Plan:
-    """Chooses the tier of every row. Deterministic; does not depend on the order in which rows are listed.
+    """Choose the tier of every row. Deterministic; does not depend on the order in which rows are listed.
 
     Rows above HOME that the profile no longer lists are demoted, unless they are pinned.
 
@@ -228,7 +228,7 @@ def placement_cost(
     cluster: Cluster,
     exchange: Exchange = Exchange.CHAIN,
 ) -> CostBreakdown:
-    """Cost of any placement under these loads.
+    """Return the cost of any placement under these loads.
 
     Rows above HOME that a load does not list are priced at the mean frequency of its unlisted rows.
     """

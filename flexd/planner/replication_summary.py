@@ -1,4 +1,4 @@
-"""What replication wins in a plan, in words and figures: against the same chain with every row at HOME."""
+"""Compare a plan with the same exchange without replicas, in figures and sentences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexd.topology.cluster import Cluster, Collective, Link
 def summarise_replication(
     home: CostBreakdown, plan: CostBreakdown, cluster: Cluster, dedup: CostBreakdown
 ) -> dict[str, Any]:
-    """Figures per rank and step, and ``words``: a list of sentences that say them.
+    """Return figures per rank and step, and ``words``: sentences that state them.
 
     Args:
         home: cost of the chain without replicas.
@@ -46,7 +46,7 @@ def summarise_replication(
     if dedup.exposed_seconds < plan.exposed_seconds:
         words.append(
             f"row-wise sharding with dedup (exchange 'direct') would take {_time(dedup.exposed_seconds)} a step, this "
-            f"plan {_time(plan.exposed_seconds)}: latency decides here. A running job cannot change "
+            f"plan {_time(plan.exposed_seconds)}: latency dominates here. A running job cannot change "
             "its exchange; start the next one with it"
         )
     return figures | {"words": words}
@@ -62,8 +62,8 @@ def _words(figures: dict[str, float], cluster: Cluster, *, at_home: bool) -> lis
     )
     if at_home:
         bandwidth = (
-            "gradients travel narrower than they are added (in float32), so copies are summed at their homes and told "
-            "the sums, by all-to-all; an all-reduce would round at every addition"
+            "gradients travel narrower than they are added (in float32), so copies are summed at their homes and "
+            "receive the sums by all-to-all; an all-reduce would round at every addition"
         )
     if figures["replicated_rows"] == 0:
         return [
@@ -76,12 +76,12 @@ def _words(figures: dict[str, float], cluster: Cluster, *, at_home: bool) -> lis
         f"ids: {figures['ids_not_sent']:,.0f} requests a rank and step are not sent "
         f"({_time(figures['ids_not_sent_seconds'])})",
         bandwidth[0].upper() + bandwidth[1:],
-        f"the forward path is freed of {_time(figures['forward_freed_seconds'])} and of "
-        f"{_size(figures['forward_freed_inter_node_bytes'])} between nodes; the backward path of "
-        f"{_time(figures['backward_freed_seconds'])}; the synchronisation takes {_time(figures['sync_seconds'])} "
+        f"the forward exchange takes {_time(figures['forward_freed_seconds'])} less and "
+        f"sends {_size(figures['forward_freed_inter_node_bytes'])} less between nodes; the backward exchange takes "
+        f"{_time(figures['backward_freed_seconds'])} less; the synchronisation takes {_time(figures['sync_seconds'])} "
         f"(exposed: forward {share.forward:.0%}, backward {share.backward:.0%}, synchronisation {share.sync:.0%})",
-        f"bytes are not what is won: {_size(figures['inter_node_all_to_all_bytes_saved'])} of all-to-all between nodes "
-        f"become {_size(figures['inter_node_sync_bytes_added'])} of synchronisation",
+        f"replication saves time, not bytes: {_size(figures['inter_node_all_to_all_bytes_saved'])} of all-to-all "
+        f"between nodes become {_size(figures['inter_node_sync_bytes_added'])} of synchronisation",
     ]
 
 

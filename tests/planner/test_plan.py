@@ -83,7 +83,7 @@ def test_what_replication_wins_is_said_in_words_and_figures() -> None:
     ids = (home.bytes[:, 0, 2].sum() - after.bytes[:, 0, 2].sum()).item()
     assert account["inter_node_sync_bytes_added"] >= account["inter_node_all_to_all_bytes_saved"] - ids
     words = " ".join(account["words"])
-    for part in ("ids", "all-reduce", "all-to-all", "forward path", "2.00 times"):
+    for part in ("ids", "all-reduce", "all-to-all", "forward exchange", "2.00 times"):
         assert part in words
 
 

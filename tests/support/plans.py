@@ -144,10 +144,11 @@ FULL_PLAN = PlanReport.model_validate(
                 "ids: 1,000 requests a rank and step are not sent (0.517 us)",
                 "Between nodes an all-reduce moves 18.6 GB/s a rank (75% of the wire), "
                 "an all-to-all 15.5 GB/s (62%): 1.20 times as much",
-                "the forward path is freed of 1.06 ms and of 16.4 MB between nodes; the "
-                "backward path of 1.06 ms; the synchronisation takes 1.78 ms (exposed: "
+                "the forward exchange takes 1.06 ms less and sends 16.4 MB less between nodes; the "
+                "backward exchange takes 1.06 ms less; the synchronisation takes 1.78 ms (exposed: "
                 "forward 100%, backward 100%, synchronisation 100%)",
-                "bytes are not what is won: 32.8 MB of all-to-all between nodes become 32.8 MB of synchronisation",
+                "replication saves time, not bytes: 32.8 MB of all-to-all between nodes become 32.8 MB of "
+                "synchronisation",
             ]
         },
     }

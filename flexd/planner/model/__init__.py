@@ -1,1 +1,1 @@
-"""The cost model: what a placement sends, how long that takes, and the memory it needs."""
+"""The cost model: bytes, seconds and memory of a placement."""

@@ -1,7 +1,7 @@
-"""How a placement's bytes spread over the ranks: a collective takes as long as its busiest rank.
+"""Bytes of each rank: a collective takes as long as its busiest rank.
 
 Homes are cyclic by key, so a hot row loads its home (second hop, direct exchange) or its rail (first hop, NODE
-synchronisation) more than the others. The mean over the ranks of what is computed here is ``traffic``'s table.
+synchronisation) more than the others. The mean over the ranks of the result is the mean that ``row_bytes`` computes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def sums_by_home(
     layout: RankLayout,
     wanted: Sequence[int],
 ) -> Float64Array:
-    """float64[tier, statistic, world]: statistics summed over the rows of each tier and home.
+    """Return float64[tier, statistic, world]: statistics summed over the rows of each tier and home.
 
     Args:
         listed: float64[statistics, h] of the listed rows.
@@ -60,7 +60,7 @@ class RankBytes:
         return RankBytes(self.sent + other.sent, self.received + other.received)
 
     def busiest(self) -> Float64Array:
-        """float64[tier, phase, link]: bytes of the rank that sends or receives most in each phase, on each link.
+        """Return float64[tier, phase, link]: bytes of the rank that sends or receives most in each phase, on each link.
 
         Each rank's wire works in both directions at once, so the direction with more bytes counts.
         """
@@ -71,16 +71,16 @@ class RankBytes:
         return result
 
 
-def rank_bytes(by_home: Float64Array, table: Float64Array, layout: RankLayout, exchange: Exchange) -> RankBytes:
-    """Bytes of every rank.
+def rank_bytes(by_home: Float64Array, factors: Float64Array, layout: RankLayout, exchange: Exchange) -> RankBytes:
+    """Compute the bytes of every rank.
 
     Args:
         by_home: float64[tier, statistic, world] of ``sums_by_home``.
-        table: float64[tier, phase, link, statistic], the traffic table of the exchange.
+        factors: float64[tier, phase, link, statistic], ``byte_factors`` of the exchange.
     """
     nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
     # of_home[..., h]: what the rows at home h add to the mean over all ranks.
-    of_home = np.einsum("tpls,tsw->tplw", table, by_home)
+    of_home = np.einsum("tpls,tsw->tplw", factors, by_home)
     total = of_home.sum(axis=3, keepdims=True)
     by_node = of_home.reshape(*of_home.shape[:3], nodes, local)
     of_rail = np.broadcast_to(by_node.sum(axis=3, keepdims=True), by_node.shape).reshape(of_home.shape)
@@ -88,13 +88,13 @@ def rank_bytes(by_home: Float64Array, table: Float64Array, layout: RankLayout, e
     sent = np.broadcast_to(total, of_home.shape).copy()
     received = sent.copy()
 
-    def spread(tier: Tier, phase: Phase, link: TrafficLink, serves: Float64Array, asks: Float64Array) -> None:
-        """Requests and gradients go to the rank that serves; rows and sums come from it."""
-        out, into = (serves, asks) if phase in (Phase.FORWARD_ROWS, Phase.SYNC_SUMS) else (asks, serves)
+    def spread(tier: Tier, phase: Phase, link: TrafficLink, served: Float64Array, requested: Float64Array) -> None:
+        """Requests and gradients go to the rank that served; rows and sums come from it."""
+        out, into = (served, requested) if phase in (Phase.FORWARD_ROWS, Phase.SYNC_SUMS) else (requested, served)
         sent[tier, phase, link], received[tier, phase, link] = out, into
 
     def from_owners(tier: Tier, phase: Phase) -> None:
-        """Between the ranks of a node and the owner there, first hop of the chain."""
+        """First hop of the chain: between the ranks of a node and the owner there."""
         rail, all_rows = of_rail[tier, phase, TrafficLink.INTRA_NODE], total[tier, phase, TrafficLink.INTRA_NODE]
         spread(tier, phase, TrafficLink.INTRA_NODE, local * rail, local / (local - 1) * (all_rows - rail))
 
@@ -104,7 +104,7 @@ def rank_bytes(by_home: Float64Array, table: Float64Array, layout: RankLayout, e
         spread(tier, phase, TrafficLink.INTER_NODE, world * mine, world / (nodes - 1) * others)
 
     def from_homes(tier: Tier, phase: Phase) -> None:
-        """Between every rank and every home."""
+        """Direct exchange: between every rank and every home."""
         if local > 1:
             mine = of_home[tier, phase, TrafficLink.INTRA_NODE]
             others = of_node[tier, phase, TrafficLink.INTRA_NODE] - mine

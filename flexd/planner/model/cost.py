@@ -1,4 +1,4 @@
-"""What a placement costs a step: bytes and seconds, itemised by tier, phase and link (docs/cost-model.md)."""
+"""Cost of a placement per step: bytes and seconds, itemised by tier, phase and link (docs/cost-model.md)."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class CostBreakdown:
 
     Attributes:
         rows: float64[3], rows by tier (those the profile knows of).
-        bytes: float64[3, 6, 3], sent, by (tier, phase, link); link SELF holds the row bytes answered without traffic.
+        bytes: float64[3, 6, 3], sent, by (tier, phase, link); link SELF holds the bytes of rows that a rank has itself.
         transfer_seconds: float64[3, 6, 3], those bytes at the bandwidth of their collective.
         latency_seconds: float64[6, 3], fixed cost of the collectives, by (phase, link).
-        exposed_share: float64[6], by phase, what compute does not hide.
+        exposed_share: float64[6], by phase, share that compute does not hide.
         peak_bytes, peak_transfer_seconds: float64[3, 6, 3], the same of the rank that sends or receives most in each
             phase and on each link (not the same rank everywhere).
-        buffer_bytes: float64[buffer, world], memory of each rank during a pass (``memory.Buffer``).
+        buffer_bytes: float64[buffer, world], memory of each rank during a pass (``rank_memory.Buffer``).
         summed_at_home: copies are summed at their homes, because the gradients of all dim-groups travel narrower than
             they are added.
     """
@@ -73,12 +73,12 @@ class CostBreakdown:
 
     @property
     def exposed_seconds(self) -> float:
-        """What the step waits for if all ranks are equally busy: what the optimiser minimises."""
+        """Time that a step waits if all ranks are equally busy. The optimiser minimises it."""
         return float(self.exposed_share @ self.phase_seconds.sum(axis=1))
 
     @property
     def peak_exposed_seconds(self) -> float:
-        """What the step waits for: every collective takes as long as its busiest rank."""
+        """Time that a step waits: every collective takes as long as its busiest rank."""
         seconds = self.peak_transfer_seconds.sum(axis=0) + self.latency_seconds
         return float(self.exposed_share @ seconds.sum(axis=1))
 
@@ -90,7 +90,7 @@ class CostBreakdown:
 
     @property
     def forward_seconds(self) -> float:
-        """Requests and rows: nothing computes until they are done."""
+        """Time of requests and rows, which compute waits for."""
         return float(self.phase_seconds[[Phase.FORWARD_IDS, Phase.FORWARD_ROWS]].sum())
 
     @property
@@ -103,24 +103,24 @@ class CostBreakdown:
 
     @property
     def ids_sent(self) -> float:
-        """Keys requested over either link."""
+        """Number of keys requested over either link."""
         return float(self.bytes[:, Phase.FORWARD_IDS, 1:].sum()) / ID_BYTES
 
     def all_to_all_bytes(self, link: TrafficLink) -> float:
-        """Requests, rows and gradients of rows that are asked of other ranks."""
+        """Return the bytes of requests, rows and gradients of rows that are requested from other ranks."""
         return float(self.bytes[:, list(EXCHANGE_PHASES), link].sum()) - self._replica_gradients(link)
 
     def sync_bytes(self, link: TrafficLink) -> float:
-        """What copies cost: gradients on their way to the home beside those above, sums on their way back, bits."""
+        """Return the bytes that copies add: gradients beside those of ``all_to_all_bytes``, sums and touched bits."""
         return float(self.bytes[:, list(SYNC_PHASES), link].sum()) + self._replica_gradients(link)
 
     def _replica_gradients(self, link: TrafficLink) -> float:
-        """Of NODE rows inside a node the gradients go where the rows came from: that is no synchronisation."""
+        """Return the gradients of replicas. Inside a node those of NODE rows do not count."""
         tiers = [Tier.DEVICE] if link == TrafficLink.INTRA_NODE else [Tier.NODE, Tier.DEVICE]
         return float(self.bytes[tiers, Phase.BACKWARD_ROWS, link].sum())
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able, with units in the names."""
+        """Return a JSON-able form with units in the names."""
         links = {"intra_node": TrafficLink.INTRA_NODE, "inter_node": TrafficLink.INTER_NODE}
         return {
             "exposed_seconds": self.exposed_seconds,
@@ -162,7 +162,7 @@ class CostBreakdown:
 
 @dataclass(frozen=True)
 class LoadSums:
-    """One dim-group's load with what is summed from it again and again."""
+    """The load of one dim-group with cached sums."""
 
     load: GroupLoad
     layout: RankLayout
@@ -189,11 +189,11 @@ class LoadSums:
 
     @cached_property
     def has_trained(self) -> bool:
-        """Is any row of it trained, or all frozen?"""
+        """Whether any row of the load is trained."""
         return bool(self._listed_sum[SYNCED] + self._bin_sum[SYNCED] > 0)
 
     def even(self, unlisted: Float64Array) -> Float64Array:
-        """float64[tier, statistic] of the rows that are not listed; ``unlisted`` float64[tier] of them above HOME."""
+        """Return float64[tier, statistic] of unlisted rows, of which ``unlisted`` float64[tier] are above HOME."""
         sums = np.zeros((len(Tier), STATISTICS))
         sums[Tier.HOME] = self._bin_sum
         if unlisted.any():
@@ -203,12 +203,12 @@ class LoadSums:
         return sums
 
     def total(self) -> Float64Array:
-        """float64[statistic] over all rows."""
+        """Return float64[statistic] summed over all rows."""
         summed: Float64Array = self._listed_sum + self._bin_sum
         return summed
 
     def by_tier(self, tiers: UInt8Array, even: Float64Array) -> Float64Array:
-        """float64[tier, statistic] summed over all rows."""
+        """Return float64[tier, statistic] summed over all rows."""
         sums = even.copy()
         sums[Tier.HOME] += self._listed_sum
         for tier in (Tier.NODE, Tier.DEVICE):
@@ -225,7 +225,7 @@ def joint_cost(
     exchange: Exchange = Exchange.CHAIN,
     unlisted: Sequence[Float64Array] | None = None,
 ) -> CostBreakdown:
-    """Cost of all dim-groups, which share the collectives of a step.
+    """Return the cost of all dim-groups, which share the collectives of a step.
 
     Args:
         sums: of each dim-group; equal layout and micro-batches.
@@ -242,12 +242,12 @@ def joint_cost(
     by_tier, sent, of_ranks = [], [], []
     for i, group in enumerate(sums):
         even = group.even(nothing if unlisted is None else unlisted[i])
-        table = byte_factors(layout, group.load.wire_bytes, exchange, narrow=group.load.narrow_wire)
+        factors = byte_factors(layout, group.load.wire_bytes, exchange, narrow=group.load.narrow_wire)
         by_tier.append(group.by_tier(tiers[i], even))
-        sent.append(np.einsum("tpls,ts->tpl", table, by_tier[-1]))
-        wanted = [int(statistic) for statistic in np.flatnonzero(table.any(axis=(0, 1, 2)))]
+        sent.append(np.einsum("tpls,ts->tpl", factors, by_tier[-1]))
+        wanted = [int(statistic) for statistic in np.flatnonzero(factors.any(axis=(0, 1, 2)))]
         by_home = sums_by_home(group.listed, tiers[i], group.home_rank, even, layout, wanted)
-        of_ranks.append(rank_bytes(by_home, table, layout, exchange))
+        of_ranks.append(rank_bytes(by_home, factors, layout, exchange))
     rows, ranks = reduce(add, by_tier), reduce(add, of_ranks)
     return cost_of_ranks(ranks, sums, cluster, exchange, rows, reduce(add, sent))
 
@@ -260,10 +260,10 @@ def cost_of_ranks(
     by_tier: Float64Array | None = None,
     sent: Float64Array | None = None,
 ) -> CostBreakdown:
-    """Cost of the bytes of each rank.
+    """Return the cost of the bytes of each rank.
 
     Args:
-        sums: the loads behind them, for the collectives of a step.
+        sums: the loads that the bytes are computed from.
         by_tier: float64[tier, statistic] over all rows; default: all at HOME.
         sent: float64[tier, phase, link] mean over the ranks; default: of ``ranks``.
     """
@@ -296,7 +296,7 @@ def cost_of_ranks(
 def step_latencies(
     sums: Sequence[LoadSums], cluster: Cluster, exchange: Exchange, replicated: set[int]
 ) -> Float64Array:
-    """float64[6, 3]: ``latencies`` for these loads."""
+    """Return float64[6, 3]: ``latencies`` for these loads."""
     first = sums[0].load
     passes = 1 if first.merged_backward else first.micro_batches
     return latencies(
@@ -319,7 +319,7 @@ def group_cost(
     exchange: Exchange = Exchange.CHAIN,
     unlisted: Float64Array | None = None,
 ) -> CostBreakdown:
-    """Cost of one dim-group alone.
+    """Return the cost of one dim-group alone.
 
     Args:
         tiers: uint8[h] tiers of ``load.keys``.

@@ -1,4 +1,4 @@
-"""What a row gains at each tier: exposed seconds against HOME, linear in its statistics once bytes have a price."""
+"""Gain of a row at each tier: exposed seconds saved against HOME, linear in its statistics at given prices."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ UInt8Array = npt.NDArray[np.uint8]
 
 
 def usable_tiers(layout: RankLayout, exchange: Exchange = Exchange.CHAIN) -> tuple[Tier, ...]:
-    """The tiers above HOME that differ from the others in this layout and help under this exchange.
+    """Return the tiers above HOME that differ from each other in this layout and help under this exchange.
 
-    A direct exchange asks homes only, so a copy helps the rank that holds it and no other.
+    A direct exchange requests rows from homes only, so a copy helps the rank that holds it and no other.
     """
     if exchange is not Exchange.CHAIN:
         if layout.local_ranks > 1:
@@ -34,7 +34,7 @@ def usable_tiers(layout: RankLayout, exchange: Exchange = Exchange.CHAIN) -> tup
 
 
 def canonical_tiers(tiers: UInt8Array, layout: RankLayout) -> UInt8Array:
-    """The same copies named by usable tiers: NODE of one node is HOME, DEVICE of one rank a node is NODE."""
+    """Return usable tiers that hold the same copies: NODE of one node is HOME, DEVICE of one rank a node is NODE."""
     names = np.array([Tier.HOME, Tier.NODE, Tier.DEVICE], np.uint8)
     if layout.nodes == 1:
         names[Tier.NODE] = Tier.HOME
@@ -46,7 +46,7 @@ def canonical_tiers(tiers: UInt8Array, layout: RankLayout) -> UInt8Array:
 def row_seconds(
     load: GroupLoad, layout: RankLayout, cluster: Cluster, sent: Float64Array, exchange: Exchange = Exchange.CHAIN
 ) -> Float64Array:
-    """float64[tier, statistic]: exposed seconds of one row as factors of its statistics.
+    """Return float64[tier, statistic]: exposed seconds of one row as factors of its statistics.
 
     Args:
         sent: float64[3, 6, 3] bytes by (tier, phase, link): the message sizes at which bytes are priced.
@@ -54,7 +54,7 @@ def row_seconds(
     table = byte_factors(layout, load.wire_bytes, exchange, narrow=load.narrow_wire)
     price = prices(sent, cluster, load.micro_batches)
     if exchange is not Exchange.CHAIN:
-        # Which link is the slower one is decided by factors that do not differ between rows.
+        # The factors do not differ between rows, so all rows have the same slower link.
         per_row = price * table.sum(axis=3)
         price = np.where(slower_link_only(per_row) > 0, price, 0.0)
     seconds: Float64Array = np.einsum("tpls,tpl,p->ts", table, price, exposed_share(cluster))
@@ -62,7 +62,7 @@ def row_seconds(
 
 
 def migration_seconds(load: GroupLoad, layout: RankLayout, cluster: Cluster) -> Float64Array:
-    """float64[tier]: time to bring one row up to the tier, bandwidth only."""
+    """Return float64[tier]: time to bring one row up to the tier, bandwidth only."""
     link = Link.INTER_NODE if layout.nodes > 1 else Link.INTRA_NODE
     curve = cluster.curve(link, Collective.ALL_GATHER)
     sizes = migration_bytes(layout, load.row_bytes + load.state_bytes)
@@ -73,7 +73,7 @@ def migration_seconds(load: GroupLoad, layout: RankLayout, cluster: Cluster) -> 
 def decision_gains(
     sums: LoadSums, live: UInt8Array, cluster: Cluster, sent: Float64Array, exchange: Exchange, horizon_steps: float
 ) -> tuple[Float64Array, Float64Array]:
-    """(gains to decide by, gains of the estimates), both float64[tier, h].
+    """Return (gains to decide by, gains of the estimates), both float64[tier, h].
 
     To decide, a row that is now below a tier counts with the lower bound of its accesses and pays for its migration
     within the horizon; a row that is there counts with the upper bound.

@@ -17,7 +17,7 @@ CLUSTER_LINKS = {TrafficLink.INTRA_NODE: Link.INTRA_NODE, TrafficLink.INTER_NODE
 
 
 def exposed_share(cluster: Cluster) -> Float64Array:
-    """float64[phase]: what compute does not hide."""
+    """Return float64[phase]: share of each phase that compute does not hide."""
     exposed = cluster.exposed
     share = {
         Phase.FORWARD_IDS: exposed.forward,
@@ -28,7 +28,7 @@ def exposed_share(cluster: Cluster) -> Float64Array:
 
 
 def prices(sent: Float64Array, cluster: Cluster, micro_batches: int = 1) -> Float64Array:
-    """float64[3, 6, 3] bytes by (tier, phase, link) -> seconds per byte of each item, same shape.
+    """Return seconds per byte of each item of float64[3, 6, 3] bytes by (tier, phase, link), same shape.
 
     A message carries all tiers and dim-groups: of an exchange phase those of one micro-batch, of a synchronisation
     phase those of a step. Touched bits travel with ids and rows. Inside a node SYNC_ROWS are reduce-scattered and
@@ -52,10 +52,10 @@ def prices(sent: Float64Array, cluster: Cluster, micro_batches: int = 1) -> Floa
 
 
 def slower_link_only(seconds: Float64Array) -> Float64Array:
-    """float64[3, 6, 3] with only the slower link left in each all-to-all over the world.
+    """Return float64[3, 6, 3] with only the slower link left in each all-to-all over the world.
 
-    Such a one moves both links' bytes at the same time: HOME rows of a direct exchange, and the gradients and sums of
-    DEVICE rows beside one with dedup.
+    Such an all-to-all moves both links' bytes at the same time: HOME rows of a direct exchange, and the gradients
+    and sums of DEVICE rows beside one with dedup.
     """
     result = seconds.copy()
     world = [(Tier.HOME, phase) for phase in EXCHANGE_PHASES]
@@ -77,7 +77,7 @@ def latencies(
     node_requests: bool = False,
     narrow: Collection[bool] = (False,),
 ) -> Float64Array:
-    """float64[6, 3]: fixed seconds by (phase, link) of one optimizer step; all dim-groups share the collectives.
+    """Return float64[6, 3]: fixed seconds by (phase, link) of an optimizer step; dim-groups share the collectives.
 
     An exchange is three all-to-alls forward (sizes, ids, rows) in each micro-batch, and one in each backward pass, on
     each hop that exists.
@@ -85,8 +85,8 @@ def latencies(
     Args:
         replicated: the tiers that hold trained rows: those above HOME are synchronised.
         backward_passes: 0 if every table is frozen, 1 if micro-batches are merged, else as many as those.
-        node_requests: a direct exchange asks node owners for NODE rows in an all-to-all of its own.
-        narrow: of the dim-groups (``GroupLoad.narrow_wire``): which of all-reduce and all-to-all of sums there are.
+        node_requests: a direct exchange requests NODE rows from node owners in an all-to-all of its own.
+        narrow: ``GroupLoad.narrow_wire`` of the dim-groups; decides between an all-reduce and an all-to-all of sums.
     """
     result = np.zeros((len(Phase), len(TrafficLink)))
     multi_node, multi_rank = layout.nodes > 1, layout.local_ranks > 1

@@ -1,4 +1,4 @@
-"""Memory of each rank: what it stores of the tables, and the buffers of a step (docs/cost-model.md, Memory)."""
+"""Memory of each rank: stored rows and the buffers of a step."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ DEVICE row of the rank's own rail where NODE rows stand between them."""
 
 
 class Buffer(IntEnum):
-    """What a rank holds during one pass (a micro-batch), beside what it stores."""
+    """Buffers of a rank during one pass (a micro-batch), beside stored rows."""
 
     ROWS = 0
     """The rows it looked up, each once if the exchange merges them."""
     GRADIENTS = 1
-    """Their gradients."""
+    """Gradients of the rows that it looked up."""
     EXCHANGE = 2
     """Ids sent and received, which the backward pass needs again, and rows or gradients sent and received."""
     SYNC = 3
@@ -41,7 +41,7 @@ class Buffer(IntEnum):
 def step_buffers(
     ranks: RankBytes, loads: Sequence[GroupLoad], totals: Sequence[Float64Array], exchange: Exchange, layout: RankLayout
 ) -> Float64Array:
-    """float64[buffer, world]: expected bytes; all are taken to be held at the same time.
+    """Return float64[buffer, world]: expected bytes, as if all buffers were held at the same time.
 
     Args:
         ranks: bytes of an optimizer step.
@@ -66,8 +66,8 @@ def _synchronised(ranks: RankBytes, exchange: Exchange, layout: RankLayout) -> F
     sent, received = ranks.sent[:, Phase.SYNC_SUMS], ranks.received[:, Phase.SYNC_SUMS]
     nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
 
-    def told(tier: Tier, link: TrafficLink, peers: int) -> Float64Array:
-        """A holder is sent every sum but those of its own rows, which it sends to each of its peers."""
+    def received_sums(tier: Tier, link: TrafficLink, peers: int) -> Float64Array:
+        """Return the bytes of all sums: a holder receives those of other homes and sends its own to each peer."""
         rows: Float64Array = received[tier, link] + sent[tier, link] / max(peers - 1, 1)
         return rows
 
@@ -79,11 +79,11 @@ def _synchronised(ranks: RankBytes, exchange: Exchange, layout: RankLayout) -> F
         everywhere: Float64Array = (received[Tier.DEVICE, links] + sent[Tier.DEVICE, links] / (world - 1)).sum(axis=0)
         return reduced + everywhere
     if nodes == 1:
-        return told(Tier.DEVICE, TrafficLink.INTRA_NODE, local)
+        return received_sums(Tier.DEVICE, TrafficLink.INTRA_NODE, local)
     return (
         reduced
-        + told(Tier.NODE, TrafficLink.INTER_NODE, nodes)
-        + _of_node(told(Tier.DEVICE, TrafficLink.INTER_NODE, nodes), layout)
+        + received_sums(Tier.NODE, TrafficLink.INTER_NODE, nodes)
+        + _of_node(received_sums(Tier.DEVICE, TrafficLink.INTER_NODE, nodes), layout)
     )
 
 
@@ -115,7 +115,7 @@ class RankMemory:
 
     Attributes:
         home: float64[world], home rows with their optimizer state.
-        replicas: float64[world], replica slots with theirs, taken or not: they are set aside when training starts.
+        replicas: float64[world], replica slots with theirs, used or not: they are allocated when training starts.
         directory: float64[world], of replicated rows.
         buffers: float64[buffer, world], of a step.
     """
@@ -137,7 +137,7 @@ class RankMemory:
         return total
 
     def to_dict(self) -> dict[str, Any]:
-        """Of the fullest rank, JSON-able."""
+        """Return the memory of the fullest rank, JSON-able."""
         at = int(self.total.argmax())
         return {
             "total_bytes": float(self.total[at]),
@@ -155,7 +155,7 @@ def placement_memory(
     placement: Placement,
     buffers: Float64Array,
 ) -> RankMemory:
-    """Memory of flexd's ranks with these rows above HOME.
+    """Return the memory of the ranks with these rows above HOME.
 
     Args:
         slots: of each dim-group int64[world], replica slots of the ranks.

@@ -1,8 +1,8 @@
-"""Which bytes a row puts on which link at each tier: the one table that costs and the optimiser both use.
+"""Bytes of a row on each link at each tier: the factors that both the costs and the optimiser use.
 
-A traffic table is float64[tier, phase, link, statistic]: bytes per rank and optimizer step of one row at that tier, as
-factors of its statistics (``workload``). Bytes are those a rank sends, averaged over the ranks; how they spread over
-the ranks is ``balance``. Derivations: docs/cost-model.md.
+Byte factors are float64[tier, phase, link, statistic]: bytes per rank and optimizer step of one row at that tier, as
+factors of its statistics (``workload``). Bytes are those a rank sends, averaged over the ranks; ``balance``
+has them by rank. Derivations: docs/cost-model.md.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ ID_BYTES = 8
 
 
 class Exchange(Enum):
-    """How looked-up rows travel."""
+    """Route of looked-up rows."""
 
     CHAIN = "chain"
-    """Self, node owner, home: what flexd runs."""
+    """Self, node owner, home; each row once a station."""
     DIRECT = "direct"
     """Every rank to every home, every access."""
     DIRECT_DEDUP = "direct_dedup"
@@ -57,14 +57,14 @@ class Phase(IntEnum):
     SYNC_ROWS = 4
     """Gradients of the touched replicated rows, all-reduced."""
     SYNC_SUMS = 5
-    """Their sums, from where they were made up to the copies that took no part."""
+    """Sums of those gradients, from the rank that adds them to the copies that took no part."""
 
 
 class TrafficLink(IntEnum):
-    """Link of a traffic table."""
+    """Link that bytes travel on."""
 
     SELF = 0
-    """Answered where it was asked: no traffic."""
+    """The rank has the row itself: nothing travels."""
     INTRA_NODE = 1
     INTER_NODE = 2
 
@@ -75,22 +75,26 @@ _SHAPE = (len(Tier), len(Phase), len(TrafficLink), STATISTICS)
 
 
 def byte_factors(layout: RankLayout, row_bytes: int, exchange: Exchange, *, narrow: bool = False) -> Float64Array:
-    """float64[tier, phase, link, statistic] of this exchange, with rows of ``row_bytes`` on the wire; ``narrow``: in a
-    dtype that gradients are not added in."""
+    """Return float64[tier, phase, link, statistic] of this exchange.
+
+    Args:
+        row_bytes: of one row on the wire.
+        narrow: gradients travel in a narrower dtype than they are added in.
+    """
     if exchange is Exchange.CHAIN:
         return chain_byte_factors(layout, row_bytes, narrow=narrow)
     return direct_byte_factors(layout, row_bytes, dedup=exchange is Exchange.DIRECT_DEDUP)
 
 
 def chain_byte_factors(layout: RankLayout, row_bytes: int, *, narrow: bool = False) -> Float64Array:
-    """The chain self -> node owner -> home (DESIGN section 4), by tier.
+    """Return the factors of the chain self -> node owner -> home.
 
     Gradients of replicated rows climb to the node owner as those of HOME rows do, the owners of a rail all-reduce them,
-    and the ranks of a node that hold copies are sent the sums. With ``narrow`` the owners send them to the home
+    and the ranks of a node that hold copies receive the sums. With ``narrow`` the owners send them to the home
     instead, and the home the sums.
     """
     nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
-    table = np.zeros(_SHAPE)
+    factors = np.zeros(_SHAPE)
     # Hop 1: a rank is its own node's owner of one row in L. Hop 2: an owner is the home in one node of N.
     hop1, hop2 = (local - 1) / local, (nodes - 1) / (nodes * local)
     for phase, size, rank, node in (
@@ -98,36 +102,36 @@ def chain_byte_factors(layout: RankLayout, row_bytes: int, *, narrow: bool = Fal
         (Phase.FORWARD_ROWS, row_bytes, PER_RANK, PER_NODE),
         (Phase.BACKWARD_ROWS, row_bytes, BACK_PER_RANK, BACK_PER_NODE),
     ):
-        table[Tier.HOME, phase, TrafficLink.INTRA_NODE, rank] = size * hop1
-        table[Tier.NODE, phase, TrafficLink.INTRA_NODE, rank] = size * hop1
-        table[Tier.HOME, phase, TrafficLink.INTER_NODE, node] = size * hop2
-    table[Tier.HOME, Phase.FORWARD_ROWS, TrafficLink.SELF, PER_RANK] = row_bytes / world
-    table[Tier.NODE, Phase.FORWARD_ROWS, TrafficLink.SELF, PER_RANK] = row_bytes / local
-    table[Tier.DEVICE, Phase.FORWARD_ROWS, TrafficLink.SELF, PER_RANK] = row_bytes
-    table[Tier.DEVICE, Phase.BACKWARD_ROWS, TrafficLink.INTRA_NODE, BACK_PER_RANK] = row_bytes * hop1
-    table[Tier.DEVICE, Phase.SYNC_MASK, TrafficLink.INTRA_NODE, SYNCED] = 2 * hop1 / 8
-    table[Tier.DEVICE, Phase.SYNC_SUMS, TrafficLink.INTRA_NODE, ANYWHERE] = row_bytes * hop1
+        factors[Tier.HOME, phase, TrafficLink.INTRA_NODE, rank] = size * hop1
+        factors[Tier.NODE, phase, TrafficLink.INTRA_NODE, rank] = size * hop1
+        factors[Tier.HOME, phase, TrafficLink.INTER_NODE, node] = size * hop2
+    factors[Tier.HOME, Phase.FORWARD_ROWS, TrafficLink.SELF, PER_RANK] = row_bytes / world
+    factors[Tier.NODE, Phase.FORWARD_ROWS, TrafficLink.SELF, PER_RANK] = row_bytes / local
+    factors[Tier.DEVICE, Phase.FORWARD_ROWS, TrafficLink.SELF, PER_RANK] = row_bytes
+    factors[Tier.DEVICE, Phase.BACKWARD_ROWS, TrafficLink.INTRA_NODE, BACK_PER_RANK] = row_bytes * hop1
+    factors[Tier.DEVICE, Phase.SYNC_MASK, TrafficLink.INTRA_NODE, SYNCED] = 2 * hop1 / 8
+    factors[Tier.DEVICE, Phase.SYNC_SUMS, TrafficLink.INTRA_NODE, ANYWHERE] = row_bytes * hop1
     for tier in (Tier.NODE, Tier.DEVICE):
-        table[tier, Phase.SYNC_MASK, TrafficLink.INTER_NODE, SYNCED] = 2 * hop2 / 8
+        factors[tier, Phase.SYNC_MASK, TrafficLink.INTER_NODE, SYNCED] = 2 * hop2 / 8
         if narrow:
-            table[tier, Phase.BACKWARD_ROWS, TrafficLink.INTER_NODE, BACK_PER_NODE] = row_bytes * hop2
-            table[tier, Phase.SYNC_SUMS, TrafficLink.INTER_NODE, ANYWHERE] = row_bytes * hop2
+            factors[tier, Phase.BACKWARD_ROWS, TrafficLink.INTER_NODE, BACK_PER_NODE] = row_bytes * hop2
+            factors[tier, Phase.SYNC_SUMS, TrafficLink.INTER_NODE, ANYWHERE] = row_bytes * hop2
         else:
             # An all-reduce of s bytes over g ranks sends 2 (g-1)/g s a rank.
-            table[tier, Phase.SYNC_ROWS, TrafficLink.INTER_NODE, ANYWHERE] = 2 * row_bytes * hop2
-    return table
+            factors[tier, Phase.SYNC_ROWS, TrafficLink.INTER_NODE, ANYWHERE] = 2 * row_bytes * hop2
+    return factors
 
 
 def direct_byte_factors(layout: RankLayout, row_bytes: int, *, dedup: bool) -> Float64Array:
-    """Every rank asks every home, as row-wise sharded modules do; with ``dedup`` for each row once a pass.
+    """Return the factors of a direct exchange: every rank requests rows from every home (``dedup``: once).
 
-    NODE rows are asked of the node owner, which every rank must know for that; DEVICE rows are held by the rank itself.
+    NODE rows are requested from the node owner, so every rank must know them; DEVICE rows are held by the rank itself.
     Without dedup a sum-pooled table's rows are summed at the station that holds them. Copies are synchronised by
     all-reduce, as FlexShard publishes it (arXiv 2301.02959, section 3); flexd's own direct exchange with dedup sums
     gradients of DEVICE rows at their homes.
     """
     world, local = layout.world_size, layout.local_ranks
-    table = np.zeros(_SHAPE)
+    factors = np.zeros(_SHAPE)
     forward, back = (PER_RANK, BACK_PER_RANK) if dedup else (RETURNED, BACK_RETURNED)
     shares = {TrafficLink.INTRA_NODE: (local - 1) / world, TrafficLink.INTER_NODE: (world - local) / world}
     for phase, size, statistic in (
@@ -136,39 +140,39 @@ def direct_byte_factors(layout: RankLayout, row_bytes: int, *, dedup: bool) -> F
         (Phase.BACKWARD_ROWS, row_bytes, back),
     ):
         for link, share in shares.items():
-            table[Tier.HOME, phase, link, statistic] = size * share
-        table[Tier.NODE, phase, TrafficLink.INTRA_NODE, statistic] = size * (local - 1) / local
-    table[Tier.HOME, Phase.FORWARD_ROWS, TrafficLink.SELF, forward] = row_bytes / world
-    table[Tier.NODE, Phase.FORWARD_ROWS, TrafficLink.SELF, forward] = row_bytes / local
-    table[Tier.DEVICE, Phase.FORWARD_ROWS, TrafficLink.SELF, forward] = row_bytes
-    _add_all_reduce(table, layout, row_bytes)
+            factors[Tier.HOME, phase, link, statistic] = size * share
+        factors[Tier.NODE, phase, TrafficLink.INTRA_NODE, statistic] = size * (local - 1) / local
+    factors[Tier.HOME, Phase.FORWARD_ROWS, TrafficLink.SELF, forward] = row_bytes / world
+    factors[Tier.NODE, Phase.FORWARD_ROWS, TrafficLink.SELF, forward] = row_bytes / local
+    factors[Tier.DEVICE, Phase.FORWARD_ROWS, TrafficLink.SELF, forward] = row_bytes
+    _add_all_reduce(factors, layout, row_bytes)
     if dedup:
         for link, share in shares.items():
-            table[Tier.DEVICE, Phase.BACKWARD_ROWS, link, BACK_PER_RANK] = row_bytes * share
-            table[Tier.DEVICE, Phase.SYNC_MASK, link, SYNCED] = 2 * share / 8
-            table[Tier.DEVICE, Phase.SYNC_ROWS, link] = 0.0
-            table[Tier.DEVICE, Phase.SYNC_SUMS, link, ANYWHERE] = row_bytes * share
-    return table
+            factors[Tier.DEVICE, Phase.BACKWARD_ROWS, link, BACK_PER_RANK] = row_bytes * share
+            factors[Tier.DEVICE, Phase.SYNC_MASK, link, SYNCED] = 2 * share / 8
+            factors[Tier.DEVICE, Phase.SYNC_ROWS, link] = 0.0
+            factors[Tier.DEVICE, Phase.SYNC_SUMS, link, ANYWHERE] = row_bytes * share
+    return factors
 
 
-def _add_all_reduce(table: Float64Array, layout: RankLayout, row_bytes: int) -> None:
+def _add_all_reduce(factors: Float64Array, layout: RankLayout, row_bytes: int) -> None:
     """An all-reduce of s bytes over g ranks sends 2 (g-1)/g s a rank; a reduce-scatter or all-gather half of that."""
     nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
     hop1, hop2 = (local - 1) / local, (nodes - 1) / (nodes * local)
-    table[Tier.NODE, Phase.SYNC_MASK, TrafficLink.INTER_NODE, SYNCED] = 2 * hop2 / 8
-    table[Tier.NODE, Phase.SYNC_ROWS, TrafficLink.INTER_NODE, ANYWHERE] = 2 * hop2 * row_bytes
+    factors[Tier.NODE, Phase.SYNC_MASK, TrafficLink.INTER_NODE, SYNCED] = 2 * hop2 / 8
+    factors[Tier.NODE, Phase.SYNC_ROWS, TrafficLink.INTER_NODE, ANYWHERE] = 2 * hop2 * row_bytes
     mask = 2 * (world - 1) / world / 8
     inter_share = 1 / local if nodes > 1 else 0.0
-    table[Tier.DEVICE, Phase.SYNC_MASK, TrafficLink.INTER_NODE, SYNCED] = mask * inter_share
-    table[Tier.DEVICE, Phase.SYNC_MASK, TrafficLink.INTRA_NODE, SYNCED] = mask * (1 - inter_share)
-    table[Tier.DEVICE, Phase.SYNC_ROWS, TrafficLink.INTRA_NODE, ANYWHERE] = 2 * hop1 * row_bytes
-    table[Tier.DEVICE, Phase.SYNC_ROWS, TrafficLink.INTER_NODE, ANYWHERE] = 2 * hop2 * row_bytes
+    factors[Tier.DEVICE, Phase.SYNC_MASK, TrafficLink.INTER_NODE, SYNCED] = mask * inter_share
+    factors[Tier.DEVICE, Phase.SYNC_MASK, TrafficLink.INTRA_NODE, SYNCED] = mask * (1 - inter_share)
+    factors[Tier.DEVICE, Phase.SYNC_ROWS, TrafficLink.INTRA_NODE, ANYWHERE] = 2 * hop1 * row_bytes
+    factors[Tier.DEVICE, Phase.SYNC_ROWS, TrafficLink.INTER_NODE, ANYWHERE] = 2 * hop2 * row_bytes
 
 
 def migration_bytes(layout: RankLayout, moved_bytes: int) -> Float64Array:
-    """float64[tier]: bytes a rank sends to bring one row of ``moved_bytes`` to the tier, by all-gather from its home.
+    """Return float64[tier]: bytes a rank sends to bring a row of ``moved_bytes`` to the tier, by all-gather from home.
 
-    NODE: over the rail, one rail of L; DEVICE: over the world. HOME is reached by forgetting copies: 0.
+    NODE: over the rail, one rail of L; DEVICE: over the world. Demotion to HOME moves nothing.
     """
     nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
     return np.array([0.0, moved_bytes * (nodes - 1) / (nodes * local), moved_bytes * (world - 1) / world])

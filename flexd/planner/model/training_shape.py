@@ -1,4 +1,4 @@
-"""How the job trains, as far as it changes what a step sends: micro-batches, frozen and pooled tables, wire dtype."""
+"""Properties of training that change the bytes of a step: micro-batches, frozen and pooled tables, wire dtype."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class TrainingShape:
         comm_dtype: of rows and gradients on the wire; None: the table's own.
         frozen_tables: names of tables that are read only: no backward pass, no synchronisation.
         bags_per_step: name of a sum-pooled table -> bags (sample x feature) that one rank looks up in one optimizer
-            step. It matters to exchanges that pool where the rows are (``traffic``); the chain brings rows and pools
-            where they were asked for.
+            step. It matters to exchanges that pool at the homes (``row_bytes``); the chain fetches rows and pools
+            them on the requesting rank.
 
     Raises:
         PlanError: a number below its least, or a dtype that does not exist.
@@ -45,13 +45,13 @@ class TrainingShape:
                 raise PlanError(f"bags of table {name!r}: {bags!r}", remedy="give a number of bags above 0")
 
     def check_names(self, keyspace: KeySpace) -> None:
-        """Raises PlanError if a table is named that does not exist."""
+        """Raise PlanError if a named table does not exist."""
         unknown = sorted({*self.frozen_tables, *self.bags_per_step} - set(keyspace.index))
         if unknown:
             raise PlanError(f"tables that do not exist: {', '.join(unknown)}", remedy="name tables of the job")
 
     def of_table(self, name: str) -> TrainingShape:
-        """The same training with one table only."""
+        """Return the shape of a job that has only this table."""
         return replace(
             self,
             frozen_tables=self.frozen_tables & {name},
@@ -59,12 +59,13 @@ class TrainingShape:
         )
 
     def wire_row_bytes(self, table: TableSpec) -> int:
-        """Bytes of one row of the table on the wire."""
+        """Return the bytes of one row of the table on the wire."""
         return table.dim * DTYPE_BYTES[self.comm_dtype or table.dtype]
 
     def narrow_wire(self, table: TableSpec) -> bool:
-        """Do the table's gradients travel narrower than they are added, in float32 or the wider of table and wire?
+        """Return whether the table's gradients travel in a narrower dtype than they are added in.
 
+        They are added in float32, or the wider of table and wire.
         An all-reduce adds in the dtype that travels, so these are summed at their homes.
         """
         wire, stored = DTYPE_BYTES[self.comm_dtype or table.dtype], DTYPE_BYTES[table.dtype]

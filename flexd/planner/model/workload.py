@@ -1,4 +1,4 @@
-"""The profile as the cost model needs it: per dim-group, how often a rank looks each row up in one step."""
+"""Load of each dim-group from a profile: expected look-ups of each row by a rank in one step."""
 
 from __future__ import annotations
 
@@ -83,20 +83,20 @@ class GroupLoad:
 
     @property
     def tail_accesses(self) -> float:
-        """Mean accesses of a row that is not listed; what is assumed of one about which nothing else is known."""
+        """Mean accesses of an unlisted row, assumed for rows about which nothing else is known."""
         rows = float(self.bin_rows.sum())
         return float(self.bin_accesses @ self.bin_rows) / rows if rows > 0 else 0.0
 
     def listed_statistics(self, layout: RankLayout, accesses: Float64Array | None = None) -> Float64Array:
-        """float64[STATISTICS, h] of the listed rows, with their estimates unless other accesses are given."""
+        """Return float64[STATISTICS, h] of the listed rows, with their estimates unless other accesses are given."""
         return self._statistics(self.accesses if accesses is None else accesses, layout, self.trained, self.returned)
 
     def bin_statistics(self, layout: RankLayout) -> Float64Array:
-        """float64[STATISTICS, k] of one row of each bin."""
+        """Return float64[STATISTICS, k] of one row of each bin."""
         return self._statistics(self.bin_accesses, layout, self.bin_trained, self.bin_returned)
 
     def tail_statistics(self, layout: RankLayout) -> Float64Array:
-        """float64[STATISTICS] of a row of which nothing is known; taken to be trained."""
+        """Return float64[STATISTICS] of a trained row about which nothing else is known."""
         return self._statistics(np.array([self.tail_accesses]), layout, None, None)[:, 0]
 
     def _statistics(
@@ -125,7 +125,7 @@ def statistics(
     trained: Float64Array | None = None,
     returned: Float64Array | None = None,
 ) -> Float64Array:
-    """float64[n] accesses per rank and optimizer step -> float64[STATISTICS, n].
+    """Return float64[STATISTICS, n] of float64[n] accesses per rank and optimizer step.
 
     A row that each of g ranks looks up Poisson(a) times is among their keys with probability 1 - exp(-g a): for one
     rank (g = 1), the ranks of a node (g = L), all (g = W). In each of K micro-batches a / K of the look-ups happen. See
@@ -154,7 +154,7 @@ def make_loads(
     shape: TrainingShape | None = None,
     also_list: Int64Array | None = None,
 ) -> tuple[GroupLoad, ...]:
-    """One load per dim-group, in the order of ``KeySpace.groups``.
+    """Return one load per dim-group, in the order of ``KeySpace.groups``.
 
     Args:
         shape: how the job trains; default ``TrainingShape()``.
@@ -176,7 +176,7 @@ def make_loads(
 def make_table_loads(
     profile: Profile, keyspace: KeySpace, layout: RankLayout, shape: TrainingShape | None = None
 ) -> tuple[GroupLoad, ...]:
-    """The same, one load per table, for strategies that place tables. ``group`` is the table's dim-group.
+    """Return one load per table, as ``make_loads``, for strategies that place tables; ``group`` is the dim-group.
 
     Raises:
         PlanError: as ``make_loads``.
@@ -204,7 +204,7 @@ class _TableLoad:
 def _table_loads(
     profile: Profile, keyspace: KeySpace, layout: RankLayout, shape: TrainingShape, also_list: Int64Array | None
 ) -> dict[int, _TableLoad]:
-    """Index of each table with accesses (or with rows in ``also_list``) -> its part."""
+    """Return the loads of the tables that have accesses, by index of the table."""
     names = [table.table for table in profile.tables]
     if names != [table.name for table in keyspace.tables]:
         raise PlanError(
@@ -236,7 +236,8 @@ def _table_load(
     shares = np.stack([table.hot_share, table.hot_lower, table.hot_upper]).astype(np.float64)
     rows = table.hot_rows
     bin_share, bin_rows = table.bin_share.astype(np.float64), table.bin_rows.astype(np.float64)
-    # What neither rows nor bins explain is spread evenly over the rest of the table: the least favourable to replicas.
+    # Accesses that neither rows nor bins explain are spread evenly over the rest of the table, which favours
+    # replicas least.
     rest_share = 1.0 - float(shares[0].sum()) - float(bin_share @ bin_rows)
     if rest_share > 1e-9:
         unlisted = max(keyspace.tables[table_index].rows - len(rows) - float(bin_rows.sum()), 1.0)
@@ -262,7 +263,7 @@ def _table_load(
 
 
 def _sums_per_access(accesses: float, bags: float, homes: int) -> float:
-    """Rows that come back for one look-up if every home sums what it holds of a bag.
+    """Return the rows that come back for one look-up if every home sums its rows of a bag.
 
     A bag has m = accesses / bags / homes rows at one home, Poisson: the home answers with one row if it has any.
     """

@@ -1,1 +1,1 @@
-"""The optimiser: which rows get copies under the replica budget."""
+"""Choose the rows that get copies within the replica budget."""
