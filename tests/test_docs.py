@@ -62,10 +62,51 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page_name(page)} links to {target}"
 
 
+def anchors_of(page: Path) -> set[str]:
+    """Anchors of the page's headings, as mkdocs names them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = [
+        re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in re.findall(r"^#+ (.+)", text, re.MULTILINE)
+    ]
+    return {re.sub(r"[-\s]+", "-", heading) for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_to_sections_lead_to_a_heading(page: Path) -> None:
+    prose = re.sub(r"`[^`\n]*`", "", page.read_text())
+    for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", prose):
+        if not target.startswith("http") and (not target or target.endswith(".md")):
+            known = anchors_of(page.parent / target if target else page)
+            assert anchor in known, f"{page_name(page)} links to {target}#{anchor}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_paths_in_backticks_exist(page: Path) -> None:
     for path in re.findall(r"`((?:flexd|tests|tools|configs|deploy|helm|docs)/[A-Za-z0-9_./-]+)`", page.read_text()):
         assert (ROOT / path).exists(), f"{page_name(page)} names {path}"
+
+
+DECISIONS = ROOT / "docs" / "decisions"
+RECORDS = {page.name: page.read_text() for page in PAGES if page.parent == DECISIONS and page.name != "README.md"}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_decision_records_have_date_status_and_text(name: str) -> None:
+    for record in RECORDS[name].split("\n## ")[1:]:
+        title, _, text = record.partition("\n")
+        found = re.match(r"\n(\d{4}-\d{2}-\d{2}) · (\S.*)\n", text)
+        assert found, title
+        if superseded := re.search(r'superseded .*by "(.+)"', found[2]):
+            assert any(f"\n## {superseded[1]}" in records for records in RECORDS.values()), title
+        else:
+            assert "\n**What.** " in text, title
+            assert "\n**Why.** " in text, title
+
+
+def test_the_overview_counts_the_decision_records() -> None:
+    overview = (DECISIONS / "README.md").read_text()
+    counted = {name: int(number) for name, number in re.findall(r"\]\((\S+\.md)\) \| (\d+) \|", overview)}
+    assert counted == {name: len(re.findall(r"^## ", text, re.MULTILINE)) for name, text in RECORDS.items()}
 
 
 def test_files_to_read_are_few_and_distinct() -> None:

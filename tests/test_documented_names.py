@@ -40,6 +40,9 @@ def code_of(path: Path) -> Iterator[str]:
     yield from re.findall(r"`([^`\n]+)`", text)
     for block in re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
         yield from (line.strip() for line in block.replace("\\\n", " ").splitlines())
+    if path.suffix != ".md":
+        # Commands in comments stand after two spaces or more, those of a container after two dashes.
+        yield from re.findall(r"(?:^ *#  +|-- )((?:[A-Z_]+=\S+ )*(?:flexd|make|python) [^\"\n]+)", text, re.MULTILINE)
 
 
 def command_lines(path: Path) -> Iterator[list[str]]:
@@ -71,6 +74,15 @@ def problem_of(words: list[str], path: Path) -> str:
 def test_command_lines_exist(path: Path) -> None:
     wrong = {" ".join(words): problem_of(words, path) for words in command_lines(path)}
     assert {line: problem for line, problem in wrong.items() if problem} == {}
+
+
+def test_commands_in_alert_texts_exist() -> None:
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "flexd.rules.yaml").read_text())
+    alerts = [rule for group in rules["groups"] for rule in group["rules"] if "alert" in rule]
+    for alert in alerts:
+        text = " ".join(alert["annotations"].values())
+        for words in re.findall(r"\bflexd ([a-z-]+(?: --[a-z-]+)*)", text):
+            assert words.split()[0] == "on" or problem_of(words.split(), ROOT) == "", f"{alert['alert']}: flexd {words}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=ids)
