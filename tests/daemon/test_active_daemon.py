@@ -56,7 +56,7 @@ def test_an_inactive_daemon_refuses_every_command(command: Callable[[DaemonApi],
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_goes_to_the_daemon_that_is_active_now(command: Callable[[DaemonApi], object]) -> None:
+def test_every_command_is_forwarded_to_the_active_daemon(command: Callable[[DaemonApi], object]) -> None:
     first, second = FakeDaemon(), FakeDaemon()
     switch = Switch(first, second)  # type: ignore[arg-type]
     command(switch)

@@ -1,4 +1,4 @@
-"""A changed file and a running daemon: taken, refused, or kept for the next start."""
+"""Reloads of a changed configuration file: applied, refused, or pending a restart."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class OnFile:
+class DaemonOnFile:
     """A daemon in this process, on a file that the test changes."""
 
     def __init__(self, directory: Path) -> None:
@@ -55,8 +55,8 @@ class OnFile:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[OnFile]:
-    job = OnFile(tmp_path)
+def job(tmp_path: Path) -> Iterator[DaemonOnFile]:
+    job = DaemonOnFile(tmp_path)
     yield job
     job.stop()
 
@@ -69,7 +69,7 @@ def _loggers_as_before() -> Iterator[None]:
     root.handlers[:], root.level = handlers, level
 
 
-def test_a_preview_lists_the_keys_of_a_reload_and_applies_none(job: OnFile) -> None:
+def test_a_preview_lists_the_keys_of_a_reload_and_applies_none(job: DaemonOnFile) -> None:
     job.write(planner={"min_samples": 5, "exchange": "direct"})
     before, config = job.daemon.status().config, job.daemon.inspect.config().config
     preview = job.daemon.preview_reload()
@@ -91,15 +91,15 @@ def test_a_preview_lists_the_keys_of_a_reload_and_applies_none(job: OnFile) -> N
     assert [each.key for each in job.daemon.preview_reload().changes] == ["planner.exchange"]
 
 
-def test_a_preview_refuses_what_a_reload_would_refuse(job: OnFile) -> None:
+def test_a_preview_refuses_what_a_reload_would_refuse(job: DaemonOnFile) -> None:
     job.write(planner={"pins": [{"table": "nothing", "tier": "NODE"}]})
     with pytest.raises(FlexdError, match="nothing"):
         job.daemon.preview_reload()
-    assert job.daemon.status().config.reloads["rejected"] == 0, "nobody has asked for a reload"
+    assert job.daemon.status().config.reloads["rejected"] == 0, "a preview is not counted as a reload"
     assert job.daemon.status().config.problem is None
 
 
-def test_what_needs_no_restart_is_in_effect_at_once(job: OnFile) -> None:
+def test_hot_keys_are_applied_at_once(job: DaemonOnFile) -> None:
     job.write(
         planner={"interval_seconds": 7.0, "min_samples": 5, "drift_threshold": 1.5, "exchange": "direct"},
         control={"listen_port": 0, "throttle": {"bytes_per_second": 5_000}, "chunk_rows": 7},
@@ -125,7 +125,7 @@ def test_what_needs_no_restart_is_in_effect_at_once(job: OnFile) -> None:
     page = httpx.get(f"{job.daemon.address}/metrics").text
     assert 'flexd_config_reloads_total{outcome="applied"} 1.0' in page
     assert "flexd_config_pending_keys 2.0" in page
-    # The wait that had begun when the interval changed ends first.
+    # The new interval starts after the wait that was running when it changed.
     job.daemon._ingestor.request_snapshot()
     until(lambda: job.daemon.status().snapshot.written >= written + 4, 30)
 
@@ -145,7 +145,7 @@ def test_what_needs_no_restart_is_in_effect_at_once(job: OnFile) -> None:
         ({"planner": {"pins": [{"table": "nothing", "tier": "NODE"}]}, "log": {"level": "error"}}, "nothing"),
     ],
 )
-def test_a_bad_file_is_rejected_and_the_old_one_kept(job: OnFile, change: dict[str, Any], expected: str) -> None:
+def test_a_bad_file_is_rejected_and_the_old_one_kept(job: DaemonOnFile, change: dict[str, Any], expected: str) -> None:
     before = job.daemon.inspect.config().config
     level = logging.getLogger().level
     job.write(**change)
@@ -180,30 +180,28 @@ def _written(directory: Path) -> Path:
     return path
 
 
-def test_contradictions_with_what_runs_on_are_found(tmp_path: Path) -> None:
-    """Hot keys may be right with the rest of their file, and wrong with what is still running."""
-    adopted: list[object] = []
+def test_a_refused_reload_keeps_the_running_configuration(tmp_path: Path) -> None:
+    """Hot keys may fit the rest of their file and contradict keys that are still running."""
+    applied: list[object] = []
     path = _written(tmp_path)
     file = ConfigFile(load_config(path, {}), path, {})
 
     def refuse(config: object) -> None:
-        adopted.append(config)
+        applied.append(config)
         raise ConfigError("no")
 
     path.write_text(yaml.safe_dump({**SETTINGS, "shutdown_seconds": 3.0}))
     before = file.config
     with pytest.raises(ConfigError, match="no"):
         file.reload(refuse)
-    assert len(adopted) == 1
+    assert len(applied) == 1
     assert file.config is before
     file.reload(lambda _: None)
     assert file.config.shutdown_seconds == 3.0
 
 
-def test_a_hot_key_is_refused_that_contradicts_what_waits_for_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No key of today can: as it would be if the lease were renewed at another pace without a restart."""
+def test_a_hot_key_that_contradicts_a_pending_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No present hot key can, so the test makes the renewal interval of the lease hot."""
     monkeypatch.setattr("flexd.config.reload.HOT_KEYS", ("high_availability.renew_seconds",))
     path = _written(tmp_path)
     file = ConfigFile(load_config(path, {}), path, {})
@@ -214,13 +212,13 @@ def test_a_hot_key_is_refused_that_contradicts_what_waits_for_a_restart(
         with pytest.raises(
             ConfigError, match=r"flexd\.yaml: high_availability\.renew_seconds.*at most a third"
         ) as refused:
-            read(lambda _: pytest.fail("nothing is adopted"))
+            read(lambda _: pytest.fail("nothing is applied"))
         assert "need a restart" in (refused.value.remedy or "")
     assert file.config is before
     assert file.status().reloads["rejected"] == 1
 
 
-def test_the_environment_lies_over_the_file_also_when_it_is_read_again(tmp_path: Path) -> None:
+def test_a_reload_applies_the_environment_over_the_file(tmp_path: Path) -> None:
     path, environ = _written(tmp_path), {"FLEXD__PLANNER__MIN_SAMPLES": "77"}
     file = ConfigFile(load_config(path, environ), path, environ)
     path.write_text(yaml.safe_dump({**SETTINGS, "planner": {"min_samples": 5}, "shutdown_seconds": 3.0}))
@@ -228,23 +226,23 @@ def test_the_environment_lies_over_the_file_also_when_it_is_read_again(tmp_path:
     assert (file.config.planner.min_samples, file.config.shutdown_seconds) == (77, 3.0)
 
 
-def test_reloads_are_counted_by_what_came_of_them(tmp_path: Path) -> None:
+def test_reloads_are_counted_by_outcome(tmp_path: Path) -> None:
     path = _written(tmp_path)
     file = ConfigFile(load_config(path, {}), path, {})
-    adopted: list[Config] = []
+    applied: list[Config] = []
     path.write_text(yaml.safe_dump({**SETTINGS, "job": "other"}))
-    assert file.reload(adopted.append).applied == ()
-    assert adopted == [], "nothing is to be taken"
+    assert file.reload(applied.append).applied == ()
+    assert applied == [], "no key is to be applied"
     path.write_text(yaml.safe_dump({**SETTINGS, "shutdown_seconds": 3.0}))
-    file.reload(adopted.append)
-    assert adopted == [file.config]
+    file.reload(applied.append)
+    assert applied == [file.config]
     path.unlink()
     with pytest.raises(ConfigError):
-        file.reload(adopted.append)
+        file.reload(applied.append)
     assert file.status().reloads == {"applied": 1, "unchanged": 1, "rejected": 1}
 
 
-def test_the_time_of_the_file_that_is_in_effect_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_has_the_time_of_the_last_applied_reload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [500.0]
     monkeypatch.setattr("flexd.daemon.config_file.time", SimpleNamespace(time=lambda: now[0]))
     path = _written(tmp_path)
@@ -259,7 +257,7 @@ def test_the_time_of_the_file_that_is_in_effect_is_shown(tmp_path: Path, monkeyp
     assert file.status().read_unix_seconds == 600.0
 
 
-def test_one_reload_waits_for_the_other(tmp_path: Path) -> None:
+def test_a_reload_waits_for_a_running_one(tmp_path: Path) -> None:
     path = _written(tmp_path)
     file = ConfigFile(load_config(path, {}), path, {})
     path.write_text(yaml.safe_dump({**SETTINGS, "shutdown_seconds": 3.0}))
@@ -274,7 +272,7 @@ def test_one_reload_waits_for_the_other(tmp_path: Path) -> None:
     file.reload(apply_config)
     other.join(20)
     assert overlapped == [False]
-    assert not second.is_set(), "what the first has taken is no change for the second"
+    assert not second.is_set(), "a key applied by the first is no change for the second"
 
 
 def test_a_process_reloads_on_sighup_and_by_command(tmp_path: Path) -> None:

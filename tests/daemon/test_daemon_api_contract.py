@@ -1,4 +1,4 @@
-"""The OpenAPI document against a real daemon (without ranks): no request of any kind finds a fault."""
+"""The OpenAPI document against a real daemon without ranks: generated requests cause no fault."""
 
 from __future__ import annotations
 

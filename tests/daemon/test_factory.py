@@ -1,4 +1,4 @@
-"""Parts made from a configuration, and what is said if they cannot be."""
+"""Parts built from a configuration, and the errors of parts that cannot be built."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_source_is_the_configured_one(source: dict[str, Any], kind: type) ->
     made.close()
 
 
-def test_a_client_option_file_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_client_option_file_is_named(tmp_path: Path) -> None:
     source = {
         "kind": "kafka", "bootstrap_servers": "127.0.0.1:1",
         "client_option_files": {"sasl_plain_password": str(tmp_path / "nothing")},
@@ -51,7 +51,7 @@ def test_a_client_option_file_that_is_missing_is_named(tmp_path: Path) -> None:
         factory.make_source(_config(stream={"source": source}))
 
 
-def test_an_unknown_preset_is_refused_with_those_there_are() -> None:
+def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
     with pytest.raises(TopologyError, match="azure-a100-200g") as error:
         factory.make_cluster(_config(topology={"preset": "no-such-cluster"}))
     assert "no-such-cluster" in str(error.value)
@@ -61,7 +61,7 @@ def test_the_default_cluster_is_a_preset() -> None:
     assert factory.make_cluster(_config()).name == factory.DEFAULT_PRESET
 
 
-def test_a_topology_file_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_topology_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FlexdError, match=r"cluster\.yaml"):
         factory.make_cluster(_config(topology={"file": str(tmp_path / "cluster.yaml")}))
 
@@ -76,7 +76,7 @@ def test_the_secret_is_read_without_its_line_break(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "said"), [(None, "No such file"), (b"", "is empty"), (b" \n", "is empty")])
-def test_a_secret_that_is_none_is_refused(tmp_path: Path, content: bytes | None, said: str) -> None:
+def test_a_missing_or_empty_secret_is_refused(tmp_path: Path, content: bytes | None, said: str) -> None:
     path = tmp_path / "secret"
     if content is not None:
         path.write_bytes(content)
@@ -98,7 +98,7 @@ def test_sketch_and_control_settings_are_passed_on() -> None:
     assert (control.job, control.listen_port, control.timeout_seconds, control.max_chunk_rows) == ("j", 0, 3.0, 11)
 
 
-def test_a_state_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_state_directory_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SnapshotError, match=r"state\.dir"):
         Daemon(_config(state={"dir": str(tmp_path / "file" / "state")}))

@@ -1,4 +1,4 @@
-"""Details that a follower has."""
+"""Inspection of a follower."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def _config(directory: Path, **sections: Any) -> Config:
     )  # fmt: skip
 
 
-class Running:
+class DaemonInThread:
     def __init__(self, config: Config, file: ConfigFile | None = None) -> None:
         self.daemon = HighAvailabilityDaemon(config, file)
         self.daemon.start()
@@ -66,11 +66,11 @@ class Running:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Running]]:
-    made: list[Running] = []
+def start() -> Iterator[Callable[..., DaemonInThread]]:
+    made: list[DaemonInThread] = []
 
-    def make(config: Config, file: ConfigFile | None = None) -> Running:
-        made.append(Running(config, file))
+    def make(config: Config, file: ConfigFile | None = None) -> DaemonInThread:
+        made.append(DaemonInThread(config, file))
         return made[-1]
 
     yield make
@@ -78,7 +78,9 @@ def start() -> Iterator[Callable[..., Running]]:
         running.stop()
 
 
-def test_the_lease_decides_who_leads_and_is_given_back(start: Callable[[Config], Running], tmp_path: Path) -> None:
+def test_the_holder_of_the_lease_leads_and_releases_it_at_stop(
+    start: Callable[[Config], DaemonInThread], tmp_path: Path
+) -> None:
     one = start(_config(tmp_path))
     until(lambda: one.daemon.leads)
     two = start(_config(tmp_path))
@@ -97,17 +99,17 @@ def test_the_lease_decides_who_leads_and_is_given_back(start: Callable[[Config],
     until(lambda: two.daemon.leads)
     assert two.status()["leadership"]["term"] == 2
     assert sorted(path.name for path in tmp_path.glob("term-*")) == ["term-0000000001", "term-0000000002"]
-    assert list((tmp_path / "term-0000000002" / "snapshots").glob("*.flexd")), "it goes on from the last snapshot"
+    assert list((tmp_path / "term-0000000002" / "snapshots").glob("*.flexd")), "it continues from the last snapshot"
     page = two.get("/metrics").text
     assert "flexd_leading 1.0" in page
     assert "flexd_lease_term 2.0" in page
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_pause_and_a_throttle_hold_under_the_next_leader_where_it_shares_their_directory(
-    start: Callable[[Config], Running], tmp_path: Path, shared: bool
+def test_pause_and_throttle_hold_under_the_next_leader_of_the_same_directory(
+    start: Callable[[Config], DaemonInThread], tmp_path: Path, shared: bool
 ) -> None:
-    def member(directory: Path) -> Running:
+    def member(directory: Path) -> DaemonInThread:
         lease = {"kind": "file", "path": str(tmp_path / "lease")}
         settings = {"lease": lease, "identity": "me", "duration_seconds": SECONDS, "renew_seconds": 0.1}
         return start(_config(directory, high_availability=settings))
@@ -128,7 +130,7 @@ def test_a_pause_and_a_throttle_hold_under_the_next_leader_where_it_shares_their
 
 @pytest.mark.parametrize("leads", [True, False])
 def test_both_roles_preview_a_reload_and_refuse_unknown_tables(
-    start: Callable[..., Running], tmp_path: Path, leads: bool
+    start: Callable[..., DaemonInThread], tmp_path: Path, leads: bool
 ) -> None:
     config = _config(tmp_path)
     if not leads:
@@ -150,7 +152,9 @@ def test_both_roles_preview_a_reload_and_refuse_unknown_tables(
     assert (refused.status_code, "planner.pins[0].table" in refused.text) == (422, True), refused.text
 
 
-def test_a_leader_whose_lease_is_taken_stands_by(start: Callable[[Config], Running], tmp_path: Path) -> None:
+def test_a_leader_without_its_lease_becomes_a_stand_by(
+    start: Callable[[Config], DaemonInThread], tmp_path: Path
+) -> None:
     running = start(_config(tmp_path))
     until(lambda: running.daemon.leads)
     thief = FileLeaseStore(tmp_path / "lease")
@@ -164,11 +168,11 @@ def test_a_leader_whose_lease_is_taken_stands_by(start: Callable[[Config], Runni
     shown = running.status()["leadership"]
     assert (shown["role"], shown["leadership_losses"]) == ("standby", 1)
     until(lambda: running.daemon.leads)
-    assert running.status()["leadership"]["term"] == 8, "once the thief has been silent for long enough"
+    assert running.status()["leadership"]["term"] == 8, "after the lease of the thief has expired"
 
 
-def test_a_lease_that_cannot_be_renewed_ends_by_the_clock(
-    start: Callable[[Config], Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_lease_that_cannot_be_renewed_expires(
+    start: Callable[[Config], DaemonInThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = start(_config(tmp_path))
     until(lambda: running.daemon.leads)
@@ -185,8 +189,8 @@ def test_a_lease_that_cannot_be_renewed_ends_by_the_clock(
     assert running.status()["leadership"]["term"] == 2
 
 
-def test_a_daemon_that_cannot_lead_leaves_the_lease_to_others(
-    start: Callable[[Config], Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_daemon_that_cannot_lead_releases_the_lease(
+    start: Callable[[Config], DaemonInThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -202,9 +206,7 @@ def test_a_daemon_that_cannot_lead_leaves_the_lease_to_others(
     assert running.get("/healthz").status_code == 200
 
 
-def test_terms_go_on_where_the_state_directory_has_seen_higher_ones(
-    start: Callable[[Config], Running], tmp_path: Path
-) -> None:
+def test_terms_continue_from_the_state_directory(start: Callable[[Config], DaemonInThread], tmp_path: Path) -> None:
     open_term_directory(tmp_path, 41)
     running = start(_config(tmp_path))
     until(lambda: running.daemon.leads)

@@ -1,4 +1,4 @@
-"""A real daemon in this process, without ranks: its commands, its end within the deadline, and its next start."""
+"""A daemon in this process without ranks: commands, stop within the deadline, and restart."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ def start() -> Iterator[Callable[[Config], Running]]:
         running.stop()
 
 
-def test_verbs_without_ranks(start: Callable[[Config], Running], tmp_path: Path) -> None:
+def test_commands_without_ranks(start: Callable[[Config], Running], tmp_path: Path) -> None:
     running = start(_config(tmp_path))
     daemon = running.daemon
     running.until(lambda: daemon.status().stream.accesses > 1_000)
-    # The channel comes up later than ingest: torch takes a while to load.
+    # The channel starts later than ingest, since it loads torch.
     running.until(lambda: any("no rank" in reason for reason in daemon.status().reasons))
     status = daemon.status()
     assert (status.job, status.healthy, status.ready, status.paused) == ("j", True, False, False)
@@ -131,7 +131,7 @@ def test_the_status_names_the_ranks_that_are_missing(start: Callable[[Config], R
             rank.agent.stop(10)
 
 
-def test_the_same_over_http(start: Callable[[Config], Running], tmp_path: Path) -> None:
+def test_commands_over_http(start: Callable[[Config], Running], tmp_path: Path) -> None:
     running = start(_config(tmp_path))
     with httpx.Client(base_url=running.daemon.address, timeout=10, trust_env=False) as client:
         assert client.get("/v1/status").json()["job"] == "j"
@@ -161,7 +161,7 @@ def _log(directory: Path) -> tuple[dict[str, Any], FileLogSink]:
     return {"kind": "file_log", "path": str(directory / "log")}, FileLogSink(directory / "log", "p0", flush_seconds=0.0)
 
 
-def test_a_restart_goes_on_from_the_snapshot(start: Callable[[Config], Running], tmp_path: Path) -> None:
+def test_a_restart_continues_from_the_snapshot(start: Callable[[Config], Running], tmp_path: Path) -> None:
     source, sink = _log(tmp_path)
     config = _config(tmp_path, source, sketch={"memory_bytes": 2**22, "half_life_seconds": None})
 
@@ -177,7 +177,7 @@ def test_a_restart_goes_on_from_the_snapshot(start: Callable[[Config], Running],
     send(7)
     second = start(config)
     second.until(lambda: second.daemon.status().stream.messages == 7)
-    assert second.daemon.status().stream.accesses == 700, "only what the first one had not read"
+    assert second.daemon.status().stream.accesses == 700, "only messages that the first daemon had not read"
     second.stop()
     sketches = saved_sketches(config)
     assert sketches.samples == 3_700
@@ -200,4 +200,4 @@ def test_a_taken_port_is_an_error_and_leaves_nothing_running(
         third.start()
     running.until(lambda: threading.active_count() <= before)
     fourth = start(_config(tmp_path / "third"))
-    assert fourth.daemon.health().ok, "the failed one let go of its state"
+    assert fourth.daemon.health().ok, "the failed daemon released its state directory"

@@ -1,4 +1,4 @@
-"""Parts that end one after another, by a clock of the test."""
+"""Time shares of parts that stop one after another, with a fake clock."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 from flexd.daemon.shutdown_budget import MIN_SHARE, ShutdownBudget
 
 
-class Parts:
+class FakeParts:
     def __init__(self) -> None:
         self.now = 100.0
         self.given: list[float] = []
         self.budget = ShutdownBudget(20.0, lambda: self.now)
 
     def part(self, needs: float) -> Callable[[float], bool]:
-        """It takes so many seconds, or all that it gets."""
+        """Return a stop that takes ``needs`` seconds, or all of its share."""
 
         def stop(seconds: float) -> bool:
             self.given.append(seconds)
@@ -26,8 +26,8 @@ class Parts:
         return stop
 
 
-def test_what_a_part_leaves_over_the_next_ones_have() -> None:
-    it = Parts()
+def test_unused_time_is_given_to_later_parts() -> None:
+    it = FakeParts()
     assert it.budget.stop_part("first", it.part(1.0), reserve=0.6)
     assert it.budget.stop_part("second", it.part(2.0), reserve=0.1)
     assert it.budget.stop_part("third", it.part(15.0))
@@ -35,8 +35,8 @@ def test_what_a_part_leaves_over_the_next_ones_have() -> None:
     assert it.budget.in_time
 
 
-def test_a_part_that_hangs_leaves_what_is_kept_for_the_others() -> None:
-    it = Parts()
+def test_a_part_that_hangs_leaves_the_reserve_to_later_parts() -> None:
+    it = FakeParts()
     assert not it.budget.stop_part("first", it.part(1e9), reserve=0.6)
     assert it.budget.stop_part("second", it.part(1.0), reserve=0.1)
     assert not it.budget.stop_part("third", it.part(1e9))
@@ -45,8 +45,8 @@ def test_a_part_that_hangs_leaves_what_is_kept_for_the_others() -> None:
     assert (it.budget.in_time, it.budget.late) == (False, ["first", "third"])
 
 
-def test_what_the_others_leave_is_given_to_those_that_were_late() -> None:
-    it = Parts()
+def test_unused_time_is_given_to_late_parts() -> None:
+    it = FakeParts()
     needs = [1e9, 3.0]
     assert not it.budget.stop_part("slow", lambda seconds: it.part(needs.pop(0))(seconds), reserve=0.6)
     assert it.budget.stop_part("next", it.part(1.0), reserve=0.1)

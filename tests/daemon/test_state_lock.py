@@ -37,6 +37,6 @@ def test_a_killed_holder_leaves_no_lock(tmp_path):
     StateLock(tmp_path).release()
 
 
-def test_a_directory_that_is_none_is_an_error(tmp_path):
+def test_a_missing_directory_is_an_error(tmp_path):
     with pytest.raises(StateLockedError, match="cannot be opened"):
         StateLock(tmp_path / "missing")

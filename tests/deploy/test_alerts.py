@@ -26,12 +26,12 @@ def alerts() -> dict[str, dict]:
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub makes of headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_alert_says_what_to_do():
+def test_every_alert_has_a_remedy():
     found = alerts()
     assert len(found) >= 20
     for name, alert in found.items():
@@ -39,7 +39,7 @@ def test_every_alert_says_what_to_do():
         assert set(alert["annotations"]) == {"summary", "description", "runbook_url"}, name
 
 
-def test_every_runbook_url_leads_to_a_section_and_every_section_is_of_an_alert():
+def test_runbook_urls_and_sections_match():
     links = {name: alert["annotations"]["runbook_url"] for name, alert in alerts().items()}
     known = anchors(RUNBOOK)
     for name, link in links.items():
@@ -65,7 +65,7 @@ def test_rules_name_metrics_that_exist():
     assert used <= recorded
 
 
-def test_every_alert_is_tested_to_fire_and_to_be_quiet():
+def test_every_alert_has_a_test_that_fires_and_one_that_does_not():
     names = [test["name"] for test in yaml.safe_load(TESTS.read_text())["tests"]]
     for alert in alerts():
         assert f"{alert} fires" in names
@@ -81,11 +81,11 @@ def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run_tool("promtool", *arguments, seconds=200)
 
 
-def test_promtool_takes_the_rules():
+def test_promtool_accepts_the_rules():
     done = promtool("check", "rules", RULES)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_alerts_fire_and_are_quiet():
+def test_promtool_unit_tests_pass():
     done = promtool("test", "rules", TESTS)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The Helm chart: what it renders, what it refuses, what it says of itself."""
+"""The Helm chart: rendered manifests, refused values, and its README."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VALUES = sorted((CHART / "ci").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("values", [None, *VALUES], ids=lambda file: file.name if file else "default")
-def test_chart_renders_what_kubernetes_and_the_daemon_take(values):
+def test_chart_renders_valid_manifests_and_configuration(values):
     chosen = ["-f", values] if values else []
     linted = run_tool("helm", "lint", "--strict", "--quiet", CHART, *chosen)
     assert linted.returncode == 0, linted.stdout + linted.stderr
@@ -61,7 +61,7 @@ def kinds(documents: list[dict]) -> set[str]:
     return {document["kind"] for document in documents}
 
 
-def test_monitoring_is_that_of_deploy():
+def test_monitoring_equals_that_of_deploy():
     documents = rendered("-f", CHART / "ci" / "sidecar-jobset-values.yaml")
     by_kind = {document["kind"]: document for document in documents if document["kind"] != "ConfigMap"}
     rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "flexd.rules.yaml").read_text())["groups"]
@@ -86,7 +86,7 @@ def test_monitoring_is_that_of_deploy():
     assert not kinds(rendered()) & {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
 
 
-def test_values_of_the_user_win_where_the_chart_does_not_decide():
+def test_values_of_the_user_replace_defaults():
     documents = rendered("-f", CHART / "ci" / "full-values.yaml")
     config = configs_of(documents)["flexd.yaml"]
     assert config.job == "ads"
@@ -135,7 +135,7 @@ def test_chart_refuses_bad_values(setting, words):
     ("sidecar", "1.28.9", False), ("sidecar", "1.29.0", True),
     ("standalone", "1.25.0", True), ("standalone", "1.24.9", False),
 ])  # fmt: skip
-def test_sidecars_need_a_cluster_that_knows_them(shape, version, accepted):
+def test_sidecars_need_a_kubernetes_version_that_supports_them(shape, version, accepted):
     done = run_tool("helm", "template", "release", CHART, "--kube-version", version, "--set", f"shape={shape}")
     assert (done.returncode == 0) is accepted, done.stderr
     if shape == "sidecar" and not accepted:
@@ -149,7 +149,7 @@ def test_default_values_are_a_valid_configuration_and_in_the_schema():
     assert set(values) | {"global"} == set(schema["properties"])
 
 
-def test_readme_is_current_and_says_something_of_every_value():
+def test_readme_is_current_and_describes_every_value():
     assert gen_chart_readme.TARGET.read_text(encoding="utf-8") == gen_chart_readme.render(), (
         f"run {gen_chart_readme.COMMAND}"
     )

@@ -1,4 +1,4 @@
-"""The compose file: its files exist, its parts agree on addresses and ports, and it is locked down."""
+"""The compose file: existing files, consistent addresses and ports, and no published ports."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SECRETS = {"./secrets/control"}
 
 
 def mounts(service: str) -> dict[str, str]:
-    """Path in the container -> path or volume outside."""
+    """Return the path or volume outside by path in the container."""
     found = [text.split(":") for text in SERVICES[service]["volumes"]]
     return {inside: outside for outside, inside, *_ in found}
 
 
-def test_what_is_mounted_exists():
+def test_every_mounted_path_exists():
     for service in SERVICES.values():
         for text in service.get("volumes", []):
             outside = text.split(":")[0]
@@ -28,7 +28,7 @@ def test_what_is_mounted_exists():
                 assert (DEPLOY / outside).exists(), outside
 
 
-def test_the_daemon_finds_its_broker_files_and_state():
+def test_the_daemon_has_its_broker_files_and_state():
     config = load_config(DEPLOY / "flexd.yaml", {})
     daemon, inside = SERVICES["flexd"], mounts("flexd")
     assert inside["/etc/flexd/flexd.yaml"] == "./flexd.yaml"
@@ -58,7 +58,7 @@ def test_prometheus_scrapes_the_daemon_and_has_the_rules():
     assert all((DEPLOY / "prometheus" / file).exists() for file in settings["rule_files"])
 
 
-def test_grafana_is_told_where_data_and_dashboards_are():
+def test_grafana_is_provisioned_with_data_and_dashboards():
     provisioning = DEPLOY / "grafana" / "provisioning"
     (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"]
     assert source["url"] == "http://prometheus:9090"

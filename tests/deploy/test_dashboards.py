@@ -1,4 +1,4 @@
-"""Grafana dashboards: whole, consistent, of metrics that exist. tests/e2e/test_ops.py runs their queries."""
+"""Grafana dashboards: complete, consistent, of existing metrics. tests/e2e/test_ops.py runs their queries."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PROCESS = {"process_cpu_seconds_total", "process_resident_memory_bytes", "proces
 each_board = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board["uid"])
 
 
-def test_names_are_unique_and_those_of_the_files():
+def test_names_are_unique_and_equal_the_file_names():
     assert [board["uid"] for board in BOARDS] == [path.stem for path in DASHBOARDS]
     assert len({board["title"] for board in BOARDS}) == len(BOARDS) == 3
 
 
 @each_board
-def test_board_is_whole(board):
+def test_dashboard_is_complete(board):
     assert {variable["name"] for variable in board["templating"]["list"]} == {"datasource", "training_job", "instance"}
     assert Counter(panel["id"] for panel in board["panels"]).most_common(1)[0][1] == 1
     for panel in panels(board):
@@ -66,8 +66,8 @@ def test_queries_name_metrics_that_exist_and_select_the_chosen_daemons(board):
 
 
 @each_board
-def test_queries_are_promql(board, tmp_path):
-    """promtool has no parser of single queries in this version: they are checked as recording rules."""
+def test_queries_are_valid_promql(board, tmp_path):
+    """This version of promtool has no parser of single queries, so they are checked as recording rules."""
     rules = [
         {"record": f"check:query{number}", "expr": query.filled("job", "a", "5m")}
         for number, query in enumerate(queries(board))
@@ -78,7 +78,7 @@ def test_queries_are_promql(board, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_family_of_the_page_that_alerts_use_is_on_a_board():
+def test_every_metric_of_an_alert_is_on_a_dashboard():
     shown = {
         name for board in BOARDS for query in queries(board) for name in re.findall(r"flexd_\w+", query.expression)
     }

@@ -1,7 +1,7 @@
-"""``kubectl create --dry-run=client`` takes the manifests and the rendered chart, and checks their fields itself.
+"""``kubectl create --dry-run=client`` accepts the manifests and the rendered chart, and checks their fields.
 
-It needs no cluster: it asks an API server for kinds and schemas, and ``KubernetesDiscovery`` has those. What only a
-cluster can say (quotas, admission, names that are taken) is not seen.
+It needs no cluster: ``KubernetesDiscovery`` serves the kinds and schemas of an API server. Checks that need a cluster
+(quotas, admission, taken names) are not made.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def dry_run(server: KubernetesDiscovery, cache: Path, file: Path) -> subprocess.
 
 
 def made(found: list[Document]) -> list[str]:
-    """What kubectl says of these objects."""
+    """Return the output of kubectl for these objects."""
     lines = []
     for document in found:
         group = document["apiVersion"].rpartition("/")[0]
@@ -47,7 +47,7 @@ def made(found: list[Document]) -> list[str]:
 
 
 @pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: file.name)
-def test_kubectl_takes_the_plain_manifests(server, file, tmp_path):
+def test_kubectl_accepts_the_plain_manifests(server, file, tmp_path):
     server.requests.clear()
     done = dry_run(server, tmp_path, file)
     assert done.returncode == 0, done.stderr
@@ -58,7 +58,7 @@ def test_kubectl_takes_the_plain_manifests(server, file, tmp_path):
 
 
 @pytest.mark.parametrize("values", [None, *VALUES], ids=lambda file: file.name if file else "default")
-def test_kubectl_takes_the_rendered_chart(server, values, tmp_path):
+def test_kubectl_accepts_the_rendered_chart(server, values, tmp_path):
     text = run_tool("helm", "template", "release", CHART, *(["-f", values] if values else [])).stdout
     file = tmp_path / "rendered.yaml"
     file.write_text(text)
@@ -96,7 +96,7 @@ DEPLOYMENT = {
         ),
     ],
 )
-def test_kubectl_refuses_what_kubernetes_would(server, tmp_path, change, words):
+def test_kubectl_refuses_invalid_manifests(server, tmp_path, change, words):
     spec = {key: value for key, value in {**DEPLOYMENT["spec"], **change}.items() if value is not None}
     file = tmp_path / "deployment.yaml"
     file.write_text(yaml.safe_dump({**DEPLOYMENT, "spec": spec}))
@@ -106,7 +106,7 @@ def test_kubectl_refuses_what_kubernetes_would(server, tmp_path, change, words):
 
 
 @pytest.mark.parametrize("kind", ["JobSet", "PyTorchJob"])
-def test_kubectl_names_what_is_not_installed(kind, tmp_path):
+def test_kubectl_names_unknown_kinds(kind, tmp_path):
     (file,) = [file for file in MANIFESTS if file.name == f"sidecar-{kind.lower()}.yaml"]
     with KubernetesDiscovery(KUBERNETES[-1]) as bare:
         done = dry_run(bare, tmp_path, file)

@@ -1,4 +1,4 @@
-"""The plain manifests and the image agree with what runs: configuration, ports, probes, mounts."""
+"""The plain manifests and the image agree with the daemon: configuration, ports, probes, mounts."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ MANIFESTS = ROOT / "deploy" / "kubernetes"
 FILES = sorted(MANIFESTS.glob("*.yaml"))
 
 
-def test_both_shapes_are_there():
+def test_both_deployments_exist():
     assert {file.name for file in FILES} == {
         "sidecar.yaml", "sidecar-jobset.yaml", "sidecar-pytorchjob.yaml", "standalone.yaml",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_manifest_fits_kubernetes_and_runs_the_daemon(file):
+def test_manifest_is_valid_and_runs_the_daemon(file):
     documents = read(file)
     configs = configs_of(documents)
     check_references(documents)
@@ -90,7 +90,7 @@ def test_followers_push_to_the_leader(name):
     assert all(getattr(leader, section) == getattr(follower, section) for section in same)
 
 
-def test_standalone_leads_by_a_lease_that_it_may_write():
+def test_standalone_may_write_its_lease():
     documents = {document["kind"]: document for document in read(MANIFESTS / "standalone.yaml")}
     lease = configs_of(list(documents.values()))["flexd.yaml"].high_availability.lease
     assert lease.kind == "kubernetes"
@@ -115,14 +115,14 @@ def test_written_manifests_agree_with_the_chart():
         assert text == gen_manifests.render(name, gen_manifests.helm()), f"run {gen_manifests.COMMAND}"
 
 
-def test_the_schemas_refuse_what_kubernetes_would():
+def test_the_schemas_refuse_invalid_manifests():
     (deployment,) = [d for d in read(MANIFESTS / "standalone.yaml") if d["kind"] == "Deployment"]
     deployment["spec"]["template"]["spec"]["containers"][0]["readOnly"] = True
     with pytest.raises(ValidationError):
         check_schema(deployment)
 
 
-def test_the_trainers_variables_are_those_that_connect_reads():
+def test_variables_of_the_trainer_are_read_by_connect():
     source = (ROOT / "flexd" / "embedding" / "connect.py").read_text()
     assert 'ADDRESS_VARIABLE = "FLEXD_CONTROL"' in source
     assert 'SECRET_VARIABLE = "FLEXD_SECRET_FILE"' in source

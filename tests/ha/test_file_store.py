@@ -47,7 +47,7 @@ def test_a_damaged_file_is_an_error(tmp_path: Path, content: str) -> None:
         store.read()
 
 
-def test_other_files_of_the_directory_are_no_leases(tmp_path: Path) -> None:
+def test_other_files_of_the_directory_are_ignored(tmp_path: Path) -> None:
     store = FileLeaseStore(tmp_path)
     for name in ("lease-9.bak", "my-lease-9", "lease-", "lease-" + "9" * 19):
         (tmp_path / name).write_text("{}")
@@ -56,7 +56,7 @@ def test_other_files_of_the_directory_are_no_leases(tmp_path: Path) -> None:
     assert _content(store.read()) == ("a", 1, 5.0)
 
 
-def test_a_record_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_durable_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FileLeaseStore(tmp_path / "lease")
     done = watch_disk(monkeypatch)
     assert store.compare_and_set(None, "a", 1, 5.0) is not None
@@ -65,9 +65,7 @@ def test_a_record_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch:
     assert os.listdir(tmp_path / "lease") == ["lease-1"], "nothing half made stays"
 
 
-def test_a_record_that_others_removed_during_a_look_is_looked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_removed_during_a_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FileLeaseStore(tmp_path)
     record = store.compare_and_set(None, "a", 1, 5.0)
     listed = [9, 9, 1]
@@ -78,7 +76,7 @@ def test_a_record_that_others_removed_during_a_look_is_looked_for_again(
         store.read()
 
 
-def test_half_made_files_of_the_dead_are_removed(tmp_path: Path) -> None:
+def test_old_unfinished_files_are_removed(tmp_path: Path) -> None:
     old, young = tmp_path / ".1-a.tmp", tmp_path / ".2-b.tmp"
     old.touch()
     young.touch()
@@ -88,7 +86,7 @@ def test_half_made_files_of_the_dead_are_removed(tmp_path: Path) -> None:
     assert young.exists()
 
 
-def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(LeaseError, match="cannot be made"):
         FileLeaseStore(tmp_path / "file" / "lease")

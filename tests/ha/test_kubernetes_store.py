@@ -31,7 +31,7 @@ def _content(record: LeaseRecord | None) -> tuple[str, int, float]:
     return record.holder, record.term, record.duration_seconds
 
 
-def test_the_kubernetes_object_is_readable_for_people_and_keeps_what_others_put_there(server: FakeKubernetes) -> None:
+def test_the_object_has_the_standard_fields_and_keeps_foreign_ones(server: FakeKubernetes) -> None:
     store = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
     first = store.compare_and_set(None, "pod-1", 4, 14.2)
     stored = server.objects["jobs", "flexd-j"]
@@ -66,7 +66,7 @@ def test_a_new_token_is_used_at_once(server: FakeKubernetes) -> None:
 
 
 @pytest.mark.parametrize("status", [403, 404, 429, 500, 302])
-def test_what_the_server_refuses_is_an_error_with_a_remedy(server: FakeKubernetes, status: int) -> None:
+def test_a_refusal_of_the_server_is_an_error_with_a_remedy(server: FakeKubernetes, status: int) -> None:
     store = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
     server.status = status
     if status != 404:
@@ -78,7 +78,7 @@ def test_what_the_server_refuses_is_an_error_with_a_remedy(server: FakeKubernete
     store.close()
 
 
-def test_a_deleted_object_is_a_conflict_and_then_nothing(server: FakeKubernetes) -> None:
+def test_a_deleted_object_is_a_conflict_and_then_absent(server: FakeKubernetes) -> None:
     store = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
     first = store.compare_and_set(None, "a", 6, 5.0)
     server.objects.clear()
@@ -106,7 +106,7 @@ def test_a_deleted_object_is_a_conflict_and_then_nothing(server: FakeKubernetes)
         {"spec": {"holderIdentity": ["x"]}},
     ],
 )
-def test_an_object_that_is_no_lease_is_refused(server: FakeKubernetes, change: dict[str, Any]) -> None:
+def test_a_malformed_object_is_refused(server: FakeKubernetes, change: dict[str, Any]) -> None:
     store = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
     store.compare_and_set(None, "a", 1, 5.0)
     server.objects["jobs", "flexd-j"] |= change
@@ -115,7 +115,7 @@ def test_an_object_that_is_no_lease_is_refused(server: FakeKubernetes, change: d
     store.close()
 
 
-def test_outside_of_a_pod_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_a_pod_the_store_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(LeaseError, match="service account"):
         KubernetesLeaseStore("x", account=tmp_path)
@@ -127,13 +127,13 @@ def test_outside_of_a_pod_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("host", "port", "url"),
     [("10.0.0.1", "6443", "https://10.0.0.1:6443"), ("fd00::1", None, "https://[fd00::1]:443")],
 )
-def test_the_api_server_is_where_the_pod_is_told(host: str, port: str | None, url: str) -> None:
+def test_the_address_of_the_api_server_is_read_from_the_environment(host: str, port: str | None, url: str) -> None:
     told = {"KUBERNETES_SERVICE_HOST": host} | ({"KUBERNETES_SERVICE_PORT": port} if port else {})
     assert kubernetes._api_url(told) == url
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_only_the_api_server_of_the_cluster_is_told_the_token(tmp_path: Path, known: bool) -> None:
+def test_the_token_is_sent_only_to_a_server_with_a_certificate_of_the_cluster(tmp_path: Path, known: bool) -> None:
     authority = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)
@@ -152,7 +152,7 @@ def test_only_the_api_server_of_the_cluster_is_told_the_token(tmp_path: Path, kn
         server.close()
 
 
-def test_nobody_on_the_way_is_told_the_token(
+def test_the_token_is_not_sent_to_proxies_or_redirects(
     server: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
@@ -172,7 +172,7 @@ def test_nobody_on_the_way_is_told_the_token(
         other.close()
 
 
-def test_a_server_that_hangs_is_given_up(server: FakeKubernetes) -> None:
+def test_a_request_to_a_server_that_hangs_times_out(server: FakeKubernetes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         store = KubernetesLeaseStore("x", api_url=url, account=server.account, timeout_seconds=0.1)
@@ -181,7 +181,7 @@ def test_a_server_that_hangs_is_given_up(server: FakeKubernetes) -> None:
         store.close()
 
 
-def test_a_server_that_is_not_there(server: FakeKubernetes, tmp_path: Path) -> None:
+def test_an_unreachable_server_is_an_error(server: FakeKubernetes, tmp_path: Path) -> None:
     store = KubernetesLeaseStore("x", api_url="http://127.0.0.1:1", account=server.account)
     with pytest.raises(LeaseError, match="does not respond"):
         store.read()

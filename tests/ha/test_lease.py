@@ -1,4 +1,4 @@
-"""At no moment do two processes hold the lease, whatever happens to them, their calls and their clocks' offsets."""
+"""No two processes hold the lease at one moment, with failing and slow calls and clocks of other offset and rate."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class World:
 
 @dataclass
 class Process:
-    """A store as one process reaches it; each call may take time, before and after it has its effect, and fail."""
+    """The store of one process; a call may take time before and after its effect, and fail."""
 
     world: World
     name: str
@@ -84,7 +84,7 @@ class Process:
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Three processes; true time goes on by itself only in rules."""
+    """Three processes; only rules advance the true time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def one_holder(self) -> None:
         held = {process.lease.term for process in self.processes} - {0}
         assert len(held) <= 1
-        assert not held & self.ended, "a term that has ended has ended for good"
+        assert not held & self.ended, "an ended term is never held again"
         self.ended |= set(self.holder_of) - held
 
 
@@ -148,7 +148,7 @@ LeaseMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=
 test_machine = LeaseMachine.TestCase
 
 
-def test_a_process_that_was_stopped_while_it_renewed_does_not_believe_in_it() -> None:
+def test_a_renewal_slower_than_the_lease_does_not_hold() -> None:
     world = World()
     process = Process(world, "a", 0.0, 1.0)
     assert process.lease.acquire_or_renew()
@@ -157,7 +157,7 @@ def test_a_process_that_was_stopped_while_it_renewed_does_not_believe_in_it() ->
     assert process.lease.term == 0
 
 
-def test_a_lost_answer_does_not_cost_the_lease() -> None:
+def test_a_lost_answer_to_a_renewal_does_not_lose_the_lease() -> None:
     world = World()
     process = Process(world, "a", 0.0, 1.0)
     assert process.lease.acquire_or_renew()
@@ -172,7 +172,7 @@ def test_a_lost_answer_does_not_cost_the_lease() -> None:
     assert process.lease.term == 1
 
 
-def test_who_was_late_to_renew_takes_the_lease_anew_at_once() -> None:
+def test_a_late_holder_acquires_the_lease_again_at_once() -> None:
     world = World()
     process = Process(world, "a", 0.0, 1.0)
     assert process.lease.acquire_or_renew()
@@ -182,11 +182,11 @@ def test_who_was_late_to_renew_takes_the_lease_anew_at_once() -> None:
     assert process.lease.holds(2)
 
 
-def test_a_lost_answer_to_an_acquisition_costs_a_term_and_no_time() -> None:
+def test_a_lost_answer_to_an_acquisition_skips_a_term() -> None:
     process = Process(World(), "a", 0.0, 1.0, failing="after")
     with pytest.raises(LeaseError):
         process.lease.acquire_or_renew()
-    assert process.lease.term == 0, "whether it was written is not known"
+    assert process.lease.term == 0, "the outcome of the write is unknown"
     process.failing = ""
     assert process.lease.acquire_or_renew()
     assert process.lease.holds(2)
@@ -205,7 +205,7 @@ def test_an_old_term_is_not_held_again_by_the_same_process() -> None:
     assert not process.lease.holds(0)
 
 
-def test_a_lease_is_taken_when_its_holder_has_stopped_believing_and_no_sooner() -> None:
+def test_a_lease_is_acquired_only_after_its_holder_has_lost_it() -> None:
     """The holder's clock runs 4 % slow, within the margin."""
     world = World()
     holder, other = Process(world, "a", 0.0, 0.96), Process(world, "b", 0.0, 1.0)
@@ -218,8 +218,8 @@ def test_a_lease_is_taken_when_its_holder_has_stopped_believing_and_no_sooner() 
     assert holder.lease.term == 0
 
 
-def test_a_stand_by_waits_from_the_end_of_its_slow_read_on() -> None:
-    """The record may have been written at any moment of the read: its holder believes in it from then on."""
+def test_a_stand_by_waits_from_the_end_of_a_slow_read() -> None:
+    """The record may have been written at any moment of the read, from which on its holder counts its lease."""
     world = World()
     holder, other = Process(world, "a", 0.0, 1.0), Process(world, "b", 0.0, 1.0)
 
@@ -239,7 +239,7 @@ def test_a_stand_by_waits_from_the_end_of_its_slow_read_on() -> None:
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(5.0, 20.0), (20.0, 5.0)])
-def test_of_two_durations_the_longer_is_waited_for(mine: float, theirs: float) -> None:
+def test_a_stand_by_waits_for_the_longer_of_two_durations(mine: float, theirs: float) -> None:
     world = World()
     holder, other = Process(world, "a", 0.0, 1.0), Process(world, "b", 0.0, 1.0)
     assert Lease(holder, "a", theirs, clock=holder.clock).acquire_or_renew()
@@ -251,18 +251,18 @@ def test_of_two_durations_the_longer_is_waited_for(mine: float, theirs: float) -
     assert lease.acquire_or_renew()
 
 
-def test_terms_go_on_from_what_others_remember() -> None:
-    """A store that was emptied starts again from nothing; directories of terms do not."""
+def test_terms_continue_from_the_highest_known_term() -> None:
+    """The directories of terms are kept when a store is emptied."""
     process = Process(World(), "a", 0.0, 1.0)
     lease = Lease(process, "a", DURATION, highest_known_term=lambda: 41, clock=process.clock)
-    assert not lease.holds(0), "no term at all is nobody's"
+    assert not lease.holds(0), "term 0 is held by no process"
     assert lease.acquire_or_renew()
     assert lease.holds(42)
 
 
 @pytest.mark.parametrize(("holder", "term"), [("b-2", 7), ("b-2", 1), ("a-1", 7), ("", 1)])
-def test_who_finds_another_record_has_lost_the_lease_whatever_the_clock_says(holder: str, term: int) -> None:
-    """Of the same term it is in a store that was emptied meanwhile."""
+def test_a_holder_that_finds_another_record_has_lost_the_lease(holder: str, term: int) -> None:
+    """A record of equal term is found in a store that was emptied meanwhile."""
     world = World()
     process = Process(world, "a", 0.0, 1.0)
     assert process.lease.acquire_or_renew()
@@ -272,7 +272,7 @@ def test_who_finds_another_record_has_lost_the_lease_whatever_the_clock_says(hol
     assert process.lease.term == 0
 
 
-def test_no_term_follows_the_last_one() -> None:
+def test_no_term_follows_the_highest_possible_one() -> None:
     world = World(record=LeaseRecord("", MAX_TERM, DURATION, "1"))
     process = Process(world, "a", 0.0, 1.0)
     with pytest.raises(LeaseError, match="no term is left"):
@@ -283,7 +283,7 @@ def test_no_term_follows_the_last_one() -> None:
     assert process.lease.holds(MAX_TERM)
 
 
-def test_the_clock_counts_time_in_which_the_machine_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_includes_time_of_a_suspended_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     def clock_gettime(clock: int) -> float:
         return {7: 500.0}[clock]
 
@@ -291,4 +291,4 @@ def test_the_clock_counts_time_in_which_the_machine_sleeps(monkeypatch: pytest.M
     monkeypatch.setattr(lease_module, "time", clocks)
     assert boot_seconds() == 500.0
     del clocks.CLOCK_BOOTTIME
-    assert boot_seconds() == 100.0, "where the system cannot tell"
+    assert boot_seconds() == 100.0, "a system without CLOCK_BOOTTIME"

@@ -1,4 +1,4 @@
-"""The thread that keeps a lease: when it asks, what it makes of faults, and what it leaves behind."""
+"""The thread that renews a lease: its attempts, its handling of faults, and its stop."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flexd.ha.lease_renewer import LeaseRenewer
 from tests.support.until import until
 
 SECONDS = 20.0
-"""Deadline of whatever is waited for."""
+"""Deadline of every wait."""
 
 
 class FakeLease:
-    """A lease that notes what is asked of it; ``fault`` is raised instead."""
+    """A lease that records its calls, and raises ``fault`` if it is set."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -28,12 +28,12 @@ class FakeLease:
         self.hang.set()
 
     def acquire_or_renew(self) -> None:
-        self._note("attempt")
+        self._record("attempt")
 
     def release(self) -> None:
-        self._note("release")
+        self._record("release")
 
-    def _note(self, call: str) -> None:
+    def _record(self, call: str) -> None:
         self.calls.append(call)
         assert self.hang.wait(SECONDS)
         if self.fault is not None:
@@ -61,7 +61,7 @@ def keep(lease: FakeLease) -> Iterator[Callable[..., LeaseRenewer]]:
         assert renewer.stop(SECONDS)
 
 
-def test_the_lease_is_asked_for_again_and_again_and_given_back_at_the_end(
+def test_the_lease_is_renewed_repeatedly_and_released_at_stop(
     lease: FakeLease, keep: Callable[..., LeaseRenewer]
 ) -> None:
     renewer = keep()
@@ -72,7 +72,7 @@ def test_the_lease_is_asked_for_again_and_again_and_given_back_at_the_end(
     assert (renewer.failures, renewer.problem) == (0, "")
 
 
-def test_the_first_try_waits_for_nothing_and_the_end_for_no_pause(
+def test_the_first_attempt_and_the_stop_do_not_wait_for_the_interval(
     lease: FakeLease, keep: Callable[..., LeaseRenewer]
 ) -> None:
     renewer = keep(3600.0)
@@ -82,7 +82,7 @@ def test_the_first_try_waits_for_nothing_and_the_end_for_no_pause(
 
 
 @pytest.mark.parametrize("fault", [LeaseError("no answer"), ValueError("made up")])
-def test_faults_are_counted_told_once_and_tried_again(
+def test_faults_are_counted_logged_once_and_retried(
     lease: FakeLease, keep: Callable[..., LeaseRenewer], caplog: pytest.LogCaptureFixture, fault: Exception
 ) -> None:
     lease.fault = fault
@@ -90,17 +90,17 @@ def test_faults_are_counted_told_once_and_tried_again(
     until(lambda: renewer.failures >= 4)
     assert renewer.problem == ("no answer" if isinstance(fault, LeaseError) else "ValueError('made up')")
     assert [record.getMessage() for record in caplog.records] == [f"lease: {renewer.problem}"]
-    assert bool(caplog.records[0].exc_info) == isinstance(fault, ValueError), "a trace of what nobody expects"
+    assert bool(caplog.records[0].exc_info) == isinstance(fault, ValueError), "only an unexpected error has a traceback"
     lease.fault = LeaseError("something else")
     until(lambda: renewer.problem == "something else")
     lease.fault = None
     until(lambda: not renewer.problem)
     lease.fault = fault
     until(lambda: len(caplog.records) == 3)
-    assert caplog.records[2].getMessage() == caplog.records[0].getMessage(), "it is news again"
+    assert caplog.records[2].getMessage() == caplog.records[0].getMessage(), "logged again after a success"
 
 
-def test_a_lease_that_was_given_up_is_not_asked_for_until_the_time_is_over(
+def test_a_released_lease_is_not_acquired_until_the_time_is_over(
     lease: FakeLease, keep: Callable[..., LeaseRenewer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
@@ -117,7 +117,7 @@ def test_a_lease_that_was_given_up_is_not_asked_for_until_the_time_is_over(
     until(lambda: lease.calls[-1] == "attempt")
 
 
-def test_a_call_that_hangs_holds_nobody_but_the_thread(lease: FakeLease, keep: Callable[..., LeaseRenewer]) -> None:
+def test_a_call_that_hangs_blocks_only_the_thread(lease: FakeLease, keep: Callable[..., LeaseRenewer]) -> None:
     lease.hang.clear()
     renewer = keep()
     until(lambda: lease.calls)
@@ -128,7 +128,7 @@ def test_a_call_that_hangs_holds_nobody_but_the_thread(lease: FakeLease, keep: C
     assert lease.calls == ["attempt", "release"]
 
 
-def test_a_keeper_that_never_started_has_ended(lease: FakeLease) -> None:
+def test_a_renewer_that_never_started_has_ended(lease: FakeLease) -> None:
     of: Any = lease
     assert LeaseRenewer(of, 1.0).stop(0.0) is True
     assert lease.calls == []

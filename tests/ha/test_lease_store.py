@@ -1,4 +1,4 @@
-"""Every place to keep a lease in behaves alike; and what only one of them has to get right."""
+"""Conformance of every lease store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Make = Callable[[], LeaseStore]
 
 @pytest.fixture(params=["file", "kubernetes"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
-    """Makes one more store over the same record, as another process would."""
+    """Return a function that opens one more store over the same record, as another process would."""
     server = FakeKubernetes(tmp_path) if request.param == "kubernetes" else None
     made: list[LeaseStore] = []
 
@@ -44,7 +44,7 @@ def _content(record: LeaseRecord | None) -> tuple[str, int, float]:
     return record.holder, record.term, record.duration_seconds
 
 
-def test_a_record_is_what_was_written_and_seen_by_all(make: Make) -> None:
+def test_a_written_record_is_read_by_every_store(make: Make) -> None:
     one, two = make(), make()
     assert one.read() is None
     first = one.compare_and_set(None, "a", 1, 5.0)
@@ -75,7 +75,7 @@ def test_only_the_present_record_can_be_replaced(make: Make) -> None:
     record = second
     for _ in range(20):
         record = one.compare_and_set(record, "a", 1, 5.0)
-    assert two.compare_and_set(first, "b", 9, 5.0) is None, "also when it is long gone"
+    assert two.compare_and_set(first, "b", 9, 5.0) is None, "a record replaced long ago is not accepted either"
     assert one.read() == record
     assert _content(record) == ("a", 1, 5.0)
 
@@ -87,7 +87,7 @@ def test_a_released_record_keeps_its_term(make: Make) -> None:
     assert _content(make().read()) == ("", 3, 5.0)
 
 
-def test_of_many_who_have_seen_the_same_one_wins(make: Make) -> None:
+def test_of_concurrent_writers_with_the_same_record_one_succeeds(make: Make) -> None:
     stores = [make() for _ in range(6)]
     seen: LeaseRecord | None = None
     for turn in range(8):
@@ -114,8 +114,8 @@ def test_of_many_who_have_seen_the_same_one_wins(make: Make) -> None:
         assert _content(seen)[:2] == (won[0], turn + 1)
 
 
-def test_a_lease_goes_from_one_to_the_other(make: Make) -> None:
-    """The rules of ``Lease`` over each store, with clocks set by hand."""
+def test_a_lease_passes_from_one_process_to_another(make: Make) -> None:
+    """The rules of ``Lease`` over each store, with fake clocks."""
     now = {"a": 100.0, "b": 9_000.0}
     one = Lease(make(), "a", 10.0, clock=lambda: now["a"])
     two = Lease(make(), "b", 10.0, clock=lambda: now["b"])
@@ -126,17 +126,17 @@ def test_a_lease_goes_from_one_to_the_other(make: Make) -> None:
         now["a"] += 4
         now["b"] += 4
         assert one.acquire_or_renew()
-        assert not two.acquire_or_renew(), "it is renewed"
+        assert not two.acquire_or_renew(), "the lease was renewed"
     now["a"] += 9.4
     assert one.term == 1
     now["a"] += 0.2
-    assert one.term == 0, "before the other may have it"
+    assert one.term == 0, "it ends before another process may acquire it"
     now["b"] += 9.9
     assert not two.acquire_or_renew()
     now["b"] += 0.2
     assert two.acquire_or_renew()
     assert two.term == 2
-    assert not one.acquire_or_renew(), "who held it is a stand-by now"
+    assert not one.acquire_or_renew(), "the old holder is a stand-by"
     two.release()
     assert one.acquire_or_renew()
     assert one.term == 3

@@ -1,4 +1,4 @@
-"""Every term has its directory, and begins as what the one before has left."""
+"""Every term has a directory that begins as a copy of the one before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.disk_order import watch_disk
 
 
 def _fill(directory: Path) -> None:
-    """What a daemon leaves."""
+    """Write the files of a daemon."""
     SnapshotStore(directory / "snapshots", 3).save({"n": 1}, {"a": np.arange(5)})
     journal = PlacementJournal(directory / "placement")
     journal.begin(Segment("a", 3, "t"), Placement.of(np.arange(4), np.full(4, 1, np.uint8), 7))
@@ -54,7 +54,7 @@ def _check(directory: Path) -> None:
     assert [path.suffix for path in (directory / "snapshots").iterdir()] == [".flexd"]
 
 
-def test_the_first_term_goes_on_from_a_daemon_without_a_lease(tmp_path: Path) -> None:
+def test_the_first_term_continues_from_a_daemon_without_a_lease(tmp_path: Path) -> None:
     _fill(tmp_path)
     (tmp_path / "lease").mkdir()
     (tmp_path / "lease" / "lease-1").write_text("{}")
@@ -65,12 +65,12 @@ def test_the_first_term_goes_on_from_a_daemon_without_a_lease(tmp_path: Path) ->
     assert highest_term(tmp_path) == 4
 
 
-def test_what_an_old_leader_writes_afterwards_is_its_own(tmp_path: Path) -> None:
+def test_later_writes_of_an_old_leader_do_not_reach_the_new_term(tmp_path: Path) -> None:
     first = open_term_directory(tmp_path, 1)
     _fill(first)
     second = open_term_directory(tmp_path, 2)
     _check(second)
-    # The deposed leader goes on as if nothing had happened.
+    # The old leader continues to write.
     SnapshotStore(first / "snapshots", 1).save({"n": 2}, {"a": np.arange(3)})
     journal = PlacementJournal(first / "placement")
     journal.begin(Segment("b", 9, "u"), Placement.empty(99))
@@ -106,7 +106,7 @@ def test_a_link_to_somewhere_else_is_not_followed(tmp_path: Path) -> None:
     assert list(open_term_directory(tmp_path / "state", 2).iterdir()) == []
 
 
-def test_all_of_a_term_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_term_is_durable_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fill(open_term_directory(tmp_path, 1))
     done = watch_disk(monkeypatch)
     open_term_directory(tmp_path, 2)
@@ -117,15 +117,15 @@ def test_all_of_a_term_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeyp
     assert done[named + 1 :] == [f"sync {tmp_path.name}"]
 
 
-def test_what_an_earlier_try_of_this_process_left_is_begun_anew(tmp_path: Path) -> None:
+def test_an_unfinished_directory_of_this_process_is_replaced(tmp_path: Path) -> None:
     left = tmp_path / f".unfinished-2-{os.getpid()}"
     left.mkdir()
     (left / "half").write_text("x")
     assert list(open_term_directory(tmp_path, 2).iterdir()) == []
 
 
-def test_a_directory_that_is_being_made_is_left_alone(tmp_path: Path) -> None:
-    """By another process: of a later term, or of the same one, which it will lose by itself."""
+def test_an_unfinished_directory_of_another_process_is_kept(tmp_path: Path) -> None:
+    """It may be of a later term, or of the same one, which only one process can complete."""
     for name in (".unfinished-3-77", ".unfinished-4-77", ".unfinished-9-77", ".unfinished-x"):
         (tmp_path / name).mkdir()
     open_term_directory(tmp_path, 4)
@@ -133,7 +133,7 @@ def test_a_directory_that_is_being_made_is_left_alone(tmp_path: Path) -> None:
     assert names == [".unfinished-4-77", ".unfinished-9-77", ".unfinished-x", "term-0000000004"]
 
 
-def test_a_term_whose_directory_somebody_fills_meanwhile_is_not_opened(
+def test_a_term_whose_directory_another_process_fills_is_not_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _fill(open_term_directory(tmp_path, 1))
@@ -151,7 +151,7 @@ def test_a_term_whose_directory_somebody_fills_meanwhile_is_not_opened(
     assert list(tmp_path.glob(".unfinished-*")) == []
 
 
-def test_a_file_that_its_owner_removes_meanwhile_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_removed_while_it_is_copied_is_omitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = open_term_directory(tmp_path, 1)
     _fill(first)
     copy = terms._copy_file
@@ -178,7 +178,7 @@ def test_where_files_cannot_be_linked_snapshots_are_copied(tmp_path: Path, monke
     _check(open_term_directory(tmp_path, 2))
 
 
-def test_a_torn_end_is_what_it_is_after_a_crash(tmp_path: Path) -> None:
+def test_a_torn_end_of_the_journal_is_truncated_as_after_a_crash(tmp_path: Path) -> None:
     first = open_term_directory(tmp_path, 1)
     _fill(first)
     with (first / "placement" / "placement.journal").open("ab") as file:
@@ -189,13 +189,13 @@ def test_a_torn_end_is_what_it_is_after_a_crash(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_a_database_that_is_none_is_left_out(tmp_path: Path) -> None:
+def test_a_malformed_database_is_omitted(tmp_path: Path) -> None:
     first = open_term_directory(tmp_path, 1)
     (first / "migrations.sqlite").write_text("no database at all, but long enough to be looked at " * 40)
     assert not (open_term_directory(tmp_path, 2) / "migrations.sqlite").exists()
 
 
-def test_what_is_named_otherwise_is_no_term(tmp_path: Path) -> None:
+def test_other_names_are_no_terms(tmp_path: Path) -> None:
     for name in ("term-9", "term-00000000099", "term-0000000009.old", "my-term-0000000009"):
         (tmp_path / name).mkdir()
     assert highest_term(tmp_path) == 0
@@ -209,11 +209,11 @@ def test_an_old_term_gets_no_directory(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["term-0000000005"]
 
 
-def test_directories_of_long_ago_and_of_failed_starts_are_removed(tmp_path: Path) -> None:
+def test_old_terms_and_unfinished_directories_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".unfinished-2-77").mkdir()
     for term in range(1, 8):
         made = open_term_directory(tmp_path, term)
-        assert term == 1 or (made / "x").read_text() == str(term - 1), "it goes on from the newest"
+        assert term == 1 or (made / "x").read_text() == str(term - 1), "it continues from the newest term"
         (made / "x").write_text(str(term))
     assert highest_term(tmp_path) == 7
     names = sorted(entry.name for entry in tmp_path.iterdir())

@@ -20,7 +20,7 @@ def harness(tmp_path: Path) -> PlanningHarness:
 
 
 class QuietDrift:
-    """No drift, or what the test says."""
+    """No drift, or the reason that a test sets."""
 
     reason: str | None = None
 
@@ -34,7 +34,7 @@ def auto(it: PlanningHarness) -> tuple[AutoPlanner, QuietDrift]:
     return AutoPlanner(it.config.planner, it.planning, drift, it.coordinator.live), drift  # type: ignore[arg-type]
 
 
-def test_a_daemon_that_proposes_only_moves_nothing_until_it_is_told(tmp_path: Path) -> None:
+def test_a_daemon_that_proposes_only_moves_nothing_until_apply(tmp_path: Path) -> None:
     it = filled_harness(tmp_path, auto=False)
     planner, _ = auto(it)
     planner.tick()
@@ -47,7 +47,7 @@ def test_a_daemon_that_proposes_only_moves_nothing_until_it_is_told(tmp_path: Pa
     assert execution.trigger is ANN
 
 
-def test_a_daemon_that_may_act_does(harness: PlanningHarness) -> None:
+def test_a_daemon_with_auto_executes_its_plan(harness: PlanningHarness) -> None:
     planner, _ = auto(harness)
     planner.tick()
     assert len(harness.coordinator.migrations) == 1
@@ -56,27 +56,27 @@ def test_a_daemon_that_may_act_does(harness: PlanningHarness) -> None:
     assert len(harness.coordinator.migrations) == 1
 
 
-def test_what_an_earlier_daemon_left_undone_comes_before_a_plan(harness: PlanningHarness) -> None:
-    asked: list[int] = []
+def test_an_interrupted_rollback_is_resumed_before_a_plan(harness: PlanningHarness) -> None:
+    calls: list[int] = []
     planner = AutoPlanner(
         harness.config.planner, harness.planning, QuietDrift(), harness.coordinator.live,  # type: ignore[arg-type]
-        lambda: not asked.append(1),
+        lambda: not calls.append(1),
     )  # fmt: skip
     for _ in range(3):
         planner.tick()
-    assert asked == [1]
-    assert harness.coordinator.migrations == [], "that the ranks are new to this daemon is no reason any more"
+    assert calls == [1]
+    assert harness.coordinator.migrations == [], "the rollback replaces the trigger of new ranks"
     planner, _ = auto(harness)
     planner.record_manual_plan(executed=True)
     planner.tick()
-    assert harness.coordinator.migrations == [], "nor behind a rollback that was asked for"
+    assert harness.coordinator.migrations == [], "a requested rollback starts the interval again"
     planner, _ = auto(harness)
     planner.record_manual_plan(executed=False)
     planner.tick()
     assert len(harness.coordinator.migrations) == 1
 
 
-def test_why_there_is_no_plan_is_told(tmp_path: Path) -> None:
+def test_a_refused_plan_is_reported_with_its_reason(tmp_path: Path) -> None:
     it = PlanningHarness(tmp_path, min_spacing_seconds=0.0)
     it.report()
     it.see(10)
@@ -85,7 +85,7 @@ def test_why_there_is_no_plan_is_told(tmp_path: Path) -> None:
     assert planner.refusal.startswith("the profile is thin: 10 accesses")
     assert [gate.name for gate in it.planning.last_gates if not gate.open] == ["samples"]
     it.see(50_000)
-    time.sleep(0.11)  # the shortest spacing
+    time.sleep(0.11)  # MIN_SPACING_SECONDS
     planner.tick()
     assert planner.refusal == ""
     assert len(it.coordinator.migrations) == 1

@@ -1,4 +1,4 @@
-"""What people decide: kept over restarts and kills, put aside when it is not usable, recorded with who and why."""
+"""Decisions of operators: kept over restarts and kills, quarantined when unusable, recorded with user and reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DECIDED = Decisions(
 
 
 class Start:
-    """The commands of one start of a daemon, over the state that earlier ones have left."""
+    """The commands of one start of a daemon, over the state directory of earlier starts."""
 
     def __init__(self, directory: Path, throttle: ThrottleConfig = CONFIGURED) -> None:
         control = ControlConfig(throttle=throttle)
@@ -49,7 +49,7 @@ class Start:
         self.held = held
 
 
-def test_the_next_start_goes_on_as_decided(tmp_path: Path) -> None:
+def test_pause_and_throttle_hold_after_a_restart(tmp_path: Path) -> None:
     first = Start(tmp_path)
     assert (first.commands.pause_reason, first.held) == (None, False)
     assert first.commands.pause("night", "ann").changed is True
@@ -69,7 +69,7 @@ def test_the_next_start_goes_on_as_decided(tmp_path: Path) -> None:
     assert (third.pacing.limits, third.pacing.adaptive) == (ThrottleLimits(), False)
 
 
-def test_everything_is_recorded_with_who_and_why(tmp_path: Path) -> None:
+def test_every_action_is_recorded_with_user_and_reason(tmp_path: Path) -> None:
     it = Start(tmp_path)
     it.commands.pause("night", "ann")
     it.now = 130.0
@@ -94,13 +94,13 @@ def test_everything_is_recorded_with_who_and_why(tmp_path: Path) -> None:
     assert details[5] == "plan p1 in spite of samples, lag"
 
 
-def test_a_configuration_that_was_changed_later_counts(tmp_path: Path) -> None:
+def test_a_later_change_of_the_configured_throttle_replaces_the_override(tmp_path: Path) -> None:
     Start(tmp_path).commands.set_throttle(4_096, None, None)
     changed = ThrottleConfig(bytes_per_second=500)
     other = Start(tmp_path, changed)
     assert other.pacing.limits == ThrottleLimits(None, 500)
     assert other.file.current.throttle is None
-    assert Start(tmp_path).pacing.limits == ThrottleLimits(None, 9_000), "and for good"
+    assert Start(tmp_path).pacing.limits == ThrottleLimits(None, 9_000), "the override is removed for good"
 
 
 def test_a_reload_keeps_the_chosen_throttle_unless_it_changes_the_configured_one(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_reload_keeps_the_chosen_throttle_unless_it_changes_the_configured_one
         DECIDED.model_dump_json().encode()[:-1], DECIDED.model_dump_json().encode() + b" " * MAX_BYTES,
     ],
 )  # fmt: skip
-def test_a_file_that_is_not_usable_is_quarantined(tmp_path: Path, content: bytes) -> None:
+def test_an_unusable_file_is_quarantined(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "decisions.json"
     path.write_bytes(content)
     it = Start(tmp_path)
@@ -136,7 +136,7 @@ def test_a_file_that_is_not_usable_is_quarantined(tmp_path: Path, content: bytes
     assert Start(tmp_path).held is True
 
 
-def test_a_file_that_is_whole_is_read_and_of_its_owner_alone(tmp_path: Path) -> None:
+def test_a_valid_file_is_read_and_private(tmp_path: Path) -> None:
     file = DecisionFile(tmp_path / "decisions.json")
     file.update(pause=DECIDED.pause, throttle=DECIDED.throttle, rollback=DECIDED.rollback)
     assert stat.S_IMODE((tmp_path / "decisions.json").stat().st_mode) == 0o600
@@ -144,7 +144,7 @@ def test_a_file_that_is_whole_is_read_and_of_its_owner_alone(tmp_path: Path) -> 
     assert (again.current, again.quarantined) == (DECIDED, 0)
     before = (tmp_path / "decisions.json").stat()
     again.retry()
-    assert (tmp_path / "decisions.json").stat() == before, "nothing is left to write"
+    assert (tmp_path / "decisions.json").stat() == before, "no write is outstanding"
     assert [path.name for path in tmp_path.iterdir()] == ["decisions.json"]
 
 
@@ -154,7 +154,9 @@ def test_a_file_of_the_largest_size_is_read(tmp_path: Path) -> None:
     assert DecisionFile(tmp_path / "decisions.json").current == DECIDED
 
 
-def test_a_full_disk_holds_nobody_up_and_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_delays_no_command_and_the_write_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     it = Start(tmp_path)
     it.commands.set_throttle(4_096, None, None)
 
@@ -169,7 +171,7 @@ def test_a_full_disk_holds_nobody_up_and_is_tried_again(tmp_path: Path, monkeypa
     assert "No space left" in it.file.problem
     before = DecisionFile(tmp_path / "decisions.json")
     assert before.current.pause is None
-    assert before.current.throttle is not None, "the file is as it was"
+    assert before.current.throttle is not None, "the file is unchanged"
     it.commands._retry_at = 0.0
     it.commands.tick()
     assert it.file.problem == ""
@@ -182,7 +184,7 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         Start(tmp_path)
 
 
-def test_a_killed_daemon_is_paused_and_throttled_when_it_comes_back(tmp_path: Path) -> None:
+def test_pause_and_throttle_hold_after_sigkill(tmp_path: Path) -> None:
     settings = {
         "tables": [{"name": "item", "rows": 3_000, "dim": 4}], "stream": {"source": {"kind": "synthetic"}},
         "sketch": {"memory_bytes": 2**22},

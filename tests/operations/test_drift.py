@@ -1,4 +1,4 @@
-"""When drift is looked at, against what, and that it asks for one plan and not for two."""
+"""Times and references of drift evaluations, and one trigger for one drift."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def harness(tmp_path: Path) -> DriftHarness:
     return made
 
 
-def test_a_steady_stream_never_asks_and_a_moved_one_asks_once(harness: DriftHarness) -> None:
+def test_a_steady_stream_never_triggers_and_a_moved_one_triggers_once(harness: DriftHarness) -> None:
     assert len(harness.execute()) > 100
     for _ in range(5):
         harness.see(seconds=5)
@@ -77,7 +77,7 @@ def test_a_migration_that_began_while_it_was_priced_is_not_judged(harness: Drift
     assert (harness.monitor.pop_reason(), harness.monitor.newest) == (None, None)
 
 
-def test_nothing_is_priced_before_it_is_known_how_much_a_step_reads(harness: DriftHarness) -> None:
+def test_nothing_is_priced_before_the_accesses_of_a_step_are_known(harness: DriftHarness) -> None:
     worlds: list[int] = []
     harness.training.accesses_per_step = worlds.append
     harness.monitor.apply_config(harness.config.planner.model_copy(update={"batch_accesses_per_step": None}))
@@ -87,7 +87,7 @@ def test_nothing_is_priced_before_it_is_known_how_much_a_step_reads(harness: Dri
     assert (harness.profile_rates, worlds, harness.monitor.reference_state()) == ([], [live.layout.world_size], {})
 
 
-def test_how_old_the_newest_look_is(harness: DriftHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_age_of_the_newest_evaluation_is_reported(harness: DriftHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [50.0]
     monkeypatch.setattr("flexd.operations.drift.time", SimpleNamespace(monotonic=lambda: now[0]))
     harness.execute()
@@ -97,13 +97,13 @@ def test_how_old_the_newest_look_is(harness: DriftHarness, monkeypatch: pytest.M
     assert harness.monitor.age_seconds() == 7.0
 
 
-def test_a_profile_of_nothing_is_no_reference_although_nothing_is_demanded(tmp_path: Path) -> None:
+def test_an_empty_profile_is_no_reference_at_any_gates(tmp_path: Path) -> None:
     harness = DriftHarness(tmp_path, min_samples=0)
     assert harness.monitor.evaluate() is None
     assert harness.monitor.reference_state() == {}
 
 
-def test_a_slow_look_puts_the_next_one_off(harness: DriftHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_evaluation_delays_the_next_one(harness: DriftHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     now, waits = [0.0], []
 
     class Stop(threading.Event):
@@ -125,7 +125,7 @@ def test_a_slow_look_puts_the_next_one_off(harness: DriftHarness, monkeypatch: p
 
 
 def test_a_plan_that_changes_nothing_is_the_new_reference(harness: DriftHarness) -> None:
-    """Otherwise drift that a plan cannot mend would ask for one again and again."""
+    """Otherwise drift that no plan can reduce would trigger a plan after every evaluation."""
     harness.coordinator.topology = LiveTopology(1, "a", RankLayout(2, 2), (0,), True, "")
     assert len(harness.execute()) == 0, "no slots, no replicas"
     harness.monitor._settings = harness.config.planner.model_copy(update={"drift_threshold": 1.0 + 1e-12})
@@ -139,7 +139,7 @@ def test_a_plan_that_changes_nothing_is_the_new_reference(harness: DriftHarness)
     assert drift.ratio == pytest.approx(1.0)
 
 
-def test_null_threshold_shows_drift_and_asks_nothing(tmp_path: Path) -> None:
+def test_without_a_threshold_drift_is_shown_and_triggers_nothing(tmp_path: Path) -> None:
     harness = DriftHarness(tmp_path, drift_threshold=None)
     harness.see()
     harness.execute()
@@ -153,7 +153,7 @@ def test_null_threshold_shows_drift_and_asks_nothing(tmp_path: Path) -> None:
     assert (harness.monitor.pop_reason() or "").startswith("drift "), "from the next look on"
 
 
-def test_nothing_is_looked_at_without_ranks_during_a_migration_or_with_little_seen(tmp_path: Path) -> None:
+def test_drift_is_not_evaluated_without_ranks_during_a_migration_or_with_few_accesses(tmp_path: Path) -> None:
     harness = DriftHarness(tmp_path)
     harness.sketches.ingest("item", np.zeros(999, dtype=np.int64), 0, 1.0)
     assert harness.monitor.evaluate() is None
@@ -173,7 +173,7 @@ def test_nothing_is_looked_at_without_ranks_during_a_migration_or_with_little_se
     assert len(harness.profile_rates) == profiles, "a profile is expensive: none is made for nothing"
 
 
-def test_a_plan_made_during_a_look_wins(harness: DriftHarness) -> None:
+def test_a_plan_made_during_an_evaluation_replaces_its_reference(harness: DriftHarness) -> None:
     harness.execute()
     harness.see(moved=700)
     harness.during = lambda: (setattr(harness, "during", lambda: None), harness.execute())  # type: ignore[assignment]
@@ -182,7 +182,7 @@ def test_a_plan_made_during_a_look_wins(harness: DriftHarness) -> None:
     assert harness.monitor.newest is None
 
 
-def test_a_reason_is_over_when_what_it_was_of_is(harness: DriftHarness) -> None:
+def test_a_reason_expires_with_its_placement(harness: DriftHarness) -> None:
     target = harness.execute()
     harness.see(moved=700)
     assert harness.monitor.evaluate() is not None
@@ -195,7 +195,7 @@ def test_a_reason_is_over_when_what_it_was_of_is(harness: DriftHarness) -> None:
     assert harness.monitor.pop_reason() is None, "a plan was made meanwhile"
 
 
-def test_a_plan_that_was_made_meanwhile_counts_until_it_has_had_its_time_to_move(harness: DriftHarness) -> None:
+def test_a_plan_made_meanwhile_is_the_reference_until_it_should_have_moved(harness: DriftHarness) -> None:
     target = harness.plan()
     harness.coordinator.now = Placement.of(target.keys[::2], target.tiers[::2], 1)
     assert harness.monitor.evaluate() is None
@@ -207,8 +207,8 @@ def test_a_plan_that_was_made_meanwhile_counts_until_it_has_had_its_time_to_move
     assert harness.monitor.reference_state() != planned
 
 
-def test_a_placement_that_no_plan_made_becomes_the_reference_when_it_stays(harness: DriftHarness) -> None:
-    """A migration that was cut short: half the plan is live."""
+def test_a_placement_without_a_plan_becomes_the_reference_when_it_stays(harness: DriftHarness) -> None:
+    """After an aborted migration half of the plan is live."""
     target = harness.plan()
     harness.coordinator.now = Placement.of(target.keys[::2], target.tiers[::2], 1)
     reference = harness.monitor.reference_state()
@@ -236,7 +236,7 @@ def test_only_the_same_placement_twice_in_a_row_becomes_the_reference(harness: D
     assert harness.monitor.reference_state() == reference, "the plan's own placement was there in between"
 
 
-def test_drift_is_of_the_distribution_and_not_of_the_batch(harness: DriftHarness) -> None:
+def test_drift_depends_on_the_distribution_and_not_on_the_batch(harness: DriftHarness) -> None:
     harness.execute()
     harness.training.accesses_per_step = lambda world: 2 * PER_STEP
     drift = harness.monitor.evaluate()
@@ -245,7 +245,7 @@ def test_drift_is_of_the_distribution_and_not_of_the_batch(harness: DriftHarness
     assert harness.profile_rates[-1] == pytest.approx(PER_STEP)
 
 
-def test_the_reference_outlives_a_restart_and_a_damaged_one_is_left(harness: DriftHarness, tmp_path: Path) -> None:
+def test_the_reference_is_kept_over_a_restart_and_a_damaged_one_ignored(harness: DriftHarness, tmp_path: Path) -> None:
     harness.execute()
     saved = json.loads(json.dumps(harness.monitor.reference_state()))
     again = DriftHarness(tmp_path, saved)
@@ -258,7 +258,7 @@ def test_the_reference_outlives_a_restart_and_a_damaged_one_is_left(harness: Dri
         assert DriftHarness(tmp_path, damaged).monitor.reference_state() == {}
 
 
-def test_the_thread_outlives_faults_and_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_thread_continues_after_faults_and_ends_at_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     harness = DriftHarness(tmp_path, drift_interval_seconds=0.001)
     harness.see(seconds=2)
 
@@ -281,7 +281,7 @@ def test_the_thread_outlives_faults_and_ends(tmp_path: Path, caplog: pytest.LogC
     assert harness.monitor.stop(10)
 
 
-def test_the_job_is_priced_as_it_trains(tmp_path: Path) -> None:
+def test_the_job_is_priced_with_its_training_settings(tmp_path: Path) -> None:
     prices = []
     for planner in ({}, {"micro_batches": 4}, {"exchange": "direct"}, {"frozen_tables": ["item"]}):
         harness = DriftHarness(tmp_path, **planner)
@@ -292,7 +292,7 @@ def test_the_job_is_priced_as_it_trains(tmp_path: Path) -> None:
 
 
 def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From messages in a file log to the plan's reason, in one process; only the ranks are made up."""
+    """From messages in a file log to the reason of the plan in one process; only the ranks are fake."""
     coordinator = FakeCoordinator(obedient=True)
     monkeypatch.setattr("flexd.daemon.service.Coordinator", lambda *_, **__: coordinator)
     monkeypatch.setattr("flexd.daemon.factory.make_cluster", lambda config: CLUSTER)

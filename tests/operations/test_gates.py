@@ -49,7 +49,7 @@ def test_each_gate_closes_by_its_own_key(closed: str, bound: dict[str, float], s
 
 
 def test_the_sketch_error_is_a_share() -> None:
-    """Widths of 0.2 each, of rows of 0.6 and 0.4; a row counts no more than itself."""
+    """The rows have shares of 0.6 and 0.4 and widths of 0.2; a row counts at most its own share."""
     assert sketch_error(profile()) == pytest.approx(0.4)
     (table,) = profile().tables
     wild = replace(table, hot_upper=table.hot_upper + 5)

@@ -1,4 +1,4 @@
-"""Maintenance windows by the clock on the wall, over changes of the clocks too."""
+"""Maintenance windows in local time, including daylight saving changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def calendar(*windows: dict[str, Any]) -> Calendar:
 NIGHT = {"start": "02:00", "end": "05:00", "days": ["tue"]}
 
 
-def test_without_windows_it_is_always_open() -> None:
+def test_without_windows_the_calendar_is_always_open() -> None:
     assert Calendar().is_open(0.0)
     assert Calendar().next_change(0.0) is None
 
@@ -45,7 +45,7 @@ def test_a_window_is_open_from_its_start_to_its_end_on_its_days(moment: str, is_
     assert calendar(NIGHT).is_open(at(moment)) is is_open
 
 
-def test_the_time_zone_counts() -> None:
+def test_a_window_is_in_its_time_zone() -> None:
     assert calendar(NIGHT).is_open(at("2026-11-24T01:30:00", "UTC"))
     assert not calendar({**NIGHT, "time_zone": "UTC"}).is_open(at("2026-11-24T01:30:00", "UTC"))
 
@@ -70,7 +70,7 @@ def test_a_forbidding_window_beats_an_allowing_one() -> None:
     assert not only.is_open(at("2026-11-28T19:00:00"))
 
 
-def test_a_skipped_hour_is_in_no_window_and_the_rest_of_the_window_is() -> None:
+def test_a_skipped_hour_is_in_no_window() -> None:
     """2026-03-29 in Berlin: 01:59:59 is followed by 03:00:00."""
     skipped = calendar({"start": "02:00", "end": "03:00"})
     start = at("2026-03-29T00:00:00")
@@ -125,7 +125,7 @@ def test_between_now_and_the_next_change_nothing_changes(
         assert made.is_open(change - 1) is before
 
 
-def test_times_of_the_day_as_yaml_reads_them() -> None:
+def test_times_of_the_day_are_parsed_as_yaml_reads_them() -> None:
     read = yaml.safe_load("maintenance: [{start: 22:00, end: 05:30}, {start: '00:00', end: 24:00}]")
     first, second = PlannerConfig(**read).maintenance
     assert (first.start, first.end) == ("22:00", "05:30")
@@ -143,6 +143,6 @@ def test_times_of_the_day_as_yaml_reads_them() -> None:
         ({"start": "01:00", "end": "02:00", "days": ["monday"]}, "days"), ({"start": True, "end": "02:00"}, "start"),
     ],
 )  # fmt: skip
-def test_windows_that_are_none_are_refused(window: dict[str, Any], said: str) -> None:
+def test_malformed_windows_are_refused(window: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         WindowConfig(**window)

@@ -1,4 +1,4 @@
-"""Step times in, pace out: a loop that is closed by simulated ranks."""
+"""The pace of migrations in a closed loop with simulated ranks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def report(seconds: float, apply_seconds: float = 0.0, steps: int = 1) -> StepRe
 
 @dataclass
 class Job:
-    """Ranks whose steps take longer by what is copied in them; a migration without end, as the pusher feeds it.
+    """Ranks whose steps take longer for every copied byte, and an endless migration as the pusher feeds it.
 
     Args:
-        seconds_per_byte: that a step takes longer for each byte copied in it.
+        seconds_per_byte: added step time for each byte copied in it.
     """
 
     seconds_per_byte: float
@@ -69,8 +69,8 @@ def slowdown(job: Job, last: int) -> float:
     return float(np.median(job.steps[-last:])) / STEP_SECONDS
 
 
-def test_a_migration_settles_where_steps_bear_it() -> None:
-    """1 ms in 10 is borne: 100,000 bytes a step where a byte takes 10 ns."""
+def test_the_pace_settles_at_the_tolerated_slowdown() -> None:
+    """The tolerated slowdown is 1 ms in 10: 100,000 bytes a step where a byte takes 10 ns."""
     job = Job(seconds_per_byte=1e-8)
     job.run(1_000)
     late = np.array(job.copied[500:])
@@ -83,14 +83,14 @@ def test_a_migration_settles_where_steps_bear_it() -> None:
     assert figures.baseline.p50_seconds == pytest.approx(STEP_SECONDS, rel=0.05)
 
 
-def test_a_migration_that_does_not_hurt_goes_at_the_ceiling() -> None:
+def test_a_migration_without_slowdown_runs_at_the_limit() -> None:
     job = Job(seconds_per_byte=1e-12)
     job.run(200)
     assert job.pacing.snapshot().bytes_per_step == ControlConfig().chunk_bytes
     assert job.pacing.snapshot().slowed == 0
 
 
-def test_it_recovers_when_whatever_else_slowed_the_job_is_over() -> None:
+def test_the_pace_recovers_when_another_slowdown_ends() -> None:
     job = Job(seconds_per_byte=1e-11)
     job.run(200)
     fast = job.pacing.snapshot().bytes_per_step
@@ -102,8 +102,8 @@ def test_it_recovers_when_whatever_else_slowed_the_job_is_over() -> None:
     assert job.pacing.snapshot().bytes_per_step == fast == ControlConfig().chunk_bytes
 
 
-def test_a_job_that_is_slower_for_good_is_not_blamed_on_the_migration() -> None:
-    """A pause shows it: steps without a migration are as slow, and are the baseline from then on."""
+def test_a_permanently_slower_job_gets_a_new_baseline() -> None:
+    """Steps during a pause are as slow, and become the baseline."""
     job = Job(seconds_per_byte=1e-11)
     job.run(200)
     job.slower = 2.0
@@ -115,7 +115,7 @@ def test_a_job_that_is_slower_for_good_is_not_blamed_on_the_migration() -> None:
     assert figures.baseline.p50_seconds == pytest.approx(2 * STEP_SECONDS, rel=0.05)
 
 
-def test_a_migration_that_always_hurts_hurts_seldom_and_goes_on() -> None:
+def test_a_migration_that_always_slows_steps_continues_rarely() -> None:
     job = Job(seconds_per_byte=1e-6, settings=ThrottleConfig(adaptive=True, pause_seconds=1.0))
     job.run(2_500)
     figures = job.pacing.snapshot()
@@ -126,7 +126,7 @@ def test_a_migration_that_always_hurts_hurts_seldom_and_goes_on() -> None:
     assert sum(job.copied[1_250:]) > 0
 
 
-def test_nothing_is_let_go_before_the_steps_are_known() -> None:
+def test_nothing_is_released_before_step_times_are_known() -> None:
     job = Job(seconds_per_byte=1e-8)
     job.run(1)
     assert job.pacing.snapshot().state is PaceState.MEASURING
@@ -136,7 +136,7 @@ def test_nothing_is_let_go_before_the_steps_are_known() -> None:
     assert sum(job.copied) > 0
 
 
-def test_other_ranks_are_measured_anew_and_the_same_are_not() -> None:
+def test_a_new_generation_is_measured_again_and_the_same_one_is_not() -> None:
     job = Job(seconds_per_byte=0.0)
     job.run(100)
     job.pacing.set_generation(1)
@@ -146,7 +146,7 @@ def test_other_ranks_are_measured_anew_and_the_same_are_not() -> None:
     assert job.pacing.snapshot().baseline is None
 
 
-def test_slowness_while_nothing_is_applied_is_not_judged() -> None:
+def test_slow_steps_without_applied_chunks_do_not_change_the_pace() -> None:
     job = Job(seconds_per_byte=0.0)
     job.run(20)
     job.outstanding = 1
@@ -168,7 +168,7 @@ def test_only_steps_without_a_migration_are_the_baseline() -> None:
     assert baseline.p90_seconds < 0.1, "neither of a step with chunks on their way, nor of one that applied some"
 
 
-def test_a_pause_forgets_the_baseline_it_was_judged_by() -> None:
+def test_a_pause_resets_the_baseline() -> None:
     job = Job(seconds_per_byte=1e-5)
     while job.pacing.snapshot().state is not PaceState.PAUSED:
         job.run(1)
@@ -177,7 +177,7 @@ def test_a_pause_forgets_the_baseline_it_was_judged_by() -> None:
     assert job.pacing.snapshot().baseline is not None, "of the steps in the pause"
 
 
-def test_what_other_ranks_had_applied_is_not_held_against_these() -> None:
+def test_bytes_of_an_earlier_generation_do_not_change_the_pace() -> None:
     job = Job(seconds_per_byte=0.0, migrating=False)
     job.run(20)
     job.pacing.add(report(1.0, apply_seconds=0.9))
@@ -202,14 +202,14 @@ def test_a_large_job_needs_two_reports_of_each_rank_and_an_empty_report_is_none(
     assert pacing.snapshot().state is PaceState.RUNNING
 
 
-def test_without_adaptive_the_limits_alone_count() -> None:
+def test_without_adaptive_pacing_only_the_limits_apply() -> None:
     job = Job(seconds_per_byte=1e-6, settings=ThrottleConfig(bytes_per_step=6_400))
     job.run(50)
     assert set(job.copied[1:]) == {6_400}
     assert job.pacing.snapshot().state is None
 
 
-def test_changed_in_the_middle() -> None:
+def test_limits_can_change_during_a_migration() -> None:
     job = Job(seconds_per_byte=1e-6, settings=ThrottleConfig())
     job.run(5)
     assert job.copied[-1] == ROW_BYTES << 14
@@ -229,7 +229,7 @@ def test_a_floor_above_the_limit_is_the_limit() -> None:
     assert max(job.copied) <= 640
 
 
-def test_what_is_left_out_stays_and_zero_lifts() -> None:
+def test_omitted_limits_stay_and_zero_removes_a_limit() -> None:
     limits = ThrottleLimits(10, 20)
     assert merge_limits(limits, None, None) == limits
     assert merge_limits(limits, 0, 5) == ThrottleLimits(None, 5)

@@ -1,4 +1,4 @@
-"""The plan log: what a crash, a full disk and a long life do to it."""
+"""The plan log after crashes, on a full disk, and at its size limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexd.operations import plan_log
 from flexd.operations.plan_log import PlanLog
 
 
-def test_entries_outlive_the_daemon(tmp_path: Path) -> None:
+def test_entries_are_kept_over_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "plans.jsonl"
     log = PlanLog(path)
     assert log.newest is None
@@ -24,7 +24,7 @@ def test_entries_outlive_the_daemon(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", ['{"plan_id": "c"', '{"plan_id": "c", "ro', "{", "[1]", "\0\0\0\0"])
-def test_a_torn_line_is_left_out_and_what_follows_is_kept(tmp_path: Path, torn: str) -> None:
+def test_a_torn_line_is_ignored_and_later_lines_are_kept(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "plans.jsonl"
     path.write_text('{"plan_id": "a"}\n' + torn)
     log = PlanLog(path)
@@ -33,7 +33,7 @@ def test_a_torn_line_is_left_out_and_what_follows_is_kept(tmp_path: Path, torn: 
     assert PlanLog(path).entries == [{"plan_id": "a"}, {"plan_id": "d"}]
 
 
-def test_a_line_torn_inside_a_character_is_left_out(tmp_path: Path) -> None:
+def test_a_line_torn_inside_a_character_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "plans.jsonl"
     path.write_bytes(b'{"plan_id": "a"}\n' + '{"reason": "für'.encode()[:-2])
     assert PlanLog(path).entries == [{"plan_id": "a"}]
@@ -51,7 +51,7 @@ def test_file_and_memory_are_bounded_and_keep_the_newest(tmp_path: Path, monkeyp
     numbers = [json.loads(line)["plan_id"] for line in path.read_text().splitlines()]
     assert numbers == list(range(numbers[0], 43))
     assert len(PlanLog(path).entries) == 5
-    # A daemon that was started again counts what is in the file, too.
+    # A restarted daemon also counts the entries already in the file.
     for number in range(43, 80):
         PlanLog(path).append({"plan_id": number})
         assert len(path.read_text().splitlines()) <= 10

@@ -1,4 +1,4 @@
-"""The planner's section of the configuration in the planner's own terms."""
+"""Translation of the planner section of the configuration into settings of the planner."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_defaults_change_nothing() -> None:
     assert running_exchange(settings) is Exchange.CHAIN
 
 
-def test_every_setting_arrives() -> None:
+def test_every_setting_is_passed_on() -> None:
     settings = PlannerConfig.model_validate(
         {
             "exchange": "direct",

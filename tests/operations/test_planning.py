@@ -1,4 +1,4 @@
-"""When a plan may be made, and what making and executing one leave behind."""
+"""Conditions of a plan, and the records of plans and executions."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_dry_run_leaves_no_trace(harness: PlanningHarness) -> None:
     assert sum(harness.planning.outcomes.values()) == 0
 
 
-def test_a_plan_is_recorded_carried_out_and_logged(harness: PlanningHarness) -> None:
+def test_a_plan_is_recorded_executed_and_logged(harness: PlanningHarness) -> None:
     planning = harness.planning
     proposal = harness.propose("because")
     plan = proposal.plan
@@ -167,7 +167,7 @@ def test_a_migration_that_ends_early_is_logged_with_what_was_applied(harness: Pl
     assert harness.planning.executions.migrated["bytes"] == 0
 
 
-def test_a_migration_that_never_began_is_no_plan_that_moved_rows(harness: PlanningHarness) -> None:
+def test_a_migration_that_never_started_is_not_logged_as_executed(harness: PlanningHarness) -> None:
     _, execution = harness.execute("first")
     assert execution is not None
     execution.migration.fire(TransitionEvent.SUPERSEDE, "by another")
@@ -177,8 +177,8 @@ def test_a_migration_that_never_began_is_no_plan_that_moved_rows(harness: Planni
     assert harness.planning.executions.migrations == {"superseded": 1}
 
 
-def test_chunks_go_from_where_the_ranks_are_now(harness: PlanningHarness) -> None:
-    """An older migration may have gone on between plan and start: the second one's chunks start from its end."""
+def test_chunks_start_from_the_current_placement(harness: PlanningHarness) -> None:
+    """An older migration may proceed between plan and start: the chunks start from the placement after it."""
     first, older = harness.execute("first")
     harness.see(200_000, seed=1)
     proposal = harness.propose("second")
@@ -229,7 +229,7 @@ def test_plans_are_made_one_at_a_time_with_ids_of_their_own(harness: PlanningHar
     assert most == 1
 
 
-def test_an_explanation_is_of_a_plan_that_leaves_no_trace(harness: PlanningHarness) -> None:
+def test_an_explanation_records_no_plan(harness: PlanningHarness) -> None:
     plan = harness.propose("first").plan
     answer = explanation(*harness.planning.explain("item", None, 5))
     assert harness.planning.last_plan is plan
@@ -246,7 +246,7 @@ def test_an_explanation_is_of_a_plan_that_leaves_no_trace(harness: PlanningHarne
         harness.planning.explain("item", row, 0)
 
 
-def test_an_explanation_of_a_thin_profile_says_so(tmp_path: Path) -> None:
+def test_an_explanation_of_a_thin_profile_names_the_closed_gate(tmp_path: Path) -> None:
     harness = PlanningHarness(tmp_path, min_samples=60_000)
     harness.see(50_000)
     harness.report()
@@ -259,7 +259,7 @@ def test_an_explanation_of_a_thin_profile_says_so(tmp_path: Path) -> None:
     assert "the profile is thin: 50000 accesses seen" in shown
 
 
-def test_an_explanation_knows_pins_exclusions_and_frozen_tables(tmp_path: Path) -> None:
+def test_an_explanation_names_pins_exclusions_and_frozen_tables(tmp_path: Path) -> None:
     def explained(row: int, **planner: Any) -> tuple[str, str, float | None]:
         harness = PlanningHarness(tmp_path, **planner)
         harness.see(50_000)

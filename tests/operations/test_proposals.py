@@ -1,4 +1,4 @@
-"""Plans that wait: kept, applied, refused when what they were made for has moved on; gates and who overrides them."""
+"""Proposals: kept, applied, refused when outdated; plans in spite of closed gates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def harness(tmp_path: Path) -> PlanningHarness:
     return filled_harness(tmp_path)
 
 
-def test_a_kept_plan_is_applied_and_recorded_with_who(harness: PlanningHarness) -> None:
+def test_a_proposal_is_applied_and_recorded_with_its_user(harness: PlanningHarness) -> None:
     plan = harness.propose("look", dry_run=True).plan
     proposal, execution = harness.planning.apply(plan.plan_id, ANN)
     assert execution is not None
@@ -50,7 +50,7 @@ def test_latest_is_the_newest(harness: PlanningHarness) -> None:
     assert newest.plan.plan_id in missing.value.remedy
 
 
-def test_proposals_are_bounded_and_looking_pushes_out_none_of_the_daemons(harness: PlanningHarness) -> None:
+def test_proposals_are_bounded_and_dry_runs_evict_no_automatic_proposal(harness: PlanningHarness) -> None:
     own = [harness.propose("interval").plan.plan_id for _ in range(MAX_PER_KIND + 1)]
     for _ in range(MAX_PER_KIND + 2):
         harness.propose("look", dry_run=True)
@@ -87,7 +87,7 @@ def _other_accesses(it: PlanningHarness) -> None:
         (_other_accesses, r"the accesses have moved on since it was made: drift \d"),
     ],
 )  # fmt: skip
-def test_what_has_moved_on_is_refused_with_the_reason(harness: PlanningHarness, meanwhile: Any, said: str) -> None:
+def test_an_outdated_proposal_is_refused_with_the_reason(harness: PlanningHarness, meanwhile: Any, said: str) -> None:
     plan = harness.propose("look", dry_run=True).plan
     meanwhile(harness)
     before = len(harness.coordinator.migrations)
@@ -106,14 +106,14 @@ def test_an_old_proposal_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         it.planning.apply(plan.plan_id, ANN)
 
 
-def test_without_a_drift_threshold_accesses_do_not_make_it_old(tmp_path: Path) -> None:
+def test_without_a_drift_threshold_accesses_do_not_make_a_proposal_outdated(tmp_path: Path) -> None:
     it = filled_harness(tmp_path, drift_threshold=None)
     plan = it.propose("look", dry_run=True).plan
     it.see(500_000, seed=3)
     assert it.planning.apply(plan.plan_id, ANN)[1] is not None
 
 
-def test_a_thin_plan_can_be_looked_at_and_only_forced(tmp_path: Path) -> None:
+def test_a_plan_from_a_thin_profile_can_be_shown_and_applied_only_with_force(tmp_path: Path) -> None:
     it = PlanningHarness(tmp_path, min_window_seconds=100.0)
     it.report()
     it.see(500)
@@ -132,13 +132,13 @@ def test_a_thin_plan_can_be_looked_at_and_only_forced(tmp_path: Path) -> None:
     assert (entry["who"], entry["overridden_gates"]) == ("ann@host", ["samples", "window"])
 
 
-def test_a_forced_plan_needs_ranks_all_the_same(harness: PlanningHarness) -> None:
+def test_a_forced_plan_needs_ranks(harness: PlanningHarness) -> None:
     harness.coordinator.topology = None
     with pytest.raises(PlanError, match="no plan without ranks"):
         harness.propose("now", force=True)
 
 
-def test_a_plan_that_is_forced_is_made_and_recorded_although_gates_are_closed(tmp_path: Path) -> None:
+def test_a_forced_plan_is_executed_and_recorded_with_its_closed_gates(tmp_path: Path) -> None:
     it = PlanningHarness(tmp_path, min_window_seconds=100.0)
     it.report()
     it.see(500)
@@ -149,10 +149,10 @@ def test_a_plan_that_is_forced_is_made_and_recorded_although_gates_are_closed(tm
     assert execution.overridden == ("samples", "window")
 
 
-def test_an_equal_version_of_another_placement_is_another_placement(harness: PlanningHarness) -> None:
+def test_another_placement_of_equal_version_outdates_a_proposal(harness: PlanningHarness) -> None:
     proposal = harness.propose("test")
     keep = {"migrating": False, "age_seconds": 60.0, "max_age_seconds": 60.0}
     live = harness.coordinator.live()
-    assert outdated(proposal, live, proposal.live, **keep) == "", "nor is it too old at its very end"
+    assert outdated(proposal, live, proposal.live, **keep) == "", "the largest age itself is allowed"
     other = Placement.of(np.array([7]), np.array([int(Tier.DEVICE)], np.uint8), proposal.live.version)
     assert "the placement has moved on" in outdated(proposal, live, other, **keep)

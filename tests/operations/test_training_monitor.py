@@ -1,4 +1,4 @@
-"""What the ranks report, averaged for the planner and summed for the metrics."""
+"""Step reports, averaged for the planner and summed for the metrics."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def report(step: int, steps: int = 1, accesses: tuple[int, int, int] = (60, 30, 
     )  # fmt: skip
 
 
-def test_nothing_is_known_before_the_first_report() -> None:
+def test_averages_are_unknown_before_the_first_report() -> None:
     monitor = TrainingMonitor()
     assert monitor.accesses_per_step(4) is None
     assert monitor.versions() == {}
     assert monitor.totals().steps == 0
 
 
-def test_ranks_that_have_not_reported_are_taken_to_do_what_the_others_do() -> None:
+def test_ranks_without_a_report_are_assumed_to_equal_the_others() -> None:
     monitor = TrainingMonitor()
     monitor.add(0, report(1, accesses=(60, 30, 10)))
     assert monitor.accesses_per_step(4) == 400
@@ -49,7 +49,7 @@ def test_the_average_follows_a_change_within_some_tens_of_steps() -> None:
     assert monitor.accesses_per_step(1) == 50, "a report of many steps stands for itself"
 
 
-def test_another_generation_forgets_averages_and_versions_but_not_the_totals() -> None:
+def test_a_new_generation_resets_averages_and_versions_but_not_totals() -> None:
     monitor = TrainingMonitor()
     monitor.add(3, report(5, version=2))
     assert monitor.versions() == {3: 2}

@@ -1,4 +1,4 @@
-"""What fires when, and whether it may move rows."""
+"""Times of triggers, and holding them outside maintenance windows or without auto."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def nothing() -> str | None:
 
 
 def make(spacing: float = 1.0, *, auto: bool = True, calendar: Calendar | None = None) -> Triggers:
-    """At time 0, with the ranks of ``GENERATION`` planned for."""
+    """Return triggers at time 0, with a plan made for the ranks of ``GENERATION``."""
     triggers = Triggers(TriggerSettings(100.0, spacing, auto, calendar or Calendar()), 0.0)
     triggers._planned_generation = GENERATION
     return triggers
@@ -32,16 +32,16 @@ def ask(
     return triggers.due(now, unix, generation, drift)
 
 
-def test_the_interval_counts_from_the_last_try() -> None:
+def test_the_interval_starts_at_the_last_attempt() -> None:
     triggers = make()
     assert ask(triggers, 99.9) is None
     assert ask(triggers, 100.0) == FiredTrigger(Trigger(TriggerKind.INTERVAL, "interval"))
-    assert ask(triggers, 199.0) is None, "made or refused"
+    assert ask(triggers, 199.0) is None, "the attempt counts whether a plan was made or refused"
     assert ask(triggers, 200.0) is not None
     assert triggers.fired == {TriggerKind.INTERVAL: 2}
 
 
-def test_other_ranks_are_planned_for_at_once_and_again_until_a_plan_is_made() -> None:
+def test_a_changed_topology_triggers_at_once_until_a_plan_is_made() -> None:
     triggers = make()
     due = ask(triggers, 5.0, generation=4)
     assert due == FiredTrigger(Trigger(TriggerKind.TOPOLOGY, "topology changed"))
@@ -51,7 +51,7 @@ def test_other_ranks_are_planned_for_at_once_and_again_until_a_plan_is_made() ->
     assert ask(triggers, 8.0, generation=4) is None
 
 
-def test_drift_is_proposed_again_after_what_it_had_asked_for_was_carried_out() -> None:
+def test_drift_is_proposed_again_after_its_plan_was_executed() -> None:
     triggers = make(calendar=NIGHT)
     drift = "drift 1.20 > 1.05"
     held = ask(triggers, 5.0, CLOSED, drift=lambda: drift)
@@ -66,7 +66,7 @@ def test_drift_is_proposed_again_after_what_it_had_asked_for_was_carried_out() -
     assert again.trigger.kind is TriggerKind.DRIFT
 
 
-def test_what_waited_for_a_window_is_forgotten_where_nothing_starts_by_itself() -> None:
+def test_a_waiting_trigger_is_dropped_when_auto_is_switched_off() -> None:
     triggers = make(calendar=NIGHT)
     held = ask(triggers, 5.0, CLOSED, drift=lambda: "drift 1.20 > 1.05")
     assert held is not None
@@ -77,7 +77,7 @@ def test_what_waited_for_a_window_is_forgotten_where_nothing_starts_by_itself() 
     assert triggers.waiting_for_window is None
 
 
-def test_drift_that_was_proposed_waits_for_something_carried_out_whatever_else_is_proposed() -> None:
+def test_proposed_drift_is_not_proposed_again_before_an_execution() -> None:
     triggers = make(auto=False)
     first = ask(triggers, 5.0, drift=lambda: "drift 1.20 > 1.05")
     assert first is not None
@@ -89,7 +89,7 @@ def test_drift_that_was_proposed_waits_for_something_carried_out_whatever_else_i
     assert ask(triggers, 210.0, drift=lambda: "drift 1.20 > 1.05") is None
 
 
-def test_drift_fires_and_is_not_taken_when_it_could_not_be_used() -> None:
+def test_a_drift_reason_is_not_consumed_within_the_spacing() -> None:
     asked = []
 
     def drift() -> str | None:
@@ -103,7 +103,7 @@ def test_drift_fires_and_is_not_taken_when_it_could_not_be_used() -> None:
     assert ask(triggers, 11.0, drift=drift) is not None
 
 
-def test_propose_only_holds_everything_and_says_why() -> None:
+def test_without_auto_every_trigger_is_held_with_a_reason() -> None:
     triggers = make(auto=False)
     due = ask(triggers, 100.0)
     assert due is not None
@@ -112,19 +112,19 @@ def test_propose_only_holds_everything_and_says_why() -> None:
     assert triggers.waiting_for_window is None, "no window will open"
 
 
-def test_drift_proposes_once_until_something_is_carried_out() -> None:
+def test_drift_is_proposed_once_until_a_plan_is_executed() -> None:
     triggers = make(auto=False)
     due = ask(triggers, 1.0, drift=lambda: "drift")
     assert due is not None
     triggers.plan_made(due, GENERATION)
-    assert ask(triggers, 10.0, drift=lambda: "drift") is None, "it would say so after every look"
+    assert ask(triggers, 10.0, drift=lambda: "drift") is None, "otherwise every evaluation would propose it"
     triggers.record_manual_plan(11.0, executed=False)
     assert ask(triggers, 12.0, drift=lambda: "drift") is None
     triggers.record_manual_plan(13.0, executed=True)
     assert ask(triggers, 14.0, drift=lambda: "drift") is not None
 
 
-def test_what_a_window_held_fires_when_it_opens() -> None:
+def test_a_held_trigger_fires_when_the_window_opens() -> None:
     triggers = make(calendar=NIGHT)
     due = ask(triggers, 1.0, CLOSED, drift=lambda: "drift 1.30 > 1.05")
     assert due is not None
@@ -137,25 +137,25 @@ def test_what_a_window_held_fires_when_it_opens() -> None:
     opened = ask(triggers, 160.0, OPEN)
     assert opened == FiredTrigger(
         Trigger(TriggerKind.DRIFT, "drift 1.30 > 1.05, held until the maintenance window opened")
-    ), "the first that was held"
+    ), "the first held trigger"
     again = ask(triggers, 162.0, OPEN)
-    assert again == opened, "refused: tried again"
+    assert again == opened, "a refused plan is retried"
     triggers.plan_made(opened, GENERATION)
     assert ask(triggers, 170.0, OPEN) is None
 
 
-def test_by_hand_in_a_closed_window_leaves_nothing_waiting() -> None:
+def test_a_manual_plan_in_a_closed_window_clears_the_held_trigger() -> None:
     triggers = make(calendar=NIGHT)
     due = ask(triggers, 100.0, CLOSED)
     assert due is not None
     triggers.plan_made(due, GENERATION)
     triggers.record_manual_plan(101.0, executed=True)
     assert ask(triggers, 110.0, OPEN) is None
-    assert ask(triggers, 200.9, OPEN) is None, "the interval counts from there"
+    assert ask(triggers, 200.9, OPEN) is None, "the interval starts at the manual plan"
     assert ask(triggers, 201.0, OPEN) is not None
 
 
-def test_other_settings_hold_from_now_on() -> None:
+def test_changed_settings_apply_at_once() -> None:
     triggers = make()
     triggers.apply_settings(TriggerSettings(10.0, 1.0, False), 50.0)
     due = ask(triggers, 60.0)
@@ -163,4 +163,4 @@ def test_other_settings_hold_from_now_on() -> None:
     assert due.held
     triggers.apply_settings(TriggerSettings(1000.0, 1.0), 61.0)
     assert ask(triggers, 69.0) is None
-    assert ask(triggers, 70.0) is not None, "not put off"
+    assert ask(triggers, 70.0) is not None, "a longer interval does not delay the running one"

@@ -35,7 +35,7 @@ def test_arrays_come_back_bit_by_bit(numbers: list[int], zeros: int, dtype: str)
     assert (got.ranges, got.messages, got.sketch_meta) == (sent.ranges, sent.messages, sent.sketch_meta)
 
 
-def test_a_large_table_of_which_little_was_touched_is_a_small_delta() -> None:
+def test_a_large_table_with_few_accesses_is_a_small_delta() -> None:
     tables = [TableSpec("item", 10_000_000, 4)]
     sketches = SketchSet.of(tables, dataclasses.replace(SETTINGS, memory_bytes=2**26))
     assert sketches.choices()[0].kind == "dense"

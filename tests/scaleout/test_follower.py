@@ -7,7 +7,7 @@ import dataclasses
 from tests.support.scaleout_world import World, payload
 
 
-def test_a_group_that_nothing_goes_wrong_in_reads_nothing_twice() -> None:
+def test_a_group_without_faults_reads_nothing_twice() -> None:
     world = World(3, 2)
     for step in range(12):
         for messages in world.log.values():
@@ -25,7 +25,7 @@ def test_a_group_that_nothing_goes_wrong_in_reads_nothing_twice() -> None:
     assert [follower.follower.stats().restarts for follower in world.followers.values()] == [0, 0, 0]
 
 
-def test_a_follower_stops_reading_when_too_much_has_no_answer() -> None:
+def test_a_follower_stops_reading_at_the_limit_of_unacknowledged_messages() -> None:
     world = World(1, 1)
     world.log["p0"] += [payload(1, 1)] * 100
     follower = world.followers["f0"]

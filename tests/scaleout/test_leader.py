@@ -25,7 +25,7 @@ def _offer(leader: LeaderProcess, delta: CountDelta) -> push_answer.PushAnswer:
     return leader.leader.offer(count_delta.encode(delta))
 
 
-def test_the_leader_takes_a_delta_once_and_only_where_it_stands(leader: LeaderProcess) -> None:
+def test_the_leader_counts_a_delta_once_and_only_at_its_positions(leader: LeaderProcess) -> None:
     first = count_delta_of([3, 3], {"p": OffsetRange(None, 4)})
     assert _offer(leader, first).outcome == "accepted"
     again = _offer(leader, first)
@@ -69,8 +69,8 @@ def test_nothing_is_judged_before_the_snapshot_is_restored() -> None:
     assert starting.leader.followers.refused() == {"starting": 1}
 
 
-def test_answers_of_any_thread_are_equal(leader: LeaderProcess) -> None:
-    """Twenty deltas of one offsets at one time: one is counted."""
+def test_of_concurrent_equal_deltas_one_is_counted(leader: LeaderProcess) -> None:
+    """Twenty equal deltas arrive at the same time."""
     data = count_delta.encode(count_delta_of([9], {"p": OffsetRange(None, 1)}))
     outcomes: list[str] = []
     threads = [threading.Thread(target=lambda: outcomes.append(leader.leader.offer(data).outcome)) for _ in range(20)]

@@ -28,7 +28,7 @@ def _offer(leader: LeaderProcess, delta: CountDelta) -> push_answer.PushAnswer:
     return leader.leader.offer(count_delta.encode(delta))
 
 
-def test_only_signed_fresh_and_new_requests_are_taken(leader: LeaderProcess) -> None:
+def test_only_signed_fresh_and_new_requests_are_accepted(leader: LeaderProcess) -> None:
     http = listener(leader.leader, SECRET, "127.0.0.1", 0)
     http.start()
     try:
@@ -62,7 +62,7 @@ def test_only_signed_fresh_and_new_requests_are_taken(leader: LeaderProcess) -> 
 
 
 @pytest.mark.parametrize("wrong_seconds", [-88_371.0, 88_371.0])
-def test_clocks_that_are_apart_or_set_keep_no_counts_back(
+def test_wrong_or_changed_clocks_delay_no_counts(
     leader: LeaderProcess, monkeypatch: pytest.MonkeyPatch, wrong_seconds: float
 ) -> None:
     http = listener(leader.leader, SECRET, "127.0.0.1", 0)
@@ -78,10 +78,10 @@ def test_clocks_that_are_apart_or_set_keep_no_counts_back(
             link = HttpLink("127.0.0.1", http.port, SECRET)
         data = count_delta.encode(count_delta_of([3], {"p": OffsetRange(None, 4)}))
         assert link.offer(data).outcome == "accepted"
-        assert stale() == 1, "the refusal says what time it is"
+        assert stale() == 1, "the refusal contains the time of the leader"
         assert link.offer(data).outcome == "repeated"
-        assert stale() == 1, "and is asked once"
-        # Now the clock of both is set, and a link is made after.
+        assert stale() == 1, "the time is requested once"
+        # The clocks of both are changed, and a new link is made afterwards.
         monkeypatch.setattr(time, "time", lambda: right() - wrong_seconds)
         assert link.offer(data).outcome == "repeated"
         assert stale() == 1
@@ -91,7 +91,7 @@ def test_clocks_that_are_apart_or_set_keep_no_counts_back(
         assert http.stop(5.0)
 
 
-def test_a_calendar_that_is_set_and_set_back_lets_no_recorded_request_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_request_is_refused_after_the_clock_was_set_and_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
     verifier, right = signing.RequestVerifier(SECRET), time.time
     recorded = signing.request_headers(SECRET, "POST", PATH, b"")
     verifier.check("POST", PATH, recorded, 0)

@@ -10,7 +10,7 @@ from flexd.scaleout.transport import HttpLink
 SECRET = b"correct horse battery staple"
 
 
-def test_a_leader_that_is_away_or_another_server_is_an_error_in_time() -> None:
+def test_an_unreachable_leader_is_an_error() -> None:
     with pytest.raises(ScaleOutError) as caught:
         HttpLink("127.0.0.1", 1, SECRET, attempt_seconds=2.0).offer(b"x")
     assert caught.value.reason == "unreachable"

@@ -1,4 +1,4 @@
-"""Followers and a leader step by step, in every order: the leader's totals are what lies below its positions."""
+"""A state machine of followers and a leader: the totals of the leader equal the messages below its positions."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Protocol(RuleBasedStateMachine):
             follower.network.attempt(lose_answer=lose_answer)
 
     @rule(times=st.integers(1, 3))
-    def a_while_passes(self, times: int) -> None:
+    def time_passes(self, times: int) -> None:
         for _ in range(times):
             self.world.drive()
 
     @rule(n=st.integers(1, 3), row=st.integers(0, 7))
-    def everywhere_something_is_produced(self, n: int, row: int) -> None:
+    def produce_to_every_partition(self, n: int, row: int) -> None:
         for messages in self.world.log.values():
             messages += [payload(row, 1)] * n
 
@@ -56,7 +56,7 @@ class Protocol(RuleBasedStateMachine):
             self.world.followers[name].network.up = up
 
     @rule(name=st.sampled_from(NAMES), which=st.integers(0, 7))
-    def an_old_delta_arrives_again(self, name: str, which: int) -> None:
+    def repeat_old_delta(self, name: str, which: int) -> None:
         if self.world.leader is not None and name in self.world.followers:
             history = self.world.followers[name].network.history
             if history:
@@ -67,14 +67,14 @@ class Protocol(RuleBasedStateMachine):
         self.world.assign(shift, lost=lost)
 
     @rule(name=st.sampled_from(NAMES))
-    def a_follower_dies_or_joins(self, name: str) -> None:
+    def kill_or_add_follower(self, name: str) -> None:
         if name in self.world.followers:
             self.world.kill(name)
         else:
             self.world.join(name)
 
     @rule(name=st.sampled_from(NAMES))
-    def a_follower_stops(self, name: str) -> None:
+    def stop_follower(self, name: str) -> None:
         if name in self.world.followers:
             self.world.followers[name].stop()
             self.world.kill(name)
@@ -85,18 +85,18 @@ class Protocol(RuleBasedStateMachine):
         self.world.leader.save()
 
     @rule()
-    def the_leader_crashes_or_comes_back(self) -> None:
+    def crash_or_start_leader(self) -> None:
         if self.world.leader is None:
             self.world.start_leader()
         else:
             self.world.crash_leader()
 
     @rule()
-    def the_leader_is_restarted(self) -> None:
+    def restart_leader(self) -> None:
         self.world.start_leader()
 
     @invariant()
-    def counted_is_what_lies_below_the_positions(self) -> None:
+    def totals_equal_the_messages_below_the_positions(self) -> None:
         self.world.check()
 
     def teardown(self) -> None:

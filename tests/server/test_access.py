@@ -1,4 +1,4 @@
-"""Tokens and their scopes, rates, and what is counted of all that is refused."""
+"""Access by tokens and their scopes, and counters of refused requests."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_probes_need_no_token(guarded: str) -> None:
         assert get(guarded, None, path).status_code == 401, path
 
 
-def test_no_method_but_reading_ones_goes_without_the_admin_scope(guarded: str, caller_daemon: CallerDaemon) -> None:
+def test_only_reading_methods_are_allowed_without_the_admin_scope(guarded: str, caller_daemon: CallerDaemon) -> None:
     caller_daemon.__init__()
     routes = get(guarded, READ, "/openapi.json").json()["paths"]
     tried = 0
@@ -107,9 +107,7 @@ def test_a_body_is_not_read_before_its_sender_is_known(guarded: str, caller_daem
     assert caller_daemon.calls == []
 
 
-def test_admin_requests_are_logged_with_who_and_what_became_of_them(
-    guarded: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_admin_requests_are_logged_with_sender_and_outcome(guarded: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "flexd.server.access")
     get(guarded, ADMIN, "/v1/resume", "POST")
     get(guarded, READ)

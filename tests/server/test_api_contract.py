@@ -1,4 +1,4 @@
-"""The OpenAPI document against what is served: requests of all kinds, made from the document by schemathesis."""
+"""The OpenAPI document against the server, by requests that schemathesis generates."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ OPERATIONS = operations_of(document())
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
-def test_no_fault_and_no_undocumented_answer(operation: Any, url: str, fake: FakeDaemon) -> None:
+def test_every_answer_is_documented(operation: Any, url: str, fake: FakeDaemon) -> None:
     documented = operation.definition.raw["responses"]
     possible = [error for error in ERRORS if error is None or str(http_status(error)) in documented]
     statuses: set[int] = set()
@@ -117,11 +117,11 @@ def test_a_token_that_may_read_changes_nothing(operation: Any, url: str, fake: F
     for_every_request(operation, check)
 
 
-def test_the_document_has_routes_that_change_something() -> None:
+def test_the_document_has_routes_that_change_state() -> None:
     assert len([operation for operation in OPERATIONS if operation.method == "post"]) >= 3
 
 
-def test_every_route_that_changes_something_documents_what_it_may_answer(url: str) -> None:
+def test_every_route_that_changes_state_documents_its_answers(url: str) -> None:
     paths = httpx.get(f"{url}/openapi.json", headers=bearer(READ)).json()["paths"]
     for path, methods in paths.items():
         for method, operation in methods.items():

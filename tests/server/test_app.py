@@ -39,7 +39,7 @@ def test_every_verb_reaches_the_daemon(client, daemon):
 
 
 @pytest.mark.parametrize(("outcome", "status"), [("accepted", 202), ("timed_out", 202), ("unchanged", 200)])
-def test_a_replan_that_still_runs_is_accepted_only(client, daemon, outcome, status):
+def test_a_running_replan_is_answered_with_accepted(client, daemon, outcome, status):
     daemon.outcome = outcome
     assert client.post("/v1/replan", json={}).status_code == status
 
@@ -97,7 +97,7 @@ def test_large_bodies_are_refused_declared_or_not(client, daemon):
     assert daemon.calls == []
 
 
-def test_a_body_that_never_comes_is_given_up(server, daemon, monkeypatch):
+def test_a_body_that_never_arrives_times_out(server, daemon, monkeypatch):
     monkeypatch.setattr(guard, "BODY_SECONDS", 0.2)
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
         raw.sendall(b"POST /v1/pause HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")

@@ -88,13 +88,13 @@ def test_a_body_declared_too_large_is_refused_at_once(declared: str) -> None:
     assert (it.status, it.heard, it.refused, it.left) == (413, None, ["too_large"], [DISCONNECT])
 
 
-def test_a_body_that_is_cut_off_is_not_carried_out() -> None:
+def test_a_truncated_body_reaches_no_handler() -> None:
     """The part that has arrived may be a whole request by itself."""
     it = Exchange(part(b"{}", True), DISCONNECT)
     assert (it.status, it.heard, it.refused) == (400, None, ["malformed"])
 
 
-def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_does_not_arrive_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "BODY_SECONDS", 0.05)
     it = Exchange(part(b"{}", True))
     assert (it.status, it.heard, it.refused) == (408, None, ["too_slow"])
@@ -126,7 +126,7 @@ def test_unknown_senders_are_refused_before_they_are_read(headers: dict[str, str
         ({"origin": "https://localhost"}, "https"), ({"host": "127.8.9.1"}, "http"),
     ],
 )  # fmt: skip
-def test_who_comes_from_here_is_served(headers: dict[str, str], scheme: str) -> None:
+def test_local_senders_are_served(headers: dict[str, str], scheme: str) -> None:
     assert Exchange(part(b"{}", False), DISCONNECT, scheme=scheme, **headers).status == 200
 
 

@@ -1,4 +1,4 @@
-"""Where the daemon listens: ports, unix sockets, what is in the way, and the end."""
+"""Listeners on ports and unix sockets: taken addresses, start and stop."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_taken_metrics_port_leaves_nothing_listening(server, daemon):
         socket.create_connection(("127.0.0.1", port), timeout=2)
 
 
-def test_a_host_that_is_not_ours():
+def test_a_foreign_host_is_refused():
     with pytest.raises(ApiError, match="cannot serve on"):
         HttpListener(lambda *_: None, host="192.0.2.1", port=0).start()
 
@@ -84,7 +84,7 @@ def test_a_stale_socket_is_replaced_a_live_one_is_not(daemon, tmp_path):
         assert served.stop(10)
 
 
-def test_a_file_in_the_way_is_kept(daemon, tmp_path):
+def test_an_existing_file_at_the_socket_path_is_kept(daemon, tmp_path):
     path = tmp_path / "precious"
     path.write_text("data")
     with pytest.raises(ApiError, match="is not a socket"):
@@ -144,7 +144,7 @@ def test_no_descriptor_or_thread_is_left(daemon):
         served = make_server(daemon, port=0, metrics_listen="127.0.0.1:0")
         served.start()
         assert served.stop(10)
-    # Other tests of this process may still release theirs, or hold one for a moment.
+    # Other tests of this process may still release or hold descriptors.
     until(
         lambda: open_descriptors() <= before and threading.active_count() <= threads, 10,
         lambda: f"{open_descriptors()} descriptors of {before}, {threading.active_count()} threads of {threads}",

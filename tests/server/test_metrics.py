@@ -110,7 +110,7 @@ def test_every_number_is_on_the_page():
     assert {key: found.get(key) for key in expected} == expected
 
 
-def test_a_daemon_that_has_seen_nothing_still_has_a_page():
+def test_a_daemon_without_data_has_a_page():
     found = samples(NEW)
     assert found[("flexd_ingest_messages_total", ())] == 0
     assert math.isnan(found[("flexd_snapshot_age_seconds", ())])

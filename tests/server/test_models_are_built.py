@@ -1,4 +1,4 @@
-"""Models of the API are built when they are used; in a daemon, where threads use them, before."""
+"""A daemon builds all API models before threads use them."""
 
 from __future__ import annotations
 

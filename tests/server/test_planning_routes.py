@@ -36,7 +36,7 @@ def test_a_proposal_is_applied(client, daemon, outcome, status):
     assert daemon.calls[0] == ("apply", "p7", "go", 1.5, True, "ann@host")
 
 
-def test_what_is_out_of_date_is_a_conflict(client, daemon):
+def test_an_outdated_proposal_is_a_conflict(client, daemon):
     daemon.error = PlanError("plan p7 is not executed: the placement has moved on", remedy="flexd plan")
     answer = client.post("/v1/proposals/p7/apply", json={})
     assert answer.status_code == 409
@@ -58,6 +58,6 @@ def test_the_throttle_is_shown_and_changed(client, daemon):
 @pytest.mark.parametrize(
     "body", [{"bytes_per_step": -1}, {"bytes_per_step": "many"}, {"bytes_per_hour": 1}, {"bytes_per_second": 2**51}]
 )
-def test_a_throttle_that_is_none_is_refused(client, daemon, body):
+def test_a_malformed_throttle_is_refused(client, daemon, body):
     assert client.post("/v1/throttle", json=body).status_code == 422
     assert daemon.calls == []

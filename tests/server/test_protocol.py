@@ -1,4 +1,4 @@
-"""Sockets that say nothing, say it slowly, or take no answer: none of them keeps others out for long."""
+"""Idle and slow clients, and clients that read no answer, do not block others for long."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def is_healthy(server: DaemonServer) -> bool:
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /heal", b"POST /v1/pause HTTP/1.1\r\nHost: localhost\r\nX-Filler: "])
-def test_a_head_that_does_not_come_ends_the_connection(served: DaemonServer, daemon: FakeDaemon, said: bytes) -> None:
+def test_a_missing_head_ends_the_connection(served: DaemonServer, daemon: FakeDaemon, said: bytes) -> None:
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(opened(served, said)) for _ in range(LIMIT)]
         assert all(closed_by_server(raw) for raw in idle)
@@ -69,12 +69,12 @@ def test_a_head_that_does_not_come_ends_the_connection(served: DaemonServer, dae
     assert daemon.calls == []
 
 
-def test_a_head_that_trickles_in_has_the_same_deadline(served: DaemonServer) -> None:
+def test_a_slow_head_has_the_same_deadline(served: DaemonServer) -> None:
     with opened(served) as raw, contextlib.suppress(ConnectionError):
         for byte in b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 1000:
             raw.send(bytes([byte]))
             time.sleep(0.01)
-        pytest.fail("it could go on for ever")
+        pytest.fail("the server accepts a slow head without limit")
 
 
 def test_the_deadline_holds_for_the_second_request_of_a_connection_too(served: DaemonServer) -> None:
@@ -84,9 +84,7 @@ def test_the_deadline_holds_for_the_second_request_of_a_connection_too(served: D
         assert closed_by_server(raw)
 
 
-def test_connections_are_bounded_also_those_that_are_turned_away(
-    served: DaemonServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_connections_are_bounded_too(served: DaemonServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 60.0)
     with contextlib.ExitStack() as stack:
         for _ in range(LIMIT):
@@ -97,7 +95,7 @@ def test_connections_are_bounded_also_those_that_are_turned_away(
     until(lambda: is_healthy(served))
 
 
-def test_who_takes_no_answer_is_cut_off(served: DaemonServer, daemon: FakeDaemon) -> None:
+def test_a_client_that_reads_no_answer_is_disconnected(served: DaemonServer, daemon: FakeDaemon) -> None:
     daemon.shown = daemon.shown.model_copy(update={"job": "j" * 12_000_000})
     with contextlib.ExitStack() as stack:
         for _ in range(LIMIT - 1):

@@ -1,4 +1,4 @@
-"""The status page: what the server says of it, and what a real browser makes of it."""
+"""The status page: its headers, and its behaviour in a real browser."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def served(daemon: FakeDaemon, **settings: Any) -> DaemonServer:
     return server
 
 
-def test_the_page_may_run_only_what_it_came_with(server):
+def test_the_page_may_run_only_its_own_scripts(server):
     answer = httpx.get(f"{server.address}/", timeout=10)
     assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
     policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
@@ -134,7 +134,7 @@ def busy() -> Iterator[tuple[BusyDaemon, DaemonServer]]:
     assert server.stop(10)
 
 
-def test_what_the_page_shows(open_page, busy):
+def test_the_page_shows_names_and_figures(open_page, busy):
     _, server = busy
     page = open_page(server)
     page.wait_for_selector("body[data-polls]")
@@ -166,7 +166,7 @@ def test_what_the_page_shows(open_page, busy):
     assert {httpx.URL(url).host for url in page.requested} == {"127.0.0.1"}
 
 
-def test_what_the_pointer_shows_outlives_the_next_poll(open_page, busy):
+def test_a_tooltip_stays_after_the_next_poll(open_page, busy):
     page = open_page(busy[1])
     page.wait_for_selector("body[data-polls]")
     page.hover("#traffic .u-over")
@@ -213,7 +213,7 @@ def test_light_and_dark_and_narrow(open_page, busy):
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-def test_replanning_shows_the_plan_first_and_can_be_left(open_page, busy):
+def test_a_replan_shows_the_plan_first_and_can_be_cancelled(open_page, busy):
     daemon, server = busy
     page = open_page(server)
     page.wait_for_selector("body[data-polls]")
@@ -263,7 +263,7 @@ def test_the_page_requests_a_token_and_a_read_token_cannot_replan(open_page, tmp
         assert server.stop(10)
 
 
-def test_a_daemon_that_fails_is_shown_and_found_again(open_page, busy):
+def test_an_unreachable_daemon_is_shown_until_it_answers(open_page, busy):
     daemon, server = busy
     page = open_page(server)
     page.wait_for_selector("body[data-polls]")

@@ -1,4 +1,4 @@
-"""The API over TLS: certificates of clients as who they are, and a new certificate of the server without a restart."""
+"""The API over TLS: certificates of clients, and replacement of the server certificate without a restart."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_other_certificates_are_refused(certificates: Certificates, serve: Any, 
     assert daemon.calls == []
 
 
-def test_with_tokens_either_will_do(certificates: Certificates, serve: Any) -> None:
+def test_a_token_or_a_certificate_is_accepted(certificates: Certificates, serve: Any) -> None:
     daemon, url = serve(with_tokens=True)
     client(certificates, url, token=TOKEN).pause("x")
     client(certificates, url, "dashboard").status()
@@ -162,7 +162,7 @@ def test_a_new_certificate_is_served_and_a_bad_one_is_not(
     assert served() == certificates.server[0].read_text().strip() + "\n"
 
 
-def test_a_certificate_without_its_key_takes_nothing_away(
+def test_a_certificate_without_its_key_keeps_the_old_one(
     certificates: Certificates, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As files are replaced: one after the other."""
@@ -240,9 +240,7 @@ def test_a_certificate_names_one_client_or_none(subject: object, name: str | Non
 
 
 @pytest.mark.parametrize(("file", "said"), [("cert_file", "server.tls: "), ("client_ca_file", "client_ca_file: ")])
-def test_files_that_are_no_certificates_are_named(
-    certificates: Certificates, tmp_path: Path, file: str, said: str
-) -> None:
+def test_malformed_certificates_are_named(certificates: Certificates, tmp_path: Path, file: str, said: str) -> None:
     certificate, key = certificates.server
     bad = tmp_path / "bad.pem"
     for content in (None, "no PEM"):

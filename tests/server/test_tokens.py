@@ -44,7 +44,7 @@ def test_one_token_has_one_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "token", ["sha256:" + "0" * 64 + " and more", "x" * 2_000, "sécurité des données", "  with spaces around it "]
 )
-def test_a_token_is_all_of_its_line(tmp_path: Path, token: str) -> None:
+def test_a_token_is_its_whole_line(tmp_path: Path, token: str) -> None:
     """A token that begins like a digest, is long, or is not ASCII is compared as a whole."""
     (tmp_path / "token").write_text(token + "\n", encoding="utf-8")
     server = serve(FakeDaemon(), tokens=[TokenConfig(name="x", scope="read", file=tmp_path / "token")])

@@ -1,4 +1,4 @@
-"""The history of migrations: what is kept over restarts, bounds, and files and disks that fail."""
+"""The history of migrations: restarts, limits, and files and disks that fail."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ E = TransitionEvent
 FLUSH_SECONDS = 20.0
 
 
-class Kept:
-    """A history that is running, and migrations fed to it as the coordinator does."""
+class RunningHistory:
+    """A running history, and migrations that it records as the coordinator reports them."""
 
     def __init__(self, path: Path, keep: int = 100, retry_seconds: float = 0.01) -> None:
         self.events: list[tuple[str, object]] = []
@@ -38,12 +38,12 @@ class Kept:
         self.history.start()
 
     def migration(self, name: str, *events: TransitionEvent, who: str = "ada", settle: bool = True) -> Migration:
-        """One with 30 rows that goes through ``events``; 20 rows are pushed and 10 applied before the second one."""
+        """Record a migration of 30 rows through ``events``; 20 rows are pushed and 10 applied before the second one."""
         chunks = [Delta(np.arange(30), np.zeros(30, np.uint8), np.ones(30, np.uint8))]
         migration = Migration(
             f"plan-{name}", chunks, metadata=MigrationMetadata(name, "parent", "manual", who, f"reason of {name}")
         )
-        migration.observe(self._told)
+        migration.observe(self._on_transition)
         for number, event in enumerate(events):
             if number == 1:
                 migration.count(rows_pushed=20, chunks_pushed=1, bytes_pushed=100, last_version=8)
@@ -53,10 +53,10 @@ class Kept:
             self.history.record_migration(MigrationEvent(migration, None))
         return migration
 
-    def _told(self, migration: Migration, transition: Transition) -> None:
+    def _on_transition(self, migration: Migration, transition: Transition) -> None:
         self.history.record_migration(MigrationEvent(migration, transition))
 
-    def written(self) -> None:
+    def wait_until_written(self) -> None:
         assert self.history.flush(FLUSH_SECONDS), self.history.snapshot
 
     def stop(self) -> None:
@@ -64,11 +64,11 @@ class Kept:
 
 
 @pytest.fixture
-def keep(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
-    made: list[Kept] = []
+def keep(tmp_path: Path) -> Iterator[Callable[..., RunningHistory]]:
+    made: list[RunningHistory] = []
 
-    def make(*arguments: object, **options: object) -> Kept:
-        made.append(Kept(tmp_path / "migrations.sqlite", *arguments, **options))  # type: ignore[arg-type]
+    def make(*arguments: object, **options: object) -> RunningHistory:
+        made.append(RunningHistory(tmp_path / "migrations.sqlite", *arguments, **options))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -76,14 +76,14 @@ def keep(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
         kept.history.stop(FLUSH_SECONDS)
 
 
-def test_every_transition_outlives_the_daemon(keep: Callable[..., Kept], tmp_path: Path) -> None:
+def test_every_transition_is_kept_over_a_restart(keep: Callable[..., RunningHistory], tmp_path: Path) -> None:
     kept = keep()
     migration = kept.migration("m1", E.START, E.ABORT, E.STOPPED)
     kept.migration("m2", E.ABORT, who="")
     kept.stop()
 
     again = keep()
-    again.written()
+    again.wait_until_written()
     newest = again.history.newest(10)
     assert [(record.migration_id, record.state) for record in newest] == [("m2", "ABORTED"), ("m1", "ABORTED")]
     assert [record.migration_id for record in again.history.newest(1)] == ["m2"]
@@ -113,10 +113,10 @@ def test_every_transition_outlives_the_daemon(keep: Callable[..., Kept], tmp_pat
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
 
 
-def test_a_clock_that_was_set_back_gives_no_negative_duration(keep: Callable[..., Kept]) -> None:
+def test_a_clock_that_was_set_back_gives_no_negative_duration(keep: Callable[..., RunningHistory]) -> None:
     kept = keep()
     kept.migration("m", E.START, E.FAIL)
-    kept.written()
+    kept.wait_until_written()
     (record,) = kept.history.newest(1)
     assert replace(record, created_unix_seconds=5.0, ended_unix_seconds=3.0).seconds == 0.0
     assert replace(record, created_unix_seconds=5.0, ended_unix_seconds=8.0).seconds == 3.0
@@ -129,12 +129,12 @@ def test_nothing_recorded_is_an_empty_history(tmp_path: Path) -> None:
     assert history.stop(1.0)
 
 
-def test_migrations_are_told_apart_by_state(keep: Callable[..., Kept]) -> None:
+def test_migrations_are_filtered_by_state(keep: Callable[..., RunningHistory]) -> None:
     kept = keep()
     kept.migration("a", E.START, E.EXHAUSTED, E.APPLIED)
     kept.migration("b", E.START, E.FAIL)
     kept.migration("c", E.START, E.EXHAUSTED)
-    kept.written()
+    kept.wait_until_written()
 
     def ids(state: MigrationState) -> list[str]:
         return [record.migration_id for record in kept.history.newest(10, state)]
@@ -145,13 +145,13 @@ def test_migrations_are_told_apart_by_state(keep: Callable[..., Kept]) -> None:
     assert kept.history.newest(1, MigrationState.APPLYING)[0].seconds is None
 
 
-def test_what_a_crash_left_under_way_has_failed(keep: Callable[..., Kept]) -> None:
+def test_a_migration_that_a_crash_interrupted_has_failed(keep: Callable[..., RunningHistory]) -> None:
     kept = keep()
     kept.migration("done", E.START, E.FAIL, settle=False)
     kept.migration("open", E.START)
     kept.stop()
     again = keep()
-    again.written()
+    again.wait_until_written()
     found = again.history.find("open")
     assert found is not None
     assert (found[0].state, found[0].problem, found[0].settled) == ("FAILED", ENDED_UNSEEN, True)
@@ -164,11 +164,11 @@ def test_what_a_crash_left_under_way_has_failed(keep: Callable[..., Kept]) -> No
     assert (done[0].problem, done[0].settled, len(done[1])) == ("because of fail", True, 3)
 
 
-def test_the_oldest_migrations_go(keep: Callable[..., Kept], tmp_path: Path) -> None:
+def test_the_oldest_migrations_are_deleted(keep: Callable[..., RunningHistory], tmp_path: Path) -> None:
     kept = keep(keep=5)
     for number in range(23):
         kept.migration(f"m{number}", E.START, E.FAIL)
-    kept.written()
+    kept.wait_until_written()
     assert [record.migration_id for record in kept.history.newest(100)] == [f"m{n}" for n in range(22, 17, -1)]
     kept.stop()
     with sqlite3.connect(tmp_path / "migrations.sqlite") as connection:
@@ -177,12 +177,12 @@ def test_the_oldest_migrations_go(keep: Callable[..., Kept], tmp_path: Path) -> 
 
 
 def test_the_transitions_of_one_migration_are_bounded(
-    keep: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+    keep: Callable[..., RunningHistory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "KEPT_TRANSITIONS", 8)
     kept = keep()
     kept.migration("m", E.START, *(each for _ in range(20) for each in (E.EXHAUSTED, E.VOIDED)), E.FAIL)
-    kept.written()
+    kept.wait_until_written()
     found = kept.history.find("m")
     assert found is not None
     numbers = [each.number for each in found[1]]
@@ -212,8 +212,8 @@ def _other_program(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [_random_bytes, _truncated, _other_format, _other_program])
-def test_a_file_that_is_not_usable_is_quarantined(
-    keep: Callable[..., Kept], tmp_path: Path, harm: Callable[[Path], None]
+def test_an_unusable_file_is_quarantined(
+    keep: Callable[..., RunningHistory], tmp_path: Path, harm: Callable[[Path], None]
 ) -> None:
     path = tmp_path / "migrations.sqlite"
     kept = keep()
@@ -224,7 +224,7 @@ def test_a_file_that_is_not_usable_is_quarantined(
     harmed = path.read_bytes()
     again = keep()
     again.migration("new", E.START, E.FAIL)
-    again.written()
+    again.wait_until_written()
     assert [record.migration_id for record in again.history.newest(100)] == ["new"]
     assert again.history.snapshot.quarantined == 1
     assert [name for name, _ in again.events] == ["history_quarantined"]
@@ -233,14 +233,14 @@ def test_a_file_that_is_not_usable_is_quarantined(
     harm(path)
     once_more = keep()
     once_more.migration("newer", E.START, E.FAIL)
-    once_more.written()
+    once_more.wait_until_written()
     assert len(list(tmp_path.glob("*.unusable*"))) == 1, "one is kept, not one a fault"
 
 
-def test_a_file_that_goes_bad_while_it_is_open_is_quarantined(keep: Callable[..., Kept], tmp_path: Path) -> None:
+def test_a_file_damaged_while_open_is_quarantined(keep: Callable[..., RunningHistory], tmp_path: Path) -> None:
     kept = keep()
     kept.migration("old", E.START, E.FAIL)
-    kept.written()
+    kept.wait_until_written()
     path = tmp_path / "migrations.sqlite"
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -248,12 +248,12 @@ def test_a_file_that_goes_bad_while_it_is_open_is_quarantined(keep: Callable[...
     with open(path, "r+b") as file:
         file.write(b"\0" * path.stat().st_size)
     kept.migration("new", E.START, E.FAIL)
-    kept.written()
+    kept.wait_until_written()
     assert kept.history.snapshot.quarantined == 1
     assert "new" in [record.migration_id for record in kept.history.newest(10)]
 
 
-def test_entries_wait_while_nothing_can_be_written(keep: Callable[..., Kept], tmp_path: Path) -> None:
+def test_entries_wait_while_nothing_can_be_written(keep: Callable[..., RunningHistory], tmp_path: Path) -> None:
     directory = tmp_path / "migrations.sqlite"
     directory.mkdir()
     kept = keep()
@@ -272,8 +272,8 @@ def test_entries_wait_while_nothing_can_be_written(keep: Callable[..., Kept], tm
     assert (kept.history.snapshot.problem, kept.history.snapshot.lost) == (None, 0)
 
 
-def test_waiting_entries_are_bounded_and_the_oldest_go(
-    keep: Callable[..., Kept], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_waiting_entries_are_bounded_and_the_oldest_are_dropped(
+    keep: Callable[..., RunningHistory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history_module, "MAX_WAITING", 10)
     directory = tmp_path / "migrations.sqlite"
@@ -290,15 +290,15 @@ def test_waiting_entries_are_bounded_and_the_oldest_go(
     assert figures.entries == 10
 
 
-def test_a_writer_that_holds_the_file_delays_and_loses_nothing(keep: Callable[..., Kept], tmp_path: Path) -> None:
+def test_a_locked_file_delays_entries_and_loses_none(keep: Callable[..., RunningHistory], tmp_path: Path) -> None:
     kept = keep()
     kept.migration("a", E.START, E.FAIL)
-    kept.written()
+    kept.wait_until_written()
     other = sqlite3.connect(tmp_path / "migrations.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     kept.migration("b", E.START, E.FAIL)
     assert kept.history.flush(0.05) is False
-    # Readers do not wait for it.
+    # Readers do not wait for the writer.
     assert [record.migration_id for record in kept.history.newest(10)] == ["a"]
     other.execute("ROLLBACK")
     other.close()
@@ -307,16 +307,16 @@ def test_a_writer_that_holds_the_file_delays_and_loses_nothing(keep: Callable[..
     assert [record.migration_id for record in kept.history.newest(10)] == ["b", "a"]
 
 
-def actions_of(kept: Kept) -> list[str]:
+def actions_of(kept: RunningHistory) -> list[str]:
     return [each.reason for each in kept.history.newest_actions(100)]
 
 
-def test_actions_are_kept_in_order_and_bounded(keep: Callable[..., Kept]) -> None:
+def test_actions_are_kept_in_order_and_bounded(keep: Callable[..., RunningHistory]) -> None:
     first = keep(keep=3)
     assert first.history.newest_actions(5) == ()
     for number in range(4):
         first.history.record_action(ActionRecord.of(float(number), "pause", "ann", f"r{number}", "d" * 5_000))
-    first.written()
+    first.wait_until_written()
     first.stop()
     second = keep(keep=3)
     assert actions_of(second) == ["r3", "r2", "r1"]
@@ -325,12 +325,12 @@ def test_actions_are_kept_in_order_and_bounded(keep: Callable[..., Kept]) -> Non
     second.history.set_limit(1)
     second.migration("m", E.START, E.EXHAUSTED, E.APPLIED)
     second.migration("n", E.START, E.EXHAUSTED, E.APPLIED)
-    second.written()
+    second.wait_until_written()
     assert actions_of(second) == ["r3"]
     assert [each.migration_id for each in second.history.newest(9)] == ["n"]
 
 
-def test_a_file_without_actions_is_read_and_gets_them(tmp_path: Path, keep: Callable[..., Kept]) -> None:
+def test_a_file_without_the_table_of_actions_is_upgraded(tmp_path: Path, keep: Callable[..., RunningHistory]) -> None:
     first = keep()
     first.migration("m", E.START, E.EXHAUSTED, E.APPLIED)
     first.stop()
@@ -340,7 +340,7 @@ def test_a_file_without_actions_is_read_and_gets_them(tmp_path: Path, keep: Call
     assert first.history.newest_actions(5) == (), "read before it is opened for writing"
     second = keep()
     second.history.record_action(ActionRecord.of(1.0, "resume", "ann", "later"))
-    second.written()
+    second.wait_until_written()
     assert actions_of(second) == ["later"]
     assert [each.migration_id for each in second.history.newest(9)] == ["m"]
     assert second.history.snapshot.quarantined == 0

@@ -1,4 +1,4 @@
-"""Entries that cannot be written at first, readers and writers that take their time, files of others."""
+"""Failed writes, slow readers and writers, and damaged files of the history."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flexd.operations.history.store import HistoryStore
 from tests.support.until import until
 
 SECONDS = 20.0
-"""Deadline of whatever is waited for."""
+"""Deadline of every wait."""
 
 
 def action(reason: str) -> ActionRecord:
@@ -48,16 +48,16 @@ def reasons(history: MigrationHistory) -> list[str]:
     return [each.reason for each in history.newest_actions(100)]
 
 
-def written(history: MigrationHistory) -> None:
+def wait_until_written(history: MigrationHistory) -> None:
     until(lambda: history.flush(1.0), SECONDS, lambda: history.snapshot)
 
 
-def failed(history: MigrationHistory) -> None:
+def wait_until_failed(history: MigrationHistory) -> None:
     until(lambda: history.snapshot.failures, SECONDS)
 
 
 class FailsOnce:
-    """Writes, but not the first time; ``meanwhile`` is done before it fails."""
+    """Fails the first write after calling ``meanwhile``, and passes on later ones."""
 
     def __init__(self, history: MigrationHistory, meanwhile: Callable[[], None] = lambda: None) -> None:
         self.write, self.meanwhile = history._store.write, meanwhile
@@ -74,19 +74,19 @@ class FailsOnce:
         self.write(entries)
 
 
-def test_what_could_not_be_written_keeps_its_place(make: Callable[..., MigrationHistory]) -> None:
+def test_entries_that_failed_are_written_in_order(make: Callable[..., MigrationHistory]) -> None:
     history = make()
     history.record_action(action("a"))
     history.record_action(action("b"))
     FailsOnce(history, lambda: [history.record_action(action(reason)) for reason in ("c", "d")] and None)
     history.start()
-    written(history)
+    wait_until_written(history)
     assert reasons(history) == ["d", "c", "b", "a"]
     figures = history.snapshot
     assert (figures.entries, figures.lost, figures.failures, figures.problem) == (4, 0, 1, None)
 
 
-def test_of_too_many_that_wait_the_oldest_go_also_those_that_were_tried(
+def test_the_oldest_waiting_entries_are_dropped_after_a_failed_write_too(
     make: Callable[..., MigrationHistory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history_module, "MAX_WAITING", 3)
@@ -95,23 +95,23 @@ def test_of_too_many_that_wait_the_oldest_go_also_those_that_were_tried(
     history.record_action(action("b"))
     FailsOnce(history, lambda: [history.record_action(action(reason)) for reason in ("c", "d")] and None)
     history.start()
-    written(history)
+    wait_until_written(history)
     assert reasons(history) == ["d", "c", "b"]
     assert (history.snapshot.entries, history.snapshot.lost) == (3, 1)
 
 
-def test_a_failure_is_not_tried_again_at_once(make: Callable[..., MigrationHistory]) -> None:
+def test_a_failed_write_is_repeated_after_the_retry_interval(make: Callable[..., MigrationHistory]) -> None:
     history = make(retry_seconds=3600.0)
     once = FailsOnce(history)
     history.record_action(action("a"))
     history.start()
-    failed(history)
+    wait_until_failed(history)
     history.record_action(action("b"))
     assert not once.again.wait(0.3)
     assert history.snapshot.failures == 1
 
 
-def test_stopping_does_not_wait_for_a_disk_that_is_full(make: Callable[..., MigrationHistory]) -> None:
+def test_a_stop_does_not_wait_for_a_full_disk(make: Callable[..., MigrationHistory]) -> None:
     history = make(retry_seconds=3600.0)
 
     def full(entries: Sequence[Any]) -> None:
@@ -120,15 +120,15 @@ def test_stopping_does_not_wait_for_a_disk_that_is_full(make: Callable[..., Migr
     history._store.write = full  # type: ignore[method-assign]
     history.record_action(action("a"))
     history.start()
-    failed(history)
+    wait_until_failed(history)
     assert history.stop(SECONDS)
 
 
 @pytest.mark.parametrize("read", ["newest", "find", "newest_actions"])
-def test_who_reads_sees_what_was_recorded_before(make: Callable[..., MigrationHistory], read: str) -> None:
+def test_a_reader_sees_every_entry_recorded_before(make: Callable[..., MigrationHistory], read: str) -> None:
     history = make()
     history.start()
-    written(history)
+    wait_until_written(history)
     store, done = history._store, threading.Event()
     write = store.write
 
@@ -144,14 +144,14 @@ def test_who_reads_sees_what_was_recorded_before(make: Callable[..., MigrationHi
     assert done.is_set()
 
 
-def test_a_reader_that_takes_its_time_holds_no_writer_up_and_leaves_no_large_log(
+def test_a_slow_reader_delays_no_writer_and_leaves_no_large_log(
     make: Callable[..., MigrationHistory], tmp_path: Path
 ) -> None:
     path = tmp_path / "migrations.sqlite"
     history = make()
     history.start()
     history.record_action(action("first"))
-    written(history)
+    wait_until_written(history)
     reader = sqlite3.connect(path, isolation_level=None)
     reader.execute("BEGIN")
     assert reader.execute("SELECT COUNT(*) FROM actions").fetchone() == (1,)
@@ -163,35 +163,35 @@ def test_a_reader_that_takes_its_time_holds_no_writer_up_and_leaves_no_large_log
     reader.close()
     for number in range(3):
         history.record_action(action(str(number)))
-        written(history)
+        wait_until_written(history)
     assert log.stat().st_size <= 2**20
     assert (history.snapshot.failures, history.snapshot.entries) == (0, 1_004)
 
 
-def test_a_power_cut_may_cost_the_newest_entries_and_not_the_file(make: Callable[..., MigrationHistory]) -> None:
+def test_the_file_is_durable_without_its_newest_entries(make: Callable[..., MigrationHistory]) -> None:
     history = make()
     history.start()
-    written(history)
+    wait_until_written(history)
     connection = history._store._connection
     assert connection is not None
     assert connection.execute("PRAGMA synchronous").fetchone() == (1,), "NORMAL: synced before it is merged"
 
 
-def test_a_file_that_another_writes_is_waited_for_and_not_quarantined(
+def test_a_file_locked_by_another_writer_is_not_quarantined(
     make: Callable[..., MigrationHistory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "BUSY_SECONDS", 0.01)
     history = make()
     history.start()
     history.record_action(action("a"))
-    written(history)
+    wait_until_written(history)
     other = sqlite3.connect(tmp_path / "migrations.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     history.record_action(action("b"))
-    failed(history)
+    wait_until_failed(history)
     other.execute("ROLLBACK")
     other.close()
-    written(history)
+    wait_until_written(history)
     assert reasons(history) == ["b", "a"]
     assert history.snapshot.quarantined == 0
 
@@ -204,40 +204,38 @@ def test_a_file_that_another_writes_is_waited_for_and_not_quarantined(
         (sqlite3.SQLITE_CANTOPEN, False), (sqlite3.SQLITE_READONLY, False),
     ],
 )  # fmt: skip
-def test_only_what_is_wrong_with_the_file_itself_sets_it_aside(code: int, unusable: bool) -> None:
+def test_only_faults_of_the_file_itself_quarantine_it(code: int, unusable: bool) -> None:
     error = sqlite3.DatabaseError("")
     error.sqlite_errorcode = code
     assert store_module._is_unusable(error) is unusable
 
 
-def test_the_log_of_a_file_goes_aside_with_it(make: Callable[..., MigrationHistory], tmp_path: Path) -> None:
-    """It is there as long as anybody reads, and would be taken for the new file's."""
+def test_the_log_of_a_file_is_quarantined_with_it(make: Callable[..., MigrationHistory], tmp_path: Path) -> None:
+    """A reader keeps the log open; left in place, SQLite would apply it to the new file."""
     path = tmp_path / "migrations.sqlite"
     history = make()
     history.start()
     history.record_action(action("old"))
-    written(history)
+    wait_until_written(history)
     reader = sqlite3.connect(path)
     reader.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     assert reader.execute("SELECT COUNT(*) FROM actions").fetchall() == [(1,)]
     with path.open("r+b") as file:
         file.write(b"\0" * path.stat().st_size)
     history.record_action(action("new"))
-    written(history)
+    wait_until_written(history)
     assert history.snapshot.quarantined == 1
     assert (tmp_path / "migrations.sqlite.unusable-wal").exists()
     reader.close()
     assert reasons(history) == ["new"]
 
 
-def test_a_page_that_went_bad_is_found_when_the_file_is_opened(
-    make: Callable[..., MigrationHistory], tmp_path: Path
-) -> None:
+def test_a_damaged_page_is_found_when_the_file_is_opened(make: Callable[..., MigrationHistory], tmp_path: Path) -> None:
     first = make()
     first.start()
     for number in range(200):
         first.record_action(action(str(number)))
-    written(first)
+    wait_until_written(first)
     assert first.stop(SECONDS)
     path = tmp_path / "migrations.sqlite"
     page = 4096
@@ -247,11 +245,11 @@ def test_a_page_that_went_bad_is_found_when_the_file_is_opened(
         file.write(b"\xff" * page)
     second = make()
     second.start()
-    written(second)
+    wait_until_written(second)
     assert second.snapshot.quarantined == 1
 
 
-def test_of_entries_that_go_together_all_are_written_or_none(tmp_path: Path) -> None:
+def test_entries_of_one_write_are_written_together_or_not_at_all(tmp_path: Path) -> None:
     store = HistoryStore(tmp_path / "migrations.sqlite", 10, lambda _: None)
     broken: Any = object()
     with pytest.raises(SnapshotError, match="cannot be written"):
@@ -262,7 +260,7 @@ def test_of_entries_that_go_together_all_are_written_or_none(tmp_path: Path) -> 
     store.close()
 
 
-def test_the_newest_is_the_last_that_was_recorded_whatever_the_clock_said(tmp_path: Path) -> None:
+def test_the_newest_migration_is_the_last_recorded_at_any_clock(tmp_path: Path) -> None:
     store = HistoryStore(tmp_path / "migrations.sqlite", 10, lambda _: None)
     for name, clock in (("a", 50.0), ("b", 7.0), ("c", 20.0)):
         migration = Migration(f"plan-{name}", [], metadata=MigrationMetadata(name, "", "manual", "ann", ""))
@@ -273,7 +271,7 @@ def test_the_newest_is_the_last_that_was_recorded_whatever_the_clock_said(tmp_pa
     store.close()
 
 
-def test_a_migration_is_settled_when_that_is_told(make: Callable[..., MigrationHistory]) -> None:
+def test_a_migration_is_settled_by_its_last_event(make: Callable[..., MigrationHistory]) -> None:
     history = make()
     history.start()
     migration = Migration("plan", [], metadata=MigrationMetadata("m", "", "manual", "ann", ""))

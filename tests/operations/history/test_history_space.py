@@ -1,4 +1,4 @@
-"""The history takes no more of the disk than it says."""
+"""The files of the history stay small on disk."""
 
 from __future__ import annotations
 
