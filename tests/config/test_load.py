@@ -1,4 +1,4 @@
-"""Configuration files: what is wrong, where, and what is allowed; variables laid over; secrets kept."""
+"""Configuration files: faults with key path and allowed values, environment variables, and secrets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.config.base import is_loopback, split_address
 from flexd.config.load import load_config, parse_config
 from flexd.config.model import Config
 from flexd.config.stream import KafkaSource
@@ -26,7 +25,7 @@ KAFKA = {"kind": "kafka", "bootstrap_servers": "broker:9092"}
 
 
 def changed(path: str, value: object) -> dict:
-    """``MINIMAL`` with one key set; ``a.0.b`` reaches into lists."""
+    """Return ``MINIMAL`` with one key set; ``a.0.b`` is a path into a list."""
     data = copy.deepcopy(MINIMAL)
     *parents, last = path.split(".")
     node: object = data
@@ -137,7 +136,7 @@ def test_minimal_file_and_defaults(tmp_path):
         ("shutdown_seconds", 0, "shutdown_seconds: Input should be greater than 0 (got 0)"),
     ],
 )
-def test_each_fault_names_path_value_and_what_is_allowed(path, value, expected):
+def test_each_fault_names_path_value_and_allowed_values(path, value, expected):
     assert f"f.yaml: {expected}" in fault(changed(path, value))
 
 
@@ -150,7 +149,7 @@ def test_every_fault_is_listed():
     assert "f.yaml: job: is required" in lines
 
 
-def test_tables_named_twice():
+def test_table_names_must_be_unique():
     data = changed("tables", [MINIMAL["tables"][0]] * 2)
     assert "tables: each table needs its own name; named twice: items (got a list of 2)" in fault(data)
 
@@ -192,7 +191,7 @@ def test_unreadable_files(tmp_path):
         load_config(tmp_path / "latin.yaml", {})
 
 
-def test_variables_are_laid_over_the_file(tmp_path):
+def test_variables_replace_keys_of_the_file(tmp_path):
     file = write(tmp_path / "c.yaml", changed("control.listen_port", 1))
     config = load_config(
         file,
@@ -266,36 +265,9 @@ def test_control_secret_file_is_shown_as_a_path():
     assert config.document()["control"]["secret_file"] == "/run/secrets/flexd"
 
 
-def test_the_document_of_a_configuration_is_that_configuration():
+def test_the_document_of_a_configuration_parses_to_it():
     config = parse_config(changed("stream.source", KAFKA))
     assert parse_config(config.document()) == config
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("127.0.0.1", True),
-        ("127.8.9.10", True),
-        ("::1", True),
-        ("[::1]", True),
-        ("LOCALHOST", True),
-        ("0.0.0.0", False),
-        ("::", False),
-        ("10.0.0.1", False),
-        ("localhost.example", False),
-        ("", False),
-    ],
-)
-def test_loopback(host, expected):
-    assert is_loopback(host) is expected
-
-
-def test_split_address():
-    assert split_address("0.0.0.0:9465") == ("0.0.0.0", 9465)
-    assert split_address("[::]:1") == ("::", 1)
-    for bad in ("", ":1", "h:", "h:x", "h:-1", "::1:5", "[]:1", "h:٣"):
-        with pytest.raises(ValueError, match="must be"):
-            split_address(bad)
 
 
 @settings(max_examples=100, deadline=None)

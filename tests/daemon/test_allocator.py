@@ -1,4 +1,4 @@
-"""Freed buffers are used again: counted in page faults, in a process of its own."""
+"""Freed buffers are reused, counted in page faults of a child process."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def test_freed_buffers_are_kept():
     assert probe("leave")[1] > 10 * pages
 
 
-def test_an_environment_that_sets_malloc_is_left_alone():
+def test_malloc_settings_of_the_environment_are_kept():
     assert not probe("keep", MALLOC_TRIM_THRESHOLD_="131072")[0]
