@@ -183,8 +183,14 @@ def test_no_rollback_after_a_restart_of_a_committed_or_compacted_migration(
         monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 20)
         monkeypatch.setattr(journal_module, "_ROLLBACK_ROWS", 20)
         second.gate.permits = HELD_AFTER_CHUNKS
-        second.wait_until_some_applied(second.start("p2", target(2)))
+        running = second.start("p2", target(2)).migration
+        until(lambda: running.progress.chunks_applied == HELD_AFTER_CHUNKS, SECONDS)
+        # One chunk stays in the journal: a journal without chunks does not name its newest migration.
+        ranks.moving.clear()
+        second.gate.permits = 1
+        until(lambda: running.progress.chunks_pushed == HELD_AFTER_CHUNKS + 1, SECONDS)
         second.stop()
+        ranks.moving.set()
         third = ExecutionsHarness(tmp_path, port)
         try:
             until(third.ready, SECONDS, ranks.state())
