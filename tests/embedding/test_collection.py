@@ -37,7 +37,7 @@ def test_invalid_arguments_are_refused() -> None:
 
 @pytest.mark.parametrize("when", ["before forward", "before backward"])
 def test_zero_grad_before_or_after_the_forward_pass(when: str) -> None:
-    """`zero_grad` between forward and backward is as common as before forward; neither may lose the step."""
+    """``zero_grad`` is common before forward and between forward and backward: neither may lose the step."""
     collection, plain = pair()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.3)
     for step in range(3):
@@ -115,7 +115,7 @@ def test_evaluation_leaves_no_pending_pass(context: Callable[[], torch.no_grad])
 
 
 def test_copied_bytes_of_a_step_are_capped() -> None:
-    """Rows of 32 bytes, 100 bytes a step. A chunk above the cap is applied alone, a demotion costs nothing."""
+    """Rows have 32 bytes, the cap is 100 bytes a step. A larger chunk is applied alone; a demotion needs no bytes."""
     collection, _ = pair(max_migration_bytes_per_step=100)
     moves = [([0, 1], 2), ([2], 2), ([3], 2), ([0, 1, 2, 3], 0), ([4, 5, 6, 7, 8], 1), ([9], 1)]
     tiers = np.zeros(20, dtype=np.uint8)
@@ -132,7 +132,7 @@ def test_copied_bytes_of_a_step_are_capped() -> None:
 
 
 def test_a_collection_has_no_named_parameters() -> None:
-    """DDP and dense optimizers must not see the tables."""
+    """DDP and dense optimizers must not handle the tables."""
     collection, _ = pair()
     assert list(collection.parameters()) == []
     assert list(collection.buffers()) == []

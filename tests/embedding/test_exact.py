@@ -63,7 +63,7 @@ def test_several_passes_a_step_are_exact(ranks: Ranks) -> None:
     [("adagrad", 2, 2), ("adam", 2, 2), ("adam", 2, 1), ("rowwise_adam", 2, 2), ("sgd_decay", 1, 2), ("adam", 1, 1)],
 )
 def test_every_optimizer_is_exact(ranks: Ranks, optimizer: str, nodes: int, local_ranks: int) -> None:
-    """Includes optimizers with several numbers of state a row, and those that move rows without a gradient."""
+    """This includes optimizers with several state values a row, and those that change rows without a gradient."""
     check(Scenario(nodes, local_ranks, optimizer, two_dims=True, gamma=0.9, passes=2, seed=nodes), ranks)
 
 
@@ -85,7 +85,7 @@ def test_float32_beside_float64(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(("dtype", "optimizer"), [("float16", "sgd"), ("bfloat16", "rowwise_adagrad")])
 def test_half_precision_beside_float32(ranks: Ranks, dtype: str, optimizer: str) -> None:
-    """Rounding grows where a sum is near zero, so tables are compared loosely; replicas bit by bit, as always."""
+    """Rounding grows where a sum is near zero, so tables are compared loosely, and replicas bit by bit."""
     scenario = Scenario(2, 2, optimizer, dtype="float32", second_dtype=dtype, two_dims=True, steps=6)
     check(scenario, ranks, tolerance={"float16": 0.02, "bfloat16": 0.2}[dtype])
 

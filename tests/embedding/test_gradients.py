@@ -96,7 +96,7 @@ def test_zero_grad_drops_clipped_gradients() -> None:
 
 
 def test_a_skipped_step_leaves_no_gradients() -> None:
-    """A skipped step leaves no gradients, with and without zero_grad."""
+    """This holds with and without ``zero_grad``."""
     collection = make()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for zero_grad in (True, False):

@@ -25,7 +25,7 @@ def tables() -> list[flexd.EmbeddingTable]:
 
 
 def batch(step: int, rank: int) -> tuple[dict[str, flexd.Jagged], dict[str, torch.Tensor]]:
-    """Skewed ids with empty bags, batches without samples or features; factors of ``history`` in every other step."""
+    """Make skewed ids with empty bags and batches without samples or features; every other step has weights."""
     rng = np.random.default_rng([3, step, rank])
     samples = int(rng.integers(0, 5))
     features = {}

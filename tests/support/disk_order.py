@@ -10,22 +10,22 @@ import pytest
 
 
 def watch_disk(patch: pytest.MonkeyPatch) -> list[str]:
-    """A list that grows with what is done from now on: ``sync NAME``, ``name NAME`` (renamed or linked to it)."""
-    done: list[str] = []
+    """Return a list that records later operations: ``sync NAME``, ``name NAME`` (a file renamed or linked to it)."""
+    operations: list[str] = []
     sync, link, rename, replace = os.fsync, os.link, os.rename, os.replace
 
     def fsync(descriptor: int) -> None:
         sync(descriptor)
-        done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        operations.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
 
     def naming(call: Any) -> Any:
         def named(source: Any, target: Any, **options: Any) -> None:
             call(source, target, **options)
-            done.append(f"name {Path(target).name}")
+            operations.append(f"name {Path(target).name}")
 
         return named
 
     patch.setattr(os, "fsync", fsync)
     for name, call in (("link", link), ("rename", rename), ("replace", replace)):
         patch.setattr(os, name, naming(call))
-    return done
+    return operations

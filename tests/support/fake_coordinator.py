@@ -13,10 +13,10 @@ from flexd.core.placement import Placement
 
 
 class FakeCoordinator:
-    """Ranks that are there or not; migrations are handed back and moved by the test.
+    """A coordinator with or without ranks, whose migrations the test executes.
 
     Args:
-        obedient: carry every migration out at once.
+        obedient: execute every migration in ``migrate``.
     """
 
     port = 0
@@ -32,7 +32,7 @@ class FakeCoordinator:
         self.obedient = obedient
 
     def listen(self) -> None:
-        """There is no address to take."""
+        """Bind no address."""
 
     def live(self) -> LiveTopology | None:
         return self.topology
@@ -48,7 +48,7 @@ class FakeCoordinator:
         return self.now
 
     def newest_migration(self) -> None:
-        """There is no journal."""
+        """Return None: there is no journal."""
 
     def migrate(
         self,
@@ -67,7 +67,7 @@ class FakeCoordinator:
         return migration
 
     def execute(self, migration: Migration, chunks: int = 1_000, end: TransitionEvent | None = None) -> None:
-        """Applies so many chunks, then ends the migration as the coordinator does."""
+        """Apply this number of chunks, then end the migration as the coordinator does."""
         migration.fire(TransitionEvent.START)
         migration.begin(self.now)
         for _ in range(chunks):
@@ -88,13 +88,13 @@ class FakeCoordinator:
         migration.notify()
 
     def start(self) -> None:
-        """Nothing listens."""
+        """Start no thread."""
 
     def stop(self, timeout_seconds: float) -> bool:
         return True
 
     def pause(self) -> None:
-        """Migrations are done before anything could be paused."""
+        """Pause nothing: migrations end before they could be paused."""
 
     def resume(self) -> None:
-        """See ``pause``."""
+        """Resume nothing."""

@@ -31,7 +31,7 @@ def _collection(layout: RankLayout, slots: list[int], cap_bytes: int) -> Embeddi
 
 
 def follow_chunks(rank: int, layout: RankLayout, chunks: list[Delta], slots: list[int], cap: int, seed: int) -> Any:
-    """Receive the chunks at this rank's own pace while looking rows up; report its state once all are applied."""
+    """Receive the chunks at random times while looking rows up; return the state once all are applied."""
     collection = _collection(layout, slots, cap)
     engine = collection.engine
     stores = engine.stores

@@ -21,7 +21,7 @@ def keyspace() -> KeySpace:
 
 
 def share_of(name: str) -> np.ndarray:
-    """float64 [rows] probability of each row, popular rows anywhere in the table."""
+    """Return the float64 [rows] probability of each row, with popular rows anywhere in the table."""
     rows = TABLES[name][0]
     share = np.arange(1, rows + 1) ** -1.1
     return np.random.default_rng(len(name) + rows).permutation(share / share.sum())

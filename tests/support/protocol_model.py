@@ -31,7 +31,13 @@ Chunk = tuple[str, int]
 
 
 class Rank(NamedTuple):
-    """``epoch`` 0: in none. ``announced`` and ``ending`` are -1 outside of the exchange; ``settled``: its record."""
+    """A rank.
+
+    Attributes:
+        epoch: number of its epoch; 0 without one.
+        announced, ending: versions of the running exchange; -1 outside of it.
+        settled: the version in its settled message; -1 without one.
+    """
 
     epoch: int = 0
     received: tuple[Chunk, ...] = ()
@@ -55,7 +61,13 @@ class Outstanding(NamedTuple):
 
 
 class Daemon(NamedTuple):
-    """``epoch`` 0: none. ``live``: all have settled. ``journal``: the chunks of versions 1, 2, ..."""
+    """The daemon.
+
+    Attributes:
+        epoch: number of the epoch; 0 without one.
+        live: all ranks have settled.
+        journal: the chunks of versions 1, 2, ...
+    """
 
     epoch: int = 0
     live: bool = False
@@ -87,7 +99,12 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Bounds:
-    """``chunks``: of each plan, in the order they are submitted. ``window``: chunks on their way, at most."""
+    """Bounds of the model.
+
+    Attributes:
+        window: largest number of outstanding chunks.
+        chunks: number of chunks by plan, in the order in which the plans are submitted.
+    """
 
     ranks: int = 2
     faults: int = 2
@@ -119,7 +136,11 @@ class Violation(Exception):
 
 
 class Model:
-    """Args: ``mutation``: a rule of the protocol to break, "" for none (see ``MUTATIONS``)."""
+    """The protocol within bounds.
+
+    Args:
+        mutation: a rule of the protocol to break, "" for none (see ``MUTATIONS``).
+    """
 
     def __init__(self, bounds: Bounds, mutation: str = "") -> None:
         self.bounds = bounds
@@ -256,7 +277,7 @@ class Model:
         return state._replace(ranks=ranks, daemon=daemon._replace(epoch=newest + 1, live=False))
 
     def _go_live(self, state: State) -> State:
-        """``ChunkPusher.begin_epoch``."""
+        """Model ``ChunkPusher.begin_epoch``."""
         daemon = state.daemon
         first = state.ranks[0]
         version, agreed = first.settled, first.received[: first.settled]
@@ -292,7 +313,7 @@ class Model:
         return state._replace(daemon=daemon._replace(outstanding=left, applied=daemon.applied + more))
 
     def _turn(self, state: State) -> State | None:
-        """The next thing that ``ChunkPusher.next_chunk`` does: one transition, or one chunk; None if nothing is due."""
+        """Model one action of ``ChunkPusher.next_chunk``: one transition or one chunk; None if nothing is due."""
         daemon = state.daemon
         if not daemon.live:
             return None
@@ -351,7 +372,7 @@ class Model:
         return next(now for name, now, _ in state.migrations if name == plan)
 
     def _fire(self, state: State, plan: str, event: TransitionEvent, recorded: int = -1) -> State:
-        """By the code's table: raises IllegalTransitionError where it has no way."""
+        """Fire a transition of the code's table. Raises IllegalTransitionError if the table has none."""
         now = self._state_of(state, plan)
         after = next_state(now, event, plan)
         self.reached.add((now, event))
@@ -421,7 +442,7 @@ MUTATIONS = (
 
 
 def explore(bounds: Bounds, mutation: str = "", most_states: int = 10**7) -> Outcome:
-    """Visits every reachable state, or stops at the first violation."""
+    """Visit every reachable state, or stop at the first violation."""
     model = Model(bounds, mutation)
     first = model.canonical(model.first())
     came_from: dict[State, tuple[State, str] | None] = {first: None}

@@ -25,7 +25,7 @@ ROWS, DIM, STEPS = 40, 8, 4
 
 
 class Tower(nn.Module):
-    """Rows [n, DIM] -> a loss."""
+    """Two dense layers: from rows [n, DIM] to a loss."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Tower(nn.Module):
 
 
 class Model(nn.Module):
-    """The tables inside the model, between other parts."""
+    """A model with the tables inside."""
 
     def __init__(self, collection: flexd.EmbeddingCollection, tower: nn.Module | None = None) -> None:
         super().__init__()

@@ -54,9 +54,10 @@ def _end_groups_of_the_job() -> None:
 
 
 class RankPool:
-    """``world_size`` processes in one gloo process group. ``run`` calls ``module:function(rank, *args)`` on each.
+    """``world_size`` processes in one gloo process group.
 
-    ``module`` is one of ``tests.support``."""
+    ``run`` calls ``module:function(rank, *args)`` on each; ``module`` is one of ``tests.support``.
+    """
 
     def __init__(self, world_size: int) -> None:
         context = preloaded("tests.support.rank_preload")

@@ -10,7 +10,7 @@ from tests.support.until import until
 
 
 def state_of(pid: int) -> str:
-    """The letter that the kernel gives: "T" if stopped."""
+    """Return the letter of the process state: "T" if stopped."""
     return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
 
 

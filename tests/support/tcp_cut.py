@@ -8,7 +8,7 @@ import threading
 
 
 class TcpCut:
-    """Forwards a port of loopback to another."""
+    """Forwards one loopback port to another, with interruptions."""
 
     def __init__(self, listen_port: int, target_port: int) -> None:
         self._target_port = target_port
@@ -21,7 +21,7 @@ class TcpCut:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def disconnect(self) -> None:
-        """Ends all connections; new ones are ended at once until ``mend``."""
+        """End all connections, and every new one until ``mend``."""
         self._open = False
         with self._lock:
             for end in self._sockets:
@@ -29,7 +29,7 @@ class TcpCut:
             self._sockets.clear()
 
     def stall(self) -> None:
-        """Connections stay and new ones are taken, but no byte comes through until ``mend``."""
+        """Keep connections and accept new ones, and forward no byte until ``mend``."""
         self._flowing.clear()
 
     def mend(self) -> None:

@@ -23,7 +23,7 @@ _REWRITE_POLLS = 50
 
 
 class ControlStore:
-    """Hosts the store and owns its keys, whose number is bounded. For the coordinator's thread alone.
+    """Hosts the store and owns its keys, whose number is bounded. Belongs to the coordinator's thread.
 
     Args:
         listen_fd: a socket that listens on ``host`` and ``port``; the store owns it from now on.
@@ -81,7 +81,7 @@ class ControlStore:
         self._write_hint(Hint(message.epoch, True, message.command))
 
     def delete_command(self, epoch: int, command: int) -> None:
-        """Remove a command that no rank will read any more."""
+        """Remove a command that no rank will read again."""
         self.torch_store.delete_key(Keys.command(epoch, command))
 
     def write_tap_state(self, state: TapState) -> None:

@@ -133,7 +133,7 @@ class PlacementJournal:
 
     @property
     def newest_migration(self) -> JournalledMigration | None:
-        """The migration of the newest chunk; None if it is not known (any more)."""
+        """The migration of the newest chunk; None if it is not known, or no longer."""
         with self._lock:
             return self._chunks[-1].migration if self._chunks else None
 
@@ -187,7 +187,7 @@ class PlacementJournal:
             return _apply_all(self._base, [chunk for chunk in self._chunks if chunk.version <= version], version)
 
     def compact(self, version: int) -> None:
-        """Compact chunks up to ``version``, which all ranks hold for good, into the segment once they are many.
+        """Compact chunks up to ``version``, which all ranks hold, into the segment once they are many.
 
         Those of the newest migration are kept up to ``_ROLLBACK_ROWS``, so that it can be rolled back.
 

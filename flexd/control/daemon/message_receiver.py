@@ -19,7 +19,7 @@ its peers."""
 
 
 class MessageReceiver:
-    """For the coordinator's thread alone.
+    """Verifies and dispatches messages of ranks; belongs to the coordinator's thread.
 
     Args:
         members: registers the ranks whose hello is in order.

@@ -31,7 +31,7 @@ OnMigration = Callable[[MigrationEvent], None]
 
 
 class MigrationEventDispatcher:
-    """For the coordinator's thread alone.
+    """Logs and records migration events; belongs to the coordinator's thread.
 
     Args:
         events: receives every transition.

@@ -91,7 +91,7 @@ class PaceState(Enum):
 
 
 class PaceController:
-    """Decides alone: no threads, no clock.
+    """Decides on the limit from given times, without threads or a clock.
 
     Attributes:
         bytes_per_step: the limit while ``RUNNING``.

@@ -110,7 +110,7 @@ class ChunkPusher:
         return len(self._outstanding)
 
     def submit(self, migration: Migration) -> None:
-        """Make it the next migration; one that still waits is superseded at once, a running one at its next chunk."""
+        """Set the next migration; a waiting one is superseded immediately, a running one at its next chunk."""
         with self._lock:
             migration.observe(self._record_transition)
             older, self._next = self._next, migration
@@ -149,7 +149,7 @@ class ChunkPusher:
             self._drop_active()
 
     def stop(self, reason: str) -> None:
-        """Fail what is under way or waits; no chunk is pushed any more."""
+        """Fail the running and the waiting migration; no further chunk is pushed."""
         self._drop_outstanding(reason)
         with self._lock:
             waiting, self._next = self._next, None

@@ -65,7 +65,7 @@ class Agreement:
 
     @property
     def diverged(self) -> bool:
-        """True if ranks make different calls. Going on with this look-up would leave ranks waiting for each other."""
+        """True if ranks make different calls. Continuing this look-up would leave ranks waiting for each other."""
         return self.first.code != self.last.code
 
     def pack(self) -> list[int]:

@@ -46,7 +46,7 @@ class LookupPiggyback(Protocol):
 
     @property
     def complete(self) -> bool:
-        """True once ``recv_down`` was called for every hop. Then nothing travels with the rows."""
+        """True once ``recv_down`` was called for every hop. Then no bits are sent with the rows."""
         ...
 
     def add(self, group: int, positions: torch.Tensor) -> None:

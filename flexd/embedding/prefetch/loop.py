@@ -23,7 +23,7 @@ def _identity(batch: Any) -> Any:
 
 
 class Prefetch(Generic[Batch]):
-    """Result of ``prefetch``; each iteration goes over the loader once."""
+    """Result of ``prefetch``; each iteration reads the loader once."""
 
     def __init__(
         self,

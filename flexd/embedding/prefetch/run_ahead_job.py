@@ -96,7 +96,7 @@ class DeferredGradients:
 
 
 class RunAheadJob:
-    """Works in a thread of its own, on process groups of its own.
+    """Runs in a separate thread, on separate process groups.
 
     Args:
         router, sync: over those process groups.

@@ -137,20 +137,20 @@ def test_an_invalid_chunk_changes_nothing(version: int, chunk: Delta, reason: st
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Prepared:
     """A prepared chunk: the keys of all chunks up to it."""
 
     keys: tuple[int, ...]
     nbytes: int
 
 
-def preparing_inbox(nbytes: int) -> tuple[ChunkInbox, list[_Made]]:
+def preparing_inbox(nbytes: int) -> tuple[ChunkInbox, list[_Prepared]]:
     """Return an inbox whose prepared chunks have ``nbytes`` each, and what was prepared, in order."""
-    made: list[_Made] = []
+    made: list[_Prepared] = []
 
-    def prepare(chunk: Delta, after: object) -> _Made:
-        before = after.keys if isinstance(after, _Made) else ()
-        made.append(_Made((*before, *chunk.keys.tolist()), nbytes))
+    def prepare(chunk: Delta, after: object) -> _Prepared:
+        before = after.keys if isinstance(after, _Prepared) else ()
+        made.append(_Prepared((*before, *chunk.keys.tolist()), nbytes))
         return made[-1]
 
     return ChunkInbox(TABLES, LAYOUT, 1, (50, 50), prepare=prepare), made

@@ -174,7 +174,7 @@ def test_a_torn_length_allocates_no_memory(tmp_path: Path) -> None:
 
 
 class ShortWrites:
-    """A file that writes at peak 7 bytes a call."""
+    """A file that writes at most 7 bytes a call."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -15,7 +15,7 @@ from flexd.core.placement import Placement
 from tests.support.ranks_in_threads import target
 
 
-class PusherSetting:
+class PusherHarness:
     """A pusher with a journal, as after ``begin_epoch`` at version 0."""
 
     def __init__(self, directory: Path, window: int = 3) -> None:
@@ -34,23 +34,23 @@ class PusherSetting:
 
 
 def test_chunks_are_numbered_journalled_and_bounded(tmp_path: Path) -> None:
-    setting = PusherSetting(tmp_path)
+    harness = PusherHarness(tmp_path)
     migration = Migration("p", lambda p: p.delta_to(target(1, 50)).chunks(10))
-    setting.pusher.submit(migration)
-    assert setting.push_all() == [1, 2, 3]
-    setting.pusher.acknowledge(3, 0)
-    assert setting.push_all() == []
-    setting.pusher.acknowledge(3, 2)
-    assert setting.push_all() == [4, 5]
+    harness.pusher.submit(migration)
+    assert harness.push_all() == [1, 2, 3]
+    harness.pusher.acknowledge(3, 0)
+    assert harness.push_all() == []
+    harness.pusher.acknowledge(3, 2)
+    assert harness.push_all() == [4, 5]
     assert migration.state is MigrationState.PUSHING
-    setting.pusher.acknowledge(5, 4)
-    assert setting.push_all() == []
+    harness.pusher.acknowledge(5, 4)
+    assert harness.push_all() == []
     assert migration.state is MigrationState.APPLYING
-    setting.pusher.acknowledge(5, 5)
-    setting.push_all()
+    harness.pusher.acknowledge(5, 5)
+    harness.push_all()
     assert migration.state is MigrationState.COMMITTED
-    assert setting.pusher.digest_at(5) == target(1, 50).digest()
-    events = setting.pusher.drain_events()
+    assert harness.pusher.digest_at(5) == target(1, 50).digest()
+    events = harness.pusher.drain_events()
     assert [each.transition.after if each.transition else None for each in events] == [
         MigrationState.PENDING,
         MigrationState.PUSHING,
@@ -62,132 +62,132 @@ def test_chunks_are_numbered_journalled_and_bounded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("agreed", range(4))
 def test_an_ended_epoch_voids_unagreed_chunks(tmp_path: Path, agreed: int) -> None:
-    setting = PusherSetting(tmp_path)
+    harness = PusherHarness(tmp_path)
     migration = Migration("p", lambda p: p.delta_to(target(1, 30)).chunks(10))
-    setting.pusher.submit(migration)
-    assert setting.push_all() == [1, 2, 3]
+    harness.pusher.submit(migration)
+    assert harness.push_all() == [1, 2, 3]
     assert migration.state is MigrationState.PUSHING
-    setting.pusher.begin_epoch(agreed, setting.journal.placement_at(agreed).digest())
+    harness.pusher.begin_epoch(agreed, harness.journal.placement_at(agreed).digest())
     assert migration.progress.chunks_pushed == agreed
     assert migration.progress.chunks_agreed == agreed
-    setting.pusher.acknowledge(agreed, agreed)
-    assert setting.push_all() == list(range(agreed + 1, 4))
+    harness.pusher.acknowledge(agreed, agreed)
+    assert harness.push_all() == list(range(agreed + 1, 4))
     # The order is that of the plan: every version has the placement of the plan, not only the last.
     chunks = list(Placement.empty().delta_to(target(1, 30)).chunks(10))
     for version in range(4):
         expected = Placement.empty()
         for chunk in chunks[:version]:
             expected = expected.apply(chunk)
-        assert setting.journal.placement_at(version).digest() == expected.digest()
-    setting.pusher.acknowledge(3, 3)
-    setting.push_all()
+        assert harness.journal.placement_at(version).digest() == expected.digest()
+    harness.pusher.acknowledge(3, 3)
+    harness.push_all()
     assert migration.state is MigrationState.COMMITTED
-    assert setting.journal.placement_at(3).digest() == target(1, 30).digest()
+    assert harness.journal.placement_at(3).digest() == target(1, 30).digest()
 
 
 def test_a_completely_pushed_migration_returns_to_pushing_when_chunks_are_void(tmp_path: Path) -> None:
-    setting = PusherSetting(tmp_path, window=4)
+    harness = PusherHarness(tmp_path, window=4)
     migration = Migration("p", lambda p: p.delta_to(target(1, 30)).chunks(10))
-    setting.pusher.submit(migration)
-    setting.push_all()
+    harness.pusher.submit(migration)
+    harness.push_all()
     assert migration.state is MigrationState.APPLYING
-    setting.pusher.begin_epoch(1, setting.journal.placement_at(1).digest())
+    harness.pusher.begin_epoch(1, harness.journal.placement_at(1).digest())
     assert migration.state is MigrationState.PUSHING
     newer = Migration("q", lambda p: p.delta_to(target(2, 30)).chunks(100))
-    setting.pusher.submit(newer)
-    setting.pusher.acknowledge(1, 1)
-    assert setting.push_all() == [2]
+    harness.pusher.submit(newer)
+    harness.pusher.acknowledge(1, 1)
+    assert harness.push_all() == [2]
     assert migration.state is MigrationState.SUPERSEDED
-    assert setting.journal.placement_at(2).digest() == target(2, 30).digest()
+    assert harness.journal.placement_at(2).digest() == target(2, 30).digest()
 
 
 def test_the_next_migration_starts_from_the_agreed_placement(tmp_path: Path) -> None:
-    setting = PusherSetting(tmp_path, window=2)
+    harness = PusherHarness(tmp_path, window=2)
     older = Migration("p", lambda p: p.delta_to(target(1, 30)).chunks(10))
     newer = Migration("q", lambda p: p.delta_to(target(2, 30)).chunks(100))
-    setting.pusher.submit(older)
-    assert setting.push_all() == [1, 2]
-    setting.pusher.submit(newer)
-    assert setting.push_all() == []
+    harness.pusher.submit(older)
+    assert harness.push_all() == [1, 2]
+    harness.pusher.submit(newer)
+    assert harness.push_all() == []
     assert (older.state, newer.state) == (MigrationState.SUPERSEDED, MigrationState.PENDING)
-    setting.pusher.acknowledge(1, 1)
-    assert setting.push_all() == []
-    setting.pusher.begin_epoch(1, setting.journal.placement_at(1).digest())
-    assert setting.push_all() == [2]
-    assert setting.journal.placement_at(2).digest() == target(2, 30).digest()
+    harness.pusher.acknowledge(1, 1)
+    assert harness.push_all() == []
+    harness.pusher.begin_epoch(1, harness.journal.placement_at(1).digest())
+    assert harness.push_all() == [2]
+    assert harness.journal.placement_at(2).digest() == target(2, 30).digest()
 
 
 def test_an_illegal_transition_is_counted_and_the_next_migration_runs(tmp_path: Path) -> None:
-    setting = PusherSetting(tmp_path)
+    harness = PusherHarness(tmp_path)
     broken = Migration("p", lambda p: p.delta_to(target(1, 30)).chunks(10))
-    setting.pusher.submit(broken)
-    setting.pusher.next_chunk(1)
+    harness.pusher.submit(broken)
+    harness.pusher.next_chunk(1)
     # Another component ends the migration.
     broken.fire(TransitionEvent.FAIL, "ended elsewhere")
     with pytest.raises(IllegalTransitionError, match="no fail in state failed"):
-        setting.pusher.fail_active("refused")
-    assert setting.pusher.illegal_transitions == 1
-    setting.pusher.acknowledge(1, 1)
+        harness.pusher.fail_active("refused")
+    assert harness.pusher.illegal_transitions == 1
+    harness.pusher.acknowledge(1, 1)
     newer = Migration("q", lambda p: p.delta_to(target(2, 30)).chunks(100))
-    setting.pusher.submit(newer)
-    assert setting.push_all() == [2]
-    setting.pusher.acknowledge(2, 2)
-    setting.push_all()
+    harness.pusher.submit(newer)
+    assert harness.push_all() == [2]
+    harness.pusher.acknowledge(2, 2)
+    harness.push_all()
     assert newer.state is MigrationState.COMMITTED
 
 
 def test_an_abort_waits_for_pushed_chunks_and_pushes_no_more(tmp_path: Path) -> None:
-    setting = PusherSetting(tmp_path, window=2)
+    harness = PusherHarness(tmp_path, window=2)
     migration = Migration("p", lambda p: p.delta_to(target(1, 50)).chunks(10))
     newer = Migration("q", lambda p: p.delta_to(target(2, 30)).chunks(100))
-    setting.pusher.submit(migration)
-    assert setting.push_all() == [1, 2]
+    harness.pusher.submit(migration)
+    assert harness.push_all() == [1, 2]
     migration.abort("enough")
-    setting.pusher.submit(newer)
-    assert setting.push_all() == []
+    harness.pusher.submit(newer)
+    assert harness.push_all() == []
     assert (migration.state, newer.state) == (MigrationState.ABORTING, MigrationState.PENDING)
-    setting.pusher.acknowledge(2, 1)
-    assert setting.push_all() == []
+    harness.pusher.acknowledge(2, 1)
+    assert harness.push_all() == []
     assert migration.state is MigrationState.ABORTING
-    setting.pusher.acknowledge(2, 2)
-    assert setting.push_all() == [3]
+    harness.pusher.acknowledge(2, 2)
+    assert harness.push_all() == [3]
     assert migration.state is MigrationState.ABORTED
     assert "stopped at version 2, 20 rows applied" in migration.reason
-    assert setting.journal.placement_at(3).digest() == target(2, 30).digest()
+    assert harness.journal.placement_at(3).digest() == target(2, 30).digest()
 
 
 @pytest.mark.parametrize("agreed", range(3))
 def test_void_chunks_of_an_aborted_migration_are_not_pushed_again(tmp_path: Path, agreed: int) -> None:
-    setting = PusherSetting(tmp_path, window=2)
+    harness = PusherHarness(tmp_path, window=2)
     migration = Migration("p", list(Placement.empty().delta_to(target(1, 50)).chunks(10)))
-    setting.pusher.submit(migration)
-    assert setting.push_all() == [1, 2]
+    harness.pusher.submit(migration)
+    assert harness.push_all() == [1, 2]
     migration.abort("enough")
-    setting.pusher.end_early()
+    harness.pusher.end_early()
     assert migration.state is MigrationState.ABORTING
-    setting.pusher.begin_epoch(agreed, setting.journal.placement_at(agreed).digest())
-    setting.pusher.acknowledge(agreed, agreed)
-    assert setting.push_all() == []
+    harness.pusher.begin_epoch(agreed, harness.journal.placement_at(agreed).digest())
+    harness.pusher.acknowledge(agreed, agreed)
+    assert harness.push_all() == []
     assert migration.state is MigrationState.ABORTED
     progress = migration.progress
     assert (progress.rows_pushed, progress.rows_applied, progress.last_version) == (10 * agreed, 10 * agreed, agreed)
     assert f"stopped at version {agreed}, {10 * agreed} of 50 rows applied" in migration.reason
-    assert setting.pusher.drain_events()[-1].transition is None
+    assert harness.pusher.drain_events()[-1].transition is None
 
 
 def test_progress_is_final_after_the_last_chunk(tmp_path: Path) -> None:
-    setting = PusherSetting(tmp_path, window=3)
+    harness = PusherHarness(tmp_path, window=3)
     older = Migration("p", lambda p: p.delta_to(target(1, 50)).chunks(10))
-    setting.pusher.submit(older)
-    assert setting.push_all() == [1, 2, 3]
-    setting.pusher.submit(Migration("q", []))
-    setting.push_all()
+    harness.pusher.submit(older)
+    assert harness.push_all() == [1, 2, 3]
+    harness.pusher.submit(Migration("q", []))
+    harness.push_all()
     assert older.state is MigrationState.SUPERSEDED
-    assert not [event for event in setting.pusher.drain_events() if event.transition is None]
-    setting.pusher.acknowledge(3, 2)
-    assert setting.pusher.drain_events() == []
-    setting.pusher.acknowledge(3, 3)
-    (settled,) = setting.pusher.drain_events()
+    assert not [event for event in harness.pusher.drain_events() if event.transition is None]
+    harness.pusher.acknowledge(3, 2)
+    assert harness.pusher.drain_events() == []
+    harness.pusher.acknowledge(3, 3)
+    (settled,) = harness.pusher.drain_events()
     assert (settled.migration, settled.transition, older.progress.rows_applied) == (older, None, 30)
-    setting.pusher.stop("the end")
-    assert not [event for event in setting.pusher.drain_events() if event.migration is older]
+    harness.pusher.stop("the end")
+    assert not [event for event in harness.pusher.drain_events() if event.migration is older]

@@ -75,22 +75,22 @@ class TappedRanks(Ranks):
 
 
 def test_payloads_of_any_size_arrive_complete_and_stay_in_the_outbox_until_the_snapshot(daemon):
-    setting = daemon()
-    with TappedRanks(setting.hosted.port) as ranks:
+    harness = daemon()
+    with TappedRanks(harness.hosted.port) as ranks:
         sizes = (1, 3 * PIECE_BYTES + 5)
         for outbox, size in zip(ranks.outboxes, sizes, strict=True):
             outbox.put(bytes(i % 251 for i in range(1000)) * (size // 1000) + b"!" * (size % 1000))
         payloads = [outbox.current().payload for outbox in ranks.outboxes]
-        until(lambda: len(setting.counted) == 2, what=ranks.state())
-        assert sorted(setting.counted) == sorted((ranks.partition(r), 0, payloads[r]) for r in range(2))
+        until(lambda: len(harness.counted) == 2, what=ranks.state())
+        assert sorted(harness.counted) == sorted((ranks.partition(r), 0, payloads[r]) for r in range(2))
         time.sleep(0.1)
         assert not any(outbox.free for outbox in ranks.outboxes), "no snapshot holds the payloads"
-        setting.snapshot()
+        harness.snapshot()
         until(lambda: all(outbox.free for outbox in ranks.outboxes))
         assert [outbox.acknowledged for outbox in ranks.outboxes] == [1, 1]
         assert ranks.outboxes[0].put(b"next") == 1
-        until(lambda: len(setting.counted) == 3)
-        assert setting.counted[-1] == (ranks.partition(0), 1, b"next")
+        until(lambda: len(harness.counted) == 3)
+        assert harness.counted[-1] == (ranks.partition(0), 1, b"next")
 
 
 def test_a_payload_is_sent_again_only_if_the_daemon_dies_before_its_snapshot(daemon):
@@ -115,20 +115,20 @@ def test_a_payload_is_sent_again_only_if_the_daemon_dies_before_its_snapshot(dae
 
 
 def test_training_and_outboxes_do_not_wait_for_a_daemon_that_reads_nothing(daemon):
-    setting = daemon()
-    setting.reading.clear()
-    with TappedRanks(setting.hosted.port) as ranks:
+    harness = daemon()
+    harness.reading.clear()
+    with TappedRanks(harness.hosted.port) as ranks:
         ranks.outboxes[0].put(b"x")
         before = ranks.steps
         until(lambda: ranks.steps > before + 50)
         assert not ranks.outboxes[0].free
-        assert setting.counted == []
-        setting.reading.set()
-        until(lambda: len(setting.counted) == 1)
+        assert harness.counted == []
+        harness.reading.set()
+        until(lambda: len(harness.counted) == 1)
 
 
 def test_tampered_pieces_are_counted_and_the_payload_arrives_complete(daemon, monkeypatch):
-    setting = daemon()
+    harness = daemon()
     broken = [0]
     send = seal_with_bytes
 
@@ -141,35 +141,35 @@ def test_tampered_pieces_are_counted_and_the_payload_arrives_complete(daemon, mo
 
     monkeypatch.setattr("flexd.control.agent.tap_sender.seal_with_bytes", tamper)
     monkeypatch.setattr("flexd.control.daemon.tap_receiver._RETRY_SECONDS", 0.05)
-    with TappedRanks(setting.hosted.port) as ranks:
+    with TappedRanks(harness.hosted.port) as ranks:
         ranks.outboxes[0].put(b"the original")
-        until(lambda: len(setting.counted) == 1, what=ranks.state())
-        assert setting.counted[0][2] == b"the original"
-        assert setting.hosted.coordinator.status().refused_messages["forged"] == 2
-        assert setting.hosted.coordinator.status().epochs == 1, "no rank was disturbed"
+        until(lambda: len(harness.counted) == 1, what=ranks.state())
+        assert harness.counted[0][2] == b"the original"
+        assert harness.hosted.coordinator.status().refused_messages["forged"] == 2
+        assert harness.hosted.coordinator.status().epochs == 1, "no rank was disturbed"
 
 
 def test_pieces_that_were_not_requested_are_never_read(daemon):
     """A writer to the store without the secret cannot deliver a payload."""
-    setting = daemon()
-    with TappedRanks(setting.hosted.port) as ranks:
-        until(setting.hosted.ready)
-        store = job_store(TCPStore("127.0.0.1", setting.hosted.port, is_master=False), "job")
+    harness = daemon()
+    with TappedRanks(harness.hosted.port) as ranks:
+        until(harness.hosted.ready)
+        store = job_store(TCPStore("127.0.0.1", harness.hosted.port, is_master=False), "job")
 
         def refused_beside_an_authentic_one() -> bool:
             # On a very slow machine an epoch may end, which deletes the keys of its pieces.
-            epoch, counted = setting.hosted.coordinator.status().epoch, len(setting.counted)
+            epoch, counted = harness.hosted.coordinator.status().epoch, len(harness.counted)
             header = TapPiece("job", "a1", 1, epoch, "token", 0, 0, 0, 1, 0, "00")
             for grant in range(counted, counted + 3):
                 store.set(Keys.tap_piece(epoch, 0, grant, 0), seal_with_bytes(Signer(b"guess"), header, b"forged"))
             until(lambda: ranks.outboxes[0].free, seconds=30)
             ranks.outboxes[0].put(b"authentic")
-            until(lambda: len(setting.counted) > counted, seconds=30)
-            setting.snapshot()
-            return setting.hosted.coordinator.status().refused_messages["forged"] >= 1
+            until(lambda: len(harness.counted) > counted, seconds=30)
+            harness.snapshot()
+            return harness.hosted.coordinator.status().refused_messages["forged"] >= 1
 
         until(refused_beside_an_authentic_one, seconds=60)
-        assert {counted[2] for counted in setting.counted} == {b"authentic"}
+        assert {counted[2] for counted in harness.counted} == {b"authentic"}
 
 
 def test_a_daemon_without_a_tap_reports_the_reason(host):
@@ -182,14 +182,14 @@ def test_a_daemon_without_a_tap_reports_the_reason(host):
 
 
 def test_a_waiting_rank_triggers_an_urgent_snapshot(daemon):
-    setting = daemon()
-    with TappedRanks(setting.hosted.port) as ranks:
+    harness = daemon()
+    with TappedRanks(harness.hosted.port) as ranks:
         ranks.outboxes[1].put(b"last")
-        until(lambda: len(setting.counted) == 1)
-        assert "tap_urgent" not in setting.hosted.names()
+        until(lambda: len(harness.counted) == 1)
+        assert "tap_urgent" not in harness.hosted.names()
         waiter = threading.Thread(target=lambda: ranks.outboxes[1].wait_until_free(10.0, urgent=True))
         waiter.start()
-        until(lambda: "tap_urgent" in setting.hosted.names())
-        setting.snapshot()
+        until(lambda: "tap_urgent" in harness.hosted.names())
+        harness.snapshot()
         waiter.join(10)
         assert ranks.outboxes[1].free

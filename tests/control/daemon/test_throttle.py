@@ -171,7 +171,7 @@ def test_idle_time_is_not_waiting_and_a_long_gap_counts_as_one_second() -> None:
 
 
 @dataclass
-class PusherSetting:
+class PusherHarness:
     """A pusher over a journal, with ranks that apply agreed chunks."""
 
     directory: Path
@@ -212,63 +212,63 @@ class PusherSetting:
 def test_no_step_applies_more_than_the_cap_and_the_migration_completes(
     tmp_path_factory: pytest.TempPathFactory, caps: list[int], epochs: set[int], data: st.DataObject
 ) -> None:
-    setting = PusherSetting(tmp_path_factory.mktemp("journal"), Throttle(ThrottleLimits(bytes_per_step=caps[0])))
+    harness = PusherHarness(tmp_path_factory.mktemp("journal"), Throttle(ThrottleLimits(bytes_per_step=caps[0])))
     migration = Migration("p", lambda p: p.delta_to(target(1, 300)).chunks(40))
-    setting.pusher.submit(migration)
+    harness.pusher.submit(migration)
     in_force = caps[0]
     for turn in range(4_000):
         if turn and turn < len(caps):
-            # PusherSetting chunks were released under the older limit.
-            setting.push()
-            setting.step()
+            # PusherHarness chunks were released under the older limit.
+            harness.push()
+            harness.step()
             in_force = caps[turn]
-            setting.throttle.set_limits(ThrottleLimits(bytes_per_step=in_force))
-        setting.push()
+            harness.throttle.set_limits(ThrottleLimits(bytes_per_step=in_force))
+        harness.push()
         if turn in epochs:
             # The ranks hold, and have agreed on, only some of the pushed chunks.
-            agreed = data.draw(st.integers(setting.applied, setting.pusher.version))
-            setting.held = {version: size for version, size in setting.held.items() if version <= agreed}
-            setting.pusher.begin_epoch(agreed, setting.journal.placement_at(agreed).digest())
-            setting.pusher.acknowledge(agreed, setting.applied)
-            setting.push()
-        setting.step()
-        assert setting.steps[-1] <= max(in_force, 64)
+            agreed = data.draw(st.integers(harness.applied, harness.pusher.version))
+            harness.held = {version: size for version, size in harness.held.items() if version <= agreed}
+            harness.pusher.begin_epoch(agreed, harness.journal.placement_at(agreed).digest())
+            harness.pusher.acknowledge(agreed, harness.applied)
+            harness.push()
+        harness.step()
+        assert harness.steps[-1] <= max(in_force, 64)
         if migration.done:
             break
-        setting.push()
+        harness.push()
     assert migration.state is MigrationState.COMMITTED
-    assert setting.journal.placement_at(setting.pusher.version).digest() == target(1, 300).digest()
+    assert harness.journal.placement_at(harness.pusher.version).digest() == target(1, 300).digest()
 
 
 def test_a_paused_migration_can_be_superseded(tmp_path: Path) -> None:
-    setting = PusherSetting(tmp_path, Throttle())
-    setting.throttle.set_pace(PaceLimit(paused=True))
+    harness = PusherHarness(tmp_path, Throttle())
+    harness.throttle.set_pace(PaceLimit(paused=True))
     first = Migration("p", lambda p: p.delta_to(target(1, 30)).chunks(10))
-    setting.pusher.submit(first)
-    setting.push()
-    assert (first.state, setting.pusher.version) == (MigrationState.PUSHING, 0)
+    harness.pusher.submit(first)
+    harness.push()
+    assert (first.state, harness.pusher.version) == (MigrationState.PUSHING, 0)
     second = Migration("q", lambda p: p.delta_to(target(2, 30)).chunks(10))
-    setting.pusher.submit(second)
-    setting.push()
+    harness.pusher.submit(second)
+    harness.push()
     assert first.state is MigrationState.SUPERSEDED
-    setting.throttle.set_pace(PaceLimit())
-    setting.push()
-    setting.step()
-    setting.push()
+    harness.throttle.set_pace(PaceLimit())
+    harness.push()
+    harness.step()
+    harness.push()
     assert second.state is MigrationState.COMMITTED
-    assert setting.journal.placement_at(setting.pusher.version).digest() == target(2, 30).digest(), (
+    assert harness.journal.placement_at(harness.pusher.version).digest() == target(2, 30).digest(), (
         "nothing of the first is left"
     )
 
 
 def test_a_restarted_daemon_waits_until_the_ranks_have_applied_the_agreed_chunks(tmp_path: Path) -> None:
-    setting = PusherSetting(tmp_path, Throttle(ThrottleLimits(bytes_per_step=1 << 30)))
+    harness = PusherHarness(tmp_path, Throttle(ThrottleLimits(bytes_per_step=1 << 30)))
     for version, delta in enumerate(Placement.empty().delta_to(target(1, 30)).chunks(10), start=1):
-        setting.journal.append(version, delta)
-    setting.pusher.begin_epoch(3, target(1, 30).digest())
-    setting.pusher.submit(Migration("p", lambda p: p.delta_to(target(2, 30)).chunks(60)))
-    setting.pusher.acknowledge(3, 2)
-    assert setting.pusher.next_chunk(1) is None, "the third chunk may be applied at the next step"
-    assert setting.throttle.snapshot().waits_for is ThrottleReason.STEP
-    setting.pusher.acknowledge(3, 3)
-    assert setting.pusher.next_chunk(1) is not None
+        harness.journal.append(version, delta)
+    harness.pusher.begin_epoch(3, target(1, 30).digest())
+    harness.pusher.submit(Migration("p", lambda p: p.delta_to(target(2, 30)).chunks(60)))
+    harness.pusher.acknowledge(3, 2)
+    assert harness.pusher.next_chunk(1) is None, "the third chunk may be applied at the next step"
+    assert harness.throttle.snapshot().waits_for is ThrottleReason.STEP
+    harness.pusher.acknowledge(3, 3)
+    assert harness.pusher.next_chunk(1) is not None

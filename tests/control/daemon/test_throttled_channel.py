@@ -83,19 +83,19 @@ class Throttled:
 def test_no_rank_copies_more_than_the_limit_and_all_copy_equally(tmp_path: Path) -> None:
     planned = target(1, 900)
     with (
-        Throttled(tmp_path, ThrottleConfig(bytes_per_step=1_500)) as setting,
-        MeasuredRanks(setting.coordinator.port) as ranks,
+        Throttled(tmp_path, ThrottleConfig(bytes_per_step=1_500)) as harness,
+        MeasuredRanks(harness.coordinator.port) as ranks,
     ):
-        migration = setting.migrate(planned)
+        migration = harness.migrate(planned)
         until(lambda: migration.progress.chunks_applied >= 4, what=ranks.state())
-        setting.throttle.set_limits(ThrottleLimits(bytes_per_step=400))
+        harness.throttle.set_limits(ThrottleLimits(bytes_per_step=400))
         # Chunks released under the first limit are applied before the second holds: one may not be counted yet.
         pushed = migration.progress.chunks_pushed + 1
         until(lambda: migration.progress.chunks_applied >= pushed)
         changed_at = len(ranks.copied)
         until(lambda: migration.progress.chunks_applied >= pushed + 4)
         reset_at = len(ranks.copied)
-        setting.throttle.set_limits(ThrottleLimits())
+        harness.throttle.set_limits(ThrottleLimits())
         assert migration.wait(20) is MigrationState.COMMITTED, (migration.progress, ranks.state())
         until(lambda: ranks.all_at(planned))
     assert all(len(set(step)) == 1 for step in ranks.copied), "at every step the same on every rank"
@@ -104,22 +104,22 @@ def test_no_rank_copies_more_than_the_limit_and_all_copy_equally(tmp_path: Path)
 
 
 def test_slower_steps_slow_the_migration_down(tmp_path: Path) -> None:
-    """A kilobyte makes a step twice as long: the controller halves, and halves again."""
+    """A copied kilobyte doubles the time of a step, so the controller halves the limit repeatedly."""
     settings = ThrottleConfig(adaptive=True, floor_bytes_per_step=64, tolerance=0.05)
     planned = target(2, 20_000)
-    with Throttled(tmp_path, settings) as setting, MeasuredRanks(setting.coordinator.port, 2e-6) as ranks:
-        migration = setting.migrate(planned)
-        until(lambda: setting.pacing.snapshot().slowed >= 2, what=ranks.state())
-        snapshot = setting.pacing.snapshot()
+    with Throttled(tmp_path, settings) as harness, MeasuredRanks(harness.coordinator.port, 2e-6) as ranks:
+        migration = harness.migrate(planned)
+        until(lambda: harness.pacing.snapshot().slowed >= 2, what=ranks.state())
+        snapshot = harness.pacing.snapshot()
         assert migration.state is MigrationState.PUSHING
         until(lambda: migration.progress.chunks_applied > 0)
         early = max(step[0] for step in ranks.copied)
         halved = len(ranks.copied)
         until(lambda: sum(step[0] > 0 for step in ranks.copied[halved + 50 :]) >= 3, what=str(snapshot))
         late = max(step[0] for step in ranks.copied[halved + 50 :])
-        assert late < early, (late, early, setting.pacing.snapshot())
+        assert late < early, (late, early, harness.pacing.snapshot())
         assert "times the" in snapshot.why
-        setting.pacing.set_limits(ThrottleLimits(), adaptive=False)
+        harness.pacing.set_limits(ThrottleLimits(), adaptive=False)
         assert migration.wait(30) is MigrationState.COMMITTED, (migration.progress, ranks.state())
         until(lambda: ranks.all_at(planned))
     assert all(len(set(step)) == 1 for step in ranks.copied)

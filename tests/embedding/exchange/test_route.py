@@ -29,7 +29,7 @@ def test_distinct_keys(keys: list[int], table: bool) -> None:
 
 @pytest.mark.parametrize("exchange", ["chain", "direct"])
 def test_half_precision_passes_are_added_in_float32(exchange: str) -> None:
-    """2048 + 1 is 2048 in float16. The rows of bags come without their repetitions, so their gradients are float16."""
+    """2048 + 1 is 2048 in float16. Rows of bags are distinct, so their gradients are float16."""
     collection = flexd.EmbeddingBagCollection(
         [flexd.EmbeddingBagTable("item", 9, 4, dtype="float16")], optimizer=flexd.SGD(2.0**-10), exchange=exchange
     )

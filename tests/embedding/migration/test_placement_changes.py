@@ -76,7 +76,7 @@ def test_directories_and_slots_follow_the_placement(ranks: Ranks, nodes: int, lo
     ids=["other tier", "one of two", "not listed", "listed"],
 )
 def test_a_chunk_from_another_placement_changes_nothing(ranks: Ranks, wrong: Delta) -> None:
-    """Key 0 is at DEVICE; key 1, of the other rail, too; key 3 at DEVICE; 9 at HOME."""
+    """Keys 0 and 1, whose homes are on different nodes, are at DEVICE, key 3 is at NODE and key 9 at HOME."""
     good = chunk({0: 2, 1: 2, 3: 1})
     results = ranks(2).run("migration_jobs:wrong_chunk", RankLayout(2, 1), good, wrong)
     for text, unchanged in results:
