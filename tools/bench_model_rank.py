@@ -125,7 +125,7 @@ class CollectiveClock:
         return run
 
     def drain(self) -> float:
-        """Collective. Seconds since the last call."""
+        """Collective: return the seconds since the last call."""
         slowest = torch.tensor(self._seconds, dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         self._seconds = []

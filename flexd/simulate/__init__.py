@@ -1,1 +1,1 @@
-"""Replays accesses through planners: the bytes that would move, step by step, and the time they would take."""
+"""Replay accesses through planners: bytes sent and time taken, step by step."""

@@ -1,4 +1,4 @@
-"""Where the replayed accesses come from: a trace, a drifting Zipf stream, or a profile. Pure functions of the step."""
+"""Sources of simulated accesses: a trace, a drifting Zipf stream, or a profile. Pure functions of the step."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MAX_STEP_ACCESSES = 2**28
 
 
 class Accesses(Protocol):
-    """Steps of look-ups. ``keys`` gives the same for the same step, whenever it is asked."""
+    """Look-ups by step. ``keys`` returns the same for the same step every time."""
 
     @property
     def name(self) -> str:
-        """For titles."""
+        """Name in titles."""
         ...
 
     @property
@@ -38,12 +38,12 @@ class Accesses(Protocol):
     def steps(self) -> int: ...
 
     def keys(self, step: int) -> tuple[Int64Array, ...]:
-        """By rank, int64 [n] keys looked up, repeats as often as they are looked up."""
+        """Return by rank int64 [n] keys; a key is repeated as often as it is looked up."""
         ...
 
 
 def check_size(layout: RankLayout, batch_size: int, rows_per_sample: int) -> None:
-    """Raises ConfigError if a step of the job would not fit."""
+    """Raise ConfigError if a step of the job is too large."""
     accesses = layout.world_size * batch_size * rows_per_sample
     if not 0 < accesses <= MAX_STEP_ACCESSES:
         raise ConfigError(
@@ -54,7 +54,7 @@ def check_size(layout: RankLayout, batch_size: int, rows_per_sample: int) -> Non
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What the rows of all tables are."""
+    """Dim, dtype and optimizer of the rows of all tables."""
 
     dim: int = 16
     dtype: str = "float32"

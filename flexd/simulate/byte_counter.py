@@ -1,8 +1,10 @@
-"""The bytes of one step, counted from its id sets exactly as ``flexd.embedding`` counts what it sends.
+"""Count the bytes of one step from its id sets, exactly as ``flexd.embedding`` counts the bytes that it sends.
 
-A step is a row of collectives. Of each it is counted what every rank sends to other ranks, by link; what a rank keeps
-for itself costs nothing. The sizes exchange that precedes the ids is counted too (8 bytes a peer and dim-group, and 16
-for the agreement).
+A step is a sequence of collectives. For each, the bytes that every rank sends to other ranks are counted by link; rows
+that a rank has itself cost nothing.
+
+The sizes exchange that precedes the ids is counted too (8 bytes a peer and dim-group, and 16 for
+the agreement).
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ class StepByteCounter:
         self._node_of, self._local_of = ranks // layout.local_ranks, ranks % layout.local_ranks
 
     def step(self, keys: StepKeys, placement: Placement, exchange: Exchange) -> list[CollectiveBytes]:
-        """The collectives of one training step, forward, backward and synchronisation, in the order they run."""
+        """Return the collectives of one training step, forward, backward and synchronisation, in the order they run."""
         tiers = placement.tiers_of(keys.rows)
         if exchange is Exchange.CHAIN:
             exchanged = self._chain(keys, tiers)
@@ -132,7 +134,7 @@ class StepByteCounter:
         return [*found, *(hop.rows for hop in reversed(hops)), *(hop.grads for hop in hops)]
 
     def _direct(self, keys: StepKeys, tiers: UInt8Array, *, dedup: bool) -> list[CollectiveBytes]:
-        """One all-to-all over the world: each rank asks the nearest rank that has a copy."""
+        """One all-to-all over the world: each rank requests a row from the nearest rank that has a copy."""
         layout = self._layout
         world, local_ranks = layout.world_size, layout.local_ranks
         if world == 1:
@@ -254,7 +256,7 @@ class StepByteCounter:
         return -(-rows // 64) * 8
 
     def _masks(self, link: int, of_mine: Int64Array, of_others: Int64Array, peers: int) -> CollectiveBytes:
-        """Bits of the rows that peers are asked for go to them, and the union of those asked of me to every peer."""
+        """Touched bits go to the peers that serve the rows, and their union comes back to every peer."""
         sent = np.zeros((self._layout.world_size, 2), dtype=np.int64)
         sent[:, link] = of_others + peers * of_mine
         received = np.zeros_like(sent)

@@ -1,4 +1,4 @@
-"""What collectives take: the cluster's curves at the size of the busiest rank's message."""
+"""Seconds of collectives: the cluster's curves at the size of the busiest rank's message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LINKS = {INTRA: Link.INTRA_NODE, INTER: Link.INTER_NODE}
 
 
 def exposed_share(cluster: Cluster) -> Float64Array:
-    """float64 [parts]: what compute does not hide. Rows are copied between steps, so a migration is never hidden."""
+    """Return float64 [parts]: share that compute does not hide. A migration runs between steps and is never hidden."""
     exposed = cluster.exposed
     return np.array([exposed.forward, exposed.forward, exposed.backward, exposed.sync, exposed.sync, 1.0])
 

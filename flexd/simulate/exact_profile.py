@@ -1,4 +1,4 @@
-"""A profile counted from the accesses themselves: what a planner would know that has seen exactly these steps."""
+"""Count a profile exactly from the accesses of some steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def exact_profile(steps: Sequence[Sequence[Int64Array]], keyspace: KeySpace) -> Profile:
-    """Every row that was looked up is listed with its exact share.
+    """Return a profile that lists every row that was looked up, with its exact share.
 
     Args:
         steps: by step and rank, int64 [n] keys.

@@ -13,10 +13,10 @@ from flexd.simulate.plots import DARK, LIGHT, render
 from flexd.simulate.simulation import Simulation
 
 _CAPTIONS = {
-    "traffic": "Bytes sent between nodes in a step of the last quarter, by what they are for.",
-    "over-time": "What a step waits for, as popularity drifts. Ticks mark the steps at which rows migrate.",
+    "traffic": "Bytes sent between nodes in a step of the last quarter, by purpose.",
+    "over-time": "Exposed communication of a step, as popularity drifts. Ticks mark the steps at which rows migrate.",
     "budget": "The re-planned placement at other replica budgets.",
-    "balance": "What each rank sends to other nodes.",
+    "balance": "Bytes that each rank sends to other nodes.",
 }
 _STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1b1b1b; --faint: #666666; --line: #d9d9d9; }
@@ -54,7 +54,7 @@ def write_html_report(simulation: Simulation, words: Sequence[str], tables: Sequ
 
 
 def html_report(simulation: Simulation, words: Sequence[str], tables: Sequence[ReportTable]) -> str:
-    """The whole document. Raises ConfigError without matplotlib."""
+    """Return the whole document. Raises ConfigError without matplotlib."""
     light, dark = render(simulation, LIGHT, "svg"), render(simulation, DARK, "svg")
     title = html.escape(f"flexd simulate: {simulation.accesses_name}")
     body = [f"<h1>{title}</h1>", *(f"<p>{html.escape(line)}</p>" for line in words)]

@@ -1,4 +1,4 @@
-"""The pictures of a replay. matplotlib is in the ``plot`` extra."""
+"""Plots of a simulation. matplotlib is in the ``plot`` extra."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _seconds_unit(largest: float) -> tuple[float, str]:
 
 
 def _traffic(simulation: Simulation, figure: Any) -> None:
-    """All strategies, and beside them those whose bars would be slivers."""
+    """Draw all strategies, and beside them enlarged those with dedup."""
     names = list(simulation.runs)
     fine = [name for name in names if name not in _DIRECT]
     panels = [names, fine] if len(fine) < len(names) else [names]

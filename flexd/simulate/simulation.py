@@ -1,4 +1,4 @@
-"""The replay: every strategy meets the same steps, and what it sends is counted and priced step by step."""
+"""The simulation: every strategy gets the same steps, and its bytes are counted and priced step by step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STATIC_SHARE = 4
 
 @dataclass(frozen=True)
 class SimulationSettings:
-    """How the daemon would be configured, in steps: one step is one second of event time.
+    """Settings of the simulated daemon, in steps: one step is one second of event time.
 
     Attributes:
         replica_fraction: replica slots of a rank, as a share of the rows of each dim-group.
@@ -84,13 +84,13 @@ class SimulationSettings:
 
 @dataclass(frozen=True)
 class StrategyRun:
-    """What one strategy did.
+    """Bytes, seconds and placements of one strategy.
 
     Attributes:
         replica_fraction: its budget.
-        sent: int64 [steps, ranks, parts, 2], bytes each rank sent to others, by ``Part`` and link.
+        sent: int64 [steps, ranks, parts, 2], bytes each rank sent to others, by ``StepPart`` and link.
         seconds: float64 [steps, parts], of the busiest rank.
-        exposed_share: float64 [parts], what compute does not hide.
+        exposed_share: float64 [parts], share that compute does not hide.
         replicated_rows: int64 [steps], rows above HOME.
         plan_steps: steps at which a new plan's first rows moved.
         migrated_rows: int64 [steps], rows that changed tier at the start of the step.
@@ -107,7 +107,7 @@ class StrategyRun:
 
     @property
     def exposed_seconds(self) -> Float64Array:
-        """float64 [steps]: what a step waits for."""
+        """float64 [steps]: time that a step waits."""
         exposed: Float64Array = self.seconds @ self.exposed_share
         return exposed
 
@@ -119,7 +119,7 @@ class StrategyRun:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A finished replay: runs by name of the strategy, and the re-planned one by budget."""
+    """A finished simulation: runs by name of the strategy, and the re-planned one by budget."""
 
     accesses_name: str
     keyspace: KeySpace
@@ -182,7 +182,7 @@ class _StrategyRunner:
         self._replicated[step] = len(self._placement)
 
     def _migrate(self, step: int) -> list[CollectiveBytes]:
-        """As ``ChunkInbox.take``: chunks up to the cap, at least one."""
+        """Apply pending chunks up to the cap of a step, at least one, as ``ChunkInbox`` does."""
         counter, spent = self._shared.counter, 0
         found: list[CollectiveBytes] = []
         while self._pending_chunks:
@@ -208,7 +208,7 @@ class _StrategyRunner:
 
 @dataclass
 class _Shared:
-    """What all strategies share."""
+    """Objects that all strategies share."""
 
     keyspace: KeySpace
     layout: RankLayout
@@ -224,7 +224,7 @@ class _Shared:
 
 
 class _SimulatedDaemon:
-    """The daemon's side: sketches of what was looked up."""
+    """The daemon's sketches of the accesses."""
 
     def __init__(self, shared: _Shared) -> None:
         half_life = shared.settings.half_life_steps
@@ -272,7 +272,7 @@ def simulate(
     start of step t + 2, as through the control channel.
 
     Args:
-        progress: told each step that is done.
+        progress: called with each finished step.
 
     Raises:
         ConfigError: fewer than 4 steps.

@@ -1,4 +1,4 @@
-"""What one step looks up: the distinct rows of every rank, of every node and of the job."""
+"""Distinct rows of one step: of every rank, of every node and of the job."""
 
 from __future__ import annotations
 

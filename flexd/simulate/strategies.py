@@ -1,4 +1,4 @@
-"""What is compared: how rows travel, who plans, and what the planner knows."""
+"""Strategies to compare: exchange, planner, and the accesses that the planner knows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexd.planner.model.row_bytes import Exchange
 
 
 class Knowledge(Enum):
-    """What a strategy plans from."""
+    """Accesses that a strategy plans from."""
 
     NOTHING = "nothing"
     """It keeps every row at HOME."""
@@ -23,7 +23,7 @@ class Knowledge(Enum):
 
 @dataclass(frozen=True)
 class Strategy:
-    """One contender.
+    """One strategy.
 
     Attributes:
         name: key in the results.

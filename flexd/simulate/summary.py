@@ -1,4 +1,4 @@
-"""The figures of a replay, JSON-able, units in the names, and what they mean in sentences."""
+"""Summarise a simulation: figures, JSON-able with units in the names, and sentences."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _drift(strategies: dict[str, dict[str, Any]]) -> dict[str, float | None] | None:
-    """How the re-planned placement stands to the oracle and to the static one."""
+    """Compare the re-planned placement with the oracle and with the static one."""
     if not all(strategy.name in strategies for strategy in (TWO_HOP, STATIC, REPLANNED, ORACLE)):
         return None
     static, replanned, oracle = (strategies[s.name] for s in (STATIC, REPLANNED, ORACLE))

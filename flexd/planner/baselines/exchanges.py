@@ -38,7 +38,7 @@ ROW_WISE = ExchangeBaseline(
 )
 ROW_WISE_DEDUP = ExchangeBaseline(
     "row_wise_dedup",
-    "row-wise sharding, each rank asks for a row once a step (TorchRec: use_index_dedup)",
+    "row-wise sharding, each rank requests a row once a step (TorchRec: use_index_dedup)",
     Exchange.DIRECT_DEDUP,
 )
 TWO_HOP = ExchangeBaseline("two_hop", "flexd's own chain with every row at HOME", Exchange.CHAIN)

@@ -1,4 +1,4 @@
-"""What every strategy is given, and what it answers with."""
+"""Input and result of every baseline strategy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PlanningProblem:
 
     Raises:
         PlanError: memory that is not above 0, not one slot number of at least 0 per dim-group; and, where loads are
-            first asked for, as ``make_loads``.
+            first used, as ``make_loads``.
     """
 
     profile: Profile
@@ -50,37 +50,37 @@ class PlanningProblem:
 
     @cached_property
     def sums(self) -> tuple[LoadSums, ...]:
-        """Of each dim-group."""
+        """Loads of the dim-groups."""
         loads = make_loads(self.profile, self.keyspace, self.layout, self.shape)
         return tuple(LoadSums(load, self.layout) for load in loads)
 
     @cached_property
     def table_sums(self) -> tuple[LoadSums, ...]:
-        """Of each table."""
+        """Loads of the tables."""
         loads = make_table_loads(self.profile, self.keyspace, self.layout, self.shape)
         return tuple(LoadSums(load, self.layout) for load in loads)
 
     @cached_property
     def table_bytes(self) -> Float64Array:
-        """float64[tables]: rows and optimizer state."""
+        """float64[tables]: bytes of rows and optimizer state."""
         return np.array([float(t.rows) * (t.row_bytes + t.state_bytes) for t in self.keyspace.tables])
 
     def home_memory(self) -> Float64Array:
-        """float64[world]: all tables, spread by row over all ranks."""
+        """Return float64[world]: bytes of all tables, spread by row over all ranks."""
         world = self.layout.world_size
         return np.full(world, float(self.table_bytes.sum()) / world)
 
 
 @dataclass(frozen=True)
 class BaselineResult:
-    """What a strategy does with a case.
+    """Result of one strategy.
 
     Attributes:
         name, source: of the strategy.
-        not_applicable: why it cannot do the case; "" if it can.
+        not_applicable: reason why the strategy cannot solve the problem; "" if it can.
         cost: bytes by link and seconds, mean and busiest rank. None if not applicable.
         memory_bytes: float64[world], stored: rows, optimizer state, copies; empty if not applicable.
-        figures: what else is worth telling, with units in the names.
+        figures: further figures, with units in the names.
     """
 
     name: str
@@ -107,7 +107,7 @@ class BaselineResult:
 
 
 def over_memory(memory: Float64Array, case: PlanningProblem) -> str:
-    """Why this memory does not fit, or ""."""
+    """Return the reason why this memory does not fit; "" if it does."""
     most = float(memory.max(initial=0.0))
     if most <= case.memory_bytes:
         return ""

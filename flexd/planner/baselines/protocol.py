@@ -1,4 +1,4 @@
-"""What a strategy is."""
+"""Protocol of a baseline strategy."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Baseline(Protocol):
 
     @property
     def source(self) -> str:
-        """Who does it, or the paper and section."""
+        """Project that uses it, or paper and section."""
         ...
 
     def evaluate(self, case: PlanningProblem) -> BaselineResult:
-        """The best that this strategy does with the case. A case it cannot do is an outcome, not an error."""
+        """Return the best result of this strategy. A problem that it cannot solve is a result too, not an error."""
         ...

@@ -34,7 +34,7 @@ class RecShard:
         fast_bytes_per_second: A100 40 GB data sheet, 1,555 GB/s.
         slow_bytes_per_second: PCIe 4.0 x16, one direction, 32 GB/s by its specification.
         host_bytes: host memory of each rank for rows.
-        time_limit_seconds: of the solver; what it has by then is taken, and its gap told.
+        time_limit_seconds: of the solver; its best solution by then is used, with its gap.
     """
 
     steps: int = 11
@@ -104,7 +104,7 @@ class RecShard:
         self, seconds: Float64Array, fast: Float64Array, slow: Float64Array, world: int, fast_bytes: float
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], float] | None:
         """(rank of each table, its split, relative gap). Variables: x[table, rank, split] binary, and the makespan."""
-        # Imported when it is asked for: the daemon imports this module and never solves it.
+        # Imported on first use: the daemon imports this module and never solves it.
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_matrix
 

@@ -110,7 +110,7 @@ def shard_cost(case: PlanningProblem, shards: TableShards, rank: Int64Array) -> 
 
 
 def returned_rows(case: PlanningProblem, table: int, accesses: float, homes: int) -> float:
-    """Rows that come back to a rank for its accesses: all of them, or a sum for each bag and each home that has any."""
+    """Return the rows that come back to a rank: one an access, or a sum for each bag and each home that has any."""
     bags = case.shape.bags_per_step.get(case.keyspace.tables[table].name)
     if bags is None or accesses == 0:
         return accesses

@@ -21,14 +21,14 @@ Float64Array = npt.NDArray[np.float64]
 UInt8Array = npt.NDArray[np.uint8]
 
 _SMALL_PROBLEM_ROWS = 20_000
-"""Up to here more prices are tried, and the last slots packed exactly; with more rows one row is nothing."""
+"""Up to so many rows more prices are tried, and the last slots are packed exactly; beyond, one row hardly counts."""
 _PRICE_FACTORS = (0.5, 0.8, 1.25, 2.0)
 _UNEVEN_STEPS = 8
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Chooses tiers for the rows that can gain; the others stay where their pin or HOME has them.
+    """Choose tiers for the rows that can gain; the others stay where their pin or HOME has them.
 
     Attributes:
         keys: int64[h], all listed rows.
@@ -83,14 +83,16 @@ class Assignment:
             return tiers, 0.0
         slots, budgets = self._free
         budget = None if self.limits.budget is None else self.limits.budget[rows]
-        part = _Part(self.layout, self.keys[rows], np.ascontiguousarray(decision_of[:, rows]), slots, budget, budgets)
+        part = _GainingRows(
+            self.layout, self.keys[rows], np.ascontiguousarray(decision_of[:, rows]), slots, budget, budgets
+        )
         chosen, bound = part.best(self.allowed)
         tiers[rows] = chosen
         return tiers, bound
 
 
 @dataclass(frozen=True)
-class _Part:
+class _GainingRows:
     """Rows that gain at some tier, and the slots that are free for them."""
 
     layout: RankLayout
@@ -111,7 +113,7 @@ class _Part:
 
     @cached_property
     def exact_rows(self) -> int:
-        """How many rows can be chosen exactly; 0: none."""
+        """Number of rows that can be chosen exactly."""
         return core_rows(self.layout.world_size * (1 + len(self.budgets)))
 
     def gain(self, tiers: UInt8Array) -> float:
@@ -141,10 +143,10 @@ class _Part:
             if gain > most:
                 best, most = tiers, gain
         if (len(has) > 1 or self.budget is not None) and self.few and bound > most:
-            best, bound = self.polished(best, bound, price, table_prices)
+            best, bound = self.refine(best, bound, price, table_prices)
         return best, max(bound, self.gain(best))
 
-    def polished(
+    def refine(
         self, tiers: UInt8Array, bound: float, price: float, table_prices: Float64Array
     ) -> tuple[UInt8Array, float]:
         """(uint8[n] tiers no worse than these, bound no looser): the rows nearest to a threshold are chosen exactly."""
@@ -152,7 +154,7 @@ class _Part:
             return tiers, bound
         core = np.arange(len(self.keys))
         if len(core) > self.exact_rows:
-            core = np.sort(np.argsort(self.doubt(price, table_prices), kind="stable")[: self.exact_rows])
+            core = np.sort(np.argsort(self.margin(price, table_prices), kind="stable")[: self.exact_rows])
         rest = tiers.copy()
         rest[core] = Tier.HOME
         slots = self.slots - self.layout.replica_slots_used(self.keys, rest)
@@ -170,8 +172,8 @@ class _Part:
             min(bound, most) if len(core) == len(self.keys) else bound,
         )
 
-    def doubt(self, price: float, table_prices: Float64Array) -> Float64Array:
-        """float64[n]: by how much a row's best tier leads its second best at these prices of a slot."""
+    def margin(self, price: float, table_prices: Float64Array) -> Float64Array:
+        """Return float64[n]: lead of a row's best tier over its second best at these prices of a slot."""
         paid = np.full(len(self.keys), price)
         if self.budget is not None and len(table_prices):
             paid = np.where(self.budget >= 0, table_prices[np.maximum(self.budget, 0)], price)
@@ -183,35 +185,35 @@ class _Part:
     def candidates(self, has: list[Tier], price: float, table_prices: Float64Array) -> Iterator[UInt8Array]:
         world = self.layout.world_size
         if len(has) < 2:
-            yield self.within(self.slot_prices(np.zeros(world)), table_prices)
+            yield self.fit_slots(self.slot_prices(np.zeros(world)), table_prices)
             return
         node_first = self.slot_prices(np.zeros(world))
         node_first[Tier.DEVICE] = np.inf
-        yield self.within(node_first, table_prices)
-        yield self.within(self.slot_prices(np.full(world, price)), table_prices)
+        yield self.fit_slots(node_first, table_prices)
+        yield self.fit_slots(self.slot_prices(np.full(world, price)), table_prices)
         if self.few and price > 0 and len(self.keys) > self.exact_rows:
             for factor in _PRICE_FACTORS:
-                yield self.within(self.slot_prices(np.full(world, price * factor)), table_prices)
+                yield self.fit_slots(self.slot_prices(np.full(world, price * factor)), table_prices)
             yield from self.uneven_prices(price, table_prices)
 
     def slot_prices(self, of_rank: Float64Array) -> Float64Array:
-        """float64[tier, world]: what the slots of a row cost by tier and home, at a price per slot of each rank."""
+        """Return float64[tier, world]: price of a row's slots by tier and home, at a price per slot of each rank."""
         by_node = of_rank.reshape(self.layout.nodes, self.layout.local_ranks)
         rail = np.broadcast_to(by_node.sum(axis=0), by_node.shape).reshape(-1)
         return np.stack([np.zeros_like(of_rank), rail - of_rank, of_rank.sum() - of_rank])
 
     def uneven_prices(self, price: float, table_prices: Float64Array) -> Iterator[UInt8Array]:
-        """Tiers at slot prices that rise on ranks with too many replicas and fall on the others (subgradient steps)."""
+        """Yield tiers at prices that rise on ranks with too many replicas and fall on others (subgradient steps)."""
         of_rank = np.full(self.layout.world_size, price)
         for step in range(1, _UNEVEN_STEPS + 1):
             slot_prices = self.slot_prices(of_rank)
             tiers = (self.decision - slot_prices[:, self.home]).argmax(axis=0).astype(np.uint8)
             excess = self.layout.replica_slots_used(self.keys, tiers) - self.slots
             of_rank = np.maximum(of_rank + price / step * excess / np.maximum(self.slots, 1), 0.0)
-            yield self.within(self.slot_prices(of_rank), table_prices)
+            yield self.fit_slots(self.slot_prices(of_rank), table_prices)
 
-    def within(self, slot_prices: Float64Array, table_prices: Float64Array) -> UInt8Array:
-        """uint8[n] tiers that fit every rank and table.
+    def fit_slots(self, slot_prices: Float64Array, table_prices: Float64Array) -> UInt8Array:
+        """Return uint8[n] tiers that fit every rank and table.
 
         A table with a budget is solved within it first; its rows may then only take the tier they got there, or none.
         """
@@ -225,11 +227,11 @@ class _Part:
             for tier in (Tier.NODE, Tier.DEVICE):
                 decision[tier, rows[chosen != tier]] = -np.inf
         tiers = _fill(self.layout, self.keys, decision, self.slots, slot_prices)
-        self._use_rest(tiers, slot_prices)
+        self._fill_remaining(tiers, slot_prices)
         return tiers
 
-    def _use_rest(self, tiers: UInt8Array, slot_prices: Float64Array) -> None:
-        """Rows that are still at HOME into the slots that are left, in place, table by table, then the others."""
+    def _fill_remaining(self, tiers: UInt8Array, slot_prices: Float64Array) -> None:
+        """Fill the remaining slots with rows at HOME, in place, by table, then with those without a budget."""
         if self.budget is None:
             return
         for i, limit in [*enumerate(self.budgets), (-1, self.slots)]:
@@ -246,7 +248,7 @@ class _Part:
 def _fill(
     layout: RankLayout, keys: Int64Array, decision: Float64Array, slots: Int64Array, slot_prices: Float64Array
 ) -> UInt8Array:
-    """uint8[n] tiers that fit every rank: DEVICE where it is best at these prices, NODE into what is left.
+    """Return uint8[n] tiers that fit every rank: DEVICE where it is best at these prices, NODE into what is left.
 
     Args:
         decision: float64[tier, n] gains.
@@ -278,7 +280,7 @@ def _fill(
 def _upgrade(
     layout: RankLayout, keys: Int64Array, tiers: UInt8Array, decision: Float64Array, slots: Int64Array
 ) -> None:
-    """Raises NODE rows to DEVICE, in place, in the slots that are left: exact, given the rows at NODE.
+    """Raise NODE rows to DEVICE, in place, in the slots that are left: exact, given the rows at NODE.
 
     Their own rail holds these rows already, so an upgrade takes a slot on every rank of the other rails.
     """

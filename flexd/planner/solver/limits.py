@@ -1,4 +1,4 @@
-"""What a plan must keep to besides the cost: replica slots of ranks and tables, pinned rows, excluded tables."""
+"""Limits of a plan: replica slots of ranks and tables, pinned rows, excluded tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
 
 FREE = 255
-"""Stands for "the optimiser chooses" where a row's fixed tier is asked for."""
+"""Marks a row that is not pinned: the optimiser chooses its tier."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RowPin:
 
 @dataclass(frozen=True)
 class PlanLimits:
-    """Wishes of the user.
+    """Limits that the user sets.
 
     Attributes:
         pins: rows whose tier is fixed, whether it pays or not. A later pin of the same row counts.
@@ -48,7 +48,7 @@ class PlanLimits:
     table_slots: Mapping[str, int] = field(default_factory=dict)
 
     def check(self, keyspace: KeySpace) -> None:
-        """Raises PlanError that names what is at fault: an unknown table, a row outside, slots below 0."""
+        """Raise PlanError that names the fault: an unknown table, a row outside, slots below 0."""
         named = {*self.exclude_tables, *self.table_slots, *(pin.table for pin in self.pins)}
         unknown = sorted(named - set(keyspace.index))
         if unknown:
@@ -68,7 +68,7 @@ class PlanLimits:
                 )
 
     def replicated_keys(self, keyspace: KeySpace) -> Int64Array:
-        """int64[n] keys pinned above HOME, which the loads must list."""
+        """Return int64[n] keys pinned above HOME, which the loads must list."""
         keys = [
             keyspace.keys(
                 keyspace.index[pin.table],
@@ -80,7 +80,7 @@ class PlanLimits:
         return np.unique(np.concatenate([np.empty(0, np.int64), *keys]))
 
     def of_group(self, load: GroupLoad, keyspace: KeySpace, slots: Int64Array) -> GroupLimits:
-        """The limits of one dim-group. ``slots`` int64[world]."""
+        """Return the limits of one dim-group. ``slots`` int64[world]."""
         first, end = self._range(keyspace, load.group)
         fixed: UInt8Array | None = None
         budget: Int64Array | None = None
@@ -143,7 +143,7 @@ class GroupLimits:
         return GroupLimits(slots_of_ranks(slots, layout))
 
     def fits(self, keys: Int64Array, tiers: UInt8Array, layout: RankLayout) -> bool:
-        """Do these tiers keep to slots, budgets and pins?"""
+        """Return whether these tiers keep to slots, budgets and pins."""
         if bool((layout.replica_slots_used(keys, tiers) > self.slots).any()):
             return False
         if self.fixed is not None and bool(((self.fixed != FREE) & (tiers != self.fixed)).any()):
@@ -157,7 +157,7 @@ class GroupLimits:
 
 
 def slots_of_ranks(slots: int | Int64Array, layout: RankLayout) -> Int64Array:
-    """int64[world]. One number stands for every rank.
+    """Return int64[world] slots of the ranks; one number stands for every rank.
 
     Raises:
         PlanError: negative slots, or not one number per rank.
@@ -193,7 +193,7 @@ class SlotBudgets:
         """int64[constraints, world]."""
 
     def used(self, keys: Int64Array, tiers: UInt8Array) -> Int64Array:
-        """int64[constraints, world]: slots that rows at these tiers take."""
+        """Return int64[constraints, world]: slots that rows at these tiers use."""
         group = self._keyspace.group_of(keys)
         result = [
             self._layout.replica_slots_used(keys[group == g], tiers[group == g])

@@ -17,7 +17,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 def best_within_slots(gains: Float64Array, homes: Int64Array, slots: Int64Array) -> BoolArray:
-    """Chooses rows of the largest summed gain.
+    """Choose the rows of the largest summed gain.
 
     Args:
         gains: float64[n], above 0. Equal gains are taken in the order given.

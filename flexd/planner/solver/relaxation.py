@@ -1,4 +1,4 @@
-"""The Lagrangian relaxation of the slots: what a slot is worth, and the most that any tiers can gain."""
+"""The Lagrangian relaxation of the slots: price of a slot, and an upper bound of the gain."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _price(
     dual, used = relaxed(0.0)
     if used <= slots:
         return 0.0, dual
-    low, high = 0.0, _most(node, node_slots, device, device_slots)
+    low, high = 0.0, _max_price(node, node_slots, device, device_slots)
     middle = high
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -93,8 +93,8 @@ def _price(
     return (middle if used == slots else high), dual
 
 
-def _most(node: Float64Array, node_slots: float, device: Float64Array, device_slots: float) -> float:
-    """The most that a slot can be worth."""
+def _max_price(node: Float64Array, node_slots: float, device: Float64Array, device_slots: float) -> float:
+    """Return the highest possible price of a slot."""
     at_node = float(node.max()) / node_slots if node_slots > 0 else 0.0
     return max(at_node, float(device.max()) / device_slots, 0.0)
 

@@ -1,4 +1,4 @@
-"""What every strategy must keep to, whichever it is."""
+"""Properties that every baseline strategy must have."""
 
 from __future__ import annotations
 
