@@ -15,7 +15,7 @@ def printable(text: str) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text.
+    """Rows of cells under headings.
 
     Attributes:
         right: columns of numbers, set flush right and never broken.
@@ -52,7 +52,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Sentences:
-    """Text for people, a paragraph each."""
+    """Sentences, one paragraph each."""
 
     title: str
     lines: tuple[str, ...]

@@ -37,7 +37,7 @@ SOCKET_VARIABLE = "FLEXD_SOCKET"
 CONNECT_SECONDS = 3.0
 ANSWER_SECONDS = 10.0
 PLAN_SECONDS = 120.0
-"""A plan over 10^9 rows takes seconds; this is for a machine that is busy besides."""
+"""A plan over 10^9 rows takes seconds on a quiet machine; a busy one needs more."""
 MAX_ANSWER_BYTES = 64 * 2**20
 NO_CREDENTIALS = Credentials()
 
@@ -58,10 +58,10 @@ class DaemonAddress:
     def choose(
         url: str | None, socket: Path | None, environ: Mapping[str, str], configured: DaemonAddress | None = None
     ) -> DaemonAddress:
-        """An option beats a variable; without both it is ``configured``, by default ``DEFAULT_URL``.
+        """Return the address of an option, else of a variable, else ``configured``, else ``DEFAULT_URL``.
 
         Raises:
-            ConfigError: both options or both variables are given, or the URL is none.
+            ConfigError: both options or both variables are given, or the URL is invalid.
         """
         if url is None and socket is None:
             url = environ.get(URL_VARIABLE) or None
@@ -72,7 +72,7 @@ class DaemonAddress:
             return DaemonAddress("http://flexd", socket)
         if url is None and configured is not None:
             return configured
-        # Imported where it is used: it brings a command line of its own, and `flexd run` needs neither.
+        # Imported here because it imports its own command line, which `flexd run` does not need.
         import httpx
 
         url = url or DEFAULT_URL
@@ -81,7 +81,7 @@ class DaemonAddress:
         except httpx.InvalidURL as error:
             raise ConfigError(f"the daemon's URL {url!r}: {error}", remedy=f"such as {DEFAULT_URL}") from error
         if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ConfigError(f"the daemon's URL {url!r} is no http address", remedy=f"such as {DEFAULT_URL}")
+            raise ConfigError(f"the daemon's URL {url!r} is not an http address", remedy=f"such as {DEFAULT_URL}")
         return DaemonAddress(url)
 
 
@@ -94,7 +94,7 @@ def _checked(reason: str) -> str:
 
 
 class DaemonClient:
-    """One method a command of the API.
+    """One method for each command of the API.
 
     Each raises DaemonUnreachableError, DaemonRefusedError (the daemon's own message and remedy) or
     DaemonTimeoutError.
@@ -197,9 +197,9 @@ class DaemonClient:
             error = ErrorBody.model_validate_json(content).error
         except ValidationError as invalid:
             raise DaemonUnreachableError(
-                f"{self._address} answered {method} {path} with status {status} and nothing that flexd says",
+                f"{self._address} answered {method} {path} with status {status} and a body that is not flexd's",
                 status=status,
-                remedy="is it another program, or a daemon of another version?",
+                remedy="check that the address is a flexd daemon of this version",
             ) from invalid
         raise DaemonRefusedError(error.message, status=status, remedy=error.remedy)
 
@@ -222,7 +222,7 @@ class DaemonClient:
                     transport=transport,
                     timeout=timeout,
                     trust_env=False,
-                    # In the clear there is nothing to verify, and loading the CAs takes a while.
+                    # Loading the CAs takes a while, and without TLS there is nothing to verify.
                     verify=self._credentials.context() if secured else False,
                 ) as client,
                 client.stream(
@@ -239,7 +239,8 @@ class DaemonClient:
                     size += len(part)
                     if size > MAX_ANSWER_BYTES:
                         raise DaemonUnreachableError(
-                            f"{self._address} answers {path} without end", remedy="is it another program?"
+                            f"{self._address} sends an endless response to {path}",
+                            remedy="check that the address is a flexd daemon",
                         )
                     if time.monotonic() > deadline:
                         raise httpx.ReadTimeout("deadline passed")
@@ -247,7 +248,7 @@ class DaemonClient:
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise DaemonUnreachableError(
                 f"no flexd daemon at {self._address}: {error}",
-                remedy=f"see that the CA of its certificate is in {CA_VARIABLE}"
+                remedy=f"name a file with the CA of its certificate in {CA_VARIABLE}"
                 if "CERTIFICATE" in str(error).upper()
                 else f"start it (flexd run -c FILE), or name its address with --url, --socket, {URL_VARIABLE} or "
                 f"{SOCKET_VARIABLE}",
@@ -255,10 +256,10 @@ class DaemonClient:
         except httpx.TimeoutException as error:
             raise DaemonTimeoutError(
                 f"the daemon at {self._address} did not answer {method} {path} within {seconds:g} s",
-                remedy="see its log; flexd status shows whether it is alive",
+                remedy="see its log, and flexd status",
             ) from error
         except httpx.TransportError as error:
             raise DaemonUnreachableError(
                 f"the connection to {self._address} broke: {error or type(error).__name__}",
-                remedy="has the daemon just stopped?",
+                remedy="see whether the daemon has stopped",
             ) from error

@@ -18,7 +18,8 @@ from flexd.cli.options import BY_HAND, ConfigOption, OutputOption, ReasonOption,
 from flexd.cli.view import OutputFormat, emit
 
 app = typer.Typer(
-    help="The configuration, defaults included, secrets replaced.\n\nExample: flexd config show -o yaml",
+    help="Show or compare configurations.\n\nDefaults are included, secrets replaced.\n\n"
+    "Example: flexd config show -o yaml",
     no_args_is_help=True,
 )
 
@@ -26,13 +27,16 @@ app = typer.Typer(
 @app.command("show")
 def show(
     config: Annotated[
-        Path | None, typer.Option("-c", "--config", metavar="FILE", help="Of this file, not of the running daemon.")
+        Path | None,
+        typer.Option("-c", "--config", metavar="FILE", help="Show this file instead of the running daemon's."),
     ] = None,
     url: UrlOption = None,
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Prints what the running daemon is configured with, or would be with FILE and the present environment.
+    """Print the configuration of the running daemon, or of FILE.
+
+    Variables FLEXD__SECTION__KEY of the environment are applied to FILE.
 
     Example: flexd config show -o yaml
     """
@@ -49,9 +53,10 @@ def diff(
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Compares FILE, with the present environment, to what the running daemon has. Exit status 7 if they differ.
+    """Compare FILE with the configuration of the running daemon. Exit status 7 if they differ.
 
-    Secrets are replaced on both sides: that one has changed is not seen.
+    Variables FLEXD__SECTION__KEY of the environment are applied to FILE. Secrets are replaced on both sides, so changed
+    secrets are not found.
 
     Example: flexd config diff -c configs/laptop.yaml
     """
@@ -72,12 +77,13 @@ def reload(
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Has the daemon read its configuration file again, as SIGHUP does.
+    """Make the daemon read its configuration file again.
 
-    Keys that need no restart are in effect at once, the others are listed as pending. A file that is wrong changes
-    nothing: exit status 4, with the key path.
+    SIGHUP does the same. Keys that need no restart take effect at once, the others are listed as pending. A file with
+    a fault changes nothing: exit status 4, with the key path.
 
     Example: flexd reload --yes
+
     Example: flexd reload --dry-run
     """
     client = connect(url, socket)
@@ -108,7 +114,7 @@ def effective(document: Mapping[str, Any]) -> Facts:
 
 
 def flat(document: Mapping[str, Any]) -> dict[str, str]:
-    """``{"a": {"b": [1]}}`` -> ``{"a.b[0]": "1"}``."""
+    """Return values by key path: ``{"a": {"b": [1]}}`` -> ``{"a.b[0]": "1"}``."""
     values: dict[str, str] = {}
 
     def walk(path: str, value: object) -> None:
@@ -119,7 +125,7 @@ def flat(document: Mapping[str, Any]) -> dict[str, str]:
             for i, item in enumerate(value):
                 walk(f"{path}[{i}]", item)
         else:
-            # As the file has it: true and not True.
+            # As YAML writes it: true, not True.
             values[path] = value if isinstance(value, str) else json.dumps(value)
 
     walk("", dict(document))
@@ -152,15 +158,15 @@ def reload_blocks(report: ReloadReport) -> list[Block]:
 def reload_sentence(report: ReloadReport) -> str:
     """Return the preview of a reload as one sentence."""
     if not report.applied and not report.pending:
-        return f"{report.file} says what runs already."
+        return f"{report.file} equals the running configuration."
     waits = f"; {', '.join(report.pending)} would wait for a restart" if report.pending else ""
-    return f"Would take from {report.file}: {', '.join(report.applied) or 'nothing'}{waits}."
+    return f"Would apply from {report.file}: {', '.join(report.applied) or 'nothing'}{waits}."
 
 
 def _change(change: KeyChange) -> list[tuple[str, str, str, str]]:
     when = "after a restart" if change.needs_restart else "at once"
     found = differences({change.key: change.before}, {change.key: change.after})
-    # Only a secret looks the same on both sides.
+    # Only values of secrets are equal on both sides: they are replaced.
     return [(each.path, each.daemon, each.file, when) for each in found] or [
         (change.key, "(a secret)", "(another)", when)
     ]

@@ -19,11 +19,13 @@ MAX_TOKEN_BYTES = 1024
 
 @dataclass(frozen=True)
 class Credentials:
-    """Nothing of it is needed where the daemon has no ``server.tokens`` and no ``server.tls``.
+    """Token and certificate files. A daemon without ``server.tokens`` and ``server.tls`` needs none of them.
 
     Attributes:
-        token: bearer token. ca_file: the CA of the daemon's certificate; default: those of the system.
-        certificate, key: PEM files of the client's own.
+        token: bearer token.
+        ca_file: the CA of the daemon's certificate; default: the CAs of the system.
+        certificate: certificate of the client, PEM.
+        key: private key of the client's certificate, PEM.
     """
 
     token: str | None = field(default=None, repr=False)
@@ -33,7 +35,11 @@ class Credentials:
 
     @staticmethod
     def choose(environ: Mapping[str, str]) -> Credentials:
-        """Raises ConfigError: the token file cannot be read or holds none, or a key is named without a certificate."""
+        """Return the credentials that the environment names.
+
+        Raises:
+            ConfigError: the token file cannot be read or has no token, or a key is named without a certificate.
+        """
 
         def path(variable: str) -> Path | None:
             return Path(environ[variable]) if environ.get(variable) else None
@@ -46,18 +52,19 @@ class Credentials:
         )  # fmt: skip
 
     def headers(self, url: str, *, over_socket: bool) -> dict[str, str]:
-        """Raises ConfigError if the token would travel in the clear to another machine."""
+        """Return the headers of a request. Raises ConfigError if the token would be sent to another machine without
+        TLS."""
         if self.token is None:
             return {}
         import httpx
 
         target = httpx.URL(url)
         if not over_socket and target.scheme != "https" and not is_loopback(target.host):
-            raise ConfigError(f"the token is not sent to {url} in the clear", remedy="use https, or loopback")
+            raise ConfigError(f"the token is not sent to {url} without TLS", remedy="use https, or loopback")
         return {"authorization": f"Bearer {self.token}"}
 
     def context(self) -> ssl.SSLContext:
-        """Raises ConfigError if a file cannot be used."""
+        """Return the TLS context. Raises ConfigError if a file cannot be used."""
         try:
             context = ssl.create_default_context(cafile=self.ca_file)
             if self.certificate is not None:
@@ -74,9 +81,11 @@ def _read_token(path: Path) -> str:
         with path.open("rb") as file:
             lines = [line.strip() for line in file.read(MAX_TOKEN_BYTES + 1).splitlines() if line.strip()]
     except OSError as error:
-        raise ConfigError(f"{TOKEN_VARIABLE}: {path}: {error.strerror}", remedy="is it yours to read?") from error
+        raise ConfigError(
+            f"{TOKEN_VARIABLE}: {path}: {error.strerror}", remedy="make it readable by this user"
+        ) from error
     if not lines or len(lines[0]) > MAX_TOKEN_BYTES or not lines[0].isascii() or lines[0].startswith(b"sha256:"):
         raise ConfigError(
-            f"{TOKEN_VARIABLE}: {path} holds no token", remedy="the token itself, not its digest, on the first line"
+            f"{TOKEN_VARIABLE}: {path} has no token", remedy="write the token itself, not its digest, on the first line"
         )
     return lines[0].decode("ascii")

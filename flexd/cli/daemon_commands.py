@@ -1,4 +1,4 @@
-"""``run``, ``check-config`` and ``version``: what needs no running daemon."""
+"""``run``, ``check-config`` and ``version``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _print_version(given: bool) -> None:
 
 def root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print flexd's version.", is_eager=True, callback=_print_version)
+        bool, typer.Option("--version", help="Print the version of flexd.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     """Options of ``flexd`` itself."""
@@ -44,19 +44,21 @@ def root(
 def run(
     config: ConfigOption,
 ) -> None:
-    """Runs the daemon until SIGTERM or SIGINT. SIGHUP reads the file again, as `flexd reload` does.
+    """Run the daemon until SIGTERM or SIGINT.
+
+    SIGHUP makes it read the file again, as `flexd reload` does.
 
     Example: flexd run -c configs/laptop.yaml
     """
-    # Until the daemon has its own handlers: process 1 of a container has no default action, and would lose the signal.
+    # Process 1 of a container has no default action and would lose a signal before the daemon installs its handlers.
     signal.signal(signal.SIGTERM, _end_quietly)
-    # Whoever has changed the file already finds it read; the default action is to end.
+    # The file has not been read yet, so that a reload has no effect; the default action would end the process.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     from flexd.config import checks
     from flexd.config.load import load_config
 
     checked = load_config(config)
-    # Until the daemon has started.
+    # The daemon enables it again once it has started.
     pause_garbage_collector()
     import_numba()
     checks.check_config(checked, str(config))
@@ -89,12 +91,13 @@ def _end_quietly(*_: object) -> None:
 def check_config(
     config: ConfigOption,
     output: Annotated[
-        OutputFormat | None, typer.Option("-o", "--output", help="Print the effective configuration, secrets left out.")
+        OutputFormat | None, typer.Option("-o", "--output", help="Print the effective configuration without secrets.")
     ] = None,
 ) -> None:
-    """Checks a configuration as `flexd run` does, with FLEXD__SECTION__KEY variables laid over it.
+    """Check a configuration as `flexd run` does.
 
-    Exit status 2 if `run` would refuse it. Secrets and certificates are not looked for.
+    Variables FLEXD__SECTION__KEY of the environment are applied to it. Exit status 2 if `run` would refuse it. Secrets
+    and certificates are not checked.
 
     Example: flexd check-config -c configs/laptop.yaml -o yaml
     """
@@ -110,7 +113,7 @@ def check_config(
 
 
 def version_command(output: OutputOption = OutputFormat.TABLE) -> None:
-    """Prints the version of flexd and of what it stands on.
+    """Print the versions of flexd and of its libraries.
 
     Example: flexd version -o json
     """

@@ -1,4 +1,4 @@
-"""``demo``: the whole of flexd on one machine."""
+"""``demo``: daemon, stream and training on one machine."""
 
 from __future__ import annotations
 
@@ -38,33 +38,36 @@ def demo(
     ] = None,
     tap: Annotated[
         bool,
-        typer.Option("--tap", help="No log at all: the ranks count their accesses themselves and ship the counts."),
+        typer.Option("--tap", help="Use no log: ranks count their accesses and send the counts."),
     ] = False,
     replica_budget: Annotated[
         float, typer.Option("--replica-budget", help="Replica slots of a rank, as a share of all rows.")
     ] = DemoOptions.replica_budget,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE.png", help="Draw inter-node bytes a step, with the plans marked."),
+        typer.Option("--plot", metavar="FILE.png", help="Plot inter-node bytes a step and the plans."),
     ] = None,
     kill_daemon_at: Annotated[
         int | None, typer.Option("--kill-daemon-at", metavar="STEP", help="SIGKILL the daemon at this step.")
     ] = None,
     restart_daemon_after: Annotated[
         int | None,
-        typer.Option("--restart-daemon-after", metavar="STEPS", help="Start it again so many steps after the kill."),
+        typer.Option("--restart-daemon-after", metavar="STEPS", help="Restart it this many steps after the kill."),
     ] = None,
-    dtype: Annotated[DType, typer.Option("--dtype", help="Of the tables.")] = DType(DemoOptions.dtype),
+    dtype: Annotated[DType, typer.Option("--dtype", help="Type of the rows.")] = DType(DemoOptions.dtype),
     batch_size: Annotated[
         int, typer.Option("--batch-size", help="Samples of each rank in a step.")
     ] = DemoOptions.batch_size,
-    seed: Annotated[int, typer.Option("--seed", help="Of data and initial rows.")] = DemoOptions.seed,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of data and initial rows.")] = DemoOptions.seed,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Keep logs, stream and snapshots here.")
+        Path | None, typer.Option("--out", metavar="DIR", help="Keep logs, stream and snapshots in this folder.")
     ] = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Trains a small next-item model on real processes, with a daemon beside it, and shows what flexd changed.
+    """Train a small model with a daemon beside it.
+
+    Daemon, stream and training ranks are real processes; the model predicts the next
+    item. Prints the effect of flexd on inter-node bytes.
 
     Example: flexd demo --steps 200 --plot demo.png
     """

@@ -1,4 +1,4 @@
-"""``doctor``: checks everything that a daemon needs, and names the remedy of each fault."""
+"""``doctor``: checks the configuration, the machine, the stream and the daemon."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ if TYPE_CHECKING:
 def doctor(
     config: ConfigOption,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="S", min=1, max=300, help="For the broker, in seconds.")
+        float, typer.Option("--timeout", metavar="S", min=1, max=300, help="Deadline of the broker, in seconds.")
     ] = 10.0,
     url: UrlOption = None,
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Checks configuration, versions, disk, clock, secrets, ports, stream and the daemon, if one runs.
+    """Check configuration, machine, stream and daemon.
 
-    Changes nothing, and does not disturb a daemon that runs. Exit status 7 if there is a fault; warnings are 0.
+    Checks versions, disk, clock, secrets, ports, broker and messages too. Changes nothing and does not disturb a
+    running daemon. Exit status 7 if there is a fault, 0 if there are only warnings.
 
     Example: flexd doctor -c configs/laptop.yaml
     """
@@ -50,8 +51,10 @@ def doctor(
 
 
 def examine(file: Path, timeout_seconds: float, url: str | None, socket: Path | None) -> list[Finding]:
-    """All findings, in the order in which things must be right. The daemon is looked for where ``url`` or ``socket``
-    says, else where the environment does, else where the file puts its API."""
+    """Return all findings, in the order in which faults should be repaired.
+
+    The address of the daemon is ``url`` or ``socket``, else that of the environment, else that of the file.
+    """
     from flexd.config.load import load_config
     from flexd.doctor import host, stream
 
@@ -79,8 +82,8 @@ def examine(file: Path, timeout_seconds: float, url: str | None, socket: Path | 
 
 
 def configured_address(config: Config) -> DaemonAddress | None:
-    """Where a daemon with this configuration serves its admin API, as seen from this machine; None if it takes any
-    free port."""
+    """Return the address of a daemon with this configuration, as this machine reaches it; None if its port is free to
+    vary."""
     from flexd.doctor.host import reachable
 
     server = config.server

@@ -38,7 +38,7 @@ MEANINGS: dict[ExitCode, str] = {
 
 
 class DaemonUnreachableError(ApiError):
-    """Nothing that speaks the admin API is at the address."""
+    """The address has no program with the admin API."""
 
 
 class DaemonRefusedError(ApiError):
@@ -46,11 +46,11 @@ class DaemonRefusedError(ApiError):
 
 
 class DaemonTimeoutError(ApiError):
-    """The daemon took the request but did not answer within the deadline."""
+    """The daemon did not respond to a request within the deadline."""
 
 
 class NotDeliveredError(StreamError):
-    """The broker or the file log did not take what a command was to send."""
+    """The broker or the file log did not accept a message."""
 
 
 _CODES: tuple[tuple[type[FlexdError], ExitCode], ...] = (
@@ -65,6 +65,7 @@ _CODES: tuple[tuple[type[FlexdError], ExitCode], ...] = (
 
 
 def exit_code_of(error: FlexdError) -> ExitCode:
+    """Return the exit status of an error."""
     return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)
 
 

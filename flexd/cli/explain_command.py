@@ -1,4 +1,4 @@
-"""``explain``: why a row is in its tier."""
+"""``explain``: the reason for a row's tier."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def explain(
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Why a row is in its tier: estimate, price in each tier, threshold. Of a table: its thresholds and hottest rows.
+    """Explain the tier of a row, or the hottest rows of a table.
+
+    Of a row: estimated look-ups, price in each tier, thresholds. Of a table: thresholds and the hottest rows.
 
     Example: flexd explain items:1234
     """
@@ -34,7 +36,8 @@ def explain(
 
 
 def split_target(target: str) -> tuple[str, int | None]:
-    """``items:12`` -> ("items", 12); ``items`` -> ("items", None). Only digits after the last colon are a row."""
+    """Split ``items:12`` into ("items", 12), and ``items`` into ("items", None). Only digits after the last colon are a
+    row."""
     table, colon, row = target.rpartition(":")
     if colon and table and row.isascii() and row.isdigit():
         return table, int(row)

@@ -1,4 +1,4 @@
-"""Selects the columns of a table that a terminal has room for, and their widths. Pure."""
+"""Select the columns of a table that fit a terminal, and their widths. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 GAP = 2
 """Cells between two columns."""
 LONGEST_WORD = 24
-"""A text column is at least as wide as its longest word, but for words beyond this: they are broken."""
+"""A text column is at least as wide as its longest word; only longer words than this are broken."""
 
 
 @dataclass(frozen=True)

@@ -16,20 +16,22 @@ from flexd.cli.exit_codes import ExitCode
 from flexd.core import units
 from flexd.core.errors import FlexdError
 
-YesOption = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask. In a pipe or a script nothing is asked.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would happen, and change nothing.")]
+YesOption = Annotated[
+    bool, typer.Option("-y", "--yes", help="Do not ask for confirmation; pipes and scripts are never asked.")
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show the effect, and change nothing.")]
 
 
 def must_ask(yes: bool) -> bool:
-    """True on a terminal without ``--yes``."""
+    """Return True on a terminal without ``--yes``."""
     return not yes and sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Returns if the answer is yes. Otherwise ends the command: exit status 1, or 130 at Control-C.
+    """Ask the user to confirm; on any reply but yes end the command: exit status 1, or 130 at Control-C.
 
     Args:
-        question: without the choices: ``Pause job j?``.
+        question: text without the choices, such as ``Pause job j?``.
     """
     if not must_ask(yes):
         return

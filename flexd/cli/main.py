@@ -1,4 +1,4 @@
-"""The ``flexd`` command: its groups, and how errors end it."""
+"""The ``flexd`` command: its subcommands, and the exit status of errors."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def _unread() -> bool:
     except BrokenPipeError:
         pass
     else:
-        # Typer makes it an exit status of 1, and puts a wrapper in place that hides it from then on.
+        # Typer turns a closed pipe into exit status 1 and replaces stdout by a wrapper that hides it.
         if type(sys.stdout).__name__ != "PacifyFlushWrapper":
             return False
-    # Python flushes once more at its end.
+    # Python flushes stdout once more when it ends.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return True
 
@@ -95,7 +95,7 @@ def _run() -> None:
     try:
         app(args=with_watch_interval(sys.argv[1:]))
     except FlexdError as error:
-        # One fault a line (a configuration may have several); the remedy stands on a line of its own then.
+        # A configuration may have several faults, one a line; the remedy is a line of its own.
         print(f"error: {error.message}", file=sys.stderr)
         if error.remedy:
             print(f"remedy: {error.remedy}", file=sys.stderr)
@@ -105,5 +105,5 @@ def _run() -> None:
     except Exception as error:
         traceback.print_exc()
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
-        print("remedy: this is a fault of flexd; please report it with the lines above", file=sys.stderr)
+        print("remedy: this is a bug in flexd; please report it with the lines above", file=sys.stderr)
         sys.exit(ExitCode.FAILED)

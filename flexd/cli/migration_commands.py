@@ -24,7 +24,7 @@ from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect, wh
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 
-app = typer.Typer(help="Migrations of this daemon and of those before it.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="List or show migrations, also of earlier daemons.", no_args_is_help=True, rich_markup_mode=None)
 
 
 class State(StrEnum):
@@ -43,7 +43,7 @@ class State(StrEnum):
 LimitOption = Annotated[
     int, typer.Option("-n", "--limit", metavar="N", min=1, max=MAX_LISTED, help="Show at most N migrations.")
 ]
-StateOption = Annotated[State | None, typer.Option("--state", help="Only those that are, or ended, in this state.")]
+StateOption = Annotated[State | None, typer.Option("--state", help="Show only migrations in this state.")]
 
 
 def history(
@@ -53,8 +53,10 @@ def history(
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Lists the newest migrations: when, who, why, how much, and how they ended; and what else was asked for (pause,
-    resume, throttle, reload, overridden gates). It outlives the daemon.
+    """List the newest migrations and other actions.
+
+    Of a migration: time, user, reason, size and state. Actions are pause, resume, throttle, reload and overridden
+    gates. The history survives restarts of the daemon.
 
     Example: flexd history -n 5 --state aborted
     """
@@ -70,7 +72,7 @@ def list_command(
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """The same as flexd history.
+    """List the newest migrations, as flexd history does.
 
     Example: flexd migrations list -n 5
     """
@@ -79,12 +81,12 @@ def list_command(
 
 @app.command("show")
 def show_command(
-    migration_id: Annotated[str, typer.Argument(metavar="ID", help="Of flexd history, or: latest.")],
+    migration_id: Annotated[str, typer.Argument(metavar="ID", help="Id in flexd history, or: latest.")],
     url: UrlOption = None,
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Shows one migration with every change of its state.
+    """Show one migration with all changes of its state.
 
     Example: flexd migrations show latest
     """
@@ -93,26 +95,25 @@ def show_command(
 
 
 def abort(
-    rollback: Annotated[
-        bool, typer.Option("--rollback", help="Go back to the placement that the migration started from.")
-    ] = False,
+    rollback: Annotated[bool, typer.Option("--rollback", help="Restore the placement before the migration.")] = False,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="S", min=0, max=3600, help="How long to wait for the end, in seconds.")
+        float, typer.Option("--timeout", metavar="S", min=0, max=3600, help="Longest wait for the end, in seconds.")
     ] = 60.0,
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Recorded.")] = "",
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Recorded by the daemon.")] = "",
     yes: YesOption = False,
     dry_run: DryRunOption = False,
     url: UrlOption = None,
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Stops the migration under way at its next chunk, and says where. What waits behind it is not started.
+    """Stop the running migration at its next chunk.
 
-    The daemon goes on planning by itself: pause it first if it shall not. Exit status 0 once it has stopped (and every
-    rank is back where it started, with --rollback), 4 if no migration is running or it ended otherwise, 5 at the
-    timeout.
+    Waiting migrations are not started. Automatic planning continues: use flexd pause to stop it. Exit status 0 once the
+    migration has stopped (and, with --rollback, every rank has the earlier placement again), 4 if no migration runs or
+    it ended otherwise, 5 at the timeout.
 
     Example: flexd abort --rollback --dry-run
+
     Example: flexd abort --rollback --reason "loss is rising" --yes
     """
     client = connect(url, socket)
@@ -134,7 +135,7 @@ _TRANSITION_NUMBERS = frozenset(("pushed", "applied", "version"))
 
 
 def history_blocks(history: MigrationList, state: str | None = None) -> list[Block]:
-    """``state``: the filter that the list was requested with."""
+    """Return the list of migrations; ``state`` is its filter."""
     blocks: list[Block] = []
     if history.migrations:
         columns = ("when", "migration", "who", "state", "rows", "bytes", "took", "reason")

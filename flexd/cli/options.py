@@ -23,7 +23,7 @@ SocketOption = Annotated[
     Path | None, typer.Option("--socket", metavar="PATH", help=f"The daemon's unix socket. [env: {SOCKET_VARIABLE}]")
 ]
 ConfigOption = Annotated[Path, typer.Option("-c", "--config", metavar="FILE", help="The daemon's YAML file.")]
-OutputOption = Annotated[OutputFormat, typer.Option("-o", "--output", help="How to print the answer.")]
+OutputOption = Annotated[OutputFormat, typer.Option("-o", "--output", help="Format of the output.")]
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Recorded by the daemon.")]
 
 BY_HAND = "requested by hand"
@@ -68,4 +68,4 @@ def check_folder(option: str, path: Path | None) -> None:
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise ConfigError(f"{option} {path}: cannot be written", remedy="give a folder that is, or can be made")
+        raise ConfigError(f"{option} {path}: cannot be written", remedy="give a folder that exists or can be made")

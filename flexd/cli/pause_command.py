@@ -18,9 +18,10 @@ def pause(
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Holds planning and pushing at the next chunk; the stream is still read, the training is not touched.
+    """Stop planning, and stop migrations at the next chunk.
 
-    It lasts until flexd resume, also over a restart of the daemon.
+    The stream is still read, and training is not affected. The pause lasts until flexd resume, also over a restart of
+    the daemon.
 
     Example: flexd pause --yes --reason maintenance
     """
@@ -40,7 +41,7 @@ def resume(
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Ends a pause.
+    """End a pause.
 
     Example: flexd resume --yes
     """

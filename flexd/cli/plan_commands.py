@@ -1,4 +1,4 @@
-"""x"""
+"""``plan``, ``proposals``, ``apply`` and ``replan``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexd.cli.plan_view import plan_blocks, proposal_blocks, replan_blocks, wou
 from flexd.cli.view import OutputFormat, emit
 
 ForceOption = Annotated[
-    bool, typer.Option("--force", help="Also from a profile that is too thin; recorded with your name.")
+    bool, typer.Option("--force", help="Ignore closed gates (too little data); recorded with your name.")
 ]
 
 
@@ -21,7 +21,7 @@ WaitOption = Annotated[bool, typer.Option("--wait", help="Wait until every rank 
 
 
 TimeoutOption = Annotated[
-    float, typer.Option("--timeout", metavar="S", min=0, max=3600, help="How long to wait, in seconds.")
+    float, typer.Option("--timeout", metavar="S", min=0, max=3600, help="Longest wait, in seconds.")
 ]
 
 
@@ -33,11 +33,13 @@ def plan(
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Dry run: what a re-plan would change now, its cost before and after by phase and link, and why.
+    """Show the plan that would be made now, without moving rows.
 
-    The plan is kept: flexd apply carries it out while ranks, placement and accesses stay as they are.
+    Shows its changes, the cost before and after by phase and link, and the reasons. The plan is kept: flexd apply
+    carries it out while ranks, placement and accesses stay as they are.
 
     Example: flexd plan
+
     Example: flexd plan latest
     """
     client = connect(url, socket)
@@ -46,7 +48,9 @@ def plan(
 
 
 def proposals(url: UrlOption = None, socket: SocketOption = None, output: OutputOption = OutputFormat.TABLE) -> None:
-    """Lists the plans that are kept: the daemon's own proposals and what flexd plan has shown, newest first.
+    """List the kept plans, newest first.
+
+    These are the daemon's proposals and the plans that flexd plan has shown.
 
     Example: flexd proposals
     """
@@ -55,10 +59,12 @@ def proposals(url: UrlOption = None, socket: SocketOption = None, output: Output
 
 
 def apply(
-    plan_id: Annotated[str, typer.Argument(metavar="PLAN_ID", help="Of flexd plan or flexd proposals, or: latest.")],
+    plan_id: Annotated[str, typer.Argument(metavar="PLAN_ID", help="Id in flexd plan or flexd proposals, or: latest.")],
     wait: WaitOption = False,
     timeout: TimeoutOption = 300.0,
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Recorded.")] = "applied by hand",
+    reason: Annotated[
+        str, typer.Option("--reason", metavar="TEXT", help="Recorded by the daemon.")
+    ] = "applied by hand",
     force: ForceOption = False,
     yes: YesOption = False,
     dry_run: DryRunOption = False,
@@ -66,9 +72,9 @@ def apply(
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Carries out a plan that was made before.
+    """Carry out a kept plan.
 
-    Refused (exit status 4) if ranks, placement or accesses have moved on since. With --wait the exit status is 0 once
+    Refused (exit status 4) if ranks, placement or accesses have changed since. With --wait the exit status is 0 once
     every rank has it, 4 if the migration ended otherwise, 5 at the timeout.
 
     Example: flexd apply latest --wait --yes
@@ -100,7 +106,7 @@ def replan(
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Plans now and pushes the migration to the ranks.
+    """Plan now and push the migration to the ranks.
 
     With --wait the exit status is 0 once every rank has it, 4 if the migration ended otherwise, 5 at the timeout.
 

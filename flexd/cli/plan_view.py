@@ -57,7 +57,7 @@ def _head(plan: PlanReport) -> Facts:
         "",
         (
             ("plan", plan.plan_id + (f" after {plan.parent_id}" if plan.parent_id else "")),
-            ("reason", (plan.reason or units.UNKNOWN) + (f", asked for by {plan.who}" if plan.who else "")),
+            ("reason", (plan.reason or units.UNKNOWN) + (f", requested by {plan.who}" if plan.who else "")),
             ("made", units.when(plan.created_unix_seconds)),
             ("made for", f"topology generation {plan.topology_generation}, profile {plan.profile_generation}"),
             ("priced as", plan.cluster or units.UNKNOWN),

@@ -1,4 +1,4 @@
-"""``probe``: measures the links between the ranks that run it and writes them as a topology file."""
+"""``probe``: measures the links between the ranks and writes a topology file."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def probe(
     ] = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Measures all-to-all, all-reduce and all-gather inside and between the nodes of this job; run on every rank.
+    """Measure the links of this job; run it on every rank.
+
+    Times all-to-all, all-reduce and all-gather inside and between nodes and writes a topology file.
 
     Example: torchrun --nproc-per-node=8 --no-python flexd probe --out cluster.yaml
     """
@@ -106,14 +108,13 @@ def probe(
 def _check_job() -> None:
     missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
     if missing:
-        raise ConfigError(f"probe: {missing[0]} is not set, no rank of a job", remedy=f"launch it with {LAUNCH}")
+        raise ConfigError(
+            f"probe: {missing[0]} is not set: this process is no rank of a job", remedy=f"launch it with {LAUNCH}"
+        )
 
 
 def _run(options: Any, timeout_seconds: float, backend: Backend, local_ranks: int | None) -> ProbeReport:
-    """Joins the process group that torchrun describes, and measures."""
-    missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
-    if missing:
-        raise ConfigError(f"probe: {missing[0]} is not set: no rank of a job", remedy=f"launch it with {LAUNCH}")
+    """Join the process group that torchrun describes, and measure."""
     import torch
     import torch.distributed as dist
 
@@ -144,7 +145,7 @@ def _run(options: Any, timeout_seconds: float, backend: Backend, local_ranks: in
     except (RuntimeError, ValueError) as error:
         raise TopologyError(
             f"probe: no process group: {str(error).splitlines()[0]}",
-            remedy="see whether all ranks run and reach MASTER_ADDR; gloo's interface is GLOO_SOCKET_IFNAME",
+            remedy="check that all ranks run and reach MASTER_ADDR; gloo's interface is GLOO_SOCKET_IFNAME",
         ) from error
     if local_ranks is not None:
         world_size = dist.get_world_size()
@@ -159,7 +160,7 @@ def _run(options: Any, timeout_seconds: float, backend: Backend, local_ranks: in
 
 
 def _document(cluster: Cluster, report: ProbeReport, out: Path) -> dict[str, Any]:
-    """JSON-able, with units in the names."""
+    """Return the result as JSON values, with units in the names."""
     return {
         "file": str(out),
         "name": cluster.name,

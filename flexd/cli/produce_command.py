@@ -96,7 +96,9 @@ def produce(
     dry_run: DryRunOption = False,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Send the events of a trace to a file log or a Kafka topic, as a trainer's publisher does. Control-C ends it.
+    """Send a trace to a file log or a Kafka topic.
+
+    It sends the events as a trainer's publisher does. Control-C ends it.
 
     Exit status 4 if the broker cannot be reached, or did not deliver messages that it accepted.
 

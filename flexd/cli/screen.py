@@ -1,4 +1,4 @@
-"""Renders blocks on a terminal: styled, and within its width."""
+"""Render blocks on a terminal, styled and within its width."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ def simulate(
     zipf: Annotated[
         float | None, typer.Option("--zipf", metavar="EXPONENT", help="Simulation a Zipf stream instead.")
     ] = None,
-    rows: Annotated[int, typer.Option("--rows", help="Of the Zipf stream's table.")] = 1_000_000,
-    drift: Annotated[float, typer.Option("--drift", help="New top rows of the Zipf stream in a step.")] = 0.0,
+    rows: Annotated[int, typer.Option("--rows", help="Rows of the Zipf stream's table.")] = 1_000_000,
+    drift: Annotated[float, typer.Option("--drift", help="New top rows of the Zipf stream per step.")] = 0.0,
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -71,52 +71,52 @@ def simulate(
     nodes: Annotated[int, typer.Option("--nodes", help="Nodes.", min=1, max=4096)] = 2,
     local_ranks: Annotated[int, typer.Option("--local-ranks", help="Ranks in each node.", min=1, max=64)] = 2,
     preset: Annotated[
-        str | None, typer.Option("--preset", help=f"Cluster that prices it. [default: {DEFAULT_PRESET}]")
+        str | None, typer.Option("--preset", help=f"Cluster that prices the replay. [default: {DEFAULT_PRESET}]")
     ] = None,
     topology: Annotated[
-        Path | None, typer.Option("--topology", metavar="FILE.yaml", help="Or your own, from flexd probe.")
+        Path | None,
+        typer.Option("--topology", metavar="FILE.yaml", help="Topology file that prices the replay, from flexd probe."),
     ] = None,
     scale: Annotated[
         float,
-        typer.Option(
-            "--scale", help="The job moves so many times more bytes in a step than the replay: divides the latencies."
-        ),
+        typer.Option("--scale", help="Bytes of a step of the job over those of the replay; divides latencies."),
     ] = 1.0,
     replica_fraction: Annotated[
         float, typer.Option("--replica-fraction", help="Replica slots of a rank, as a share of all rows.")
     ] = 0.05,
     batch: Annotated[int, typer.Option("--batch", help="Samples of each rank in a step.", min=1)] = 512,
     history: Annotated[
-        int, typer.Option("--history", help="Rows each sample looks up, besides its target.", min=1)
+        int, typer.Option("--history", help="Rows that a sample looks up, besides its target.", min=1)
     ] = 32,
     steps: Annotated[int, typer.Option("--steps", help="Training steps.", min=4, max=1_000_000)] = 300,
     dim: Annotated[int, typer.Option("--dim", help="Numbers in a row.", min=1, max=65_536)] = 64,
-    dtype: Annotated[RowDType, typer.Option("--dtype", help="Of the rows.")] = RowDType.FLOAT32,
+    dtype: Annotated[RowDType, typer.Option("--dtype", help="Type of the rows.")] = RowDType.FLOAT32,
     optimizer: Annotated[
-        RowOptimizer, typer.Option("--optimizer", help="Whose state migrates with a row.")
+        RowOptimizer, typer.Option("--optimizer", help="Optimizer, whose state migrates with a row.")
     ] = RowOptimizer.ROWWISE_ADAGRAD,
-    interval_steps: Annotated[int, typer.Option("--interval-steps", help="Between two plans.", min=1)] = 5,
+    interval_steps: Annotated[int, typer.Option("--interval-steps", help="Steps between two plans.", min=1)] = 5,
     half_life_steps: Annotated[
-        float, typer.Option("--half-life-steps", help="In which an access loses half its weight; inf: never.")
+        float,
+        typer.Option("--half-life-steps", help="Steps in which an access loses half its weight; inf disables decay."),
     ] = 20.0,
     horizon_steps: Annotated[
-        float, typer.Option("--horizon-steps", help="Within which a migration must pay for itself.")
+        float, typer.Option("--horizon-steps", help="Steps within which a migration must pay for itself.")
     ] = 300.0,
     budgets: Annotated[
-        str, typer.Option("--budgets", metavar="F,F,...", help="Replica fractions to sweep besides.")
+        str, typer.Option("--budgets", metavar="F,F,...", help="Further replica fractions to compare.")
     ] = "",
-    seed: Annotated[int, typer.Option("--seed", help="Of what is drawn at random.", min=0)] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of random numbers.", min=0)] = 0,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a report: one file, plots in it.")
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a report with plots to one file.")
     ] = None,
     plots: Annotated[Path | None, typer.Option("--plots", metavar="DIR", help="Write the plots as PNG files.")] = None,
     save_profile: Annotated[
         Path | None,
-        typer.Option("--save-profile", metavar="FILE.npz", help="Keep what the re-planned strategy saw last."),
+        typer.Option("--save-profile", metavar="FILE.npz", help="Write the last profile of the re-planned strategy."),
     ] = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Replays accesses through planners, step by step, and counts the bytes that would move.
+    """Replay accesses through planners and count the bytes moved.
 
     Compares row-wise sharding, two-hop, FlexShard, one plan for ever, re-planning, and an oracle.
 
@@ -237,7 +237,7 @@ def _of_trace(
 
 
 def _check_matplotlib() -> None:
-    """Before the replay, which may take minutes. Raises ConfigError."""
+    """Raise ConfigError if matplotlib is missing, before a replay of minutes."""
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
@@ -245,7 +245,7 @@ def _check_matplotlib() -> None:
 
 
 def _progress(steps: int) -> Callable[[int], None] | None:
-    """A line that rewrites itself on a terminal; nothing in a pipe."""
+    """Return a callback that shows progress on a terminal; None in a pipe."""
     if not sys.stderr.isatty():
         return None
 
@@ -257,7 +257,7 @@ def _progress(steps: int) -> Callable[[int], None] | None:
 
 
 def simulate_blocks(summary: dict[str, Any]) -> list[Block]:
-    """Facts, the strategies, the budget sweep if there was one, and what it all says."""
+    """Return facts, strategies, the budget sweep if there is one, and the conclusions."""
     blocks: list[Block] = [_facts(summary), _strategies(summary)]
     if summary["budget_sweep"]:
         blocks.append(_sweep(summary))

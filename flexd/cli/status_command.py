@@ -24,7 +24,9 @@ def status(
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Shows the daemon on one screen: health, stream, sketch, ranks, placement, last plan and migration.
+    """Show the daemon on one screen.
+
+    Shows health, stream, sketch, ranks, placement, last plan and migration.
 
     Example: flexd status -o json
     """
@@ -38,7 +40,7 @@ def status(
 
 
 MAX_TABLES = 20
-"""The largest counters; the rest is one line (`-o json` lists all)."""
+"""Number of tables to list, those with the largest counters; the rest is one line (`-o json` lists all)."""
 MAX_MISSING_RANKS = 16
 MAX_DRIFTING_TABLES = 8
 

@@ -27,7 +27,7 @@ class Order(StrEnum):
     CONFIGURED = "configured"
 
 
-OffsetOption = Annotated[int, typer.Option("--offset", metavar="N", min=0, help="Leave out the first N.")]
+OffsetOption = Annotated[int, typer.Option("--offset", metavar="N", min=0, help="Skip the first N.")]
 
 
 def _limit(what: str) -> typer.models.OptionInfo:
@@ -38,7 +38,7 @@ def _limit(what: str) -> typer.models.OptionInfo:
 
 
 def tables(
-    order: Annotated[Order, typer.Option("--order", help="What comes first.")] = Order.ACCESSES,
+    order: Annotated[Order, typer.Option("--order", help="Order of the list.")] = Order.ACCESSES,
     limit: Annotated[int, _limit("tables")] = 20,
     offset: OffsetOption = 0,
     watch: WatchOption = None,
@@ -46,7 +46,7 @@ def tables(
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Lists the tables: accesses, rows by tier, how they are counted, drift.
+    """List the tables: accesses, rows by tier, counters, drift.
 
     Example: flexd tables --order replicas -n 10
     """
@@ -68,7 +68,9 @@ def rows(
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Lists the hot rows of a table with their tiers, the most accessed first. ``flexd explain`` says why.
+    """List the hot rows of a table with their tiers.
+
+    The most accessed is first. flexd explain shows the reasons.
 
     Example: flexd rows items -n 50
     """
@@ -89,7 +91,7 @@ def topology(
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Lists the ranks: node, placement version, step time, traffic and balance.
+    """List the ranks: version, step time, traffic, balance.
 
     Example: flexd topology -n 8
     """

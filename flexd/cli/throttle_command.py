@@ -20,9 +20,7 @@ BytesOption = Annotated[int | None, typer.Option(min=0, max=2**50, metavar="N", 
 def throttle(
     bytes_per_step: BytesOption = None,
     bytes_per_second: BytesOption = None,
-    adaptive: Annotated[
-        Literal["on", "off"] | None, typer.Option(help="Slow down when the ranks' steps become slower.")
-    ] = None,
+    adaptive: Annotated[Literal["on", "off"] | None, typer.Option(help="Slow down when steps become slower.")] = None,
     reason: ReasonOption = BY_HAND,
     yes: YesOption = False,
     dry_run: DryRunOption = False,
@@ -30,13 +28,13 @@ def throttle(
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Shows how fast rows may migrate, or changes it: from the next chunk on.
+    """Show or change the limits on the speed of migrations.
 
-    It outlives the daemon, and ends when control.throttle changes in the configuration.
-
-    Bytes are of row values and optimizer state, at each step boundary of every rank and in the long run.
+    A change takes effect at the next chunk, survives restarts of the daemon, and ends when control.throttle changes in
+    the configuration. Bytes are row values and optimizer state on each rank, per step boundary and per second.
 
     Example: flexd throttle
+
     Example: flexd throttle --bytes-per-step 262144 --adaptive on --yes
     """
     client = connect(url, socket)
@@ -97,7 +95,7 @@ def throttle_sentence(change: ThrottleChange) -> str:
     """Return the change as one sentence."""
     pairs = zip(_settings(change.before), _settings(change.after), strict=True)
     changes = [f"{name}: {before} -> {after}" for (name, before), (_, after) in pairs if before != after]
-    return f"{'; '.join(changes)}." if changes else "The throttle is so already."
+    return f"{'; '.join(changes)}." if changes else "The throttle has these limits already."
 
 
 def throttle_blocks(throttle: ThrottleStatus) -> list[Block]:

@@ -25,7 +25,7 @@ from flexd.core.errors import FlexdError
 
 
 class Screen(Model):
-    """All that ``top`` shows."""
+    """The contents of ``top``."""
 
     status: Status
     """The daemon."""
@@ -42,15 +42,16 @@ class Screen(Model):
 
 def top(
     every: Annotated[
-        float, typer.Option("-d", "--delay", metavar="S", min=0.2, max=3600, help="Between two looks, in seconds.")
+        float, typer.Option("-d", "--delay", metavar="S", min=0.2, max=3600, help="Interval, in seconds.")
     ] = 2.0,
     url: UrlOption = None,
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Shows the daemon live: traffic against row-wise sharding, tiers, ranks, migration, tables. Control-C ends it.
+    """Show the daemon live on one screen until Control-C.
 
-    In a pipe, or with -o json, it looks once.
+    Shows traffic against row-wise sharding, tiers, ranks, migration and tables. In a pipe, or with -o json, it shows
+    them once.
 
     Example: flexd top --delay 1
     """
@@ -79,7 +80,7 @@ def _live(client: DaemonClient, every: float) -> None:
     from flexd.cli.screen import renderable
 
     console = Console(highlight=False)
-    # The first look fails as any command does; later ones wait for a daemon that restarts.
+    # The first request fails as any command does; later ones wait for a daemon that restarts.
     screen, problem = _look(client), ""
     with Live(console=console, screen=True, auto_refresh=False) as live:
         try:
@@ -100,7 +101,7 @@ RANKS = 16
 _SPARK = " ▁▂▃▄▅▆▇█"
 _SPARK_SAMPLES = 40
 _RECENT_SAMPLES = 3
-"""Averaged, since one interval may hold few reports."""
+"""Number of samples to average, since one interval may have few reports."""
 
 
 def top_blocks(status: Status, timeline: Timeline, ranks: RankPage, tables: TablePage) -> list[Block]:

@@ -35,7 +35,7 @@ def emit(data: BaseModel | dict[str, Any], blocks: Sequence[Block], output: Outp
 def show(blocks: Sequence[Block], stream: TextIO) -> None:
     """Print blocks as text."""
     if stream.isatty():
-        # Imported where it is used: rich takes a while, and a pipe needs none.
+        # Imported here because rich takes a while to load, and a pipe does not need it.
         from rich.console import Console
 
         from flexd.cli.screen import renderable

@@ -1,4 +1,4 @@
-"""Repeats a request: a screen that renews itself on a terminal, one result after another in a pipe."""
+"""Repeat a request: a screen that renews itself on a terminal, one result after another in a pipe."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ _CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
 
 def with_watch_interval(arguments: Sequence[str]) -> list[str]:
-    """Adds the default interval after ``-w`` or ``--watch`` where none follows: typer has no options with an optional
-    value. ``arguments`` are those after the program's name."""
+    """Add the default interval after ``-w`` or ``--watch`` where none follows: typer has no optional values.
+
+    Args:
+        arguments: those after the program's name.
+    """
     if not arguments or arguments[0] not in _WATCHED_COMMANDS:
         return list(arguments)
     completed: list[str] = []
@@ -53,7 +56,7 @@ def _is_number(text: str) -> bool:
 
 
 def emit_watched(ask: Callable[[], Answer], output: OutputFormat, seconds: float | None) -> None:
-    """Prints what ``ask`` answers, once or every ``seconds`` until Control-C.
+    """Print the result of ``ask`` once, or every ``seconds`` until Control-C.
 
     On a terminal a daemon that does not answer is waited for; in a pipe that ends the command. JSON is one document a
     line then.
@@ -73,7 +76,7 @@ def emit_watched(ask: Callable[[], Answer], output: OutputFormat, seconds: float
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[threading.Event]:
-    """Set by Control-C. An exception alone can be lost: Python swallows one that is raised while an object is freed."""
+    """Yield an event that Control-C sets, since Python swallows exceptions that are raised while an object is freed."""
     interrupted = threading.Event()
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -42,9 +42,9 @@ def test_a_secret_that_changes_is_named_without_its_value():
 
 def test_the_question_has_the_changes():
     assert reload_sentence(ReloadReport(file="f.yaml", pending=("job",))) == (
-        "Would take from f.yaml: nothing; job would wait for a restart."
+        "Would apply from f.yaml: nothing; job would wait for a restart."
     )
-    assert reload_sentence(ReloadReport(file="f.yaml")) == "f.yaml says what runs already."
+    assert reload_sentence(ReloadReport(file="f.yaml")) == "f.yaml equals the running configuration."
 
 
 def test_values_are_written_as_the_file_has_them():

@@ -44,7 +44,7 @@ def test_yes_is_yes_whether_typed_or_given(terminal, daemon):
 
 
 QUESTIONS = {
-    "reload": (["reload"], r"Would take from flexd\.yaml: log\.level; tables would wait .*Reload\?", "reload"),
+    "reload": (["reload"], r"Would apply from flexd\.yaml: log\.level; tables would wait .*Reload\?", "reload"),
     "throttle": (["throttle", "--bytes-per-step", "0"], r"a step: 1\.049 MB -> as much .*Change\?", "set_throttle"),
     "abort": (["abort"], r"Migration p8 would stop behind chunk 2, .* not be started\. Abort\?", "abort"),
     "apply": (["apply", "latest"], r"Plan p7: nothing would move\. Apply\?", "apply"),

@@ -28,7 +28,7 @@ def test_a_plan_with_closed_gates_reports_them():
     gate = GateReport(gate="samples", key="planner.min_samples", open=False, words="the profile is thin: 3 accesses")
     blocks = plan_blocks(PlanReport(plan_id="p", who="ann@host", reason="why", gates=(gate,)))
     assert Sentences("too little is known: flexd apply takes it with --force only", (gate.words,)) in blocks
-    assert ("reason", "why, asked for by ann@host") in blocks[0].pairs
+    assert ("reason", "why, requested by ann@host") in blocks[0].pairs
     assert "--force" not in str(plan_blocks(PlanReport(plan_id="p", gates=(GateReport(gate="lag", key="k"),))))
 
 

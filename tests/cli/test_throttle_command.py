@@ -61,7 +61,7 @@ def test_the_question_has_the_changes_of_the_throttle():
     assert throttle_sentence(ThrottleChange.between(now, 0, 5000, False)) == (
         "a step: 1 MB -> as much as the ranks apply; a second: no limit -> 5 kB; adaptive: on -> off."
     )
-    assert throttle_sentence(ThrottleChange.between(now, None, None, True)) == "The throttle is so already."
+    assert throttle_sentence(ThrottleChange.between(now, None, None, True)) == "The throttle has these limits already."
 
 
 def test_the_throttle_reports_why_a_migration_waits():

@@ -260,12 +260,12 @@ def test_the_command_line_sends_no_token_in_the_clear(tmp_path: Path) -> None:
     assert credentials.headers("http://[::1]:9464", over_socket=False) == shown
     assert credentials.headers("http://flexd", over_socket=True) == shown
     for url in ("http://pod.example:9464", "http://flexd"):
-        with pytest.raises(ConfigError, match=f"not sent to {url} in the clear"):
+        with pytest.raises(ConfigError, match=f"not sent to {url} without TLS"):
             credentials.headers(url, over_socket=False)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(None, "No such file"), ("\n", "holds no token"), ("sha256:" + "0" * 64, "holds no token")]
+    ("content", "said"), [(None, "No such file"), ("\n", "has no token"), ("sha256:" + "0" * 64, "has no token")]
 )
 def test_token_files_of_the_command_line(tmp_path: Path, content: str | None, said: str) -> None:
     if content is not None:
