@@ -1,4 +1,4 @@
-"""What ``run`` refuses ``check-config`` refuses, with the key path."""
+"""Faults that ``run`` and ``check-config`` refuse, with the key path."""
 
 from __future__ import annotations
 

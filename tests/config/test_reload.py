@@ -1,4 +1,4 @@
-"""What a running daemon takes from a changed file, and what waits for a restart."""
+"""Keys of a changed file that apply at once, and keys that wait for a restart."""
 
 from __future__ import annotations
 

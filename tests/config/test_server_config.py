@@ -1,4 +1,4 @@
-"""What of the API may be reached from where."""
+"""Addresses, tokens and certificates of the API that are allowed together."""
 
 from __future__ import annotations
 
