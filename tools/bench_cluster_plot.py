@@ -44,11 +44,12 @@ def plot_steps(answers: Sequence[Mapping[str, Any]], rate_mbit: float, path: Pat
         )  # fmt: skip
         for at, (total, waited) in enumerate(zip(step, exposed, strict=True)):
             axes.text(total, at, f" {total:.0f} ({waited:.0f})", va="center", fontsize=8)
-        axes.invert_yaxis()
         axes.set_xlim(0, max(step) * 1.22)
         axes.set_xlabel("ms a step (of it exposed)")
         axes.set_title(f"Zipf {answer['zipf']:g}", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
+    # The panels share the axis.
+    panels[0][0].invert_yaxis()
     panels[0][0].tick_params(axis="y", labelsize=9)
     figure.suptitle(f"2 nodes x 2 ranks on CPUs, gloo, {rate_mbit:g} Mbit/s a node, with a dense part", fontsize=10)
     handles, names = panels[0][0].get_legend_handles_labels()

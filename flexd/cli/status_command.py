@@ -82,7 +82,7 @@ def _daemon(status: Status) -> Facts:
 
 
 def _leadership(shown: LeadershipStatus) -> str:
-    leader = shown.holder or "nobody"
+    leader = shown.holder or "none"
     words = f"{shown.role} ({shown.identity})" + ("" if shown.role == "leader" else f"; {leader} leads")
     return f"{words}, term {shown.term}" + (f"; {shown.problem}" if shown.problem else "")
 
@@ -144,7 +144,7 @@ def _sketch(status: Status) -> Facts:
 def _topology(status: Status) -> Facts:
     topology = status.topology
     if topology.world_size == 0:
-        ranks = "not all have said hello" if topology.missing_ranks else "none have said hello"
+        ranks = "not all have registered" if topology.missing_ranks else "none have registered"
     else:
         ranks = (
             f"{topology.world_size} = {topology.nodes} nodes x {topology.local_ranks}, attempt "

@@ -29,7 +29,7 @@ class Standby(InactiveDaemon):
         """The leader, in words."""
         record = self._renewer.lease.last_record
         if record is None or not record.holder:
-            return "standby: nobody leads at present"
+            return "standby: no daemon leads at present"
         return f"standby: {record.holder} leads (term {record.term})"
 
     def status(self) -> Status:

@@ -68,7 +68,7 @@ class RequestGuard:
                 _refuse_pages(headers, str(scope.get("scheme", "http")))
             if _declared_length(headers) > MAX_REQUEST_BYTES:
                 raise RequestTooLargeError
-            # A GET may carry a body too; nobody reads it, and uvicorn closes the connection then.
+            # A GET may carry a body too; it is not read, and uvicorn closes the connection then.
             body = await _whole_body(receive) if scope["method"] not in ("GET", "HEAD") else None
         except ApiError as error:
             self._on_refused(_REASONS.get(error.status, "malformed"))

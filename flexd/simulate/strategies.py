@@ -18,7 +18,7 @@ class Knowledge(Enum):
     STREAM = "stream"
     """The daemon's sketches of all steps so far, with decay, again and again."""
     NEXT_WINDOW = "next_window"
-    """The exact counts of the steps up to the next plan, which nobody can know, and rows move for nothing."""
+    """The exact counts of the steps up to the next plan, which no planner can know, and rows move at no cost."""
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,8 @@ def test_the_status_table_shows_what_is_wrong():
 def test_ranks_of_a_job_that_is_not_complete_are_not_called_silent():
     stream = StreamStatus(source="synthetic")
     some = Status(job="ads", version="1", stream=stream, topology=TopologyStatus(attempt="a1", missing_ranks=(1, 3)))
-    assert "not all have said hello" in text_of(status_blocks(some))
-    assert "none have said hello" in text_of(status_blocks(Status(job="ads", version="1", stream=stream)))
+    assert "not all have registered" in text_of(status_blocks(some))
+    assert "none have registered" in text_of(status_blocks(Status(job="ads", version="1", stream=stream)))
 
 
 def test_a_refused_rank_is_shown_beside_live_ranks():
