@@ -25,7 +25,7 @@ class ShutdownBudget:
 
     @property
     def in_time(self) -> bool:
-        """Whether every part so far has ended in time."""
+        """True while every part so far has ended in time."""
         return not self._late
 
     @property

@@ -40,7 +40,7 @@ class LivePlacement(Protocol):
 class RunningMigrations(Protocol):
     @property
     def migrating(self) -> bool:
-        """Whether the ranks are moving to another placement."""
+        """True while the ranks move to another placement."""
         ...
 
 

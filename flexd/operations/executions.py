@@ -115,7 +115,7 @@ class Executions:
 
     @property
     def migrating(self) -> bool:
-        """Whether the ranks are moving to another placement."""
+        """True while the ranks move to another placement."""
         return self.last is not None and not self.last.migration.done
 
     def apply_config(self, control: ControlConfig) -> None:

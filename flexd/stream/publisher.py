@@ -28,7 +28,7 @@ _IDLE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class PublisherCounters:
-    """What became of the accesses given to ``publish``, in accesses except for the message counts.
+    """Accesses given to ``publish`` by outcome; the message counts are in messages.
 
     Attributes:
         published: accepted by the sink.

@@ -20,7 +20,7 @@ MAX_WAITING = 4096
 """Limit of entries that wait to be written; beyond it the oldest are lost."""
 RETRY_SECONDS = 5.0
 FRESH_SECONDS = 1.0
-"""How long a reader waits until entries recorded before its call are on disk."""
+"""Deadline of a reader for entries recorded before its call to reach the disk."""
 
 logger = logging.getLogger(__name__)
 

@@ -189,7 +189,7 @@ class LoadSums:
 
     @cached_property
     def has_trained(self) -> bool:
-        """Whether any row of the load is trained."""
+        """True if any row of the load is trained."""
         return bool(self._listed_sum[SYNCED] + self._bin_sum[SYNCED] > 0)
 
     def even(self, unlisted: Float64Array) -> Float64Array:
