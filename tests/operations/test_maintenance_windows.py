@@ -137,8 +137,8 @@ def test_times_of_the_day_are_parsed_as_yaml_reads_them() -> None:
     ("window", "said"),
     [
         ({"start": "25:00", "end": "02:00"}, "start"), ({"start": "01:00", "end": "01:00"}, "equals the start"),
-        ({"start": "01:00", "end": "02:00", "time_zone": "Europe/Nowhere"}, "no IANA time zone"),
-        ({"start": "01:00", "end": "02:00", "time_zone": "../../etc/passwd"}, "no IANA time zone"),
+        ({"start": "01:00", "end": "02:00", "time_zone": "Europe/Nowhere"}, "not an IANA time zone"),
+        ({"start": "01:00", "end": "02:00", "time_zone": "../../etc/passwd"}, "not an IANA time zone"),
         ({"start": "01:00", "end": "02:00", "days": []}, "days"),
         ({"start": "01:00", "end": "02:00", "days": ["monday"]}, "days"), ({"start": True, "end": "02:00"}, "start"),
     ],
