@@ -92,6 +92,11 @@ def flexd_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     return run
 
 
+def _restore_sigint() -> None:
+    """Tests that run in the background inherit an ignored SIGINT, and a child would never see control-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def terminal(url) -> Iterator[Terminal]:
     """Start ``flexd ARGUMENTS`` on a terminal of its own."""
@@ -105,7 +110,7 @@ def terminal(url) -> Iterator[Terminal]:
             sys.executable, ["-m", "flexd", *arguments, "--url", url], cwd=os.fspath(ROOT),
             env={**clean, "TERM": "xterm", "COLUMNS": str(columns), "TZ": "UTC", **environment},
             timeout=TIMEOUT_SECONDS,
-            dimensions=(40, columns), encoding="utf-8",
+            dimensions=(40, columns), encoding="utf-8", preexec_fn=_restore_sigint,
         )  # fmt: skip
         made.append(process)
         return process

