@@ -38,11 +38,11 @@ MAY_BE_EMPTY = {
     ("flexd-stream", "Accesses rejected"): "no good message has a bad access",
     ("flexd-stream", "Followers"): "a daemon that is alone",
     ("flexd-stream", "Accesses of followers"): "a daemon that is alone",
-    ("flexd-stream", "Deltas refused"): "a daemon that is alone",
-    ("flexd-control", "Refused"): "nothing was refused; chunks are counted from the start",
-    ("flexd-control", "Held"): "no chunk waits without a limit",
+    ("flexd-stream", "Count deltas refused"): "a daemon that is alone",
+    ("flexd-control", "Refused messages and chunks"): "nothing was refused; chunks are counted from the start",
+    ("flexd-control", "Chunks held back"): "no chunk waits without a limit",
     ("flexd-control", "Adaptive controller"): "it is off, so it decides nothing",
-    ("flexd-control", "Step time as the throttle sees it"): "only the adaptive controller judges steps",
+    ("flexd-control", "Step time measured by the throttle"): "only the adaptive controller judges steps",
 }
 
 
