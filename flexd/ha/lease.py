@@ -2,6 +2,9 @@
 
 - For its holder a lease is valid until ``duration`` after the moment *before* it sent the last successful renewal, by
   its own clock, less a margin for clocks that run at different rates.
+- A standing that is over stays over. A renewal whose response arrives after that moment does not extend it, although by
+  its sending time it would: the holder may have stood down, or stopped an action, in between. It acquires the lease
+  again, under a higher term.
 - A standby acquires another's lease only after it has *itself* read the record unchanged for a whole duration. The
   renewal that it read was sent before it was read, so the lease is no longer valid for its holder by then.
 - Every acquisition has a higher term than all before it, including earlier ones of the same holder. Every action of a
@@ -14,6 +17,7 @@ from all of its clocks; such a leader is detected by its next renewal, and until
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -57,7 +61,9 @@ class Lease:
         self._lowest_term = highest_known_term
         self._clock = clock
         self._held: LeaseRecord | None = None
-        self._valid: tuple[int, float] | None = None
+        self._guard = threading.Lock()
+        self._standing: tuple[int, float] | None = None
+        """Term that this process holds, and the end of its standing by ``clock``. Changed under the guard."""
         self._last_record: LeaseRecord | None = None
         self._unchanged_since = 0.0
 
@@ -68,9 +74,9 @@ class Lease:
 
     @property
     def term(self) -> int:
-        """Term of the lease that this process holds; 0 if it holds none."""
-        standing = self._valid
-        return standing[0] if standing is not None and self._clock() < standing[1] else 0
+        """Term of the lease that this process holds; 0 if it holds none. An end that was seen once is final."""
+        with self._guard:
+            return self._current_term()
 
     def holds(self, term: int) -> bool:
         """Return whether this process may act as the leader of this term now."""
@@ -130,12 +136,17 @@ class Lease:
 
     def _write(self, seen: LeaseRecord | None, term: int) -> bool:
         sent = self._clock()
+        renews = self._held is not None
         written = self._store.compare_and_set(seen, self.identity, term, self.duration_seconds)
         if written is None:
             return False
         self._held = self._last_record = written
-        self._valid = (term, sent + self.duration_seconds * (1 - CLOCK_MARGIN))
-        return self.term == term
+        with self._guard:
+            # Checked and extended under one guard: no thread can see the end and then the extension.
+            if renews and self._current_term() != term:
+                return False
+            self._standing = (term, sent + self.duration_seconds * (1 - CLOCK_MARGIN))
+            return self._current_term() == term
 
     def _read(self) -> LeaseRecord | None:
         record = self._store.read()
@@ -144,5 +155,13 @@ class Lease:
             self._last_record, self._unchanged_since = record, self._clock()
         return record
 
+    def _current_term(self) -> int:
+        """Return the term of the standing, and end the standing if its time is up. Call it under the guard."""
+        if self._standing is not None and self._clock() >= self._standing[1]:
+            self._standing = None
+        return 0 if self._standing is None else self._standing[0]
+
     def _drop(self) -> None:
-        self._held = self._valid = None
+        self._held = None
+        with self._guard:
+            self._standing = None

@@ -186,3 +186,29 @@ def test_an_unreachable_server_is_an_error(server: FakeKubernetes, tmp_path: Pat
     with pytest.raises(LeaseError, match="does not respond"):
         store.read()
     store.close()
+
+
+def test_a_renewal_that_answers_after_expiry_does_not_revive_the_standing(server: FakeKubernetes) -> None:
+    """Over HTTP: the server executes the renewal in time and its response arrives after the lease has ended."""
+    now = 0.0
+    store = KubernetesLeaseStore("flexd-j", api_url=server.url, account=server.account)
+    lease = Lease(store, "pod-1", 10.0, clock=lambda: now)
+    assert lease.acquire_or_renew()
+    now = 9.0
+    seen: list[bool] = []
+
+    def answer_late(method: str) -> None:
+        nonlocal now
+        if method == "PUT":
+            now = 12.0
+            seen.append(lease.holds(1))
+
+    server.before_answer = answer_late
+    assert not lease.acquire_or_renew()
+    assert seen == [False]
+    assert not lease.holds(1)
+    assert server.objects["jobs", "flexd-j"]["spec"]["leaseTransitions"] == 1
+    server.before_answer = lambda method: None
+    assert lease.acquire_or_renew()
+    assert lease.holds(2)
+    store.close()

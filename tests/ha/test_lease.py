@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -41,6 +42,8 @@ class Process:
 
     def __post_init__(self) -> None:
         self.starts = 0
+        self.over: set[int] = set()
+        """Terms that ended while a call was on its way."""
         self.restart()
 
     def restart(self) -> None:
@@ -55,7 +58,10 @@ class Process:
         return "here"
 
     def _pass(self) -> None:
+        held = self.lease.term
         self.world.now += self.delays.pop() if self.delays else 0.0
+        if held and not self.lease.holds(held):
+            self.over.add(held)
 
     def read(self) -> LeaseRecord | None:
         self._pass()
@@ -113,6 +119,7 @@ class LeaseMachine(RuleBasedStateMachine):
             held = process.lease.term > 0
         term = process.lease.term
         assert held == (term > 0)
+        assert term not in process.over, "an ended term is never held again"
         if term and term != before:
             assert term > self.highest, "terms only grow"
             self.highest = term
@@ -153,6 +160,54 @@ def test_a_renewal_slower_than_the_lease_does_not_hold() -> None:
     process = Process(world, "a", 0.0, 1.0)
     assert process.lease.acquire_or_renew()
     process.delays = [12.0, 0.0]
+    assert not process.lease.acquire_or_renew()
+    assert process.lease.term == 0
+
+
+@pytest.mark.parametrize("observed", [True, False])
+def test_a_renewal_that_answers_after_expiry_does_not_revive_the_standing(observed: bool) -> None:
+    """Whether or not another thread has seen in between that the lease was over."""
+    world = World()
+    process = Process(world, "a", 0.0, 1.0)
+    assert process.lease.acquire_or_renew()
+    world.now = 9.0
+    answer = process.compare_and_set
+
+    def answer_late(*arguments: Any) -> LeaseRecord | None:
+        written = answer(*arguments)
+        world.now = 12.0
+        if observed:
+            assert not process.lease.holds(1)
+        return written
+
+    process.compare_and_set = answer_late  # type: ignore[method-assign]
+    assert not process.lease.acquire_or_renew(), "by its sending time it would be valid until 18.5"
+    assert not process.lease.holds(1)
+    del process.compare_and_set  # type: ignore[method-assign]
+    assert process.lease.acquire_or_renew()
+    assert (process.lease.holds(1), process.lease.holds(2)) == (False, True)
+
+
+def test_an_expiry_that_was_seen_is_final_even_if_the_clock_goes_back() -> None:
+    world = World()
+    process = Process(world, "a", 0.0, 1.0)
+    assert process.lease.acquire_or_renew()
+    world.now = 10.0
+    assert not process.lease.holds(1)
+    world.now = 9.0
+    assert not process.lease.holds(1)
+
+
+def test_a_repeated_renewal_that_answers_after_expiry_does_not_revive_the_standing() -> None:
+    """The renewal after a lost answer: it reads the record first and then writes again."""
+    world = World()
+    process = Process(world, "a", 0.0, 1.0)
+    assert process.lease.acquire_or_renew()
+    world.now, process.failing = 3.0, "after"
+    with pytest.raises(LeaseError):
+        process.lease.acquire_or_renew()
+    world.now, process.failing = 9.0, ""
+    process.delays = [3.0, 0.0, 0.0, 0.0]  # Taken from the end: the refused write, the read, the second write.
     assert not process.lease.acquire_or_renew()
     assert process.lease.term == 0
 

@@ -6,6 +6,7 @@ import json
 import re
 import ssl
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ _MICRO_TIME = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z$")
 
 class FakeKubernetes:
     """Set ``status`` to refuse everything with it, ``location`` to redirect every request there, ``deaf`` to execute
-    a request and close without a response.
+    a request and close without a response. ``before_answer`` is called when a request has been executed and before its
+    response is sent.
 
     Args:
         tls: of the server; without it, it speaks plain HTTP.
@@ -32,6 +34,7 @@ class FakeKubernetes:
         self.status: int | None = None
         self.location = ""
         self.deaf = False
+        self.before_answer: Callable[[str], None] = lambda method: None
         self.requests = 0
         self.token = "first"
         self.account = directory / "account"
@@ -51,6 +54,7 @@ class FakeKubernetes:
             def _serve(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 status, answer = fake._answer(self.command, self.path, self.headers.get("Authorization", ""), body)
+                fake.before_answer(self.command)
                 if fake.deaf:
                     self.close_connection = True
                     return
