@@ -77,6 +77,14 @@ class AuthenticationError(ControlError):
     """A control message is not signed with the shared secret."""
 
 
+class IncompatibleError(ControlError):
+    """Daemon and trainer have no common version of the control protocol."""
+
+
+class UnknownMessageError(ControlError):
+    """A control message is authentic, but of a kind that this version does not know. It is ignored and counted."""
+
+
 class StaleMessageError(ControlError):
     """A control message belongs to another job attempt, topology generation or epoch."""
 

@@ -45,7 +45,14 @@ from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, address_towa
 from flexd.control.protocol.report import PendingReports, RankIdentity
 from flexd.control.protocol.store_keys import Hint, Keys
 from flexd.control.protocol.table_lists import table_entries
-from flexd.core.errors import AuthenticationError, ChunkRefusedError, ControlError, StaleMessageError, TopologyError
+from flexd.core.errors import (
+    AuthenticationError,
+    ChunkRefusedError,
+    ControlError,
+    StaleMessageError,
+    TopologyError,
+    UnknownMessageError,
+)
 from flexd.core.placement import Delta
 
 PlacementLists = Callable[[], tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]]
@@ -245,7 +252,11 @@ class RankConnection:
         key = Keys.command(self._epoch.epoch, number)
         if not self._store.check(key):
             raise StaleMessageError(f"command {number} of epoch {self._epoch.epoch} is not in the store")
-        message = self._signer.open(self._store.get(key))
+        try:
+            message = self._signer.open(self._store.get(key))
+        except UnknownMessageError:
+            self._context.count("unknown_messages")
+            return
         if not isinstance(message, ChunkHeader | ListRequest) or message.command != number:
             raise StaleMessageError(f"a {message.kind} message where command {number} belongs")
         if self._fence_of(message) != self._fence():

@@ -9,13 +9,20 @@ from flexd.control.daemon.control_store import ControlStore
 from flexd.control.daemon.epoch import Epoch, EpochFailedError, RankMessage
 from flexd.control.daemon.membership import Membership
 from flexd.control.protocol.messages import Hello, HelloRefused, Signer
-from flexd.core.errors import AuthenticationError, ControlError, ReplayedMessageError, StaleMessageError, TopologyError
+from flexd.core.errors import (
+    AuthenticationError,
+    ControlError,
+    ReplayedMessageError,
+    StaleMessageError,
+    TopologyError,
+    UnknownMessageError,
+)
 from flexd.core.fault_points import fault_point
 
-REFUSED_KINDS = ("stale", "replayed", "forged", "malformed", "identity")
+REFUSED_KINDS = ("stale", "replayed", "forged", "malformed", "identity", "unknown")
 """stale: of another attempt, generation or epoch. replayed: not newer than an earlier message of its sender. forged:
 signed with no accepted key. malformed: no message that belongs here. identity: of a rank that contradicts the daemon or
-its peers."""
+its peers. unknown: of a kind that a newer version may have; ignored."""
 
 
 class MessageReceiver:
@@ -74,6 +81,8 @@ class MessageReceiver:
             self._refuse("replayed")
         except StaleMessageError:
             self._refuse("stale")
+        except UnknownMessageError:
+            self._refuse("unknown")
         except ControlError:
             self._refuse("malformed")
 

@@ -4,6 +4,9 @@ Wire form: 64 hex digits of HMAC-SHA256 over the rest, a newline, then canonical
 message's ``kind`` and fields. Freshness is mutual: a rank's hello carries a new nonce, the epoch announcement repeats
 the nonces it is for and adds a new token, and every message of the epoch carries that token; so nothing recorded
 earlier can be replayed, to either side.
+
+Versions: a field with a default is optional: it may be missing in a message that is received. Unknown fields are
+ignored, and so are messages of unknown kinds. ``docs/upgrading.md`` states what may change between two versions.
 """
 
 from __future__ import annotations
@@ -15,12 +18,12 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from flexd.control.protocol.report import StepReport
-from flexd.core.errors import AuthenticationError, ControlError
+from flexd.core.errors import AuthenticationError, ControlError, UnknownMessageError
 from flexd.core.secrets import Secret, accepted_keys, equals_any, signing_key
 
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -28,6 +31,7 @@ MAX_MESSAGE_BYTES = 64 * 1024
 
 _MAC_HEX = 64
 _MAX_INT = 2**64
+_MAX_INT_CHARACTERS = 21
 
 
 @dataclass(frozen=True)
@@ -82,9 +86,9 @@ class Hello(Message):
     agreed_version: int
     agreed_digest: int
     address: str
-    can_list: bool
-    tables: tuple[str, ...]
-    table_count: int
+    can_list: bool = False
+    tables: tuple[str, ...] = ()
+    table_count: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class HelloRefused(Message):
     instance: str
     nonce: str
     reason: str
-    remedy: str
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ class Progress(EpochMessage):
     sequence: int
     agreed_version: int
     applied_version: int
-    report: StepReport | None
+    report: StepReport | None = None
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ class Listing(EpochMessage):
     version: int
     rows: int
     sha256: str
-    error: str
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,7 @@ class TapOffer(EpochMessage):
     number: int
     bytes: int
     pieces: int
-    urgent: bool
+    urgent: bool = False
 
 
 @dataclass(frozen=True)
@@ -229,7 +233,7 @@ class TapState(EpochMessage):
     acknowledged: int
     grant: int
     number: int
-    problem: str
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -280,7 +284,8 @@ class Signer:
 
         Raises:
             AuthenticationError: bad signature.
-            ControlError: signed, but not a message of this version.
+            UnknownMessageError: signed, of a kind that this version does not know.
+            ControlError: signed, but a field that this version needs is missing or has another type.
         """
         if len(data) > MAX_MESSAGE_BYTES:
             raise ControlError(f"a message of {len(data)} bytes is longer than {MAX_MESSAGE_BYTES}")
@@ -343,30 +348,54 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"number {text}")
 
 
+def _whole_number(text: str) -> int | float:
+    # Python refuses to parse thousands of digits, which an unknown field may have. No known field has so many.
+    return int(text) if len(text) <= _MAX_INT_CHARACTERS else float(text)
+
+
 def _from_body(body: bytes) -> Message:
     try:
-        data = json.loads(body, parse_constant=_no_constant)
+        data = json.loads(body, parse_constant=_no_constant, parse_int=_whole_number)
         if not isinstance(data, dict):
             raise ValueError("no JSON object")
-        cls = _KINDS[str(data.pop("kind", ""))]
-        return typing.cast(Message, _build(cls, data))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        kind = data.pop("kind", None)
+        if not isinstance(kind, str):
+            raise ValueError("no kind")
+        if kind not in _KINDS:
+            raise UnknownMessageError(f"a signed control message of the unknown kind {kind[:40]!r}")
+        return typing.cast(Message, _build(_KINDS[kind], data))
+    except (ValueError, TypeError, RecursionError) as error:
         raise ControlError(
-            f"a signed control message cannot be read: {error}", remedy="run the same flexd version on both sides"
+            f"a signed control message cannot be read: {error}",
+            remedy="run versions of flexd that work together (docs/upgrading.md)",
         ) from error
 
 
+class _Field(NamedTuple):
+    hint: Any
+    optional: bool
+
+
 @cache
-def _hints(cls: Any) -> Mapping[str, Any]:
+def wire_fields(cls: Any) -> Mapping[str, _Field]:
+    """Return the fields of a message or of a part of one. Those with a default are optional."""
     hints = typing.get_type_hints(cls)
-    return {item.name: hints[item.name] for item in fields(cls)}
+    return {
+        item.name: _Field(hints[item.name], item.default is not MISSING or item.default_factory is not MISSING)
+        for item in fields(cls)
+    }
 
 
 def _build(cls: Any, data: dict[str, Any]) -> Any:
-    hints = _hints(cls)
-    if data.keys() != hints.keys():
-        raise ValueError(f"{cls.__name__} with fields {sorted(data)}")
-    return cls(**{name: _checked(hint, data[name], f"{cls.__name__}.{name}") for name, hint in hints.items()})
+    known = wire_fields(cls)
+    missing = [name for name, field in known.items() if not field.optional and name not in data]
+    if missing:
+        raise ValueError(f"{cls.__name__} without {', '.join(missing)}")
+    return cls(**{
+        name: _checked(field.hint, data[name], f"{cls.__name__}.{name}")
+        for name, field in known.items()
+        if name in data
+    })  # fmt: skip
 
 
 def _checked(hint: Any, value: Any, where: str) -> Any:

@@ -56,12 +56,12 @@ class StepReport:
     step_seconds: float
     apply_seconds: float
     accesses_by_tier: tuple[int, int, int]
-    all_to_all_intra_bytes: int
-    all_to_all_inter_bytes: int
-    sync_intra_bytes: int
-    sync_inter_bytes: int
-    migration_intra_bytes: int
-    migration_inter_bytes: int
+    all_to_all_intra_bytes: int = 0
+    all_to_all_inter_bytes: int = 0
+    sync_intra_bytes: int = 0
+    sync_inter_bytes: int = 0
+    migration_intra_bytes: int = 0
+    migration_inter_bytes: int = 0
 
 
 def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+import json
 from collections import Counter
 from dataclasses import replace
 from typing import Any, cast
@@ -104,6 +106,19 @@ def test_a_hello_is_accepted_once() -> None:
     members.expire(2e9)
     receiver.receive(data, 2e9, cast(Any, None), None, lambda *_: None)
     assert dict(receiver.refused) == {"replayed": 3}
+    assert members.present() == RankPresence()
+
+
+def test_a_message_of_an_unknown_kind_is_counted_and_changes_nothing() -> None:
+    receiver, epoch, members = opened()
+    body = json.dumps({"kind": "greeting", "job": "job", **epoch.fence, "rank": 0, "sequence": 2**40})
+    unknown = f"{hmac.new(KEY, body.encode(), 'sha256').hexdigest()}\n{body}".encode()
+    fields = {"rank": 0, "sequence": 1, "agreed_version": 0, "applied_version": 0}
+    acted: list[object] = []
+    for data in (unknown, Signer(KEY).seal(Progress(**epoch.fence, **fields)).encode()):
+        receiver.receive(data, 0.0, cast(Any, None), epoch, lambda _, message: acted.append(message))
+    assert dict(receiver.refused) == {"unknown": 1}
+    assert len(acted) == 1
     assert members.present() == RankPresence()
 
 

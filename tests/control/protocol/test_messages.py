@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from dataclasses import replace
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flexd.control.protocol import messages as m
-from flexd.core.errors import AuthenticationError, ControlError
+from flexd.core.errors import AuthenticationError, ControlError, UnknownMessageError
 from flexd.core.placement import Placement
 from tests.support.ranks_in_threads import SECRET, step_report
 
@@ -82,7 +85,7 @@ PROGRESS = json.loads(m.Signer(SECRET).seal(EVERY_KIND[6]).split("\n")[1])
 @pytest.mark.parametrize(
     "body",
     [
-        "", "[]", "1", "{", "[" * 20_000, {}, {**GOOD, "kind": "other"}, {**GOOD, "more": 1}, {"kind": "daemon"},
+        "", "[]", "1", "{", "[" * 20_000, {}, {**GOOD, "kind": 3}, {"kind": "daemon"},
         {**GOOD, "job": 1}, {**GOOD, "job": None}, {**SETTLED, "rank": "1"}, {**SETTLED, "rank": True},
         {**SETTLED, "rank": 1.0}, {**SETTLED, "rank": 2**64}, json.dumps({**SETTLED, "rank": 1}).replace("1", "NaN"),
         {**PROGRESS, "report": {}}, {**PROGRESS, "report": 3},
@@ -95,6 +98,59 @@ PROGRESS = json.loads(m.Signer(SECRET).seal(EVERY_KIND[6]).split("\n")[1])
 def test_a_signed_message_of_another_shape_is_a_control_error(body: object) -> None:
     with pytest.raises(ControlError, match="cannot be read"):
         m.Signer(SECRET).open(forge(body))
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+BODIES = [json.loads(m.Signer(SECRET).seal(message).split("\n")[1]) for message in EVERY_KIND]
+
+
+@given(st.sampled_from(BODIES), st.dictionaries(st.text(min_size=1), ANY_JSON, max_size=5))
+@example(PROGRESS, {"more": 10**5000, "deep": [[[[[[[[]]]]]]]]})
+@example(SETTLED, {"more": "x" * 60_000})
+@settings(max_examples=200, deadline=None)
+def test_fields_of_a_newer_version_are_ignored(body: dict[str, object], added: dict[str, object]) -> None:
+    extended = {**added, **body}
+    if isinstance(report := body.get("report"), dict):
+        extended["report"] = {**added, **report}
+    with unlimited_digits():
+        data = forge(extended)
+    if len(data) <= m.MAX_MESSAGE_BYTES:
+        assert m.Signer(SECRET).open(data) == m.Signer(SECRET).open(forge(body))
+
+
+@contextmanager
+def unlimited_digits() -> Iterator[None]:
+    """Let this thread write integers of any length, which its reader must survive."""
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(limit)
+
+
+@pytest.mark.parametrize("message", EVERY_KIND, ids=lambda message: message.kind)
+def test_optional_fields_may_be_missing_and_no_others(message: m.Message) -> None:
+    body = json.loads(m.Signer(SECRET).seal(message).split("\n")[1])
+    for name, field in m.wire_fields(type(message)).items():
+        without = forge({key: value for key, value in body.items() if key != name})
+        if field.optional:
+            (default,) = (item.default for item in fields(message) if item.name == name)
+            assert getattr(m.Signer(SECRET).open(without), name) == default
+        else:
+            with pytest.raises(ControlError, match=f"without {name}"):
+                m.Signer(SECRET).open(without)
+
+
+@given(st.text(max_size=200).filter(lambda kind: kind not in m._KINDS), st.dictionaries(st.text(), ANY_JSON))
+@settings(max_examples=50, deadline=None)
+def test_a_message_of_an_unknown_kind_is_told_apart(kind: str, body: dict[str, object]) -> None:
+    with pytest.raises(UnknownMessageError, match="unknown kind"):
+        m.Signer(SECRET).open(forge({**body, "kind": kind}))
 
 
 def test_a_message_too_long_is_refused_on_both_sides() -> None:
