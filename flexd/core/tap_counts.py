@@ -3,6 +3,9 @@
 Wire format: ``MAGIC``, a little-endian uint32 length, a JSON header of that length, then one zlib stream. The stream
 holds every array of the header's tables one after another as LEB128 varints, ascending row ids as differences: counts
 of a skewed table take one to two bytes for each distinct row, where the ids took four or eight for each access.
+
+Unknown fields of the header are ignored. Any other change is a new ``FORMAT``, which is read one version before it is
+written (``docs/upgrading.md``).
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ from flexd.core.varints import VARINT_BYTES, from_varints, to_varints
 
 Int64Array = npt.NDArray[np.int64]
 
-MAGIC = b"FXC1"
+FORMAT = 1
+OLDEST_FORMAT = 1
+"""The oldest format that ``decode`` reads."""
+MAGIC = b"FXC%d" % FORMAT
 MAX_VALUES = 2**24
 """Numbers in one message: bounds what its reader allocates (8 bytes each)."""
 MAX_PAYLOAD_BYTES = 128 * 2**20
@@ -198,8 +204,8 @@ def _header(payload: bytes | memoryview) -> tuple[Mapping[str, Any], int]:
         header = json.loads(bytes(payload[_HEAD.size : end]))
     except (ValueError, RecursionError) as error:
         _fail("counted_header", str(error)[:200])
-    if not isinstance(header, dict) or header.keys() != {"source_rank", "event_time", "body_bytes", "tables"}:
-        _fail("counted_header", "unexpected fields")
+    if not isinstance(header, dict) or not header.keys() >= {"source_rank", "event_time", "body_bytes", "tables"}:
+        _fail("counted_header", "missing fields")
     tables = header["tables"]
     if not isinstance(tables, list) or len(tables) > MAX_TABLES or not all(isinstance(entry, dict) for entry in tables):
         _fail("counted_header", f"tables is not a list of at most {MAX_TABLES} objects")
@@ -214,7 +220,7 @@ def _header(payload: bytes | memoryview) -> tuple[Mapping[str, Any], int]:
 
 def _array_sizes(entry: Mapping[str, Any]) -> tuple[int, int, int, int]:
     """Return the lengths of a table's arrays: rows, counts, sequence lengths, counts of the sequence lengths."""
-    if entry.keys() != {"table", "lengths", "rows"}:
+    if not entry.keys() >= {"table", "lengths", "rows"}:
         _fail("counted_header", f"fields {str(sorted(entry))[:200]} of a table")
     name = entry["table"]
     if not isinstance(name, str) or not 0 < len(name) <= MAX_TABLE_NAME_CHARS:

@@ -71,7 +71,8 @@ class MessageCounts:
             StreamError: they are anything else.
         """
         try:
-            accesses = {item.name: _count(document["accesses"][item.name]) for item in fields(AccessCounts)}
+            # An older or newer daemon may know fewer outcomes.
+            accesses = {item.name: _count(document["accesses"].get(item.name, 0)) for item in fields(AccessCounts)}
             rejected = {str(reason): _count(number) for reason, number in document["rejected"].items()}
             if len(rejected) > MAX_REASONS + 1 or any(len(reason) > _MAX_REASON_CHARS for reason in rejected):
                 raise ValueError("too many or too long reasons")

@@ -1,4 +1,8 @@
-"""Count deltas: the counts of some offset ranges of the stream, as one checksummed frame."""
+"""Count deltas: the counts of some offset ranges of the stream, as one checksummed frame.
+
+Unknown fields are ignored, and the state of the follower (lag, partitions, leaving) is optional. Any other change is a
+new ``FORMAT``, which a leader reads one version before a follower writes it (``docs/upgrading.md``).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,8 @@ from flexd.sketch import frame
 from flexd.sketch.frame import Arrays
 
 FORMAT = 1
+OLDEST_FORMAT = 1
+"""The oldest format that ``decode`` reads."""
 MAX_PARTITIONS = 65_536
 MAX_OFFSET = 2**62
 _MAX_PARTITION_CHARS = 512
@@ -23,7 +29,7 @@ _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 _SPARSE_FROM_BYTES = 4096
 _GAPS, _VALUES, _SHAPE = "@gaps", "@values", "@shape"
 _UNSIGNED = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32))
-_REMEDY = "run the same flexd on both sides"
+_REMEDY = "run versions of flexd that work together (docs/upgrading.md)"
 
 
 @dataclass(frozen=True)
@@ -107,12 +113,17 @@ def decode(data: bytes, max_bytes: int) -> CountDelta:
         max_bytes: limit of its unpacked arrays; bounds the allocation.
 
     Raises:
-        ScaleOutError: ``malformed``: not the output of ``encode``. ``too_large``: beyond ``max_bytes``.
+        ScaleOutError: ``malformed``: not the output of ``encode``. ``format``: of another version. ``too_large``:
+            beyond ``max_bytes``.
     """
     try:
         meta, arrays = frame.decode(data, "delta", _REMEDY)
-        if meta["delta"] != FORMAT:
-            raise ValueError(f"format {str(meta['delta'])[:20]}, this flexd reads {FORMAT}")
+        written = _whole(meta["delta"])
+        if not OLDEST_FORMAT <= written <= FORMAT:
+            raise ScaleOutError(
+                f"delta of format {written}, this leader reads {OLDEST_FORMAT} to {FORMAT}", reason="format",
+                remedy=f"upgrade the {'leader' if written > FORMAT else 'follower'}",
+            )  # fmt: skip
         delta = CountDelta(
             follower=_name(meta["follower"]),
             session=_name(meta["session"]),
@@ -121,9 +132,9 @@ def decode(data: bytes, max_bytes: int) -> CountDelta:
             tables=_name(meta["tables"]),
             ranges=_ranges(meta["ranges"]),
             messages=MessageCounts.from_document(meta["messages"]),
-            lag_messages=_whole(meta["lag_messages"]),
-            partitions=_partitions(meta["partitions"]),
-            leaving=meta["leaving"] is True,
+            lag_messages=_whole(meta.get("lag_messages", 0)),
+            partitions=_partitions(meta.get("partitions", [])),
+            leaving=meta.get("leaving") is True,
             sketch_meta=dict(meta["sketches"]),
             arrays=_unpacked(arrays, max_bytes),
         )

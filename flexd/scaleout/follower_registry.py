@@ -19,8 +19,8 @@ FORGET_SECONDS = 3600.0
 """A follower that left, or was silent for so long, is no longer listed."""
 
 REASONS = (
-    "position", "other_job", "other_tables", "other_sketches", "malformed", "too_large", "starting", "busy", "unsigned",
-    "bad_signature", "stale", "replayed", "too_many_followers", "internal_error",
+    "position", "other_job", "other_tables", "other_sketches", "malformed", "format", "too_large", "starting", "busy",
+    "unsigned", "bad_signature", "stale", "replayed", "too_many_followers", "internal_error",
 )  # fmt: skip
 """All labels of a refusal."""
 

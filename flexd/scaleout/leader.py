@@ -52,8 +52,8 @@ class Leader:
         """Check and merge one encoded delta; see ``PushAnswer``.
 
         Raises:
-            ScaleOutError: ``malformed``, ``too_large``, ``starting``, ``too_many_followers``: nothing was counted and
-                the answer has no positions.
+            ScaleOutError: ``malformed``, ``format``, ``too_large``, ``starting``, ``too_many_followers``: nothing was
+                counted and the answer has no positions.
         """
         try:
             delta = count_delta.decode(data, self.max_unpacked_bytes)

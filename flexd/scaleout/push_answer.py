@@ -1,4 +1,4 @@
-"""The leader's answer to a count delta, as JSON."""
+"""The leader's answer to a count delta, as JSON. Unknown fields are ignored; all but the first two may be missing."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def decode(data: bytes) -> PushAnswer:
         return PushAnswer(
             outcome=document["outcome"],
             positions=_positions(document["positions"]),
-            durable=_positions(document["durable"]),
-            clock=dict(document["clock"]),
-            reason=str(document["reason"])[:_MAX_TEXT_CHARS],
-            message=str(document["message"])[:_MAX_TEXT_CHARS],
+            durable=_positions(document.get("durable", {})),
+            clock=dict(document.get("clock", {})),
+            reason=str(document.get("reason", ""))[:_MAX_TEXT_CHARS],
+            message=str(document.get("message", ""))[:_MAX_TEXT_CHARS],
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ScaleOutError(f"malformed answer of the leader: {error!r}"[:500], reason="malformed") from error

@@ -37,8 +37,8 @@ MAX_BODIES = 4
 QUEUE_SECONDS = 20.0
 
 _STATUS = {
-    "unsigned": 401, "bad_signature": 401, "stale": 401, "replayed": 401, "malformed": 422, "too_large": 413,
-    "starting": 503, "busy": 503, "not_found": 404,
+    "unsigned": 401, "bad_signature": 401, "stale": 401, "replayed": 401, "malformed": 422, "format": 422,
+    "too_large": 413, "starting": 503, "busy": 503, "not_found": 404,
 }  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from flexd.core.errors import ScaleOutError
 from flexd.core.keyspace import TableSpec
 from flexd.scaleout import count_delta
 from flexd.scaleout.count_delta import OffsetRange
+from flexd.sketch import frame
 from flexd.sketch.sketch_set import SketchSet
 from tests.support.scaleout_world import SETTINGS, count_delta_of
 
@@ -63,6 +66,37 @@ def test_damaged_deltas_are_refused_and_change_nothing(data: st.DataObject) -> N
     with pytest.raises(ScaleOutError) as caught:
         count_delta.decode(bad, 2**24)
     assert caught.value.reason == "malformed"
+
+
+def rewritten(change: Callable[[dict[str, Any]], None]) -> bytes:
+    """Return a delta as another version would write it."""
+    meta, arrays = frame.decode(count_delta.encode(DELTA), "delta", "")
+    change(meta)
+    return b"".join(frame.encode(meta, arrays))
+
+
+DELTA = count_delta_of([1, 2], {"p": OffsetRange(None, 3)})
+
+
+def test_a_delta_of_a_neighbouring_version_is_read() -> None:
+    def change(meta: dict[str, Any]) -> None:
+        meta |= {"device": ["gpu"], "messages": {**meta["messages"], "more": 1}}
+        meta["messages"]["accesses"]["throttled"] = 4
+        del meta["messages"]["accesses"]["late"], meta["partitions"], meta["leaving"], meta["lag_messages"]
+
+    got = count_delta.decode(rewritten(change), 2**24)
+    assert (got.ranges, got.messages, got.sketch_meta) == (DELTA.ranges, DELTA.messages, DELTA.sketch_meta)
+    assert (got.partitions, got.lag_messages, got.leaving) == ((), 0, False)
+
+
+@pytest.mark.parametrize(("written", "older"), [(count_delta.FORMAT + 1, "leader"), (0, "follower")])
+def test_a_delta_of_another_format_is_refused_with_both_formats_and_the_side_to_upgrade(
+    written: int, older: str
+) -> None:
+    data = rewritten(lambda meta: meta.update(delta=written))
+    with pytest.raises(ScaleOutError, match=f"format {written}.* reads 1 to 1 - upgrade the {older}") as caught:
+        count_delta.decode(data, 2**24)
+    assert caught.value.reason == "format"
 
 
 def test_a_delta_that_unpacks_to_too_much_is_refused() -> None:

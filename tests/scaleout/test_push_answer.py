@@ -18,6 +18,11 @@ def test_an_answer_comes_back_equal() -> None:
     assert push_answer.decode(push_answer.encode(ANSWER)) == ANSWER
 
 
+def test_an_answer_of_a_neighbouring_version_is_read() -> None:
+    answer = push_answer.decode(b'{"outcome": "accepted", "positions": {"p": 4}, "terms": [1, {"a": null}]}')
+    assert answer == PushAnswer("accepted", {"p": 4})
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

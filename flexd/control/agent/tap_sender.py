@@ -22,6 +22,7 @@ from flexd.control.protocol.messages import Message, Signer, TapOffer, TapPiece,
 from flexd.control.protocol.store_client import StoreClient
 from flexd.control.protocol.store_keys import Keys
 from flexd.core.errors import StaleMessageError
+from flexd.core.tap_counts import FORMAT
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class TapSender:
                 TapOffer(
                     **self._fence, rank=self._rank, sequence=self._next_sequence(), session=self._session,
                     number=counts.sequence, bytes=len(counts.payload), pieces=pieces, urgent=self._outbox.urgent,
+                    format=FORMAT,
                 )
             )  # fmt: skip
             self._offered = offer

@@ -17,7 +17,7 @@ from flexd.control.daemon.event_log import EventLog
 from flexd.control.daemon.membership import Topology
 from flexd.control.protocol.messages import TapOffer, TapState, open_with_bytes
 from flexd.core.errors import AuthenticationError, ControlError, StaleMessageError
-from flexd.core.tap_counts import MAX_PAYLOAD_BYTES
+from flexd.core.tap_counts import FORMAT, MAX_PAYLOAD_BYTES, OLDEST_FORMAT
 from flexd.stream.tap_source import TapCountsState, TapSource, partition_of
 
 MAX_GRANTED_BYTES = MAX_PAYLOAD_BYTES
@@ -109,6 +109,12 @@ class TapReceiver:
             elif state is TapCountsState.RECEIVED:
                 transfer.granted = False
                 urgent |= transfer.offer.urgent
+            elif state is TapCountsState.MISSING and not OLDEST_FORMAT <= transfer.offer.format <= FORMAT:
+                self._write_state(
+                    transfer, self._source.durable_before(transfer.partition),
+                    f"counts of format {transfer.offer.format}, this daemon reads {OLDEST_FORMAT} to {FORMAT}: upgrade "
+                    f"the {'daemon' if transfer.offer.format > FORMAT else 'trainer'}",
+                )  # fmt: skip
             elif state is TapCountsState.MISSING and transfer.granted:
                 budget -= self._receive_some(transfer, budget)
             elif state is TapCountsState.MISSING and time.monotonic() >= transfer.not_before:

@@ -205,6 +205,7 @@ class TapOffer(EpochMessage):
         session: identifies the rank's process.
         number: of the payload; a process numbers its payloads from 0.
         urgent: the rank is about to end: a snapshot is to be written before the next regular one.
+        format: of the payload; a daemon that does not read it requests nothing, and the rank keeps its counts.
     """
 
     kind: ClassVar[str] = "tap_offer"
@@ -215,6 +216,7 @@ class TapOffer(EpochMessage):
     bytes: int
     pieces: int
     urgent: bool = False
+    format: int = 1
 
 
 @dataclass(frozen=True)

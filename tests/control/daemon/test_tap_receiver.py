@@ -9,12 +9,15 @@ from collections.abc import Callable
 import pytest
 from torch.distributed import TCPStore
 
+from flexd.control.agent import tap_sender
 from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.control.agent.tap_sender import PIECE_BYTES
+from flexd.control.daemon import tap_receiver
 from flexd.control.protocol.messages import Signer, TapPiece, seal_with_bytes
 from flexd.control.protocol.store_client import job_store
 from flexd.control.protocol.store_keys import Keys
 from flexd.core.layout import RankLayout
+from flexd.core.tap_counts import FORMAT
 from flexd.stream.tap_source import TapSource
 from tests.support.ranks_in_threads import Ranks
 from tests.support.until import until
@@ -111,6 +114,23 @@ def test_a_payload_is_sent_again_only_if_the_daemon_dies_before_its_snapshot(dae
         second.snapshot()
         until(lambda: one.free)
         assert second.source.messages_lost == 0
+        second.kill()
+
+
+def test_counts_of_a_format_that_the_daemon_does_not_read_stay_in_the_outbox(daemon, monkeypatch):
+    monkeypatch.setattr(tap_sender, "FORMAT", FORMAT + 1)
+    first = daemon()
+    with TappedRanks(first.hosted.port) as ranks:
+        outbox = ranks.outboxes[0]
+        outbox.put(b"of a newer trainer")
+        until(lambda: "upgrade the daemon" in outbox.problem, what=ranks.state())
+        assert f"format {FORMAT + 1}, this daemon reads 1 to {FORMAT}" in outbox.problem
+        assert first.counted == []
+        port = first.hosted.port
+        first.kill()
+        monkeypatch.setattr(tap_receiver, "FORMAT", FORMAT + 1)
+        second = daemon(port=port)
+        until(lambda: second.counted == [(ranks.partition(0), 0, b"of a newer trainer")], what=ranks.state())
         second.kill()
 
 
