@@ -110,22 +110,6 @@ class EmbeddingBagCollection(EmbeddingCollection):
                 pooled |= zip(alike, torch.split(bags, [part.numel() for part in lengths]), strict=True)
         return {name: pooled[name] for name in routed.features}
 
-    def as_features(self, given: Any) -> dict[str, Jagged]:
-        features = super().as_features(given)
-        self._check_lengths(features)
-        return features
-
-    def _check_lengths(self, features: Mapping[str, Jagged]) -> None:
-        for name, jagged in features.items():
-            lengths = jagged.lengths
-            lowest, total = (int(lengths.min()), int(lengths.sum())) if lengths.numel() else (0, 0)
-            if lowest < 0 or total != jagged.values.shape[0]:
-                raise EmbeddingError(
-                    f"rank {self.rank}, feature {name!r}: lengths from {lowest} on sum to {total}, for "
-                    f"{jagged.values.shape[0]} ids",
-                    remedy="lengths are not negative and sum to the number of ids",
-                )
-
     def _check_weights(self, given: Mapping[str, Jagged], weights: Mapping[str, torch.Tensor]) -> None:
         for name, factors in weights.items():
             where = f"rank {self.rank}, weights of feature {name!r}"

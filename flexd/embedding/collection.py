@@ -17,11 +17,12 @@ from flexd.core.layout import RankLayout
 from flexd.embedding.checkpoint.blocks import TableHomes
 from flexd.embedding.checkpoint.local_state import load_local, save_local
 from flexd.embedding.checkpoint.whole_tables import gather_rows, replicas_bit_equal
+from flexd.embedding.devices import allocated_device
 from flexd.embedding.engine import ForwardPass, LookupFunction, RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.process_groups import ChainGroups, layout_from_environment
 from flexd.embedding.exchange.route import Route
-from flexd.embedding.features import FeatureMap
+from flexd.embedding.features import FeatureKeys, FeatureMap
 from flexd.embedding.gradients import AnchorParameter, clip_grad_norm_
 from flexd.embedding.jagged import Jagged, as_jagged
 from flexd.embedding.optimizer_handle import FusedOptimizer
@@ -32,6 +33,10 @@ from flexd.embedding.store.store import TORCH_DTYPES
 
 JaggedLike = Jagged | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Ids of one feature: ``Jagged``, a nested tensor of layout ``torch.jagged``, or (values, offsets)."""
+
+
+ResolvedInput = tuple[dict[str, Jagged], list[str]]
+"""Features of a batch, and their names dim-group by dim-group."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ class EmbeddingCollection(nn.Module):
         self.tables = tuple(tables)
         self.keyspace = KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, row_optimizer.name) for t in tables])
         self.traffic = Traffic()
-        self.device = torch.device(device)
+        self.device = allocated_device(device)
         self._groups = ChainGroups(layout or layout_from_environment(), self.traffic, self.device)
         self.layout = self._groups.layout
         self.rank = self._groups.rank
@@ -195,7 +200,7 @@ class EmbeddingCollection(nn.Module):
                 f"rank {self.rank}: a {type(given).__name__} instead of features by name",
                 remedy='pass {"feature": Jagged(values, lengths), ...}',
             )
-        return {name: as_jagged(value, name) for name, value in given.items()}
+        return {name: as_jagged(value, name, defer_check=True) for name, value in given.items()}
 
     def _route(self, given: Any, check: Callable[[Mapping[str, Jagged]], None] | None = None) -> RoutedInput:
         """Collective. Convert and check the input, and locate its rows: a fault on one rank is an error on all.
@@ -208,27 +213,27 @@ class EmbeddingCollection(nn.Module):
             self.engine.check_room()
         located = self.engine.hooks.claim(given, usable=check is None)
         if located is not None:
-            self._check_agreed(located.forward_pass.route, located.error)
+            self._check_agreed(located.forward_pass.route, located.error, located.resolved)
             resolved_features, resolved_order = located.resolved
             return RoutedInput(resolved_features, resolved_order, located.forward_pass)
         self.engine.prepare()
         features: dict[str, Jagged] = {}
-        order: list[str] = []
-        keys = self._features.no_keys()
+        found = FeatureKeys([], self._features.no_keys(), None)
         error: Exception | None = None
         try:
             features = self.as_features(given)
             if check is not None:
                 check(features)
-            order, keys = self._features.keys(features)
+            found = self._features.keys(features)
         except Exception as fault:  # any error: a rank that raised alone would leave the others waiting
             error = fault
-        forward_pass = self.engine.find(keys, 0 if error is None else self.rank + 1, trains=self._trains())
-        self._check_agreed(forward_pass.route, error)
-        return RoutedInput(features, order, forward_pass)
+        forward_pass = self.engine.find(
+            found.keys, 0 if error is None else self.rank + 1, faulty=found.faulty, trains=self._trains()
+        )
+        self._check_agreed(forward_pass.route, error, (features, found.order))
+        return RoutedInput(features, found.order, forward_pass)
 
-    @staticmethod
-    def _check_agreed(route: Route, error: Exception | None) -> None:
+    def _check_agreed(self, route: Route, error: Exception | None, resolved: ResolvedInput | None) -> None:
         agreement = route.agreement
         if agreement.diverged:
             raise EmbeddingError(
@@ -236,20 +241,22 @@ class EmbeddingCollection(nn.Module):
                 remedy="train() or eval(), backward passes and steps at the same points on every rank",
             )
         if route.agreement.fault:
+            if route.agreement.fault == self.rank + 1 and error is None and resolved is not None:
+                self._features.raise_fault(resolved[0])
             raise error or EmbeddingError(
                 f"rank {route.agreement.fault - 1} has input that cannot be looked up",
                 remedy=f"see the error of rank {route.agreement.fault - 1}",
             )
 
-    def resolve(self, given: Any) -> tuple[tuple[dict[str, Jagged], list[str]], torch.Tensor]:
-        """Local. Return ((features, their names dim-group by dim-group), int64 keys) of the input of a forward pass.
+    def resolve(self, given: Any) -> tuple[ResolvedInput, FeatureKeys]:
+        """Local. Return the features of the input of a forward pass and their keys.
 
         Raises:
             EmbeddingError: the input cannot be looked up.
         """
         features = self.as_features(given)
-        order, keys = self._features.keys(features)
-        return (features, order), keys
+        found = self._features.keys(features)
+        return (features, found.order), found
 
     def _rows(self, routed: RoutedInput, *, expand: bool = True) -> Sequence[torch.Tensor]:
         """Collective. Return the rows as ``RowEngine.fetch``; their gradients wait for ``optimizer.step``."""

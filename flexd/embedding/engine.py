@@ -219,17 +219,20 @@ class RowEngine:
         if not self.passes and self._summed is None and not self.hooks.holds_route:
             self._apply_chunks()
 
-    def find(self, keys: torch.Tensor, fault: int = 0, *, trains: bool = False) -> ForwardPass:
+    def find(
+        self, keys: torch.Tensor, fault: int = 0, *, faulty: torch.Tensor | None = None, trains: bool = False
+    ) -> ForwardPass:
         """Collective. Find the route of int64 [n] keys, in any order, repeats allowed.
 
         Args:
             trains: the pass will be opened; equal on all ranks.
             fault: 1 + this rank if its input cannot be looked up (``keys`` is empty then). The highest of all ranks
                 is in the route's agreement: every rank must give the pass up if it is not 0, or if ranks diverged.
+            faulty: bool [] on the device: the same for an input whose numbers the host has not read.
         """
         call = CallSignature.of(self.groups.rank, trains=trains, passes=len(self.passes), steps=self.steps)
         touched = self.sync.new_touched() if trains else None
-        route = self.router.find(keys, Agreement(self.inbox.begin_exchange(), fault, call, call), touched)
+        route = self.router.find(keys, Agreement(self.inbox.begin_exchange(), fault, call, call), touched, faulty)
         self.inbox.end_exchange(route.agreement.version)
         return ForwardPass(route, touched)
 

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.jagged import Jagged, JaggedByOffsets, check_offsets
+
+_KEPT_ORDERS = 64
+"""Orders of features whose bounds stay on the device."""
+
+
+@dataclass(frozen=True)
+class FeatureKeys:
+    """Ids of a batch as keys.
+
+    Attributes:
+        order: feature names, dim-group by dim-group.
+        keys: int64 [n], feature by feature in this order. Ids out of range are moved into it.
+        faulty: bool [] on the device: an id is out of range, or lengths do not fit the ids. None: cannot be.
+    """
+
+    order: list[str]
+    keys: torch.Tensor
+    faulty: torch.Tensor | None
 
 
 class FeatureMap:
@@ -26,6 +46,7 @@ class FeatureMap:
         self._rank = rank
         self._device = device
         self._group_of = {table: g for g, group in enumerate(keyspace.groups) for table in group.tables}
+        self._bounds_of: dict[tuple[str, ...], torch.Tensor] = {}
         self.table_of: dict[str, int] = {}
         for table, names in enumerate(features):
             for name in names:
@@ -37,21 +58,93 @@ class FeatureMap:
                     )
                 self.table_of[name] = table
 
-    def keys(self, features: Mapping[str, Jagged]) -> tuple[list[str], torch.Tensor]:
-        """Return the feature names ordered by dim-group, and their ids concatenated as int64 keys.
+    def keys(self, features: Mapping[str, Jagged]) -> FeatureKeys:
+        """Convert ids to keys, and check them without waiting for the device: any faulty number makes ``faulty`` true.
 
         Raises:
-            EmbeddingError: unknown feature, or ids of a wrong dtype, shape, device or range.
+            EmbeddingError: unknown feature, or ids of a wrong dtype, shape or device.
         """
-        for name in features:
+        for name, jagged in features.items():
             if name not in self.table_of:
                 raise EmbeddingError(
                     f"rank {self._rank}: no table reads feature {name!r}",
                     remedy=f"one of {', '.join(sorted(self.table_of))}",
                 )
+            self._check_tensor(name, jagged.values)
         order = sorted(features, key=lambda name: self._group_of[self.table_of[name]])
-        parts = [self._feature_keys(name, features[name].values) for name in order]
-        return order, torch.cat(parts) if parts else self.no_keys()
+        if not order:
+            return FeatureKeys([], self.no_keys(), None)
+        ordered = [features[name] for name in order]
+        ids = _joined([one.values for one in ordered])
+        firsts, rows = self._bounds(order, [one.values.numel() for one in ordered])
+        inside = ids.clamp(min=0).minimum(rows) if isinstance(rows, torch.Tensor) else ids.clamp(0, rows)
+        faults = [(inside != ids).any(), *self._length_faults(ordered)]
+        return FeatureKeys(order, inside + firsts, torch.stack(faults).any())
+
+    def _bounds(self, order: list[str], sizes: list[int]) -> tuple[torch.Tensor | int, torch.Tensor | int]:
+        """Return (first key, last row) of the table of each id; numbers if all ids are of one table."""
+        tables = [self.table_of[name] for name in order]
+        if len(set(tables)) == 1:
+            return int(self._keyspace.first_key[tables[0]]), self._keyspace.tables[tables[0]].rows - 1
+        known = self._bounds_of.get(tuple(order))
+        if known is None:
+            firsts = [int(self._keyspace.first_key[table]) for table in tables]
+            last_rows = [self._keyspace.tables[table].rows - 1 for table in tables]
+            known = torch.tensor([firsts, last_rows], dtype=torch.int64, device=self._device)
+            if len(self._bounds_of) >= _KEPT_ORDERS:
+                self._bounds_of.clear()
+            self._bounds_of[tuple(order)] = known
+        by_id = known.repeat_interleave(self._on_device(sizes), dim=1, output_size=sum(sizes))
+        return by_id[0], by_id[1]
+
+    def _length_faults(self, features: Sequence[Jagged]) -> list[torch.Tensor]:
+        """Return bool []: whether a length is negative, whether the lengths of a feature do not sum to its ids, and
+        whether offsets do not begin at 0."""
+        counts = [one.lengths.numel() for one in features]
+        lengths = _joined([one.lengths for one in features])
+        firsts = [one.first for one in features if isinstance(one, JaggedByOffsets)]
+        ids = [one.values.numel() for one in features]
+        faults = [(lengths < 0).any()]
+        if len(set(counts)) == 1:
+            sums = lengths.view(len(features), -1).sum(dim=1)
+        else:
+            ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+            places = self._on_device([0, *accumulate(counts)])
+            sums = ends.index_select(0, places).diff()
+        faults.append((sums != self._on_device(ids)).any())
+        if firsts:
+            faults.append((_joined(firsts) != 0).any())
+        return faults
+
+    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+
+    def raise_fault(self, features: Mapping[str, Jagged]) -> None:
+        """Read the numbers of features whose keys were ``faulty``. Waits for the device.
+
+        Raises:
+            EmbeddingError: names the first feature with an id out of range, or lengths that do not fit its ids.
+        """
+        for name, jagged in features.items():
+            spec = self._keyspace.tables[self.table_of[name]]
+            where, ids, lengths = f"rank {self._rank}, feature {name!r}", jagged.values, jagged.lengths
+            if ids.numel():
+                lowest, highest = (int(bound) for bound in torch.aminmax(ids))
+                if lowest < 0 or highest >= spec.rows:
+                    raise EmbeddingError(
+                        f"{where}: row {lowest if lowest < 0 else highest} of table {spec.name!r} is outside "
+                        f"0..{spec.rows - 1}",
+                        remedy="check the id mapping of the data loader, or enlarge the table",
+                    )
+            if isinstance(jagged, JaggedByOffsets):
+                offsets = torch.cat([jagged.first, jagged.first + lengths.cumsum(0)])
+                check_offsets(ids, offsets, name)
+            lowest, total = (int(lengths.min()), int(lengths.sum())) if lengths.numel() else (0, 0)
+            if lowest < 0 or total != ids.shape[0]:
+                raise EmbeddingError(
+                    f"{where}: lengths from {lowest} on sum to {total}, for {ids.shape[0]} ids",
+                    remedy="lengths are not negative and sum to the number of ids",
+                )
 
     def no_keys(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64, device=self._device)
@@ -74,9 +167,7 @@ class FeatureMap:
             names[self._group_of[self.table_of[name]]].append(name)
         return names
 
-    def _feature_keys(self, feature: str, ids: torch.Tensor) -> torch.Tensor:
-        table = self.table_of[feature]
-        spec = self._keyspace.tables[table]
+    def _check_tensor(self, feature: str, ids: torch.Tensor) -> None:
         where = f"rank {self._rank}, feature {feature!r}"
         if ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 1:
             raise EmbeddingError(
@@ -88,12 +179,10 @@ class FeatureMap:
                 f"{where}: ids on {ids.device}, the tables are on {self._device}",
                 remedy=f"move the batch to {self._device}",
             )
-        if ids.numel():
-            lowest, highest = (int(bound) for bound in torch.aminmax(ids))
-            if lowest < 0 or highest >= spec.rows:
-                raise EmbeddingError(
-                    f"{where}: row {lowest if lowest < 0 else highest} of table {spec.name!r} is outside "
-                    f"0..{spec.rows - 1}",
-                    remedy="check the id mapping of the data loader, or enlarge the table",
-                )
-        return ids.to(torch.int64) + int(self._keyspace.first_key[table])
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate integer tensors as int64, with one kernel if they have one dtype."""
+    if len({part.dtype for part in parts}) > 1:
+        parts = [part.to(torch.int64) for part in parts]
+    return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to(torch.int64)

@@ -77,11 +77,23 @@ class Jagged:
         return self.values[index].masked_fill(~mask.view(shape), 0), mask
 
 
-def as_jagged(given: object, name: str) -> Jagged:
+@dataclass(frozen=True)
+class JaggedByOffsets(Jagged):
+    """Jagged input that was given as (values, offsets); offsets that do not ascend from 0 to n are not refused yet.
+
+    Attributes:
+        first: integer [1], the first offset; it must be 0.
+    """
+
+    first: torch.Tensor
+
+
+def as_jagged(given: object, name: str, *, defer_check: bool = False) -> Jagged:
     """Convert a ``Jagged``, a nested tensor of layout ``torch.jagged``, or a pair (values [n], offsets [batch + 1]).
 
     Args:
         name: name of the feature, for error texts.
+        defer_check: return a ``JaggedByOffsets`` for a pair and leave its numbers unread: a read waits for the device.
 
     Raises:
         EmbeddingError: ``given`` is of another type, or offsets do not ascend from 0 to n.
@@ -92,7 +104,10 @@ def as_jagged(given: object, name: str) -> Jagged:
         return Jagged.from_nested(given)
     if isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, torch.Tensor) for part in given):
         values, offsets = given
-        _check_offsets(values, offsets, name)
+        _check_shape_of_offsets(values, offsets, name)
+        if defer_check:
+            return JaggedByOffsets(values, offsets[1:] - offsets[:-1], offsets[:1])
+        check_offsets(values, offsets, name)
         return Jagged.from_offsets(values, offsets)
     raise EmbeddingError(
         f"feature {name!r}: a {type(given).__name__} instead of a Jagged",
@@ -100,13 +115,20 @@ def as_jagged(given: object, name: str) -> Jagged:
     )
 
 
-def _check_offsets(values: torch.Tensor, offsets: torch.Tensor, name: str) -> None:
-    """Refuse offsets that are lengths by mistake: their differences would be valid numbers."""
+def _check_shape_of_offsets(values: torch.Tensor, offsets: torch.Tensor, name: str) -> None:
     if offsets.dim() != 1 or offsets.is_floating_point() or offsets.numel() == 0 or values.dim() < 1:
         raise EmbeddingError(
             f"feature {name!r}: offsets of shape {tuple(offsets.shape)} and dtype {offsets.dtype}",
             remedy="pass (values [n], offsets [batch + 1]) with integer offsets",
         )
+
+
+def check_offsets(values: torch.Tensor, offsets: torch.Tensor, name: str) -> None:
+    """Refuse offsets that are lengths by mistake: their differences would be valid numbers. Waits for the device.
+
+    Raises:
+        EmbeddingError: the offsets do not ascend from 0 to the number of values.
+    """
     steps = offsets[1:] - offsets[:-1]
     lowest = int(steps.min()) if steps.numel() else 0
     if lowest < 0 or int(offsets[0]) != 0 or int(offsets[-1]) != values.shape[0]:

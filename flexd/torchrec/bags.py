@@ -84,7 +84,6 @@ class FlexEmbeddingBagCollection(EmbeddingBagCollection, EmbeddingBagCollectionI
         kjt = as_keyed_jagged(given, [feature for feature, _ in self._names], self.rank)
         by_key = jagged_by_key(kjt)
         features = {name: by_key[feature] for feature, name in self._names}
-        self._check_lengths(features)
         self._check_weights(features, self._weights(kjt))
         self._check_inverse(kjt, features)
         return features

@@ -8,7 +8,7 @@ import torch
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.embedding.features import FeatureMap
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.jagged import Jagged, as_jagged
 
 CPU = torch.device("cpu")
 
@@ -27,10 +27,13 @@ def test_features_become_keys_and_rows_become_features() -> None:
         "c": Jagged(torch.tensor([1]), torch.tensor([0, 1])),
         "a2": Jagged(torch.tensor([9, 9, 2]), torch.tensor([1, 2])),
     }
-    order, keys = feature_map().keys(features)
+    found = feature_map().keys(features)
+    order = found.order
     assert order == ["c", "a2", "b"]
-    assert keys.tolist() == [11, 9, 9, 2, 40 + 19, 40]
-    assert keys.dtype == torch.int64
+    assert found.keys.tolist() == [11, 9, 9, 2, 40 + 19, 40]
+    assert found.keys.dtype == torch.int64
+    assert found.faulty is not None
+    assert not bool(found.faulty)
     out = feature_map().split(features, order, [torch.arange(16.0).view(4, 4), torch.arange(16.0).view(2, 8)])
     assert set(out) == set(features)
     assert out["c"].values.tolist() == [[0, 1, 2, 3]]
@@ -40,14 +43,14 @@ def test_features_become_keys_and_rows_become_features() -> None:
 
 
 def test_no_features_give_no_keys() -> None:
-    assert feature_map().keys({})[1].shape == (0,)
+    found = feature_map().keys({})
+    assert found.keys.shape == (0,)
+    assert found.faulty is None
 
 
 @pytest.mark.parametrize(
     ("feature", "values", "cause"),
     [
-        ("a", torch.tensor([10]), r"row 10 of table 'a' is outside 0\.\.9"),
-        ("a2", torch.tensor([3, -2, 99]), r"row -2 of table 'a'"),
         ("b", torch.tensor([1.0]), "float32"),
         ("b", torch.tensor([[1]]), r"\(1, 1\)"),
         ("b", torch.tensor([1], dtype=torch.int16), "int16"),
@@ -57,6 +60,31 @@ def test_no_features_give_no_keys() -> None:
 def test_invalid_ids_are_refused(feature: str, values: torch.Tensor, cause: str) -> None:
     with pytest.raises(EmbeddingError, match=f"rank 3.*{cause}"):
         feature_map().keys({feature: Jagged(values, torch.tensor([1]))})
+
+
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize(
+    ("jagged", "cause"),
+    [
+        (Jagged(torch.tensor([10]), torch.tensor([1])), r"feature 'a2'.*row 10 of table 'a' is outside 0\.\.9"),
+        (Jagged(torch.tensor([3, -2, 99]), torch.tensor([3])), r"row -2 of table 'a'"),
+        (Jagged(torch.tensor([3, 2]), torch.tensor([1, 2])), r"lengths from 1 on sum to 3, for 2 ids"),
+        (Jagged(torch.tensor([3, 2]), torch.tensor([3, -1])), r"lengths from -1 on sum to 2, for 2 ids"),
+        (as_jagged((torch.tensor([3, 2]), torch.tensor([1, 3])), "a2", defer_check=True), "offsets from 1 to 3"),
+        (as_jagged((torch.tensor([3, 2]), torch.tensor([0, 1])), "a2", defer_check=True), "offsets from 0 to 1"),
+    ],
+)
+def test_faulty_numbers_are_found_without_a_read_and_named_after_one(jagged: Jagged, cause: str, others: bool) -> None:
+    """Keys of a faulty batch are inside their tables: they may be used until all ranks know of the fault."""
+    more = {"b": Jagged(torch.tensor([19]), torch.tensor([1, 0])), "c": Jagged(torch.tensor([0]), torch.tensor([1]))}
+    features = {"a2": jagged} | (more if others else {})
+    found = feature_map().keys(features)
+    assert found.faulty is not None
+    assert bool(found.faulty)
+    assert found.keys.min() >= 0
+    assert found.keys[: jagged.values.numel()].max() < 40
+    with pytest.raises(EmbeddingError, match=cause):
+        feature_map().raise_fault(features)
 
 
 def test_a_feature_has_one_table() -> None:

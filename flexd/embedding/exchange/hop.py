@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -156,14 +156,23 @@ class Hop:
         self.destination = destination
         self.all_reduces = all_reduces
 
-    def exchange_sizes(self, sizes: torch.Tensor, agreement: Agreement) -> tuple[Counts, Counts, Agreement]:
+    def exchange_sizes(
+        self, sizes: torch.Tensor, agreement: Agreement, faulty: torch.Tensor | None = None
+    ) -> tuple[Counts, Counts, Agreement]:
         """Exchange int64 [peers, groups] numbers of rows requested from each peer.
+
+        Args:
+            faulty: bool [] on the device: true adds the fault of this rank to an agreement without any.
 
         Returns:
             (rows requested from each peer, rows requested by each peer, combined agreement of the peers).
         """
         size, groups = sizes.shape
-        extra = torch.tensor(agreement.pack(), dtype=torch.int64, device=sizes.device)
+        packed = agreement.pack()
+        extra = torch.tensor(packed, dtype=torch.int64, device=sizes.device)
+        if faulty is not None and not agreement.fault:
+            with_fault = replace(agreement, fault=self.peers.rank + 1).pack()
+            extra += faulty * torch.tensor([0, with_fault[1] - packed[1]], dtype=torch.int64, device=sizes.device)
         sent = torch.cat([sizes, extra.expand(size, 2)], dim=1)
         width = [groups + 2] * size
         received = self.peers.all_to_all(sent.reshape(-1), width, width).view(size, groups + 2)

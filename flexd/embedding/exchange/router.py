@@ -15,6 +15,7 @@ waits for nothing, except once a step for the numbers of touched replicas (``Rep
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Protocol
 
@@ -124,7 +125,13 @@ class Router:
         """Bytes of the tables that find distinct keys."""
         return self._lookup.working_bytes
 
-    def find(self, keys: torch.Tensor, agreement: Agreement, piggyback: LookupPiggyback | None = None) -> Route:
+    def find(
+        self,
+        keys: torch.Tensor,
+        agreement: Agreement,
+        piggyback: LookupPiggyback | None = None,
+        faulty: torch.Tensor | None = None,
+    ) -> Route:
         """Collective. Find the route of int64 [n] keys, in any order, repeats allowed.
 
         Where a rank reports a fault, or ranks make different calls, the sizes are still exchanged so that every
@@ -132,6 +139,7 @@ class Router:
 
         Args:
             piggyback: given on all ranks or on none.
+            faulty: bool [] on the device: this rank reports a fault, which the host has not read.
         """
         ids = self._by_group(keys)
         weights: list[torch.Tensor | None] = [None] * len(ids)
@@ -156,7 +164,7 @@ class Router:
             stations.append(at_station)
             if agreement.diverged:
                 sizes = torch.zeros_like(sizes)
-            sent, received, agreement = hop.exchange_sizes(sizes, agreement)
+            sent, received, agreement = hop.exchange_sizes(sizes, agreement, faulty if station == 0 else None)
             if agreement.diverged:  # the peers of the next hop must detect it too
                 ids, weights, piggyback = [of_group[:0] for of_group in ids], [None] * len(ids), None
                 continue
@@ -174,7 +182,12 @@ class Router:
             ids, weights = [part & _KEY_MASK for part in parts], [part >> COUNT_SHIFT for part in parts]
             requested.append(sent)
             served.append(received)
-        home, node, device = torch.stack(by_tier).sum(dim=0).tolist()
+        numbers = torch.stack(by_tier).sum(dim=0)
+        if faulty is not None and not self.hops:
+            numbers = torch.cat([numbers, faulty.view(1)])
+        home, node, device, *own = numbers.tolist()
+        if any(own):
+            agreement = replace(agreement, fault=1)
         self.traffic.home_accesses += home
         self.traffic.node_accesses += node
         self.traffic.device_accesses += device

@@ -13,6 +13,7 @@ from flexd.embedding.engine import ForwardPass
 from flexd.embedding.exchange.hop import Agreement, CallSignature
 from flexd.embedding.exchange.route import Route
 from flexd.embedding.exchange.router import Router
+from flexd.embedding.features import FeatureKeys
 from flexd.embedding.prefetch.route_split import Marks, RouteSplit, exchange_marks, split_route
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
@@ -25,11 +26,11 @@ class NextBatch:
 
     Attributes:
         given: the input of its forward pass. None: there is no further batch on this rank.
-        resolve: returns (resolved input, int64 [n] keys); raises an error that the forward pass will raise.
+        resolve: returns (resolved input, its keys); raises an error that the forward pass will raise.
     """
 
     given: object
-    resolve: Callable[[], tuple[Any, torch.Tensor]] | None
+    resolve: Callable[[], tuple[Any, FeatureKeys]] | None
 
 
 @dataclass(frozen=True)
@@ -141,15 +142,15 @@ class RunAheadJob:
             deferred.push(self._sync)
         resolved: Any = None
         error: Exception | None = None
-        keys = torch.empty(0, dtype=torch.int64, device=self._device)
+        found = FeatureKeys([], torch.empty(0, dtype=torch.int64, device=self._device), None)
         if batch.given is not None and locate:
             assert batch.resolve is not None  # noqa: S101
             try:
-                resolved, keys = batch.resolve()
+                resolved, found = batch.resolve()
             except Exception as fault:  # a rank that stops alone would leave the others waiting
                 error = fault
         touched = self._sync.new_touched()
-        route = self._router.find(keys, self._agreement(batch, error), touched)
+        route = self._router.find(found.keys, self._agreement(batch, error), touched, found.faulty)
         forward_pass = ForwardPass(route, touched)
         agreement = route.agreement
         self._inbox.end_exchange(max(agreement.version, 0))

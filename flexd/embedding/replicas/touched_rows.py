@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from flexd.core.layout import RankLayout
+from flexd.embedding import devices
 from flexd.embedding.exchange.hop import Hop, PeerWords
 from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.store import GroupStore
@@ -85,7 +86,7 @@ class SyncList:
 
     def counts(self, bits: torch.Tensor) -> torch.Tensor:
         """uint8 [n] bits -> int64 [peers x groups] numbers of set ones."""
-        if bits.device.type == "cpu":  # a hundredth of the time of torch's sum
+        if devices.in_host_memory(bits):  # a hundredth of the time of torch's sum
             ones = bits.numpy()
             return torch.tensor([np.count_nonzero(ones[start:stop]) for _, (start, stop) in self._parts])
         return torch.stack([bits[start:stop].sum(dtype=torch.int64) for _, (start, stop) in self._parts])
@@ -263,7 +264,7 @@ class TouchedRows:
 
 def positions_of(bits: torch.Tensor) -> torch.Tensor:
     """Return the int64 positions of the ones in uint8 [n] zeros and ones."""
-    if bits.device.type == "cpu":  # numpy tests eight at a time: a tenth of the time where ones are few
+    if devices.in_host_memory(bits):  # numpy tests eight at a time: a tenth of the time where ones are few
         return torch.from_numpy(np.flatnonzero(bits.numpy().view(np.bool_)))
     return bits.nonzero().view(-1)
 
@@ -318,13 +319,13 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 def _packed(bits: torch.Tensor) -> torch.Tensor:
     """uint8 [64 n] zeros and ones -> int64 [n]."""
-    if bits.device.type == "cpu":  # a twentieth of the time
+    if devices.in_host_memory(bits):  # a twentieth of the time
         return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little").view(np.int64))
     return (bits.view(-1, 8) * _weights(bits.device)).sum(dim=1, dtype=torch.uint8).view(torch.int64)
 
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:
     """int64 [n] -> uint8 [64 n] zeros and ones."""
-    if words.device.type == "cpu":
+    if devices.in_host_memory(words):
         return torch.from_numpy(np.unpackbits(words.numpy().view(np.uint8), bitorder="little"))
     return (words.view(torch.uint8).unsqueeze(1) & _weights(words.device)).ne(0).view(-1).to(torch.uint8)

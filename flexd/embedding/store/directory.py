@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from flexd.core.layout import RankLayout, Tier
+from flexd.embedding import devices
 
 _POSITION_BLOCK = 2**20
 
@@ -164,8 +165,8 @@ class Directory:
         """
         codes, order = torch.sort(self.order.codes(keys))
         places = torch.where(tiers == Tier.DEVICE, -1 - slots, slots).to(torch.int32).index_select(0, order)
-        on_cpu = self.codes.device.type == "cpu"
-        merged = (_merged_on_cpu if on_cpu else _merged)(self.codes, self.places, removed, codes, places)
+        in_host_memory = devices.in_host_memory(self.codes)
+        merged = (_merged_on_cpu if in_host_memory else _merged)(self.codes, self.places, removed, codes, places)
         made = Directory(self.order, *merged, self.order.bounds(merged[0]), None)
         first, end = made.rail
         device_rows = merged[1][first:end] < 0

@@ -1,0 +1,244 @@
+"""Count what one training step launches on an accelerator, and how often the host waits for it.
+
+Simulates rank 0 of jobs of 1x1 to 128x8 ranks on CPU tensors, with exchanges answered by mirrors (``mirror_ranks``) and
+with the code paths of an accelerator. A dispatch mode counts the operators of forward, backward and step:
+
+* launches: operators that run a kernel or a copy (views and allocations excluded);
+* host waits: operators whose result the host must have (a number read, ``nonzero``, ``unique``, a boolean index, a
+  copy to the host), and copies of host lists to the device;
+* collectives; and the processor time of the step on this machine (median).
+
+    python tools/bench_dispatch.py [--quick] [--json] [--operators]
+
+``--operators`` prints the ten operators and the ten lines of flexd with most launches and waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import mirror_ranks
+import numpy as np
+import torch
+from bench_report import check, last_line
+from mirror_ranks import mirrored
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flexd
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Delta
+
+MAX_LAUNCHES, MAX_WAITS = 400, 16
+MILLISECONDS = {100: 12.0, 1935: 25.0}
+"""Processor time a step at the most, by number of tables."""
+_DIMS = (16, 32, 64, 128)
+
+_FREE = {
+    "view", "_unsafe_view", "reshape", "select", "slice", "expand", "t", "transpose", "detach", "alias", "as_strided",
+    "unsqueeze", "squeeze", "unbind", "split", "split_with_sizes", "empty", "empty_like", "new_empty", "empty_strided",
+    "new_empty_strided", "permute", "view_as_real", "_reshape_alias", "lift_fresh", "diagonal", "unfold", "chunk",
+    "is_pinned", "_has_compatible_shallow_copy_type", "narrow",
+}  # fmt: skip
+_WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "equal"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job. ``copies``: part of the rows that have a NODE or DEVICE copy."""
+
+    name: str
+    layout: RankLayout
+    tables: int
+    ids: int
+    copies: float = 0.0
+    pooled: bool = False
+    exchange: str = "chain"
+
+
+CASES = [
+    Case("1x1, 100 tables", RankLayout(1, 1), 100, 64),
+    Case("2x2, 1 table", RankLayout(2, 2), 1, 4096, 0.01),
+    Case("2x2, 100 tables", RankLayout(2, 2), 100, 64, 0.01),
+    Case("16x8, 100 tables", RankLayout(16, 8), 100, 64, 0.01),
+    Case("16x8, 100 tables, bags", RankLayout(16, 8), 100, 64, 0.01, pooled=True),
+    Case("16x8, 100 tables, direct", RankLayout(16, 8), 100, 64, 0.01, exchange="direct"),
+    Case("128x8, 100 tables", RankLayout(128, 8), 100, 64, 0.01),
+    Case("128x8, 1935 tables", RankLayout(128, 8), 1935, 8, 0.01),
+]
+QUICK = [case for case in CASES if case.tables <= 100 and case.layout.world_size <= 128]
+
+
+class Counting(TorchDispatchMode):
+    """Counts operators, by name and by the line of flexd that called them."""
+
+    def __init__(self, *, lines: bool) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self.lines: Counter[tuple[str, str]] = Counter()
+        self._with_lines = lines
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _WAITS or (name in ("index", "index_put_", "index_put") and _boolean(args[1])):
+            self.add(self.waits, "wait", name)
+        if name not in _FREE:
+            self.add(self.launches, "launch", name)
+        return func(*args, **(kwargs or {}))
+
+    def add(self, counter: Counter[str], kind: str, name: str) -> None:
+        counter[name] += 1
+        if self._with_lines:
+            frames = [f for f in traceback.extract_stack() if "/flexd/" in f.filename and "/tools/" not in f.filename]
+            if frames:
+                self.lines[kind, f"{frames[-1].filename.split('/flexd/')[-1]}:{frames[-1].lineno}"] += 1
+
+    @contextmanager
+    def host_reads(self) -> Iterator[None]:
+        """Also count what is not dispatched for CPU tensors: ``tolist``, ``numpy``, ``cpu``, copies of lists."""
+        with ExitStack() as stack:
+            for owner, method in (
+                (torch.Tensor, "tolist"), (torch.Tensor, "numpy"), (torch.Tensor, "cpu"), (torch, "tensor"),
+            ):  # fmt: skip
+                stack.enter_context(mock.patch.object(owner, method, self._counted(getattr(owner, method), method)))
+            yield
+
+    def _counted(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.add(self.waits, "wait", name)
+            return function(*args, **kwargs)
+
+        return counted
+
+
+def _boolean(index: Any) -> bool:
+    return any(part is not None and part.dtype in (torch.bool, torch.uint8) for part in index)
+
+
+def tables_of(case: Case) -> list[flexd.EmbeddingTable]:
+    rng = np.random.default_rng(case.tables)
+    rows = np.exp(rng.uniform(np.log(2_000), np.log(20_000), case.tables)).astype(int)
+    if case.tables == 1:
+        return [flexd.EmbeddingTable("t0", 200_000, 64)]
+    make = flexd.EmbeddingBagTable if case.pooled else flexd.EmbeddingTable
+    return [make(f"t{i}", int(n), _DIMS[i % len(_DIMS)]) for i, n in enumerate(rows)]
+
+
+def keyspace_of(case: Case) -> KeySpace:
+    return KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, "rowwise_adagrad") for t in tables_of(case)])
+
+
+def placement(case: Case, keyspace: KeySpace) -> Delta:
+    """Copies of the first rows of each table: a half at NODE, a half at DEVICE."""
+    keys = np.concatenate([
+        int(keyspace.first_key[i]) + np.arange(max(2, int(spec.rows * case.copies)))
+        for i, spec in enumerate(keyspace.tables)
+    ])  # fmt: skip
+    keys = np.unique(keys)
+    tiers = np.where(np.arange(len(keys)) % 2 == 0, int(Tier.NODE), int(Tier.DEVICE)).astype(np.uint8)
+    return Delta(keys, np.zeros(len(keys), np.uint8), tiers)
+
+
+def batch(case: Case, seed: int) -> dict[str, flexd.Jagged]:
+    rng = np.random.default_rng([7, seed])
+    features = {}
+    for spec in tables_of(case):
+        ids = np.minimum(rng.zipf(1.3, case.ids) - 1, spec.rows - 1)
+        samples = max(1, case.ids // 8)
+        lengths = torch.full((samples,), case.ids // samples, dtype=torch.int64)
+        features[spec.name] = flexd.Jagged(torch.from_numpy(ids), lengths)
+    return features
+
+
+def measure(case: Case, steps: int, *, lines: bool) -> tuple[dict[str, float], Counting]:
+    """Return launches, waits and collectives of a step after the first two, and its processor milliseconds."""
+    keyspace = keyspace_of(case)
+    ranges = [(group.first_key, group.end_key) for group in keyspace.groups]
+    with mirrored(ranges), mock.patch("flexd.embedding.devices.in_host_memory", return_value=False):
+        make = flexd.EmbeddingBagCollection if case.pooled else flexd.EmbeddingCollection
+        collection = make(
+            tables_of(case), layout=case.layout, optimizer=flexd.RowWiseAdagrad(), exchange=case.exchange,
+            replica_fraction=min(1.0, 2 * case.copies + 0.01),
+        )  # fmt: skip
+        if case.copies and case.layout.world_size > 1:
+            engine = collection.engine
+            engine.migrator.apply([engine.migrator.prepare(placement(case, keyspace), None)])
+        batches = [batch(case, seed) for seed in range(2)]
+
+        def step(number: int) -> None:
+            rows = collection(batches[number % 2])
+            values = [part if isinstance(part, torch.Tensor) else part.values for part in rows.values()]
+            torch.autograd.backward(values, [value.detach() for value in values])
+            collection.optimizer.step()
+
+        for number in range(2):
+            step(number)
+        counting = Counting(lines=lines)
+        mirror_ranks.COLLECTIVES.clear()
+        with counting, counting.host_reads():
+            step(2)
+        # The caller's detach of each output, and the gradient's way out of autograd, are no work of flexd.
+        collectives = len(mirror_ranks.COLLECTIVES)
+        seconds = []
+        for number in range(steps):
+            started = time.thread_time()
+            step(number)
+            seconds.append(time.thread_time() - started)
+    figures = {
+        "launches": float(counting.launches.total()),
+        "host waits": float(counting.waits.total()),
+        "collectives": float(collectives),
+        "processor ms": 1e3 * statistics.median(seconds),
+    }
+    return figures, counting
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="without 128 nodes")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--operators", action="store_true")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    figures: dict[str, dict[str, float]] = {}
+    checks = []
+    print(f"{'case':28} {'launches':>9} {'host waits':>11} {'collectives':>12} {'processor ms':>13}")
+    for case in (case for case in (QUICK if options.quick else CASES) if options.only in case.name):
+        figures[case.name], counting = measure(case, 3 if options.quick else 7, lines=options.operators)
+        f = figures[case.name]
+        print(
+            f"{case.name:28} {f['launches']:9.0f} {f['host waits']:11.0f} {f['collectives']:12.0f} "
+            f"{f['processor ms']:13.1f}", flush=True,
+        )  # fmt: skip
+        if options.operators:
+            for title, counter in (("launches", counting.launches), ("host waits", counting.waits)):
+                print(f"    {title}:", ", ".join(f"{name} {n}" for name, n in counter.most_common(12)))
+            for (kind, line), n in counting.lines.most_common(40):
+                print(f"    {kind:7} {n:6} {line}")
+        checks += [
+            check(f"{case.name}: launches a step", f["launches"], f"<= {MAX_LAUNCHES}", f["launches"] <= MAX_LAUNCHES),
+            check(f"{case.name}: host waits a step", f["host waits"], f"<= {MAX_WAITS}", f["host waits"] <= MAX_WAITS),
+        ]
+        if case.layout.world_size > 1 and case.tables in MILLISECONDS:
+            most = MILLISECONDS[case.tables]
+            value = f["processor ms"]
+            checks.append(check(f"{case.name}: processor ms a step", value, f"<= {most:g}", value <= most))
+    if options.json:
+        print(last_line(figures, checks))
+    return 0 if all(entry["ok"] for entry in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

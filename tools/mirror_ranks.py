@@ -1,0 +1,144 @@
+"""Simulate one rank of a large job without the others: every peer has the same batch, with its keys moved.
+
+A collective over ``MirrorPeers`` returns what this rank sent, as if each peer had asked it for as much as it asks the
+peer. Requested keys are moved to keys that this rank serves. So a step of rank 0 of a thousand runs all of its code,
+on sizes of that job, in one process. Rows and gradients that come back are not those of a training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from flexd.core.layout import RankLayout
+from flexd.embedding.exchange import hop as hop_module
+from flexd.embedding.exchange.collectives import Peers, Traffic
+from flexd.embedding.exchange.route import COUNT_SHIFT
+from flexd.embedding.replicas.touched_rows import SyncList, TouchedRows
+
+COLLECTIVES: list[str] = []
+"""Names of the collectives since the list was cleared."""
+
+
+class MirrorPeers(Peers):
+    """Peers that send back what they receive."""
+
+    def __init__(self, ranks: Sequence[int], rank: int, layout: RankLayout, traffic: Traffic) -> None:
+        super().__init__(None, ranks, rank, layout, traffic)
+        self.served: tuple[int, int] | None = None
+        """(modulus, remainder): requested keys become keys with this remainder."""
+
+    def all_to_all(
+        self,
+        send: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        sync_counts: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        if self.size == 1:
+            return send
+        COLLECTIVES.append("all_to_all")
+        with _disable_current_modes():
+            sent = torch.split(send, list(send_counts))
+            pieces = []
+            for piece, size in zip(sent, receive_counts, strict=True):
+                repeats = -(-size // max(1, len(piece)))
+                pieces.append(piece.repeat(repeats)[:size] if len(piece) else send.new_zeros(size))
+            received = torch.cat(pieces) if pieces else send.clone()
+        self._count([count * send.element_size() for count in send_counts])
+        return received
+
+    def all_reduce(self, flat: torch.Tensor, op: Any = None, kind: Any = None) -> None:
+        if self.size > 1 and flat.numel():
+            COLLECTIVES.append("all_reduce")
+
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+        if self.size > 1:
+            COLLECTIVES.append("all_gather")
+        with _disable_current_modes():
+            return part.unsqueeze(0).repeat(self.size, *[1] * part.dim())
+
+    def check_world_unchanged(self) -> None:
+        pass
+
+
+class MirrorGroups:
+    """World, node and rail of one rank, as ``ChainGroups``, over mirrors."""
+
+    def __init__(self, layout: RankLayout, traffic: Traffic, device: torch.device, deadline: object = None) -> None:
+        self.layout = layout
+        self.rank = 0
+        self.world = MirrorPeers(range(layout.world_size), 0, layout, traffic)
+        self.node = MirrorPeers(list(layout.node_ranks(0)), 0, layout, traffic)
+        self.rail = MirrorPeers(list(layout.rail_ranks(0)), 0, layout, traffic)
+        self.node.served = (layout.local_ranks, 0)
+        self.rail.served = (layout.world_size, 0)
+        self.world.served = (layout.world_size, 0)
+
+
+def _served_ids(
+    hop: hop_module.Hop, ids: torch.Tensor, requested: hop_module.Counts, served: hop_module.Counts,
+    words: hop_module.PeerWords | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """``Hop.exchange_ids``, with the received keys moved to this rank's."""
+    arrived, received_words = _exchange_ids(hop, ids, requested, served, words)
+    peers = hop.peers
+    if not isinstance(peers, MirrorPeers) or peers.served is None:
+        return arrived, received_words
+    modulus, remainder = peers.served
+    with _disable_current_modes():
+        keys, counts = arrived & ((1 << COUNT_SHIFT) - 1), arrived >> COUNT_SHIFT
+        moved = keys - keys % modulus + remainder
+        groups = len(served[0])
+        sizes = [number for row in served for number in row]
+        bounds = list(accumulate(sizes, initial=0))
+        for place, (first, end) in enumerate(pairwise(bounds)):
+            low, high = hop_ranges[place % groups]
+            part = moved[first:end]
+            part += torch.where(part < low, modulus, 0) - torch.where(part >= high, modulus, 0)
+        return moved | (counts << COUNT_SHIFT), received_words
+
+
+def _third(rows: SyncList, words: torch.Tensor) -> torch.Tensor:
+    """Return words of the size of ``words`` in which every third row of the list is touched, and no padding."""
+    with _disable_current_modes():
+        bits = torch.zeros(len(words) * 64, dtype=torch.uint8)
+        for (first, end), (start, stop) in rows._parts:
+            if end > first:
+                bits[start:stop:3] = 1
+        return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little").view(np.int64))
+
+
+def _recv_up(touched: TouchedRows, hop: int, words: torch.Tensor) -> None:
+    _touched_up(touched, hop, _third(touched.lists.downstream[hop], words))
+
+
+def _recv_down(touched: TouchedRows, hop: int, words: torch.Tensor) -> None:
+    _touched_down(touched, hop, _third(touched.lists.upstream[hop], words))
+
+
+_touched_up, _touched_down = TouchedRows.recv_up, TouchedRows.recv_down
+_exchange_ids = hop_module.Hop.exchange_ids
+hop_ranges: list[tuple[int, int]] = []
+"""First key and end of each dim-group of the collection that is simulated."""
+
+
+@contextmanager
+def mirrored(ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
+    """Make collections constructed and used inside rank 0 of their layout, with mirrors for all other ranks."""
+    hop_ranges[:] = ranges
+    with (
+        mock.patch("flexd.embedding.collection.ChainGroups", MirrorGroups),
+        mock.patch("flexd.embedding.prefetch.run_ahead.ChainGroups", MirrorGroups),
+        mock.patch.object(hop_module.Hop, "exchange_ids", _served_ids),
+        mock.patch.object(TouchedRows, "recv_up", _recv_up),
+        mock.patch.object(TouchedRows, "recv_down", _recv_down),
+    ):
+        yield
