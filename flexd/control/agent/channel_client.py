@@ -1,38 +1,107 @@
-"""The ranks' end of the control channel: one blocking connection to the daemon, used by one thread."""
+"""The ranks' end of the control channel: one connection to the daemon, used by one thread, with deadlines."""
 
 from __future__ import annotations
 
-from flexd.control.protocol.credentials import ChannelCredentials
-from flexd.control.protocol.frames import Body, Frame
+import contextlib
+import os
+import select
+import socket
+import ssl
+import time
+
+from flexd.control.protocol import versions
+from flexd.control.protocol.credentials import ChannelCredentials, TlsContext
+from flexd.control.protocol.frames import Body, Frame, FrameError, FrameKey, FrameKind, FrameReader, SealedPayload
+from flexd.control.protocol.handshake import NONCE_BYTES, Session, Steps, client_steps
+from flexd.core.errors import AuthenticationError, ControlError
+from flexd.core.secrets import KeyFile, accepted_keys
+
+READ_BYTES = 2**14
+KEY_CHECK_SECONDS = 1.0
+"""Longest wait without a look at the secret file."""
+PROVE_AGAIN_SECONDS = 5.0
+"""Shortest time between two proofs of a new key."""
+_CLOSED = "the daemon has closed the connection"
 
 
 class ChannelClient:
     """A proven connection to the daemon. All but ``wake`` is for one thread.
 
+    Args:
+        sock: connected, and through the handshake.
+
     Attributes:
         version: of the protocol, agreed with the daemon.
-        features: that both ends have.
+        features: those that both ends have.
         local_address: this end's address of the connection.
     """
 
-    version: int
-    features: frozenset[str]
-    local_address: str
+    def __init__(
+        self, sock: socket.socket, session: Session, credentials: ChannelCredentials, timeout_seconds: float
+    ) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._session = session
+        self._credentials = credentials
+        self._timeout = timeout_seconds
+        self.version = session.agreement.version
+        self.features = session.agreement.features
+        self.local_address = str(sock.getsockname()[0])
+        self._sealing = FrameKey(session.to_daemon)
+        self._reader = FrameReader(FrameKey(session.to_client))
+        self._proving: Session | None = None
+        self._proved_at = -PROVE_AGAIN_SECONDS
+        self._woken = False
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
 
     @staticmethod
     def connect(host: str, port: int, credentials: ChannelCredentials, timeout_seconds: float) -> ChannelClient:
-        """Connect and prove.
+        """Connect and prove, within the timeout.
 
         Raises:
-            ControlError: unreachable, no answer in time, refused because the daemon has too many connections.
+            ControlError: unreachable, no answer in time, or the daemon has too many connections.
             AuthenticationError: the two ends do not have the same secret, or a certificate is not valid.
             IncompatibleError: no common protocol version.
+            ConfigError: a certificate file cannot be read.
         """
-        raise NotImplementedError
+        deadline = time.monotonic() + timeout_seconds
+        where = f"{host}:{port}"
+        try:
+            sock = socket.create_connection((host, port), timeout=timeout_seconds)
+        except OSError as error:
+            raise ControlError(f"no daemon at {where}: {error}", remedy="is it running? check the address") from error
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock = _with_tls(sock, host, credentials, deadline)
+            session = _prove(sock, client_steps(versions.OWN, accepted_keys(credentials.secret)), deadline)
+            return ChannelClient(sock, session, credentials, timeout_seconds)
+        except TimeoutError as error:
+            sock.close()
+            raise ControlError(f"the daemon at {where} accepts connections but does not answer") from error
+        except ssl.SSLError as error:
+            sock.close()
+            raise AuthenticationError(
+                f"TLS with {where}: {error.reason or error}",
+                remedy="give both sides certificates of one CA, the daemon's for the name that the ranks use",
+            ) from error
+        except OSError as error:
+            sock.close()
+            raise ControlError(f"{where}: {error}") from error
+        except BaseException:
+            sock.close()
+            raise
 
     def send(self, message: bytes, body: Body = b"") -> None:
-        """Send one frame. Raises ControlError: closed by the daemon, or not sent within ``timeout_seconds``."""
-        raise NotImplementedError
+        """Send one frame; does not receive meanwhile.
+
+        Raises:
+            ControlError: closed by the daemon, or not sent within the timeout. The connection cannot be used any more.
+        """
+        self._prove_new_key()
+        self._send(SealedPayload(message, body))
 
     def receive(self, timeout_seconds: float) -> Frame | None:
         """Return the next frame; None after the timeout, or at once after ``wake``.
@@ -41,12 +110,169 @@ class ChannelClient:
             ControlError: the connection is closed; the text has the daemon's reason, if it gave one.
             AuthenticationError: a frame is not authentic.
         """
-        raise NotImplementedError
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            if self._woken:
+                self._woken = False
+                self._drain_wakes()
+                return None
+            self._prove_new_key()
+            try:
+                found = self._reader.next_frame()
+            except FrameError:
+                self.close()
+                raise
+            if found is not None:
+                kind, frame = found
+                if kind == FrameKind.DATA:
+                    return frame
+                self._handle(kind, frame)
+                continue
+            if self._reader.wanted:
+                self._reader.allocate()
+            if not self._read_available():
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    return None
+                self._wait(select.POLLIN, min(remaining, KEY_CHECK_SECONDS))
 
     def wake(self) -> None:
         """Let the running call of ``receive``, or else the next one, return None at once. From any thread."""
-        raise NotImplementedError
+        self._woken = True
+        # An error means: full of wakes that have not been seen yet, or closed.
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"\0")
 
     def close(self) -> None:
-        """Close the connection; idempotent. Frames sent before arrive."""
-        raise NotImplementedError
+        """Close the connection; idempotent. What was sent before arrives."""
+        for sock in (self._socket, self._wake_reader, self._wake_writer):
+            sock.close()
+
+    def _handle(self, kind: int, frame: Frame) -> None:
+        if kind == FrameKind.CLOSE:
+            self.close()
+            raise ControlError(f"{_CLOSED}: {frame.message[:200].decode(errors='replace')}")
+        if kind == FrameKind.PROVED and self._proving is not None:
+            self._reader.key.replace(self._proving.to_client)
+            self._send(SealedPayload(b"", kind=FrameKind.SWITCHED))
+            self._sealing.replace(self._proving.to_daemon)
+            self._session = self._proving
+        if kind in (FrameKind.PROVED, FrameKind.NOT_PROVED):
+            self._proving = None
+
+    def _prove_new_key(self) -> None:
+        """Prove the first key of the secret file, if it has changed since the connection was made."""
+        secret = self._credentials.secret
+        if not isinstance(secret, KeyFile) or self._proving is not None:
+            return
+        key = secret.keys()[0]
+        if key == self._session.key or time.monotonic() - self._proved_at < PROVE_AGAIN_SECONDS:
+            return
+        self._proved_at = time.monotonic()
+        proof = self._session.later_proof(key, os.urandom(NONCE_BYTES))
+        self._proving = self._session.with_key(proof, (key,))
+        self._send(SealedPayload(proof, kind=FrameKind.PROVE))
+
+    def _send(self, payload: SealedPayload) -> None:
+        deadline = time.monotonic() + self._timeout
+        pending = [memoryview(part) for part in (payload.start, payload.body, self._sealing.tag(payload)) if part]
+        try:
+            while pending:
+                sent = self._send_some(pending)
+                while pending and sent >= len(pending[0]):
+                    sent -= len(pending.pop(0))
+                if not pending:
+                    return
+                pending[0] = pending[0][sent:]
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise ControlError(f"the daemon does not read: a frame was not sent in {self._timeout:g} s")
+                self._wait(select.POLLOUT, remaining, wakeable=False)
+        except (OSError, ControlError) as error:
+            self.close()
+            if isinstance(error, ControlError):
+                raise
+            raise ControlError(f"{_CLOSED}: {error}") from error
+
+    def _send_some(self, pending: list[memoryview]) -> int:
+        try:
+            if isinstance(self._socket, ssl.SSLSocket):
+                return self._socket.send(pending[0])
+            return self._socket.sendmsg(pending)
+        except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            return 0
+
+    def _read_available(self) -> bool:
+        """Read once, without waiting; False if nothing was there."""
+        target = self._reader.target
+        try:
+            if target:
+                count = self._socket.recv_into(target)
+                self._reader.advance(count)
+            else:
+                data = self._socket.recv(READ_BYTES)
+                count = len(data)
+                self._reader.feed(data)
+        except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return False
+        except OSError as error:
+            self.close()
+            raise ControlError(f"{_CLOSED}: {error}") from error
+        if count == 0:
+            self.close()
+            raise ControlError(_CLOSED)
+        return True
+
+    def _wait(self, event: int, seconds: float, wakeable: bool = True) -> None:
+        poll = select.poll()
+        poll.register(self._socket, event)
+        if wakeable:
+            poll.register(self._wake_reader, select.POLLIN)
+        poll.poll(max(0.0, seconds) * 1000)
+
+    def _drain_wakes(self) -> None:
+        try:
+            while self._wake_reader.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+
+
+def _with_tls(sock: socket.socket, host: str, credentials: ChannelCredentials, deadline: float) -> socket.socket:
+    if credentials.tls is None:
+        return sock
+    context = TlsContext(credentials.tls, server_side=False).current()
+    sock.settimeout(_remaining(deadline))
+    return context.wrap_socket(sock, server_hostname=credentials.tls.server_name or host)
+
+
+def _prove(sock: socket.socket, steps: Steps, deadline: float) -> Session:
+    try:
+        output, needed = next(steps)
+        while True:
+            sock.settimeout(_remaining(deadline))
+            sock.sendall(output)
+            output, needed = steps.send(_read_exactly(sock, needed, deadline))
+    except StopIteration as done:
+        session: Session = done.value
+        return session
+
+
+def _read_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < count:
+        sock.settimeout(_remaining(deadline))
+        more = sock.recv(count - len(data))
+        if not more:
+            raise ControlError(
+                f"{_CLOSED} during the handshake", remedy="see flexd_control_refused_connections_total for its reason"
+            )
+        data += more
+    return data
+
+
+def _remaining(deadline: float) -> float:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        raise TimeoutError
+    return remaining

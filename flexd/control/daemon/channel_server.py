@@ -2,134 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import logging
+import resource
+import socket
+import threading
+from collections.abc import Sequence
 
-from flexd.control.protocol.credentials import ChannelCredentials
-from flexd.control.protocol.frames import Body
+from flexd.control.daemon.channel_loop import ChannelLoop
+from flexd.control.daemon.channel_types import ChannelCounters, ChannelOptions, Event
+from flexd.control.daemon.unread_events import UnreadEvents
+from flexd.control.protocol.credentials import ChannelCredentials, TlsContext
+from flexd.control.protocol.frames import Body, SealedPayload
+from flexd.control.protocol.network import listen
 
+_BACKLOG = 4096
+_OTHER_DESCRIPTORS = 512
+"""Descriptors of the rest of the process."""
+_UNSENT_BYTES = 2**26
+"""Frames between ``send`` and the channel's thread; with more, ``send`` waits."""
 
-@dataclass(frozen=True)
-class ChannelOptions:
-    """Where the channel listens, and its bounds.
-
-    Attributes:
-        port: 0 binds a free port.
-        timeout_seconds: deadline of a started large frame, and of a peer that has output and reads nothing.
-        handshake_seconds: deadline of a handshake.
-        max_unproven: connections in the handshake; one more closes the oldest.
-        max_peers: proven connections; one more is refused.
-        peer_unread_bytes: frames of one peer that nobody has received yet; beyond it the peer is not read.
-        unread_bytes: the same of all peers together.
-        peer_queued_bytes: frames queued for one peer; beyond it the peer is closed (shared bodies count for each).
-        queued_bytes: frames queued for all peers (shared bodies count once); beyond it the slowest peers are closed.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    timeout_seconds: float = 15.0
-    handshake_seconds: float = 5.0
-    max_unproven: int = 256
-    max_peers: int = 4096
-    peer_unread_bytes: int = 4 * 2**20
-    unread_bytes: int = 64 * 2**20
-    peer_queued_bytes: int = 64 * 2**20
-    queued_bytes: int = 256 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A peer has proved itself. ``peer`` is a number that is never used again."""
-
-    peer: int
-    version: int
-    features: frozenset[str]
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """A frame of a peer."""
-
-    peer: int
-    message: bytes
-    body: Body
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """The connection of a peer has ended; nothing of it follows. ``reason`` is a bounded label for metrics."""
-
-    peer: int
-    reason: str
-
-
-Event = Opened | Received | Closed
-
-
-@dataclass(frozen=True)
-class ChannelCounters:
-    """The channel at one moment; sums are since the start.
-
-    Attributes:
-        open, unproven: connections now.
-        accepted, proven: connections so far.
-        refused: connections that ended before they had proven themselves, by reason.
-        closed: proven connections that ended, by reason.
-        unread_bytes, queued_bytes: what waits in memory now, to be received or sent.
-    """
-
-    open: int = 0
-    unproven: int = 0
-    accepted: int = 0
-    proven: int = 0
-    refused: Mapping[str, int] = field(default_factory=dict)
-    closed: Mapping[str, int] = field(default_factory=dict)
-    bytes_in: int = 0
-    bytes_out: int = 0
-    unread_bytes: int = 0
-    queued_bytes: int = 0
+logger = logging.getLogger(__name__)
 
 
 class ChannelServer:
-    """Accepts, proves and serves the connections of the ranks. All methods are thread-safe."""
+    """Accepts, proves and serves the connections of the ranks. All methods are thread-safe.
+
+    Raises:
+        ControlError: the address cannot be bound.
+        ConfigError: a certificate file cannot be read.
+    """
 
     def __init__(self, options: ChannelOptions, credentials: ChannelCredentials) -> None:
-        """Listen. Raises ControlError: the address cannot be bound."""
-        raise NotImplementedError
-
-    @property
-    def port(self) -> int:
-        raise NotImplementedError
+        self._options = options
+        tls = None if credentials.tls is None else TlsContext(credentials.tls, server_side=True)
+        descriptor, self.port = listen(options.host, options.port)
+        listener = socket.socket(fileno=descriptor)
+        listener.setblocking(False)
+        listener.listen(_BACKLOG)
+        self._listener = listener
+        self._unread = UnreadEvents(options, lambda: self._loop.post(self._loop.resume))
+        self._loop = ChannelLoop(options, credentials, listener, tls, self._unread)
+        self._thread = threading.Thread(target=self._loop.run, name="flexd-control-channel", daemon=True)
+        self._unsent = threading.Condition()
+        self._unsent_bytes = 0
 
     def start(self) -> None:
         """Start the thread; connections are accepted from now on."""
-        raise NotImplementedError
+        _raise_descriptor_limit(self._options.max_unproven + self._options.max_peers + _OTHER_DESCRIPTORS)
+        self._thread.start()
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Close all connections, after what is queued has been sent if that is possible within half the time, and end
-        the thread; False if it did not end in time."""
-        raise NotImplementedError
+        """Close all connections, after their queued frames if they are read within half the time, and end the thread.
+
+        Returns:
+            False if it did not end in time.
+        """
+        if self._thread.ident is None:
+            self._listener.close()
+            return True
+        self._loop.post(lambda: self._loop.stop(timeout_seconds / 2))
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
 
     def receive(self, limit: int, timeout_seconds: float) -> list[Event]:
         """Return at most ``limit`` events; waits until there is one, for the timeout, or for ``wake``.
 
-        Peers take turns: one that floods does not delay the others by more than a frame each.
+        Peers take turns: a peer that floods delays each of the others by one frame.
         """
-        raise NotImplementedError
+        return self._unread.receive(limit, timeout_seconds)
 
     def wake(self) -> None:
         """Let the running call of ``receive``, or else the next one, return at once."""
-        raise NotImplementedError
+        self._unread.wake()
 
     def send(self, peers: Sequence[int], message: bytes, body: Body = b"") -> None:
-        """Queue a frame for ``peers`` without waiting; body and message are shared, not copied. Unknown peers are
-        skipped. Raises ControlError: too long for a frame."""
-        raise NotImplementedError
+        """Queue a frame for ``peers``; message and body are shared, not copied. Closed and unknown peers are skipped.
+
+        Raises:
+            ControlError: too long for a frame.
+        """
+        payload = SealedPayload(message, body)
+        numbers = tuple(peers)
+        with self._unsent:
+            # The channel's thread never waits for a peer, so this ends soon; without it nothing bounds a fast sender.
+            self._unsent.wait_for(lambda: self._unsent_bytes <= _UNSENT_BYTES, self._options.timeout_seconds)
+            self._unsent_bytes += payload.nbytes
+        self._loop.post(lambda: self._send(numbers, payload))
 
     def close(self, peer: int, reason: str) -> None:
-        """Close the connection of a peer; it receives ``reason`` after what is queued for it."""
-        raise NotImplementedError
+        """Close the connection of a peer; it receives ``reason`` after the frames that are queued for it."""
+        self._loop.post(lambda: self._loop.close_peer(peer, reason))
 
     def counters(self) -> ChannelCounters:
-        raise NotImplementedError
+        return self._loop.counters()
+
+    def _send(self, peers: Sequence[int], payload: SealedPayload) -> None:
+        try:
+            self._loop.send(peers, payload)
+        finally:
+            with self._unsent:
+                self._unsent_bytes -= payload.nbytes
+                self._unsent.notify()
+
+
+def _raise_descriptor_limit(needed: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
+        soft = enough
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        logger.warning(
+            "the control channel may need %d descriptors, the process may have %d: raise the limit of open files",
+            needed, soft,
+        )  # fmt: skip

@@ -32,14 +32,19 @@ _SEQUENCE = struct.Struct(">Q")
 Body = bytes | memoryview
 
 
+SMALL_FRAME_BYTES = 2**13
+"""A longer frame gets a buffer of its own once its head is there (see ``FrameReader.wanted``)."""
+
+
 class FrameKind(IntEnum):
     """Purpose of a frame. An authentic frame of another kind is ignored: a later version may have sent it.
 
     Attributes:
         DATA: a message of the layer above.
-        PROVE: the client proves another key of the shared secret, of which both ends derive new session keys.
-        PROVED: the daemon accepts the key of ``PROVE``.
-        NOT_PROVED: the daemon does not have the key of ``PROVE``; the session keys stay.
+        PROVE: the client proves another key of the shared secret, from which both ends derive new session keys.
+        PROVED: the daemon accepts that key; it is the daemon's last frame with the old session key.
+        NOT_PROVED: the daemon does not have that key; the session keys stay.
+        SWITCHED: the client's last frame with the old session key.
         CLOSE: the daemon closes the connection; the message is the reason.
     """
 
@@ -47,7 +52,8 @@ class FrameKind(IntEnum):
     PROVE = 1
     PROVED = 2
     NOT_PROVED = 3
-    CLOSE = 4
+    SWITCHED = 4
+    CLOSE = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,11 @@ class FrameHead:
     kind: int
     message_length: int
 
+    @property
+    def frame_bytes(self) -> int:
+        """Length of the whole frame."""
+        return HEAD.size + self.length + TAG_BYTES
+
     @staticmethod
     def parse(data: Body) -> FrameHead:
         """Parse ``HEAD.size`` bytes. Raises FrameError: a length is over its bound."""
@@ -89,28 +100,32 @@ class FrameHead:
 
 
 class SealedPayload:
-    """All of a frame but its tag, hashed once for any number of peers. Message and body are not copied.
+    """All of a frame but its tag, hashed once for any number of peers, which share it.
+
+    Attributes:
+        start: head and message.
+        body: not copied.
+        nbytes: length of the whole frame.
 
     Raises:
         ControlError: message or body is too long.
     """
 
-    __slots__ = ("body", "digest", "head", "message", "nbytes")
+    __slots__ = ("body", "digest", "nbytes", "start")
 
     def __init__(self, message: bytes, body: Body = b"", kind: FrameKind = FrameKind.DATA) -> None:
-        if len(message) > MAX_MESSAGE_BYTES or len(body) > MAX_BODY_BYTES:
+        body_bytes = memoryview(body).nbytes
+        if len(message) > MAX_MESSAGE_BYTES or body_bytes > MAX_BODY_BYTES:
             raise ControlError(
-                f"a message of {len(message)} bytes with a body of {len(body)}",
+                f"a message of {len(message)} bytes with a body of {body_bytes}",
                 remedy=f"send at most {MAX_MESSAGE_BYTES} and {MAX_BODY_BYTES} in one frame",
             )
-        self.message = message
-        self.body = body
-        self.head = HEAD.pack(len(message) + len(body), kind, len(message))
-        digest = hashlib.sha256(self.head)
-        digest.update(message)
+        self.start = HEAD.pack(len(message) + body_bytes, kind, len(message)) + message
+        self.body = body if isinstance(body, bytes) else memoryview(body).cast("B")
+        digest = hashlib.sha256(self.start)
         digest.update(body)
         self.digest = digest.digest()
-        self.nbytes = HEAD.size + len(message) + len(body) + TAG_BYTES
+        self.nbytes = HEAD.size + len(message) + body_bytes + TAG_BYTES
 
 
 class FrameKey:
@@ -126,11 +141,13 @@ class FrameKey:
         """Return the tag of the next frame to send."""
         return self._next_tag(payload.digest)
 
-    def verify(self, head: Body, payload: Body, tag: Body) -> None:
-        """Verify the next received frame. Raises AuthenticationError: it is not the one that the peer sent next."""
-        digest = hashlib.sha256(head)
-        digest.update(payload)
-        if not hmac.compare_digest(self._next_tag(digest.digest()), bytes(tag)):
+    def verify(self, content: Body, tag: Body) -> None:
+        """Verify the next received frame, of which ``content`` is all before the tag.
+
+        Raises:
+            AuthenticationError: it is not the one that the peer sent next.
+        """
+        if not hmac.compare_digest(self._next_tag(hashlib.sha256(content).digest()), tag):
             raise AuthenticationError(
                 "a frame of the control channel is not the one that was sent",
                 remedy="look for a fault or an intruder on the control network",
@@ -144,3 +161,72 @@ class FrameKey:
         text = _SEQUENCE.pack(self._sequence) + digest
         self._sequence += 1
         return hmac.digest(self._key, text, "sha256")[:TAG_BYTES]
+
+
+class FrameReader:
+    """Splits the bytes of one direction of a connection into frames and verifies them.
+
+    Attributes:
+        key: of the direction.
+        wanted: bytes of a large frame that waits for ``allocate``; nothing more may be fed until then. 0 if none.
+    """
+
+    def __init__(self, key: FrameKey) -> None:
+        self.key = key
+        self.wanted = 0
+        self._small = bytearray()
+        self._large = memoryview(b"")
+        self._filled = 0
+
+    @property
+    def large_bytes(self) -> int:
+        """Bytes allocated for the large frame under way."""
+        return len(self._large)
+
+    @property
+    def target(self) -> memoryview:
+        """The rest of the large frame's buffer, to be filled and reported by ``advance``; empty: ``feed`` instead."""
+        return self._large[self._filled :]
+
+    def advance(self, count: int) -> None:
+        """Note that ``count`` bytes of ``target`` have been filled."""
+        self._filled += count
+
+    def feed(self, data: bytes) -> None:
+        """Add received bytes: at most ``SMALL_FRAME_BYTES`` between two calls of ``next_frame`` that return None."""
+        self._small += data
+
+    def allocate(self) -> None:
+        """Allocate the buffer of the large frame that is wanted."""
+        self._large = memoryview(bytearray(self.wanted))
+        self._filled = len(self._small)
+        self._large[: self._filled] = self._small
+        self._small.clear()
+        self.wanted = 0
+
+    def next_frame(self) -> tuple[int, Frame] | None:
+        """Return kind and content of the next whole frame.
+
+        Raises:
+            FrameError: it breaks the format.
+            AuthenticationError: it is not the one that the peer sent next.
+        """
+        if self._large:
+            if self.target:
+                return None
+            whole, self._large = self._large.toreadonly(), memoryview(b"")
+            return self._verified(FrameHead.parse(whole[: HEAD.size]), whole)
+        if self.wanted or len(self._small) < HEAD.size:
+            return None
+        head = FrameHead.parse(bytes(self._small[: HEAD.size]))
+        if len(self._small) < head.frame_bytes:
+            self.wanted = head.frame_bytes if head.frame_bytes > SMALL_FRAME_BYTES else 0
+            return None
+        frame = bytes(self._small[: head.frame_bytes])
+        del self._small[: head.frame_bytes]
+        return self._verified(head, frame)
+
+    def _verified(self, head: FrameHead, frame: Body) -> tuple[int, Frame]:
+        content, message_end = frame[:-TAG_BYTES], HEAD.size + head.message_length
+        self.key.verify(content, frame[-TAG_BYTES:])
+        return head.kind, Frame(bytes(content[HEAD.size : message_end]), content[message_end:])

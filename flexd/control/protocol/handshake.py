@@ -1,6 +1,253 @@
 """The handshake of the control channel: both ends prove the shared secret before anything else is read.
 
-Skeleton: ``ClientHandshake`` and ``ServerHandshake`` are states without sockets; client and server feed them bytes.
+::
+
+    client -> hello: versions, features, nonce
+    server -> hello: versions, features, nonce; one proof for each key of its secret (two in a rotation)
+    client -> its proof, with the first of its own keys that a proof of the server was made with
+    server -> verdict, tagged with the new session key
+
+A proof is an HMAC-SHA256 by the key over the role and both hellos. So a recorded proof is worth nothing (the nonces
+differ), nor is the proof of the other end (the role differs), and versions cannot be changed on the way. All fields
+have fixed or bounded sizes. Each end is a generator without a socket: it yields what to send and the number of bytes
+that it needs next.
 """
 
 from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import struct
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from flexd.control.protocol.versions import Agreement, Versions, bounded_features, negotiate
+from flexd.core.errors import AuthenticationError, ControlError, IncompatibleError
+
+MAGIC = b"FLEXD\r\n"
+NONCE_BYTES = PROOF_BYTES = 32
+PROOFS = 2
+"""Proofs after a server's hello: as many as a secret file may have keys; unused ones are random."""
+MAX_FIELDS_BYTES = 1024
+"""Largest variable part of a hello; a later version may append fields to it, which are ignored here."""
+VERDICT_TAG_BYTES = 16
+
+_HEAD = struct.Struct(f">{len(MAGIC)}sBH")
+_FIELDS = struct.Struct(f">HH{NONCE_BYTES}sH")
+MAX_CLIENT_BYTES = _HEAD.size + MAX_FIELDS_BYTES + PROOF_BYTES
+"""Most bytes that a server reads from a client that has not proven itself."""
+
+_SERVER_PROOF, _CLIENT_PROOF, _SESSION = b"flexd server proof\n", b"flexd client proof\n", b"flexd session\n"
+_TO_DAEMON, _TO_CLIENT, _VERDICT, _LATER_PROOF = b"to daemon\n", b"to client\n", b"verdict\n", b"flexd later proof\n"
+
+Steps = Generator[tuple[bytes, int], bytes, "Session"]
+"""A handshake: yields (bytes to send, bytes needed), is sent exactly as many as it needs, returns the session."""
+
+
+class Status(IntEnum):
+    """A server's verdict on a client."""
+
+    OK = 0
+    VERSION = 1
+    WRONG_SECRET = 2
+    TOO_MANY = 3
+
+
+class HandshakeRefusedError(ControlError):
+    """The server refuses a client.
+
+    Attributes:
+        reason: a bounded label for metrics.
+        reply: the last bytes for the client.
+    """
+
+    def __init__(self, message: str, *, reason: str, reply: bytes = b"") -> None:
+        self.reason = reason
+        self.reply = reply
+        super().__init__(message)
+
+
+@dataclass(frozen=True, repr=False)
+class Session:
+    """The result of a handshake.
+
+    Attributes:
+        key: the key of the shared secret that was proven.
+        binding: digest of both hellos, unique to this connection.
+        to_daemon, to_client: session keys of the two directions.
+    """
+
+    agreement: Agreement
+    key: bytes
+    binding: bytes
+    to_daemon: bytes = field(init=False)
+    to_client: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        root = _mac(self.key, _SESSION, self.binding)
+        object.__setattr__(self, "to_daemon", _mac(root, _TO_DAEMON))
+        object.__setattr__(self, "to_client", _mac(root, _TO_CLIENT))
+
+    def verdict(self, status: Status) -> bytes:
+        """Return the server's last bytes of a handshake."""
+        return bytes([status]) + _mac(self.to_client, _VERDICT, bytes([status]))[:VERDICT_TAG_BYTES]
+
+    def later_proof(self, key: bytes, nonce: bytes) -> bytes:
+        """Return the client's proof of another key on this connection."""
+        return nonce + _mac(key, _LATER_PROOF, self.binding, nonce)
+
+    def with_key(self, proof: bytes, keys: tuple[bytes, ...]) -> Session | None:
+        """Return the session by the key of ``keys`` that made ``later_proof``; None if none did."""
+        nonce = proof[:NONCE_BYTES]
+        made_by = [key for key in keys if hmac.compare_digest(self.later_proof(key, nonce), proof)]
+        return Session(self.agreement, made_by[0], _digest(self.binding, nonce)) if made_by else None
+
+
+def client_steps(offer: Versions, keys: tuple[bytes, ...]) -> Steps:
+    """Prove to a server, and let it prove itself.
+
+    Args:
+        keys: accepted keys of the client's secret, the preferred one first.
+
+    Raises:
+        AuthenticationError: the server has none of the keys.
+        IncompatibleError: no common version.
+        ControlError: refused for another reason, or not a flexd daemon of a known format.
+    """
+    hello = encode_hello(offer, os.urandom(NONCE_BYTES))
+    head = yield hello, _HEAD.size
+    try:
+        status, length = _parse_head(head)
+        fields = yield b"", length
+        server_offer, _ = parse_fields(fields, minimal=status != Status.OK)
+    except HandshakeRefusedError as error:
+        raise ControlError(
+            f"no flexd daemon answers there: {error.message}", remedy="give the address of the daemon's control channel"
+        ) from error
+    if status == Status.VERSION:
+        negotiate(offer, server_offer)
+        raise IncompatibleError(f"the daemon refuses {offer} of the control protocol", remedy="upgrade the older side")
+    if status != Status.OK:
+        raise _refusal(status)
+    agreement = negotiate(offer, server_offer)
+    proofs = yield b"", PROOFS * PROOF_BYTES
+    binding = _digest(hello, head + fields)
+    key = _proven_key(keys, binding, proofs)
+    if key is None:
+        # Not a proof: the daemon counts a wrong secret, and learns nothing of this end's key.
+        yield bytes(PROOF_BYTES), 0
+        raise AuthenticationError(
+            "the daemon does not have this trainer's secret", remedy="give daemon and trainers the same secret file"
+        )
+    session = Session(agreement, key, binding)
+    verdict = yield _mac(key, _CLIENT_PROOF, binding), 1 + VERDICT_TAG_BYTES
+    if verdict[0] == Status.WRONG_SECRET:
+        raise _refusal(Status.WRONG_SECRET)
+    if verdict[0] not in Status.__members__.values() or not hmac.compare_digest(
+        verdict, session.verdict(Status(verdict[0]))
+    ):
+        raise AuthenticationError(
+            "the daemon's verdict is not authentic", remedy="look for a fault or an intruder on the control network"
+        )
+    if verdict[0] != Status.OK:
+        raise _refusal(Status(verdict[0]))
+    return session
+
+
+def server_steps(offer: Versions, keys: tuple[bytes, ...]) -> Steps:
+    """Let a client prove itself, and prove to it. The caller sends ``Session.verdict`` once there is room for it.
+
+    Raises:
+        HandshakeRefusedError: the client is refused.
+    """
+    head = yield b"", len(MAGIC)
+    if head != MAGIC:
+        raise HandshakeRefusedError("not a flexd trainer", reason="garbage")
+    head += yield b"", _HEAD.size - len(MAGIC)
+    _, length = _parse_head(head)
+    fields = yield b"", length
+    client_offer, _ = parse_fields(fields)
+    try:
+        agreement = negotiate(client_offer, offer)
+    except IncompatibleError as error:
+        raise HandshakeRefusedError(
+            error.message, reason="version", reply=encode_hello(offer, bytes(NONCE_BYTES), Status.VERSION)
+        ) from error
+    hello = encode_hello(offer, os.urandom(NONCE_BYTES))
+    binding = _digest(head + fields, hello)
+    proofs = [_mac(key, _SERVER_PROOF, binding) for key in keys]
+    proofs += [os.urandom(PROOF_BYTES) for _ in range(PROOFS - len(proofs))]
+    proof = yield hello + b"".join(proofs), PROOF_BYTES
+    made_by = [key for key in keys if hmac.compare_digest(_mac(key, _CLIENT_PROOF, binding), proof)]
+    if not made_by:
+        raise HandshakeRefusedError(
+            "the trainer has another secret",
+            reason="wrong_secret",
+            reply=bytes([Status.WRONG_SECRET]) + bytes(VERDICT_TAG_BYTES),
+        )
+    return Session(agreement, made_by[0], binding)
+
+
+def encode_hello(offer: Versions, nonce: bytes, status: Status = Status.OK) -> bytes:
+    """Return a hello of either end; features that do not fit are left out."""
+    features = ",".join(sorted(bounded_features(offer.features))).encode("ascii")
+    if len(features) > MAX_FIELDS_BYTES - _FIELDS.size:
+        features = features[: MAX_FIELDS_BYTES - _FIELDS.size].rpartition(b",")[0]
+    fields = _FIELDS.pack(offer.lowest, offer.highest, nonce, len(features)) + features
+    return _HEAD.pack(MAGIC, status, len(fields)) + fields
+
+
+def parse_fields(fields: bytes, minimal: bool = False) -> tuple[Versions, bytes]:
+    """Return the offer and the nonce of a hello's variable part; bytes after the known fields are ignored.
+
+    Args:
+        minimal: only the versions are needed.
+
+    Raises:
+        HandshakeRefusedError: malformed.
+    """
+    try:
+        lowest, highest, nonce, length = _FIELDS.unpack_from(fields)
+        text = fields[_FIELDS.size : _FIELDS.size + length].decode("ascii")
+    except (struct.error, UnicodeDecodeError) as error:
+        raise HandshakeRefusedError("a hello that cannot be read", reason="malformed") from error
+    if not 0 < lowest <= highest or len(text) != length:
+        raise HandshakeRefusedError("a hello that contradicts itself", reason="malformed")
+    features = bounded_features(name for name in text.split(",") if name)
+    return Versions(lowest, highest, frozenset() if minimal else features), nonce
+
+
+def _parse_head(head: bytes) -> tuple[Status, int]:
+    magic, status, length = _HEAD.unpack(head)
+    if magic != MAGIC:
+        raise HandshakeRefusedError("other bytes than a hello", reason="garbage")
+    if length > MAX_FIELDS_BYTES:
+        raise HandshakeRefusedError(f"a hello of {length} bytes", reason="oversized")
+    if status not in Status.__members__.values():
+        raise HandshakeRefusedError(f"a hello with status {status}", reason="malformed")
+    return Status(status), length
+
+
+def _proven_key(keys: tuple[bytes, ...], binding: bytes, proofs: bytes) -> bytes | None:
+    given = [proofs[at : at + PROOF_BYTES] for at in range(0, len(proofs), PROOF_BYTES)]
+    for key in keys:
+        expected = _mac(key, _SERVER_PROOF, binding)
+        if any(hmac.compare_digest(proof, expected) for proof in given):
+            return key
+    return None
+
+
+def _refusal(status: Status) -> ControlError:
+    if status == Status.TOO_MANY:
+        return ControlError("the daemon has too many connections", remedy="see flexd_control_connections")
+    return AuthenticationError("the daemon refuses this trainer's secret", remedy="give both the same secret file")
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, b"".join(parts), "sha256")
+
+
+def _digest(first: bytes, second: bytes) -> bytes:
+    return hashlib.sha256(hashlib.sha256(first).digest() + second).digest()

@@ -1,0 +1,379 @@
+"""The thread of the channel's server: it accepts, proves, reads, writes and closes, and never waits for one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from flexd.control.daemon.channel_peer import ChannelPeer, PeerClosedError
+from flexd.control.daemon.channel_types import ChannelCounters, ChannelOptions, Closed, Opened
+from flexd.control.daemon.queued_output import OutputTotal
+from flexd.control.daemon.unproven_connection import UnprovenConnection
+from flexd.control.daemon.unread_events import UnreadEvents
+from flexd.control.protocol import versions
+from flexd.control.protocol.credentials import ChannelCredentials, TlsContext
+from flexd.control.protocol.frames import FrameError, FrameKind, SealedPayload
+from flexd.control.protocol.handshake import HandshakeRefusedError, Session, Status, server_steps
+from flexd.core.errors import AuthenticationError
+from flexd.core.secrets import accepted_keys
+
+_HANDSHAKES, _TLS_HANDSHAKES = 64, 8
+"""Steps of handshakes between two looks at the proven connections: they wait for at most as many."""
+_TICK_SECONDS = 0.1
+_CHECK_SECONDS = 1.0
+"""Time between two checks of the peers' deadlines and keys."""
+_CLOSE_SECONDS = 2.0
+"""A peer that is closed with a reason gets as long to read it."""
+
+Connection = UnprovenConnection | ChannelPeer
+
+logger = logging.getLogger(__name__)
+
+
+class ChannelLoop:
+    """Owns all connections. All but ``post``, ``send``, ``wake`` and ``counters`` belong to the thread of ``run``."""
+
+    def __init__(
+        self,
+        options: ChannelOptions,
+        credentials: ChannelCredentials,
+        listener: socket.socket,
+        tls: TlsContext | None,
+        unread: UnreadEvents,
+    ) -> None:
+        self._options = options
+        self._secret = credentials.secret
+        self._listener = listener
+        self._tls = tls
+        self._unread = unread
+        self._selector = selectors.DefaultSelector()
+        self._interest: dict[Connection, int] = {}
+        self._unproven: dict[UnprovenConnection, None] = {}
+        self._peers: dict[int, ChannelPeer] = {}
+        self._large_waiters: dict[ChannelPeer, None] = {}
+        self._paused: dict[ChannelPeer, None] = {}
+        self._closing: dict[ChannelPeer, float] = {}
+        self._total = OutputTotal()
+        self._next_number = 1
+        self._accepts = True
+        self._checked_at = 0.0
+        self._stop_at: float | None = None
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._counted = threading.Lock()
+        self._refused: Counter[str] = Counter()
+        self._closed: Counter[str] = Counter()
+        self._sums: Counter[str] = Counter()
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Run ``command`` in the loop's thread. From any thread."""
+        self._commands.append(command)
+        self.wake()
+
+    def wake(self) -> None:
+        """From any thread."""
+        # An error means: full of wakes that have not been seen yet, or stopped.
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"\0")
+
+    def counters(self) -> ChannelCounters:
+        """From any thread."""
+        with self._counted:
+            return ChannelCounters(
+                peers=len(self._peers), unproven=len(self._unproven), accepted=self._sums["accepted"],
+                proven=self._sums["proven"], refused=dict(self._refused), closed=dict(self._closed),
+                bytes_in=self._sums["bytes_in"], bytes_out=self._sums["bytes_out"], unread_bytes=self._unread.nbytes,
+                queued_bytes=self._total.nbytes,
+            )  # fmt: skip
+
+    def run(self) -> None:
+        """Serve until ``stop``."""
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        try:
+            while self._stop_at is None or (self._closing and time.monotonic() < self._stop_at):
+                try:
+                    self._turn()
+                except Exception:
+                    # One fault may not end the channel of all ranks.
+                    self._sum("errors")
+                    logger.exception("control channel: unexpected error")
+                    time.sleep(_TICK_SECONDS)
+        finally:
+            for conn in list(self._unproven):
+                self._refuse(conn, HandshakeRefusedError("stopping", reason="stopping"))
+            for peer in list(self._peers.values()):
+                self._close(peer, peer.close_reason or "stopping")
+            for sock in (self._listener, self._wake_reader, self._wake_writer):
+                sock.close()
+            self._selector.close()
+
+    def stop(self, seconds: float) -> None:
+        """Close all peers, after what is queued for them if they read it within ``seconds``, and end ``run``."""
+        self._stop_at = time.monotonic() + seconds
+        for peer in list(self._peers.values()):
+            self.close_peer(peer.number, "stopping")
+
+    def send(self, numbers: Sequence[int], payload: SealedPayload) -> None:
+        """Queue a frame for those of ``numbers`` that are connected, and send what their sockets accept now."""
+        for number in numbers:
+            peer = self._peers.get(number)
+            if peer is None or peer.close_reason:
+                continue
+            peer.output.add(payload)
+            self._flush(peer)
+            if peer.output.nbytes > self._options.peer_queued_bytes:
+                self._close(peer, "slow_reader")
+        while self._total.nbytes > self._options.queued_bytes:
+            waiting = [peer for peer in self._peers.values() if peer.output]
+            if not waiting:
+                break
+            self._close(min(waiting, key=lambda peer: peer.output.progress_at), "slow_reader")
+
+    def close_peer(self, number: int, reason: str) -> None:
+        """Close a peer once it has what is queued, and the reason."""
+        peer = self._peers.get(number)
+        if peer is None or peer.close_reason:
+            return
+        peer.output.add(SealedPayload(reason.encode()[:200], kind=FrameKind.CLOSE))
+        peer.close_reason = reason
+        self._closing[peer] = time.monotonic() + _CLOSE_SECONDS
+        self._flush(peer)
+
+    def resume(self) -> None:
+        """Read the paused peers again: there is room for what they send. A waiting large frame goes first."""
+        waiting = [*self._large_waiters, *(peer for peer in self._paused if peer not in self._large_waiters)]
+        for peer in waiting:
+            self._read(peer)
+
+    def _turn(self) -> None:
+        busy = self._unproven or self._closing or not self._accepts
+        ready = self._selector.select(_TICK_SECONDS if busy else _CHECK_SECONDS)
+        handshakes: list[UnprovenConnection] = []
+        accepts = False
+        for key, events in ready:
+            if isinstance(key.data, ChannelPeer):
+                self._serve(key.data, events)
+            elif isinstance(key.data, UnprovenConnection):
+                handshakes.append(key.data)
+            elif key.fileobj is self._listener:
+                accepts = True
+            else:
+                self._drain_wakes()
+        while self._commands:
+            self._commands.popleft()()
+        for conn in handshakes[: _HANDSHAKES if self._tls is None else _TLS_HANDSHAKES]:
+            self._advance(conn)
+        if accepts:
+            self._accept()
+        self._check_deadlines()
+
+    def _serve(self, peer: ChannelPeer, events: int) -> None:
+        if peer.number in self._peers and events & selectors.EVENT_WRITE:
+            self._flush(peer)
+        if peer.number in self._peers and events & selectors.EVENT_READ:
+            self._read(peer)
+
+    def _accept(self) -> None:
+        for _ in range(_HANDSHAKES if self._tls is None else _TLS_HANDSHAKES):
+            if len(self._unproven) >= self._options.max_unproven:
+                oldest = next(iter(self._unproven))
+                if time.monotonic() - oldest.opened_at < self._options.handshake_grace_seconds:
+                    self._listen(False)
+                    return
+                self._refuse(oldest, HandshakeRefusedError("too many connections", reason="too_many"))
+            try:
+                sock, address = self._listener.accept()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._without_descriptors()
+                return
+            self._sum("accepted")
+            self._begin(sock, str(address[0]))
+
+    def _without_descriptors(self) -> None:
+        if self._unproven:
+            self._refuse(next(iter(self._unproven)), HandshakeRefusedError("no descriptors", reason="descriptors"))
+        self._listen(False)
+
+    def _begin(self, sock: socket.socket, address: str) -> None:
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if self._tls is not None:
+                context = self._tls.current()
+                sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        except (OSError, ValueError):
+            # It has been closed in the meantime.
+            sock.close()
+            self._count_refusal("disconnected")
+            return
+        conn = UnprovenConnection(sock, address, server_steps(versions.OWN, accepted_keys(self._secret)))
+        self._unproven[conn] = None
+        self._set_interest(conn, selectors.EVENT_READ)
+
+    def _advance(self, conn: UnprovenConnection) -> None:
+        if conn not in self._unproven:
+            return
+        try:
+            session = conn.advance()
+            if session is None:
+                self._set_interest(conn, selectors.EVENT_WRITE if conn.wants_write else selectors.EVENT_READ)
+                return
+            if max(len(self._peers), self._unread.peers) >= self._options.max_peers:
+                raise HandshakeRefusedError(
+                    "too many trainers", reason="too_many_peers", reply=session.verdict(Status.TOO_MANY)
+                )
+            conn.send(session.verdict(Status.OK))
+        except HandshakeRefusedError as error:
+            self._refuse(conn, error)
+        else:
+            self._open(conn, session)
+
+    def _open(self, conn: UnprovenConnection, session: Session) -> None:
+        del self._unproven[conn]
+        self._set_interest(conn, 0)
+        peer = ChannelPeer(conn.sock, self._next_number, session, self._secret, self._unread, self._total)
+        self._next_number += 1
+        with self._counted:
+            self._peers[peer.number] = peer
+            self._sums.update(proven=1, bytes_in=conn.bytes_in, bytes_out=conn.bytes_out)
+        self._unread.add(Opened(peer.number, session.agreement.version, session.agreement.features, conn.address))
+        self._update(peer)
+
+    def _refuse(self, conn: UnprovenConnection, error: HandshakeRefusedError) -> None:
+        del self._unproven[conn]
+        self._set_interest(conn, 0)
+        try:
+            if error.reply:
+                conn.sock.send(error.reply)
+        except OSError:
+            pass
+        conn.sock.close()
+        self._count_refusal(error.reason)
+        self._sum("bytes_in", conn.bytes_in)
+        logger.debug("control channel: %s is refused: %s", conn.address, error.message)
+
+    def _read(self, peer: ChannelPeer) -> None:
+        before = peer.bytes_in
+        contended = next(iter(self._large_waiters), peer) is not peer
+        try:
+            peer.read(contended)
+        except PeerClosedError as error:
+            self._close(peer, peer.close_reason or error.reason)
+        except FrameError as error:
+            self._close(peer, error.reason)
+        except AuthenticationError:
+            self._close(peer, "forged")
+        else:
+            self._flush(peer)
+        self._sum("bytes_in", peer.bytes_in - before)
+
+    def _flush(self, peer: ChannelPeer) -> None:
+        try:
+            self._sum("bytes_out", peer.output.flush(peer.sock))
+        except OSError:
+            self._close(peer, peer.close_reason or "disconnected")
+            return
+        if peer.close_reason and not peer.output:
+            self._close(peer, peer.close_reason)
+            return
+        self._update(peer)
+
+    def _update(self, peer: ChannelPeer) -> None:
+        for waiting, is_waiting in ((self._paused, peer.is_paused), (self._large_waiters, peer.waits_for_large)):
+            if is_waiting:
+                waiting.setdefault(peer)
+            else:
+                waiting.pop(peer, None)
+        reads = 0 if peer.is_paused else selectors.EVENT_READ
+        self._set_interest(peer, reads | (selectors.EVENT_WRITE if peer.output else 0))
+
+    def _close(self, peer: ChannelPeer, reason: str) -> None:
+        if self._peers.get(peer.number) is not peer:
+            return
+        with self._counted:
+            del self._peers[peer.number]
+            self._closed[reason] += 1
+        for waiting in (self._paused, self._large_waiters, self._closing):
+            waiting.pop(peer, None)
+        self._set_interest(peer, 0)
+        peer.sock.close()
+        peer.release()
+        self._unread.add(Closed(peer.number, reason))
+
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        while self._unproven:
+            oldest = next(iter(self._unproven))
+            if now - oldest.opened_at < self._options.handshake_seconds:
+                break
+            self._refuse(oldest, HandshakeRefusedError("no handshake in time", reason="timeout"))
+        if not self._accepts:
+            self._listen(True)
+        for peer in [peer for peer, until in self._closing.items() if now > until]:
+            self._close(peer, peer.close_reason)
+        if now - self._checked_at >= _CHECK_SECONDS:
+            self._checked_at = now
+            self._check_peers(now)
+
+    def _check_peers(self, now: float) -> None:
+        # Room may also come from a peer that has been closed.
+        self.resume()
+        keys = accepted_keys(self._secret)
+        for peer in list(self._peers.values()):
+            if peer.output and now - peer.output.progress_at > self._options.timeout_seconds:
+                self._close(peer, "stalled")
+            elif peer.large_is_late(now, self._options.timeout_seconds):
+                self._close(peer, "slow_frame")
+            elif peer.proven_key not in keys:
+                self.close_peer(peer.number, "key_removed")
+
+    def _listen(self, accepts: bool) -> None:
+        if accepts != self._accepts:
+            self._accepts = accepts
+            if accepts:
+                self._selector.register(self._listener, selectors.EVENT_READ)
+            else:
+                self._selector.unregister(self._listener)
+
+    def _set_interest(self, conn: Connection, events: int) -> None:
+        before = self._interest.get(conn, 0)
+        if before == events:
+            return
+        if not before:
+            self._selector.register(conn.sock, events, conn)
+        elif events:
+            self._selector.modify(conn.sock, events, conn)
+        else:
+            self._selector.unregister(conn.sock)
+        if events:
+            self._interest[conn] = events
+        else:
+            del self._interest[conn]
+
+    def _drain_wakes(self) -> None:
+        try:
+            while self._wake_reader.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _count_refusal(self, reason: str) -> None:
+        with self._counted:
+            self._refused[reason] += 1
+
+    def _sum(self, name: str, by: int = 1) -> None:
+        if by:
+            with self._counted:
+                self._sums[name] += by
