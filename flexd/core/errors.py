@@ -98,7 +98,11 @@ class ReplayedMessageError(StaleMessageError):
 
 
 class ChunkRefusedError(PlacementError):
-    """A rank refused a whole chunk; the placement is unchanged."""
+    """A rank refused a whole chunk; the placement is unchanged. ``version`` is the chunk's, 0 if not known."""
+
+    def __init__(self, message: str, *, remedy: str = "", version: int = 0) -> None:
+        self.version = version
+        super().__init__(message, remedy=remedy)
 
 
 class EmbeddingError(FlexdError):

@@ -132,6 +132,12 @@ class RequestVerifier:
         self._remember(nonce, now)
         return digest
 
+    def release(self, nonce: str) -> None:
+        """Let the nonce of a request that was checked and then refused be used again: nothing of it was counted, and
+        its sender may not be the one who cut it off or changed its body."""
+        with self._lock:
+            self._nonces.pop(nonce, None)
+
     def now(self) -> float:
         """Return the leader's time in Unix seconds."""
         return self._clock()

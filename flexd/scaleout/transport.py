@@ -89,6 +89,21 @@ class DeltaApp:
         try:
             length = _length(headers, self._leader.max_unpacked_bytes)
             digest = self._verifier.check("POST", PATH, headers, length)
+        except ScaleOutError as error:
+            self._leader.followers.count_refusal(error.reason)
+            raise
+        try:
+            answer = await self._offer(receive, length, digest)
+        except BaseException:
+            self._verifier.release(headers.get(signing.NONCE, ""))
+            raise
+        if answer.outcome == "refused":
+            self._verifier.release(headers.get(signing.NONCE, ""))
+        return answer
+
+    async def _offer(self, receive: Receive, length: int, digest: str) -> PushAnswer:
+        """Read the body of a checked request and offer it to the leader."""
+        try:
             try:
                 await asyncio.wait_for(self._bodies.acquire(), QUEUE_SECONDS)
             except TimeoutError:

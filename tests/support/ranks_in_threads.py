@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flexd.control.agent.agent import Agent
-from flexd.control.agent.inbox import ChunkInbox
+from flexd.control.agent.inbox import ChunkInbox, Prepare
 from flexd.control.protocol.report import RankIdentity, StepReport
 from flexd.core.errors import ControlError
 from flexd.core.keyspace import KeySpace, TableSpec
@@ -49,6 +49,7 @@ class Ranks:
     Args:
         port: port of the daemon, or addresses.
         placements: applied placement of each rank at the start.
+        prepare_of_rank: makes the prepared chunks of a rank; the other ranks need none.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Ranks:
         timeout_seconds: float = 4.0,
         can_list: bool = True,
         identities: Callable[[RankIdentity], RankIdentity] = lambda it: it,
+        prepare_of_rank: dict[int, Prepare] | None = None,
     ) -> None:
         self.layout = layout or RankLayout(2, 2)
         self.steps = 0
@@ -73,7 +75,7 @@ class Ranks:
         for rank in range(self.layout.world_size):
             own_slots = (slots_of_rank or {}).get(rank, slots)
             who = identities(identity(rank, self.layout, attempt, own_slots))
-            inbox = ChunkInbox(TABLES, self.layout, rank, who.replica_slots)
+            inbox = ChunkInbox(TABLES, self.layout, rank, who.replica_slots, prepare=(prepare_of_rank or {}).get(rank))
             state = _Rank(inbox, None, placements[rank] if placements else Placement.empty())  # type: ignore[arg-type]
             state.agent = Agent(
                 inbox, who, port if isinstance(port, str) else f"127.0.0.1:{port}", secret, timeout_seconds,

@@ -21,6 +21,7 @@ agreed version and nothing beyond it, so the daemon may number new chunks from t
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -31,6 +32,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from flexd.control.protocol.network import named_error
 from flexd.core.errors import ChunkRefusedError, ControlError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier
@@ -39,6 +41,7 @@ from flexd.core.placement import Delta
 Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
 
+logger = logging.getLogger(__name__)
 
 PREPARED_CHUNKS = 2
 """Chunks that are always prepared ahead: the ranks agree on one while the next is prepared."""
@@ -55,6 +58,16 @@ class Prepared(Protocol):
 
 Prepare = Callable[[Delta, Prepared | None], Prepared]
 """(chunk, prepared chunk before it; None: from the applied placement) -> prepared chunk."""
+
+
+def cannot_prepare(rank: int, version: int, error: Exception) -> ChunkRefusedError:
+    """Return the refusal of a chunk because of any error, by type and message; logs the error's stack."""
+    logger.warning("rank %d: chunk %d cannot be prepared", rank, version, exc_info=error)
+    return ChunkRefusedError(
+        f"rank {rank}: chunk {version} cannot be prepared: {named_error(error)}",
+        remedy="see the rank's log; a smaller control.chunk_rows needs less memory",
+        version=version,
+    )
 
 
 @dataclass
@@ -132,9 +145,19 @@ class ChunkInbox:
 
         Raises:
             ChunkRefusedError: out of order, rows outside the tables, repeated rows or unknown tiers, rows that are not
-                at the tiers that the chunk starts from, or the chunk needs more replica slots than this rank has.
-                The chunk is dropped whole.
+                at the tiers that the chunk starts from, the chunk needs more replica slots than this rank has, or this
+                or an earlier chunk cannot be prepared, for whatever reason. The chunk is dropped whole.
         """
+        try:
+            self._receive(version, delta)
+        except ChunkRefusedError:
+            raise
+        except Exception as error:
+            raise cannot_prepare(self._rank, version, error) from error
+        while self.prepare_next():
+            pass
+
+    def _receive(self, version: int, delta: Delta) -> None:
         # Only this thread adds chunks, so what is checked without the lock, which training waits for, stays true.
         with self._changed:
             if version <= self._received_version:
@@ -160,11 +183,13 @@ class ChunkInbox:
             self._received_version = version
             if self._prepare is None:
                 self._prepared_version = version
-        while self.prepare_next():
-            pass
 
     def prepare_next(self) -> bool:
-        """Prepare the next chunk if one waits and there is room; True if there was."""
+        """Prepare the next chunk if one waits and there is room; True if there was.
+
+        Raises:
+            ChunkRefusedError: it cannot be prepared, for whatever reason. It is dropped, with those after it.
+        """
         if self._prepare is None:
             return False
         with self._changed:
@@ -176,7 +201,11 @@ class ChunkInbox:
             return False
         chunk = waiting[len(ready)]
         # A chunk that is applied meanwhile leaves what was prepared for it, so either is a valid base.
-        prepared = self._prepare(chunk.delta, ready[-1] if ready else None)
+        try:
+            prepared = self._prepare(chunk.delta, ready[-1] if ready else None)
+        except Exception as error:
+            self._drop_from(chunk.version)
+            raise cannot_prepare(self._rank, chunk.version, error) from error
         with self._changed:
             chunk.prepared = prepared
             self._prepared_version = chunk.version
@@ -204,10 +233,19 @@ class ChunkInbox:
                         f"rank {self._rank}: the running step has not finished its exchange in {timeout_seconds:g} s",
                         remedy="the channel is joined again once training moves on",
                     )
-            while self._chunks and self._chunks[-1].version > self._agreed_version:
-                self._slots_used = self._slots_used - self._chunks.pop().slot_change
-            self._received_version = self._prepared_version = self._agreed_version
+            self._drop_after(self._agreed_version)
+            self._prepared_version = self._agreed_version
             return self._agreed_version, self._agreed_digest
+
+    def _drop_from(self, version: int) -> None:
+        """Drop an unprepared chunk and those after it. No peer counts on them: only prepared ones are announced."""
+        with self._changed:
+            self._drop_after(version - 1)
+
+    def _drop_after(self, version: int) -> None:
+        while self._chunks and self._chunks[-1].version > version:
+            self._slots_used = self._slots_used - self._chunks.pop().slot_change
+        self._received_version = version
 
     def begin_exchange(self) -> int:
         """Return the version to send to the peers. Every call is followed by ``end_exchange``."""

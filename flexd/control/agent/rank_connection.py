@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexd.control.agent.inbox import ChunkInbox
+from flexd.control.agent.inbox import ChunkInbox, cannot_prepare
 from flexd.control.agent.rendezvous import Rendezvous
 from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.control.agent.tap_sender import TapSender
@@ -109,6 +109,7 @@ class RankConnection:
         self._signer = context.signer
         self._nonce = new_token()
         self._last_epoch = 0
+        self._refused_epoch = 0
         self._last_sent_at = 0.0
         self._last_report_at = 0.0
         self._last_command_at = 0.0
@@ -222,7 +223,6 @@ class RankConnection:
         context.count("epochs")
         context.state = f"joined epoch {epoch.epoch}"
         context.last_logged = ""
-        self._backoff.reset()
         done = 0
         tap_sender = self._tap_sender()
         while (hint := self._hint()).epoch == epoch.epoch:
@@ -232,7 +232,7 @@ class RankConnection:
                 self._last_command_at = time.monotonic()
             self._send_progress()
             busy = time.monotonic() - self._last_command_at < BUSY_SECONDS
-            busy |= self._inbox.prepare_next()
+            busy |= self._prepare_next()
             if tap_sender is not None:
                 busy |= tap_sender.advance()
             if context.stopping.wait(min(context.poll_seconds, BUSY_POLL_SECONDS) if busy else context.poll_seconds):
@@ -267,6 +267,17 @@ class RankConnection:
             self._list(group, message)
 
     def _chunk(self, group: EpochGroup, header: ChunkHeader) -> None:
+        """Put a chunk into the inbox, or refuse it by name, whatever is wrong with it or with this rank."""
+        try:
+            self._receive_chunk(group, header)
+        except ChunkRefusedError as error:
+            self._refuse(error, header.version)
+        except CHANNEL_ERRORS:
+            raise
+        except Exception as error:
+            self._refuse(cannot_prepare(self._me.rank, header.version, error), header.version)
+
+    def _receive_chunk(self, group: EpochGroup, header: ChunkHeader) -> None:
         keys, tiers = group.receive(header.rows, 2 * header.rows)
         if rows_sha256(keys, tiers) != header.sha256:
             self._context.count("tampered")
@@ -274,18 +285,29 @@ class RankConnection:
                 f"chunk {header.version}: the rows received are not the rows announced",
                 remedy="look for a fault or an intruder on the control network",
             )
+        if self._refused_epoch == header.epoch:
+            return  # The daemon ends this epoch; chunks after a refused one cannot follow.
+        self._inbox.offer(header.version, Delta(keys, tiers[: header.rows], tiers[header.rows :]))
+        self._context.count("chunks")
+
+    def _prepare_next(self) -> bool:
         try:
-            self._inbox.offer(header.version, Delta(keys, tiers[: header.rows], tiers[header.rows :]))
-            self._context.count("chunks")
+            return self._inbox.prepare_next()
         except ChunkRefusedError as error:
-            self._context.count("chunks_refused")
-            logger.warning("rank %d: %s", self._me.rank, error)
-            self._push(
-                ChunkRefused(
-                    **self._fence(), rank=self._me.rank, sequence=self._next_sequence(), version=header.version,
-                    reason=str(error)[:1000],
-                )
-            )  # fmt: skip
+            self._refuse(error)
+            return False
+
+    def _refuse(self, error: ChunkRefusedError, version: int = 0) -> None:
+        """Refuse a chunk by name; the daemon ends the epoch and the migration."""
+        self._refused_epoch = self._epoch.epoch
+        self._context.count("chunks_refused")
+        logger.warning("rank %d: %s", self._me.rank, error)
+        self._push(
+            ChunkRefused(
+                **self._fence(), rank=self._me.rank, sequence=self._next_sequence(), version=error.version or version,
+                reason=str(error)[:1000],
+            )
+        )  # fmt: skip
 
     def _list(self, group: EpochGroup, request: ListRequest) -> None:
         """Send the rows above HOME, once every agreed chunk is applied (no chunk is pushed meanwhile)."""
@@ -331,6 +353,9 @@ class RankConnection:
             if report is not None:
                 self._context.reports.restore(report)
             raise
+        if versions[1] > self._last_sent[1] >= 0:
+            # Not when the epoch is joined: an epoch that ends at its first chunk would be joined again at full speed.
+            self._backoff.reset()
         self._last_sent = versions
         if report is not None:
             self._last_report_at = self._last_sent_at

@@ -108,7 +108,7 @@ class Epoch:
         return min(self._applied)
 
     def check(self, message: RankMessage) -> None:
-        """Check the fence, rank and sequence of a message.
+        """Check the fence, rank and sequence of a message. It uses up its sequence number by ``accept`` only.
 
         Raises:
             StaleMessageError: the message is of another epoch.
@@ -120,6 +120,9 @@ class Epoch:
             raise ControlError(f"a {message.kind} message of rank {message.rank}")
         if message.sequence <= self._sequence[message.rank]:
             raise ReplayedMessageError(f"a {message.kind} message of rank {message.rank} was received before")
+
+    def accept(self, message: RankMessage) -> None:
+        """Record that a checked message was acted on: it and earlier ones of its rank are refused from now on."""
         self._sequence[message.rank] = message.sequence
 
     def record_settled(self, message: Settled) -> None:

@@ -100,6 +100,9 @@ class EpochManager:
         self._backoff = Backoff()
         self._counters: Counter[str] = Counter()
         self._epochs = 0
+        self._last_end = ""
+        self._last_topology: Topology | None = None
+        """Reason and ranks of the epoch that ended last."""
         self._next_epoch_at = 0.0
         segment = journal.segment
         self._generation = segment.generation if segment else 0
@@ -173,7 +176,8 @@ class EpochManager:
         self.present, self.refused = self._members.present(), self._members.refused()
         epoch = self.epoch
         if epoch is not None and (topology is None or topology.nonces != epoch.topology.nonces):
-            self.end("a rank has left or registered again", failed=False)
+            # Chunks on their way that no rank has applied: the next epoch may end the same way.
+            self.end(_difference(epoch.topology, topology, self.present), failed=self.pusher.outstanding_chunks > 0)
             epoch = None
         if topology is None:
             self._not_ready(self._incomplete_reason())
@@ -202,7 +206,7 @@ class EpochManager:
             self._counters["chunks_refused"] += 1
             self._events.emit("chunk_refused", rank=message.rank, version=message.version, reason=message.reason)
             self.pusher.fail_active(f"rank {message.rank} refused chunk {message.version}: {message.reason}")
-            self.end(f"rank {message.rank} refused chunk {message.version}", failed=False)
+            self.end(f"rank {message.rank} refused chunk {message.version}")
         elif isinstance(message, Progress):
             epoch.record_progress(message)
             if message.report is not None:
@@ -226,6 +230,11 @@ class EpochManager:
             self._topology_identity = topology.identity
             self._generation += 1
             self.pusher.new_generation(f"the ranks changed: topology generation is {self._generation} now")
+        if self._last_topology is not None and self._last_topology.identity == topology.identity:
+            # A rank that lost its connection has a new nonce, whatever ended the epoch first.
+            again = _difference(self._last_topology, topology, self.present)
+            if again and again != self._last_end:
+                self._last_end = f"{self._last_end}; {again}"
         self._epochs += 1
         self.epoch = Epoch(
             self._hosting.store, topology, self._options.job, self._instance, self._generation, self._epochs,
@@ -242,10 +251,9 @@ class EpochManager:
         if epoch.listed_placement is not None:
             self.agreed.restart_from(epoch.listed_placement, self._segment(epoch.topology))
             self._events.emit("placement_listed", version=epoch.version, rows=len(epoch.listed_placement))
-        self.pusher.begin_epoch(epoch.version, epoch.digest)
+        self.pusher.begin_epoch(epoch.version, epoch.digest, self._last_end)
         fault_point("epoch.live")
         self.reason = ""
-        self._backoff.reset()
         self._publish_live(epoch.topology, ready=True)
         self._events.emit(
             "epoch_live", epoch=epoch.number, generation=self._generation, attempt=epoch.topology.attempt,
@@ -255,6 +263,8 @@ class EpochManager:
     def _push(self, epoch: Epoch) -> None:
         agreed, applied = epoch.agreed_by_all, epoch.applied_by_all
         self.pusher.acknowledge(agreed, applied)
+        if applied > self._applied:
+            self._backoff.reset()
         self._applied = applied
         try:
             self.agreed.advance(agreed)
@@ -270,13 +280,17 @@ class EpochManager:
             epoch.push(chunk)
 
     def end(self, reason: str, failed: bool = True) -> None:
-        """End the epoch on all ranks. The next one begins after a wait that grows with repeated failure."""
+        """End the epoch on all ranks. The next one begins after a wait that grows with repeated failure.
+
+        The wait is short again once all ranks have applied a chunk.
+        """
         epoch, self.epoch = self.epoch, None
         self.reason = reason
         if failed:
             self._next_epoch_at = time.monotonic() + self._backoff.seconds()
         if epoch is None:
             return
+        self._last_end, self._last_topology = reason, epoch.topology
         self._hosting.tap.end_epoch()
         self._not_ready(reason)
         self._events.emit("epoch_ended", epoch=epoch.number, reason=reason)
@@ -310,3 +324,22 @@ class EpochManager:
 
     def _refused_count(self, kind: str) -> int:
         return self._receiver.refused[kind] + (0 if self._hosted is None else self._hosted.tap.refused[kind])
+
+
+def _difference(before: Topology, after: Topology | None, present: RankPresence) -> str:
+    """Return in words what has changed since the ranks of an epoch were ``before``; empty if nothing."""
+    if after is None:
+        if present.attempt != before.attempt:
+            return f"all ranks of attempt {before.attempt!r} have left"
+        return f"{_ranks(present.missing)} left" if present.missing else ""
+    if after.attempt != before.attempt:
+        return f"attempt {after.attempt!r} has replaced attempt {before.attempt!r}"
+    again = tuple(rank for rank, nonces in enumerate(zip(before.nonces, after.nonces)) if nonces[0] != nonces[1])
+    return f"{_ranks(again)} registered again" if again else ""
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"ranks {', '.join(map(str, ranks[:8]))}{more}"

@@ -9,6 +9,7 @@ endian arrays. The first frame is a *segment* (a whole placement, of one job att
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -38,11 +39,18 @@ _OVERLAY_ROWS = 16_384
 """Rows of recent chunks that are looked up separately before they are merged into the overlay."""
 
 
+_DEAD_BYTES = 2**20
+"""Bytes of voided chunks that the file may hold beyond the size of its live content before it is rewritten."""
+
 _ROLLBACK_ROWS = 2**21
 _ROLLBACK_CHUNKS = 4_096
 """Rows and chunks kept beside the segment so that the newest migration can be rolled back: 10 bytes a row, in memory
 too."""
 _MAX_ID_CHARACTERS = 400
+_HEADER_BYTES = 200
+"""Typical bytes of a frame's header."""
+_CHUNK_ROW_BYTES, _SEGMENT_ROW_BYTES = 10, 9
+"""An int64 key with two tiers, or one."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,11 @@ class _Chunk:
     delta: Delta
     migration: JournalledMigration | None = None
 
+    @property
+    def frame_bytes(self) -> int:
+        """Its size in the file, to within the length of its names."""
+        return _HEADER_BYTES + _CHUNK_ROW_BYTES * len(self.delta)
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -83,6 +96,9 @@ class Segment:
 
 class PlacementJournal:
     """Thread-safe. One process at a time may use a directory.
+
+    The file is at most twice its live content (the segment and the chunks that are not voided) plus 1 MiB and the
+    newest chunk.
 
     Args:
         directory: created if missing; holds ``placement.journal`` (mode 0600).
@@ -171,6 +187,7 @@ class PlacementJournal:
                     remedy="make the delta against the live placement",
                 )
             chunk = _Chunk(version, delta, migration)
+            self._drop_dead_bytes(kept)
             fault_point("journal.append")
             self._write_frame(_chunk_payload(chunk))
             fault_point("journal.appended")
@@ -203,6 +220,18 @@ class PlacementJournal:
             if self._segment is not None and rows > max(_COMPACT_ROWS, len(self._base) // 2):
                 later = [chunk for chunk in self._chunks if chunk.version > version]
                 self._rewrite(self._segment, self.placement_at(min(version, self.last_version)), later)
+
+    def _drop_dead_bytes(self, kept: list[_Chunk]) -> None:
+        """Rewrite the file with ``kept`` once its voided chunks are larger: chunks that are pushed and never agreed on
+        are numbered and written again and again.
+        """
+        if self._segment is None:
+            return
+        live = len(_MAGIC) + _segment_bytes(self._base) + sum(chunk.frame_bytes for chunk in kept)
+        if self._size - live > live + _DEAD_BYTES:
+            # If it fails, the old file holds the same; whether the chunk can be appended is found out next.
+            with contextlib.suppress(SnapshotError):
+                self._rewrite(self._segment, self._base, kept)
 
     def _tiers_of(self, keys: Int64Array, chunks: list[_Chunk]) -> UInt8Array:
         """Return uint8[n]: the tiers after ``chunks``, which are a prefix of the recorded ones.
@@ -318,6 +347,10 @@ class PlacementJournal:
         return SnapshotError(
             f"{self._path}: {what}: {error.strerror}", remedy="check the state directory's space and permissions"
         )
+
+
+def _segment_bytes(base: Placement) -> int:
+    return _HEADER_BYTES + _SEGMENT_ROW_BYTES * len(base)
 
 
 def _chunk_payload(chunk: _Chunk) -> bytes:

@@ -69,8 +69,10 @@ class MessageReceiver:
                 if epoch is None:
                     raise StaleMessageError(f"a {message.kind} message outside of any epoch")
                 epoch.check(message)
-                self._members.mark_heard(message.attempt, message.rank, now)
+                # A message that ``act`` refuses uses up no sequence number and is no sign of life.
                 act(epoch, message)
+                epoch.accept(message)
+                self._members.mark_heard(message.attempt, message.rank, now)
             else:
                 raise ControlError(f"a {message.kind} message from a rank")
         except EpochFailedError:

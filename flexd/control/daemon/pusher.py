@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 CHUNK_ROW_BYTES = 10
 """On the control channel: an int64 key and two uint8 tiers."""
+MAX_TRIES = 5
+"""Epochs in a row in which chunks of a migration may become void before it fails, if no chunk is applied in between."""
 _KEPT_DIGESTS = 256
 _KEPT_EVENTS = 4096
 
@@ -89,6 +91,8 @@ class ChunkPusher:
         self._outstanding: deque[_Outstanding] = deque()
         self._repush: deque[Delta] = deque()
         self._digests: dict[int, int] = {}
+        self._tries = 0
+        """Epochs since the newest applied chunk whose end has made chunks of the running migration void."""
         self._applied_version = 0
         self._epoch_version = 0
         """The version agreed when the epoch began. Until it is applied, ranks may hold chunks that are not outstanding
@@ -117,8 +121,14 @@ class ChunkPusher:
             if older is not None and not older.done:
                 self._fire(older, TransitionEvent.SUPERSEDE, f"superseded by plan {migration.plan_id}")
 
-    def begin_epoch(self, version: int, digest: int) -> None:
-        """Void the chunks beyond ``version``: all ranks have agreed on exactly this one and hold no other."""
+    def begin_epoch(self, version: int, digest: int, reason: str = "") -> None:
+        """Void the chunks beyond ``version``: all ranks have agreed on exactly this one and hold no other.
+
+        A migration whose chunks have become void ``MAX_TRIES`` times without an applied chunk in between fails.
+
+        Args:
+            reason: why the epoch before ended.
+        """
         self.acknowledge(version, 0)
         void = [chunk for chunk in self._outstanding if chunk.version > version]
         self._outstanding = deque(chunk for chunk in self._outstanding if chunk.version <= version)
@@ -134,6 +144,12 @@ class ChunkPusher:
             self._repush.extendleft(reversed(repush))
             if active.state is MigrationState.APPLYING:
                 self._fire(active, TransitionEvent.VOIDED)
+            self._tries += 1
+            if self._tries >= MAX_TRIES:
+                self.fail_active(
+                    f"chunk {version + 1} was pushed {self._tries} times and not all ranks have agreed on it; the last "
+                    f"epoch ended: {reason}"
+                )
         self.version = self._epoch_version = version
         self._digests = {version: digest}
 
@@ -167,6 +183,7 @@ class ChunkPusher:
             chunk = self._outstanding.popleft()
             chunk.migration.count(chunks_applied=1, rows_applied=len(chunk.delta), copied_bytes=chunk.copied_bytes)
             self._report_if_settled(chunk.migration)
+            self._tries = 0
             fault_point("chunk.applied")
 
     def next_chunk(self, generation: int) -> NumberedChunk | None:
@@ -329,4 +346,5 @@ class ChunkPusher:
 
     def _drop_active(self) -> None:
         self._active = None
+        self._tries = 0
         self._repush.clear()

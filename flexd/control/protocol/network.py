@@ -22,6 +22,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:500]
 
 
+def named_error(error: BaseException) -> str:
+    """Return the type and the first line of an error; at most 600 characters."""
+    line = first_line(error) if str(error) else ""
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
 def parse_address(address: str) -> tuple[str, int]:
     """Parse ``host:port`` or ``[v6]:port``. Raises ControlError."""
     host, separator, port = address.rpartition(":")

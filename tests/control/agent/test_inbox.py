@@ -342,3 +342,53 @@ def test_the_state_machine_detects_a_settle_that_does_not_wait() -> None:
 
     with pytest.raises(AssertionError):
         search()
+
+
+def test_a_chunk_that_cannot_be_prepared_is_dropped_with_those_after_it() -> None:
+    faults: dict[int, Exception] = {}
+
+    def prepare(chunk: Delta, after: object) -> _Prepared:
+        if (fault := faults.get(int(chunk.keys[0]))) is not None:
+            raise fault
+        return _Prepared([], PREPARED_BYTES)
+
+    box = ChunkInbox(TABLES, LAYOUT, 1, (50, 50), prepare=prepare)
+    faults[10] = RuntimeError("CUDA out of memory\nstack of C++")
+    for key in (4, 6, 8, 10, 12):  # the first two are prepared, the others wait for room
+        box.offer(key // 2 - 1, delta([key]))
+    agree(box)
+    polled = box.poll_agreed(100, len)
+    assert [version for version, _ in polled] == [1, 2]
+    box.applied(2)
+    assert box.prepare_next()
+    with pytest.raises(
+        ChunkRefusedError, match="rank 1: chunk 4 cannot be prepared: RuntimeError: CUDA out of memory -"
+    ):
+        box.prepare_next()
+    assert not box.prepare_next(), "chunks 4 and 5 are dropped"
+    assert box.begin_exchange() == 3
+    box.end_exchange(3)
+    del faults[10]
+    with pytest.raises(ChunkRefusedError, match="chunk 5 after 3"):
+        box.offer(5, delta([12]))
+    box.offer(4, delta([10]))  # the refused chunk did not use up its version
+    agree(box)
+    assert [version for version, _ in box.poll_agreed(100, len)] == [3, 4]
+
+
+def test_an_unexpected_error_in_checking_a_chunk_refuses_it_and_keeps_its_version() -> None:
+    faults: list[Exception] = [MemoryError()]
+
+    def matches(keys: np.ndarray, tiers: np.ndarray) -> np.ndarray:
+        if faults:
+            raise faults.pop()
+        return np.ones(len(keys), np.bool_)
+
+    box = ChunkInbox(TABLES, LAYOUT, 1, (50, 50), matches)
+    with pytest.raises(ChunkRefusedError, match="rank 1: chunk 1 cannot be prepared: MemoryError"):
+        box.offer(1, delta([4]))
+    assert box.begin_exchange() == 0
+    box.end_exchange(0)
+    box.offer(1, delta([4]))
+    agree(box)
+    assert [version for version, _ in box.poll_agreed(100, len)] == [1]

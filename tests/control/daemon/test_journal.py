@@ -198,3 +198,52 @@ def test_an_unreadable_directory_is_an_error_with_a_remedy(tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(SnapshotError, match="check the state directory"):
         PlacementJournal(tmp_path / "file")
+
+
+def test_thousands_of_voided_chunks_leave_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that ranks never agree on is written again at every try."""
+    monkeypatch.setattr("flexd.control.daemon.journal.os.fsync", lambda _: None)
+    journal = PlacementJournal(tmp_path)
+    rng = np.random.default_rng(1)
+    keys = rng.choice(100_000, size=4_000, replace=False).astype(np.int64)
+    base = Placement.of(keys[:1_000], np.full(1_000, 1, np.uint8), 7)
+    journal.begin(SEGMENT, base)
+    kept = Delta(keys[1_000:2_000], np.zeros(1_000, np.uint8), np.full(1_000, 2, np.uint8))
+    journal.append(8, kept)
+    live = (tmp_path / "placement.journal").stat().st_size
+    voided = Delta(keys[2_000:], np.zeros(2_000, np.uint8), np.full(2_000, 1, np.uint8))
+    largest, tries = 0, 3_000
+    for _ in range(tries):
+        journal.append(9, voided)
+        largest = max(largest, (tmp_path / "placement.journal").stat().st_size)
+    assert tries * 10 * len(voided) > 50 * 2**20, "bytes written in all"
+    assert largest <= 2 * live + 2**20 + 2 * (10 * len(voided) + 400)
+    placements = [base, base.apply(kept), base.apply(kept).apply(voided)]
+    assert all(same(journal.placement_at(7 + number), expected) for number, expected in enumerate(placements))
+    journal.close()
+    again = PlacementJournal(tmp_path)
+    assert again.truncated_bytes == 0
+    assert all(same(again.placement_at(7 + number), expected) for number, expected in enumerate(placements))
+    again.close()
+
+
+def test_a_file_of_voided_chunks_that_cannot_be_rewritten_still_takes_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = PlacementJournal(tmp_path)
+    journal.begin(SEGMENT, Placement.empty())
+    voided = Delta(np.arange(50_000), np.zeros(50_000, np.uint8), np.full(50_000, 1, np.uint8))
+    for _ in range(3):
+        journal.append(1, voided)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flexd.control.daemon.journal.os.replace", full)
+        journal.append(1, voided)
+    assert (tmp_path / "placement.journal").stat().st_size > 4 * 500_000
+    journal.append(1, voided)
+    assert (tmp_path / "placement.journal").stat().st_size < 3 * 500_000
+    assert journal.placement_at(1).digest() == Placement.empty().apply(voided).digest()
+    journal.close()

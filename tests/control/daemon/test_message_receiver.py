@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.control.daemon.control_store import ControlStore
-from flexd.control.daemon.epoch import Epoch
+from flexd.control.daemon.epoch import Epoch, RankMessage
 from flexd.control.daemon.membership import Membership, RankPresence, Topology
 from flexd.control.daemon.message_receiver import REFUSED_KINDS, MessageReceiver
-from flexd.control.protocol.messages import Hello, Progress, Signer
+from flexd.control.protocol.messages import Hello, Listing, Progress, Signer
+from flexd.core.errors import ControlError, StaleMessageError
 from flexd.core.keyspace import KeySpace, TableSpec
 
 KEY = b"a secret for the tests"
@@ -137,3 +138,42 @@ def test_unknown_ranks_and_other_jobs_are_refused_by_kind() -> None:
         data = Signer(KEY).seal(message).encode()
         receiver.receive(data, 0.0, cast(Any, None), epoch, lambda _, message: None)
     assert receiver.refused == {"malformed": 2, "stale": 1}
+
+
+def test_a_message_that_is_refused_uses_up_no_sequence_number() -> None:
+    """A rank's listing or offer that comes too early is acted on when it is repeated, and is no sign of life."""
+    receiver, epoch, members = opened()
+    members.accept(HELLOS[0], 0.0)
+    acted: list[RankMessage] = []
+    refusals = [StaleMessageError("not requested"), ControlError("malformed")]
+
+    def act(_: Epoch, message: RankMessage) -> None:
+        if refusals:
+            raise refusals.pop(0)
+        acted.append(message)
+
+    listing = Listing(**epoch.fence, rank=0, sequence=5, version=0, rows=0, sha256="", error="")
+    data = Signer(KEY).seal(listing).encode()
+    for now in (1.0, 2.0):
+        receiver.receive(data, now, cast(Any, None), epoch, act)
+    assert receiver.refused == {"stale": 1, "malformed": 1}
+    assert members._attempts["a"][0].heard_at == 0.0
+    receiver.receive(data, 3.0, cast(Any, None), epoch, act)
+    assert acted == [listing]
+    assert members._attempts["a"][0].heard_at == 3.0
+    receiver.receive(data, 4.0, cast(Any, None), epoch, act)
+    assert receiver.refused["replayed"] == 1
+
+
+def test_a_refused_hello_uses_up_no_sequence_number() -> None:
+    receiver, _, members = opened()
+    members.accept(replace(HELLOS[0], session="its predecessor", sequence=9), 0.0)
+    refused: list[object] = []
+    store = cast(Any, type("Store", (), {"refuse": staticmethod(refused.append)}))
+    data = Signer(KEY).seal(HELLOS[0]).encode()
+    receiver.receive(data, 1.0, store, None, lambda *_: None)
+    assert receiver.refused == {"identity": 1}
+    # The process before has been silent for long enough.
+    receiver.receive(data, 10.0, store, None, lambda *_: None)
+    assert receiver.refused == {"identity": 1}
+    assert members._attempts["a"][0].hello == HELLOS[0]

@@ -1,0 +1,127 @@
+"""Chunks that a rank cannot prepare or receive: refused by name, given up after bounded tries, blamed on that rank."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexd.control.agent.inbox import Prepared
+from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.pusher import MAX_TRIES
+from flexd.control.protocol.epoch_group import EpochGroup
+from flexd.core.errors import ControlError
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Delta
+from tests.support.ranks_in_threads import Ranks, same_content, target
+from tests.support.until import until
+
+pytestmark = pytest.mark.slow
+
+PAIR = RankLayout(2, 1)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A prepared chunk of any content."""
+
+    nbytes: int = 1
+
+
+class Faulty:
+    """Prepares chunks, or raises ``error`` while there is one."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+        self.calls = 0
+
+    def __call__(self, delta: Delta, after: Prepared | None) -> Made:
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+        return Made()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB\nstack"), "RuntimeError: CUDA out of memory."),
+        (MemoryError(), "MemoryError"),
+        (KeyError("a bug " + "x" * 5000), "KeyError: 'a bug "),
+    ],
+)
+def test_a_chunk_that_a_rank_cannot_prepare_is_refused_by_name(
+    host: Callable[..., Any], error: Exception, words: str
+) -> None:
+    hosted = host()
+    prepare = Faulty(error)
+    with Ranks(hosted.port, prepare_of_rank={2: prepare}) as ranks:
+        until(hosted.ready, what=ranks.state())
+        failed = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(100))
+        assert failed.wait(20) is MigrationState.FAILED, (ranks.state(), hosted.events)
+        assert f"rank 2 refused chunk 1: rank 2: chunk 1 cannot be prepared: {words}" in failed.reason
+        assert len(failed.reason) < 1200
+        assert "\n" not in failed.reason
+        assert prepare.calls == 1
+        until(hosted.ready, what=ranks.state())
+        assert [rank.agent.counters["connects"] for rank in ranks.ranks] == [1, 1, 1, 1]
+        assert hosted.coordinator.status().refused_chunks == 1
+        prepare.error = None
+        good = hosted.coordinator.migrate("p2", lambda p: p.delta_to(target(2)).chunks(100))
+        assert good.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
+        assert ranks.all_at(target(2))
+        assert same_content(ranks.history)
+
+
+def test_chunks_that_never_arrive_fail_their_migration_after_bounded_tries(
+    host: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosted = host()
+    error = ControlError("the connection is cut")
+    receive, broken, tries = EpochGroup.receive, threading.Event(), [0]
+
+    def fail(group: EpochGroup, rows: int, tiers: int) -> tuple[np.ndarray, np.ndarray]:
+        keys, changed = receive(group, rows, tiers)
+        if broken.is_set() and threading.current_thread().name.endswith("-1"):
+            tries[0] += 1
+            raise error
+        return keys, changed
+
+    monkeypatch.setattr(EpochGroup, "receive", fail)
+    with Ranks(hosted.port, PAIR) as ranks:
+        until(hosted.ready)
+        broken.set()
+        failed = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
+        assert failed.wait(60) is MigrationState.FAILED, (ranks.state(), hosted.events)
+        assert tries[0] == MAX_TRIES
+        assert f"chunk 1 was pushed {MAX_TRIES} times and not all ranks have agreed on it" in failed.reason
+        # The others may have lost their connections with it, because they receive rows in one group.
+        assert re.search("ranks? (0, )?1 registered again", failed.reason), failed.reason
+        broken.clear()
+        good = hosted.coordinator.migrate("p2", lambda p: p.delta_to(target(1, 50)).chunks(10))
+        assert good.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
+        assert ranks.all_at(target(1, 50))
+
+
+def test_a_chunk_without_memory_to_receive_it_is_refused_by_name(
+    host: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosted = host()
+    receive = EpochGroup.receive
+
+    def fail(group: EpochGroup, rows: int, tiers: int) -> tuple[np.ndarray, np.ndarray]:
+        received = receive(group, rows, tiers)
+        if threading.current_thread().name.endswith("-1"):
+            raise MemoryError
+        return received
+
+    monkeypatch.setattr(EpochGroup, "receive", fail)
+    with Ranks(hosted.port, PAIR) as ranks:
+        failed = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
+        assert failed.wait(20) is MigrationState.FAILED, (ranks.state(), hosted.events)
+        assert "rank 1 refused chunk 1: rank 1: chunk 1 cannot be prepared: MemoryError" in failed.reason
