@@ -334,7 +334,8 @@ def _difference(before: Topology, after: Topology | None, present: RankPresence)
         return f"{_ranks(present.missing)} left" if present.missing else ""
     if after.attempt != before.attempt:
         return f"attempt {after.attempt!r} has replaced attempt {before.attempt!r}"
-    again = tuple(rank for rank, nonces in enumerate(zip(before.nonces, after.nonces)) if nonces[0] != nonces[1])
+    pairs = zip(before.nonces, after.nonces, strict=False)
+    again = tuple(rank for rank, (old, new) in enumerate(pairs) if old != new)
     return f"{_ranks(again)} registered again" if again else ""
 
 

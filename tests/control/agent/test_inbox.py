@@ -361,9 +361,7 @@ def test_a_chunk_that_cannot_be_prepared_is_dropped_with_those_after_it() -> Non
     assert [version for version, _ in polled] == [1, 2]
     box.applied(2)
     assert box.prepare_next()
-    with pytest.raises(
-        ChunkRefusedError, match="rank 1: chunk 4 cannot be prepared: RuntimeError: CUDA out of memory -"
-    ):
+    with pytest.raises(ChunkRefusedError, match="rank 1: chunk 4 cannot be prepared: RuntimeError: CUDA out of"):
         box.prepare_next()
     assert not box.prepare_next(), "chunks 4 and 5 are dropped"
     assert box.begin_exchange() == 3
