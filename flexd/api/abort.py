@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from flexd.api.base import CommandRequest, Model
+from flexd.api.base import CommandRequest, Model, RequestBody
 from flexd.api.migration import MigrationReport
 
 if TYPE_CHECKING:
@@ -20,6 +20,13 @@ class AbortRequest(CommandRequest):
     """Restore the placement that the migration started from."""
     wait_seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 10.0
     """Time to wait for the end of the migration and of the rollback; 0 returns as soon as the abort is accepted."""
+
+
+class AbortPreviewRequest(RequestBody):
+    """Body of ``POST /v1/abort/preview``."""
+
+    rollback: bool = False
+    """Count the rows that a rollback would move."""
 
 
 AbortOutcome = Literal["stopped", "rolled_back", "ended", "accepted", "timed_out", "rollback_failed"]

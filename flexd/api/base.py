@@ -9,6 +9,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 MAX_REASON_CHARACTERS = 500
 MAX_WHO_CHARACTERS = 200
+REQUEST_HEADER = "x-requested-with"
+"""Required, with any value, of every request but GET, HEAD and OPTIONS: no page can make a browser send it to another
+site without a permission, which the daemon never gives."""
 
 TierName = Literal["HOME", "NODE", "DEVICE"]
 TIERS: tuple[TierName, ...] = ("HOME", "NODE", "DEVICE")
@@ -46,10 +49,14 @@ class Model(BaseModel):
         return cls(**{name: getattr(source, name) for name in cls.model_fields if name not in fields}, **fields)
 
 
-class CommandRequest(BaseModel):
-    """The body of a command. Unknown fields are refused."""
+class RequestBody(BaseModel):
+    """The body of a request. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class CommandRequest(RequestBody):
+    """The body of a command."""
 
     reason: Reason = ""
     """Recorded."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from flexd.api.base import TIERS, FiniteOrNone, Model, RowsByTier, TierName
+from flexd.api.base import TIERS, FiniteOrNone, Model, RequestBody, RowsByTier, TierName
 from flexd.api.planning import GateReport, gate_report
 
 if TYPE_CHECKING:
@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 
 MAX_EXPLAINED_ROWS = 1000
 ReasonName = Literal["saves", "pinned", "excluded", "no_gain", "slot_price", "migration", "latency"]
+
+
+class ExplainRequest(RequestBody):
+    """Body of ``POST /v1/explain``."""
+
+    table: Annotated[str, Field(max_length=256)]
+    row: Annotated[int | None, Field(ge=0)] = None
+    """One row; if null, the hottest rows."""
+    hottest: Annotated[int, Field(ge=0, le=MAX_EXPLAINED_ROWS)] = 10
+    """Number of the hottest rows, if no row is given."""
 
 
 class RowReport(Model):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from flexd.api.base import TIERS, FiniteOrNone, Model, RowsByTier, TierName
+from flexd.api.base import TIERS, FiniteOrNone, Model, RequestBody, RowsByTier, TierName
 from flexd.api.sketch import SketchKind
 
 if TYPE_CHECKING:
@@ -72,6 +72,14 @@ class TablePage(Model):
     """Position of the first entry in the requested order."""
     tables: tuple[TableReport, ...] = ()
     """The entries of the page."""
+
+
+class RowsRequest(RequestBody):
+    """Body of ``POST /v1/rows``."""
+
+    table: Annotated[str, Field(max_length=256)]
+    offset: Annotated[int, Field(ge=0, le=2**40)] = 0
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE_ENTRIES)] = 100
 
 
 class HotRow(Model):

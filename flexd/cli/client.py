@@ -13,7 +13,7 @@ from urllib.parse import quote, urlencode
 from pydantic import BaseModel, ValidationError
 
 from flexd.api.abort import AbortPreview, AbortResult
-from flexd.api.base import MAX_REASON_CHARACTERS
+from flexd.api.base import MAX_REASON_CHARACTERS, REQUEST_HEADER
 from flexd.api.config import ConfigReport, ReloadReport
 from flexd.api.errors import ErrorBody
 from flexd.api.explanation import Explanation
@@ -108,11 +108,11 @@ class DaemonClient:
         return self._call("GET", "/v1/status", Status, ANSWER_SECONDS)
 
     def plan(self) -> PlanReport:
-        return self._call("GET", "/v1/plan", PlanReport, PLAN_SECONDS)
+        return self._call("POST", "/v1/plan", PlanReport, PLAN_SECONDS)
 
     def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
-        query = {"table": table, "hottest": str(hottest)} | ({} if row is None else {"row": str(row)})
-        return self._call("GET", f"/v1/explain?{urlencode(query)}", Explanation, PLAN_SECONDS)
+        body = {"table": table, "row": row, "hottest": hottest}
+        return self._call("POST", "/v1/explain", Explanation, PLAN_SECONDS, body)
 
     def config(self) -> ConfigReport:
         return self._call("GET", "/v1/config", ConfigReport, ANSWER_SECONDS)
@@ -122,8 +122,8 @@ class DaemonClient:
         return self._call("GET", f"/v1/tables?{query}", TablePage, ANSWER_SECONDS)
 
     def rows(self, table: str, offset: int, limit: int) -> HotRowPage:
-        query = urlencode({"table": table, "offset": offset, "limit": limit})
-        return self._call("GET", f"/v1/rows?{query}", HotRowPage, PLAN_SECONDS)
+        body = {"table": table, "offset": offset, "limit": limit}
+        return self._call("POST", "/v1/rows", HotRowPage, PLAN_SECONDS, body)
 
     def ranks(self, offset: int, limit: int) -> RankPage:
         query = urlencode({"offset": offset, "limit": limit})
@@ -167,8 +167,7 @@ class DaemonClient:
         return self._call("POST", "/v1/abort", AbortResult, ANSWER_SECONDS + wait_seconds, body)
 
     def preview_abort(self, *, rollback: bool) -> AbortPreview:
-        query = urlencode({"rollback": str(rollback).lower()})
-        return self._call("GET", f"/v1/abort?{query}", AbortPreview, PLAN_SECONDS)
+        return self._call("POST", "/v1/abort/preview", AbortPreview, PLAN_SECONDS, {"rollback": rollback})
 
     def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
         body = {"reason": _checked(reason), "wait_seconds": wait_seconds, "force": force, "who": who}
@@ -185,7 +184,7 @@ class DaemonClient:
         return self._call("POST", "/v1/config/reload", ReloadReport, ANSWER_SECONDS, body)
 
     def preview_reload(self) -> ReloadReport:
-        return self._call("GET", "/v1/config/reload", ReloadReport, ANSWER_SECONDS)
+        return self._call("POST", "/v1/config/reload/preview", ReloadReport, ANSWER_SECONDS)
 
     def _call(
         self, method: str, path: str, model: type[_Model], seconds: float, body: dict[str, Any] | None = None
@@ -213,6 +212,7 @@ class DaemonClient:
         secured = self._address.url.startswith("https:")
         transport = None if self._address.socket is None else httpx.HTTPTransport(uds=str(self._address.socket))
         headers = self._credentials.headers(self._address.url, over_socket=self._address.socket is not None)
+        headers[REQUEST_HEADER] = "flexd"
         if body is not None:
             headers["content-type"] = "application/json"
         try:

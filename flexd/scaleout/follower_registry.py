@@ -20,7 +20,7 @@ FORGET_SECONDS = 3600.0
 
 REASONS = (
     "position", "other_job", "other_tables", "other_sketches", "malformed", "format", "too_large", "starting", "busy",
-    "unsigned", "bad_signature", "stale", "replayed", "too_many_followers", "internal_error",
+    "unsigned", "bad_signature", "stale", "replayed", "too_many_followers", "internal_error", "unknown_sender",
 )  # fmt: skip
 """All labels of a refusal."""
 

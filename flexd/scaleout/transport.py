@@ -13,12 +13,14 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from flexd.core.errors import ScaleOutError
+from flexd.config.base import is_loopback
+from flexd.core.errors import ApiError, ScaleOutError
 from flexd.core.secrets import Secret
 from flexd.scaleout import push_answer, signing
 from flexd.scaleout.follower_registry import REASONS
 from flexd.scaleout.leader import Leader
 from flexd.scaleout.push_answer import PushAnswer
+from flexd.server.guard import refuse_browsers
 from flexd.server.http import HttpListener
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ QUEUE_SECONDS = 20.0
 
 _STATUS = {
     "unsigned": 401, "bad_signature": 401, "stale": 401, "replayed": 401, "malformed": 422, "format": 422,
-    "too_large": 413, "starting": 503, "busy": 503, "not_found": 404,
+    "too_large": 413, "unknown_sender": 403, "starting": 503, "busy": 503, "not_found": 404,
 }  # fmt: skip
 
 
@@ -47,10 +49,19 @@ class DeltaApp:
 
     Args:
         secret: None: not signed, for loopback only.
+        loopback_only: refuse a ``Host`` that is no loopback name.
         verifier: for tests with another clock.
     """
 
-    def __init__(self, leader: Leader, secret: Secret, verifier: signing.RequestVerifier | None = None) -> None:
+    def __init__(
+        self,
+        leader: Leader,
+        secret: Secret,
+        verifier: signing.RequestVerifier | None = None,
+        *,
+        loopback_only: bool = True,
+    ) -> None:
+        self._loopback_only = loopback_only
         self._leader = leader
         self._secret = secret
         self._verifier = verifier or signing.RequestVerifier(secret)
@@ -87,6 +98,10 @@ class DeltaApp:
         if scope["path"] != PATH or scope["method"] != "POST":
             raise ScaleOutError(f"only POST {PATH} is served", reason="not_found")
         try:
+            try:
+                refuse_browsers(headers, loopback_only=self._loopback_only)
+            except ApiError as error:
+                raise ScaleOutError(str(error), reason="unknown_sender") from None
             length = _length(headers, self._leader.max_unpacked_bytes)
             digest = self._verifier.check("POST", PATH, headers, length)
         except ScaleOutError as error:
@@ -126,9 +141,8 @@ class DeltaApp:
 
 def listener(leader: Leader, secret: Secret, host: str, port: int) -> HttpListener:
     """Return the leader's listener, not started."""
-    return HttpListener(
-        DeltaApp(leader, secret), host=host, port=port, max_connections=MAX_CONNECTIONS, named="scale_out.listen_host"
-    )
+    app = DeltaApp(leader, secret, loopback_only=is_loopback(host))
+    return HttpListener(app, host=host, port=port, max_connections=MAX_CONNECTIONS, named="scale_out.listen_host")
 
 
 class HttpLink:

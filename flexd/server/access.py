@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flexd.config.server import ApiScope
 from flexd.core.errors import ApiError
-from flexd.server.guard import answer_error
+from flexd.server.guard import READING_METHODS, answer_error
 from flexd.server.protocol import CLIENT_NAME
 from flexd.server.tokens import Caller, Tokens
 
@@ -25,7 +25,10 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz", "/"})
 """Open without a token: kubelets, which have none, request the probes; the status page at ``/`` holds no data."""
 LOCAL = Caller("local", "admin")
 """Sender of a request where neither tokens nor client certificates are configured."""
-_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+READING_POSTS = frozenset(
+    {"/v1/plan", "/v1/explain", "/v1/rows", "/v1/abort/preview", "/v1/config/reload/preview"}
+)  # fmt: skip
+"""Paths whose POST computes and changes nothing: the scope "read" suffices."""
 
 _log = logging.getLogger(__name__)
 _caller: ContextVar[Caller] = ContextVar("flexd_caller", default=LOCAL)
@@ -64,7 +67,8 @@ class Refusals:
 class AccessControl:
     """Outermost ASGI middleware: no body is read before the sender is authenticated and authorised.
 
-    GET, HEAD and OPTIONS need the scope "read"; every other method needs "admin", on every route.
+    GET, HEAD and OPTIONS need the scope "read", and so does POST on ``READING_POSTS``; everything else needs "admin",
+    on every route.
 
     Args:
         tokens: owners of the bearer tokens.
@@ -89,7 +93,8 @@ class AccessControl:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        reading = scope["method"] in _READING
+        method, path = scope["method"], scope["path"]
+        reading = method in READING_METHODS or (method == "POST" and path in READING_POSTS)
         try:
             caller = self._caller(scope)
         except _Refused as refused:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Annotated
 
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 import flexd
-from flexd.api.base import CommandRequest, build_models
+from flexd.api.base import REQUEST_HEADER, CommandRequest, build_models
 from flexd.api.config import ReloadReport
 from flexd.api.errors import ErrorBody, ErrorDetail, ProbeResult, error_body, http_status
-from flexd.api.explanation import MAX_EXPLAINED_ROWS, Explanation
+from flexd.api.explanation import ExplainRequest, Explanation
 from flexd.api.interface import DaemonApi
 from flexd.api.pause import PauseRequest, PauseState
 from flexd.api.plan import PlanReport
@@ -51,7 +50,7 @@ def create_app(
         title="flexd",
         version=flexd.__version__,
         description="Admin API of the flexd daemon. On loopback or a unix socket; beyond, with TLS and tokens or "
-        "client certificates.",
+        f"client certificates. Every POST needs the header {REQUEST_HEADER}, with any value.",
         docs_url=None,
         redoc_url=None,
     )
@@ -68,25 +67,21 @@ def create_app(
         """Health, stream, sketch, live ranks, placement, newest plan and migration."""
         return json_response(api.status())
 
-    @app.get("/v1/plan", response_model=PlanReport, responses=VERB_ERRORS)
+    @app.post("/v1/plan", response_model=PlanReport, responses=VERB_ERRORS)
     def plan() -> Response:
         """Dry run: the changes of a re-plan now, and the reasons. Moves nothing."""
         with slow.one():
             return json_response(api.plan())
 
-    @app.get(
+    @app.post(
         "/v1/explain",
         response_model=Explanation,
         responses={**VERB_ERRORS, 404: refusal("No such table or row.")},
     )
-    def explain(
-        table: str,
-        row: Annotated[int | None, Query(ge=0)] = None,
-        hottest: Annotated[int, Query(ge=0, le=MAX_EXPLAINED_ROWS)] = 10,
-    ) -> Response:
+    def explain(request: ExplainRequest) -> Response:
         """The reasons for the tiers of a row, or of the hottest rows of a table. Moves nothing."""
         with slow.one():
-            return json_response(api.explain(table, row, hottest))
+            return json_response(api.explain(request.table, request.row, request.hottest))
 
     @app.post(
         "/v1/replan",
@@ -110,7 +105,7 @@ def create_app(
         command = request or CommandRequest()
         return json_response(api.resume(command.reason, requester(command.who)))
 
-    @app.get("/v1/config/reload", response_model=ReloadReport, responses=VERB_ERRORS)
+    @app.post("/v1/config/reload/preview", response_model=ReloadReport, responses=VERB_ERRORS)
     def preview_reload() -> Response:
         """Dry run: the keys of the file that a reload would apply now, and those that need a restart."""
         return json_response(api.preview_reload())
@@ -130,7 +125,7 @@ def create_metrics_app(api: DaemonApi, metrics: Metrics) -> FastAPI:
     app = FastAPI(title="flexd metrics", version=flexd.__version__, docs_url=None, redoc_url=None, openapi_url=None)
     _add_error_handlers(app)
     _add_probes(app, api, metrics)
-    app.add_middleware(RequestGuard, loopback_only=False, refuse_pages=False)
+    app.add_middleware(RequestGuard, loopback_only=False, linked_paths=frozenset())
     return app
 
 

@@ -1,4 +1,4 @@
-"""Checks requests before their handlers: bodies must be small, and web pages of unknown senders are refused."""
+"""Check requests before their handlers: bodies must be small, and web pages of other sites are refused."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from flexd.api.base import REQUEST_HEADER
 from flexd.api.errors import error_body
 from flexd.config.base import is_loopback
 from flexd.core.errors import ApiError
 
 MAX_REQUEST_BYTES = 64 * 1024
 BODY_SECONDS = 10.0
+READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_OWN_SITE = frozenset({"same-origin", "none"})
+"""``Sec-Fetch-Site`` of the page's requests and of the address bar. Another port of this machine is ``same-site``."""
 _REASONS = {403: "unknown_sender", 408: "too_slow", 413: "too_large"}
 
 
@@ -32,15 +36,16 @@ class RequestGuard:
     """ASGI middleware.
 
     A browser on the same machine can be made to send requests to loopback by any page it shows, directly
-    (cross-site request) or by a name that resolves to 127.0.0.1 later on (DNS rebinding). So the ``Host`` must be a
-    loopback name, and an ``Origin``, which browsers add to cross-site and to mutating requests, must be this server:
-    a browser would add a client certificate to the request of an unknown sender too.
+    (cross-site request) or by a name that resolves to 127.0.0.1 later on (DNS rebinding), and adds its client
+    certificate to them. So ``Host`` must be a loopback name, and ``Origin`` and ``Sec-Fetch-Site``, if present, those
+    of this server. Browsers that send neither with an image or a form are why whatever changes state or computes is a
+    POST with ``REQUEST_HEADER``.
 
     Args:
-        loopback_only: check ``Host``; false on listeners that browsers cannot reach (unix sockets), that have other
-            names (beyond loopback) or that only read (metrics).
-        refuse_pages: check ``Origin``; false on listeners that only read.
-        on_refused: told the reason of each request that is refused here.
+        loopback_only: check ``Host``; false on listeners that browsers cannot reach (unix sockets) or that have other
+            names (beyond loopback).
+        linked_paths: paths that a link on any page may open.
+        on_refused: called with the reason of each request that is refused here.
     """
 
     def __init__(
@@ -48,12 +53,12 @@ class RequestGuard:
         app: ASGIApp,
         *,
         loopback_only: bool,
-        refuse_pages: bool = True,
+        linked_paths: frozenset[str] = frozenset({"/"}),
         on_refused: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._app = app
         self._loopback_only = loopback_only
-        self._refuse_pages = refuse_pages
+        self._linked_paths = linked_paths
         self._on_refused = on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,8 +69,11 @@ class RequestGuard:
         try:
             if self._loopback_only:
                 _refuse_other_hosts(headers)
-            if self._refuse_pages:
-                _refuse_pages(headers, str(scope.get("scheme", "http")))
+            _refuse_other_origins(headers, str(scope.get("scheme", "http")))
+            linked = scope["method"] == "GET" and scope["path"] in self._linked_paths
+            _refuse_other_sites(headers, linked=linked)
+            if scope["method"] not in READING_METHODS:
+                _require_request_header(headers)
             if _declared_length(headers) > MAX_REQUEST_BYTES:
                 raise RequestTooLargeError
             # A GET may carry a body too; it is not read, and uvicorn closes the connection then.
@@ -123,7 +131,7 @@ def _refuse_other_hosts(headers: Headers) -> None:
         )
 
 
-def _refuse_pages(headers: Headers, scheme: str) -> None:
+def _refuse_other_origins(headers: Headers, scheme: str) -> None:
     origin = headers.get("origin")
     if origin is not None and origin.lower() != f"{scheme}://{headers.get('host', '')}".lower():
         raise ApiError(
@@ -131,6 +139,40 @@ def _refuse_pages(headers: Headers, scheme: str) -> None:
             status=403,
             remedy="use the flexd command line or another HTTP client",
         )
+
+
+def _refuse_other_sites(headers: Headers, *, linked: bool) -> None:
+    site = headers.get("sec-fetch-site")
+    if site is None or site in _OWN_SITE:
+        return
+    opened = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
+    if not (linked and opened):
+        raise ApiError(
+            f"requests from pages of other sites are refused (Sec-Fetch-Site: {site[:200]!r})",
+            status=403,
+            remedy="use the flexd command line or another HTTP client",
+        )
+
+
+def _require_request_header(headers: Headers) -> None:
+    if not headers.get(REQUEST_HEADER):
+        raise ApiError(
+            "the request has no header that tells it from a page's",
+            status=403,
+            remedy=f"send the header {REQUEST_HEADER}: with any value",
+        )
+
+
+def refuse_browsers(headers: Headers, *, loopback_only: bool) -> None:
+    """Raise ApiError for a request that a browser sent, and for a ``Host`` that is not loopback if ``loopback_only``.
+
+    For listeners that serve programs alone.
+    """
+    if loopback_only:
+        _refuse_other_hosts(headers)
+    for name in ("origin", "sec-fetch-site"):
+        if name in headers:
+            raise ApiError(f"requests of browsers are refused ({name})", status=403, remedy="use another HTTP client")
 
 
 def _host_name(host: str) -> str:

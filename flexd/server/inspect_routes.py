@@ -10,7 +10,7 @@ from fastapi import FastAPI, Query, Response
 from flexd.api.config import ConfigReport
 from flexd.api.interface import InspectApi
 from flexd.api.rank import RankPage
-from flexd.api.table import MAX_PAGE_ENTRIES, HotRowPage, TableOrder, TablePage
+from flexd.api.table import MAX_PAGE_ENTRIES, HotRowPage, RowsRequest, TableOrder, TablePage
 from flexd.api.timeline import Timeline
 from flexd.server.routing import VERB_ERRORS, SlowCalls, json_response, refusal
 
@@ -36,15 +36,15 @@ def add_inspection(app: FastAPI, inspect: Callable[[], InspectApi], slow: SlowCa
         """The tables: counters, accesses, and rows by tier."""
         return json_response(inspect().tables(offset, limit, order))
 
-    @app.get(
+    @app.post(
         "/v1/rows",
         response_model=HotRowPage,
         responses={**VERB_ERRORS, 404: refusal("No such table.")},
     )
-    def rows(table: Annotated[str, Query(max_length=256)], offset: Offset = 0, limit: Limit = 100) -> Response:
+    def rows(request: RowsRequest) -> Response:
         """The hot rows of one table with their tiers, the most accessed first."""
         with slow.one():
-            return json_response(inspect().rows(table, offset, limit))
+            return json_response(inspect().rows(request.table, request.offset, request.limit))
 
     @app.get("/v1/topology", response_model=RankPage, responses=VERB_ERRORS)
     def topology(offset: Offset = 0, limit: Limit = 100) -> Response:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import FastAPI, Path, Query, Response
 
-from flexd.api.abort import AbortPreview, AbortRequest, AbortResult, abort_status
+from flexd.api.abort import AbortPreview, AbortPreviewRequest, AbortRequest, AbortResult, abort_status
 from flexd.api.interface import MigrationsApi
 from flexd.api.migration import MAX_LISTED, MigrationDetail, MigrationList, MigrationStateName
 from flexd.server.access import requester
@@ -33,11 +33,11 @@ def add_migrations(app: FastAPI, migrations: Callable[[], MigrationsApi], slow: 
         """One migration with every change of its state; ``latest`` is the newest."""
         return json_response(migrations().migration(migration_id))
 
-    @app.get("/v1/abort", response_model=AbortPreview, responses=VERB_ERRORS)
-    def preview_abort(rollback: bool = False) -> Response:
+    @app.post("/v1/abort/preview", response_model=AbortPreview, responses=VERB_ERRORS)
+    def preview_abort(request: AbortPreviewRequest) -> Response:
         """Dry run: the migration that would stop, its position, and the rows that a rollback would move."""
         with slow.one():
-            return json_response(migrations().preview_abort(rollback=rollback))
+            return json_response(migrations().preview_abort(rollback=request.rollback))
 
     @app.post(
         "/v1/abort",

@@ -20,6 +20,7 @@ from flexd.config.model import Config
 from flexd.core.errors import ConfigError, FlexdError
 from flexd.daemon import Daemon
 from flexd.daemon.config_file import ConfigFile
+from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.flexd_processes import RunningDaemon, flexd
 from tests.support.until import until
 
@@ -84,7 +85,7 @@ def test_a_preview_lists_the_keys_of_a_reload_and_applies_none(job: DaemonOnFile
     ]
     assert job.daemon.status().config == before
     assert job.daemon.inspect.config().config == config
-    answer = httpx.get(f"{job.daemon.address}/v1/config/reload")
+    answer = httpx.post(f"{job.daemon.address}/v1/config/reload/preview", headers=COMMAND_HEADERS)
     assert (answer.status_code, answer.json()["applied"]) == (200, ["planner.min_samples"])
     taken = job.daemon.reload()
     assert (taken.dry_run, taken.changes) == (False, preview.changes)
@@ -156,7 +157,7 @@ def test_a_bad_file_is_rejected_and_the_old_one_kept(job: DaemonOnFile, change: 
     status = job.daemon.status().config
     assert status.reloads["rejected"] == 1
     assert expected in (status.problem or "")
-    answer = httpx.post(f"{job.daemon.address}/v1/config/reload")
+    answer = httpx.post(f"{job.daemon.address}/v1/config/reload", headers=COMMAND_HEADERS)
     assert answer.status_code in (409, 422)
     assert expected in answer.json()["error"]["message"]
     job.path.unlink()

@@ -19,6 +19,7 @@ from flexd.daemon.high_availability import HighAvailabilityDaemon, make_lease_st
 from flexd.ha.file_store import FileLeaseStore
 from flexd.ha.lease import Lease
 from flexd.ha.term_directories import open_term_directory
+from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.until import until
 
 SECONDS = 1.5
@@ -56,6 +57,9 @@ class DaemonInThread:
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.daemon.address + path, timeout=20)
 
+    def post(self, path: str, body: object = None) -> httpx.Response:
+        return httpx.post(self.daemon.address + path, json=body, headers=COMMAND_HEADERS, timeout=20)
+
     def status(self) -> Any:
         return self.get("/v1/status").json()
 
@@ -89,8 +93,9 @@ def test_the_holder_of_the_lease_leads_and_releases_it_at_stop(
     assert shown["leadership"]["role"] == "standby"
     until(lambda: (two.status()["leadership"]["holder"] or "").startswith("me/"))
     assert shown["ready"] is False
-    for path in ("/v1/plan", "/v1/explain?table=item", "/v1/tables", "/v1/proposals", "/v1/throttle"):
-        refused = two.get(path)
+    asked = [two.post("/v1/plan"), two.post("/v1/explain", {"table": "item"}), two.post("/v1/rows", {"table": "item"})]
+    for refused in (*asked, *(two.get(f"/v1/{name}") for name in ("tables", "proposals", "throttle"))):
+        path = refused.request.url.path
         assert refused.status_code == 503, path
         assert "standby" in refused.json()["error"]["message"]
     assert (two.get("/healthz").status_code, two.get("/readyz").status_code) == (200, 503)
@@ -118,7 +123,7 @@ def test_pause_and_throttle_hold_under_the_next_leader_of_the_same_directory(
     until(lambda: one.daemon.leads)
     two = member(tmp_path / ("one" if shared else "two"))
     for path, body in (("pause", {"reason": "night"}), ("throttle", {"bytes_per_step": 5_000, "reason": "careful"})):
-        assert httpx.post(f"{one.daemon.address}/v1/{path}", json=body, timeout=20).is_success, path
+        assert one.post(f"/v1/{path}", body).is_success, path
     one.stop()
     until(lambda: two.daemon.leads)
     status = two.status()
@@ -145,10 +150,10 @@ def test_both_roles_preview_a_reload_and_refuse_unknown_tables(
     write(shutdown_seconds=7.0)
     running = start(config, ConfigFile(config, path, {}))
     until(lambda: running.daemon.leads is leads and running.status()["leadership"]["holder"] is not None)
-    answer = running.get("/v1/config/reload")
+    answer = running.post("/v1/config/reload/preview")
     assert (answer.status_code, answer.json()["applied"]) == (200, ["shutdown_seconds"]), answer.text
     write(planner={"pins": [{"table": "nothing", "tier": "NODE"}]})
-    refused = running.get("/v1/config/reload")
+    refused = running.post("/v1/config/reload/preview")
     assert (refused.status_code, "planner.pins[0].table" in refused.text) == (422, True), refused.text
 
 

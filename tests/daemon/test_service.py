@@ -18,6 +18,7 @@ from flexd.daemon import Daemon
 from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
+from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.flexd_processes import saved_sketches, weights
 from tests.support.ranks_in_threads import Ranks
 from tests.support.until import until
@@ -133,11 +134,11 @@ def test_the_status_names_the_ranks_that_are_missing(start: Callable[[Config], R
 
 def test_commands_over_http(start: Callable[[Config], Running], tmp_path: Path) -> None:
     running = start(_config(tmp_path))
-    with httpx.Client(base_url=running.daemon.address, timeout=10, trust_env=False) as client:
+    with httpx.Client(base_url=running.daemon.address, timeout=10, trust_env=False, headers=COMMAND_HEADERS) as client:
         assert client.get("/v1/status").json()["job"] == "j"
         assert client.get("/healthz").status_code == 200
         assert client.get("/readyz").status_code == 503
-        refused = client.get("/v1/plan")
+        refused = client.post("/v1/plan")
         assert refused.status_code == 409
         assert refused.json()["error"]["type"] == "PlanError"
         assert client.post("/v1/pause", json={"reason": "x"}).json()["paused"] is True

@@ -19,6 +19,7 @@ from flexd.demo.options import DemoOptions
 from flexd.demo.ports import free_ports
 from flexd.demo.processes import DaemonProcess, Ranks
 from flexd.demo.runner import Demo
+from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.flexd_processes import DAEMON_START_SECONDS, flexd
 from tests.support.until import until
 
@@ -55,6 +56,9 @@ class Member:
         """Into the file, for the next reload or start."""
         config = {**self._config, "planner": {**self._config["planner"], "pins": pins}}
         self.config_file.write_text(yaml.safe_dump(config))
+
+    def post(self, path: str, body: object = None) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, headers=COMMAND_HEADERS, timeout=30)
 
     def status(self) -> dict[str, Any]:
         return self.process.status() or {}
@@ -133,8 +137,8 @@ class Pair:
         pins = [{"table": self._config["tables"][0]["name"], "tier": "NODE", "rows": rows}]
         for member in self.members:
             member.pin(pins)
-        assert httpx.post(f"{leader.url}/v1/config/reload", timeout=30).json()["applied"] == ["planner.pins"]
-        until(lambda: httpx.post(f"{leader.url}/v1/replan", json={}, timeout=30).is_success, 60, leader.status)
+        assert leader.post("/v1/config/reload").json()["applied"] == ["planner.pins"]
+        until(lambda: leader.post("/v1/replan", {}).is_success, 60, leader.status)
 
         def halfway() -> dict[str, Any] | None:
             migration = leader.status().get("migration") or {}
@@ -163,8 +167,8 @@ def test_a_standby_says_so_and_refuses_verbs_with_the_leaders_name(pair: Pair) -
     ready = httpx.get(f"{standby.url}/readyz")
     assert ready.status_code == 503
     assert "one/" in ready.json()["reasons"][0]
-    for method, path, body in (("POST", "/v1/replan", {}), ("POST", "/v1/pause", {}), ("GET", "/v1/plan", None)):
-        refused = httpx.request(method, standby.url + path, json=body)
+    for path in ("/v1/replan", "/v1/pause", "/v1/plan"):
+        refused = standby.post(path, {})
         assert refused.status_code == 503, path
         assert "one/" in refused.json()["error"]["message"]
     assert "flexd_leading 0.0" in httpx.get(f"{standby.url}/metrics").text
@@ -242,7 +246,7 @@ def test_a_stopped_leader_is_replaced_and_does_no_harm_when_it_is_resumed(pair: 
     assert heir.role() == "leader"
     assert heir.status()["ready"]
     assert pair.same_versions()
-    refused = httpx.post(f"{leader.url}/v1/replan", json={})
+    refused = leader.post("/v1/replan", {})
     assert refused.status_code == 503
 
 
@@ -277,7 +281,7 @@ def test_a_pause_and_a_throttle_hold_when_the_leader_is_killed(pair: Pair) -> No
     status = heir.status()
     assert (status["paused"], status["pause_reason"]) == (True, "loss is rising")
     assert status["throttle"]["bytes_per_second"] == 9_000
-    refused = httpx.post(f"{heir.url}/v1/replan", json={}, timeout=30)
+    refused = heir.post("/v1/replan", {})
     assert (refused.status_code, "paused" in refused.text) == (409, True)
     # What the dead leader had under way does not go on either, nor does the new one plan because it is new.
     until(lambda: pair.version() == heir.status()["placement"]["version"], 30, heir.status)

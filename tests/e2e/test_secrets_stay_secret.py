@@ -21,6 +21,7 @@ import yaml
 
 from flexd.cli.main import main
 from flexd.demo.ports import free_ports
+from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.repository import ROOT
 from tests.support.until import until
 
@@ -94,7 +95,7 @@ class Daemon:
             return False
 
     def ask(self, method: str, path: str, token: str | None, **more: Any) -> httpx.Response:
-        headers = {} if token is None else {"authorization": f"Bearer {MARK}-{token}-0123456789"}
+        headers = COMMAND_HEADERS | ({} if token is None else {"authorization": f"Bearer {MARK}-{token}-0123456789"})
         answer = httpx.request(method, self.url + path, headers=headers, timeout=20, **more)
         self.said.append(f"{path}: {answer.headers} {answer.text}")
         return answer

@@ -10,6 +10,7 @@ import pytest
 from flexd.config.server import ServerConfig
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
+from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.fake_daemon import FakeDaemon
 
 
@@ -44,5 +45,5 @@ def server(_server: DaemonServer, daemon: FakeDaemon) -> DaemonServer:
 
 @pytest.fixture
 def client(server: DaemonServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.address, timeout=10) as client:
+    with httpx.Client(base_url=server.address, timeout=10, headers=COMMAND_HEADERS) as client:
         yield client

@@ -14,22 +14,23 @@ from flexd.api.status import Status
 from flexd.core.errors import ApiError, ControlError, EmbeddingError, PlanError
 from flexd.server import guard
 from flexd.server.guard import MAX_REQUEST_BYTES
+from tests.support.api_requests import COMMAND_HEADERS
 
 
 def test_every_verb_reaches_the_daemon(client, daemon):
     assert Status.model_validate(client.get("/v1/status").json()).job == "job"
-    assert PlanReport.model_validate(client.get("/v1/plan").json()).replication.words == ("because",)
+    assert PlanReport.model_validate(client.post("/v1/plan").json()).replication.words == ("because",)
     replanned = client.post("/v1/replan", json={"reason": "new item launch", "wait_seconds": 2.5})
     assert (replanned.status_code, replanned.json()["outcome"]) == (200, "committed")
     assert client.post("/v1/pause", json={"reason": "maintenance", "who": "ann"}).json()["changed"] is True
     assert client.post("/v1/pause", json={}).json()["changed"] is False
     assert client.post("/v1/resume").json() == {"paused": False, "reason": None, "changed": True}
     assert client.post("/v1/resume", json={"reason": "done", "who": "ann"}).json()["changed"] is False
-    assert client.get("/v1/config/reload").json()["dry_run"] is True
+    assert client.post("/v1/config/reload/preview").json()["dry_run"] is True
     assert client.post("/v1/config/reload", json={"who": "ann"}).status_code == 200
     assert client.post("/v1/config/reload").status_code == 200
-    assert client.get("/v1/abort").json()["rollback"] is None
-    assert client.get("/v1/abort", params={"rollback": True}).json()["rollback"]["to_version"] == 16
+    assert client.post("/v1/abort/preview", json={}).json()["rollback"] is None
+    assert client.post("/v1/abort/preview", json={"rollback": True}).json()["rollback"]["to_version"] == 16
     assert client.post("/v1/resume", json={"reasn": "done"}).status_code == 422
     assert daemon.calls[2:] == [
         ("replan", "new item launch", 2.5), ("pause", "maintenance", "ann"), ("pause", "requested by hand", ""),
@@ -100,7 +101,8 @@ def test_large_bodies_are_refused_declared_or_not(client, daemon):
 def test_a_body_that_never_arrives_times_out(server, daemon, monkeypatch):
     monkeypatch.setattr(guard, "BODY_SECONDS", 0.2)
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
-        raw.sendall(b"POST /v1/pause HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
+        head = b"POST /v1/pause HTTP/1.1\r\nHost: localhost\r\nX-Requested-With: test\r\n"
+        raw.sendall(head + b"Content-Length: 10\r\n\r\n{")
         raw.settimeout(5)
         assert raw.recv(4096).startswith(b"HTTP/1.1 408 ")
     assert daemon.calls == []
@@ -160,6 +162,7 @@ def test_openapi_describes_verbs_and_errors(client):
         "/v1/resume",
         "/v1/config",
         "/v1/config/reload",
+        "/v1/config/reload/preview",
         "/v1/tables",
         "/v1/rows",
         "/v1/topology",
@@ -171,6 +174,7 @@ def test_openapi_describes_verbs_and_errors(client):
         "/v1/migrations",
         "/v1/migrations/{migration_id}",
         "/v1/abort",
+        "/v1/abort/preview",
         "/healthz",
         "/readyz",
         "/metrics",
@@ -194,7 +198,8 @@ def test_metrics_listener_reads_only(server, daemon):
         for path in ("/v1/status", "/v1/plan", "/v1/config", "/v1/tables", "/openapi.json", "/"):
             assert client.get(path).status_code == 404
         for path in ("/v1/pause", "/v1/replan", "/v1/resume"):
-            assert client.post(path, json={}).status_code == 404
+            assert client.post(path, json={}).status_code == 403
+            assert client.post(path, json={}, headers=COMMAND_HEADERS).status_code == 404
     assert daemon.calls == [("status",), ("ranks", 0, MAX_LABEL_VALUES)], "the scrape alone"
 
 

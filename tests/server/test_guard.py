@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from flexd.api.base import REQUEST_HEADER
 from flexd.server import guard
 from flexd.server.guard import MAX_REQUEST_BYTES, RequestGuard
 
@@ -32,7 +33,8 @@ class Exchange:
         self.heard: list[dict[str, Any]] | None = None
         self.sent: list[dict[str, Any]] = []
         self.left = list(messages)
-        named = {"host": "localhost", **{name.replace("_", "-"): value for name, value in headers.items()}}
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        named = {"host": "localhost", REQUEST_HEADER: "test", **given}
         scope = {
             "type": "http", "method": method, "scheme": scheme, "path": "/v1/pause",
             "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()],

@@ -15,6 +15,7 @@ from flexd.config.server import ServerConfig
 from flexd.core.errors import ApiError
 from flexd.server.http import DaemonServer, HttpListener
 from flexd.server.metrics import Metrics
+from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.until import until
 
 
@@ -23,7 +24,8 @@ def make_server(daemon, **config) -> DaemonServer:
 
 
 def over(path: Path) -> httpx.Client:
-    return httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://flexd", timeout=10)
+    transport = httpx.HTTPTransport(uds=str(path))
+    return httpx.Client(transport=transport, base_url="http://flexd", timeout=10, headers=COMMAND_HEADERS)
 
 
 def test_port_zero_reports_the_bound_port(server):
@@ -107,7 +109,7 @@ def test_stop_ends_although_a_call_hangs(daemon):
 
     def wait() -> None:
         try:
-            httpx.post(f"{served.address}/v1/replan", json={"wait_seconds": 60}, timeout=30)
+            httpx.post(f"{served.address}/v1/replan", json={"wait_seconds": 60}, headers=COMMAND_HEADERS, timeout=30)
         except httpx.HTTPError as error:
             failures.append(error)
 

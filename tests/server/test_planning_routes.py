@@ -9,11 +9,12 @@ from flexd.api.plan import PlanReport
 from flexd.api.planning import ProposalList
 from flexd.api.throttle import ThrottleStatus
 from flexd.core.errors import PlanError
+from tests.support.api_requests import COMMAND_HEADERS
 
 
 @pytest.fixture
 def client(server):
-    with httpx.Client(base_url=server.address, timeout=10) as client:
+    with httpx.Client(base_url=server.address, timeout=10, headers=COMMAND_HEADERS) as client:
         yield client
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from flexd.core.errors import ApiError
 from flexd.server.routing import MAX_SLOW_CALLS, VERB_ERRORS, SlowCalls
+from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.until import until
 
 
@@ -17,7 +18,9 @@ def test_waits_are_bounded_and_probes_answer_meanwhile(client, daemon, server):
     statuses: list[int] = []
 
     def wait() -> None:
-        statuses.append(httpx.post(f"{server.address}/v1/replan", json={"wait_seconds": 20}, timeout=30).status_code)
+        body = {"wait_seconds": 20}
+        answer = httpx.post(f"{server.address}/v1/replan", json=body, headers=COMMAND_HEADERS, timeout=30)
+        statuses.append(answer.status_code)
 
     waiting = [threading.Thread(target=wait) for _ in range(MAX_SLOW_CALLS)]
     for thread in waiting:
@@ -25,14 +28,14 @@ def test_waits_are_bounded_and_probes_answer_meanwhile(client, daemon, server):
     until(lambda: len(daemon.calls) >= MAX_SLOW_CALLS, 10)
     refused = client.post("/v1/replan", json={})
     assert refused.status_code == 429
-    assert client.get("/v1/plan").status_code == 429
+    assert client.post("/v1/plan").status_code == 429
     assert client.get("/healthz").status_code == 200
     assert client.get("/v1/status").status_code == 200
     daemon.hold.set()
     for thread in waiting:
         thread.join(10)
     assert statuses == [200] * MAX_SLOW_CALLS
-    assert client.get("/v1/plan").status_code == 200
+    assert client.post("/v1/plan").status_code == 200
 
 
 def test_a_call_that_fails_frees_its_place() -> None:

@@ -21,6 +21,7 @@ from flexd.config.server import ServerConfig
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 from flexd.server.page import INLINED
+from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.fake_daemon import FakeDaemon
 from tests.support.fake_inspection import STRANGE
 from tests.support.ops_tools import tool
@@ -73,7 +74,7 @@ def test_the_page_may_run_only_its_own_scripts(server):
     assert not re.search(r"\son\w+=|\sstyle=|\ssrc=|\shref=|javascript:", html)
     assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(", answer.text)
     assert "cache-control" in answer.headers
-    assert httpx.post(f"{server.address}/", timeout=10).status_code == 405
+    assert httpx.post(f"{server.address}/", headers=COMMAND_HEADERS, timeout=10).status_code == 405
     assert httpx.get(f"{server.address}/", headers={"host": "evil.example"}, timeout=10).status_code == 403
 
 

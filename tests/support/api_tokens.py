@@ -10,6 +10,7 @@ import httpx
 from flexd.config.server import ServerConfig, TokenConfig
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
+from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.fake_daemon import FakeDaemon
 
 READ, ADMIN = "the token of the dashboard", "the token of the operator"
@@ -32,5 +33,5 @@ def token_configs(directory: Path) -> list[TokenConfig]:
 
 
 def get(url: str, token: str | None = None, path: str = "/v1/status", method: str = "GET") -> httpx.Response:
-    headers = {} if token is None else {"authorization": f"Bearer {token}"}
+    headers = COMMAND_HEADERS | ({} if token is None else {"authorization": f"Bearer {token}"})
     return httpx.request(method, url + path, headers=headers, timeout=10, json={} if method == "POST" else None)

@@ -11,6 +11,7 @@ import httpx
 
 from tests.e2e.chaos.chaos_training import TABLES
 from tests.e2e.chaos.chaos_world import ChaosWorld
+from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.until import until
 
 _SECONDS = 60.0
@@ -41,7 +42,8 @@ def kill_in_a_rollback(world: ChaosWorld, chance: random.Random) -> str:
     before = _digest_at(world, stopped["base_version"])
     with contextlib.suppress(httpx.TransportError):
         # The answer may be lost with the daemon; the request is not: both points lie behind its being written down.
-        httpx.post(f"{world.url}/v1/abort", json={"rollback": True, "wait_seconds": 0}, timeout=10.0).raise_for_status()
+        body = {"rollback": True, "wait_seconds": 0}
+        httpx.post(f"{world.url}/v1/abort", json=body, headers=COMMAND_HEADERS, timeout=10.0).raise_for_status()
     until(lambda: not first.alive, _SECONDS, world.where)
     world.steps_on(_STEPS_DURING)
     second = world.start_daemon("chunk.half_sent:2:kill", **slowly)
