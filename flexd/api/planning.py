@@ -82,6 +82,8 @@ class PlanningStatus(Model):
     """True if plans are carried out, False if they are proposed only."""
     held: str | None = None
     """Reason why the daemon starts no migration by itself now; null if it does."""
+    hold_off_seconds: float = 0.0
+    """Time for which a failed migration holds the daemon's next plan back."""
     window_open: bool = True
     """True while the maintenance windows allow automatic migrations."""
     window_changes_unix_seconds: FiniteOrNone = None
@@ -111,6 +113,10 @@ class PlanningStatus(Model):
         )
         yield gauge("flexd_planner_auto", "1 if plans of the daemon's own are carried out, 0 if proposed.", self.auto)
         yield gauge("flexd_maintenance_window_open", "1 while automatic migrations may start.", self.window_open)
+        yield gauge(
+            "flexd_plan_hold_off_seconds", "Time for which a failed migration holds the daemon's next plan back.",
+            self.hold_off_seconds,
+        )  # fmt: skip
         yield counters("flexd_plan_triggers", "Plans requested, by trigger.", "trigger", _by_name(self.triggers))
         yield gauge("flexd_plan_proposals", "Plans that are kept for flexd apply.", len(self.proposals))
         for name, text, values in (
@@ -148,9 +154,11 @@ def planning_status(planning: Planning, auto: AutoPlanner) -> PlanningStatus:
 
     triggers, now = auto.triggers, time.time()
     settings, waiting = triggers.settings, triggers.waiting_for_window
+    hold_off_seconds, held_off = auto.held_off()
     return PlanningStatus(
         auto=settings.auto,
-        held=triggers.held(now) or None,
+        held=triggers.held(now) or held_off or None,
+        hold_off_seconds=hold_off_seconds,
         window_open=settings.calendar.is_open(now),
         window_changes_unix_seconds=settings.calendar.next_change(now),
         waiting_for_window=None if waiting is None else waiting.reason,

@@ -10,6 +10,7 @@ from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.core.errors import FlexdError
 from flexd.operations.drift import DriftMonitor
+from flexd.operations.hold_off import HoldOff
 from flexd.operations.maintenance_windows import Calendar
 from flexd.operations.planning import Planning
 from flexd.operations.triggers import Triggers, TriggerSettings
@@ -38,6 +39,7 @@ class AutoPlanner:
 
     Attributes:
         refusal: why the newest attempt made no plan; empty if it made one.
+        hold_off: waits after a failed migration; a user's plan does not.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class AutoPlanner:
         resume_rollback: Callable[[], bool] = lambda: False,
     ) -> None:
         self.triggers = Triggers(trigger_settings(planner), time.monotonic())
+        self.hold_off = HoldOff()
         self._planning = planning
         self._drift = drift
         self._live = live
@@ -67,6 +70,10 @@ class AutoPlanner:
             if self._resume_rollback():
                 self.triggers.migration_started(time.monotonic(), live.generation)
                 return
+        last = self._planning.executions.last
+        self.hold_off.observe(None if last is None else last.migration, time.monotonic())
+        if self.hold_off.seconds(time.monotonic(), live.generation):
+            return
         due = self.triggers.due(time.monotonic(), time.time(), live.generation, self._drift.pop_reason)
         if due is None:
             return
@@ -84,6 +91,13 @@ class AutoPlanner:
             return
         self._logged = self.refusal = ""
         self.triggers.plan_made(due, live.generation)
+
+    def held_off(self) -> tuple[float, str]:
+        """Return the seconds for which a failed migration holds the daemon's next plan back, and why; (0, "") if
+        nothing does."""
+        live, now = self._live(), time.monotonic()
+        generation = 0 if live is None else live.generation
+        return self.hold_off.seconds(now, generation), self.hold_off.reason(now, generation)
 
     def record_manual_plan(self, *, executed: bool) -> None:
         """Record a plan that a user requested, and whether it was executed."""

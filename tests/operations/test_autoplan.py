@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from flexd.api.planning import planning_status
+from flexd.control.daemon.migration_states import TransitionEvent
 from flexd.operations.autoplan import AutoPlanner
+from flexd.operations.hold_off import FIRST_SECONDS
 from flexd.operations.triggers import Trigger, TriggerKind
 from tests.support.planning_harness import PlanningHarness, filled_harness
 
@@ -89,3 +93,42 @@ def test_a_refused_plan_is_reported_with_its_reason(tmp_path: Path) -> None:
     planner.tick()
     assert planner.refusal == ""
     assert len(it.coordinator.migrations) == 1
+
+
+def test_a_failed_migration_holds_the_next_plan_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = filled_harness(tmp_path, min_spacing_seconds=0.0, interval_seconds=0.1)
+    planner, drift = auto(it)
+    planner.tick()
+    (migration,) = it.coordinator.migrations
+    migration.fire(TransitionEvent.START)
+    migration.fire(TransitionEvent.FAIL, "rank 2 refused chunk 1: no memory")
+    now = time.monotonic()
+    monkeypatch.setattr("flexd.operations.autoplan.time.monotonic", lambda: now)
+    for _ in range(20):
+        now += 0.2
+        drift.reason = "the accesses have moved"
+        planner.tick()
+    assert len(it.coordinator.migrations) == 1, "the daemon waits"
+    status = planning_status(it.planning, planner)
+    assert status.held == f"{planner.hold_off.reason(now, 1)}"
+    assert "rank 2 refused chunk 1: no memory" in (status.held or "")
+    assert status.hold_off_seconds == pytest.approx(FIRST_SECONDS - 3.8)
+    now += FIRST_SECONDS
+    planner.tick()
+    assert len(it.coordinator.migrations) == 2
+    assert planning_status(it.planning, planner).held is None
+
+
+def test_ranks_of_another_generation_are_planned_for_at_once(tmp_path: Path) -> None:
+    it = filled_harness(tmp_path, min_spacing_seconds=0.0)
+    planner, _ = auto(it)
+    planner.tick()
+    (migration,) = it.coordinator.migrations
+    migration.fire(TransitionEvent.START)
+    migration.fire(TransitionEvent.FAIL, "the ranks changed")
+    planner.tick()
+    assert len(it.coordinator.migrations) == 1
+    it.coordinator.topology = replace(it.coordinator.topology, generation=2)
+    time.sleep(0.11)  # MIN_SPACING_SECONDS
+    planner.tick()
+    assert len(it.coordinator.migrations) == 2
