@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCHREC := $(VENV)/.torchrec
 
-.PHONY: fuzz mutate demo demo-kafka test test-all test-durations lint types imports docs bench bench-pause bench-cluster bench-control chaos torchrec manifests ops-tools e2e-ops clean
+.PHONY: lock fuzz mutate demo demo-kafka test test-all test-durations lint types imports docs bench bench-pause bench-cluster bench-control chaos torchrec manifests ops-tools e2e-ops clean
 
 demo: $(STAMP)
 	$(BIN)/flexd demo $(DEMO)
@@ -85,6 +85,12 @@ ops-tools: $(STAMP)
 manifests: $(STAMP) ops-tools
 	$(BIN)/python tools/gen_chart_readme.py
 	$(BIN)/python tools/gen_manifests.py
+
+# Versions and hashes of what the image installs. LOCK=--upgrade takes the newest.
+# uv is installed here and not by the dev extra: only this target needs it.
+lock: $(STAMP)
+	$(BIN)/python -c "import uv" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check "uv>=0.9"
+	$(BIN)/python tools/lock_image.py $(LOCK)
 
 # A real Prometheus scrapes a real daemon fed by a real broker while ranks train; rules, dashboards, chart and manifests.
 e2e-ops: $(STAMP) ops-tools

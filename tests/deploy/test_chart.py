@@ -95,6 +95,7 @@ def test_values_of_the_user_replace_defaults():
     (deployment,) = [d for d in documents if d["kind"] == "Deployment"]
     pod = deployment["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 51
+    assert pod["containers"][0]["image"] == f"registry.example.com/flexd@sha256:{'ab' * 32}"
     assert pod["containers"][0]["env"][0]["valueFrom"]["secretKeyRef"] == {"name": "kafka", "key": "password"}
 
 
@@ -111,6 +112,7 @@ def test_values_of_the_user_replace_defaults():
         ("config.scale_out.role=leader", "scale_out"),
         ("config.high_availability.duration_seconds=3", "high_availability"),
         ("image.pullPolicy=Sometimes", "pullPolicy"),
+        ("image.digest=sha256:12", "digest"),
         ("highAvailability.replicas=1", "replicas"),
         ("prometheusRule.disabled={Other}", "disabled"),
         ("sidecar.nodes=0", "nodes"),

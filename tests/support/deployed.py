@@ -111,6 +111,8 @@ def check_daemon(pod: Document, config: Config) -> None:
     security = container["securityContext"]
     assert security["runAsNonRoot"] is True
     assert security["runAsUser"] == security["runAsGroup"] == spec["securityContext"]["fsGroup"] == 10001
+    # Without it the kubelet changes the owner of every file of the state at every start.
+    assert spec["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
     assert security["readOnlyRootFilesystem"] is True
     assert security["allowPrivilegeEscalation"] is False
     assert security["capabilities"] == {"drop": ["ALL"]}

@@ -130,6 +130,8 @@ volumeMounts:
 terminationGracePeriodSeconds: {{ include "flexd.graceSeconds" . }}
 securityContext:
   fsGroup: 10001
+  # The default changes the owner of every file of the volume at every start.
+  fsGroupChangePolicy: OnRootMismatch
   seccompProfile:
     type: RuntimeDefault
 {{- with .Values.imagePullSecrets }}

@@ -31,7 +31,7 @@ app.kubernetes.io/component: leader
 {{- end -}}
 
 {{- define "flexd.image" -}}
-{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{ .Values.image.repository }}{{ if .Values.image.digest }}@{{ .Values.image.digest }}{{ else }}:{{ default .Chart.AppVersion .Values.image.tag }}{{ end }}
 {{- end -}}
 
 {{- define "flexd.graceSeconds" -}}
