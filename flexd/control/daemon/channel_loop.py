@@ -131,8 +131,6 @@ class ChannelLoop:
                 continue
             peer.output.add(payload)
             self._flush(peer)
-            if peer.output.nbytes > self._options.peer_queued_bytes:
-                self._close(peer, "slow_reader")
         while self._total.nbytes > self._options.queued_bytes:
             waiting = [peer for peer in self._peers.values() if peer.output]
             if not waiting:
@@ -254,14 +252,14 @@ class ChannelLoop:
     def _refuse(self, conn: UnprovenConnection, error: HandshakeRefusedError) -> None:
         del self._unproven[conn]
         self._set_interest(conn, 0)
+        self._count_refusal(error.reason)
+        self._sum("bytes_in", conn.bytes_in)
         try:
             if error.reply:
                 conn.sock.send(error.reply)
         except OSError:
             pass
         conn.sock.close()
-        self._count_refusal(error.reason)
-        self._sum("bytes_in", conn.bytes_in)
         logger.debug("control channel: %s is refused: %s", conn.address, error.message)
 
     def _read(self, peer: ChannelPeer) -> None:
@@ -287,6 +285,9 @@ class ChannelLoop:
             return
         if peer.close_reason and not peer.output:
             self._close(peer, peer.close_reason)
+            return
+        if peer.output.nbytes > self._options.peer_queued_bytes:
+            self._close(peer, "slow_reader")
             return
         self._update(peer)
 

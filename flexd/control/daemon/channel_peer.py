@@ -15,6 +15,8 @@ from flexd.control.protocol.handshake import Session
 from flexd.core.secrets import Secret, accepted_keys
 
 _LARGE_READ_BYTES = 2**18
+_PROOF_SECONDS = 1.0
+"""A peer that proves keys more often is closed; an honest one waits ``PROVE_AGAIN_SECONDS``."""
 
 
 class PeerClosedError(Exception):
@@ -59,6 +61,7 @@ class ChannelPeer:
         self._reader = FrameReader(FrameKey(session.to_daemon))
         self._reserved = 0
         self._large_since = 0.0
+        self._proof_at = -_PROOF_SECONDS
 
     @property
     def waits_for_large(self) -> bool:
@@ -139,6 +142,10 @@ class ChannelPeer:
             return
         self._unread.release(self.number, reserved)
         if kind == FrameKind.PROVE:
+            now = time.monotonic()
+            if now - self._proof_at < _PROOF_SECONDS:
+                raise PeerClosedError("too_many_proofs")
+            self._proof_at = now
             session = self._session.with_key(frame.message, accepted_keys(self._secret))
             if session is None:
                 self.output.add(SealedPayload(b"", kind=FrameKind.NOT_PROVED))

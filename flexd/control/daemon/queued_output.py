@@ -8,7 +8,7 @@ import time
 from collections import deque
 
 from flexd.control.daemon.channel_types import EVENT_BYTES
-from flexd.control.protocol.frames import FrameKey, SealedPayload
+from flexd.control.protocol.frames import Body, FrameKey, SealedPayload
 
 _BUFFERS = 48
 """Buffers of one system call: 16 frames of three."""
@@ -47,7 +47,7 @@ class PeerOutput:
         self.nbytes = 0
         self.progress_at = time.monotonic()
         self._total = total
-        self._buffers: deque[tuple[memoryview, SealedPayload | None]] = deque()
+        self._buffers: deque[tuple[Body, SealedPayload | None]] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._buffers)
@@ -56,10 +56,10 @@ class PeerOutput:
         """Tag and queue a frame."""
         if not self._buffers:
             self.progress_at = time.monotonic()
-        self._buffers.append((memoryview(payload.start), None))
+        self._buffers.append((payload.start, None))
         if payload.body:
-            self._buffers.append((memoryview(payload.body), None))
-        self._buffers.append((memoryview(self.key.tag(payload)), payload))
+            self._buffers.append((payload.body, None))
+        self._buffers.append((self.key.tag(payload), payload))
         self._total.add(payload)
         self.nbytes += payload.nbytes + EVENT_BYTES
 
@@ -92,9 +92,9 @@ class PeerOutput:
             return sock.send(self._first_record())
         return sock.sendmsg([self._buffers[at][0] for at in range(min(_BUFFERS, len(self._buffers)))])
 
-    def _first_record(self) -> bytes | memoryview:
+    def _first_record(self) -> Body:
         """Join short buffers: each call makes a TLS record of its own. A retry finds the same bytes, or more."""
-        first: list[memoryview] = []
+        first: list[Body] = []
         nbytes = 0
         for buffer, _ in self._buffers:
             if first and nbytes + len(buffer) > _RECORD_BYTES:
@@ -107,7 +107,7 @@ class PeerOutput:
         while count:
             buffer, payload = self._buffers[0]
             if count < len(buffer):
-                self._buffers[0] = (buffer[count:], payload)
+                self._buffers[0] = (memoryview(buffer)[count:], payload)
                 return
             count -= len(buffer)
             self._buffers.popleft()

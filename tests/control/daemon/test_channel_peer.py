@@ -1,0 +1,262 @@
+"""Peers that have proven the secret and then misbehave: each is bounded or closed, counted, and the others go on."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from flexd.control.agent.channel_client import ChannelClient
+from flexd.control.daemon.channel_types import ChannelOptions, Closed
+from flexd.control.protocol.credentials import ChannelCredentials
+from flexd.control.protocol.frames import HEAD, MAX_BODY_BYTES, MAX_MESSAGE_BYTES, FrameKind, SealedPayload
+from flexd.core.errors import ControlError
+from flexd.core.secrets import KeyFile
+from tests.support.channel import (
+    DEADLINE_SECONDS,
+    EchoDaemon,
+    RawPeer,
+    echo_daemon,
+    honest_peer,
+    is_closed,
+    round_trip,
+)
+from tests.support.until import until
+
+
+def closed(daemon: EchoDaemon, reason: str) -> int:
+    return daemon.server.counters().closed.get(reason, 0)
+
+
+def expect_closed(daemon: EchoDaemon, peer: RawPeer, reason: str) -> None:
+    assert is_closed(peer.sock)
+    until(lambda: closed(daemon, reason) == 1, DEADLINE_SECONDS, lambda: daemon.server.counters())
+    until(lambda: [event.reason for event in daemon.closed()] == [reason], DEADLINE_SECONDS, daemon.closed)
+
+
+@pytest.mark.parametrize(
+    ("length", "message", "reason"),
+    [
+        (MAX_BODY_BYTES + 1, 0, "oversized"),
+        (MAX_MESSAGE_BYTES + 1, MAX_MESSAGE_BYTES + 1, "oversized"),
+        (2**32 - 1, 0, "oversized"),
+        (3, 4, "malformed"),
+    ],
+)
+def test_an_oversized_frame_closes_its_peer(length: int, message: int, reason: str) -> None:
+    with echo_daemon() as daemon, honest_peer(daemon):
+        peer = RawPeer(daemon.server.port)
+        peer.send(HEAD.pack(length, 0, message))
+        expect_closed(daemon, peer, reason)
+
+
+@pytest.mark.parametrize("at", [0, 4, 8, 12, -20, -1])
+def test_a_flipped_bit_closes_its_peer(at: int) -> None:
+    with echo_daemon() as daemon, honest_peer(daemon):
+        peer = RawPeer(daemon.server.port)
+        frame = bytearray(peer.frame(b"a message", b"and its body" * 5))
+        frame[at] ^= 1 if at else 0xFF
+        peer.send(bytes(frame))
+        assert is_closed(peer.sock)
+        until(lambda: len(daemon.closed()) == 1, DEADLINE_SECONDS)
+        assert daemon.closed()[0].reason in {"forged", "oversized", "malformed"}
+
+
+@pytest.mark.parametrize("order", [[1, 0], [0, 0], [0, 2, 1], [2]])
+def test_frames_moved_repeated_or_left_out_close_their_peer(order: list[int]) -> None:
+    with echo_daemon() as daemon, honest_peer(daemon):
+        peer = RawPeer(daemon.server.port)
+        frames = [peer.frame(b"%d" % at) for at in range(3)]
+        peer.send(b"".join(frames[at] for at in order))
+        expect_closed(daemon, peer, "forged")
+
+
+def test_frames_of_another_connection_close_their_peer() -> None:
+    with echo_daemon() as daemon, honest_peer(daemon):
+        first, second = RawPeer(daemon.server.port), RawPeer(daemon.server.port)
+        second.send(first.frame(b"for the first"))
+        expect_closed(daemon, second, "forged")
+        first.key = type(first.key)(first.session.to_daemon)
+        first.send(first.frame(b"goes on"))
+
+
+def test_the_daemons_own_frames_close_their_peer() -> None:
+    with echo_daemon() as daemon, honest_peer(daemon):
+        peer = RawPeer(daemon.server.port)
+        payload = SealedPayload(b"mirrored")
+        peer.send(payload.start + type(peer.key)(peer.session.to_client).tag(payload))
+        expect_closed(daemon, peer, "forged")
+
+
+def test_a_cut_frame_is_dropped() -> None:
+    with echo_daemon() as daemon, honest_peer(daemon):
+        for cut in (5, 20, 60_000):
+            peer = RawPeer(daemon.server.port)
+            peer.send(peer.frame(b"cut", bytes(100_000))[:cut])
+            peer.sock.close()
+        until(lambda: closed(daemon, "disconnected") == 3, DEADLINE_SECONDS, lambda: daemon.server.counters())
+        until(lambda: daemon.server.counters().unread_bytes < 10_000, DEADLINE_SECONDS)
+
+
+def test_a_large_frame_that_never_ends_is_closed() -> None:
+    with echo_daemon(ChannelOptions(timeout_seconds=1.0)) as daemon, honest_peer(daemon):
+        peer = RawPeer(daemon.server.port)
+        peer.send(peer.frame(b"slow", bytes(MAX_BODY_BYTES))[:50_000])
+        expect_closed(daemon, peer, "slow_frame")
+
+
+def test_an_unknown_kind_is_ignored() -> None:
+    """A later version may have sent it."""
+    with echo_daemon() as daemon, honest_peer(daemon):
+        peer = RawPeer(daemon.server.port)
+        payload = SealedPayload(b"from the future")
+        payload.start = payload.start[:4] + b"\x63" + payload.start[5:]
+        import hashlib
+
+        payload.digest = hashlib.sha256(payload.start).digest()
+        peer.send(payload.start + peer.key.tag(payload))
+        peer.send(peer.frame(b"known"))
+        assert peer.sock.recv(9)
+        assert daemon.closed() == []
+
+
+def test_a_flood_is_not_read_beyond_its_bound_and_delays_nobody() -> None:
+    options = ChannelOptions(peer_unread_bytes=2**19, unread_bytes=2**22)
+    with echo_daemon(options) as daemon, honest_peer(daemon) as honest:
+        daemon.drains.clear()
+        floods = [RawPeer(daemon.server.port) for _ in range(3)]
+        frames = [b"".join(peer.frame(b"flood", bytes(size)) for _ in range(n)) for peer, (size, n) in zip(
+            floods, [(0, 20_000), (1000, 5000), (500_000, 10)], strict=True)]  # fmt: skip
+        sent = [0, 0, 0]
+        for peer in floods:
+            peer.sock.setblocking(False)
+
+        def push() -> bool:
+            progress = False
+            for at, peer in enumerate(floods):
+                try:
+                    count = peer.sock.send(frames[at][sent[at] : sent[at] + 2**18])
+                except BlockingIOError:
+                    continue
+                sent[at] += count
+                progress |= count > 0
+            return progress
+
+        quiet = 0
+        while quiet < 10:
+            quiet = 0 if push() else quiet + 1
+            counters = daemon.server.counters()
+            assert counters.unread_bytes <= options.unread_bytes + 5 * 2**15, counters
+            time.sleep(0.02)
+        assert counters.unread_bytes > 2**19
+        # Each is at its bound; the honest peer's frames wait in its own queue and are received next.
+        daemon.drains.set()
+        honest.goes_on()
+        for at, peer in enumerate(floods):
+            until(lambda: push() or sent[at] == len(frames[at]) or is_closed(peer.sock), DEADLINE_SECONDS)  # noqa: B023
+        assert {event.reason for event in daemon.closed()} <= {"slow_reader", "stalled", "disconnected"}
+
+
+def test_a_peer_that_never_reads_is_closed() -> None:
+    options = ChannelOptions(peer_queued_bytes=2**21)
+    with echo_daemon(options) as daemon, honest_peer(daemon) as honest:
+        deaf = RawPeer(daemon.server.port)
+        honest_number = 1
+        body = bytes(MAX_BODY_BYTES)
+        until(lambda: daemon.server.counters().peers == 2, DEADLINE_SECONDS)
+        number = max(event.peer for event in daemon.events)
+        assert number != honest_number
+        for _ in range(40):
+            daemon.server.send([number], b"more", body)
+        until(lambda: closed(daemon, "slow_reader") == 1, DEADLINE_SECONDS, lambda: daemon.server.counters())
+        until(lambda: daemon.server.counters().queued_bytes < 2**20, DEADLINE_SECONDS)
+        until(lambda: daemon.closed() == [Closed(number, "slow_reader")], DEADLINE_SECONDS, daemon.closed)
+        honest.goes_on()
+        deaf.sock.close()
+
+
+def test_a_peer_that_stops_reading_is_closed_after_the_timeout() -> None:
+    with echo_daemon(ChannelOptions(timeout_seconds=1.0)) as daemon, honest_peer(daemon):
+        deaf = RawPeer(daemon.server.port)
+        until(lambda: daemon.server.counters().peers == 2, DEADLINE_SECONDS)
+        number = max(event.peer for event in daemon.events)
+        for _ in range(16):
+            daemon.server.send([number], b"more", bytes(MAX_BODY_BYTES))
+        until(lambda: closed(daemon, "stalled") == 1, DEADLINE_SECONDS, lambda: daemon.server.counters())
+        deaf.sock.close()
+
+
+def test_proofs_without_end_close_their_peer() -> None:
+    with echo_daemon() as daemon, honest_peer(daemon):
+        peer = RawPeer(daemon.server.port)
+        payload = SealedPayload(b"p" * 64, kind=FrameKind.PROVE)
+        peer.send(b"".join(payload.start + peer.key.tag(payload) for _ in range(100)))
+        expect_closed(daemon, peer, "too_many_proofs")
+
+
+def test_one_rank_more_than_the_bound_is_refused() -> None:
+    with echo_daemon(ChannelOptions(max_peers=2)) as daemon:
+        credentials = ChannelCredentials(b"0123456789abcdef0123456789abcdef")
+        peers = [ChannelClient.connect("127.0.0.1", daemon.server.port, credentials, 10) for _ in range(2)]
+        with pytest.raises(ControlError, match="too many connections"):
+            ChannelClient.connect("127.0.0.1", daemon.server.port, credentials, 10)
+        assert daemon.server.counters().refused == {"too_many_peers": 1}
+        peers.pop().close()
+        until(lambda: daemon.server.counters().peers == 1, DEADLINE_SECONDS)
+        until(lambda: len(daemon.closed()) == 1, DEADLINE_SECONDS)
+        round_trip(ChannelClient.connect("127.0.0.1", daemon.server.port, credentials, 10), b"in", b"")
+
+
+class Rotation:
+    """Two secret files, of the daemon and of a rank, with no wait between two looks at them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.daemon, self.rank = folder / "daemon", folder / "rank"
+
+    def write(self, path: Path, *keys: bytes) -> None:
+        new = path.with_suffix(".new")
+        new.write_bytes(b"\n".join(keys))
+        os.replace(new, path)
+
+    def credentials(self, path: Path) -> ChannelCredentials:
+        return ChannelCredentials(KeyFile(path, "secret_file"))
+
+
+OLD, NEW = b"old key of 32 bytes.............", b"new key of 32 bytes............."
+
+
+def test_a_secret_is_replaced_in_three_steps_without_a_new_connection(tmp_path: Path) -> None:
+    files = Rotation(tmp_path)
+    for path in (files.daemon, files.rank):
+        files.write(path, OLD)
+    with echo_daemon(credentials=files.credentials(files.daemon)) as daemon:
+        credentials = files.credentials(files.rank)
+        with honest_peer(daemon, credentials) as peer:
+            for keys in ((OLD, NEW), (NEW, OLD), (NEW,)):
+                for path in (files.daemon, files.rank):
+                    files.write(path, *keys)
+                    until(lambda: credentials.secret.keys() == keys or path == files.daemon, DEADLINE_SECONDS)  # type: ignore[union-attr] # noqa: B023
+                    # The daemon looks once a second; two looks have happened after as many checks of the peers.
+                    peer.goes_on()
+                if keys[0] == NEW:
+                    until(lambda: peer.client._session.key == NEW, DEADLINE_SECONDS, "the new key is not proven")
+            before = peer.trips
+            until(lambda: peer.trips > before + 100, DEADLINE_SECONDS)
+        assert {event.reason for event in daemon.closed()} <= {"disconnected"}
+
+
+def test_a_removed_key_closes_its_sessions(tmp_path: Path) -> None:
+    files = Rotation(tmp_path)
+    files.write(files.daemon, OLD, NEW)
+    with echo_daemon(credentials=files.credentials(files.daemon)) as daemon:
+        with honest_peer(daemon, ChannelCredentials(NEW)):
+            old = ChannelClient.connect("127.0.0.1", daemon.server.port, ChannelCredentials(OLD), DEADLINE_SECONDS)
+            round_trip(old, b"before", b"")
+            files.write(files.daemon, NEW)
+            with pytest.raises(ControlError, match="key_removed"):
+                until(lambda: old.receive(1.0) is not None, DEADLINE_SECONDS)
+        assert closed(daemon, "key_removed") == 1
+        with pytest.raises(ControlError, match="secret"):
+            ChannelClient.connect("127.0.0.1", daemon.server.port, ChannelCredentials(OLD), DEADLINE_SECONDS)

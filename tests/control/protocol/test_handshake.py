@@ -1,0 +1,244 @@
+"""Both ends agree on versions and keys if they share a secret, and in no other case."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.control.protocol.handshake import (
+    MAGIC,
+    MAX_CLIENT_BYTES,
+    MAX_FIELDS_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    HandshakeRefusedError,
+    Session,
+    Status,
+    Steps,
+    client_steps,
+    encode_hello,
+    parse_fields,
+    server_steps,
+)
+from flexd.control.protocol.versions import OWN, Versions
+from flexd.core.errors import AuthenticationError, ControlError, IncompatibleError
+
+OLD, NEW, OTHER = b"o" * 32, b"n" * 32, b"x" * 32
+FEATURES = st.frozensets(st.text("abcdefgh_", min_size=1, max_size=30), max_size=40)
+
+
+class End:
+    """One generator with what it has sent, and its result or error."""
+
+    def __init__(self, steps: Steps, verdict: bool = False) -> None:
+        self.steps = steps
+        self.verdict = verdict
+        self.sent: list[bytes] = []
+        self.pending = b""
+        self.session: Session | None = None
+        self.error: Exception | None = None
+        self._run(None)
+
+    def feed(self, data: bytes) -> None:
+        self.pending += data
+        while self.session is None and self.error is None and len(self.pending) >= self.needed:
+            data, self.pending = self.pending[: self.needed], self.pending[self.needed :]
+            self._run(data)
+
+    def _run(self, data: bytes | None) -> None:
+        try:
+            output, self.needed = next(self.steps) if data is None else self.steps.send(data)
+            if output:
+                self.sent.append(output)
+        except StopIteration as done:
+            self.session = done.value
+            if self.verdict:
+                self.sent.append(done.value.verdict(Status.OK))
+        except HandshakeRefusedError as error:
+            self.error = error
+            self.sent.append(error.reply)
+        except ControlError as error:
+            self.error = error
+
+
+def meet(client: Steps, server: Steps) -> tuple[End, End]:
+    ends = End(client), End(server, verdict=True)
+    seen = [0, 0]
+    for _ in range(10):
+        for own, other in ((0, 1), (1, 0)):
+            while seen[own] < len(ends[own].sent):
+                ends[other].feed(ends[own].sent[seen[own]])
+                seen[own] += 1
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("client_keys", "server_keys", "proven"),
+    [
+        ((OLD,), (OLD,), OLD),
+        ((OLD,), (OLD, NEW), OLD),
+        ((OLD, NEW), (NEW, OLD), OLD),
+        ((NEW, OLD), (OLD, NEW), NEW),
+        ((NEW, OLD), (NEW,), NEW),
+        ((OLD, NEW), (NEW,), NEW),
+        ((b"",), (b"",), b""),
+    ],
+)
+def test_both_ends_agree(client_keys: tuple[bytes, ...], server_keys: tuple[bytes, ...], proven: bytes) -> None:
+    client, server = meet(client_steps(OWN, client_keys), server_steps(OWN, server_keys))
+    assert client.session is not None
+    assert server.session is not None
+    assert client.session.key == server.session.key == proven
+    assert client.session.binding == server.session.binding
+    assert (client.session.to_daemon, client.session.to_client) == (server.session.to_daemon, server.session.to_client)
+    assert client.session.to_daemon != client.session.to_client
+    assert sum(map(len, client.sent)) <= MAX_CLIENT_BYTES
+    assert proven.hex() not in repr(client.session) or not proven
+
+
+@pytest.mark.parametrize(("client_keys", "server_keys"), [((OTHER,), (OLD, NEW)), ((OLD,), (b"",)), ((b"",), (OLD,))])
+def test_another_secret_is_refused_at_both_ends(client_keys: tuple[bytes, ...], server_keys: tuple[bytes, ...]) -> None:
+    client, server = meet(client_steps(OWN, client_keys), server_steps(OWN, server_keys))
+    assert isinstance(client.error, AuthenticationError)
+    assert isinstance(server.error, HandshakeRefusedError)
+    assert server.error.reason == "wrong_secret"
+    # The client has not shown anything that its key made.
+    assert client.sent[-1] == bytes(PROOF_BYTES)
+
+
+def test_no_two_sessions_are_alike() -> None:
+    sessions = [meet(client_steps(OWN, (OLD,)), server_steps(OWN, (OLD,)))[0].session for _ in range(2)]
+    assert sessions[0] is not None
+    assert sessions[1] is not None
+    assert sessions[0].to_daemon != sessions[1].to_daemon
+
+
+def test_the_versions_are_negotiated_and_told() -> None:
+    client, server = meet(
+        client_steps(Versions(1, 3, frozenset({"a", "b"})), (OLD,)),
+        server_steps(Versions(2, 4, frozenset({"b", "c"})), (OLD,)),
+    )
+    for end in (client, server):
+        assert end.session is not None
+        assert (end.session.agreement.version, end.session.agreement.features) == (3, {"b"})
+    client, server = meet(client_steps(Versions(1, 1), (OLD,)), server_steps(Versions(3, 4), (OLD,)))
+    assert isinstance(client.error, IncompatibleError)
+    assert "version 1" in str(client.error)
+    assert "versions 3 to 4" in str(client.error)
+    assert isinstance(server.error, HandshakeRefusedError)
+    assert server.error.reason == "version"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 65_535), st.integers(0, 100), FEATURES, st.binary(min_size=32, max_size=32), st.binary(max_size=20)
+)
+def test_hellos_are_read_as_they_were_written(
+    lowest: int, more: int, features: frozenset[str], nonce: bytes, appended: bytes
+) -> None:
+    offer = Versions(lowest, min(65_535, lowest + more), features)
+    hello = encode_hello(offer, nonce)
+    assert len(hello) <= 10 + MAX_FIELDS_BYTES
+    # A later version may append fields.
+    found, found_nonce = parse_fields(hello[10:] + appended)
+    assert (found.lowest, found.highest, found_nonce) == (offer.lowest, offer.highest, nonce)
+    assert found.features <= features
+    assert len(features) > 32 or sum(len(name) + 1 for name in features) > 980 or found.features == features
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=300), st.booleans())
+def test_random_bytes_prove_nothing(data: bytes, starts_well: bool) -> None:
+    server = End(server_steps(OWN, (OLD,)))
+    server.feed((encode_hello(OWN, bytes(NONCE_BYTES)) if starts_well else b"") + data)
+    assert server.session is None
+    client = End(client_steps(OWN, (OLD,)))
+    client.feed((encode_hello(OWN, bytes(NONCE_BYTES)) if starts_well else b"") + data)
+    assert client.session is None
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_one_bit_flipped_on_the_way_is_noticed(data: st.DataObject) -> None:
+    """Also of versions and features: nobody between the ends can choose the version."""
+    offer = Versions(1, 2, frozenset({"a", "b"}))
+    client, server = End(client_steps(offer, (OLD,))), End(server_steps(offer, (OLD, NEW)), verdict=True)
+    # One of four steps; the last 32 bytes of the server's first are the proof of a key that the client does not have.
+    step = data.draw(st.integers(0, 3))
+    for at, (sender, receiver) in enumerate(((client, server), (server, client), (client, server), (server, client))):
+        if len(sender.sent) <= at // 2:
+            break
+        sent = bytearray(sender.sent[at // 2])
+        if at == step:
+            bit = data.draw(st.integers(0, 8 * (len(sent) - (32 if at == 1 else 0)) - 1))
+            sent[bit // 8] ^= 1 << bit % 8
+        receiver.feed(bytes(sent))
+    assert client.session is None
+
+
+def test_a_recorded_handshake_is_refused() -> None:
+    client, _ = meet(client_steps(OWN, (OLD,)), server_steps(OWN, (OLD,)))
+    server = End(server_steps(OWN, (OLD,)))
+    server.feed(b"".join(client.sent))
+    assert isinstance(server.error, HandshakeRefusedError)
+    assert server.error.reason == "wrong_secret"
+
+
+def test_a_server_does_not_believe_its_own_proof() -> None:
+    server = End(server_steps(OWN, (OLD,)))
+    server.feed(encode_hello(OWN, bytes(NONCE_BYTES)))
+    server.feed(server.sent[0][-2 * PROOF_BYTES : -PROOF_BYTES])
+    assert isinstance(server.error, HandshakeRefusedError)
+
+
+def test_a_client_does_not_believe_its_own_hello() -> None:
+    client = End(client_steps(OWN, (OLD,)))
+    client.feed(client.sent[0] + bytes(2 * PROOF_BYTES))
+    assert isinstance(client.error, AuthenticationError)
+
+
+def test_a_hello_longer_than_the_bound_is_refused_by_its_head() -> None:
+    server = End(server_steps(OWN, (OLD,)))
+    server.feed(MAGIC + b"\0" + (MAX_FIELDS_BYTES + 1).to_bytes(2, "big"))
+    assert isinstance(server.error, HandshakeRefusedError)
+    assert server.error.reason == "oversized"
+
+
+def test_a_later_proof_makes_another_session() -> None:
+    client, server = meet(client_steps(OWN, (OLD, NEW)), server_steps(OWN, (OLD, NEW)))
+    assert client.session is not None
+    assert server.session is not None
+    proof = client.session.later_proof(NEW, b"r" * NONCE_BYTES)
+    found, same = server.session.with_key(proof, (OLD, NEW)), client.session.with_key(proof, (NEW,))
+    assert found is not None
+    assert same is not None
+    assert found.key == NEW
+    assert (found.to_daemon, found.to_client) == (same.to_daemon, same.to_client)
+    assert found.to_daemon != server.session.to_daemon
+    assert server.session.with_key(proof, (OLD,)) is None
+    assert server.session.with_key(proof[:-1], (OLD, NEW)) is None
+    other, _ = meet(client_steps(OWN, (OLD,)), server_steps(OWN, (OLD,)))
+    assert other.session is not None
+    assert other.session.with_key(proof, (OLD, NEW)) is None
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(Status.TOO_MANY, ControlError), (Status.WRONG_SECRET, AuthenticationError)]
+)
+def test_a_verdict_is_told(status: Status, error: type[Exception]) -> None:
+    client, server = End(client_steps(OWN, (OLD,))), End(server_steps(OWN, (OLD,)))
+    server.feed(client.sent[0])
+    client.feed(server.sent[0])
+    server.feed(client.sent[1])
+    assert server.session is not None
+    client.feed(server.session.verdict(status))
+    assert isinstance(client.error, error)
+    assert "too many" in str(client.error) or status != Status.TOO_MANY
+
+
+def test_a_daemon_of_another_protocol_is_named() -> None:
+    client = End(client_steps(OWN, (OLD,)))
+    client.feed(b"HTTP/1.1 400 Bad Request\r\n")
+    assert client.error is not None
+    assert "no flexd daemon answers there" in str(client.error)
