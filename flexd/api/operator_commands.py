@@ -16,6 +16,7 @@ from flexd.operations.decisions import DecisionFile, Pause, ThrottleOverride
 from flexd.operations.history.history import MigrationHistory
 from flexd.operations.history.records import ActionKind, ActionRecord
 from flexd.operations.pacing import MigrationPacing, merge_limits
+from flexd.operations.triggers import DAEMON_ACTOR
 
 logger = logging.getLogger("flexd")
 
@@ -76,7 +77,10 @@ class OperatorCommands:
         return DecisionsStatus.from_object(self._decisions)
 
     def tick(self) -> None:
-        """Retry failed writes, every few seconds."""
+        """Retry failed writes, every few seconds; record a pause that the control channel has begun by itself."""
+        distrust = self._coordinator.distrust
+        if distrust and (self.paused is None or self.paused.who != DAEMON_ACTOR):
+            self.pause(distrust, DAEMON_ACTOR)
         if not self._decisions.problem or time.monotonic() < self._retry_at:
             return
         with self._lock:
@@ -98,9 +102,10 @@ class OperatorCommands:
         """Implement ``DaemonApi.resume``."""
         with self._lock:
             pause = self.paused
+            # First, so that ``tick`` does not record the pause again that ends here.
+            self._coordinator.resume()
             if pause is not None:
                 self._decisions.update(pause=None)
-            self._coordinator.resume()
         if pause is not None:
             seconds = self._wall_clock() - pause.unix_seconds
             self._record("resume", who, reason, f"after {max(0.0, seconds):.0f} s of: {pause.reason}")

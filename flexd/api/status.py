@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from flexd.core.process_start import ProcessStart
 
 
+DAEMON = "flexd"
+"""Who pauses if no user does."""
+
+
 class Status(Model):
     """The daemon on one screen."""
 
@@ -52,6 +56,8 @@ class Status(Model):
     """True while planning and pushing are held."""
     pause_reason: str | None = None
     """Reason given for the pause."""
+    paused_by: str | None = None
+    """Who paused; ``flexd`` if ranks repeatedly reported another placement than the daemon had recorded."""
     pauses: int = 0
     """Pauses since the daemon started."""
     stream: StreamStatus
@@ -94,6 +100,10 @@ class Status(Model):
         yield gauge("flexd_healthy", "1 while the daemon's loop ticks.", self.healthy)
         yield gauge("flexd_ready", "1 while the daemon is useful (as /readyz).", self.ready)
         yield gauge("flexd_paused", "1 while planning and pushing are held.", self.paused)
+        yield gauge(
+            "flexd_paused_by_daemon", "1 while they are held because ranks repeatedly reported another placement.",
+            self.paused and self.paused_by == DAEMON,
+        )  # fmt: skip
         yield counter("flexd_pauses", "Pauses requested.", self.pauses)
         yield from self.stream.metrics()
         yield from self.sketch.metrics()

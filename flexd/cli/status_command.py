@@ -77,7 +77,8 @@ def _daemon(status: Status) -> Facts:
     if status.leadership is not None:
         facts.append(("leadership", _leadership(status.leadership)))
     if status.paused:
-        facts.append(("paused", status.pause_reason or "yes"))
+        by = f" (by {status.paused_by})" if status.paused_by else ""
+        facts.append(("paused", f"{status.pause_reason or 'yes'}{by}"))
     return Facts("", tuple(facts), frozenset() if status.healthy and status.ready else frozenset(("health", "")))
 
 

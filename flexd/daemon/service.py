@@ -298,6 +298,7 @@ class Daemon:
             update={
                 "paused": self._operator.paused is not None,
                 "pause_reason": self._operator.pause_reason,
+                "paused_by": None if self._operator.paused is None else self._operator.paused.who or None,
                 "pauses": self._operator.pauses,
                 "decisions": self._operator.decisions_status(),
                 "config": self._file.status(),

@@ -40,13 +40,37 @@ class Start:
         self.held = False
         self.now = 100.0
         self.actions: list[ActionRecord] = []
-        coordinator: Any = SimpleNamespace(pause=lambda: self._hold(True), resume=lambda: self._hold(False))
+        self.channel: Any = SimpleNamespace(
+            pause=lambda: self._hold(True), resume=lambda: self._hold(False), distrust=""
+        )
         history: Any = SimpleNamespace(record_action=self.actions.append)
         self.file = DecisionFile(directory / "decisions.json")
-        self.commands = OperatorCommands(control, self.file, history, coordinator, self.pacing, lambda: self.now)
+        self.commands = OperatorCommands(control, self.file, history, self.channel, self.pacing, lambda: self.now)
 
     def _hold(self, held: bool) -> None:
         self.held = held
+        if not held:
+            self.channel.distrust = ""
+
+
+def test_a_pause_of_the_channel_itself_is_recorded_and_lasts_until_resume(tmp_path: Path) -> None:
+    first = Start(tmp_path)
+    first.channel.distrust = "rank 1 reports another placement"
+    for _ in range(3):
+        first.commands.tick()
+    assert first.commands.paused == Pause(reason="rank 1 reports another placement", who="flexd", unix_seconds=100.0)
+    assert [(each.kind, each.who) for each in first.actions] == [("pause", "flexd")]
+    second = Start(tmp_path)
+    assert second.held is True
+    second.commands.tick()
+    assert second.commands.resume("checked", "ann").changed is True
+    second.commands.tick()
+    assert (second.held, second.commands.paused) == (False, None)
+    # A pause that a user has made meanwhile gets the reason that matters now.
+    second.commands.pause("night", "ann")
+    second.channel.distrust = "again"
+    second.commands.tick()
+    assert second.commands.paused == Pause(reason="again", who="flexd", unix_seconds=100.0)
 
 
 def test_pause_and_throttle_hold_after_a_restart(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ class FakeCoordinator:
     port = 0
     failure = ""
     outstanding_chunks = 0
+    distrust = ""
 
     def __init__(self, generation: int = 1, *, obedient: bool = False, slots: int = 200) -> None:
         self.topology: LiveTopology | None = LiveTopology(generation, "a", RankLayout(2, 2), (slots,), True, "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,8 @@ class Ranks:
                 placement_lists=(lambda state=state, rank=rank: self._listed(state, rank)) if can_list else None,
             )  # fmt: skip
             self.ranks.append(state)
+        self.false_digests: dict[int, int] = {}
+        """By rank: the digest that it reports instead of that of its placement."""
         self._stop = threading.Event()
         self.moving = threading.Event()
         self.moving.set()
@@ -136,8 +138,10 @@ class Ranks:
                     self.history[number].append((version, delta.keys.tobytes() + delta.new_tiers.tobytes()))
                     rank.inbox.applied(version)
             self.steps += 1
-            for rank in self.ranks:
-                rank.agent.report(step_report(self.steps, rank.placement))
+            for number, rank in enumerate(self.ranks):
+                report = step_report(self.steps, rank.placement)
+                digest = self.false_digests.get(number, report.placement_digest)
+                rank.agent.report(replace(report, placement_digest=digest))
             self.longest_step_seconds = max(self.longest_step_seconds, time.perf_counter() - started)
             time.sleep(0.002)
 

@@ -65,7 +65,7 @@ def cannot_prepare(rank: int, version: int, error: Exception) -> ChunkRefusedErr
     logger.warning("rank %d: chunk %d cannot be prepared", rank, version, exc_info=error)
     return ChunkRefusedError(
         f"rank {rank}: chunk {version} cannot be prepared: {named_error(error)}",
-        remedy="see the rank's log; a smaller control.chunk_rows needs less memory",
+        remedy="see the rank's log; a smaller control.chunk_bytes needs less memory",
         version=version,
     )
 

@@ -167,7 +167,14 @@ class Coordinator:
         self._pusher.paused = True
 
     def resume(self) -> None:
+        """Push again; also ends a pause because of ``distrust``."""
+        self._epochs.trust_again()
         self._pusher.paused = False
+
+    @property
+    def distrust(self) -> str:
+        """Why pushing has been paused by itself: ranks repeatedly reported another placement; empty if it was not."""
+        return self._epochs.distrust
 
     def status(self) -> ControlStatus:
         return self._epochs.status()

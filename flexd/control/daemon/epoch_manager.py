@@ -72,6 +72,8 @@ class EpochManager:
         present: the ranks that are registered now.
         refused: the ranks that were refused lately, newest first.
         reason: why nothing is pushed; empty while the ranks are ready.
+        distrust: why pushing is paused although nobody has paused it: ranks report another placement than the daemon
+            has recorded, again after it was read from them; empty otherwise.
     """
 
     def __init__(
@@ -115,6 +117,11 @@ class EpochManager:
         self.present = RankPresence()
         self.refused: tuple[RefusedRank, ...] = ()
         self.reason = "no rank has registered"
+        self.distrust = ""
+        self._must_list = False
+        """The next epoch starts from the lists of the ranks, not from the journal."""
+        self._distrusted = 0
+        """Epochs of this topology generation in which a placement differed, since ``trust_again``."""
 
     @property
     def has_no_ranks(self) -> bool:
@@ -188,8 +195,16 @@ class EpochManager:
         elif epoch.phase is Phase.LIVE:
             self._push(epoch)
             hosted.tap.tick()
-        elif epoch.advance(partial(self.agreed.continue_from, segment=self._segment(epoch.topology)), now):
+        elif epoch.advance(partial(self._continue_from, epoch.topology), now):
             self._go_live(epoch)
+
+    def trust_again(self) -> None:
+        """End a pause because of ``distrust``; the next difference is healed as the first one. Any thread."""
+        self.distrust = ""
+        self._distrusted = 0
+
+    def _continue_from(self, topology: Topology, version: int, digest: int) -> bool:
+        return not self._must_list and self.agreed.continue_from(version, digest, self._segment(topology))
 
     def _row_bytes(self, delta: Delta) -> npt.NDArray[np.int64]:
         live = self.live
@@ -218,15 +233,36 @@ class EpochManager:
         expected = self.pusher.digest_at(report.placement_version)
         if expected is not None and expected != report.placement_digest:
             self._counters["digest_mismatches"] += 1
-            self._events.emit("placement_digest_mismatch", rank=rank, version=report.placement_version)
+            self._distrust_placement(rank, report.placement_version)
         if self._on_report is not None:
             try:
                 self._on_report(rank, report)
             except Exception:
                 logger.exception("control channel: the report callback failed")
 
+    def _distrust_placement(self, rank: int, version: int) -> None:
+        """Heal a placement that differs: end the epoch and start from the lists of the ranks; pause after a repeat."""
+        if self.distrust:
+            return
+        epoch = self.epoch
+        words = f"rank {rank} reports another placement at version {version} than the daemon has recorded"
+        self._distrusted += 1
+        self._events.emit("placement_digest_mismatch", rank=rank, version=version, times=self._distrusted)
+        if self._distrusted == 1:
+            self._must_list = epoch is not None and all(hello.can_list for hello in epoch.topology.hellos)
+        else:
+            words += ", again after the daemon has read the ranks' placement"
+            self.distrust = words
+            self.pusher.paused = True
+            self._events.emit("pushing_paused", reason=words)
+        # Its chunks start from a placement that the ranks may not have.
+        self.pusher.fail_active(words)
+        if self._distrusted == 1:
+            self.end(words)
+
     def _begin_epoch(self, topology: Topology) -> None:
         if topology.identity != self._topology_identity:
+            self._distrusted = 0
             self._topology_identity = topology.identity
             self._generation += 1
             self.pusher.new_generation(f"the ranks changed: topology generation is {self._generation} now")
@@ -251,6 +287,7 @@ class EpochManager:
         if epoch.listed_placement is not None:
             self.agreed.restart_from(epoch.listed_placement, self._segment(epoch.topology))
             self._events.emit("placement_listed", version=epoch.version, rows=len(epoch.listed_placement))
+            self._must_list = False
         self.pusher.begin_epoch(epoch.version, epoch.digest, self._last_end)
         fault_point("epoch.live")
         self.reason = ""
