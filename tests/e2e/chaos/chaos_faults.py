@@ -23,7 +23,7 @@ _REACHED_SECONDS = 60.0
 
 _LINK_SECONDS = (0.5, 1.5 * CONTROL_SECONDS)
 """Shorter than the channel's deadlines, and longer."""
-RANKS_STRUCK = frozenset({"rank killed", "daemon ended while a rank hangs"})
+RANKS_STRUCK = frozenset({"rank killed", "ranks upgraded", "daemon ended while a rank hangs"})
 """Kinds that hold up training themselves."""
 
 Injection = Callable[[ChaosWorld, random.Random], str]

@@ -114,13 +114,17 @@ class Child:
 
 
 class ProcessServer:
-    """Starts processes. Closing it, or its owner's death, kills them all."""
+    """Starts processes. Closing it, or its owner's death, kills them all.
 
-    def __init__(self) -> None:
+    Args:
+        tree: directory whose ``flexd`` the processes run.
+    """
+
+    def __init__(self, tree: Path = ROOT) -> None:
         self._lock = threading.Lock()
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.chaos.chaos_processes"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, cwd=ROOT, env=child_environment(**_QUIET),
+            text=True, cwd=tree, env=child_environment(**_QUIET, tree=tree),
         )  # fmt: skip
 
     def start(self, function: str, log: Path, environ: dict[str, str] | None = None, **arguments: Any) -> Child:

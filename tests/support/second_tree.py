@@ -1,0 +1,117 @@
+"""A copy of flexd as its next version could be: a higher protocol version, other fields, a new kind of message.
+
+Processes that start with the folder at the front of their import path run that version (``ROOT`` runs this one).
+"""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from flexd.control.protocol import versions
+from tests.support.repository import ROOT
+
+VERSION = versions.VERSION + 1
+ADDED = "added_by_the_next_version"
+FEATURE = "next-version"
+NEW_KIND = "greeting"
+REMOVED: Mapping[str, tuple[str, ...]] = {
+    "Hello": ("tables", "table_count"),
+    "HelloRefused": ("remedy",),
+    "StepReport": ("migration_inter_bytes",),
+}
+"""Optional fields, by class, that the next version neither sends nor reads."""
+
+_MESSAGES = "flexd/control/protocol/messages.py"
+_WITHOUT_REMOVED = f"""
+
+_REMOVED = {dict(REMOVED)!r}
+_fields_of_version_1, _json_of_version_1 = wire_fields, _to_json
+
+
+@cache
+def wire_fields(cls: Any) -> Mapping[str, Any]:
+    removed = _REMOVED.get(cls.__name__, ())
+    return {{name: field for name, field in _fields_of_version_1(cls).items() if name not in removed}}
+
+
+def _to_json(value: Any) -> dict[str, Any]:
+    removed = _REMOVED.get(type(value).__name__, ())
+    return {{name: field for name, field in _json_of_version_1(value).items() if name not in removed}}
+"""
+
+
+def write_second_tree(directory: Path) -> Path:
+    """Write the next version's package to ``directory``/flexd and return ``directory``.
+
+    Raises:
+        AssertionError: this version does not have what the next one changes.
+    """
+    shutil.copytree(ROOT / "flexd", directory / "flexd", ignore=_unfinished)
+    _replace(directory / "flexd/control/protocol/versions.py", {
+        f"VERSION = {versions.VERSION}\n": f"VERSION = {VERSION}\n",
+        "FEATURES: frozenset[str] = frozenset()": f'FEATURES: frozenset[str] = frozenset({{"{FEATURE}"}})',
+    })  # fmt: skip
+    messages = directory / _MESSAGES
+    _add_field(messages, _messages(messages), f"{ADDED}: tuple[int, ...] = (1, 2)")
+    with messages.open("a") as file:
+        file.write(_WITHOUT_REMOVED)
+    _add_field(directory / "flexd/control/protocol/report.py", ["StepReport"], f"{ADDED}: int = 5")
+    _add_field(directory / "flexd/api/status.py", ["Status"], f'{ADDED}: str = "of the status"')
+    _add_field(directory / "flexd/scaleout/push_answer.py", ["PushAnswer"], f'{ADDED}: str = "of the answer"')
+    _replace(directory / "flexd/scaleout/count_delta.py", {
+        '        "lag_messages": delta.lag_messages,\n': f'        "{ADDED}": [1, {{"a": None}}],\n',
+    })  # fmt: skip
+    _replace(directory / "flexd/core/tap_counts.py", {
+        '"source_rank": counts.source_rank,': f'"source_rank": counts.source_rank, "{ADDED}": "of the counts",',
+    })  # fmt: skip
+    return directory
+
+
+def _unfinished(directory: str, names: list[str]) -> list[str]:
+    """Compiled files are copied, which saves the first start their compilation; those being written are left out."""
+    compiled = Path(directory).name == "__pycache__"
+    return [name for name in names if compiled and not name.endswith((".pyc", ".nbi", ".nbc"))]
+
+
+def _messages(path: Path) -> list[str]:
+    """Return the names of the classes with a ``kind`` of their own."""
+    found = [
+        node.name
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+        and any(
+            isinstance(item, ast.AnnAssign)
+            and isinstance(item.target, ast.Name)
+            and item.target.id == "kind"
+            and isinstance(item.value, ast.Constant)
+            and item.value.value
+            for item in node.body
+        )
+    ]
+    assert found, f"no message in {path}"
+    return found
+
+
+def _add_field(path: Path, classes: Iterable[str], field: str) -> None:
+    """Add a field, with its default, after the last one of each class."""
+    text = path.read_text()
+    lines, ends = text.splitlines(), {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef) and node.name in classes:
+            ends[node.name] = max(item.end_lineno or 0 for item in node.body if isinstance(item, ast.AnnAssign))
+    missing = set(classes) - ends.keys()
+    assert not missing, f"{path} has no {missing}"
+    for end in sorted(ends.values(), reverse=True):
+        lines.insert(end, f"    {field}")
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _replace(path: Path, changes: Mapping[str, str]) -> None:
+    text = path.read_text()
+    for old, new in changes.items():
+        assert text.count(old) == 1, f"{path} has {text.count(old)} of {old!r}"
+        text = text.replace(old, new)
+    path.write_text(text)
