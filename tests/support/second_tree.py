@@ -25,6 +25,31 @@ REMOVED: Mapping[str, tuple[str, ...]] = {
 """Optional fields, by class, that the next version neither sends nor reads."""
 
 _MESSAGES = "flexd/control/protocol/messages.py"
+_GREETING = f'b\'{{"kind":"{NEW_KIND}","to":["anyone",null],"job":7}}\''
+_CLIENT_GREETS = f"""
+
+_send_of_version_1 = ChannelClient.send
+
+
+def _send_and_greet(self: ChannelClient, message: bytes, body: Body = b"") -> None:
+    _send_of_version_1(self, message, body)
+    _send_of_version_1(self, {_GREETING})
+
+
+ChannelClient.send = _send_and_greet  # type: ignore[method-assign]
+"""
+_SERVER_GREETS = f"""
+
+_send_of_version_1 = ChannelServer.send
+
+
+def _send_and_greet(self: ChannelServer, peers: Sequence[int], message: bytes, body: Body = b"") -> None:
+    _send_of_version_1(self, peers, message, body)
+    _send_of_version_1(self, peers, {_GREETING})
+
+
+ChannelServer.send = _send_and_greet  # type: ignore[method-assign]
+"""
 _WITHOUT_REMOVED = f"""
 
 _REMOVED = {dict(REMOVED)!r}
@@ -56,8 +81,9 @@ def write_second_tree(directory: Path) -> Path:
     })  # fmt: skip
     messages = directory / _MESSAGES
     _add_field(messages, _messages(messages), f"{ADDED}: tuple[int, ...] = (1, 2)")
-    with messages.open("a") as file:
-        file.write(_WITHOUT_REMOVED)
+    _append(messages, _WITHOUT_REMOVED)
+    _append(directory / "flexd/control/agent/channel_client.py", _CLIENT_GREETS)
+    _append(directory / "flexd/control/daemon/channel_server.py", _SERVER_GREETS)
     _add_field(directory / "flexd/control/protocol/report.py", ["StepReport"], f"{ADDED}: int = 5")
     _add_field(directory / "flexd/api/status.py", ["Status"], f'{ADDED}: str = "of the status"')
     _add_field(directory / "flexd/scaleout/push_answer.py", ["PushAnswer"], f'{ADDED}: str = "of the answer"')
@@ -107,6 +133,11 @@ def _add_field(path: Path, classes: Iterable[str], field: str) -> None:
     for end in sorted(ends.values(), reverse=True):
         lines.insert(end, f"    {field}")
     path.write_text("\n".join(lines) + "\n")
+
+
+def _append(path: Path, code: str) -> None:
+    with path.open("a") as file:
+        file.write(code)
 
 
 def _replace(path: Path, changes: Mapping[str, str]) -> None:
