@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCHREC := $(VENV)/.torchrec
 
-.PHONY: lock fuzz mutate demo demo-kafka test test-all test-durations lint types imports docs bench bench-pause bench-cluster bench-control chaos torchrec manifests ops-tools e2e-ops clean
+.PHONY: lock fuzz mutate demo demo-kafka test test-all test-durations lint types imports docs bench bench-pause bench-cluster bench-control chaos soak torchrec manifests ops-tools e2e-ops clean
 
 demo: $(STAMP)
 	$(BIN)/flexd demo $(DEMO)
@@ -67,6 +67,11 @@ SEED ?= 1
 MINUTES ?= 5
 chaos: $(STAMP)
 	PYTHONPATH=.:tools $(BIN)/python -m tests.e2e.chaos.soak --seed $(SEED) --minutes $(MINUTES) $(CHAOS)
+
+# The same with hostile clients, poison on the stream, upgrades back and forth, rotated secrets and added tables.
+HOURS ?= 1
+soak: $(STAMP)
+	PYTHONPATH=.:tools $(BIN)/python -m tests.e2e.chaos.soak --hostile --json --seed $(SEED) --hours $(HOURS) $(SOAK)
 
 bench-pause: $(STAMP)
 	$(BIN)/python tools/bench_pause.py $(BENCH)

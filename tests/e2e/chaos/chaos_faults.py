@@ -51,7 +51,7 @@ def stop_at(point: str, count: int = 1) -> Injection:
         assert child is not None
         child.signal(signal.SIGSTOP)
         seconds = chance.choice([0.2, 1.2 * CONTROL_SECONDS])
-        _train_for(world, seconds)
+        train_for(world, seconds)
         child.signal(signal.SIGCONT)
         return f"{point}:{count}{reached} for {seconds:.1f} s"
 
@@ -99,7 +99,7 @@ def _link(how: str, *spans: float) -> Injection:
     def inject(world: ChaosWorld, chance: random.Random) -> str:
         seconds = chance.choice(spans)
         world.link.disconnect() if how == "cut" else world.link.stall()
-        _train_for(world, seconds)
+        train_for(world, seconds)
         world.link.mend()
         return f"for {seconds:.1f} s"
 
@@ -111,7 +111,7 @@ def stop_broker(world: ChaosWorld, chance: random.Random) -> str:
     os.kill(broker.pid, signal.SIGSTOP)
     seconds = chance.uniform(0.5, 3.0)
     try:
-        _train_for(world, seconds)
+        train_for(world, seconds)
     finally:
         os.kill(broker.pid, signal.SIGCONT)
     return f"for {seconds:.1f} s"
@@ -141,7 +141,7 @@ def stop_follower(world: ChaosWorld, chance: random.Random) -> str:
     assert world.follower is not None
     seconds = chance.uniform(0.5, 4.0)
     world.follower.signal(signal.SIGSTOP)
-    _train_for(world, seconds)
+    train_for(world, seconds)
     world.follower.signal(signal.SIGCONT)
     return f"for {seconds:.1f} s"
 
@@ -307,7 +307,7 @@ def _live_until(world: ChaosWorld, chance: random.Random, point: str, count: int
     return " (not reached)"
 
 
-def _train_for(world: ChaosWorld, seconds: float) -> None:
+def train_for(world: ChaosWorld, seconds: float) -> None:
     """Shows that steps are made all the time."""
     until_ = time.monotonic() + seconds
     world.steps_on(STEPS_DURING)

@@ -14,7 +14,6 @@ from flexd.daemon import factory
 from flexd.sketch.decay import UNIT_BITS
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.stream.codecs.codec import decode
 from flexd.stream.types import AccessBatch
 from tests.e2e.chaos.chaos_attempt import Attempt
 from tests.e2e.chaos.chaos_training import TABLES, WORLD, Reference
@@ -162,8 +161,8 @@ class Checker:
         half_life = factory.sketch_settings(config).half_life_seconds
         assert half_life is not None
         log = Log(half_life)
-        for payload in self._world.log():
-            log.add(decode(payload, config.stream.max_message_bytes))
+        for batches in self._world.batches():
+            log.add(batches)
         return log
 
 

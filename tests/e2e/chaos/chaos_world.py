@@ -21,9 +21,11 @@ from tansu_broker import TansuBroker
 
 from flexd.config.load import load_config
 from flexd.config.model import Config
+from flexd.core.errors import CodecError
 from flexd.core.fault_points import VARIABLE
 from flexd.demo.ports import free_ports
 from flexd.stream.codecs.codec import decode
+from flexd.stream.types import AccessBatch
 from flexd.topology.files import load_preset, write_cluster
 from flexd.topology.scale import scale_model
 from tests.e2e.chaos.chaos_attempt import Attempt
@@ -37,6 +39,8 @@ PARTITIONS = 2
 CONTROL_SECONDS = 3.0
 """Deadline of every wait on the control channel."""
 LEASE_SECONDS = 4.0
+MAX_MESSAGE_BYTES = 2**18
+"""Of the stream; a rank's messages have a few kilobytes."""
 STATE_BYTES = "8m"
 """More than a daemon keeps; a file that grows without bound fills it within minutes."""
 _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
@@ -128,7 +132,11 @@ class ChaosWorld:
 
     @property
     def config(self) -> Config:
-        return load_config(self._seats[0].config_file, {})
+        return load_config(self.config_file, {})
+
+    @property
+    def config_file(self) -> Path:
+        return self._seats[0].config_file
 
     @property
     def url(self) -> str:
@@ -245,10 +253,17 @@ class ChaosWorld:
         finally:
             consumer.close()
 
+    def batches(self) -> Iterator[list[AccessBatch]]:
+        """Those of each message in the broker; none of a message that no rank wrote."""
+        for message in self.log():
+            try:
+                yield decode(message, MAX_MESSAGE_BYTES)
+            except CodecError:
+                yield []
+
     def publishing_ranks(self) -> set[int]:
         """Those with accesses in the broker."""
-        limit = self.config.stream.max_message_bytes
-        return {batch.source_rank for message in self.log() for batch in decode(message, limit)}
+        return {batch.source_rank for batches in self.batches() for batch in batches}
 
     def where(self) -> str:
         """For the message of a failure."""
@@ -325,7 +340,7 @@ class ChaosWorld:
                     "kind": "kafka", "bootstrap_servers": self.broker.bootstrap_servers, "topic": TOPIC,
                     "session_timeout_seconds": 3.0, "connect_timeout_seconds": 3.0,
                 },
-                "poll_seconds": 0.05,
+                "poll_seconds": 0.05, "max_message_bytes": MAX_MESSAGE_BYTES, "dead_letters": {"max_bytes": 2**17},
             },
             "sketch": {"memory_bytes": 2**22, "half_life_seconds": 3.0, "max_future_seconds": 1e6},
             "topology": {"file": str(topology)},

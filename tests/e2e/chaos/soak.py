@@ -1,26 +1,38 @@
-"""Inject faults at random for a given time and report them (``make chaos SEED=... MINUTES=...``).
+"""Inject faults at random for a given time and report them (``make chaos``, ``make soak``).
 
-Ends with a table of the faults and, last, one JSON object. Exit code 1 if an invariant was violated.
+``make soak`` (``--hostile``) adds to the faults of ``make chaos``: hostile clients, poison on the stream, upgrades to
+the next version and back, rotated secrets and added tables. Ends with tables of the faults, of the points at which the
+daemon was killed and stopped, and of the largest memory, threads, descriptors, disk and queued bytes; with ``--json``,
+the last line is one JSON object. Exit code 1 if an invariant was violated or a limit passed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import sys
 import tempfile
 import time
+import traceback
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from bench_report import check, last_line
 
 from flexd.core.fault_points import POINTS
+from tests.e2e.chaos import chaos_operations, chaos_poison, chaos_upgrades
 from tests.e2e.chaos.chaos_faults import AT_A_POINT, LONG, Injection, kinds, points
 from tests.e2e.chaos.chaos_processes import ProcessServer
+from tests.e2e.chaos.chaos_resources import LIMITS, Maxima, ResourceSampler, resource_table
 from tests.e2e.chaos.chaos_run import ChaosRun, Outcome, as_json, figures, table
 from tests.e2e.chaos.chaos_standby import KINDS as STANDBY_KINDS
+from tests.e2e.chaos.chaos_world import ChaosWorld
+from tests.support.second_tree import write_second_tree
 
 _FAULTS_A_WORLD = 24
 _COUNT_EVERY = 8
@@ -32,18 +44,22 @@ _LONG_MINUTES = 5.0
 
 
 class Turns:
-    """Which fault is next: every kind once a turn, at the points that were struck least so far."""
+    """Selects the next fault: every kind once a turn, at the points that were struck least so far.
 
-    def __init__(self, chance: random.Random, only: str, minutes: float) -> None:
+    Attributes:
+        struck: times that the daemon was killed or stopped, by (kind, point).
+    """
+
+    def __init__(self, chance: random.Random, only: str, minutes: float, hostile: bool) -> None:
         self._chance = chance
         self._only = only
+        self._hostile = hostile
         self._long = dict(LONG) if minutes >= _LONG_MINUTES or only else {}
-        self.struck = dict.fromkeys(POINTS, 0)
+        self.struck: Counter[tuple[str, str]] = Counter()
 
-    def of_world(self, run: ChaosRun) -> Iterator[tuple[str, str, Injection]]:
+    def of_world(self, world: ChaosWorld) -> Iterator[tuple[str, str, Injection]]:
         """(kind, point or nothing, injection) without end; none if no kind is wanted."""
-        world, chance = run.world, self._chance
-        every = STANDBY_KINDS if world.has_standby else kinds(scale_out=world.scale_out, disk=world.has_disk)
+        chance, every = self._chance, self._kinds(world)
         passed = points(scale_out=world.scale_out)
         chosen = [kind for kind in every if self._only in kind]
         if not world.has_standby:
@@ -56,83 +72,144 @@ class Turns:
                     chosen.remove(kind)
                     yield kind, "", self._long.pop(kind)
                 elif kind in AT_A_POINT:
-                    fewest = min(self.struck[point] for point in passed)
-                    point = chance.choice([point for point in passed if self.struck[point] == fewest])
+                    times = {point: sum(self.struck[way, point] for way in AT_A_POINT) for point in passed}
+                    point = chance.choice([point for point in passed if times[point] == min(times.values())])
                     yield kind, point, AT_A_POINT[kind](point, chance.choice((1, 2)))
                 else:
                     yield kind, "", chance.choice(every[kind])
+
+    def _kinds(self, world: ChaosWorld) -> dict[str, list[Injection]]:
+        """Every kind of fault but those at a point."""
+        scale_out, standby = world.scale_out, world.has_standby
+        every = dict(STANDBY_KINDS) if standby else kinds(scale_out=scale_out, disk=world.has_disk)
+        if self._hostile:
+            every |= chaos_upgrades.kinds(scale_out=scale_out, standby=standby) | chaos_poison.kinds()
+            if not standby:
+                every |= chaos_operations.kinds(scale_out=scale_out)
+        return every
+
+
+class Soak:
+    """The results of all worlds of a soak."""
+
+    def __init__(self, turns: Turns, seed: int) -> None:
+        self.turns = turns
+        self._seed = seed
+        self.outcomes: list[Outcome] = []
+        self.broken: list[str] = []
+        self.maxima = Maxima()
+        self.worlds = self.steps = 0
+        self.largest_loss_difference = 0.0
+
+    def run_world(self, run: ChaosRun, end: float, faults: int, *, lose_broker: bool) -> None:
+        """Inject faults until ``end``, or until all worlds together have had ``faults``; add the results."""
+        self.worlds += 1
+        try:
+            with run, contextlib.closing(ResourceSampler(run.world)) as sampler:
+                self._strike(run, end, faults, lose_broker=lose_broker)
+                self.maxima.merge(sampler.maxima)
+        except Exception as error:
+            # A world that breaks in any way is a violation; the others and the report go on.
+            self.broken.append(f"world {self.worlds} (seed {run.world.seed}, {run.world.directory}): {error!r}")
+            traceback.print_exc()
+        self.broken += run.end_violations
+        self.outcomes += run.outcomes
+        self.steps += run.steps
+        self.largest_loss_difference = max(self.largest_loss_difference, run.largest_loss_difference)
+
+    def _strike(self, run: ChaosRun, end: float, faults: int, *, lose_broker: bool) -> None:
+        most = min(2 * len(STANDBY_KINDS) if run.world.has_standby else _FAULTS_A_WORLD, faults - len(self.outcomes))
+        for number, (kind, point, injection) in enumerate(self.turns.of_world(run.world), 1):
+            print(f"{kind} {point}...", file=sys.stderr, flush=True)
+            outcome = run.strike(kind, injection)
+            if point and "not reached" not in outcome.detail:
+                self.turns.struck[kind, point] += 1
+            print(
+                f"    ({outcome.detail}): recovered in {outcome.recovery_seconds:.1f} s, longest added step "
+                f"{outcome.added_step_seconds:.2f} s{''.join(f'; {line}' for line in outcome.violations)}",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            if time.monotonic() >= end or number >= most:
+                break
+            if number % _COUNT_EVERY == 0:
+                run.count()
+        run.finish(lose_broker=lose_broker)
+
+    @property
+    def violations(self) -> int:
+        return len(self.broken) + sum(len(outcome.violations) for outcome in self.outcomes)
+
+    @property
+    def points_struck(self) -> int:
+        return len({point for _, point in self.turns.struck})
+
+    def report(self) -> str:
+        """Return all tables as Markdown."""
+        struck = self.turns.struck
+        by_point = [f"| {' | '.join(['point', *AT_A_POINT])} |", "|---" * (1 + len(AT_A_POINT)) + "|"]
+        by_point += [f"| {point} | {' | '.join(str(struck[kind, point]) for kind in AT_A_POINT)} |" for point in POINTS]
+        line = (
+            f"seed {self._seed}: {len(self.outcomes)} faults in {self.worlds} worlds, at {self.points_struck} of "
+            f"{len(POINTS)} points; {self.violations} violations; {self.steps} rank steps compared, losses differ by "
+            f"at most {self.largest_loss_difference:.2g}"
+        )
+        return "\n\n".join([line, table(figures(self.outcomes)), "\n".join(by_point), resource_table(self.maxima)])
+
+    def checks(self) -> list[dict[str, Any]]:
+        found = [check("invariant violations", self.violations, "0", self.violations == 0)]
+        for name, seen in asdict(self.maxima).items():
+            limit = getattr(LIMITS, name)
+            found.append(check(f"largest {name}", seen, f"<= {limit}", seen <= limit))
+        return found
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "seed": self._seed,
+            "faults": len(self.outcomes),
+            "points_struck": self.points_struck,
+            "worlds": self.worlds,
+            "steps_checked": self.steps,
+            "largest_loss_difference": self.largest_loss_difference,
+            "maxima": asdict(self.maxima),
+            "kinds": {row["kind"]: row for row in figures(self.outcomes)},
+        }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--hours", type=float, help="instead of --minutes")
+    parser.add_argument("--faults", type=int, default=10**9, help="end earlier, after so many")
+    parser.add_argument("--hostile", action="store_true", help="add hostile clients, poison, upgrades and operations")
     parser.add_argument("--only", default="", help="only kinds of fault whose name has this text in it")
     parser.add_argument("--outcomes", type=Path, help="write every single fault as JSON here")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     arguments = parser.parse_args()
-    end = time.monotonic() + 60 * arguments.minutes
+    minutes = arguments.minutes if arguments.hours is None else 60 * arguments.hours
+    end = time.monotonic() + 60 * minutes
     chance = random.Random(arguments.seed)
-    outcomes: list[Outcome] = []
-    broken: list[str] = []
-    steps, largest, worlds = 0, 0.0, 0
-    turns = Turns(chance, arguments.only, arguments.minutes)
-    server = ProcessServer()
-    try:
-        while time.monotonic() < end:
-            seed = chance.randrange(2**31)
+    soak = Soak(Turns(chance, arguments.only, minutes, arguments.hostile), arguments.seed)
+    with contextlib.ExitStack() as servers:
+        this = servers.enter_context(contextlib.closing(ProcessServer()))
+        following = None
+        if arguments.hostile:
+            tree = write_second_tree(Path(tempfile.mkdtemp(prefix="flexd-next-")))
+            following = servers.enter_context(contextlib.closing(ProcessServer(tree)))
+        while time.monotonic() < end and len(soak.outcomes) < arguments.faults:
             directory = Path(tempfile.mkdtemp(prefix="flexd-chaos-"))
-            run = ChaosRun(directory, seed, server, **_WORLDS[worlds % len(_WORLDS)])
-            worlds += 1
-            try:
-                with run:
-                    _soak(run, turns, end, lose_broker=arguments.only in "broker killed")
-            except (AssertionError, TimeoutError) as error:
-                broken.append(f"world {worlds} (seed {seed}, {directory}): {error}")
-                print(broken[-1], file=sys.stderr)
-            broken += run.end_violations
-            outcomes += run.outcomes
-            steps, largest = steps + run.steps, max(largest, run.largest_loss_difference)
-    finally:
-        server.close()
-    rows = figures(outcomes)
-    print(table(rows))
-    for line in broken:
+            options: dict[str, Any] = {"next_server": following, **_WORLDS[soak.worlds % len(_WORLDS)]}
+            run = ChaosRun(directory, chance.randrange(2**31), this, **options)
+            soak.run_world(run, end, arguments.faults, lose_broker=arguments.only in "broker killed")
+    print(soak.report())
+    for line in soak.broken:
         print(line, file=sys.stderr)
     if arguments.outcomes is not None:
-        arguments.outcomes.write_text(json.dumps(as_json(outcomes), indent=1))
-    struck = [point for point, times in turns.struck.items() if times]
-    missed = [point for point in POINTS if point not in struck]
-    print(f"\nfault points struck: {len(struck)} of {len(POINTS)}{'; not: ' if missed else ''}{', '.join(missed)}")
-    violations = len(broken) + sum(len(outcome.violations) for outcome in outcomes)
-    summary = {
-        "faults": len(outcomes),
-        "points_struck": len(struck),
-        "worlds": worlds,
-        "steps_checked": steps,
-        "largest_loss_difference": largest,
-    }
-    checks = [check("invariant violations", violations, "0", violations == 0)]
-    print(last_line({**summary, "kinds": {row["kind"]: row for row in rows}}, checks))
-    return 1 if violations else 0
-
-
-def _soak(run: ChaosRun, turns: Turns, end: float, *, lose_broker: bool) -> None:
-    most = 2 * len(STANDBY_KINDS) if run.world.has_standby else _FAULTS_A_WORLD
-    for number, (kind, point, injection) in enumerate(turns.of_world(run), 1):
-        print(f"{kind} {point}...", file=sys.stderr, flush=True)
-        outcome = run.strike(kind, injection)
-        if point and "not reached" not in outcome.detail:
-            turns.struck[point] += 1
-        print(
-            f"    ({outcome.detail}): recovered in {outcome.recovery_seconds:.1f} s, longest added step "
-            f"{outcome.added_step_seconds:.2f} s{''.join(f'; {line}' for line in outcome.violations)}",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
-        if time.monotonic() >= end or number >= most:
-            break
-        if number % _COUNT_EVERY == 0:
-            run.count()
-    run.finish(lose_broker=lose_broker)
+        arguments.outcomes.write_text(json.dumps(as_json(soak.outcomes), indent=1))
+    checks = soak.checks()
+    if arguments.json:
+        print(last_line(soak.figures(), checks))
+    return 0 if all(entry["ok"] for entry in checks) else 1
 
 
 if __name__ == "__main__":
