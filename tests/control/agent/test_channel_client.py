@@ -1,0 +1,234 @@
+"""A rank's end of the channel: every wait has a deadline or is woken, and every failure is named."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from flexd.control.agent.channel_client import ChannelClient
+from flexd.control.daemon.channel_types import Opened
+from flexd.control.protocol import versions
+from flexd.control.protocol.credentials import ChannelCredentials
+from flexd.control.protocol.frames import MAX_BODY_BYTES, FrameKey, SealedPayload
+from flexd.control.protocol.handshake import HandshakeRefusedError, Session, Status, server_steps
+from flexd.control.protocol.versions import Versions
+from flexd.core.errors import AuthenticationError, ControlError, IncompatibleError
+from tests.support.channel import CREDENTIALS, DEADLINE_SECONDS, SECRET, EchoDaemon, echo_daemon, round_trip
+from tests.support.until import until
+
+
+@pytest.fixture
+def daemon() -> Iterator[EchoDaemon]:
+    with echo_daemon() as daemon:
+        yield daemon
+
+
+def connect(port: int, credentials: ChannelCredentials = CREDENTIALS, timeout_seconds: float = 10.0) -> ChannelClient:
+    return ChannelClient.connect("127.0.0.1", port, credentials, timeout_seconds)
+
+
+@contextlib.contextmanager
+def false_daemon(serve: Callable[[socket.socket], None]) -> Iterator[int]:
+    """Accept one connection and do with it what no flexd daemon does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            with listener.accept()[0] as sock, contextlib.suppress(OSError):
+                serve(sock)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join(DEADLINE_SECONDS)
+
+
+def accept_client(sock: socket.socket) -> Session:
+    steps = server_steps(versions.OWN, (SECRET,))
+    try:
+        output, needed = next(steps)
+        while True:
+            sock.sendall(output)
+            data = b""
+            while len(data) < needed:
+                data += sock.recv(needed - len(data))
+            output, needed = steps.send(data)
+    except StopIteration as done:
+        session: Session = done.value
+        sock.sendall(session.verdict(Status.OK))
+        return session
+
+
+def test_frames_of_every_size_come_back(daemon: EchoDaemon) -> None:
+    client = connect(daemon.server.port)
+    for size in (0, 1, 8_000, 8_192, 100_000, MAX_BODY_BYTES):
+        round_trip(client, b"size %d" % size, bytes(size))
+    assert (client.version, client.features, client.local_address) == (1, frozenset(), "127.0.0.1")
+    assert daemon.events == [Opened(1, 1, frozenset(), "127.0.0.1")]
+
+
+def test_a_receive_ends_at_its_timeout_or_when_it_is_woken(daemon: EchoDaemon) -> None:
+    client = connect(daemon.server.port)
+    assert client.receive(0.0) is None
+    assert client.receive(0.01) is None
+    client.wake()
+    client.wake()
+    assert client.receive(60.0) is None
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(client.receive(60.0)))
+    thread.start()
+    client.wake()
+    thread.join(DEADLINE_SECONDS)
+    assert found == [None]
+    round_trip(client, b"after", b"")
+
+
+def test_a_large_frame_that_arrives_slowly_is_returned_whole_by_a_later_receive() -> None:
+    body = bytes(range(256)) * 400
+    goes_on = threading.Event()
+
+    def serve(sock: socket.socket) -> None:
+        session = accept_client(sock)
+        payload = SealedPayload(b"slow", body)
+        data = payload.start + body + FrameKey(session.to_client).tag(payload)
+        sock.sendall(data[:50_000])
+        goes_on.wait()
+        sock.sendall(data[50_000:])
+
+    with false_daemon(serve) as port:
+        client = connect(port)
+        assert client.receive(0.2) is None
+        goes_on.set()
+        frame = client.receive(DEADLINE_SECONDS)
+        assert frame is not None
+        assert frame.body == body
+
+
+def test_the_daemons_reason_for_a_close_is_told(daemon: EchoDaemon) -> None:
+    client = connect(daemon.server.port)
+    round_trip(client, b"a", b"")
+    daemon.server.close(1, "replaced by another process")
+    with pytest.raises(ControlError, match="has closed the connection: replaced by another process"):
+        client.receive(DEADLINE_SECONDS)
+    for use in (lambda: client.send(b"b"), lambda: client.receive(1.0)):
+        with pytest.raises(ControlError, match="closed"):
+            use()
+    client.wake()
+    client.close()
+
+
+def test_what_was_sent_before_a_close_arrives(daemon: EchoDaemon) -> None:
+    daemon.drains.clear()
+    client = connect(daemon.server.port)
+    for _ in range(20):
+        client.send(b"last", bytes(50_000))
+    client.close()
+    daemon.drains.set()
+    until(lambda: daemon.closed(), DEADLINE_SECONDS)
+    assert daemon.server.counters().bytes_in > 20 * 50_000
+
+
+def test_nobody_listens_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(ControlError, match=r"no daemon at 127\.0\.0\.1:"):
+        connect(port)
+
+
+def test_a_daemon_that_accepts_and_never_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(ControlError, match="does not answer"):
+        connect(listener.getsockname()[1], timeout_seconds=0.3)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "no flexd daemon answers there"),
+        (b"", "has closed the connection during the handshake"),
+        (b"FLEXD\r\n\0\xff\xff", "no flexd daemon answers there: a hello of 65535 bytes"),
+    ],
+)
+def test_something_else_listens_there(answer: bytes, error: str) -> None:
+    def serve(sock: socket.socket) -> None:
+        sock.recv(100)
+        sock.sendall(answer)
+
+    with false_daemon(serve) as port, pytest.raises(ControlError, match=error):
+        connect(port)
+
+
+def test_another_secret_is_named(daemon: EchoDaemon) -> None:
+    with pytest.raises(AuthenticationError, match="the same secret file"):
+        connect(daemon.server.port, ChannelCredentials(b"another secret of 32 bytes......"))
+    until(lambda: daemon.server.counters().refused == {"wrong_secret": 1}, DEADLINE_SECONDS)
+
+
+def test_another_version_is_named_with_both_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "OWN", Versions(7, 8))
+    with (
+        false_daemon(lambda sock: refuse_client(sock, Versions(1, 1))) as port,
+        pytest.raises(IncompatibleError, match=r"versions 7 to 8 .*version 1"),
+    ):
+        connect(port)
+
+
+def refuse_client(sock: socket.socket, offer: Versions) -> None:
+    steps = server_steps(offer, (SECRET,))
+    try:
+        _, needed = next(steps)
+        while True:
+            _, needed = steps.send(sock.recv(needed))
+    except HandshakeRefusedError as error:
+        sock.sendall(error.reply)
+
+
+@pytest.mark.parametrize("damage", ["flip", "repeat", "mirror", "unsigned"])
+def test_a_frame_that_the_daemon_did_not_send_is_refused(damage: str) -> None:
+    def serve(sock: socket.socket) -> None:
+        session = accept_client(sock)
+        key = FrameKey(session.to_daemon if damage == "mirror" else session.to_client)
+        payload = SealedPayload(b"chunk")
+        frame = payload.start + key.tag(payload)
+        if damage == "flip":
+            frame = frame[:10] + bytes([frame[10] ^ 1]) + frame[11:]
+        if damage == "unsigned":
+            frame = payload.start + bytes(16)
+        sock.sendall(frame * (2 if damage == "repeat" else 1))
+
+    with false_daemon(serve) as port:
+        client = connect(port)
+        if damage == "repeat":
+            assert client.receive(DEADLINE_SECONDS)
+        with pytest.raises(AuthenticationError, match="not the one that was sent"):
+            client.receive(DEADLINE_SECONDS)
+
+
+def test_an_oversized_frame_of_the_daemon_is_not_allocated() -> None:
+    def serve(sock: socket.socket) -> None:
+        accept_client(sock)
+        sock.sendall(b"\x7f\xff\xff\xff\0\0\0\0\0")
+
+    with false_daemon(serve) as port, pytest.raises(ControlError, match="a body of 2147483647 bytes"):
+        connect(port).receive(DEADLINE_SECONDS)
+
+
+def test_a_daemon_that_does_not_read_fails_the_send() -> None:
+    done = threading.Event()
+
+    def serve(sock: socket.socket) -> None:
+        accept_client(sock)
+        done.wait()
+
+    with false_daemon(serve) as port:
+        client = connect(port, timeout_seconds=0.5)
+        with pytest.raises(ControlError, match="does not read"):
+            send_without_end(client)
+        done.set()
+
+
+def send_without_end(client: ChannelClient) -> None:
+    while True:
+        client.send(b"more", bytes(MAX_BODY_BYTES))
