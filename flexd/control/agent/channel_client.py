@@ -21,6 +21,7 @@ KEY_CHECK_SECONDS = 1.0
 """Longest wait without a look at the secret file."""
 PROVE_AGAIN_SECONDS = 5.0
 """Shortest time between two proofs of a new key."""
+_LINGER_SECONDS = 1.0
 _CLOSED = "the daemon has closed the connection"
 
 
@@ -119,8 +120,8 @@ class ChannelClient:
             self._prove_new_key()
             try:
                 found = self._reader.next_frame()
-            except FrameError:
-                self.close()
+            except (FrameError, AuthenticationError):
+                self._drop()
                 raise
             if found is not None:
                 kind, frame = found
@@ -144,13 +145,26 @@ class ChannelClient:
             self._wake_writer.send(b"\0")
 
     def close(self) -> None:
-        """Close the connection; idempotent. What was sent before arrives."""
+        """Close the connection; idempotent. What was sent before arrives, if the daemon reads it within a second."""
+        if self._socket.fileno() >= 0:
+            # A close with frames unread would reset the connection, and drop what the daemon has not read yet.
+            deadline = time.monotonic() + _LINGER_SECONDS
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
+                while time.monotonic() < deadline:
+                    self._wait(select.POLLIN, deadline - time.monotonic(), wakeable=False)
+                    if not socket.socket.recv(self._socket, READ_BYTES):
+                        break
+        self._drop()
+
+    def _drop(self) -> None:
+        """Close the connection after a failure."""
         for sock in (self._socket, self._wake_reader, self._wake_writer):
             sock.close()
 
     def _handle(self, kind: int, frame: Frame) -> None:
         if kind == FrameKind.CLOSE:
-            self.close()
+            self._drop()
             raise ControlError(f"{_CLOSED}: {frame.message[:200].decode(errors='replace')}")
         if kind == FrameKind.PROVED and self._proving is not None:
             self._reader.key.replace(self._proving.to_client)
@@ -189,7 +203,7 @@ class ChannelClient:
                     raise ControlError(f"the daemon does not read: a frame was not sent in {self._timeout:g} s")
                 self._wait(select.POLLOUT, remaining, wakeable=False)
         except (OSError, ControlError) as error:
-            self.close()
+            self._drop()
             if isinstance(error, ControlError):
                 raise
             raise ControlError(f"{_CLOSED}: {error}") from error
@@ -216,10 +230,10 @@ class ChannelClient:
         except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
         except OSError as error:
-            self.close()
+            self._drop()
             raise ControlError(f"{_CLOSED}: {error}") from error
         if count == 0:
-            self.close()
+            self._drop()
             raise ControlError(_CLOSED)
         return True
 

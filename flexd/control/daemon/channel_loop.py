@@ -127,7 +127,7 @@ class ChannelLoop:
         """Queue a frame for those of ``numbers`` that are connected, and send what their sockets accept now."""
         for number in numbers:
             peer = self._peers.get(number)
-            if peer is None or peer.close_reason:
+            if peer is None or peer.close_reason or peer.is_deaf:
                 continue
             peer.output.add(payload)
             self._flush(peer)
@@ -281,8 +281,9 @@ class ChannelLoop:
         try:
             self._sum("bytes_out", peer.output.flush(peer.sock))
         except OSError:
-            self._close(peer, peer.close_reason or "disconnected")
-            return
+            # The frames that it sent before are still to be read; then reading fails too.
+            peer.is_deaf = True
+            peer.output.clear()
         if peer.close_reason and not peer.output:
             self._close(peer, peer.close_reason)
             return

@@ -35,6 +35,7 @@ class ChannelPeer:
         proven_key: of the shared secret, that the peer proved last.
         output: frames that wait for it.
         is_paused: it is not read until there is room for what it sends.
+        is_deaf: it accepts no output any more.
         close_reason: it is closed once its output is sent; empty while it is not to be closed.
     """
 
@@ -52,6 +53,7 @@ class ChannelPeer:
         self.proven_key = session.key
         self.output = PeerOutput(FrameKey(session.to_client), total)
         self.is_paused = False
+        self.is_deaf = False
         self.close_reason = ""
         self.bytes_in = 0
         self._session = session
