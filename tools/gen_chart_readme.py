@@ -35,6 +35,14 @@ helm install ranking helm/flexd -f my-values.yaml
 helm test ranking
 ```
 
+`my-values.yaml` has to name your trainers, since only they reach the control port:
+
+```yaml
+networkPolicy:
+  trainers:
+    - podSelector: {{matchLabels: {{app: trainer}}}}
+```
+
 Secrets are named, never contained: `control.existingSecret`, `scaleOut.existingSecret`, `env` with `valueFrom`, and
 `extraVolumes`. Values files to start from are in `ci/`. The values are checked by `values.schema.json`, the daemon's
 configuration in full by the daemon itself. A map is merged into the default one: set a key to null to be

@@ -21,7 +21,7 @@ RELEASE = "ranking"
 MANIFESTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "standalone.yaml": (
         "One Deployment for a training job: a leader, and a stand-by that waits for its lease.",
-        ("highAvailability.enabled=true",),
+        ("highAvailability.enabled=true", "networkPolicy.trainers[0].podSelector.matchLabels.app=trainer"),
     ),
     "sidecar-jobset.yaml": (
         "A daemon beside each pod of a JobSet: the first pod's leads, the others count for it (docs/scale-out.md).",

@@ -11,6 +11,7 @@ import yaml
 from flexd.config.load import parse_config
 from tests.support.deployed import (
     CHART,
+    TRAINERS,
     check_daemon,
     check_references,
     check_schema,
@@ -29,7 +30,7 @@ VALUES = sorted((CHART / "ci").glob("*.yaml"))
 
 @pytest.mark.parametrize("values", [None, *VALUES], ids=lambda file: file.name if file else "default")
 def test_chart_renders_valid_manifests_and_configuration(values):
-    chosen = ["-f", values] if values else []
+    chosen = ["-f", values] if values else TRAINERS
     linted = run_tool("helm", "lint", "--strict", "--quiet", CHART, *chosen)
     assert linted.returncode == 0, linted.stdout + linted.stderr
     documents = rendered(*chosen)
@@ -83,7 +84,7 @@ def test_monitoring_equals_that_of_deploy():
         name: json.loads(text) for name, text in files.items()
     }
     assert "ServiceMonitor" in kinds(rendered("-f", CHART / "ci" / "full-values.yaml"))
-    assert not kinds(rendered()) & {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
+    assert not kinds(rendered(*TRAINERS)) & {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
 
 
 def test_values_of_the_user_replace_defaults():
@@ -128,7 +129,7 @@ def test_values_of_the_user_replace_defaults():
     ],
 )
 def test_chart_refuses_bad_values(setting, words):
-    done = run_tool("helm", "template", "release", CHART, "--set", setting)
+    done = run_tool("helm", "template", "release", CHART, *TRAINERS, "--set", setting)
     assert done.returncode != 0
     assert words in done.stderr
 
@@ -138,7 +139,9 @@ def test_chart_refuses_bad_values(setting, words):
     ("standalone", "1.25.0", True), ("standalone", "1.24.9", False),
 ])  # fmt: skip
 def test_sidecars_need_a_kubernetes_version_that_supports_them(shape, version, accepted):
-    done = run_tool("helm", "template", "release", CHART, "--kube-version", version, "--set", f"shape={shape}")
+    done = run_tool(
+        "helm", "template", "release", CHART, *TRAINERS, "--kube-version", version, "--set", f"shape={shape}"
+    )  # fmt: skip
     assert (done.returncode == 0) is accepted, done.stderr
     if shape == "sidecar" and not accepted:
         assert "1.29" in done.stderr

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.deployed import CHART, CUSTOM, KUBERNETES, Document, documents
+from tests.support.deployed import CHART, CUSTOM, KUBERNETES, TRAINERS, Document, documents
 from tests.support.kubernetes_discovery import KubernetesDiscovery
 from tests.support.ops_tools import run_tool, tool
 from tests.support.repository import ROOT
@@ -59,7 +59,7 @@ def test_kubectl_accepts_the_plain_manifests(server, file, tmp_path):
 
 @pytest.mark.parametrize("values", [None, *VALUES], ids=lambda file: file.name if file else "default")
 def test_kubectl_accepts_the_rendered_chart(server, values, tmp_path):
-    text = run_tool("helm", "template", "release", CHART, *(["-f", values] if values else [])).stdout
+    text = run_tool("helm", "template", "release", CHART, *(["-f", values] if values else TRAINERS)).stdout
     file = tmp_path / "rendered.yaml"
     file.write_text(text)
     done = dry_run(server, tmp_path / "cache", file)

@@ -23,6 +23,8 @@ from tests.support.repository import ROOT
 CHART = ROOT / "helm" / "flexd"
 KUBERNETES = ("1.29", "1.35")
 """Versions whose schemas are checked: the oldest with sidecars, and a new one."""
+TRAINERS = ("--set", "networkPolicy.trainers[0].podSelector.matchLabels.app=trainer")
+"""Values without which the chart's default shape does not render."""
 Document = dict[str, Any]
 
 CUSTOM = {

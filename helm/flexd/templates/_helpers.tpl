@@ -46,11 +46,19 @@ app.kubernetes.io/component: leader
 {{- if and (eq .Values.shape "standalone") .Values.highAvailability.enabled -}}true{{- end -}}
 {{- end -}}
 
+{{/* Pods of this release are trainers too, so the training's own traffic is theirs. */}}
+{{- define "flexd.createsJob" -}}
+{{- if and (eq .Values.shape "sidecar") (ne .Values.sidecar.workload "none") -}}true{{- end -}}
+{{- end -}}
+
 {{/* Rules that the schema cannot express. */}}
 {{- define "flexd.validate" -}}
 {{- $ha := .Values.highAvailability -}}
 {{- if and (eq .Values.shape "sidecar") (semverCompare "<1.29.0-0" .Capabilities.KubeVersion.Version) -}}
 {{- fail (printf "shape: sidecar needs native sidecar containers (Kubernetes 1.29 or later); this cluster is %s; use standalone" .Capabilities.KubeVersion.Version) -}}
+{{- end -}}
+{{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.trainers) (not (include "flexd.createsJob" .)) -}}
+{{- fail "networkPolicy.trainers: name the pods that are trainers, such as [{podSelector: {matchLabels: {app: trainer}}}]; only they reach the control port" -}}
 {{- end -}}
 {{- if and $ha.enabled (eq .Values.shape "sidecar") -}}
 {{- fail "highAvailability.enabled: stand-bys are for shape standalone; in the sidecar shape the job restarts its leader" -}}
