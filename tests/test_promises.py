@@ -1,0 +1,66 @@
+"""The promises of docs/security.md: each names tests that are collected, and bounds that are those of the code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import cache
+
+from flexd.control.daemon.channel_types import ChannelOptions
+from flexd.control.protocol.frames import MAX_FRAME_BYTES
+from flexd.control.protocol.handshake import MAX_CLIENT_BYTES
+from flexd.server import guard, http, protocol, routing
+from tests.support.repository import ROOT, child_environment
+
+SECTION = (ROOT / "docs" / "security.md").read_text(encoding="utf-8").split("\n## Promises\n")[1].partition("\n## ")[0]
+_TEST = re.compile(r"`(tests/[\w/]+\.py::test_\w+)`")
+
+
+def promises() -> dict[str, list[str]]:
+    """Return the tests of each promise."""
+    rows = [line.strip("| ").split(" | ") for line in SECTION.splitlines() if line.startswith("| ")]
+    return {row[-2]: _TEST.findall(row[-1]) for row in rows[1:]}
+
+
+@cache
+def collected() -> frozenset[str]:
+    """Return the tests of the table that `make test` collects, without parameters."""
+    named = sorted({test for tests in promises().values() for test in tests})
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-m", "not long", "-p", "no:cacheprovider", *named],
+        cwd=ROOT, env=child_environment(), capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    return frozenset(line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line)
+
+
+def test_every_promise_names_a_test_that_make_test_collects() -> None:
+    table = promises()
+    assert len(table) >= 20
+    # Which tests do not exist is what pytest says when it collects them.
+    assert collected()
+    assert [promise for promise, tests in table.items() if not set(tests) & collected()] == []
+
+
+def test_every_row_has_a_promise_and_tests() -> None:
+    for line in SECTION.splitlines():
+        if line.startswith("| ") and "---" not in line:
+            assert line.count(" | ") == 2, line
+    assert all(promises().values())
+
+
+def test_bounds_are_those_of_the_code() -> None:
+    options = ChannelOptions()
+    mib = 2**20
+    stated = (
+        f"{MAX_CLIENT_BYTES:,} bytes of a connection are read at most, in {options.handshake_seconds:g} s",
+        f"of {options.max_unproven:,} unproven connections",
+        f"uses {-(-options.memory_bound_bytes() // mib):,} MiB of the daemon's memory at most "
+        f"({-(-options.memory_bound_bytes(with_tls=True) // mib):,} MiB with `control.tls`)",
+        f"a proven rank, of {options.max_peers:,}",
+        f"frames of {MAX_FRAME_BYTES / mib:.2f} MiB at most; of {options.peer_unread_bytes // mib} MiB that wait",
+        f"a head in {protocol.HEAD_SECONDS:g} s and a body of {guard.MAX_REQUEST_BYTES // 1024} KiB in "
+        f"{guard.BODY_SECONDS:g} s, has {http.MAX_CONNECTIONS} connections and {routing.MAX_SLOW_CALLS} slow calls",
+    )
+    assert [each for each in stated if each not in SECTION] == []
