@@ -23,6 +23,7 @@ _TAP_SHARE = 0.8
 """Share of the deadline of ``Connection.close`` that the tap may use."""
 ADDRESS_VARIABLE = "FLEXD_CONTROL"
 SECRET_VARIABLE = "FLEXD_SECRET_FILE"
+_MAX_RUN_ID_CHARACTERS = 100
 
 
 class Connection:
@@ -87,8 +88,8 @@ def connect(
         address: "host:port" of the daemon's control channel, or several separated by commas if several daemons can lead
             (each name is resolved again at every reconnect); default from ``FLEXD_CONTROL``.
         job: name of the job in the daemon's configuration.
-        attempt: name of this launch of the job, equal on all ranks; default: torchrun's run id and restart count, or
-            else a random name from rank 0 (collective).
+        attempt: name of this launch of the job, equal on all ranks and different for every launch; by default
+            torchrun's run id and restart count, if there are any, and a random number from rank 0 (collective).
         secret_file: file with the shared secret, read again when it changes; default from ``FLEXD_SECRET_FILE``.
         timeout_seconds: deadline of every wait of the agent's thread.
         tap: counter of the collection's look-ups for a daemon with ``stream.source: {kind: tap}``; started here.
@@ -131,9 +132,19 @@ def connect(
 
 
 def _agreed_attempt(device: torch.device) -> str:
+    """Return a name for this launch that no other launch has, equal on all ranks.
+
+    The random number travels over the training's own group, the only thing that all ranks of a launch share under every
+    launcher: torchrun's run id and restart count repeat when a job is requeued, and a port may be used again.
+    """
+    nonce = _agreed_nonce(device)
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if run != "none":  # torchrun's value at every launch without --rdzv-id
-        return f"{run}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if run == "none":  # torchrun's value at every launch without --rdzv-id
+        return nonce
+    return f"{run[:_MAX_RUN_ID_CHARACTERS]}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')[:10]}-{nonce}"
+
+
+def _agreed_nonce(device: torch.device) -> str:
     token = os.urandom(7).hex()
     if dist.is_available() and dist.is_initialized():
         number = torch.tensor([int(token, 16)], dtype=torch.int64, device=device)

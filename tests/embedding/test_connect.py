@@ -85,10 +85,21 @@ def test_each_launch_has_a_new_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(attempts) == 3
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert _agreed_attempt(torch.device("cpu")) == "job-7-2"
+    # A requeued job has the same run id, and its restarts count from 0 again.
+    attempts = {_agreed_attempt(torch.device("cpu")) for _ in range(3)}
+    assert len(attempts) == 3
+    assert all(attempt.startswith("job-7-2-") for attempt in attempts)
 
 
 Ranks = Callable[[int], RankPool]
+
+
+def test_all_ranks_of_a_launch_agree_on_its_attempt(ranks: Ranks) -> None:
+    """Launched with plain env:// variables, and with torchrun's beside them."""
+    first, second = ranks(2).run("connection_jobs:attempts", ["", "job-7", "job-7"])
+    assert first == second
+    assert len(set(first)) == 3
+    assert [name.rsplit("-", 1)[0] for name in first[1:]] == ["job-7-1", "job-7-1"]
 
 
 def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:

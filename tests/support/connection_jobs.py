@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import flexd
 from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.connect import _agreed_attempt
 from flexd.embedding.row_optimizers import RowWiseAdagrad
 from tests.support.collection_jobs import ROWS, some, tables, train_step
 
@@ -53,3 +55,14 @@ def connected_alone(world_size: int, steps: int) -> dict[str, np.ndarray]:
             total[name] += grad.square().mean(dim=1, keepdim=True)
             weights[name] = weights[name] - 0.1 * grad / (total[name].sqrt() + 1e-8)
     return {name: weight.numpy() for name, weight in weights.items()}
+
+
+def attempts(rank: int, run_ids: list[str]) -> list[str]:
+    """Return the default attempt of one launch for each torchrun run id ("": not launched by torchrun)."""
+    found = []
+    for run_id in run_ids:
+        os.environ.pop("TORCHELASTIC_RUN_ID", None)
+        if run_id:
+            os.environ.update(TORCHELASTIC_RUN_ID=run_id, TORCHELASTIC_RESTART_COUNT="1")
+        found.append(_agreed_attempt(torch.device("cpu")))
+    return found

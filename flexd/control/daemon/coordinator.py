@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from flexd.control.daemon.attempts import Attempt
 from flexd.control.daemon.control_store import ControlStore
 from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology
 from flexd.control.daemon.epoch_manager import LEADERSHIP_LOST, EpochManager, HostedStore, OnReport
@@ -24,7 +25,7 @@ from flexd.control.daemon.throttle import Throttle
 from flexd.control.protocol.messages import DaemonNotice, Signer
 from flexd.control.protocol.network import CHANNEL_ERRORS, first_line, listen, new_token
 from flexd.control.protocol.store_client import load_transports
-from flexd.core.errors import ControlError
+from flexd.core.errors import ApiError, ControlError, TopologyError
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Placement
 from flexd.stream.tap_source import TapSource
@@ -176,6 +177,37 @@ class Coordinator:
         """Why pushing has been paused by itself: ranks repeatedly reported another placement; empty if it was not."""
         return self._epochs.distrust
 
+    def attempts(self) -> tuple[Attempt, ...]:
+        """Return the attempts of the job: the one that holds it, those that wait, those that ended lately."""
+        return self._epochs.members.attempts(time.monotonic())
+
+    def prefer_attempt(self, attempt: str) -> bool:
+        """Give the job to another attempt, although the ranks of the present one are alive; False if it has it.
+
+        Raises:
+            ApiError: there is no such attempt (404).
+        """
+        try:
+            changed = self._epochs.members.prefer(attempt, time.monotonic())
+        except KeyError:
+            raise _unknown_attempt(attempt) from None
+        if changed:
+            self._events.emit("attempt_preferred", attempt=attempt)
+        return changed
+
+    def forget_attempt(self, attempt: str) -> None:
+        """Drop what is known of an attempt.
+
+        Raises:
+            ApiError: there is no such attempt (404), or it holds the job and its ranks are alive (409).
+        """
+        try:
+            self._epochs.members.forget(attempt)
+        except KeyError:
+            raise _unknown_attempt(attempt) from None
+        except TopologyError as error:
+            raise ApiError(error.message, status=409, remedy=error.remedy) from error
+
     def status(self) -> ControlStatus:
         return self._epochs.status()
 
@@ -239,3 +271,7 @@ class Coordinator:
 
     def _dispatch_migration_events(self) -> None:
         self._dispatcher.dispatch(self._pusher.drain_events(), self._pusher.current)
+
+
+def _unknown_attempt(attempt: str) -> ApiError:
+    return ApiError(f"no attempt {attempt!r}", status=404, remedy="flexd attempts list shows those that are known")

@@ -69,6 +69,7 @@ class EpochManager:
     Attributes:
         live: the registered ranks; None until all ranks of an attempt have registered.
         agreed: the placement that all ranks have agreed on.
+        members: the registered ranks, and the attempts of the job; thread-safe.
         present: the ranks that are registered now.
         refused: the ranks that were refused lately, newest first.
         reason: why nothing is pushed; empty while the ranks are ready.
@@ -96,8 +97,8 @@ class EpochManager:
         self._may_act = may_act
         self._on_report = on_report
         self._events = events
-        self._members = Membership(options.job, keyspace, silent_seconds=options.timeout_seconds)
-        self._receiver = MessageReceiver(options.job, instance, signer, self._members, events.emit)
+        self.members = Membership(options.job, keyspace, silent_seconds=options.timeout_seconds)
+        self._receiver = MessageReceiver(options.job, instance, signer, self.members, events.emit)
         self._hosted: HostedStore | None = None
         self._backoff = Backoff()
         self._counters: Counter[str] = Counter()
@@ -107,6 +108,8 @@ class EpochManager:
         """Reason and ranks of the epoch that ended last."""
         self._next_epoch_at = 0.0
         segment = journal.segment
+        self._earlier_attempt = segment.attempt if segment else ""
+        """The attempt that held the job under an earlier daemon."""
         self._generation = segment.generation if segment else 0
         self._topology_identity = segment.topology if segment else ""
         self._applied = 0
@@ -132,13 +135,15 @@ class EpochManager:
         """Receive messages of ranks from now on."""
         self._hosted = hosted
         self.reason = "no rank has registered"
+        if self._earlier_attempt:
+            self.members.expect(self._earlier_attempt, time.monotonic())
 
     def close(self) -> None:
         self._hosted = None
 
     def excuse_silence(self, seconds: float) -> None:
         """Do not count ``seconds``, during which this process was stopped or starved, as silence of the ranks."""
-        self._members.excuse_silence(seconds)
+        self.members.excuse_silence(seconds)
 
     def status(self) -> ControlStatus:
         """Return the state of the channel at this moment."""
@@ -177,10 +182,10 @@ class EpochManager:
         hosted = self._hosting
         for data in hosted.store.poll_messages(_MESSAGES_PER_TICK):
             self._receiver.receive(data, now, hosted.store, self.epoch, self._act)
-        for hello in self._members.expire(now):
+        for hello in self.members.expire(now):
             self._events.emit("rank_lost", attempt=hello.attempt, rank=hello.rank)
-        topology = self._members.complete()
-        self.present, self.refused = self._members.present(), self._members.refused()
+        topology = self.members.complete(now)
+        self.present, self.refused = self.members.present(), self.members.refused()
         epoch = self.epoch
         if epoch is not None and (topology is None or topology.nonces != epoch.topology.nonces):
             # Chunks on their way that no rank has applied: the next epoch may end the same way.

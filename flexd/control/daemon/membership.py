@@ -1,12 +1,15 @@
-"""The set of rank processes, collected from their hellos. Pure: no clock, no network."""
+"""The set of rank processes, collected from their hellos. No network, and no clock but for the times in lists."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from flexd.control.daemon.attempts import MAX_NAME_CHARACTERS, Attempt, Attempts
 from flexd.control.protocol.messages import Hello
 from flexd.control.protocol.table_lists import table_differences
 from flexd.core.errors import ReplayedMessageError, TopologyError
@@ -18,7 +21,6 @@ MAX_ATTEMPTS = 8
 """Attempts whose hellos are kept; beyond that, the attempt whose newest message is oldest is dropped."""
 MAX_REFUSALS = 64
 """Refused ranks that are listed in the status."""
-_MAX_ENDED_ATTEMPTS = 256
 MAX_SESSIONS = 4 * MAX_RANKS
 """Rank processes whose newest hello is stored, so that a recorded hello is refused after its process has ended."""
 
@@ -87,22 +89,35 @@ class RefusedRank(NamedTuple):
 
 
 class Membership:
-    """Collects hellos until an attempt is complete.
+    """Collects hellos until an attempt is complete; it then holds the job (see ``attempts``). Thread-safe.
 
     Args:
         job, keyspace: every rank must have the same.
         silent_seconds: a rank that sends nothing for so long is lost.
         replace_seconds: a new process may replace a rank that has sent nothing for so long.
+        wall_clock: Unix seconds.
+
+    Attributes:
+        refusal_is_known: the rank that ``accept`` refused last had been refused shortly before.
     """
 
-    def __init__(self, job: str, keyspace: KeySpace, silent_seconds: float, replace_seconds: float = 3.0) -> None:
+    def __init__(
+        self,
+        job: str,
+        keyspace: KeySpace,
+        silent_seconds: float,
+        replace_seconds: float = 3.0,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._lock = threading.RLock()
+        self._register = Attempts(job, silent_seconds, wall_clock)
+        self.refusal_is_known = False
         self._job = job
         self._keyspace = keyspace
         self._silent = silent_seconds
         self._replace = min(replace_seconds, silent_seconds)
         self._attempts: dict[str, dict[int, _Member]] = {}
         """In order of first hello."""
-        self._ended: deque[str] = deque(maxlen=_MAX_ENDED_ATTEMPTS)
         self._newest: dict[str, int] = {}
         """Session -> sequence of its newest hello, in order of their newest hellos."""
         self._refused: dict[tuple[str, int], tuple[RefusedRank, float]] = {}
@@ -112,9 +127,14 @@ class Membership:
         """Register a hello; True if it is a new registration.
 
         Raises:
-            TopologyError: it contradicts the daemon or its peers; the text is for the rank.
+            TopologyError: it contradicts the daemon or its peers, or another attempt holds the job; the text is for the
+                rank.
             ReplayedMessageError: not newer than an earlier hello of this process at any time.
         """
+        with self._lock:
+            return self._accept(hello, now)
+
+    def _accept(self, hello: Hello, now: float) -> bool:
         try:
             self._check(hello)
             members = self._attempts.get(hello.attempt, {})
@@ -127,6 +147,7 @@ class Membership:
                     f"another process is rank {hello.rank} of attempt {hello.attempt!r}",
                     remedy="give every launch of the job its own attempt id",
                 )
+            self._register.check(hello, now)
         except TopologyError as error:
             self._record_refusal(hello, error.message, now)
             raise
@@ -143,18 +164,35 @@ class Membership:
 
     def mark_heard(self, attempt: str, rank: int, now: float) -> None:
         """Note that a signed, fresh message of a rank has arrived."""
-        member = self._attempts.get(attempt, {}).get(rank)
-        if member is not None:
-            member.heard_at = now
+        with self._lock:
+            member = self._attempts.get(attempt, {}).get(rank)
+            if member is not None:
+                member.heard_at = now
+
+    def mark_disconnected(self, attempt: str, rank: int, nonce: str, now: float) -> None:
+        """Note that the connection of this registration has closed: unless the rank registers again within
+        ``replace_seconds``, it is lost."""
+        with self._lock:
+            member = self._attempts.get(attempt, {}).get(rank)
+            if member is not None and member.hello.nonce == nonce:
+                member.heard_at = min(member.heard_at, now - self._silent + self._replace)
 
     def excuse_silence(self, seconds: float) -> None:
         """Do not count ``seconds``, during which the daemon itself did not receive, as silence of any rank."""
-        for members in self._attempts.values():
-            for member in members.values():
-                member.heard_at += seconds
+        with self._lock:
+            self._register.excuse_silence(seconds)
+            for members in self._attempts.values():
+                for member in members.values():
+                    member.heard_at += seconds
 
     def expire(self, now: float) -> list[Hello]:
-        """Remove the silent ranks and return their hellos; drop refusals of the same age."""
+        """Remove the silent ranks and return their hellos; drop refusals of the same age, and attempts that ended."""
+        with self._lock:
+            expired = self._expire(now)
+            self._register.expire(self._registered(), now)
+            return expired
+
+    def _expire(self, now: float) -> list[Hello]:
         for key, (_, at) in list(self._refused.items()):
             if now - at > self._silent:
                 del self._refused[key]
@@ -171,20 +209,69 @@ class Membership:
                 del self._attempts[hello.attempt]
         return expired
 
-    def complete(self) -> Topology | None:
-        """Return the newest attempt whose ranks are all registered. Older attempts end with it, for good."""
-        names = list(self._attempts)
-        for at in range(len(names) - 1, -1, -1):
-            members = self._attempts[names[at]]
-            if len(members) == next(iter(members.values())).hello.world_size:
-                for older in names[:at]:
-                    del self._attempts[older]
-                    self._ended.append(older)
-                return Topology(tuple(members[rank].hello for rank in sorted(members)))
-        return None
+    def complete(self, now: float = 0.0) -> Topology | None:
+        """Return the attempt that holds the job if its ranks are all registered. If none holds it, the newest attempt
+        whose ranks are all registered gets it, and the others must register again.
+        """
+        with self._lock:
+            holder = self._register.holder
+            names = list(reversed(self._attempts)) if holder is None else [holder] * (holder in self._attempts)
+            for name in names:
+                members = self._attempts[name]
+                if len(members) == next(iter(members.values())).hello.world_size:
+                    hellos = tuple(members[rank].hello for rank in sorted(members))
+                    self._register.hold(hellos, now)
+                    self._attempts = {name: members}
+                    return Topology(hellos)
+            return None
+
+    def expect(self, attempt: str, now: float) -> None:
+        """Keep the job for an attempt that held it under an earlier daemon, until its ranks had time to come back."""
+        with self._lock:
+            self._register.expect(attempt[:MAX_NAME_CHARACTERS], now)
+
+    def attempts(self, now: float) -> tuple[Attempt, ...]:
+        """Return the attempts: the holder, those that wait, those that ended."""
+        with self._lock:
+            return self._register.listed(self._registered(), now)
+
+    def prefer(self, attempt: str, now: float) -> bool:
+        """End the attempt that holds the job and keep the job for another; False if nothing changes.
+
+        Raises:
+            KeyError: there is no such attempt.
+        """
+        with self._lock:
+            changed = self._register.prefer(attempt, now)
+            self._attempts = {name: members for name, members in self._attempts.items() if name == attempt}
+            return changed
+
+    def forget(self, attempt: str) -> None:
+        """Drop what is known of an attempt.
+
+        Raises:
+            KeyError: there is no such attempt.
+            TopologyError: it holds the job, and its ranks are alive.
+        """
+        with self._lock:
+            if attempt == self._register.holder and self._registered():
+                raise TopologyError(
+                    f"attempt {attempt!r} holds job {self._job!r}, and {self._registered()} of its ranks are alive",
+                    remedy="end its processes, or give the job to another attempt: flexd attempts prefer NAME",
+                )
+            self._register.forget(attempt)
+            self._attempts.pop(attempt, None)
+
+    def _registered(self) -> int:
+        """Return the number of registered ranks of the attempt that holds the job."""
+        return len(self._attempts.get(self._register.holder or "", {}))
 
     def present(self) -> RankPresence:
-        """Return the presence of the newest attempt's ranks."""
+        """Return the presence of the ranks of the attempt that holds the job, or else of the newest one."""
+        with self._lock:
+            return self._present()
+
+    def _present(self) -> RankPresence:
         if not self._attempts:
             return RankPresence()
         attempt, members = list(self._attempts.items())[-1]
@@ -194,11 +281,12 @@ class Membership:
 
     def refused(self) -> tuple[RefusedRank, ...]:
         """Return the ranks that were refused lately and have not been accepted since, newest first."""
-        return tuple(refusal for refusal, _ in reversed(self._refused.values()))
+        with self._lock:
+            return tuple(refusal for refusal, _ in reversed(self._refused.values()))
 
     def _record_refusal(self, hello: Hello, reason: str, now: float) -> None:
         refusal = RefusedRank(hello.attempt[:200], hello.rank, reason[:2000])
-        self._refused.pop(refusal[:2], None)
+        self.refusal_is_known = self._refused.pop(refusal[:2], None) is not None
         self._refused[refusal[:2]] = (refusal, now)
         if len(self._refused) > MAX_REFUSALS:
             del self._refused[next(iter(self._refused))]
@@ -219,8 +307,9 @@ class Membership:
             fault = f"rank {hello.rank} of {hello.world_size} is not possible"
         elif min(hello.nodes, hello.local_ranks) < 1 or hello.nodes * hello.local_ranks != hello.world_size:
             fault = f"{hello.nodes} nodes x {hello.local_ranks} local ranks are not {hello.world_size} ranks"
-        elif hello.attempt in self._ended:
-            fault = f"attempt {hello.attempt!r} has been replaced by a newer one"
+        elif not 0 < len(hello.attempt) <= MAX_NAME_CHARACTERS:
+            fault = f"an attempt's name of {len(hello.attempt)} characters (1 to {MAX_NAME_CHARACTERS})"
+            remedy = "pass flexd.connect(..., attempt=...) a shorter name, or none"
         else:
             peer = next((member.hello for member in self._attempts.get(hello.attempt, {}).values()), hello)
             if (peer.nodes, peer.local_ranks) != (hello.nodes, hello.local_ranks):

@@ -97,7 +97,8 @@ class MessageReceiver:
                 self._event("rank_hello", attempt=hello.attempt, rank=hello.rank, version=hello.agreed_version)
         except TopologyError as error:
             self._refuse("identity")
-            self._event("rank_refused", attempt=hello.attempt, rank=hello.rank, reason=str(error))
+            if not self._members.refusal_is_known:  # It registers again every two seconds.
+                self._event("rank_refused", attempt=hello.attempt, rank=hello.rank, reason=str(error))
             store.refuse(HelloRefused(self._job, self._instance, hello.nonce, error.message[:2000], error.remedy))
 
     def _refuse(self, kind: str) -> None:

@@ -89,3 +89,47 @@ def test_chunks_of_a_failed_epoch_are_pushed_again(host: Callable[..., Any]) -> 
         assert same_content(ranks.history)
         progress = migration.progress
         assert (progress.chunks_pushed, progress.chunks_applied, progress.last_version) == (30, 30, 30)
+
+
+def test_a_debug_run_takes_the_job_only_when_an_operator_says_so(host: Callable[..., Any]) -> None:
+    hosted = host(timeout_seconds=1.5)
+
+    def holder() -> str:
+        live = hosted.coordinator.live()
+        return live.attempt if live is not None and live.ready else ""
+
+    def state_of(name: str) -> str:
+        return next((each.state.value for each in hosted.coordinator.attempts() if each.name == name), "")
+
+    with Ranks(hosted.port, attempt="prod", timeout_seconds=1.5) as prod:
+        until(lambda: holder() == "prod")
+        with Ranks(hosted.port, RankLayout(1, 1), attempt="debug", timeout_seconds=1.5) as debug:
+            until(lambda: state_of("debug") == "waiting", what=debug.state)
+            until(lambda: "attempt 'prod' holds job 'job': 4 ranks, since" in debug.ranks[0].agent.state)
+            assert (holder(), hosted.coordinator.status().epochs) == ("prod", 1)
+            migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(50))
+            assert migration.wait(20) is MigrationState.COMMITTED
+            assert hosted.coordinator.prefer_attempt("debug")
+            until(lambda: holder() == "debug", what=debug.state)
+            until(lambda: state_of("prod") == "waiting", what=prod.state)
+            assert hosted.coordinator.live().generation == 2
+            assert prod.all_at(target(1)), "the other attempt trains on with the placement that it has"
+        until(lambda: holder() == "prod", what=prod.state)
+        assert hosted.coordinator.placement().digest() == target(1).digest()
+        again = hosted.coordinator.migrate("p2", lambda p: p.delta_to(target(2)).chunks(50))
+        assert again.wait(20) is MigrationState.COMMITTED
+        assert prod.all_at(target(2))
+        assert hosted.names().count("rank_refused") < 12, "one line for each rank, not for each of its hellos"
+
+
+def test_after_a_restart_the_job_is_kept_for_the_attempt_before(host: Callable[..., Any]) -> None:
+    hosted = host()
+    with Ranks(hosted.port, attempt="prod") as prod:
+        until(hosted.ready)
+        with Ranks(hosted.port, RankLayout(1, 1), attempt="debug") as debug:
+            hosted.close()
+            again = host(port=hosted.port)
+            until(again.ready, what=prod.state)
+            assert again.coordinator.live().attempt == "prod"
+            until(lambda: "'prod' h" in debug.ranks[0].agent.state, what=debug.state)
+            assert again.coordinator.live().attempt == "prod"
