@@ -6,8 +6,8 @@
         |                                           ^   `--an operator prefers another-------'   |
         `--refused: another holds--> WAITING -------'   (its ranks register again) <-------------'
 
-An attempt whose ranks are alive is replaced by ``prefer`` only. No attempt is excluded for good: an ended one whose ranks
-are alive again holds the job again once no other does.
+An attempt whose ranks are alive is replaced by ``prefer`` only. No attempt is excluded for good: one that has ended and
+whose ranks are heard again gets the job again once no other holds it.
 """
 
 from __future__ import annotations
