@@ -20,6 +20,7 @@ from flexd.api.scale_out import ScaleOutStatus
 from flexd.api.sketch import SketchStatus
 from flexd.api.snapshot import SnapshotStatus
 from flexd.api.stream import StreamStatus
+from flexd.api.threads import ThreadsStatus
 from flexd.api.throttle import ThrottleStatus
 from flexd.api.training import TrainingStatus
 
@@ -90,6 +91,8 @@ class Status(Model):
     """Leader and followers; null for a daemon that is alone."""
     config: ConfigStatus = ConfigStatus()
     """The file it runs on."""
+    threads: ThreadsStatus = ThreadsStatus()
+    """The daemon's threads."""
     leadership: LeadershipStatus | None = None
     """The lease; null for a daemon without one."""
 
@@ -120,6 +123,7 @@ class Status(Model):
         if self.scale_out is not None:
             yield from self.scale_out.metrics()
         yield from self.config.metrics()
+        yield from self.threads.metrics()
         if self.leadership is not None:
             yield from self.leadership.metrics()
 

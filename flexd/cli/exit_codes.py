@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from flexd.core.errors import ApiError, ConfigError, FlexdError, StateLockedError, StreamError, TopologyError
+from flexd.core.supervision import EXIT_UNSAFE_STATE
 
 
 class ExitCode(IntEnum):
@@ -18,6 +19,7 @@ class ExitCode(IntEnum):
     TIMED_OUT = 5
     STATE_LOCKED = 6
     FOUND = 7
+    UNSAFE_STATE = EXIT_UNSAFE_STATE
     INTERRUPTED = 130
     UNREAD = 141
     """128 + SIGPIPE, as for any program that SIGPIPE ends."""
@@ -32,6 +34,7 @@ MEANINGS: dict[ExitCode, str] = {
     ExitCode.TIMED_OUT: "a deadline passed",
     ExitCode.STATE_LOCKED: "another daemon uses the state directory",
     ExitCode.FOUND: "config diff found differences, or doctor a fault",
+    ExitCode.UNSAFE_STATE: "the daemon ended in order because it could not trust its counters; start it again",
     ExitCode.INTERRUPTED: "Control-C",
     ExitCode.UNREAD: "the reader of the output closed the pipe",
 }

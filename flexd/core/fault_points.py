@@ -1,8 +1,10 @@
-"""Named points at which a test kills or stops the process. They have no effect in a process that was not armed.
+"""Named points at which a test kills or stops the process, or raises an exception. They have no effect in a process
+that was not armed.
 
 ``FLEXD_FAULT_POINT=name:count:action[,name:count:action]`` arms ``flexd run``: when the process passes point ``name``
-for the ``count``-th time it sends itself a signal: ``kill`` (SIGKILL) or ``stop`` (SIGSTOP, until it receives SIGCONT).
-Each entry acts once.
+for the ``count``-th time it sends itself a signal, ``kill`` (SIGKILL) or ``stop`` (SIGSTOP, until it receives SIGCONT),
+or it raises ``InjectedFaultError`` there (``raise``). Each entry acts once. ``first-last`` in place of ``count`` stands
+for every passage from the one to the other.
 """
 
 from __future__ import annotations
@@ -24,10 +26,23 @@ POINTS = (
 )  # fmt: skip
 """In the order in which a daemon first passes them, snapshots aside."""
 
-_ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+THREAD_POINTS = (
+    "thread.loop", "thread.planning", "thread.coordinator", "thread.ingest", "thread.counting", "thread.drift",
+    "thread.history", "thread.lease", "thread.delta_sender", "thread.http",
+)  # fmt: skip
+"""One in the work of every thread of the daemon, for ``raise``."""
 
-_armed: dict[str, dict[int, signal.Signals]] = {}
-"""Signal by point and number of the passage (from 1)."""
+_ACTIONS: Mapping[str, signal.Signals | None] = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": None}
+
+_MAX_PASSAGES = 10_000
+
+
+class InjectedFaultError(RuntimeError):
+    """Raised by a fault point that was armed with ``raise``."""
+
+
+_armed: dict[str, dict[int, signal.Signals | None]] = {}
+"""Signal, or None to raise, by point and number of the passage (from 1)."""
 _passed: dict[str, int] = {}
 
 
@@ -48,17 +63,24 @@ def arm(environ: Mapping[str, str] = os.environ) -> None:
     for entry in filter(None, environ.get(VARIABLE, "").split(",")):
         name, _, rest = entry.partition(":")
         count, _, action = rest.partition(":")
-        if name not in POINTS or not count.isdecimal() or int(count) < 1 or action not in _ACTIONS:
+        first, _, last = count.partition("-")
+        passages = range(int(first), int(last or first) + 1) if (first + (last or "0")).isdecimal() else range(0)
+        known = name in POINTS or name in THREAD_POINTS
+        if not known or action not in _ACTIONS or not 0 < len(passages) <= _MAX_PASSAGES or passages[0] < 1:
             _armed.clear()
             raise ConfigError(
                 f"{VARIABLE}: {entry!r} is not a fault point",
-                remedy="unset it, or give name:count:action (kill, stop) with a point of core/fault_points.py",
+                remedy="unset it, or give name:count:action (kill, stop, raise) with a point of core/fault_points.py",
             )
-        _armed.setdefault(name, {})[int(count)] = _ACTIONS[action]
+        _armed.setdefault(name, {}).update(dict.fromkeys(passages, _ACTIONS[action]))
 
 
 def _pass(name: str) -> None:
-    _passed[name] = _passed.get(name, 0) + 1
-    signal_to_send = _armed.get(name, {}).pop(_passed[name], None)
-    if signal_to_send is not None:
-        os.kill(os.getpid(), signal_to_send)
+    passage = _passed[name] = _passed.get(name, 0) + 1
+    actions = _armed.get(name, {})
+    if passage not in actions:
+        return
+    signal_to_send = actions.pop(passage)
+    if signal_to_send is None:
+        raise InjectedFaultError(f"{name} was armed to raise")
+    os.kill(os.getpid(), signal_to_send)

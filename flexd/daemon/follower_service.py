@@ -13,9 +13,11 @@ from flexd.api.scale_out import follower_status
 from flexd.api.sketch import sketch_status
 from flexd.api.status import Status, base_status
 from flexd.api.stream import stream_status
+from flexd.api.threads import threads_status
 from flexd.config.model import Config
 from flexd.core.errors import ApiError, FlexdError
 from flexd.core.process_start import ProcessStart
+from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
 from flexd.daemon.active_daemon import InactiveDaemon
 from flexd.daemon.config_file import ConfigFile
@@ -43,10 +45,12 @@ class FollowerDaemon(InactiveDaemon):
         self._config = config
         self._file = file or ConfigFile(config)
         self._started = ProcessStart()
+        self.supervisor = Supervisor()
+        self._loop_watch = self.supervisor.watch("loop")
         factory.make_state_directory(config)
-        self._unit = remote_follower(config)
+        self._unit = remote_follower(config, self.supervisor)
         self._inspection = FollowerInspection(config)
-        self._server = DaemonServer(self, Metrics(self), config.server)
+        self._server = DaemonServer(self, Metrics(self), config.server, self.supervisor)
         self._stopping, self._reload_requested = SignalFlag(), SignalFlag()
 
     @property
@@ -82,12 +86,24 @@ class FollowerDaemon(InactiveDaemon):
         self._unit.ingestor.set_snapshot_interval(config.state.snapshot_interval_seconds)
 
     def run_until_stopped(self) -> bool:
-        """Run until a stop is requested, then stop. Returns whether every part ended within the deadline."""
-        while not self._stopping.wait(TICK_SECONDS):
-            if self._reload_requested.is_set():
-                self._reload_requested.clear()
-                with contextlib.suppress(FlexdError):  # It is logged and counted.
-                    self.reload(who="SIGHUP")
+        """Run until a stop is requested or a thread cannot go on safely (``supervisor.fatal``), then stop.
+
+        Returns whether every part ended within the deadline.
+        """
+        try:
+            while not self._stopping.wait(TICK_SECONDS) and not self.supervisor.fatal:
+                if self._reload_requested.is_set():
+                    self._reload_requested.clear()
+                    self._loop_watch.attempt(self._reload_quietly)
+        finally:
+            in_time = self._stop()
+        return in_time
+
+    def _reload_quietly(self) -> None:
+        with contextlib.suppress(FlexdError):  # It is logged and counted.
+            self.reload(who="SIGHUP")
+
+    def _stop(self) -> bool:
         seconds = self._config.shutdown_seconds
         budget = ShutdownBudget(seconds)
         budget.stop_part("ingest", self._unit.stop, reserve=1.0 - _SHARE_INGEST)
@@ -101,6 +117,7 @@ class FollowerDaemon(InactiveDaemon):
                 "stream": stream_status(self._config, self._unit.ingestor.stats()),
                 "sketch": sketch_status(self._unit.ingestor.choices(), None, math.nan),
                 "config": self._file.status(),
+                "threads": threads_status(self.supervisor),
                 "scale_out": follower_status(self._config.scale_out.leader or "", self._unit.stats()),
             }
         )
@@ -119,6 +136,7 @@ class FollowerDaemon(InactiveDaemon):
         problem = self._unit.ingestor.stats().problem
         if problem is not None:
             reasons.append(f"stream: {problem}")
+        reasons += self.supervisor.reasons()
         if self._stopping.is_set():
             reasons.append("shutting down")
         return ProbeResult(ok=not reasons, reasons=tuple(reasons))

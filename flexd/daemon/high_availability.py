@@ -28,6 +28,7 @@ from flexd.config.availability import FileLease, KubernetesLease
 from flexd.config.model import Config
 from flexd.core.errors import ApiError, ConfigError, FlexdError
 from flexd.core.process_start import ProcessStart
+from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
 from flexd.daemon.active_daemon import ActiveDaemon
 from flexd.daemon.config_file import ConfigFile
@@ -67,6 +68,8 @@ class HighAvailabilityDaemon(ActiveDaemon):
         self._config = config
         self._file = file or ConfigFile(config)
         self._started = ProcessStart()
+        self.supervisor = Supervisor()
+        self._loop_watch = self.supervisor.watch("loop")
         factory.make_state_directory(config)
         self._state_dir = config.state.dir
         settings = config.high_availability
@@ -74,8 +77,8 @@ class HighAvailabilityDaemon(ActiveDaemon):
         # Unique for every start: a restarted process is another holder, with another term.
         identity = f"{settings.identity or socket.gethostname()}/{os.getpid()}-{os.urandom(4).hex()}"
         lease = Lease(self._store, identity, settings.duration_seconds, lambda: highest_term(self._state_dir))
-        self._renewer = LeaseRenewer(lease, settings.renew_seconds)
-        self._standby = Standby(config, self._renewer, self._started)
+        self._renewer = LeaseRenewer(lease, settings.renew_seconds, self.supervisor)
+        self._standby = Standby(config, self._renewer, self._started, self.supervisor)
         self._leading: Daemon | None = None
         self._starting = threading.Lock()
         """Held while a leadership starts, so that no settings are applied meanwhile."""
@@ -84,7 +87,7 @@ class HighAvailabilityDaemon(ActiveDaemon):
         self._taking_over = False
         self._stopping, self._reload_requested = SignalFlag(), SignalFlag()
         self._ticked_at = time.monotonic()
-        self._server = DaemonServer(self, Metrics(self), config.server)
+        self._server = DaemonServer(self, Metrics(self), config.server, self.supervisor)
 
     @property
     def address(self) -> str:
@@ -110,27 +113,42 @@ class HighAvailabilityDaemon(ActiveDaemon):
         self._reload_requested.set()
 
     def run_until_stopped(self) -> bool:
-        """Lead and stand by in turn until a stop is requested. Returns whether every part ended in time."""
+        """Lead and stand by in turn until a stop is requested or a thread cannot go on safely (``supervisor.fatal``).
+
+        Returns whether every part ended in time.
+        """
+        try:
+            while not self._stopping.wait(TICK_SECONDS) and not self.supervisor.fatal:
+                self._ticked_at = time.monotonic()
+                if self._reload_requested.is_set():
+                    self._reload_requested.clear()
+                    self._loop_watch.attempt(self._reload_quietly)
+                self._tick()
+        finally:
+            in_time = self._stop()
+        return in_time
+
+    def _tick(self) -> None:
         lease = self._renewer.lease
-        while not self._stopping.wait(TICK_SECONDS):
-            self._ticked_at = time.monotonic()
-            if self._reload_requested.is_set():
-                self._reload_requested.clear()
-                with contextlib.suppress(FlexdError):  # It is logged and counted.
-                    self.reload(who="SIGHUP")
-            if self._leading is None:
-                term = lease.term
-                if term not in (0, self._failed_term):
-                    self._taking_over = True
-                    self._lead(term)
-                    self._taking_over = False
-            elif lease.holds(self._term):
-                self._leading.tick()
-            else:
-                self._leadership_losses += 1
-                logger.warning("term %d is over: %s", self._term, self._standby.reason)
-                # The loop does not tick meanwhile: stay below the limit of ``health``.
-                self._stand_down(min(self._config.shutdown_seconds, HEALTHY_TICK_SECONDS / 2))
+        if self._leading is None:
+            term = lease.term
+            if term not in (0, self._failed_term):
+                self._taking_over = True
+                self._lead(term)
+                self._taking_over = False
+        elif lease.holds(self._term):
+            self._leading.tick()
+        else:
+            self._leadership_losses += 1
+            logger.warning("term %d is over: %s", self._term, self._standby.reason)
+            # The loop does not tick meanwhile: stay below the limit of ``health``.
+            self._stand_down(min(self._config.shutdown_seconds, HEALTHY_TICK_SECONDS / 2))
+
+    def _reload_quietly(self) -> None:
+        with contextlib.suppress(FlexdError):  # It is logged and counted.
+            self.reload(who="SIGHUP")
+
+    def _stop(self) -> bool:
         budget = ShutdownBudget(self._config.shutdown_seconds)
         budget.stop_part("leading", self._stand_down, reserve=_SHARE_LEASE + _SHARE_SERVER)
         # The lease is released last: the next leader finds the last snapshot, and this daemon no longer writes.
@@ -145,10 +163,12 @@ class HighAvailabilityDaemon(ActiveDaemon):
         try:
             leadership = Leadership(open_term_directory(self._state_dir, term), term, partial(lease.holds, term))
             with self._starting:
-                daemon = Daemon(self._config, leadership)
+                daemon = Daemon(self._config, leadership, supervisor=self.supervisor)
                 daemon.start()
                 self._term, self._leading = term, daemon
-        except FlexdError as error:
+        except Exception as error:
+            if not isinstance(error, FlexdError):
+                self._loop_watch.count(error)
             logger.error("cannot lead in term %d: %s", term, error)
             self._standby.problem, self._failed_term = str(error), term
             self._renewer.release_for(2 * lease.duration_seconds)

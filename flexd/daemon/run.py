@@ -10,6 +10,7 @@ from flexd.config.model import Config
 from flexd.control.protocol.store_client import load_transports
 from flexd.core import fault_points as faults
 from flexd.core.fast_start import resume_garbage_collector
+from flexd.core.supervision import EXIT_UNSAFE_STATE
 from flexd.daemon.allocator import keep_freed_memory
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.logs import set_up_logging
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
 
 
 def run_daemon(config: Config, path: Path | None = None) -> int:
-    """Run until SIGTERM or SIGINT; SIGHUP reloads the file at ``path``. Returns the exit code: 0, or 1 if a part did
-    not end within the deadline."""
+    """Run until SIGTERM or SIGINT; SIGHUP reloads the file at ``path``.
+
+    Returns the exit code: 0, 1 if a part did not end within the deadline, or ``EXIT_UNSAFE_STATE``.
+    """
     set_up_logging(config)
     faults.arm()
     keep_freed_memory()
     daemon = _daemon_of(config, ConfigFile(config, path))
+    daemon.supervisor.watch_uncaught()
     signal.signal(signal.SIGHUP, lambda *_: daemon.request_reload())
     daemon.start()
     resume_garbage_collector()
@@ -35,7 +39,10 @@ def run_daemon(config: Config, path: Path | None = None) -> int:
     if config.high_availability.enabled:
         # Load torch now, so that a takeover does not wait for it.
         load_transports()
-    return 0 if daemon.run_until_stopped() else 1
+    in_time = daemon.run_until_stopped()
+    if daemon.supervisor.fatal:
+        return EXIT_UNSAFE_STATE
+    return 0 if in_time else 1
 
 
 def _daemon_of(config: Config, file: ConfigFile) -> Daemon | HighAvailabilityDaemon | FollowerDaemon:

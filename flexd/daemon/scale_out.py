@@ -11,6 +11,7 @@ from flexd.config.base import split_address
 from flexd.config.model import Config
 from flexd.config.stream import KafkaSource
 from flexd.core.secrets import KeyFile
+from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
 from flexd.ingest import Ingestor, IngestStats
 from flexd.ingest.dead_letters import DeadLetterFile
@@ -47,9 +48,9 @@ class FollowerUnit:
         FlexdError: the source or the counters cannot be built.
     """
 
-    def __init__(self, config: Config, link: Link, name: str) -> None:
+    def __init__(self, config: Config, link: Link, name: str, supervisor: Supervisor) -> None:
         settings = config.scale_out
-        self._sender = DeltaSender(link)
+        self._sender = DeltaSender(link, supervisor)
         self._follower = Follower(
             FollowerOptions(
                 name=name,
@@ -73,6 +74,8 @@ class FollowerUnit:
             dead_letters=dead_letters(config),
             poll_seconds=config.stream.poll_seconds,
             max_message_bytes=config.stream.max_message_bytes,
+            supervisor=supervisor,
+            thread="flexd-reader" if name == OWN_NAME else "flexd-ingest",
         )
         self._follower.attach(self.ingestor)
 
@@ -97,15 +100,18 @@ class LeaderUnit:
         FlexdError: a component cannot be built.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, supervisor: Supervisor) -> None:
         settings = config.scale_out
         self._followers = FollowerRegistry(settings.follower_timeout_seconds)
         self.ledger = Ledger(self._followers)
         self._leader = Leader(
             config.job, config.keyspace(), factory.sketch_settings(config), self.ledger, self._followers
         )
-        self._listener = listener(self._leader, scale_out_secret(config), settings.listen_host, settings.listen_port)
-        self._own = FollowerUnit(config, LocalLink(self._leader), OWN_NAME) if settings.read_partitions else None
+        self._listener = listener(
+            self._leader, scale_out_secret(config), settings.listen_host, settings.listen_port, supervisor
+        )
+        own = LocalLink(self._leader) if settings.read_partitions else None
+        self._own = None if own is None else FollowerUnit(config, own, OWN_NAME, supervisor)
         if self._own is not None:
             self._followers.set_local_reader(self._own.ingestor)
 
@@ -140,7 +146,7 @@ class LeaderUnit:
         return with_zeros(REASONS, self._followers.refused())
 
 
-def remote_follower(config: Config) -> FollowerUnit:
+def remote_follower(config: Config, supervisor: Supervisor) -> FollowerUnit:
     """Build the unit of ``scale_out.role: follower``.
 
     Raises:
@@ -148,7 +154,8 @@ def remote_follower(config: Config) -> FollowerUnit:
     """
     settings = config.scale_out
     host, port = split_address(settings.leader or "")
-    return FollowerUnit(config, HttpLink(host, port, scale_out_secret(config)), settings.name or _host_name())
+    link = HttpLink(host, port, scale_out_secret(config))
+    return FollowerUnit(config, link, settings.name or _host_name(), supervisor)
 
 
 def _host_name() -> str:

@@ -20,13 +20,16 @@ from flexd.api.plan import PlanReport
 from flexd.api.plan_commands import PlanCommands
 from flexd.api.replan import ReplanResult
 from flexd.api.status import Status, base_status
+from flexd.api.threads import threads_status
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import FlexdError
+from flexd.core.fault_points import fault_point
 from flexd.core.process_start import ProcessStart
+from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.scale_out import LeaderUnit
@@ -74,15 +77,24 @@ class Daemon:
     Args:
         leadership: leadership of one term. The owner then serves the API and calls ``tick`` and ``stop``.
         file: the file that the configuration was read from, for reloads.
+        supervisor: of the process; records the faults of every thread.
 
     Raises:
         FlexdError: a part cannot be created from the configuration; nothing is left running.
     """
 
-    def __init__(self, config: Config, leadership: Leadership | None = None, file: ConfigFile | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        leadership: Leadership | None = None,
+        file: ConfigFile | None = None,
+        supervisor: Supervisor | None = None,
+    ) -> None:
         self._config = config
         self._file = file or ConfigFile(config)
         self._started = ProcessStart()
+        self.supervisor = supervisor = supervisor or Supervisor()
+        self._loop_watch, self._planning_watch = supervisor.watch("loop"), supervisor.watch("loop", "planning")
         keyspace = config.keyspace()
         factory.make_state_directory(config)
         self._leadership = leadership or without_lease(config)
@@ -93,7 +105,7 @@ class Daemon:
         letters = config.stream.dead_letters
         self._training = TrainingMonitor()
         self._journal = PlacementJournal(state / "placement")
-        self._leader = LeaderUnit(config) if config.scale_out.role == "leader" else None
+        self._leader = LeaderUnit(config, supervisor) if config.scale_out.role == "leader" else None
         source = factory.make_source(config) if self._leader is None else self._leader.ledger
         self._snapshots = FencedSnapshotStore(state / "snapshots", config.state.keep_snapshots, holds)
         self._ingestor = Ingestor(
@@ -108,6 +120,7 @@ class Daemon:
             poll_seconds=config.stream.poll_seconds,
             max_message_bytes=config.stream.max_message_bytes,
             extra_state=self._extra_state,
+            supervisor=supervisor,
         )
         if self._leader is not None:
             self._leader.attach(self._ingestor)
@@ -115,10 +128,12 @@ class Daemon:
         throttle = Throttle(
             ThrottleLimits(config.control.throttle.bytes_per_step, config.control.throttle.bytes_per_second)
         )
-        self._history = MigrationHistory(state / "migrations.sqlite", config.state.keep_migrations, self._on_event)
+        self._history = MigrationHistory(
+            state / "migrations.sqlite", config.state.keep_migrations, self._on_event, supervisor=supervisor
+        )
         self._coordinator = Coordinator(
             control, keyspace, self._journal, self._take_report, self._on_event, tap, throttle,
-            on_migration=self._history.record_migration, may_act=holds,
+            on_migration=self._history.record_migration, may_act=holds, supervisor=supervisor,
         )  # fmt: skip
         self._pacing = MigrationPacing(config.control, throttle, self._coordinator)
         decisions = DecisionFile(state / "decisions.json")
@@ -127,7 +142,7 @@ class Daemon:
         executions = Executions(config.control, keyspace, self._coordinator, plan_log)
         self._drift = DriftMonitor(
             config.planner, keyspace, cluster, self._ingestor.profile, self._coordinator, executions, self._training,
-            self._ingestor.restored.get("drift_reference"),
+            self._ingestor.restored.get("drift_reference"), supervisor,
         )  # fmt: skip
         self._planning = Planning(
             config, keyspace, cluster, self._ingestor.profile, self._coordinator, self._training, executions,
@@ -139,7 +154,7 @@ class Daemon:
             config, keyspace, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
             self._auto, self._pacing, self._history, plan_log, state / "snapshots", self._leader,
         )  # fmt: skip
-        self._server = None if leadership else DaemonServer(self, Metrics(self), config.server)
+        self._server = None if leadership else DaemonServer(self, Metrics(self), config.server, supervisor)
         self._stopping = threading.Event()
         self._stop_requested, self._reload_requested = SignalFlag(), SignalFlag()
         self._ticked_at = time.monotonic()
@@ -195,21 +210,37 @@ class Daemon:
         self._reload_requested.set()
 
     def run_until_stopped(self) -> bool:
-        """Tick until a stop is requested, then stop. Returns whether every part ended within the deadline."""
-        while not self._stop_requested.wait(TICK_SECONDS):
-            if self._reload_requested.is_set():
-                self._reload_requested.clear()
-                with contextlib.suppress(FlexdError):  # It is logged and counted.
-                    self.reload(who="SIGHUP")
-            self.tick()
-        return self.stop(self._config.shutdown_seconds)
+        """Tick until a stop is requested or a thread cannot go on safely (``supervisor.fatal``), then stop.
+
+        Returns whether every part ended within the deadline.
+        """
+        try:
+            while not self._stop_requested.wait(TICK_SECONDS) and not self.supervisor.fatal:
+                if self._reload_requested.is_set():
+                    self._reload_requested.clear()
+                    self._loop_watch.attempt(self._reload_quietly)
+                self.tick()
+        finally:
+            ended = self.stop(self._config.shutdown_seconds)
+        return ended
 
     def tick(self) -> None:
-        """Run the periodic work of the loop: retry failed writes, and plan unless planning is paused."""
+        """Run the periodic work of the loop: retry failed writes, and plan unless planning is paused.
+
+        What it raises is recorded by the supervisor and attempted again after a back-off; the loop ticks on.
+        """
         self._ticked_at = time.monotonic()
-        self._operator.tick()
+        self._loop_watch.attempt(self._tick_operator)
         if self._operator.paused is None:
-            self._auto.tick()
+            self._planning_watch.attempt(self._auto.tick)
+
+    def _tick_operator(self) -> None:
+        fault_point("thread.loop")
+        self._operator.tick()
+
+    def _reload_quietly(self) -> None:
+        with contextlib.suppress(FlexdError):  # It is logged and counted.
+            self.reload(who="SIGHUP")
 
     def stop(self, seconds: float) -> bool:
         """Stop every part. Returns whether all ended within the deadline.
@@ -218,6 +249,8 @@ class Daemon:
         shutdown can be observed.
         """
         self._stopping.set()
+        self._loop_watch.rest()
+        self._planning_watch.rest()
         budget, after = ShutdownBudget(seconds), _SHARE_INGEST + _SHARE_DRIFT + _SHARE_HISTORY + _SHARE_SERVER
         budget.stop_part("control channel", self._coordinator.stop, reserve=after)
         if self._leader is not None:
@@ -302,6 +335,7 @@ class Daemon:
                 "pauses": self._operator.pauses,
                 "decisions": self._operator.decisions_status(),
                 "config": self._file.status(),
+                "threads": threads_status(self.supervisor),
             }
         )
 
@@ -327,8 +361,6 @@ class Daemon:
             reasons.append(f"the loop has not ticked for {silent:.0f} s")
         if not self._ingestor.stats().running and not self._stopping.is_set():
             reasons.append("the ingest thread has ended")
-        if self._coordinator.failure:
-            reasons.append(self._coordinator.failure)
         return ProbeResult(ok=not reasons, reasons=tuple(reasons))
 
     def ready(self) -> ProbeResult:
@@ -339,6 +371,7 @@ class Daemon:
         live = self._coordinator.live()
         if live is None or not live.ready:
             reasons.append(f"ranks: {self._coordinator.status().reason}")
+        reasons += self.supervisor.reasons()
         if self._stop_requested.is_set() or self._stopping.is_set():
             reasons.append("shutting down")
         return ProbeResult(ok=not reasons, reasons=tuple(reasons))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
+
+_log = logging.getLogger(__name__)
 
 MIN_SHARE = 0.02
 """Share of the deadline that a part gets even if earlier parts have used all of it: it may need almost nothing."""
@@ -42,7 +45,12 @@ class ShutdownBudget:
             reserve: share (0 to 1) of the deadline reserved for later parts.
         """
         left = self._deadline - self._clock() - reserve * self._seconds
-        ended = stop(max(left, MIN_SHARE * self._seconds))
+        try:
+            ended = stop(max(left, MIN_SHARE * self._seconds))
+        except Exception:
+            # The parts after it must be stopped all the same.
+            _log.exception("stopping %s failed", name)
+            ended = False
         if not ended:
             self._late[name] = stop
         return ended

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from flexd.api.errors import ProbeResult
 from flexd.api.status import Status, base_status
+from flexd.api.threads import threads_status
 from flexd.config.model import Config
 from flexd.core.errors import ApiError
 from flexd.core.process_start import ProcessStart
+from flexd.core.supervision import Supervisor
 from flexd.daemon.active_daemon import InactiveDaemon
 from flexd.ha.lease_renewer import LeaseRenewer
 
@@ -18,10 +20,11 @@ class Standby(InactiveDaemon):
         problem: reason why this daemon could not lead when it held the lease; empty if there is none.
     """
 
-    def __init__(self, config: Config, renewer: LeaseRenewer, started: ProcessStart) -> None:
+    def __init__(self, config: Config, renewer: LeaseRenewer, started: ProcessStart, supervisor: Supervisor) -> None:
         self._config = config
         self._renewer = renewer
         self._started = started
+        self._supervisor = supervisor
         self.problem = ""
 
     @property
@@ -33,7 +36,8 @@ class Standby(InactiveDaemon):
         return f"standby: {record.holder} leads (term {record.term})"
 
     def status(self) -> Status:
-        return base_status(self._config, self._started, self.health(), self.ready())
+        base = base_status(self._config, self._started, self.health(), self.ready())
+        return base.model_copy(update={"threads": threads_status(self._supervisor)})
 
     def health(self) -> ProbeResult:
         return ProbeResult(ok=True)
@@ -42,7 +46,7 @@ class Standby(InactiveDaemon):
         problems = [f"lease: {self._renewer.problem}"] if self._renewer.problem else []
         if self.problem:
             problems.append(f"could not lead: {self.problem}")
-        return ProbeResult(ok=False, reasons=(self.reason, *problems))
+        return ProbeResult(ok=False, reasons=(self.reason, *problems, *self._supervisor.reasons()))
 
     def refusal(self) -> ApiError:
         return ApiError(self.reason, status=503, remedy="ask the daemon that leads")

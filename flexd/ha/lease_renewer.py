@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 
 from flexd.core.errors import FlexdError
+from flexd.core.fault_points import fault_point
+from flexd.core.supervision import Supervisor
 from flexd.ha.lease import Lease
 
 _log = logging.getLogger(__name__)
@@ -19,7 +21,7 @@ class LeaseRenewer:
     A call to the store that hangs blocks this thread only: the lease then ends by the clock.
     """
 
-    def __init__(self, lease: Lease, renew_seconds: float) -> None:
+    def __init__(self, lease: Lease, renew_seconds: float, supervisor: Supervisor | None = None) -> None:
         self.lease = lease
         self._renew_seconds = renew_seconds
         self._stopping = threading.Event()
@@ -28,7 +30,9 @@ class LeaseRenewer:
         """Attempts that could not reach the store."""
         self.problem = ""
         """Why the newest attempt failed; empty if it succeeded."""
-        self._thread = threading.Thread(target=self._run, name="flexd-lease", daemon=True)
+        supervisor = supervisor or Supervisor()
+        self._watch = supervisor.watch("flexd-lease")
+        self._thread = supervisor.thread("flexd-lease", self._run, self._stopping, self._release)
 
     def start(self) -> None:
         self._thread.start()
@@ -41,16 +45,15 @@ class LeaseRenewer:
         """Release the lease and end the thread. Returns whether it ended within the deadline; if not, the lease ends by
         the clock."""
         self._stopping.set()
-        if self._thread.ident is None:
-            return True
-        self._thread.join(timeout_seconds)
-        return not self._thread.is_alive()
+        return self._thread.join(timeout_seconds)
 
     def _run(self) -> None:
         while True:
             self._once()
             if self._stopping.wait(self._renew_seconds):
-                break
+                return
+
+    def _release(self) -> None:
         self._try(self.lease.release)
 
     def _once(self) -> None:
@@ -61,13 +64,17 @@ class LeaseRenewer:
 
     def _try(self, action: Callable[[], object]) -> None:
         try:
+            fault_point("thread.lease")
             action()
         except Exception as error:
-            # The next attempt may succeed; if this thread ended, the lease would end as well.
+            # The next attempt, at the usual time, may succeed; if this thread waited longer, the lease would end.
             self.failures += 1
             text = str(error) if isinstance(error, FlexdError) else repr(error)
-            if text != self.problem:
-                _log.warning("lease: %s", text, exc_info=not isinstance(error, FlexdError))
+            if not isinstance(error, FlexdError):
+                self._watch.fault(error)
+            elif text != self.problem:
+                _log.warning("lease: %s", text)
             self.problem = text
         else:
             self.problem = ""
+            self._watch.progress()

@@ -24,13 +24,14 @@ class GuardedSketches:
     Attributes:
         sketches: the current set; replaced by ``drain``. Hold ``lock`` to change or read it.
         lock: held by the writer for one message at a time, and by readers.
-        partially_merged: a merge was interrupted, so the counters hold an unknown part of it and must not be saved.
+        damage: what interrupted a message or a merge, so that the counters hold an unknown part of it and must not be
+            saved; None while they can be trusted.
     """
 
     def __init__(self, sketches: SketchSet) -> None:
         self.sketches = sketches
         self.lock = threading.Lock()
-        self.partially_merged = False
+        self.damage: BaseException | None = None
 
     @property
     def newest_event_seconds(self) -> float:
@@ -94,8 +95,8 @@ class GuardedSketches:
                 commit()
             except SketchError:
                 raise
-            except BaseException:
-                self.partially_merged = True
+            except BaseException as error:
+                self.damage = error
                 raise
 
     def drain(self, clock: Mapping[str, Any] | None) -> SketchSet:

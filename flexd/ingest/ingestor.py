@@ -17,6 +17,7 @@ from flexd.core.errors import FlexdError, SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
+from flexd.core.supervision import Supervisor, UnsafeStateError
 from flexd.ingest.background_job import BackgroundJob
 from flexd.ingest.backoff import Backoff
 from flexd.ingest.dead_letters import DeadLetterFile
@@ -68,6 +69,8 @@ class Ingestor:
             without the lock); they come back as ``restored``.
         decode: message -> batches; raises CodecError.
         save_in_background: snapshots are written while ingest continues; False stops ingest until they are on disk.
+        supervisor: of the process; records the faults of the thread.
+        thread: name of the thread.
 
     Raises:
         SketchError, ConfigError: impossible sketch settings or tables.
@@ -87,6 +90,8 @@ class Ingestor:
         extra_state: Callable[[], Mapping[str, Any]] = dict,
         decode: Decode = decode_message,
         save_in_background: bool = True,
+        supervisor: Supervisor | None = None,
+        thread: str = "flexd-ingest",
     ) -> None:
         self._source = source
         self._snapshots = snapshots
@@ -96,7 +101,10 @@ class Ingestor:
         self._extra_state = extra_state
         self._stop = threading.Event()
         self._save_now = threading.Event()
-        self._thread: threading.Thread | None = None
+        supervisor = supervisor or Supervisor()
+        self._watch = supervisor.watch(thread)
+        self._thread = supervisor.thread(thread, self._loop, self._stop, self._finish)
+        self._next_save = math.inf
         self._saving = BackgroundJob("flexd-snapshot", background=save_in_background)
         self._saving_positions: Positions = {}
 
@@ -128,16 +136,12 @@ class Ingestor:
     def start(self) -> None:
         """Compile the kernels and start the thread."""
         warm_up({choice.kind for choice in self._sketches.choices()})
-        self._thread = threading.Thread(target=self.run, name="flexd-ingest", daemon=True)
         self._thread.start()
 
     def stop(self, timeout_seconds: float) -> bool:
         """End the thread after a last snapshot. Return True if it ended within the deadline."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout_seconds)
-            return not self._thread.is_alive()
-        return True
+        return self._thread.join(timeout_seconds)
 
     def set_snapshot_interval(self, seconds: float) -> None:
         """Change the time between two snapshots, effective after the next one."""
@@ -184,8 +188,8 @@ class Ingestor:
 
         Raises:
             SketchError: sketches of other tables or settings. Nothing is added then, and ``commit`` is not called. Any
-                other error (out of memory) may have added a part of them: this ingest then saves nothing more and ends,
-                so that the process is restarted from its last snapshot.
+                other error (out of memory) may have added a part of them: this ingest then saves nothing more and ends
+                the daemon, which continues from its last snapshot when it is started again.
         """
 
         def commit_counts() -> None:
@@ -234,40 +238,54 @@ class Ingestor:
             idle_seconds=self._idle_seconds(),
             snapshot_age_seconds=time.monotonic() - self._saved_at,
             restore_problems=tuple(self._restore_problems),
-            running=self._thread is not None and self._thread.is_alive(),
+            running=self._thread.running,
         )
 
     def run(self) -> None:
-        """Run the loop of the thread; returns after ``stop``."""
+        """Run what the thread runs; returns after ``stop``.
+
+        Raises:
+            UnsafeStateError: the counters hold an unknown part of a message or merge. Nothing is saved then.
+        """
+        self._loop()
+        self._finish()
+
+    def _loop(self) -> None:
         backoff = Backoff(self._stop)
         while not self._stop.is_set() and not self._attempt("source", self._restore_positions):
             backoff.wait()
         backoff.reset()
-        next_save = time.monotonic() + self._snapshot_interval_seconds
-        while not self._stop.is_set() and not self._sketches.partially_merged:
+        self._next_save = min(self._next_save, time.monotonic() + self._snapshot_interval_seconds)
+        while not self._stop.is_set():
+            fault_point("thread.ingest")
             if self._attempt("source", self._read_some):
                 backoff.reset()
             else:
                 backoff.wait()
             if self._saving.finished:
                 self._attempt("snapshot", self._finish_save)
-            if not self._saving.pending and (self._save_now.is_set() or time.monotonic() >= next_save):
+            if not self._saving.pending and (self._save_now.is_set() or time.monotonic() >= self._next_save):
                 self._save_now.clear()
                 self._attempt("snapshot state", self._begin_save)
-                next_save = time.monotonic() + self._snapshot_interval_seconds
+                self._next_save = time.monotonic() + self._snapshot_interval_seconds
             if self._saving.finished:
                 self._attempt("snapshot", self._finish_save)
             self._stats = self._read_stats()
-        self._shut_down()
-        self._stats = self._read_stats()
+            self._watch.progress()
+            if self._sketches.damage is not None:
+                raise UnsafeStateError(
+                    f"the counters may hold a part of a message or merge: {self._sketches.damage!r}",
+                    remedy="start the daemon again; it continues from its newest snapshot",
+                ) from self._sketches.damage
 
-    def _shut_down(self) -> None:
+    def _finish(self) -> None:
         if self._saving.pending:
             self._attempt("snapshot", self._finish_save)
         restored = self._unrestored_positions is None
         if restored and self._attempt("snapshot state", self._begin_save) and self._saving.pending:
             self._attempt("snapshot", self._finish_save)
         self._attempt("source", self._source.close)
+        self._stats = self._read_stats()
 
     def _attempt(self, step: str, action: Callable[[], None]) -> bool:
         """Run one step of the loop. Return False if it failed: counted, logged once, and shown as a problem."""
@@ -279,8 +297,10 @@ class Ingestor:
             else:
                 self._source_failures += 1
             text = str(error) if isinstance(error, FlexdError) else repr(error)
-            if self._problems.get(step) != text:
-                _log.warning("ingest: %s: %s", step, text, exc_info=not isinstance(error, FlexdError))
+            if not isinstance(error, FlexdError):
+                self._watch.count(error)
+            elif self._problems.get(step) != text:
+                _log.warning("ingest: %s: %s", step, text)
             self._problems[step] = text
             return False
         self._problems.pop(step, None)
@@ -292,6 +312,8 @@ class Ingestor:
             count = self._counter.count
             for message in messages:
                 count(message)
+                if self._sketches.damage is not None:
+                    return
             self._counted_at = time.monotonic()
         now = time.monotonic()
         if now >= self._lag_at + _LAG_INTERVAL_SECONDS:
@@ -316,8 +338,8 @@ class Ingestor:
         # 1.
         began = time.monotonic()
         with self._sketches.frozen() as (sketch_meta, arrays):
-            if self._sketches.partially_merged:
-                raise SnapshotError("counters are partially merged and not saved", remedy="restart the daemon")
+            if self._sketches.damage is not None:
+                raise SnapshotError("the counters are damaged and not saved", remedy="start the daemon again")
             positions = self._source.positions()
             generation = self._generation
         self._pause_seconds = time.monotonic() - began
@@ -360,7 +382,7 @@ class Ingestor:
 
     def _idle_seconds(self) -> float:
         silent = time.monotonic() - self._counted_at
-        reading = self._thread is not None and self._unrestored_positions is None
+        reading = self._thread.started and self._unrestored_positions is None
         caught_up = reading and self._lag == 0 and not self._problems and self._source.problem is None
         return silent if caught_up and silent >= IDLE_AFTER_SECONDS else 0.0
 

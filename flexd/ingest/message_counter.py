@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 
 from flexd.core import tap_counts
-from flexd.core.errors import CodecError
+from flexd.core.errors import CodecError, SketchError
+from flexd.core.fault_points import fault_point
 from flexd.core.tap_counts import TapCounts
 from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.ingest.guarded_sketches import GuardedSketches
@@ -57,20 +58,35 @@ class MessageCounter:
         self._rejected: dict[str, int] = {}
 
     def count(self, message: Message) -> None:
-        """Count one message. Never raises, because the source has already moved past it."""
+        """Count one message. Never raises, because the source has already moved past it.
+
+        A message that cannot be decoded is rejected. If counting it fails, a part of it may be in the counters: they
+        are marked as damaged (``GuardedSketches.damage``), and the caller must not go on.
+        """
         self._messages += 1
         self._bytes += len(message.payload)
         try:
             batches = self._decode(message.payload, self._max_message_bytes)
-            with self._sketches.lock:
-                sketches = self._sketches.sketches
-                accesses = sum((_ingest(sketches, batch) for batch in batches), AccessCounts())
         except CodecError as error:
             self._reject(error.reason, str(error), message)
             return
         except Exception as error:
             _log.exception("ingest: message %s/%d", message.partition, message.offset)
             self._reject("internal_error", repr(error), message)
+            return
+        with self._sketches.lock:
+            sketches = self._sketches.sketches
+            try:
+                fault_point("thread.counting")
+                accesses = sum((_ingest(sketches, batch) for batch in batches), AccessCounts())
+            except SketchError as error:  # It is raised before a batch changes anything.
+                refused: Exception | None = error
+            except Exception as error:
+                refused = self._sketches.damage = error
+            else:
+                refused = None
+        if refused is not None:
+            self._reject("internal_error", repr(refused), message)
             return
         self._batches += len(batches)
         self._accesses += accesses

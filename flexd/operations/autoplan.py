@@ -9,6 +9,7 @@ from collections.abc import Callable
 from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.core.errors import FlexdError
+from flexd.core.fault_points import fault_point
 from flexd.operations.drift import DriftMonitor
 from flexd.operations.hold_off import HoldOff
 from flexd.operations.maintenance_windows import Calendar
@@ -62,12 +63,14 @@ class AutoPlanner:
 
     def tick(self) -> None:
         """Make a plan if a trigger has fired, and execute it unless it is held."""
+        fault_point("thread.planning")
         live = self._live()
         if live is None or not live.ready:
             return
         if not self._rollback_checked:
+            resumed = self._resume_rollback()
             self._rollback_checked = True
-            if self._resume_rollback():
+            if resumed:
                 self.triggers.migration_started(time.monotonic(), live.generation)
                 return
         last = self._planning.executions.last

@@ -12,9 +12,11 @@ from typing import Any, Protocol
 from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.core.errors import FlexdError
+from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
+from flexd.core.supervision import Supervisor
 from flexd.operations.plan_settings import running_exchange, training_shape
 from flexd.planner.drift import Drift, PlacementCommunication, placement_communication
 from flexd.sketch.profile import Profile
@@ -66,6 +68,7 @@ class DriftMonitor:
 
     Args:
         restored: a reference from ``reference_state``, saved with the sketches.
+        supervisor: of the process; records the faults of the thread.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class DriftMonitor:
         executions: RunningMigrations,
         training: AccessRates,
         restored: Mapping[str, Any] | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self._settings = settings
         self._keyspace = keyspace
@@ -88,7 +92,9 @@ class DriftMonitor:
         self._training = training
         self._guard = threading.Lock()
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        supervisor = supervisor or Supervisor()
+        self._watch = supervisor.watch("flexd-drift")
+        self._thread = supervisor.thread("flexd-drift", self._run, self._stop)
         self._reference: PlacementCommunication | None = None
         self._candidate: PlacementCommunication | None = None
         """The cost of a live placement that differs from the reference's. It becomes the reference if the next
@@ -104,7 +110,6 @@ class DriftMonitor:
             self._restore(restored)
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="flexd-drift", daemon=True)
         self._thread.start()
 
     def apply_config(self, settings: PlannerConfig) -> None:
@@ -114,10 +119,7 @@ class DriftMonitor:
     def stop(self, timeout_seconds: float) -> bool:
         """Stop the thread. Returns whether it ended within the deadline."""
         self._stop.set()
-        if self._thread is None:
-            return True
-        self._thread.join(timeout_seconds)
-        return not self._thread.is_alive()
+        return self._thread.join(timeout_seconds)
 
     def age_seconds(self) -> float:
         """Seconds since the newest evaluation; NaN before the first."""
@@ -190,14 +192,15 @@ class DriftMonitor:
         while not self._stop.wait(wait):
             started = time.monotonic()
             try:
+                fault_point("thread.drift")
                 self.evaluate()
                 self._problem = None
-            except Exception as error:
-                # Neither a table without accesses nor a fault may end this thread; each problem is logged once.
-                text = str(error) if isinstance(error, FlexdError) else repr(error)
-                if text != self._problem:
-                    _log.warning("drift: %s", text, exc_info=not isinstance(error, FlexdError))
-                self._problem = text
+            except FlexdError as error:
+                # A table without accesses, for one; each problem is logged once.
+                if str(error) != self._problem:
+                    _log.warning("drift: %s", error)
+                self._problem = str(error)
+            self._watch.progress()
             took = time.monotonic() - started
             self.seconds += took
             self.evaluations += 1

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from flexd.core.errors import FlexdError, ScaleOutError
+from flexd.core.fault_points import fault_point
+from flexd.core.supervision import Supervisor
 from flexd.scaleout.follower_registry import REASONS
 from flexd.scaleout.push_answer import PushAnswer
 
@@ -41,16 +43,19 @@ class DeltaSender:
 
     Args:
         link: owned from now on; closed at ``stop``.
+        supervisor: of the process; records the faults of the thread.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, supervisor: Supervisor | None = None) -> None:
         self._link = link
         self._changed = threading.Condition()
         self._make: Callable[[], bytes] | None = None
         self._answer: PushAnswer | None = None
         self._stopping = threading.Event()
         self._retry_now = threading.Event()
-        self._thread: threading.Thread | None = None
+        supervisor = supervisor or Supervisor()
+        self._watch = supervisor.watch("flexd-delta-sender")
+        self._thread = supervisor.thread("flexd-delta-sender", self._run, self._stopping, self._link.close)
         self.problem: str | None = None
         """Reason why the last attempt got no final answer, or None."""
         self.attempts = 0
@@ -61,7 +66,6 @@ class DeltaSender:
         """Monotonic seconds of the newest final answer."""
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="flexd-delta-sender", daemon=True)
         self._thread.start()
 
     def stop(self, timeout_seconds: float) -> bool:
@@ -70,10 +74,7 @@ class DeltaSender:
         self._retry_now.set()
         with self._changed:
             self._changed.notify_all()
-        if self._thread is None:
-            return True
-        self._thread.join(timeout_seconds)
-        return not self._thread.is_alive()
+        return self._thread.join(timeout_seconds)
 
     def send(self, make: Callable[[], bytes]) -> None:
         """Queue a delta.
@@ -113,7 +114,7 @@ class DeltaSender:
                 if answer is not None:
                     self._make, self._answer = None, answer
                 self._changed.notify_all()
-        self._link.close()
+            self._watch.progress()
 
     def _deliver(self, make: Callable[[], bytes]) -> PushAnswer | None:
         """Send until answered. Return None only when stopped."""
@@ -123,6 +124,7 @@ class DeltaSender:
             self._retry_now.clear()
             self.attempts += 1
             try:
+                fault_point("thread.delta_sender")
                 data = make() if data is None else data
                 self.bytes_sent += len(data)
                 answer = self._link.offer(data)
@@ -135,7 +137,7 @@ class DeltaSender:
             except Exception as error:
                 text = str(error) if isinstance(error, FlexdError) else repr(error)
                 self._fail("internal_error", text)
-                _log.debug("sending a delta failed", exc_info=True)
+                self._watch.fault(error)
             self._retry_now.wait(wait_seconds)
             wait_seconds = min(2 * wait_seconds, _BACKOFF_SECONDS[1])
         return None

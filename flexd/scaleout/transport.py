@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from flexd.config.base import is_loopback
 from flexd.core.errors import ApiError, ScaleOutError
 from flexd.core.secrets import Secret
+from flexd.core.supervision import Supervisor
 from flexd.scaleout import push_answer, signing
 from flexd.scaleout.follower_registry import REASONS
 from flexd.scaleout.leader import Leader
@@ -139,10 +140,15 @@ class DeltaApp:
             self._bodies.release()
 
 
-def listener(leader: Leader, secret: Secret, host: str, port: int) -> HttpListener:
+def listener(
+    leader: Leader, secret: Secret, host: str, port: int, supervisor: Supervisor | None = None
+) -> HttpListener:
     """Return the leader's listener, not started."""
     app = DeltaApp(leader, secret, loopback_only=is_loopback(host))
-    return HttpListener(app, host=host, port=port, max_connections=MAX_CONNECTIONS, named="scale_out.listen_host")
+    return HttpListener(
+        app, host=host, port=port, max_connections=MAX_CONNECTIONS, named="scale_out.listen_host",
+        supervisor=supervisor, thread="flexd-scale-out",
+    )  # fmt: skip
 
 
 class HttpLink:

@@ -182,7 +182,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def fault(_: Request, error: Exception) -> Response:
-        # The traceback goes to the log (uvicorn logs what is re-raised after this response), not to the caller.
+        # The traceback goes to the log (the listener records what is re-raised after this response), not to the caller.
         detail = ErrorDetail(
             type="InternalError", message=f"the daemon failed: {type(error).__name__}", remedy="see the daemon's log"
         )

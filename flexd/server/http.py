@@ -13,12 +13,14 @@ import time
 from pathlib import Path
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flexd.api.interface import DaemonApi
 from flexd.config.base import is_loopback, split_address
 from flexd.config.server import ServerConfig
 from flexd.core.errors import ApiError
+from flexd.core.fault_points import fault_point
+from flexd.core.supervision import SupervisedThread, Supervisor, Watch
 from flexd.server.access import AccessControl, Refusals
 from flexd.server.app import create_app, create_metrics_app
 from flexd.server.metrics import Metrics, RefusalsCollector
@@ -36,6 +38,20 @@ _MAX_UNIX_PATH_BYTES = 107
 _log = logging.getLogger(__name__)
 
 
+class _WatchedServer(uvicorn.Server):
+    """Records progress in every tick of its main loop."""
+
+    def __init__(self, config: uvicorn.Config, watch: Watch) -> None:
+        super().__init__(config)
+        self._watch = watch
+
+    async def on_tick(self, counter: int) -> bool:
+        fault_point("thread.http")
+        ends = await super().on_tick(counter)
+        self._watch.progress()
+        return ends
+
+
 class HttpListener:
     """One listening socket and the thread that serves it.
 
@@ -46,6 +62,8 @@ class HttpListener:
         tls: serve https.
         max_connections: limit at one time; more are answered with HTTP 503.
         named: configuration key of the host, for error texts.
+        supervisor: of the process; records the faults of the thread.
+        thread: name of the thread.
     """
 
     def __init__(
@@ -58,6 +76,8 @@ class HttpListener:
         tls: ServerTls | None = None,
         max_connections: int = MAX_CONNECTIONS,
         named: str = "server.host",
+        supervisor: Supervisor | None = None,
+        thread: str = "flexd-http",
     ) -> None:
         self._app = app
         self._host = host
@@ -69,7 +89,11 @@ class HttpListener:
         self._socket: socket.socket | None = None
         self._inode: int | None = None
         self._server: uvicorn.Server | None = None
-        self._thread: threading.Thread | None = None
+        self._supervisor = supervisor or Supervisor()
+        self._watch = self._supervisor.watch(thread)
+        self._thread: SupervisedThread | None = None
+        self._stopping = threading.Event()
+        self._served = False
         self._failure: BaseException | None = None
 
     @property
@@ -85,7 +109,7 @@ class HttpListener:
         """The bound TCP port; 0 on a unix socket."""
         if self._unix_socket is not None:
             return 0
-        return self._port if self._socket is None else int(self._socket.getsockname()[1])
+        return self._port
 
     def start(self) -> None:
         """Bind and serve; return once requests are answered.
@@ -96,9 +120,44 @@ class HttpListener:
         """
         if self._thread is not None:
             raise ApiError(f"{self.address} is being served already", remedy="start a listener once")
-        self._socket = self._bind_unix(self._unix_socket) if self._unix_socket is not None else self._bind_tcp()
+        self._bind()
+        self._server = self._make_server()
+        self._thread = self._supervisor.thread(self._watch.thread, self._serve, self._stopping)
+        self._thread.start()
+        deadline = time.monotonic() + START_SECONDS
+        while not self._server.started:
+            if self._failure is not None or time.monotonic() > deadline:
+                self.stop(1.0)
+                raise ApiError(
+                    f"the HTTP server on {self.address} did not start: {self._failure or 'deadline passed'}",
+                    remedy="see the log",
+                ) from self._failure
+            time.sleep(0.005)
+
+    def stop(self, timeout_seconds: float) -> bool:
+        """Refuse new requests, let running ones end, and abandon them after the deadline.
+
+        Returns True if the thread has ended. May be called more than once.
+        """
+        self._stopping.set()
+        thread, server = self._thread, self._server
+        if thread is not None and server is not None:
+            server.should_exit = True
+            if not thread.join(timeout_seconds):
+                server.force_exit = True
+                thread.join(0.5)
+        if self._socket is not None:
+            self._socket.close()
+        if self._unix_socket is not None and self._inode is not None:
+            with contextlib.suppress(OSError):
+                if self._unix_socket.stat().st_ino == self._inode:
+                    self._unix_socket.unlink()
+            self._inode = None
+        return thread is None or not thread.running
+
+    def _make_server(self) -> uvicorn.Server:
         config = uvicorn.Config(
-            self._app,
+            self._guarded_app,
             loop="asyncio",
             http=BoundedProtocol,
             ws="none",
@@ -115,50 +174,40 @@ class HttpListener:
         if self._tls is not None:
             config.load()
             config.ssl = self._tls.context
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._serve, args=(self._server, self._socket), name="flexd-http", daemon=True
-        )
-        self._thread.start()
-        deadline = time.monotonic() + START_SECONDS
-        while not self._server.started:
-            if not self._thread.is_alive() or time.monotonic() > deadline:
-                self.stop(1.0)
-                raise ApiError(
-                    f"the HTTP server on {self.address} did not start: {self._failure or 'deadline passed'}",
-                    remedy="see the log",
-                ) from self._failure
-            time.sleep(0.005)
+        return _WatchedServer(config, self._watch)
 
-    def stop(self, timeout_seconds: float) -> bool:
-        """Refuse new requests, let running ones end, and abandon them after the deadline.
+    async def _guarded_app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count what a request raises; the application has responded with an error before."""
+        try:
+            await self._app(scope, receive, send)
+        except Exception as error:
+            self._watch.count(error)
 
-        Returns True if the thread has ended. May be called more than once.
-        """
-        thread, server = self._thread, self._server
-        if thread is not None and server is not None:
-            server.should_exit = True
-            thread.join(max(0.0, timeout_seconds))
-            if thread.is_alive():
-                server.force_exit = True
-                thread.join(0.5)
-        if self._socket is not None:
-            self._socket.close()
-        if self._unix_socket is not None and self._inode is not None:
-            with contextlib.suppress(OSError):
-                if self._unix_socket.stat().st_ino == self._inode:
-                    self._unix_socket.unlink()
-            self._inode = None
-        return thread is None or not thread.is_alive()
-
-    def _serve(self, server: uvicorn.Server, bound: socket.socket) -> None:
+    def _serve(self) -> None:
+        """Serve until the stop. After a fault, bind the same address again and serve with a new server."""
+        if self._served and not self._stopping.is_set():
+            self._bind()
+            self._server = self._make_server()
+        server, bound = self._server, self._socket
+        assert server is not None and bound is not None  # noqa: PT018, S101
         try:
             server.run(sockets=[bound])
         except BaseException as error:
-            # uvicorn reports a failed start-up by SystemExit, which must reach `start` from this thread.
             self._failure = error
-            if server.started:
-                _log.exception("the HTTP server ended", extra={"address": self.address})
+            if isinstance(error, SystemExit):  # uvicorn reports a failed start-up this way.
+                raise ApiError(f"the server did not start: {error}", remedy="see the log") from error
+            raise
+        finally:
+            self._served = True
+            bound.close()
+
+    def _bind(self) -> None:
+        if self._unix_socket is not None:
+            self._socket = self._bind_unix(self._unix_socket)
+        else:
+            self._socket = self._bind_tcp()
+            # A later server binds again, also to a port that the system chose.
+            self._port = int(self._socket.getsockname()[1])
 
     def _bind_tcp(self) -> socket.socket:
         try:
@@ -244,12 +293,15 @@ class DaemonServer:
         api: the daemon.
         metrics: its metrics page.
         config: addresses, tokens and certificates.
+        supervisor: of the process; records the faults of the threads.
 
     Raises:
         ConfigError: a token file holds no token. ApiError: a certificate cannot be used.
     """
 
-    def __init__(self, api: DaemonApi, metrics: Metrics, config: ServerConfig) -> None:
+    def __init__(
+        self, api: DaemonApi, metrics: Metrics, config: ServerConfig, supervisor: Supervisor | None = None
+    ) -> None:
         refusals = Refusals()
         tokens = Tokens(config.tokens)
         loopback_only = config.unix_socket is None and is_loopback(config.host)
@@ -265,14 +317,16 @@ class DaemonServer:
             unix_socket=config.unix_socket,
             tls=ServerTls(config.tls, or_tokens=bool(tokens)) if config.tls.cert_file else None,
             max_connections=config.max_connections,
+            supervisor=supervisor,
         )
         metrics.registry.register(RefusalsCollector(refusals.counts))
         self._metrics: HttpListener | None = None
         if config.metrics_listen is not None:
             host, port = split_address(config.metrics_listen)
             self._metrics = HttpListener(
-                create_metrics_app(api, metrics), host=host, port=port, max_connections=config.max_connections
-            )
+                create_metrics_app(api, metrics), host=host, port=port, max_connections=config.max_connections,
+                supervisor=supervisor, thread="flexd-metrics",
+            )  # fmt: skip
 
     @property
     def address(self) -> str:

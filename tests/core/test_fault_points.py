@@ -43,11 +43,36 @@ def test_an_armed_process_dies_at_the_named_passage() -> None:
     assert passages("chunk.agreed:4:kill,epoch.live:1:kill") == (0, ["1", "2", "3"])
 
 
-@pytest.mark.parametrize("armed", ["nowhere:1:kill", "chunk.sent:0:kill", "chunk.sent:1:jump", "chunk.sent", ":::"])
+@pytest.mark.parametrize(
+    "armed",
+    [
+        "nowhere:1:kill",
+        "chunk.sent:0:kill",
+        "chunk.sent:1:jump",
+        "chunk.sent",
+        ":::",
+        "chunk.sent:3-2:kill",
+        "chunk.sent:-:raise",
+    ],
+)
 def test_invalid_entries_are_refused(armed: str) -> None:
     with pytest.raises(ConfigError, match="unset it"):
         faults.arm({faults.VARIABLE: armed})
     faults.fault_point("chunk.sent")
+
+
+def test_an_armed_passage_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "_armed", {})
+    monkeypatch.setattr(faults, "_passed", {})
+    faults.arm({faults.VARIABLE: "thread.drift:2-3:raise"})
+    outcomes = []
+    for _ in range(4):
+        try:
+            faults.fault_point("thread.drift")
+            outcomes.append("passed")
+        except faults.InjectedFaultError:
+            outcomes.append("raised")
+    assert outcomes == ["passed", "raised", "raised", "passed"]
 
 
 def test_every_point_is_passed_at_exactly_one_place() -> None:
@@ -56,4 +81,4 @@ def test_every_point_is_passed_at_exactly_one_place() -> None:
         for path in (ROOT / "flexd").rglob("*.py")
         for name in re.findall(r"fault_point\(\"([^\"]+)\"\)", path.read_text())
     ]
-    assert sorted(names) == sorted(faults.POINTS)
+    assert sorted(names) == sorted((*faults.POINTS, *faults.THREAD_POINTS))

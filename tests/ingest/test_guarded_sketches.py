@@ -82,7 +82,7 @@ def test_sketches_of_other_settings_are_refused_whole():
     with pytest.raises(SketchError):
         guarded.merge(SketchSet(TABLES, 2**24), lambda: committed.append(1))
     assert not committed
-    assert not guarded.partially_merged
+    assert guarded.damage is None
     assert guarded.sketches.samples == 1
 
 
@@ -90,7 +90,7 @@ def test_an_interrupted_merge_is_remembered(monkeypatch):
     guarded = GuardedSketches(_counted(1))
     with pytest.raises(ZeroDivisionError):
         guarded.merge(_counted(2), lambda: 1 / 0)
-    assert guarded.partially_merged
+    assert isinstance(guarded.damage, ZeroDivisionError)
 
 
 def test_drain_returns_everything_and_continues_the_clock():

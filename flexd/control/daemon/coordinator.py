@@ -26,8 +26,10 @@ from flexd.control.protocol.messages import DaemonNotice, Signer
 from flexd.control.protocol.network import CHANNEL_ERRORS, first_line, listen, new_token
 from flexd.control.protocol.store_client import load_transports
 from flexd.core.errors import ApiError, ControlError, TopologyError
+from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Placement
+from flexd.core.supervision import Supervisor
 from flexd.stream.tap_source import TapSource
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ class Coordinator:
         tap: receives the accesses that the ranks have counted, if ``stream.source`` is a tap.
         throttle: bounds the chunks that are released and not applied; without one nothing is held back.
         may_act: called before every tick and every push; False when this daemon does not lead any more.
+        supervisor: of the process; records the faults of the thread.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Coordinator:
         throttle: Throttle | None = None,
         on_migration: OnMigration | None = None,
         may_act: Callable[[], bool] = lambda: True,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self._tap = tap
         self._may_act = may_act
@@ -83,12 +87,16 @@ class Coordinator:
         self._port = 0
         self._listen_fd: int | None = None
         self._failure = ""
-        self._thread = threading.Thread(target=self._run, name="flexd-coordinator", daemon=True)
+        self._hosted = False
+        self._ticked_at = 0.0
+        supervisor = supervisor or Supervisor()
+        self._watch = supervisor.watch("flexd-coordinator")
+        self._thread = supervisor.thread("flexd-coordinator", self._run, self._stopping, self._finish)
 
     def listen(self) -> None:
         """Bind the address; ranks that connect wait until ``start``. Raises ControlError if it cannot be bound."""
         if self._listen_fd is None:
-            self._listen_fd, self._port = listen(self._options.listen_host, self._options.listen_port)
+            self._listen_fd, self._port = listen(self._options.listen_host, self._port or self._options.listen_port)
 
     def start(self) -> None:
         """Start the thread that hosts the store, without waiting. Raises ControlError as ``listen``."""
@@ -99,15 +107,13 @@ class Coordinator:
     def stop(self, timeout_seconds: float) -> bool:
         """End the epoch and the thread; False if it did not end within the deadline. Open migrations fail."""
         self._stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_seconds)
-        else:
+        if not self._thread.started:
             self._close_listener()
-        return not self._thread.is_alive()
+        return self._thread.join(timeout_seconds)
 
     @property
     def failure(self) -> str:
-        """The reason why the channel cannot be hosted; empty while it is hosted or about to be."""
+        """The reason why the channel cannot be hosted; it is tried again. Empty while it is hosted or about to be."""
         return self._failure
 
     @property
@@ -232,14 +238,18 @@ class Coordinator:
             os.close(listen_fd)
 
     def _run(self) -> None:
-        try:
-            self._host()
-        except Exception as error:
-            self._close_listener()
-            logger.exception("control channel: it cannot be hosted")
-            self._failure = self._epochs.reason = f"the control channel cannot be hosted: {first_line(error)}"
-        else:
-            self._tick_until_stopped()
+        if not self._hosted:
+            try:
+                self.listen()
+                self._host()
+            except Exception as error:
+                self._close_listener()
+                self._failure = self._epochs.reason = f"the control channel cannot be hosted: {first_line(error)}"
+                raise
+            self._hosted, self._failure, self._ticked_at = True, "", time.monotonic()
+        self._tick_until_stopped()
+
+    def _finish(self) -> None:
         reason = self._failure or "the daemon is stopping"
         self._pusher.stop(reason)
         self._epochs.end(reason)
@@ -248,12 +258,12 @@ class Coordinator:
         self._epochs.close()
 
     def _tick_until_stopped(self) -> None:
-        last = time.monotonic()
         while not self._stopping.wait(self._tick_seconds()):
             now = time.monotonic()
-            self._epochs.excuse_silence(max(now - last - 1.0, 0.0))
-            last = now
+            self._epochs.excuse_silence(max(now - self._ticked_at - 1.0, 0.0))
+            self._ticked_at = now
             try:
+                fault_point("thread.coordinator")
                 if self._may_act():
                     self._epochs.tick(now)
                 else:
@@ -261,10 +271,11 @@ class Coordinator:
             except CHANNEL_ERRORS as error:
                 self._epochs.end(first_line(error))
             except Exception as error:
-                # The thread must outlive every surprise; the next epoch starts clean.
-                logger.exception("control channel: unexpected error")
+                # The next epoch starts clean, from the placement that the ranks have.
                 self._epochs.end(first_line(error))
+                raise
             self._dispatch_migration_events()
+            self._watch.progress()
 
     def _tick_seconds(self) -> float:
         return max(self._options.tick_seconds, _IDLE_TICK_SECONDS if self._epochs.has_no_ranks else 0.0)

@@ -13,6 +13,8 @@ from pathlib import Path
 from flexd.control.daemon.migration_events import MigrationEvent
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import SnapshotError
+from flexd.core.fault_points import fault_point
+from flexd.core.supervision import Supervisor
 from flexd.operations.history.records import ActionRecord, HistoryEntry, MigrationRecord, TransitionRecord
 from flexd.operations.history.store import HistoryStore
 
@@ -53,10 +55,16 @@ class MigrationHistory:
         path: the SQLite file.
         keep: limit of migrations, and of actions.
         on_event: called with (name, fields) when a file was quarantined; from any thread, must not block.
+        supervisor: of the process; records the faults of the thread.
     """
 
     def __init__(
-        self, path: Path, keep: int, on_event: Callable[..., None] | None = None, retry_seconds: float = RETRY_SECONDS
+        self,
+        path: Path,
+        keep: int,
+        on_event: Callable[..., None] | None = None,
+        retry_seconds: float = RETRY_SECONDS,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self._store = HistoryStore(path, keep, self._quarantine)
         self._on_event = on_event
@@ -68,9 +76,11 @@ class MigrationHistory:
         """Entries of ``_recorded`` that were written or lost."""
         self._entries = self._lost = self._failures = self._aside = 0
         self._problem: str | None = None
-        self._stopping = False
+        self._stopping = threading.Event()
         self._opened = False
-        self._thread = threading.Thread(target=self._run, name="flexd-history", daemon=True)
+        supervisor = supervisor or Supervisor()
+        self._watch = supervisor.watch("flexd-history")
+        self._thread = supervisor.thread("flexd-history", self._run, self._stopping, self._store.close)
 
     def start(self) -> None:
         """Open the file in the background, and retry for as long as it cannot be opened."""
@@ -79,12 +89,9 @@ class MigrationHistory:
     def stop(self, timeout_seconds: float) -> bool:
         """Write the waiting entries and end the thread. Returns whether it ended within the deadline."""
         with self._changed:
-            self._stopping = True
+            self._stopping.set()
             self._changed.notify_all()
-        if self._thread.ident is None:
-            return True
-        self._thread.join(timeout_seconds)
-        return not self._thread.is_alive()
+        return self._thread.join(timeout_seconds)
 
     @property
     def snapshot(self) -> HistorySnapshot:
@@ -121,7 +128,7 @@ class MigrationHistory:
             wanted = self._recorded
             while self._written < wanted or not self._opened:
                 left = deadline - time.monotonic()
-                if left <= 0 or self._problem is not None or not self._thread.is_alive():
+                if left <= 0 or self._problem is not None or not self._thread.running:
                     return False
                 self._changed.wait(left)
             return True
@@ -146,29 +153,30 @@ class MigrationHistory:
         self._store.keep = migrations
 
     def _run(self) -> None:
-        try:
-            self._attempt([])
-            while (entries := self._due()) is not None:
-                if self._attempt(entries):
-                    with self._changed:
-                        self._entries += len(entries)
-                        self._written += len(entries)
-                        self._changed.notify_all()
-                else:
+        self._attempt([])
+        while (entries := self._due()) is not None:
+            written = False
+            try:
+                written = self._attempt(entries)
+            finally:
+                if not written:
                     self._put_back(entries)
-        finally:
-            self._store.close()
+            with self._changed:
+                self._entries += written * len(entries)
+                self._written += written * len(entries)
+                self._changed.notify_all()
+            self._watch.progress()
 
     def _due(self) -> list[HistoryEntry | ActionRecord] | None:
         """Wait for entries and a usable file, and return the entries; None to end."""
         with self._changed:
             retry_at = time.monotonic() + self._retry_seconds if self._problem else 0.0
-            while not self._stopping:
+            while not self._stopping.is_set():
                 left = retry_at - time.monotonic()
                 if self._waiting and left <= 0:
                     break
                 self._changed.wait(left if self._waiting or left > 0 else None)
-            if not self._waiting or (self._stopping and self._problem is not None):
+            if not self._waiting or (self._stopping.is_set() and self._problem is not None):
                 return None
             entries = list(self._waiting)
             self._waiting.clear()
@@ -176,6 +184,7 @@ class MigrationHistory:
 
     def _attempt(self, entries: list[HistoryEntry | ActionRecord]) -> bool:
         try:
+            fault_point("thread.history")
             self._store.open()
             if entries:
                 self._store.write(entries)

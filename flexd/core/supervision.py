@@ -1,0 +1,292 @@
+"""One rule for every thread of the daemon: an exception is counted, logged, backed off from and shown, never lost.
+
+An unexpected exception of a thread's work
+
+- is counted by the thread's name, and logged with its stack the first time and at every power of two after that;
+- delays the next attempt by a time that doubles up to ``MAX_BACKOFF_SECONDS`` and starts over after progress;
+- is the thread's *problem* until the work has made progress, which makes the daemon not ready.
+
+Work that cannot be repeated, because what it changed may be half changed, raises ``UnsafeStateError``: the daemon then
+stops all parts in order and exits with ``EXIT_UNSAFE_STATE``. docs/threads.md lists the rule of each thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from flexd.core.errors import FlexdError
+
+_log = logging.getLogger(__name__)
+
+EXIT_UNSAFE_STATE = 8
+"""Exit status of a daemon that ended in order because it could not trust its state any more."""
+FIRST_BACKOFF_SECONDS = 0.25
+MAX_BACKOFF_SECONDS = 30.0
+_MAX_KINDS = 32
+"""Limit of kinds of faults that one thread remembers for its log."""
+
+
+class UnsafeStateError(FlexdError):
+    """Raised by the body of a thread that cannot go on: what it was changing may be half changed."""
+
+
+@dataclass(frozen=True)
+class ThreadProblem:
+    """Work that fails at present.
+
+    Attributes:
+        thread: name of the thread.
+        work: the part of its work; empty if the thread does one thing.
+        error: type and text of the newest exception.
+        faults: exceptions since the last progress.
+    """
+
+    thread: str
+    work: str
+    error: str
+    faults: int
+
+    def __str__(self) -> str:
+        work = f" ({self.work})" if self.work else ""
+        times = f", {self.faults} times in a row" if self.faults > 1 else ""
+        return f"thread {self.thread}{work}: {self.error}{times}"
+
+
+class Watch:
+    """The faults of one piece of a thread's work. Belongs to that thread; any thread may read.
+
+    Args:
+        thread, work: see ``ThreadProblem``.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, thread: str, work: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self.thread = thread
+        self.work = work
+        self.faults = 0
+        """Exceptions since the start."""
+        self.problem: ThreadProblem | None = None
+        self._clock = clock
+        self._backoff_seconds = 0.0
+        self._retry_at = 0.0
+        self._kinds: dict[tuple[str, str], int] = {}
+
+    @property
+    def seconds_to_retry(self) -> float:
+        """Seconds until the work may be attempted again; 0 if it is due."""
+        return max(0.0, self._retry_at - self._clock()) if self._retry_at else 0.0
+
+    def attempt(self, work: Callable[[], object]) -> bool:
+        """Do the work unless it is backed off from. Returns whether it was done; an exception is a fault."""
+        if self.seconds_to_retry > 0:
+            return False
+        try:
+            work()
+        except Exception as error:
+            self.fault(error)
+            return False
+        self.progress()
+        return True
+
+    def fault(self, error: BaseException) -> None:
+        """Record an exception, and back off before the next attempt."""
+        self.count(error)
+        in_a_row = 1 if self.problem is None else self.problem.faults + 1
+        self._backoff_seconds = min(max(FIRST_BACKOFF_SECONDS, 2 * self._backoff_seconds), MAX_BACKOFF_SECONDS)
+        self._retry_at = self._clock() + self._backoff_seconds
+        self.problem = ThreadProblem(self.thread, self.work, _text(error), in_a_row)
+
+    def count(self, error: BaseException) -> None:
+        """Record an exception that concerns one request only: it is counted and logged, and nothing waits."""
+        self.faults += 1
+        kind = (type(error).__name__, _origin(error.__traceback__))
+        if kind not in self._kinds and len(self._kinds) >= _MAX_KINDS:
+            kind = ("other", "")
+        times = self._kinds[kind] = self._kinds.get(kind, 0) + 1
+        if times & (times - 1) == 0:
+            _log.error(
+                "thread %s%s: unexpected %s (%d times so far)", self.thread, f" ({self.work})" if self.work else "",
+                _text(error), times, exc_info=error,
+            )  # fmt: skip
+
+    def progress(self) -> None:
+        """Record that the work succeeds."""
+        if self.problem is not None:
+            _log.info("thread %s%s: works again", self.thread, f" ({self.work})" if self.work else "")
+            self.rest()
+
+    def rest(self) -> None:
+        """Forget the problem and the back-off, because the work has been stopped or succeeds. Counters stay."""
+        self.problem, self._backoff_seconds, self._retry_at = None, 0.0, 0.0
+
+
+class SupervisedThread:
+    """A daemon thread that repeats its body until a stop is requested.
+
+    A body that raises, or that returns before the stop, has a fault: it is called again after the back-off. It calls
+    ``Watch.progress`` whenever a round of its loop has succeeded.
+
+    Args:
+        watch: has the thread's name.
+        body: the loop; returns soon after ``stopping`` is set.
+        stopping: ends a back-off at once.
+        finish: called once when the thread ends, even if the body never succeeded.
+        end_daemon: called with an ``UnsafeStateError``, or what is no ``Exception``; the thread then ends.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        body: Callable[[], None],
+        stopping: threading.Event,
+        finish: Callable[[], None] | None,
+        end_daemon: Callable[[str, BaseException], None],
+    ) -> None:
+        self._watch = watch
+        self._body = body
+        self._stopping = stopping
+        self._finish = finish
+        self._end_daemon = end_daemon
+        self._thread = threading.Thread(target=self._run, name=watch.thread, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def started(self) -> bool:
+        return self._thread.ident is not None
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for the end. Returns whether the thread has ended, or was never started."""
+        if self.started:
+            self._thread.join(max(0.0, timeout_seconds))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._repeat()
+        except BaseException as error:
+            self._end_daemon(self._watch.thread, error)
+        finally:
+            if self._finish is not None:
+                try:
+                    self._finish()
+                except Exception as error:
+                    self._watch.count(error)
+            self._watch.rest()
+
+    def _repeat(self) -> None:
+        while True:
+            try:
+                self._body()
+                if not self._stopping.is_set():
+                    raise RuntimeError("the loop has ended without a stop")
+            except UnsafeStateError:
+                raise
+            except Exception as error:
+                self._watch.fault(error)
+            if self._stopping.wait(self._watch.seconds_to_retry):
+                return
+
+
+class Supervisor:
+    """The threads of one process. Thread-safe.
+
+    Attributes:
+        fatal: why the daemon has to end; empty while it can go on.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._guard = threading.Lock()
+        self._watches: dict[tuple[str, str], Watch] = {}
+        self.fatal = ""
+
+    def watch(self, thread: str, work: str = "") -> Watch:
+        """Return the watch of this thread and work. A second thread of the same name continues its counters."""
+        with self._guard:
+            return self._watches.setdefault((thread, work), Watch(thread, work, self._clock))
+
+    def thread(
+        self,
+        name: str,
+        body: Callable[[], None],
+        stopping: threading.Event,
+        finish: Callable[[], None] | None = None,
+    ) -> SupervisedThread:
+        """Return a thread, not started, that repeats ``body`` by the rule of this module."""
+        return SupervisedThread(self.watch(name), body, stopping, finish, self.end_daemon)
+
+    def job(self, name: str, body: Callable[[], object]) -> threading.Thread:
+        """Start a thread that calls ``body`` once; an exception is counted and logged."""
+        watch = self.watch(name)
+
+        def run() -> None:
+            try:
+                body()
+            except BaseException as error:
+                watch.count(error)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def end_daemon(self, thread: str, error: BaseException) -> None:
+        """Make the daemon stop all parts in order and exit with ``EXIT_UNSAFE_STATE``. Returns at once."""
+        self.watch(thread).count(error)
+        with self._guard:
+            first, self.fatal = not self.fatal, self.fatal or f"thread {thread}: {_text(error)}"
+        if first:
+            _log.critical("the daemon ends, because it cannot go on safely: %s", self.fatal)
+
+    def faults(self) -> dict[str, int]:
+        """Return the exceptions since the start by thread, with 0 for a thread without any."""
+        total: dict[str, int] = {}
+        for (thread, _), watch in self._snapshot():
+            total[thread] = total.get(thread, 0) + watch.faults
+        return total
+
+    def problems(self) -> tuple[ThreadProblem, ...]:
+        """Return what fails at present."""
+        return tuple(watch.problem for _, watch in self._snapshot() if watch.problem is not None)
+
+    def reasons(self) -> tuple[str, ...]:
+        """Return what fails at present, in words."""
+        fatal = (f"ending: {self.fatal}",) if self.fatal else ()
+        return (*fatal, *map(str, self.problems()))
+
+    def watch_uncaught(self) -> None:
+        """Count and log what ends a thread of this process that is not supervised, such as one of a library."""
+
+        def uncaught(args: threading.ExceptHookArgs) -> None:
+            if args.exc_value is not None and args.exc_type is not SystemExit:
+                self.watch("other").count(args.exc_value)
+
+        threading.excepthook = uncaught
+
+    def _snapshot(self) -> list[tuple[tuple[str, str], Watch]]:
+        with self._guard:
+            return list(self._watches.items())
+
+
+def _text(error: BaseException) -> str:
+    text = str(error).split("\n", 1)[0][:300]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _origin(traceback: TracebackType | None) -> str:
+    """Return file and line where an exception was raised."""
+    if traceback is None:
+        return ""
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
