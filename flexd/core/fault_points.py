@@ -64,7 +64,8 @@ def arm(environ: Mapping[str, str] = os.environ) -> None:
         name, _, rest = entry.partition(":")
         count, _, action = rest.partition(":")
         first, _, last = count.partition("-")
-        passages = range(int(first), int(last or first) + 1) if (first + (last or "0")).isdecimal() else range(0)
+        last = last or first
+        passages = range(int(first), int(last) + 1) if first.isdecimal() and last.isdecimal() else range(0)
         known = name in POINTS or name in THREAD_POINTS
         if not known or action not in _ACTIONS or not 0 < len(passages) <= _MAX_PASSAGES or passages[0] < 1:
             _armed.clear()

@@ -200,10 +200,11 @@ class DriftMonitor:
                 if str(error) != self._problem:
                     _log.warning("drift: %s", error)
                 self._problem = str(error)
+            finally:
+                took = time.monotonic() - started
+                self.seconds += took
+                self.evaluations += 1
             self._watch.progress()
-            took = time.monotonic() - started
-            self.seconds += took
-            self.evaluations += 1
             wait = max(self._settings.drift_interval_seconds, took / MAX_DUTY_CYCLE)
 
     def _restore(self, saved: Mapping[str, Any]) -> None:

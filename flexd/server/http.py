@@ -158,6 +158,7 @@ class HttpListener:
     def _make_server(self) -> uvicorn.Server:
         config = uvicorn.Config(
             self._guarded_app,
+            interface="asgi3",
             loop="asyncio",
             http=BoundedProtocol,
             ws="none",

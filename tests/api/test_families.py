@@ -10,6 +10,7 @@ from flexd.api.scale_out import follower_status
 from flexd.api.stream import stream_status
 from flexd.config.load import parse_config
 from flexd.config.planner import PlannerConfig
+from flexd.core.supervision import Supervisor
 from flexd.daemon import Daemon
 from flexd.daemon.scale_out import remote_follower
 from flexd.ingest.stats import IngestStats
@@ -83,6 +84,6 @@ def test_a_follower_shows_every_reason_of_a_failed_push(tmp_path, monkeypatch):
         }
     )
     monkeypatch.setattr(Follower, "stats", lambda _: FollowerStats(failures={"unreachable": 2}))
-    link = follower_status("127.0.0.1:1", remote_follower(config).stats()).link
+    link = follower_status("127.0.0.1:1", remote_follower(config, Supervisor()).stats()).link
     assert link is not None
     assert link.failures == {**dict.fromkeys(FAILURE_REASONS, 0), "unreachable": 2}

@@ -57,7 +57,8 @@ def test_a_running_daemon_has_its_garbage_collector_enabled() -> None:
         "def run_until_stopped():\n"
         "    print(gc.isenabled())\n"
         "    return True\n"
-        "fake = types.SimpleNamespace(start=start, run_until_stopped=run_until_stopped)\n"
+        "from flexd.core.supervision import Supervisor\n"
+        "fake = types.SimpleNamespace(start=start, run_until_stopped=run_until_stopped, supervisor=Supervisor())\n"
         "module._daemon_of = lambda *_: fake\n"
         "run(Path('configs/laptop.yaml'))\n"
     )

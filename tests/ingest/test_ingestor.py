@@ -102,7 +102,7 @@ def test_an_interrupted_merge_is_never_saved(tmp_path, monkeypatch):
         ingestor.merge(other, counts, lambda: committed.append(1))
     wait_until(lambda: not ingestor.stats().running)
     assert not committed
-    assert "partially merged" in ingestor.stats().problem
+    assert "damaged and not saved" in ingestor.stats().problem
     assert len(list(tmp_path.glob("snapshot-*"))) == 1
     assert ingestor.stats().snapshots == 1
 
