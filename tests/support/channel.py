@@ -31,8 +31,9 @@ class EchoDaemon:
     def __init__(self, options: ChannelOptions, credentials: ChannelCredentials) -> None:
         self.server = ChannelServer(options, credentials)
         self.events: list[Event] = []
-        self.drains = threading.Event()
-        self.drains.set()
+        self._drains = threading.Event()
+        self._drains.set()
+        self._is_paused = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.server.start()
@@ -41,16 +42,28 @@ class EchoDaemon:
     def closed(self) -> list[Closed]:
         return [event for event in self.events if isinstance(event, Closed)]
 
+    def pause(self) -> None:
+        """Receive nothing until ``resume``."""
+        self._is_paused.clear()
+        self._drains.clear()
+        self.server.wake()
+        assert self._is_paused.wait(DEADLINE_SECONDS)
+
+    def resume(self) -> None:
+        self._drains.set()
+
     def stop(self) -> None:
         self._stopping.set()
-        self.drains.set()
+        self.resume()
         self.server.wake()
         self._thread.join(DEADLINE_SECONDS)
         assert self.server.stop(DEADLINE_SECONDS)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            self.drains.wait()
+            if not self._drains.is_set():
+                self._is_paused.set()
+                self._drains.wait()
             for event in self.server.receive(16, 0.5):
                 if isinstance(event, Received):
                     self.server.send([event.peer], event.message, event.body)

@@ -121,12 +121,12 @@ def test_the_daemons_reason_for_a_close_is_told(daemon: EchoDaemon) -> None:
 
 
 def test_what_was_sent_before_a_close_arrives(daemon: EchoDaemon) -> None:
-    daemon.drains.clear()
+    daemon.pause()
     client = connect(daemon.server.port)
     for _ in range(20):
         client.send(b"last", bytes(50_000))
     client.close()
-    daemon.drains.set()
+    daemon.resume()
     until(lambda: daemon.closed(), DEADLINE_SECONDS)
     assert daemon.server.counters().bytes_in > 20 * 50_000
 

@@ -9,9 +9,16 @@ from pathlib import Path
 import pytest
 
 from flexd.control.agent.channel_client import ChannelClient
-from flexd.control.daemon.channel_types import ChannelOptions, Closed
+from flexd.control.daemon.channel_types import ChannelOptions, Closed, Opened
 from flexd.control.protocol.credentials import ChannelCredentials
-from flexd.control.protocol.frames import HEAD, MAX_BODY_BYTES, MAX_MESSAGE_BYTES, FrameKind, SealedPayload
+from flexd.control.protocol.frames import (
+    HEAD,
+    MAX_BODY_BYTES,
+    MAX_MESSAGE_BYTES,
+    SMALL_FRAME_BYTES,
+    FrameKind,
+    SealedPayload,
+)
 from flexd.core.errors import ControlError
 from flexd.core.secrets import KeyFile
 from tests.support.channel import (
@@ -125,7 +132,7 @@ def test_an_unknown_kind_is_ignored() -> None:
 def test_a_flood_is_not_read_beyond_its_bound_and_delays_nobody() -> None:
     options = ChannelOptions(peer_unread_bytes=2**19, unread_bytes=2**22)
     with echo_daemon(options) as daemon, honest_peer(daemon) as honest:
-        daemon.drains.clear()
+        daemon.pause()
         floods = [RawPeer(daemon.server.port) for _ in range(3)]
         frames = [b"".join(peer.frame(b"flood", bytes(size)) for _ in range(n)) for peer, (size, n) in zip(
             floods, [(0, 20_000), (1000, 5000), (500_000, 10)], strict=True)]  # fmt: skip
@@ -152,11 +159,13 @@ def test_a_flood_is_not_read_beyond_its_bound_and_delays_nobody() -> None:
             time.sleep(0.02)
         assert counters.unread_bytes > 2**19
         # Each is at its bound; the honest peer's frames wait in its own queue and are received next.
-        daemon.drains.set()
+        daemon.resume()
         honest.goes_on()
         for at, peer in enumerate(floods):
             until(lambda: push() or sent[at] == len(frames[at]) or is_closed(peer.sock), DEADLINE_SECONDS)  # noqa: B023
         assert {event.reason for event in daemon.closed()} <= {"slow_reader", "stalled", "disconnected"}
+        for peer in floods:
+            peer.sock.close()
 
 
 def test_a_peer_that_never_reads_is_closed() -> None:
@@ -186,6 +195,41 @@ def test_a_peer_that_stops_reading_is_closed_after_the_timeout() -> None:
             daemon.server.send([number], b"more", bytes(MAX_BODY_BYTES))
         until(lambda: closed(daemon, "stalled") == 1, DEADLINE_SECONDS, lambda: daemon.server.counters())
         deaf.sock.close()
+
+
+def test_all_queues_together_are_bounded_and_the_slowest_peers_closed() -> None:
+    options = ChannelOptions(queued_bytes=2**23)
+    with echo_daemon(options) as daemon, honest_peer(daemon) as honest:
+        peers = [RawPeer(daemon.server.port, receive_buffer_bytes=4096) for _ in range(6)]
+        until(lambda: daemon.server.counters().peers == 7, DEADLINE_SECONDS)
+        numbers = [event.peer for event in daemon.events if isinstance(event, Opened)][1:]
+        for _ in range(8):
+            for number in numbers:
+                daemon.server.send([number], b"its own", bytes(MAX_BODY_BYTES))
+        until(lambda: closed(daemon, "slow_reader") >= 3, DEADLINE_SECONDS, lambda: daemon.server.counters())
+        until(lambda: daemon.server.counters().queued_bytes <= options.queued_bytes, DEADLINE_SECONDS)
+        honest.goes_on()
+        assert set(daemon.server.counters().closed) == {"slow_reader"}
+        for peer in peers:
+            peer.sock.close()
+
+
+def test_large_frames_queue_for_room_in_the_order_they_came() -> None:
+    """Smaller frames that would still fit do not go before one that waits."""
+    with echo_daemon(ChannelOptions(unread_bytes=2**21)) as daemon:
+        first, large, later = (RawPeer(daemon.server.port) for _ in range(3))
+        until(lambda: len(daemon.events) == 3, DEADLINE_SECONDS)
+        daemon.pause()
+        first.send(b"".join(first.frame(b"", bytes(100_000)) for _ in range(13)))
+        until(lambda: daemon.server.counters().unread_bytes > 1_300_000, DEADLINE_SECONDS)
+        before = daemon.server.counters().bytes_in
+        # Of each the head is read, with what follows it in a small frame's buffer.
+        large.send(large.frame(b"", bytes(MAX_BODY_BYTES))[:100_000])
+        until(lambda: daemon.server.counters().bytes_in >= before + SMALL_FRAME_BYTES, DEADLINE_SECONDS)
+        later.send(later.frame(b"", bytes(100_000)))
+        until(lambda: daemon.server.counters().bytes_in >= before + 2 * SMALL_FRAME_BYTES, DEADLINE_SECONDS)
+        time.sleep(0.2)
+        assert daemon.server.counters().unread_bytes < 1_390_000
 
 
 def test_proofs_without_end_close_their_peer() -> None:
