@@ -22,7 +22,7 @@ from bench_report import check, last_line
 import flexd
 from flexd.core.layout import RankLayout, Tier
 from flexd.embedding import row_optimizers as optimizers
-from flexd.embedding.exchange.route import MAX_TABLE_ROWS, Dedup
+from flexd.embedding.exchange.dedup import MAX_TABLE_ROWS, Dedup
 from flexd.embedding.store.directory import Directory, HomeOrder
 
 DIM, SKEW = 64, 1.05

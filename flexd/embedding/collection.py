@@ -218,7 +218,7 @@ class EmbeddingCollection(nn.Module):
             return RoutedInput(resolved_features, resolved_order, located.forward_pass)
         self.engine.prepare()
         features: dict[str, Jagged] = {}
-        found = FeatureKeys([], self._features.no_keys(), None)
+        found = self._features.no_features()
         error: Exception | None = None
         try:
             features = self.as_features(given)
@@ -228,7 +228,11 @@ class EmbeddingCollection(nn.Module):
         except Exception as fault:  # any error: a rank that raised alone would leave the others waiting
             error = fault
         forward_pass = self.engine.find(
-            found.keys, 0 if error is None else self.rank + 1, faulty=found.faulty, trains=self._trains()
+            found.keys,
+            0 if error is None else self.rank + 1,
+            faulty=found.faulty,
+            numbers=found.numbers,
+            trains=self._trains(),
         )
         self._check_agreed(forward_pass.route, error, (features, found.order))
         return RoutedInput(features, found.order, forward_pass)

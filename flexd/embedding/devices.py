@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 
@@ -13,3 +14,31 @@ def allocated_device(device: torch.device | str) -> torch.device:
 def in_host_memory(tensor: torch.Tensor) -> bool:
     """Return whether numpy reads the tensor without a copy; its loops over bits and masks are then the faster ones."""
     return tensor.device.type == "cpu"
+
+
+def ordered(section: torch.Tensor, sections: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order rows by section, stably.
+
+    Args:
+        section: int64 [n] in 0..sections - 1.
+
+    Returns:
+        (int64 [n] places ordered by section, int64 [sections] number of rows in each).
+    """
+    if in_host_memory(section):
+        # A radix sort of 16 bits takes a tenth of the time of torch's merge sort.
+        narrow = section.numpy().astype(np.uint16 if sections <= 2**16 else np.int64)
+        return (
+            torch.from_numpy(np.argsort(narrow, kind="stable")),
+            torch.from_numpy(np.bincount(narrow, minlength=sections)),
+        )
+    order = torch.sort(section, stable=True).indices
+    return order, section.new_zeros(sections).scatter_add_(0, section, torch.ones_like(section))
+
+
+def sum_by_place(places: torch.Tensor, numbers: torch.Tensor | None, size: int) -> torch.Tensor:
+    """Sum int64 [n] numbers (None: 1 each) by their place in 0..size - 1: int64 [size]."""
+    if numbers is None and in_host_memory(places):
+        return torch.bincount(places, minlength=size)
+    source = torch.ones_like(places) if numbers is None else numbers
+    return places.new_zeros(size).scatter_add_(0, places, source)

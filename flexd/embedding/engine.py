@@ -220,19 +220,27 @@ class RowEngine:
             self._apply_chunks()
 
     def find(
-        self, keys: torch.Tensor, fault: int = 0, *, faulty: torch.Tensor | None = None, trains: bool = False
+        self,
+        keys: torch.Tensor,
+        fault: int = 0,
+        *,
+        faulty: torch.Tensor | None = None,
+        numbers: Sequence[int] | None = None,
+        trains: bool = False,
     ) -> ForwardPass:
-        """Collective. Find the route of int64 [n] keys, in any order, repeats allowed.
+        """Collective. Find the route of int64 [n] keys, repeats allowed.
 
         Args:
             trains: the pass will be opened; equal on all ranks.
             fault: 1 + this rank if its input cannot be looked up (``keys`` is empty then). The highest of all ranks
                 is in the route's agreement: every rank must give the pass up if it is not 0, or if ranks diverged.
             faulty: bool [] on the device: the same for an input whose numbers the host has not read.
+            numbers: number of keys of each dim-group; the keys are ordered by it. None: they are in any order.
         """
         call = CallSignature.of(self.groups.rank, trains=trains, passes=len(self.passes), steps=self.steps)
         touched = self.sync.new_touched() if trains else None
-        route = self.router.find(keys, Agreement(self.inbox.begin_exchange(), fault, call, call), touched, faulty)
+        agreement = Agreement(self.inbox.begin_exchange(), fault, call, call)
+        route = self.router.find(keys, agreement, touched, faulty, numbers)
         self.inbox.end_exchange(route.agreement.version)
         return ForwardPass(route, touched)
 

@@ -24,11 +24,13 @@ class FeatureKeys:
         order: feature names, dim-group by dim-group.
         keys: int64 [n], feature by feature in this order. Ids out of range are moved into it.
         faulty: bool [] on the device: an id is out of range, or lengths do not fit the ids. None: cannot be.
+        numbers: number of keys of each dim-group.
     """
 
     order: list[str]
     keys: torch.Tensor
     faulty: torch.Tensor | None
+    numbers: list[int]
 
 
 class FeatureMap:
@@ -73,13 +75,16 @@ class FeatureMap:
             self._check_tensor(name, jagged.values)
         order = sorted(features, key=lambda name: self._group_of[self.table_of[name]])
         if not order:
-            return FeatureKeys([], self.no_keys(), None)
+            return self.no_features()
         ordered = [features[name] for name in order]
         ids = _joined([one.values for one in ordered])
         firsts, rows = self._bounds(order, [one.values.numel() for one in ordered])
         inside = ids.clamp(min=0).minimum(rows) if isinstance(rows, torch.Tensor) else ids.clamp(0, rows)
         faults = [(inside != ids).any(), *self._length_faults(ordered)]
-        return FeatureKeys(order, inside + firsts, torch.stack(faults).any())
+        numbers = [0] * len(self._keyspace.groups)
+        for name in order:
+            numbers[self._group_of[self.table_of[name]]] += features[name].values.numel()
+        return FeatureKeys(order, inside + firsts, torch.stack(faults).any(), numbers)
 
     def _bounds(self, order: list[str], sizes: list[int]) -> tuple[torch.Tensor | int, torch.Tensor | int]:
         """Return (first key, last row) of the table of each id; numbers if all ids are of one table."""
@@ -146,8 +151,10 @@ class FeatureMap:
                     remedy="lengths are not negative and sum to the number of ids",
                 )
 
-    def no_keys(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.int64, device=self._device)
+    def no_features(self) -> FeatureKeys:
+        """Return the keys of an input without features."""
+        none = torch.empty(0, dtype=torch.int64, device=self._device)
+        return FeatureKeys([], none, None, [0] * len(self._keyspace.groups))
 
     def split(
         self, features: Mapping[str, Jagged], order: Sequence[str], rows: Sequence[torch.Tensor]

@@ -157,15 +157,20 @@ class Hop:
         self.all_reduces = all_reduces
 
     def exchange_sizes(
-        self, sizes: torch.Tensor, agreement: Agreement, faulty: torch.Tensor | None = None
-    ) -> tuple[Counts, Counts, Agreement]:
+        self,
+        sizes: torch.Tensor,
+        agreement: Agreement,
+        faulty: torch.Tensor | None = None,
+        local: torch.Tensor | None = None,
+    ) -> tuple[Counts, Counts, Agreement, list[int]]:
         """Exchange int64 [peers, groups] numbers of rows requested from each peer.
 
         Args:
             faulty: bool [] on the device: true adds the fault of this rank to an agreement without any.
+            local: int64 [n] numbers of this rank, read with the others.
 
         Returns:
-            (rows requested from each peer, rows requested by each peer, combined agreement of the peers).
+            (rows requested from each peer, rows requested by each peer, combined agreement of the peers, ``local``).
         """
         size, groups = sizes.shape
         packed = agreement.pack()
@@ -173,12 +178,21 @@ class Hop:
         if faulty is not None and not agreement.fault:
             with_fault = replace(agreement, fault=self.peers.rank + 1).pack()
             extra += faulty * torch.tensor([0, with_fault[1] - packed[1]], dtype=torch.int64, device=sizes.device)
-        sent = torch.cat([sizes, extra.expand(size, 2)], dim=1)
-        width = [groups + 2] * size
-        received = self.peers.all_to_all(sent.reshape(-1), width, width).view(size, groups + 2)
-        requested, served = torch.stack([sent, received]).tolist()
+        sent = torch.cat([sizes, extra.expand(size, 2)], dim=1).view(-1)
+        width = groups + 2
+        received = self.peers.all_to_all(sent, [width] * size, [width] * size)
+        numbers = torch.cat([sent, received] if local is None else [sent, received, local]).tolist()
+        requested, served = (
+            [numbers[first : first + width] for first in range(start, start + size * width, width)]
+            for start in (0, size * width)
+        )
         combined = Agreement.combined([row[groups:] for row in served])
-        return as_counts(row[:groups] for row in requested), as_counts(row[:groups] for row in served), combined
+        return (
+            as_counts(row[:groups] for row in requested),
+            as_counts(row[:groups] for row in served),
+            combined,
+            numbers[2 * size * width :],
+        )
 
     def exchange_ids(
         self, ids: torch.Tensor, requested: Counts, served: Counts, words: PeerWords | None = None

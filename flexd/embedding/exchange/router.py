@@ -7,16 +7,15 @@ pass walks it from the last station to the first, the backward pass from the fir
 The router does not depend on replicas. Data about them travels in the same messages: see ``LookupPiggyback`` and
 ``GradientPiggyback``, which ``flexd.embedding.replicas`` implements.
 
-On a GPU the host waits for the device once a station and dim-group for each of: the number of distinct rows, of rows
-held, and of rows not held; once a hop for the sizes; once a pass for the accesses by tier. Carrying rows and gradients
-waits for nothing, except once a step for the numbers of touched replicas (``ReplicaSums``).
+On a GPU the host waits for the device once a station for the number of distinct rows, once a hop for the sizes, and
+once a pass for the accesses by tier. Carrying rows and gradients waits for nothing, except twice a step for the numbers
+of touched replicas (``ReplicaSums``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Protocol
 
 import torch
@@ -24,15 +23,9 @@ import torch
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.hop import Agreement, Column, Counts, Hop, PeerWords
-from flexd.embedding.exchange.route import (
-    COUNT_SHIFT,
-    Route,
-    StationLookup,
-    StationRows,
-    counts_of_group,
-    merge_passes,
-    split_by_peer,
-)
+from flexd.embedding.exchange.merge import merge_passes
+from flexd.embedding.exchange.route import COUNT_SHIFT, Route, StationRows, counts_of_group, split_by_peer
+from flexd.embedding.exchange.station_lookup import StationLookup, regrouped, transposed
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
 
 _KEY_MASK = (1 << COUNT_SHIFT) - 1
@@ -41,7 +34,7 @@ _KEY_MASK = (1 << COUNT_SHIFT) - 1
 class LookupPiggyback(Protocol):
     """Words that travel with the ids and rows of a look-up.
 
-    Called in the order of the stations: ``add`` for all dim-groups of station 0, ``up`` and ``recv_up`` of hop 0,
+    Called in the order of the stations: ``add`` for station 0, ``up`` and ``recv_up`` of hop 0,
     ``add`` of station 1, and so on; then ``down`` and ``recv_down`` from the last hop to the first.
     """
 
@@ -50,8 +43,8 @@ class LookupPiggyback(Protocol):
         """True once ``recv_down`` was called for every hop. Then no bits are sent with the rows."""
         ...
 
-    def add(self, group: int, positions: torch.Tensor) -> None:
-        """Add the rows held at a station: int64 [n] directory positions, -1 for plain home rows."""
+    def add(self, entries: torch.Tensor) -> None:
+        """Add the rows of a station: int64 [n] entries of listed rows, -1 for all others."""
         ...
 
     def up(self, hop: int) -> PeerWords:
@@ -70,8 +63,8 @@ class LookupPiggyback(Protocol):
 class GradientPiggyback(Protocol):
     """Columns that travel with the gradients: ``add`` for each station, then ``up`` and ``recv_up`` of its hop."""
 
-    def add(self, group: int, positions: torch.Tensor, grads: torch.Tensor) -> None:
-        """Add [n, dim] gradients of rows held at a station, with int64 [n] directory positions (-1: plain home row)."""
+    def add(self, group: int, rows: StationRows, grads: torch.Tensor) -> None:
+        """Add [held, dim] gradients of the rows of one dim-group that are held at a station."""
         ...
 
     def up(self, hop: int) -> list[Column]:
@@ -111,7 +104,6 @@ class Router:
         self.hops = list(hops)
         self.traffic = traffic
         self._lookup = StationLookup(stores, dedup=dedup)
-        self._first_keys = [store.group.first_key for store in self._stores]
         self.wire = [store.dtype if comm_dtype is None else TORCH_DTYPES[comm_dtype] for store in self._stores]
         """Dtype of each dim-group on the wire."""
         self.wide = [
@@ -131,6 +123,7 @@ class Router:
         agreement: Agreement,
         piggyback: LookupPiggyback | None = None,
         faulty: torch.Tensor | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> Route:
         """Collective. Find the route of int64 [n] keys, in any order, repeats allowed.
 
@@ -140,54 +133,50 @@ class Router:
         Args:
             piggyback: given on all ranks or on none.
             faulty: bool [] on the device: this rank reports a fault, which the host has not read.
+            numbers: number of keys of each dim-group; the keys are ordered by it. None: they are in any order.
         """
-        ids = self._by_group(keys)
-        weights: list[torch.Tensor | None] = [None] * len(ids)
+        lookup = self._lookup
+        ids, numbers = lookup.by_group(keys) if numbers is None else (keys, list(numbers))
+        weights: torch.Tensor | None = None
         stations, all_keys, requested, served, by_tier = [], [], [], [], []
         for station, hop in enumerate((*self.hops, None)):
-            located = []
-            for group, (of_group, weight) in enumerate(zip(ids, weights, strict=True)):
-                rows, keys_of, counts = self._lookup.locate(group, of_group, weight)
-                by_tier.append(self._accesses(group, rows, counts))
-                if station == 0:
-                    ids[group] = keys_of
-                if piggyback is not None:
-                    piggyback.add(group, rows.positions)
-                located.append((rows, keys_of, counts))
-            at_station = tuple(rows for rows, _, _ in located)
-            all_keys.append(tuple(ids))
+            located = lookup.locate(ids, weights, hop)
+            by_tier.append(lookup.accesses_by_tier(located))
+            if piggyback is not None:
+                piggyback.add(located.entries)
             if hop is None:
-                _check_all_held(at_station)
-                stations.append(at_station)
+                own = torch.cat([located.sections, torch.stack(by_tier).sum(dim=0), _flag(faulty, ids)]).tolist()
+                sizes, (home, node, device, fault) = own[:-4], own[-4:]
+                _check_all_held(sizes[2 * lookup.groups :])
+                stations.append(lookup.stations(located, sizes, 1, numbers))
+                all_keys.append(_by_rows(located.keys, stations[0]) if station == 0 else torch.split(ids, numbers))
+                if fault and not self.hops:
+                    agreement = replace(agreement, fault=1)
                 break
-            at_station, sizes = self._lookup.order_by_peer(hop, at_station, [keys_of for _, keys_of, _ in located])
-            stations.append(at_station)
+            peers = hop.peers.size
+            away_sizes = located.sections[2 * lookup.groups :].view(lookup.groups, peers).t()
             if agreement.diverged:
-                sizes = torch.zeros_like(sizes)
-            sent, received, agreement = hop.exchange_sizes(sizes, agreement, faulty if station == 0 else None)
+                away_sizes = torch.zeros_like(away_sizes)
+            sent, received, agreement, sizes = hop.exchange_sizes(
+                away_sizes, agreement, faulty if station == 0 else None, located.sections
+            )
+            stations.append(lookup.stations(located, sizes, peers, numbers))
+            all_keys.append(_by_rows(located.keys, stations[0]) if station == 0 else torch.split(ids, numbers))
             if agreement.diverged:  # the peers of the next hop must detect it too
-                ids, weights, piggyback = [of_group[:0] for of_group in ids], [None] * len(ids), None
+                ids, numbers, weights, piggyback = ids[:0], [0] * lookup.groups, None, None
                 continue
-            packed = [
-                keys_of.index_select(0, rows.forwarded) | (counts.index_select(0, rows.forwarded) << COUNT_SHIFT)
-                for rows, (_, keys_of, counts) in zip(at_station, located, strict=True)
-            ]
+            _, _, away = lookup.split_sections(sizes, peers)
             words = None if piggyback is None else piggyback.up(station)
             arrived, arrived_words = hop.exchange_ids(
-                _interleaved(packed, sent), sent, received, None if words is None or words.empty else words
+                lookup.requests(located, away), sent, received, None if words is None or words.empty else words
             )
             if piggyback is not None and words is not None:
                 piggyback.recv_up(station, words.words if arrived_words is None else arrived_words)
-            parts = _deinterleaved(arrived, received)
-            ids, weights = [part & _KEY_MASK for part in parts], [part >> COUNT_SHIFT for part in parts]
+            by_group = regrouped(arrived, received)
+            ids, weights = by_group & _KEY_MASK, by_group >> COUNT_SHIFT
+            numbers = [sum(of_group) for of_group in transposed(received)]
             requested.append(sent)
             served.append(received)
-        numbers = torch.stack(by_tier).sum(dim=0)
-        if faulty is not None and not self.hops:
-            numbers = torch.cat([numbers, faulty.view(1)])
-        home, node, device, *own = numbers.tolist()
-        if any(own):
-            agreement = replace(agreement, fault=1)
         self.traffic.home_accesses += home
         self.traffic.node_accesses += node
         self.traffic.device_accesses += device
@@ -218,7 +207,7 @@ class Router:
             found = []
             for group, at_station in enumerate(route.stations[station]):
                 source = self._stores[group].rows
-                if len(at_station.held) == at_station.rows:
+                if at_station.all_in_order:
                     found.append(source.index_select(0, at_station.slots).to(self.wire[group]))
                     continue
                 rows = source.new_empty((at_station.rows, source.shape[1]), dtype=self.wire[group])
@@ -256,10 +245,10 @@ class Router:
         grads = [grad.to(wide) for grad, wide in zip(grads, self.wide, strict=True)]
         for station, at_station in enumerate(route.stations):
             for group, rows in enumerate(at_station):
-                here = grads[group] if len(rows.held) == rows.rows else grads[group].index_select(0, rows.held)
+                here = grads[group] if rows.all_in_order else grads[group].index_select(0, rows.held)
                 held[group].append((rows, here))
                 if piggyback is not None:
-                    piggyback.add(group, rows.positions, here)
+                    piggyback.add(group, rows, here)
             if station == len(self.hops):
                 break
             sent, received = route.requested[station], route.served[station]
@@ -301,41 +290,15 @@ class Router:
                 total.index_add_(0, places[peer], parts[peer].to(wide))
         return total
 
-    def _by_group(self, keys: torch.Tensor) -> list[torch.Tensor]:
-        if len(self._stores) == 1:
-            return [keys]
-        firsts = torch.tensor(self._first_keys, dtype=torch.int64, device=keys.device)
-        group = torch.searchsorted(firsts, keys, right=True) - 1
-        return [keys[group == number] for number in range(len(self._stores))]
 
-    def _accesses(self, group: int, rows: StationRows, counts: torch.Tensor) -> torch.Tensor:
-        """Count int64 [3] accesses to rows held at this station, by tier."""
-        directory = self._stores[group].directory
-        weight = counts if len(rows.held) == rows.rows else counts.index_select(0, rows.held)
-        if len(directory) == 0:
-            return torch.nn.functional.pad(weight.sum().view(1), (0, 2))
-        tier = torch.where(rows.positions >= 0, directory.tiers_at(rows.positions.clamp(min=0)), 0)
-        return torch.zeros(3, dtype=torch.int64, device=weight.device).scatter_add_(0, tier.to(torch.int64), weight)
+def _check_all_held(away: Sequence[int]) -> None:
+    if sum(away):
+        raise EmbeddingError(f"{sum(away)} rows were requested from a rank that is not their home")
 
 
-def _check_all_held(at_home: Sequence[StationRows]) -> None:
-    missing = sum(len(rows.forwarded) for rows in at_home)
-    if missing:
-        raise EmbeddingError(f"{missing} rows were requested from a rank that is not their home")
+def _flag(faulty: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return like.new_zeros(1) if faulty is None else faulty.to(like.dtype).view(1)
 
 
-def _interleaved(columns: Sequence[torch.Tensor], counts: Counts) -> torch.Tensor:
-    """Per group [n] ordered by peer -> one tensor, peer after peer, in each group after group."""
-    if len(columns) == 1:
-        return columns[0]
-    parts = [split_by_peer(column, counts, group) for group, column in enumerate(columns)]
-    return torch.cat(list(chain.from_iterable(zip(*parts, strict=True))))
-
-
-def _deinterleaved(flat: torch.Tensor, counts: Counts) -> list[torch.Tensor]:
-    """Undo ``_interleaved``."""
-    groups = len(counts[0])
-    if groups == 1:
-        return [flat]
-    pieces = torch.split(flat, list(chain.from_iterable(counts)))
-    return [torch.cat(pieces[group::groups]) for group in range(groups)]
+def _by_rows(keys: torch.Tensor, stations: Sequence[StationRows]) -> tuple[torch.Tensor, ...]:
+    return torch.split(keys, [of_group.rows for of_group in stations])

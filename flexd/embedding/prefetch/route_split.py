@@ -74,6 +74,7 @@ def split_route(route: Route, marks: Marks) -> RouteSplit:
         torch.cat(
             [
                 *(torch.stack(of_station) for of_station in rows),
+                *(torch.stack([_marked_plain(route.stations[s][g], marks[s][g]) for g in groups]) for s in stations),
                 *(
                     _sums(bits, [peer[group] for peer in counts])
                     for all_bits, all_counts in ((requested_marks, route.requested), (served_marks, route.served))
@@ -84,17 +85,20 @@ def split_route(route: Route, marks: Marks) -> RouteSplit:
         ).tolist()
     )
     marked_sizes = [[next(sizes) for _ in groups] for _ in stations]
+    marked_plain = [[next(sizes) for _ in groups] for _ in stations]
     requested, served = (
         tuple(_transposed([[next(sizes) for _ in counts] for _ in groups]) for counts in all_counts)
         for all_counts in (route.requested, route.served)
     )
     rest_sizes = [[route.stations[s][g].rows - marked_sizes[s][g] for g in groups] for s in stations]
+    rest_plain = [[route.stations[s][g].plain - marked_plain[s][g] for g in groups] for s in stations]
     rest_marks = [[~mark for mark in of_station] for of_station in marks]
-    marked = _part(route, marks, marked_sizes, requested, served)
+    marked = _part(route, marks, marked_sizes, marked_plain, requested, served)
     rest = _part(
         route,
         rest_marks,
         rest_sizes,
+        rest_plain,
         tuple(_minus(whole, part) for whole, part in zip(route.requested, requested, strict=True)),
         tuple(_minus(whole, part) for whole, part in zip(route.served, served, strict=True)),
     )
@@ -106,13 +110,17 @@ def _part(
     route: Route,
     chosen: Marks,
     sizes: list[list[int]],
+    plain: list[list[int]],
     requested: tuple[Counts, ...],
     served: tuple[Counts, ...],
 ) -> Route:
     groups = range(len(route.stations[0]))
     stations = range(len(route.stations))
     return Route(
-        tuple(tuple(_part_of_station(route, s, g, chosen[s][g], sizes[s][g]) for g in groups) for s in stations),
+        tuple(
+            tuple(_part_of_station(route, s, g, chosen[s][g], sizes[s][g], plain[s][g]) for g in groups)
+            for s in stations
+        ),
         requested,
         served,
         route.agreement,
@@ -120,7 +128,9 @@ def _part(
     )
 
 
-def _part_of_station(route: Route, station: int, group: int, chosen: torch.Tensor, rows: int) -> StationRows:
+def _part_of_station(
+    route: Route, station: int, group: int, chosen: torch.Tensor, rows: int, plain: int
+) -> StationRows:
     """Return the chosen rows of one dim-group at one station, renumbered in the same order."""
     whole = route.stations[station][group]
     place = chosen.cumsum(0) - 1
@@ -133,9 +143,15 @@ def _part_of_station(route: Route, station: int, group: int, chosen: torch.Tenso
         expand,
         place[whole.held[held]],
         whole.slots[held],
-        whole.positions[held],
+        whole.entries[held],
         place[whole.forwarded[chosen[whole.forwarded]]],
+        plain,
     )
+
+
+def _marked_plain(rows: StationRows, marks: torch.Tensor) -> torch.Tensor:
+    """Return int64 [] number of plain home rows with a mark."""
+    return marks.index_select(0, rows.held[: rows.plain]).sum()
 
 
 def _keys(route: Route, station: int, group: int, chosen: torch.Tensor) -> torch.Tensor:

@@ -142,7 +142,8 @@ class RunAheadJob:
             deferred.push(self._sync)
         resolved: Any = None
         error: Exception | None = None
-        found = FeatureKeys([], torch.empty(0, dtype=torch.int64, device=self._device), None)
+        no_keys = torch.empty(0, dtype=torch.int64, device=self._device)
+        found = FeatureKeys([], no_keys, None, [0] * len(self._stores))
         if batch.given is not None and locate:
             assert batch.resolve is not None  # noqa: S101
             try:
@@ -150,7 +151,7 @@ class RunAheadJob:
             except Exception as fault:  # a rank that stops alone would leave the others waiting
                 error = fault
         touched = self._sync.new_touched()
-        route = self._router.find(found.keys, self._agreement(batch, error), touched, found.faulty)
+        route = self._router.find(found.keys, self._agreement(batch, error), touched, found.faulty, found.numbers)
         forward_pass = ForwardPass(route, touched)
         agreement = route.agreement
         self._inbox.end_exchange(max(agreement.version, 0))

@@ -22,8 +22,9 @@ import torch
 
 from flexd.core.layout import RankLayout, Tier
 from flexd.embedding.exchange.collectives import TrafficKind
+from flexd.embedding.exchange.dedup import Dedup
 from flexd.embedding.exchange.hop import Column, Hop, PeerWords
-from flexd.embedding.exchange.route import Dedup, Route, StationRows
+from flexd.embedding.exchange.route import Route, StationRows
 from flexd.embedding.exchange.router import Router
 from flexd.embedding.replicas.touched_rows import SyncList, SyncLists, TouchedRows
 from flexd.embedding.row_optimizers import RowOptimizer
@@ -133,8 +134,8 @@ class ReplicaSync:
         if touched is None:
             raise AssertionError("no replicas")
         for station, at_station in enumerate(route.stations):
-            for group, rows in enumerate(at_station):
-                touched.add(group, rows.positions)
+            for rows in at_station:
+                touched.add(rows.entries)
             if station < len(self._router.hops):
                 touched.recv_up(station, self._exchange_words(touched, station, touched.up(station)))
         return touched
@@ -153,11 +154,10 @@ class ReplicaSync:
         Gradients of this rank arrive at the first station, those of other ranks at later ones.
         """
         slots, grads = [], []
-        listed = len(self._stores[group].directory) > 0
         for rows, grad in parts:
-            plain = (rows.positions < 0).nonzero().view(-1) if listed else None
-            slots.append(rows.slots if plain is None else rows.slots.index_select(0, plain))
-            grads.append(grad if plain is None else grad.index_select(0, plain))
+            plain = rows.plain
+            slots.append(rows.slots[:plain])
+            grads.append(grad[:plain])
         distinct, places = self._dedup[group].unique(torch.cat(slots))
         if places is None:
             total = torch.cat(grads) if len(grads) > 1 else grads[0]
@@ -221,10 +221,10 @@ class ReplicaSums:
                 ]
             )
 
-    def add(self, group: int, positions: torch.Tensor, grads: torch.Tensor) -> None:
-        at = (positions >= 0).nonzero().view(-1)
-        rows = self._places(positions.index_select(0, at) + self._first_entries[group]) - self._starts[group]
-        self.sums[group].index_add_(0, rows, grads.index_select(0, at))
+    def add(self, group: int, rows: StationRows, grads: torch.Tensor) -> None:
+        entries = rows.entries[rows.plain :]
+        if len(entries):
+            self.sums[group].index_add_(0, self._places(entries) - self._starts[group], grads[rows.plain :])
 
     def up(self, hop: int) -> list[Column]:
         columns = self._columns(hop, _UP_SENT, _UP_RECEIVED)

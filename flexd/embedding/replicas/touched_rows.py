@@ -188,10 +188,9 @@ class TouchedRows:
         self.down_received: list[torch.Tensor | None] = [None] * len(lists.upstream)
         self.down_sent: list[torch.Tensor | None] = [None] * len(lists.upstream)
 
-    def add(self, group: int, positions: torch.Tensor) -> None:
+    def add(self, entries: torch.Tensor) -> None:
         nowhere = self.lists.rows
-        at = torch.where(positions < 0, nowhere, positions + self.lists.first_entries[group])
-        self.entries.index_fill_(0, at, 1)
+        self.entries.index_fill_(0, torch.where(entries < 0, nowhere, entries), 1)
         self.entries[nowhere] = 0
 
     def up(self, hop: int) -> PeerWords:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexd
-from flexd.embedding.exchange.route import MAX_TABLE_ROWS, Dedup
+from flexd.embedding.exchange.dedup import MAX_TABLE_ROWS, Dedup
 
 
 @settings(max_examples=60, deadline=None)

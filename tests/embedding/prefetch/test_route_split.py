@@ -87,12 +87,14 @@ def test_the_halves_of_a_route_carry_its_rows(expanded: bool, seed: int, rows: i
         expand = None
         if expanded:
             expand = torch.cat([torch.randperm(rows, generator=generator)] * 2)
-        return StationRows(rows, expand, local, local + 100, torch.full_like(local, -1), forwarded)
+        return StationRows(rows, expand, local, local + 100, torch.full_like(local, -1), forwarded, len(local))
 
     first = station(rows, True)
     second = station(len(first.forwarded) // (2 if expanded else 1), False)
     requests = second.rows if second.expand is None else len(second.expand)
-    first = StationRows(first.rows, first.expand, first.held, first.slots, first.positions, first.forwarded[:requests])
+    first = StationRows(
+        first.rows, first.expand, first.held, first.slots, first.entries, first.forwarded[:requests], first.plain
+    )
     counts = (((requests,),),)
     keys = [torch.arange(first.rows) + 500, torch.arange(requests) + 700]
     route = Route(

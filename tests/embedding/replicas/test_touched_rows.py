@@ -69,7 +69,8 @@ class Rank:
         for group, store in enumerate(self.stores):
             keys = torch.tensor(sorted(k for k in self.requested if store.group.first_key <= k < store.group.end_key))
             held, _, positions = store.locate(keys.to(torch.int64))
-            self.touched.add(group, positions[held])
+            listed = held & (positions >= 0)
+            self.touched.add(positions[listed] + self.touched.lists.first_entries[group])
             missing |= set(keys[~held].tolist())
         self.requested = missing
 
