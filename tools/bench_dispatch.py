@@ -225,7 +225,7 @@ def main() -> int:
         if options.operators:
             for title, counter in (("launches", counting.launches), ("host waits", counting.waits)):
                 print(f"    {title}:", ", ".join(f"{name} {n}" for name, n in counter.most_common(12)))
-            for (kind, line), n in counting.lines.most_common(40):
+            for (kind, line), n in counting.lines.most_common(75):
                 print(f"    {kind:7} {n:6} {line}")
         checks += [
             check(f"{case.name}: launches a step", f["launches"], f"<= {MAX_LAUNCHES}", f["launches"] <= MAX_LAUNCHES),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 
 from flexd.embedding.exchange.collectives import Peers, TrafficKind
+from flexd.embedding.exchange.column import Column, ReceivedRows, pack, unpack
 
 Counts = tuple[tuple[int, ...], ...]
 """[peers][groups] numbers of rows."""
@@ -83,43 +83,6 @@ class Agreement:
             min(CallSignature.unpack(version) for version, _ in words),
             max(CallSignature.unpack(fault) for _, fault in words),
         )
-
-
-@dataclass(frozen=True)
-class Column:
-    """Rows of one kind that are sent to all peers in an exchange, and the number of received rows.
-
-    Attributes:
-        source: [m, width] rows.
-        index: int64 [sum of sent] rows of ``source`` in the order in which they are sent, peer after peer; None: all of
-            them, in their order.
-        sent, received: number of rows to and from each peer.
-        wire: dtype in which they travel. Rows that a rank sends to itself do not travel and are not rounded.
-        kind: traffic kind that the bytes are counted as.
-    """
-
-    source: torch.Tensor
-    index: torch.Tensor | None
-    sent: Sequence[int]
-    received: Sequence[int]
-    wire: torch.dtype
-    kind: TrafficKind = TrafficKind.ALL_TO_ALL
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row on the wire."""
-        return self.source.shape[1] * self.wire.itemsize
-
-    def write(self, first: int, end: int, out: torch.Tensor) -> None:
-        """Write the rows sent from place ``first`` to ``end`` into ``out`` [end - first, width] of dtype ``wire``."""
-        if self.index is None or self.source.dtype != self.wire:
-            out.copy_(self.rows(first, end))
-        else:
-            torch.index_select(self.source, 0, self.index[first:end], out=out)
-
-    def rows(self, first: int, end: int) -> torch.Tensor:
-        """Return the rows sent from place ``first`` to ``end``, in the dtype of ``source``."""
-        return self.source[first:end] if self.index is None else self.source.index_select(0, self.index[first:end])
 
 
 @dataclass(frozen=True)
@@ -219,46 +182,15 @@ class Hop:
         """Send words in a collective of their own and return the received ones."""
         return self.peers.all_to_all(words.words, words.sent, words.received, sync_counts=words.sent)
 
-    def exchange(self, columns: Sequence[Column]) -> list[list[torch.Tensor]]:
-        """Exchange all columns in one collective.
-
-        Returns:
-            Per column and peer the received rows [n, width] in the column's ``wire`` dtype; those from this rank itself
-            in the dtype of their source.
-        """
+    def exchange(self, columns: Sequence[Column]) -> list[ReceivedRows]:
+        """Exchange all columns in one collective; return the received rows of each."""
         me = self.peers.index
         sent, received, synced = (
             [0 if peer == me else sum(of(column, peer) for column in columns) for peer in range(self.peers.size)]
             for of in (_sent_bytes, _received_bytes, _synced_bytes)
         )
-        buffer = torch.empty(sum(sent), dtype=torch.uint8, device=columns[0].source.device)
-        places = [[0, *accumulate(column.sent)] for column in columns]
-        at = 0
-        for peer in range(self.peers.size):
-            for column, place in zip(columns, places, strict=True):
-                if peer == me or not column.sent[peer]:
-                    continue
-                part = buffer[at : at + _sent_bytes(column, peer)]
-                at += len(part)
-                rows = place[peer], place[peer + 1]
-                if part.storage_offset() % column.wire.itemsize:
-                    part.copy_(column.rows(*rows).to(column.wire).contiguous().view(-1).view(torch.uint8))
-                else:
-                    column.write(*rows, part.view(column.wire).view(-1, column.source.shape[1]))
-        arrived = self.peers.all_to_all(buffer, sent, received, sync_counts=synced)
-        by_column: list[list[torch.Tensor]] = [[] for _ in columns]
-        at = 0
-        for peer in range(self.peers.size):
-            for column, place, parts in zip(columns, places, by_column, strict=True):
-                if peer == me:
-                    parts.append(column.rows(place[me], place[me + 1]))
-                    continue
-                part = arrived[at : at + _received_bytes(column, peer)]
-                at += len(part)
-                if part.storage_offset() % column.wire.itemsize:
-                    part = part.clone()  # a view as wider numbers needs an aligned start
-                parts.append(part.view(column.wire).view(-1, column.source.shape[1]))
-        return by_column
+        buffer, own = pack(columns, sent, me)
+        return unpack(columns, own, self.peers.all_to_all(buffer, sent, received, sync_counts=synced), me)
 
 
 def as_counts(rows: Iterable[Iterable[int]]) -> Counts:

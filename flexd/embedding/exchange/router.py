@@ -22,10 +22,12 @@ import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.exchange.collectives import Traffic
-from flexd.embedding.exchange.hop import Agreement, Column, Counts, Hop, PeerWords
+from flexd.embedding.exchange.column import Column, ReceivedRows
+from flexd.embedding.exchange.hop import Agreement, Hop, PeerWords
 from flexd.embedding.exchange.merge import merge_passes
-from flexd.embedding.exchange.route import COUNT_SHIFT, Route, StationRows, counts_of_group, split_by_peer
+from flexd.embedding.exchange.route import COUNT_SHIFT, Route, StationRows, counts_of_group
 from flexd.embedding.exchange.station_lookup import StationLookup, regrouped, transposed
+from flexd.embedding.store.listed_rows import ListedRows
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
 
 _KEY_MASK = (1 << COUNT_SHIFT) - 1
@@ -71,8 +73,8 @@ class GradientPiggyback(Protocol):
         """Return the columns that travel over a hop."""
         ...
 
-    def recv_up(self, hop: int, arrived: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Receive, for each column of ``up``, the rows by peer."""
+    def recv_up(self, hop: int, arrived: Sequence[ReceivedRows]) -> None:
+        """Receive the rows of each column of ``up``."""
         ...
 
 
@@ -116,6 +118,11 @@ class Router:
     def working_bytes(self) -> int:
         """Bytes of the tables that find distinct keys."""
         return self._lookup.working_bytes
+
+    @property
+    def listed(self) -> ListedRows:
+        """The rows that this rank lists now."""
+        return self._lookup.listed
 
     def find(
         self,
@@ -203,7 +210,7 @@ class Router:
                     columns.append(words.as_column())
                 arrived = self.hops[station].exchange(columns)
                 if piggyback is not None and words is not None:
-                    piggyback.recv_down(station, words.words if words.empty else torch.cat(arrived.pop()).view(-1))
+                    piggyback.recv_down(station, words.words if words.empty else _words(arrived.pop()))
             found = []
             for group, at_station in enumerate(route.stations[station]):
                 source = self._stores[group].rows
@@ -213,9 +220,7 @@ class Router:
                 rows = source.new_empty((at_station.rows, source.shape[1]), dtype=self.wire[group])
                 rows.index_copy_(0, at_station.held, source.index_select(0, at_station.slots).to(rows.dtype))
                 if arrived is not None:
-                    places = split_by_peer(at_station.forwarded, route.requested[station], group)
-                    for part, at in zip(arrived[group], places, strict=True):
-                        rows.index_copy_(0, at, part)
+                    arrived[group].copy_to(rows, at_station.forwarded)
                 found.append(rows)
         return [
             (rows if first.expand is None or not expand else rows.index_select(0, first.expand)).to(store.dtype)
@@ -260,10 +265,8 @@ class Router:
                 columns += piggyback.up(station)
             hop = self.hops[station]
             arrived = hop.exchange(columns)
-            grads = [
-                self._sum_by_row(parts, route.stations[station + 1][group], received, group, hop.peers.index)
-                for group, parts in enumerate(arrived[: len(at_station)])
-            ]
+            following = zip(arrived, route.stations[station + 1], self.wide, strict=False)
+            grads = [_sum_by_row(rows, next_rows, wide) for rows, next_rows, wide in following]
             if piggyback is not None:
                 piggyback.recv_up(station, arrived[len(at_station) :])
         return held
@@ -272,23 +275,22 @@ class Router:
         """Merge passes with their gradients into one route; see ``merge_passes``."""
         return merge_passes(self._lookup, self.hops, self.wide, passes)
 
-    def _sum_by_row(
-        self, parts: Sequence[torch.Tensor], rows: StationRows, counts: Counts, group: int, me: int
-    ) -> torch.Tensor:
-        """Sum gradients by peer -> [rows, dim].
 
-        Received gradients are added in the order of the peers, then those of this rank: at every tier the gradient
-        of a row is the sum of a rank's own and of all received ones, so that every placement rounds alike.
-        """
-        wide = self.wide[group]
-        if rows.expand is None:
-            return torch.cat([part.to(wide) for part in parts])
-        total = parts[0].new_zeros((rows.rows, parts[0].shape[1]), dtype=wide)
-        places = split_by_peer(rows.expand, counts, group)
-        for peer in (*(peer for peer in range(len(parts)) if peer != me), me):
-            if len(places[peer]):
-                total.index_add_(0, places[peer], parts[peer].to(wide))
-        return total
+def _sum_by_row(arrived: ReceivedRows, rows: StationRows, wide: torch.dtype) -> torch.Tensor:
+    """Sum received gradients by row -> [rows, dim].
+
+    Received gradients are added in the order of the peers, then those of this rank: at every tier the gradient of a
+    row is the sum of a rank's own and of all received ones, so that every placement rounds alike.
+    """
+    if rows.expand is None:
+        return arrived.whole(wide)
+    total = arrived.parts[0].new_zeros((rows.rows, arrived.parts[0].shape[1]), dtype=wide)
+    arrived.add_to(total, rows.expand)
+    return total
+
+
+def _words(arrived: ReceivedRows) -> torch.Tensor:
+    return torch.cat(list(arrived.parts)).view(-1)
 
 
 def _check_all_held(away: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ its rows (``LookupPiggyback``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, cycle
 
@@ -38,11 +38,15 @@ class SyncList:
             ranges of ``chosen``.
         chosen: int32 [m] entries; None: all of them.
         padded: whether the bits of each peer are padded to whole words.
+        nowhere: the entry that does not exist, which stands for padding.
+        device: where the bits are.
     """
 
     spans: list[list[Span]]
     chosen: torch.Tensor | None
     padded: bool
+    nowhere: int
+    device: torch.device
 
     @cached_property
     def words(self) -> list[int]:
@@ -66,8 +70,27 @@ class SyncList:
             return sum(self.words) * _WORD_BITS
         return self._parts[-1][1][1] if self._parts else 0
 
+    @cached_property
+    def index(self) -> torch.Tensor:
+        """int32 [n] entry of each bit, for accelerators: one kernel for any number of peers and dim-groups."""
+        at = np.full(self._length, -1, dtype=np.int32)
+        for (first, end), (start, stop) in self._parts:
+            at[start:stop] = np.arange(first, end)
+        index = torch.from_numpy(at).to(self.device)
+        if self.chosen is not None and len(self.chosen):
+            index = torch.where(index < 0, -1, self.chosen.index_select(0, index.clamp(min=0)))
+        return torch.where(index < 0, self.nowhere, index)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ``chosen`` and ``index``, where they exist."""
+        held = (self.chosen, vars(self).get("index"))
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
     def gather(self, entries: torch.Tensor) -> torch.Tensor:
         """uint8 [entries] -> uint8 [n] bits of the listed rows."""
+        if not devices.in_host_memory(entries):
+            return entries.index_select(0, self.index)
         of = entries if self.chosen is None else entries.index_select(0, self.chosen)
         bits = entries.new_zeros(self._length)
         for (first, end), (start, stop) in self._parts:
@@ -77,6 +100,9 @@ class SyncList:
 
     def scatter(self, bits: torch.Tensor, entries: torch.Tensor) -> None:
         """Set the ``entries`` whose bit is set for any peer; the inverse of ``gather``."""
+        if not devices.in_host_memory(entries):
+            mark(entries, torch.where(bits > 0, self.index, self.nowhere))
+            return
         into = entries if self.chosen is None else entries.new_zeros(len(self.chosen))
         for (first, end), (start, stop) in self._parts:
             if end > first:
@@ -84,12 +110,15 @@ class SyncList:
         if self.chosen is not None:
             entries.scatter_reduce_(0, self.chosen.to(torch.int64), into, "amax")
 
-    def counts(self, bits: torch.Tensor) -> torch.Tensor:
-        """uint8 [n] bits -> int64 [peers x groups] numbers of set ones."""
-        if devices.in_host_memory(bits):  # a hundredth of the time of torch's sum
-            ones = bits.numpy()
-            return torch.tensor([np.count_nonzero(ones[start:stop]) for _, (start, stop) in self._parts])
-        return torch.stack([bits[start:stop].sum(dtype=torch.int64) for _, (start, stop) in self._parts])
+    def counts(self, bits: torch.Tensor) -> list[int]:
+        """uint8 [n] bits in host memory -> numbers of set ones by peer and dim-group."""
+        ones = bits.numpy()  # a hundredth of the time of torch's sum
+        return [int(np.count_nonzero(ones[start:stop])) for _, (start, stop) in self._parts]
+
+    @property
+    def bounds(self) -> list[Span]:
+        """First and end bit of each peer and dim-group."""
+        return [span for _, span in self._parts]
 
     def of_groups(self, groups: Sequence[bool], bits: torch.Tensor) -> tuple[SyncList, torch.Tensor]:
         """Return the list of some dim-groups, without padding, and their part of its ``bits`` uint8 [n]."""
@@ -98,7 +127,7 @@ class SyncList:
             for of_peer in self.spans
         ]
         kept = [bits[start:stop] for keep, (_, (start, stop)) in zip(cycle(groups), self._parts, strict=False) if keep]
-        return SyncList(spans, self.chosen, padded=False), torch.cat(kept) if kept else bits[:0]
+        return replace(self, spans=spans, padded=False), torch.cat(kept) if kept else bits[:0]
 
     def entries_of(self, bits: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """uint8 [n] bits with ``counts`` set ones in each part -> int64 entries whose bit is set, part after part."""
@@ -133,9 +162,9 @@ class SyncLists:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of ``chosen``: 4 for each row with direct exchange, or with NODE and DEVICE rows on a rail; else 0."""
-        lists = [rows.chosen for lists in (self.upstream, self.downstream, self.reduced) for rows in lists]
-        return sum(chosen.nbytes for chosen in lists if chosen is not None)
+        """Bytes of the lists: 4 for each row with direct exchange, or with NODE and DEVICE rows on a rail, else 0; 4
+        more for each row of each list on an accelerator."""
+        return sum(rows.nbytes for lists in (self.upstream, self.downstream, self.reduced) for rows in lists)
 
     @staticmethod
     def of(stores: Sequence[GroupStore], hops: Sequence[Hop], layout: RankLayout) -> SyncLists:
@@ -143,6 +172,7 @@ class SyncLists:
         directories = [store.directory for store in stores]
         firsts = [0, *accumulate(len(directory) for directory in directories)]
         based = list(zip(directories, firsts, strict=False))
+        device = stores[0].rows.device
         upstream, downstream, reduced, used = [], [], [], []
         for hop in hops:
             rank, peers = hop.peers.rank, hop.peers.ranks
@@ -161,12 +191,15 @@ class SyncLists:
                         for p in range(hop.peers.size)
                     ],
                     None,
-                    padded=True,
+                    True,
+                    firsts[-1],
+                    device,
                 )
             )
-            downstream.append(_downstream(based, hop, mine, on_my_rail))
+            downstream.append(_downstream(based, hop, mine, on_my_rail, firsts[-1]))
             own = [home for home in homes.tolist() if home % layout.local_ranks == local] if hop.all_reduces else []
-            reduced.append(SyncList([[_span(directory, first, own) for directory, first in based]], None, padded=False))
+            of_rail = [_span(directory, first, own) for directory, first in based]
+            reduced.append(SyncList([of_rail], None, False, firsts[-1], device))
             # Ranks of a rail or node have rows in common or none; a rank does not have the lists of other rails.
             alike = all(on_my_rail) or not any(hop.peers.far)
             used.append(not alike or any(upstream[-1].words) or any(downstream[-1].words))
@@ -190,8 +223,7 @@ class TouchedRows:
 
     def add(self, entries: torch.Tensor) -> None:
         nowhere = self.lists.rows
-        self.entries.index_fill_(0, torch.where(entries < 0, nowhere, entries), 1)
-        self.entries[nowhere] = 0
+        mark(self.entries, torch.where(entries < 0, nowhere, entries))
 
     def up(self, hop: int) -> PeerWords:
         upstream, downstream = self.lists.upstream[hop], self.lists.downstream[hop]
@@ -261,6 +293,12 @@ class TouchedRows:
         return part
 
 
+def mark(entries: torch.Tensor, at: torch.Tensor) -> None:
+    """Set uint8 ``entries`` at int [n] places; the last entry stays 0."""
+    entries.index_fill_(0, at.to(torch.int64), 1)
+    entries[-1:].zero_()
+
+
 def positions_of(bits: torch.Tensor) -> torch.Tensor:
     """Return the int64 positions of the ones in uint8 [n] zeros and ones."""
     if devices.in_host_memory(bits):  # numpy tests eight at a time: a tenth of the time where ones are few
@@ -278,16 +316,15 @@ def _span(directory: Directory, base: int, homes: Sequence[int]) -> Span:
 
 
 def _downstream(
-    based: Sequence[tuple[Directory, int]], hop: Hop, mine: Sequence[int], on_my_rail: Sequence[bool]
+    based: Sequence[tuple[Directory, int]], hop: Hop, mine: Sequence[int], on_my_rail: Sequence[bool], nowhere: int
 ) -> SyncList:
     """List the rows of the homes ``mine`` that each peer holds: all of them on this rank's rail, else DEVICE rows."""
     others = [p for p in range(hop.peers.size) if p != hop.peers.index]
     whole = [_span(directory, base, mine) for directory, base in based]
     several = any(directory.rail_device is not None for directory, _ in based)
     if not several or all(on_my_rail[p] for p in others):
-        return SyncList(
-            [whole if p in others else [(0, 0)] * len(based) for p in range(hop.peers.size)], None, padded=True
-        )
+        of_all = [whole if p in others else [(0, 0)] * len(based) for p in range(hop.peers.size)]
+        return SyncList(of_all, None, True, nowhere, based[0][0].codes.device)
     # ``chosen`` holds both lists: all rows, then the DEVICE rows.
     alls: list[Span] = []
     devices: list[Span] = []
@@ -305,7 +342,7 @@ def _downstream(
             at += len(part)
     nothing = [(0, 0)] * len(based)
     of_peers = [nothing if p not in others else alls if on_my_rail[p] else devices for p in range(hop.peers.size)]
-    return SyncList(of_peers, torch.cat(lists), padded=True)
+    return SyncList(of_peers, torch.cat(lists), True, nowhere, device)
 
 
 def _union(bits: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from flexd.core.keyspace import DimGroup
 from flexd.core.layout import RankLayout, Tier
+from flexd.embedding import devices
 from flexd.embedding.exchange.hop import Hop, PeerWords
 from flexd.embedding.replicas.touched_rows import SyncList, SyncLists, TouchedRows, positions_of
 from flexd.embedding.store.store import GroupStore
@@ -168,14 +170,16 @@ def test_every_rank_receives_the_rows_that_any_rank_touches(
                 assert bool((bits <= of_whole).all())
 
 
+@pytest.mark.parametrize("host", [True, False])
 @pytest.mark.parametrize("chosen", [None, torch.tensor([2, 3, 4, 9, 10], dtype=torch.int32)])
-def test_a_list_gathers_and_scatters_its_rows(chosen: torch.Tensor | None) -> None:
+def test_a_list_gathers_and_scatters_its_rows(chosen: torch.Tensor | None, host: bool) -> None:
     """Two peers and two dim-groups; the bits of each peer fill a word."""
-    rows = SyncList([[(0, 2), (4, 5)], [(1, 2), (5, 5)]], chosen, padded=True)
+    rows = SyncList([[(0, 2), (4, 5)], [(1, 2), (5, 5)]], chosen, True, 11, CPU)
     entries = torch.zeros(12, dtype=torch.uint8)
     entries[[1, 2, 3, 4, 9, 10]] = 1
     at = torch.arange(12) if chosen is None else chosen.to(torch.int64)
-    bits = rows.gather(entries)
+    with mock.patch.object(devices, "in_host_memory", return_value=host):
+        bits = rows.gather(entries)
     assert rows.words == [1, 1]
     assert len(bits) == 128
     requested = [[0, 1, 4], [1]]
@@ -183,14 +187,13 @@ def test_a_list_gathers_and_scatters_its_rows(chosen: torch.Tensor | None) -> No
         part = bits[64 * peer : 64 * peer + 64]
         assert part[: len(of_peer)].tolist() == entries[at[of_peer]].tolist()
         assert not part[len(of_peer) :].any()
-    counts = rows.counts(bits).tolist()
+    counts = rows.counts(bits)
     assert sum(counts) == int(bits.sum())
     expected = [int(at[place]) for of_peer in requested for place in of_peer if entries[at[place]]]
     assert rows.entries_of(bits, counts).tolist() == expected
     back = torch.zeros_like(entries)
-    rows.scatter(bits, back)
+    with mock.patch.object(devices, "in_host_memory", return_value=host):
+        rows.scatter(bits, back)
     assert positions_of(back).tolist() == sorted(set(expected))
     second, of_second = rows.of_groups([False, True], bits)
-    assert second.entries_of(of_second, second.counts(of_second).tolist()).tolist() == [int(at[4])] * int(
-        entries[at[4]]
-    )
+    assert second.entries_of(of_second, second.counts(of_second)).tolist() == [int(at[4])] * int(entries[at[4]])

@@ -1,0 +1,229 @@
+"""Sums of the gradients of replicated rows, over all ranks that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from flexd.embedding import devices
+from flexd.embedding.exchange.collectives import TrafficKind
+from flexd.embedding.exchange.column import Column, ReceivedRows
+from flexd.embedding.exchange.hop import Hop
+from flexd.embedding.exchange.route import StationRows
+from flexd.embedding.replicas.touched_rows import SyncList, TouchedRows
+from flexd.embedding.store.listed_rows import ListedRows
+
+
+class ReplicaSums:
+    """Gradients of the replicated rows that a step touched: those of this rank at first, then the sums over all ranks.
+
+    A ``GradientPiggyback``.
+
+    Args:
+        touched: complete. The host waits for the device twice: for the number of touched rows, and for all sizes.
+        listed: the rows that this rank lists.
+        dims, wire, wide: of each dim-group; gradients travel in ``wire`` and are added in ``wide``.
+        all_reduced: for each hop, whether it all-reduces the dim-groups that lose nothing by it.
+    """
+
+    def __init__(
+        self,
+        touched: TouchedRows,
+        listed: ListedRows,
+        dims: Sequence[int],
+        wire: Sequence[torch.dtype],
+        wide: Sequence[torch.dtype],
+        all_reduced: Sequence[bool],
+    ) -> None:
+        self._touched = touched
+        self._wire = list(wire)
+        self._groups = len(dims)
+        self._reducible = [a == b for a, b in zip(wire, wide, strict=True)]
+        self._all_reduced = list(all_reduced)
+        self._rows = touched.all_positions()
+        lists = [part for hop, reduces in enumerate(all_reduced) for part in self._lists(hop, reduces=reduces)]
+        tier = listed.on_device_tier(self._rows) * 1
+        if self._groups > 1:
+            firsts = torch.tensor(touched.lists.first_entries[1:-1], device=tier.device)
+            tier = tier + 2 * torch.searchsorted(firsts, self._rows, right=True)
+        order, sections = devices.ordered(tier, 2 * self._groups)
+        host = devices.in_host_memory(self._rows)
+        sizes, counts = (self._sizes_on_host if host else self._sizes_on_device)(sections, lists)
+        self._starts = [0, *accumulate(a + b for a, b in zip(sizes[::2], sizes[1::2], strict=True))]
+        self._places_by_tier = torch.split(order, sizes)
+        self._slots_by_tier = torch.split(listed.slots_at(self._rows.index_select(0, order)), sizes)
+        self.sums = [
+            torch.zeros((end - start, dim), dtype=dtype, device=order.device)
+            for (start, end), dim, dtype in zip(pairwise(self._starts), dims, wide, strict=True)
+        ]
+        self._parts = (self._parts_on_host if host else self._parts_on_device)(lists, counts)
+        """Per hop the five lists; of each, per dim-group the rows of ``sums`` and how many of each peer."""
+
+    @staticmethod
+    def _sizes_on_host(sections: torch.Tensor, lists: _Lists) -> tuple[list[int], list[int]]:
+        counts = [number for rows, bits in lists for number in (rows.counts(bits) if len(bits) else _none(rows))]
+        return sections.tolist(), counts
+
+    @staticmethod
+    def _sizes_on_device(sections: torch.Tensor, lists: _Lists) -> tuple[list[int], list[int]]:
+        """Read the sizes of the sections, and of all parts of all lists, in one transfer."""
+        bounds, first = [], 0
+        for rows, bits in lists:
+            bounds += [(first + start, first + stop) for start, stop in rows.bounds] if len(bits) else []
+            first += len(bits)
+        if not bounds:
+            return sections.tolist(), [number for rows, _ in lists for number in _none(rows)]
+        ones = torch.nn.functional.pad(torch.cat([bits for _, bits in lists]).cumsum(0), (1, 0))
+        at = torch.tensor(bounds, device=ones.device)
+        found = ones[at.view(-1)].view(-1, 2)
+        numbers = iter(torch.cat([sections, found[:, 1] - found[:, 0]]).tolist())
+        sizes = [next(numbers) for _ in range(len(sections))]
+        return sizes, [next(numbers) if len(bits) else 0 for rows, bits in lists for _ in _none(rows)]
+
+    def _parts_on_host(self, lists: _Lists, counts: Sequence[int]) -> list[_Part]:
+        parts: list[_Part] = []
+        for rows, bits in lists:
+            size = len(_none(rows))
+            of_list, counts = counts[:size], counts[size:]
+            if not len(bits):
+                parts.append([(self._rows[:0], [0] * len(rows.spans))] * self._groups)
+                continue
+            pieces = torch.split(self._places(rows.entries_of(bits, of_list)), list(of_list))
+            parts.append(
+                [
+                    (torch.cat(pieces[g :: self._groups]) - self._starts[g], list(of_list[g :: self._groups]))
+                    for g in range(self._groups)
+                ]
+            )
+        return parts
+
+    def _parts_on_device(self, lists: _Lists, counts: Sequence[int]) -> list[_Part]:
+        """As ``_parts_on_host``, with kernels for all lists together."""
+        joined = torch.cat([bits for _, bits in lists])
+        total = sum(counts)
+        # The number of ones is known: ``nonzero`` would wait for it again.
+        at = torch.nonzero_static(joined, size=total).view(-1)
+        index = torch.cat([rows.index for rows, bits in lists if len(bits)] or [at.to(torch.int32)])
+        places = self._places(index.index_select(0, at).to(torch.int64))
+        pieces = torch.split(places, list(counts))
+        by_group: list[torch.Tensor] = []
+        sizes: list[int] = []
+        peers: list[list[int]] = []
+        first = 0
+        for rows, _ in lists:
+            width = len(_none(rows))
+            for g in range(self._groups):
+                by_group += pieces[first + g : first + width : self._groups]
+                peers.append(list(counts[first + g : first + width : self._groups]))
+                sizes.append(sum(peers[-1]))
+            first += width
+        starts = self._starts[:-1] * len(lists)
+        both = torch.tensor([starts, sizes], device=at.device)
+        moved = torch.cat(by_group) - both[0].repeat_interleave(both[1], output_size=total)
+        parts = list(zip(torch.split(moved, sizes), peers, strict=True))
+        return [parts[i : i + self._groups] for i in range(0, len(parts), self._groups)]
+
+    def add(self, group: int, rows: StationRows, grads: torch.Tensor) -> None:
+        entries = rows.entries[rows.plain :]
+        if len(entries):
+            self.sums[group].index_add_(0, self._places(entries) - self._starts[group], grads[rows.plain :])
+
+    def up(self, hop: int) -> list[Column]:
+        columns = self._columns(hop, _UP_SENT, _UP_RECEIVED)
+        return columns if any(any(column.sent) or any(column.received) for column in columns) else []
+
+    def recv_up(self, hop: int, arrived: Sequence[ReceivedRows]) -> None:
+        if not arrived:
+            return
+        received = self._parts[_LISTS * hop + _UP_RECEIVED]
+        for sums, rows, (places, _) in zip(self.sums, arrived, received, strict=True):
+            # Received gradients are added up before they join those of this rank: as ``Router`` adds them.
+            several = sum(len(part) > 0 for part in rows.parts) > 1
+            total = torch.zeros_like(sums) if several else sums
+            rows.add_to(total, places)
+            if several:
+                sums += total
+
+    def spread(self, hops: Sequence[Hop]) -> None:
+        """Collective. Give every holder the sum, rounded to the wire's dtype on all of them."""
+        self.sums = [sums.to(wire).to(sums.dtype) for sums, wire in zip(self.sums, self._wire, strict=True)]
+        for hop in reversed(range(len(hops))):
+            if self._all_reduced[hop]:
+                self._all_reduce(hops[hop], [part for part, _ in self._parts[_LISTS * hop + _REDUCED]])
+                if all(self._reducible):
+                    continue
+            if not self._touched.lists.used[hop]:
+                continue
+            arrived = hops[hop].exchange(self._columns(hop, _DOWN_SENT, _DOWN_RECEIVED))
+            received = self._parts[_LISTS * hop + _DOWN_RECEIVED]
+            for sums, rows, (places, _) in zip(self.sums, arrived, received, strict=True):
+                rows.copy_to(sums, places)
+
+    def by_tier(self, group: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return (int64 [n] slots, [n, dim] sums) of the touched rows of a dim-group: at NODE, at DEVICE."""
+        of_tiers = zip(self._places_by_tier, self._slots_by_tier, strict=True)
+        return [
+            (slots, self.sums[group].index_select(0, places - self._starts[group]))
+            for places, slots in list(of_tiers)[2 * group : 2 * group + 2]
+        ]
+
+    def _lists(self, hop: int, *, reduces: bool) -> list[tuple[SyncList, torch.Tensor]]:
+        """Return the five lists of a hop, each with uint8 touched bits. Rows that are all-reduced are left out of the
+        lists of what is sent."""
+        lists, touched = self._touched.lists, self._touched
+        received, sent = touched.down_received[hop], touched.down_sent[hop]
+        if received is None or sent is None:
+            raise AssertionError("the union of touched rows is not known")
+        reduced = lists.reduced[hop]
+        parts = [
+            (lists.upstream[hop], touched.up_sent[hop]),
+            (lists.downstream[hop], touched.up_received[hop]),
+            (lists.upstream[hop], received),
+            (lists.downstream[hop], sent),
+        ]
+        if reduces:
+            not_reduced = [not reducible for reducible in self._reducible]
+            parts = [rows.of_groups(not_reduced, bits) for rows, bits in parts]
+        return [*parts, (reduced, reduced.gather(touched.entries))]
+
+    def _places(self, entries: torch.Tensor) -> torch.Tensor:
+        """int64 [n] touched entries -> int64 [n] places among all touched entries."""
+        return torch.searchsorted(self._rows, entries)
+
+    def _all_reduce(self, hop: Hop, rows: Sequence[torch.Tensor]) -> None:
+        """All-reduce int64 ``rows[group]`` of ``sums``: one collective for all dim-groups of a dtype."""
+        for dtype in sorted({sums.dtype for sums in self.sums}, key=str):
+            groups = [g for g, sums in enumerate(self.sums) if self._reducible[g] and sums.dtype == dtype]
+            parts = [self.sums[g].index_select(0, rows[g]).view(-1) for g in groups]
+            if not parts:
+                continue
+            flat = torch.cat(parts)
+            hop.peers.all_reduce(flat, kind=TrafficKind.SYNC)
+            for g, part in zip(groups, torch.split(flat, [len(part) for part in parts]), strict=True):
+                self.sums[g].index_copy_(0, rows[g], part.view(-1, self.sums[g].shape[1]))
+
+    def _columns(self, hop: int, sent: int, received: int) -> list[Column]:
+        sent_parts, received_parts = self._parts[_LISTS * hop + sent], self._parts[_LISTS * hop + received]
+        return [
+            Column(sums, rows, counts, back, wire, TrafficKind.SYNC)
+            for sums, wire, (rows, counts), (_, back) in zip(
+                self.sums, self._wire, sent_parts, received_parts, strict=True
+            )
+        ]
+
+
+_UP_SENT, _UP_RECEIVED, _DOWN_RECEIVED, _DOWN_SENT, _REDUCED = range(5)
+_LISTS = 5
+"""Lists of each hop: gradients sent up and received, sums received from above and sent down, rows all-reduced."""
+
+
+_Lists = list[tuple[SyncList, torch.Tensor]]
+"""Lists with uint8 touched bits; no bits: nothing of the list is exchanged."""
+_Part = list[tuple[torch.Tensor, list[int]]]
+
+
+def _none(rows: SyncList) -> list[int]:
+    """Return zero for each peer and dim-group."""
+    return [0 for of_peer in rows.spans for _ in of_peer]
