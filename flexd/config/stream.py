@@ -118,6 +118,13 @@ class StreamConfig(Section):
     """Source of the stream."""
     max_message_bytes: Annotated[Int, Field(ge=1024)] = 16 * 2**20
     """A larger message is rejected unread."""
+    max_batch_bytes: Annotated[Int, Field(ge=2**16)] = 64 * 2**20
+    """Largest size of a Kafka record batch after decompression. A larger batch is rejected before it is allocated. The
+    default holds four messages of the largest size, and 64 times the largest compressed batch of a broker with default
+    settings (1 MiB); row ids compress less than tenfold."""
+    max_batch_records: Annotated[Int, Field(ge=1)] = 500_000
+    """Most records of a Kafka record batch. A batch of more is rejected unread: millions of empty records compress to a
+    few kilobytes."""
     poll_seconds: Seconds = 0.2
     """Longest wait of one read for messages."""
     dead_letters: DeadLetterConfig = DeadLetterConfig()

@@ -9,6 +9,7 @@ from flexd.core.errors import SnapshotError
 from flexd.core.secrets import KeyFile
 from flexd.scaleout.follower import Follower
 from flexd.sketch.types import SketchSettings
+from flexd.stream.offsets_in_work import OffsetsInWork
 from flexd.stream.types import Source
 from flexd.topology.cluster import Cluster
 from flexd.topology.files import load_cluster, load_preset
@@ -16,10 +17,11 @@ from flexd.topology.files import load_cluster, load_preset
 DEFAULT_PRESET = "azure-a100-200g"
 
 
-def make_source(config: Config, follower: Follower | None = None) -> Source:
+def make_source(config: Config, work: OffsetsInWork | None = None, follower: Follower | None = None) -> Source:
     """Return the stream source. Does not contact a broker yet.
 
     Args:
+        work: records what the source reads.
         follower: receives the partitions that a consumer group assigns and revokes, and returns their positions.
 
     Raises:
@@ -42,6 +44,9 @@ def make_source(config: Config, follower: Follower | None = None) -> Source:
             connect_timeout_seconds=source.connect_timeout_seconds,
             session_timeout_seconds=source.session_timeout_seconds,
             client_options=source.resolved_client_options(),
+            max_batch_bytes=config.stream.max_batch_bytes,
+            max_batch_records=config.stream.max_batch_records,
+            work=work,
             position_of=None if follower is None else follower.position_of,
             on_revoked=None if follower is None else follower.on_revoked,
             on_lost=None if follower is None else follower.on_lost,

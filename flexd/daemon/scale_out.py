@@ -21,6 +21,7 @@ from flexd.scaleout.follower_registry import REASONS, FollowerRegistry, Follower
 from flexd.scaleout.leader import Leader
 from flexd.scaleout.ledger import Ledger
 from flexd.scaleout.transport import HttpLink, LocalLink, listener
+from flexd.stream.offsets_in_work import OffsetsInWork
 
 OWN_NAME = "leader"
 """Name of the group member that runs inside the leader."""
@@ -51,6 +52,7 @@ class FollowerUnit:
     def __init__(self, config: Config, link: Link, name: str, supervisor: Supervisor) -> None:
         settings = config.scale_out
         self._sender = DeltaSender(link, supervisor)
+        work = OffsetsInWork(config.state.dir)
         self._follower = Follower(
             FollowerOptions(
                 name=name,
@@ -62,7 +64,7 @@ class FollowerUnit:
                 max_unacknowledged_seconds=settings.max_unacknowledged_seconds,
                 settle_seconds=settings.settle_seconds,
             ),
-            lambda follower: factory.make_source(config, follower),
+            lambda follower: factory.make_source(config, work, follower),
             self._sender,
             grouped=isinstance(config.stream.source, KafkaSource),
         )
@@ -76,6 +78,7 @@ class FollowerUnit:
             max_message_bytes=config.stream.max_message_bytes,
             supervisor=supervisor,
             thread="flexd-reader" if name == OWN_NAME else "flexd-ingest",
+            work=work,
         )
         self._follower.attach(self.ingestor)
 

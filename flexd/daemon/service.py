@@ -51,6 +51,7 @@ from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
+from flexd.stream.offsets_in_work import OffsetsInWork
 from flexd.stream.tap_source import TapSource
 
 logger = logging.getLogger("flexd")
@@ -106,7 +107,8 @@ class Daemon:
         self._training = TrainingMonitor()
         self._journal = PlacementJournal(state / "placement")
         self._leader = LeaderUnit(config, supervisor) if config.scale_out.role == "leader" else None
-        source = factory.make_source(config) if self._leader is None else self._leader.ledger
+        work = OffsetsInWork(state if self._leader is None else None)
+        source = factory.make_source(config, work) if self._leader is None else self._leader.ledger
         self._snapshots = FencedSnapshotStore(state / "snapshots", config.state.keep_snapshots, holds)
         self._ingestor = Ingestor(
             source,
@@ -121,6 +123,7 @@ class Daemon:
             max_message_bytes=config.stream.max_message_bytes,
             extra_state=self._extra_state,
             supervisor=supervisor,
+            work=work,
         )
         if self._leader is not None:
             self._leader.attach(self._ingestor)

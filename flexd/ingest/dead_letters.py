@@ -9,7 +9,7 @@ import os
 import threading
 from pathlib import Path
 
-from flexd.stream.types import Message
+from flexd.stream.types import Message, RefusedMessages
 
 _log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ _DETAIL_CHARS = 300
 
 
 class DeadLetterFile:
-    """JSON lines: reason, detail, partition, offset, size, and the first bytes as base64.
+    """JSON lines: reason, detail, partition, offset (and last offset of a range), size, and the first bytes as base64.
 
     When the file holds half of ``max_bytes`` it is renamed to ``<name>.1`` (replacing the previous one) and a new one
     is started, so both together stay within the limit and the newest samples survive. A failed write never raises. Any
@@ -40,12 +40,12 @@ class DeadLetterFile:
         self.written = 0
         self.failures = 0
 
-    def record(self, reason: str, detail: str, message: Message) -> None:
+    def record(self, reason: str, detail: str, message: Message | RefusedMessages) -> None:
         """Keep a sample of the message if one is due for this reason. Write failures are counted."""
         with self._lock:
             self._record(reason, detail, message)
 
-    def _record(self, reason: str, detail: str, message: Message) -> None:
+    def _record(self, reason: str, detail: str, message: Message | RefusedMessages) -> None:
         seen = self._seen[reason] = self._seen.get(reason, 0) + 1
         if seen > SAMPLES_OF_EACH_REASON and seen & (seen - 1):
             return
@@ -54,7 +54,11 @@ class DeadLetterFile:
             "detail": detail[:_DETAIL_CHARS],
             "partition": message.partition,
             "offset": message.offset,
-            "size": len(message.payload),
+            **(
+                {"size": len(message.payload)}
+                if isinstance(message, Message)
+                else {"last_offset": message.last_offset, "size": message.size_bytes}
+            ),
             "first_bytes": base64.b64encode(bytes(message.payload[: self._max_message_bytes])).decode(),
         }
         line = (json.dumps(entry) + "\n").encode()

@@ -33,6 +33,7 @@ from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
+from flexd.stream.offsets_in_work import OffsetsInWork
 from flexd.stream.types import Positions, Source
 
 _log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Ingestor:
         extra_state: returns JSON-able values of the caller to save in the same snapshot (called in the ingest thread,
             without the lock); they come back as ``restored``.
         decode: message -> batches; raises CodecError.
+        work: records what is being counted; the source records in the same one what it reads. Closed by the thread.
         save_in_background: snapshots are written while ingest continues; False stops ingest until they are on disk.
         supervisor: of the process; records the faults of the thread.
         thread: name of the thread.
@@ -89,6 +91,7 @@ class Ingestor:
         max_message_bytes: int = 16 * 2**20,
         extra_state: Callable[[], Mapping[str, Any]] = dict,
         decode: Decode = decode_message,
+        work: OffsetsInWork | None = None,
         save_in_background: bool = True,
         supervisor: Supervisor | None = None,
         thread: str = "flexd-ingest",
@@ -96,6 +99,7 @@ class Ingestor:
         self._source = source
         self._snapshots = snapshots
         self._dead_letters = dead_letters
+        self._work = work or OffsetsInWork()
         self._snapshot_interval_seconds = snapshot_interval_seconds
         self._poll_seconds = poll_seconds
         self._extra_state = extra_state
@@ -130,7 +134,7 @@ class Ingestor:
         self._generation = state.generation
         self._generation_lock = threading.Lock()
         self._sketches = GuardedSketches(state.sketches)
-        self._counter = MessageCounter(self._sketches, dead_letters, max_message_bytes, decode)
+        self._counter = MessageCounter(self._sketches, dead_letters, max_message_bytes, decode, self._work)
         self._stats = self._read_stats()
 
     def start(self) -> None:
@@ -285,6 +289,8 @@ class Ingestor:
         if restored and self._attempt("snapshot state", self._begin_save) and self._saving.pending:
             self._attempt("snapshot", self._finish_save)
         self._attempt("source", self._source.close)
+        if self._sketches.damage is None:
+            self._work.close()
         self._stats = self._read_stats()
 
     def _attempt(self, step: str, action: Callable[[], None]) -> bool:
@@ -314,6 +320,7 @@ class Ingestor:
                 count(message)
                 if self._sketches.damage is not None:
                     return
+            self._work.end()
             self._counted_at = time.monotonic()
         now = time.monotonic()
         if now >= self._lag_at + _LAG_INTERVAL_SECONDS:

@@ -16,7 +16,8 @@ from flexd.ingest.stats import ROW_REASONS
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import AccessCounts
 from flexd.stream.codecs import codec
-from flexd.stream.types import AccessBatch, Message
+from flexd.stream.offsets_in_work import OffsetsInWork
+from flexd.stream.types import AccessBatch, Message, RefusedMessages
 
 _log = logging.getLogger(__name__)
 
@@ -44,25 +45,40 @@ class MessageCounter:
         dead_letters: None keeps none.
         max_message_bytes: larger messages are rejected undecoded.
         decode: message -> batches; raises CodecError.
+        work: records the message that is being counted; the caller ends it after the last message of a poll.
     """
 
     def __init__(
-        self, sketches: GuardedSketches, dead_letters: DeadLetterFile | None, max_message_bytes: int, decode: Decode
+        self,
+        sketches: GuardedSketches,
+        dead_letters: DeadLetterFile | None,
+        max_message_bytes: int,
+        decode: Decode,
+        work: OffsetsInWork | None = None,
     ) -> None:
         self._sketches = sketches
         self._dead_letters = dead_letters
         self._max_message_bytes = max_message_bytes
         self._decode = decode
+        self._work = work or OffsetsInWork()
         self._messages = self._bytes = self._batches = 0
         self._accesses = AccessCounts()
         self._rejected: dict[str, int] = {}
 
-    def count(self, message: Message) -> None:
+    def count(self, message: Message | RefusedMessages) -> None:
         """Count one message. Never raises, because the source has already moved past it.
 
         A message that cannot be decoded is rejected. If counting it fails, a part of it may be in the counters: they
         are marked as damaged (``GuardedSketches.damage``), and the caller must not go on.
         """
+        if isinstance(message, RefusedMessages):
+            self._messages += message.messages
+            self._reject(message.reason, message.detail, message, message.messages)
+            return
+        if not self._work.begin(message.partition, message.offset, message.offset, counting=True):
+            self._messages += 1
+            self._reject("poison_offset", "the daemon ended twice while it counted this message", message)
+            return
         self._messages += 1
         self._bytes += len(message.payload)
         try:
@@ -99,10 +115,10 @@ class MessageCounter:
         """Return the counts of all messages so far (any thread; exact between two messages)."""
         return MessageCounts(self._messages, self._bytes, self._batches, self._accesses, dict(self._rejected))
 
-    def _reject(self, reason: str, detail: str, message: Message) -> None:
+    def _reject(self, reason: str, detail: str, message: Message | RefusedMessages, messages: int = 1) -> None:
         if reason not in self._rejected and len(self._rejected) >= MAX_REASONS:
             reason = "other"
-        self._rejected[reason] = self._rejected.get(reason, 0) + 1
+        self._rejected[reason] = self._rejected.get(reason, 0) + messages
         if self._dead_letters is not None:
             self._dead_letters.record(reason, detail, message)
 

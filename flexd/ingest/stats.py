@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from flexd.core import tap_counts
 from flexd.stream.codecs import codec
+from flexd.stream.types import REFUSAL_REASONS
 
-MESSAGE_REASONS = tuple(sorted({*codec.REASONS, *tap_counts.REASONS, "internal_error"}))
+MESSAGE_REASONS = tuple(sorted({*codec.REASONS, *tap_counts.REASONS, *REFUSAL_REASONS, "internal_error"}))
 """Reasons for which a whole message is not counted."""
 ROW_REASONS = ("unknown_table", "negative_row", "row_out_of_range")
 """Reasons for which single accesses are not counted."""

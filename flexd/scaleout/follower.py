@@ -17,7 +17,7 @@ from flexd.scaleout.delta_sender import DeltaSender
 from flexd.scaleout.push_answer import PushAnswer
 from flexd.scaleout.unacknowledged import UnacknowledgedDeltas
 from flexd.sketch.sketch_set import SketchSet
-from flexd.stream.types import Message, Positions, Source
+from flexd.stream.types import Message, Positions, RefusedMessages, Source
 
 _log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Follower:
             sender.problem,
         )
 
-    def poll(self, timeout_seconds: float) -> list[Message]:
+    def poll(self, timeout_seconds: float) -> Sequence[Message | RefusedMessages]:
         deadline = self._clock() + timeout_seconds
         self._advance()
         self._paused = self._must_wait()

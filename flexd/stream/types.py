@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -63,13 +63,54 @@ class AccessBatch:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One undecoded message. Offsets of a partition increase, not necessarily by one."""
+    """One undecoded message. Offsets of a partition increase, not necessarily by one.
+
+    Attributes:
+        appended_seconds: Unix time at which the broker appended it; None if the log has no such time.
+    """
 
     partition: str
     offset: int
     payload: bytes | memoryview
+    appended_seconds: float | None = None
+
+
+REFUSAL_REASONS = (
+    "batch_too_large",
+    "batch_too_many_records",
+    "corrupt_batch",
+    "poison_offset",
+    "unsupported_codec",
+)
+"""Reasons for which a source refuses messages before they can be decoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedMessages:
+    """Messages that a source has passed over, because they cannot be read within its bounds.
+
+    Attributes:
+        offset, last_offset: the range, both inclusive.
+        reason: one of ``REFUSAL_REASONS``.
+        detail: for the dead letters.
+        payload: the first bytes, for the dead letters.
+        size_bytes: size of the messages as they were stored.
+    """
+
+    partition: str
+    offset: int
+    last_offset: int
+    reason: str
+    detail: str
+    payload: bytes
+    size_bytes: int
+
+    @property
+    def messages(self) -> int:
+        """Offsets in the range: what the partition loses at most."""
+        return self.last_offset - self.offset + 1
 
 
 @runtime_checkable
@@ -88,8 +129,10 @@ class Source(Protocol):
     def messages_lost(self) -> int:
         """Messages known to have existed that could not be delivered (dropped or corrupt)."""
 
-    def poll(self, timeout_seconds: float) -> list[Message]:
+    def poll(self, timeout_seconds: float) -> Sequence[Message | RefusedMessages]:
         """Wait up to the deadline for at least one message; the result is bounded in messages and bytes.
+
+        What the source refuses to read is in the result too, in the place of its messages.
 
         A temporary outage is no error: the call returns an empty list and sets ``problem``, and later calls retry.
 

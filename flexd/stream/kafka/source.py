@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
@@ -21,12 +22,15 @@ from kafka.errors import (
 from kafka.structs import OffsetAndMetadata, TopicPartition
 
 from flexd.core.errors import PositionLostError
+from flexd.stream.kafka.bounded_fetcher import bounded_consumer, check_client
 from flexd.stream.kafka.broker_probe import ANSWER_SECONDS, SILENT_SECONDS, BrokerProbe
 from flexd.stream.kafka.connector import Connector
 from flexd.stream.kafka.group_positions import GroupPositions
 from flexd.stream.kafka.handover import Handover, OnPartitions, PositionOf
 from flexd.stream.kafka.options import FATAL_ERRORS, ClientOption, checked_options
-from flexd.stream.types import Message, OnPositionLost, Positions
+from flexd.stream.kafka.record_batches import BatchLimits, Item
+from flexd.stream.offsets_in_work import OffsetsInWork
+from flexd.stream.types import Message, OnPositionLost, Positions, RefusedMessages
 
 _log = logging.getLogger(__name__)
 
@@ -47,12 +51,17 @@ class KafkaSource:
 
     While the broker cannot be reached, ``poll`` returns nothing, and ``problem`` is set after about five seconds.
 
+    Batches are read within bounds (``BatchLimits``); what exceeds them is returned as ``RefusedMessages`` in its place.
+
     Args:
         client_options: passed to kafka-python, over flexd's defaults.
+        max_batch_bytes, max_batch_records, max_poll_bytes: of ``BatchLimits``.
+        work: records the batch that is being read.
         position_of, on_revoked, on_lost: rebalance callbacks of a group of daemons; see ``Handover``.
 
     Raises:
-        StreamError: ``client_options`` sets an option that is reserved for flexd.
+        StreamError: ``client_options`` sets an option that is reserved for flexd, or the installed kafka-python cannot
+            be bounded.
     """
 
     def __init__(
@@ -66,15 +75,21 @@ class KafkaSource:
         session_timeout_seconds: float = 10.0,
         client_options: Mapping[str, ClientOption] | None = None,
         max_poll_messages: int = 2000,
-        max_poll_bytes: int = 16 * 2**20,
+        max_poll_bytes: int = BatchLimits.max_poll_bytes,
+        max_batch_bytes: int = BatchLimits.max_batch_bytes,
+        max_batch_records: int = BatchLimits.max_batch_records,
+        work: OffsetsInWork | None = None,
         position_of: PositionOf | None = None,
         on_revoked: OnPartitions | None = None,
         on_lost: OnPartitions | None = None,
     ) -> None:
+        check_client()
         self._topic = topic
         self._name = f"Kafka topic {topic!r} at {bootstrap_servers}"
         self._session_timeout_seconds = session_timeout_seconds
         self._max_poll_messages = max_poll_messages
+        self._limits = BatchLimits(max_batch_bytes, max_batch_records, max_poll_bytes)
+        self._work = work or OffsetsInWork()
         session_ms = int(session_timeout_seconds * 1000)
         self._options: dict[str, Any] = {
             "bootstrap_servers": [server.strip() for server in bootstrap_servers.split(",")],
@@ -125,7 +140,7 @@ class KafkaSource:
     def positions_lost(self) -> int:
         return self._positions.positions_lost
 
-    def poll(self, timeout_seconds: float) -> list[Message]:
+    def poll(self, timeout_seconds: float) -> list[Item]:
         deadline = time.monotonic() + timeout_seconds
         consumer = self._connector.get(timeout_seconds)
         if consumer is None:
@@ -214,7 +229,7 @@ class KafkaSource:
         consumer.close(autocommit=False, timeout_ms=int(_CLOSE_SECONDS * 500))
 
     def _connect(self) -> KafkaConsumer:
-        consumer = KafkaConsumer(**self._options)
+        consumer = bounded_consumer(self._options, self._limits, self._work)
         consumer.subscribe([self._topic], listener=_Rebalance(self, consumer))
         return consumer
 
@@ -254,17 +269,35 @@ class KafkaSource:
             with contextlib.suppress(KafkaError, ValueError, KeyError):
                 consumer.resume(partition)
 
-    def _accept(self, consumer: KafkaConsumer, partition: TopicPartition, records: list[Any]) -> list[Message]:
+    def _accept(self, consumer: KafkaConsumer, partition: TopicPartition, items: list[Item]) -> list[Item]:
         key = self._key(partition)
+        accepted: list[Item] = []
+        at = 0
+        while at < len(items):
+            # Refused ranges are accepted one by one, since each has more than one offset.
+            end = at + 1
+            if isinstance(items[at], Message):
+                while end < len(items) and isinstance(items[end], Message):
+                    end += 1
+            run = self._from_position(key, items[at:end])
+            count = self._positions.count_to_gap(key, [item.offset for item in run]) if run else 0
+            if count:
+                self._positions.accept(key, run[0].offset, _last_offset(run[count - 1]))
+                accepted += run[:count]
+            if count < len(run):
+                self._seek(consumer, [partition])
+                break
+            at = end
+        return accepted
+
+    def _from_position(self, key: str, items: list[Item]) -> list[Item]:
         position = self._positions.get(key)
-        if position is not None and records[0].offset < position:
-            records = [record for record in records if record.offset >= position]
-        count = self._positions.count_to_gap(key, [record.offset for record in records]) if records else 0
-        if count:
-            self._positions.accept(key, records[0].offset, records[count - 1].offset)
-        if count < len(records):
-            self._seek(consumer, [partition])
-        return [Message(key, record.offset, record.value or b"") for record in records[:count]]
+        if position is None or items[0].offset >= position:
+            return items
+        later = [item for item in items if _last_offset(item) >= position]
+        if later and isinstance(later[0], RefusedMessages) and later[0].offset < position:
+            later[0] = dataclasses.replace(later[0], offset=position)
+        return later
 
     def _check_highwater(self, consumer: KafkaConsumer) -> None:
         lost: dict[TopicPartition, int] = {}
@@ -356,6 +389,10 @@ class _Rebalance(AsyncConsumerRebalanceListener):  # type: ignore[misc]
     async def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
         self._source._handover.add_assigned([self._source._key(partition) for partition in assigned])
         self._source._seek(self._consumer, assigned)
+
+
+def _last_offset(item: Item) -> int:
+    return item.offset if isinstance(item, Message) else item.last_offset
 
 
 def _reason(error: Exception) -> str:

@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
+from kafka import KafkaAdminClient, TopicPartition
 from kafka.admin import NewTopic
 from kafka.errors import KafkaError, TopicAlreadyExistsError
 
 from flexd.core.errors import StreamError
+from flexd.stream.kafka.bounded_fetcher import bounded_consumer
+from flexd.stream.kafka.record_batches import BatchLimits
+from flexd.stream.offsets_in_work import OffsetsInWork
+from flexd.stream.types import RefusedMessages
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class TopicInspection:
     Attributes:
         partitions: number of partitions; 0 if the topic does not exist.
         messages: messages that the broker keeps, computed from the first and last offsets.
-        payloads: the newest messages.
+        payloads: the newest messages; the first bytes of those that cannot be read.
     """
 
     partitions: int
@@ -82,8 +86,8 @@ def inspect_topic(
     deadline = time.monotonic() + timeout_seconds
     consumer = None
     try:
-        consumer = KafkaConsumer(
-            **{
+        consumer = bounded_consumer(
+            {
                 "bootstrap_servers": [server.strip() for server in bootstrap_servers.split(",")],
                 "group_id": None,
                 "enable_auto_commit": False,
@@ -92,7 +96,9 @@ def inspect_topic(
                 "request_timeout_ms": 10_000,
                 "metrics_enabled": False,
                 **client_options,
-            }
+            },
+            BatchLimits(),
+            OffsetsInWork(),
         )
         numbers = consumer.partitions_for_topic(topic)
         if not numbers:
@@ -107,8 +113,9 @@ def inspect_topic(
         payloads: list[bytes] = []
         wanted = min(messages, sum(min(each, last[p] - first[p]) for p in partitions))
         while len(payloads) < wanted and time.monotonic() < deadline:
-            for records in consumer.poll(timeout_ms=int(1000 * min(1.0, _seconds_left(deadline)))).values():
-                payloads += [record.value or b"" for record in records]
+            for items in consumer.poll(timeout_ms=int(1000 * min(1.0, _seconds_left(deadline)))).values():
+                payloads += [bytes(item.payload) for item in items]
+                wanted -= sum(item.messages - 1 for item in items if isinstance(item, RefusedMessages))
         return TopicInspection(len(partitions), kept, tuple(payloads[:messages]))
     except (KafkaError, OSError, ValueError, AssertionError) as error:
         raise StreamError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 import uuid
-from collections import namedtuple
 
 import pytest
 from kafka.errors import KafkaTimeoutError, LogTruncationError, OffsetOutOfRangeError
@@ -20,8 +19,6 @@ from tests.support.reading import poll_until
 from tests.support.until import until
 
 pytestmark = pytest.mark.slow
-
-Record = namedtuple("Record", ["offset", "value"])
 
 
 def topic_on(broker, partitions: int = 1) -> str:
@@ -185,11 +182,11 @@ class ScriptedConsumer:
         self.script = list(script)
         self.seeks: list[tuple[str, int | None]] = []
 
-    def poll(self, timeout_ms: int, max_records: int) -> dict[TopicPartition, list[Record]]:
+    def poll(self, timeout_ms: int, max_records: int) -> dict[TopicPartition, list[Message]]:
         step = self.script.pop(0)
         if isinstance(step, Exception):
             raise step
-        return {PART: [Record(offset, b"%d" % offset) for offset in step]} if step else {}
+        return {PART: [Message("t/0", offset, b"%d" % offset) for offset in step]} if step else {}
 
     def assignment(self) -> set[TopicPartition]:
         return {PART}

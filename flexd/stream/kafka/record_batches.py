@@ -1,0 +1,278 @@
+"""Read the record batches of a fetch within bounds: nothing that a producer wrote can cost more than its batch.
+
+Of each batch the checksum, the number of records and the decompressed size are checked before its records are read. A
+batch that fails is passed over as a whole (``RefusedMessages``), as are the records behind one that cannot be read, so
+that the position always moves on.
+
+Format 2 (https://kafka.apache.org/documentation/#recordbatch) and the message sets of formats 0 and 1 are read; headers
+and keys of records are not, since no message of flexd has any.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kafka.record.util import calc_crc32c
+
+from flexd.stream.kafka import decompression
+from flexd.stream.kafka.decompression import CODEC_MASK, HEAD_BYTES, BatchRefusedError, decompress
+from flexd.stream.offsets_in_work import OffsetsInWork
+from flexd.stream.types import Message, RefusedMessages
+
+_LOG = struct.Struct(">qi")
+"""Base offset, length of the rest."""
+_MAGIC_AT = 16
+_HEADER = struct.Struct(">qiibIhiqqqhii")
+_CHECKED_FROM = 21
+"""The checksum covers the attributes and everything behind them."""
+_TIMESTAMP_TYPE_MASK, _TRANSACTIONAL_MASK, _CONTROL_MASK = 0x08, 0x10, 0x20
+_OLD_HEADERS = (struct.Struct(">qiIbb"), struct.Struct(">qiIbbq"))
+_OLD_CHECKED_FROM = 16
+_LENGTH = struct.Struct(">i")
+_MIN_RECORD_BYTES = 7
+
+Item = Message | RefusedMessages
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """Bounds of what is read.
+
+    Attributes:
+        max_batch_bytes: of a batch's records, decompressed.
+        max_batch_records: of a batch.
+        max_poll_bytes: records that one poll returns, decompressed; a larger record is returned alone.
+    """
+
+    max_batch_bytes: int = 64 * 2**20
+    max_batch_records: int = 500_000
+    max_poll_bytes: int = 16 * 2**20
+
+
+class BatchReader:
+    """The batches of one fetched range of a partition, from an offset on. Iterates over messages and refused ranges.
+
+    Args:
+        partition: name of the partition.
+        data: record batches as the broker sent them; the last one may be cut.
+        from_offset: earlier messages of the first batch are dropped.
+        work: records the batch that is being read.
+        aborted: first offset and producer of the aborted transactions, if those are to be left out.
+
+    Attributes:
+        next_offset: behind everything that was returned or passed over.
+        leader_epoch: of the last batch.
+        record_bytes: size of the last record that was returned.
+    """
+
+    def __init__(
+        self,
+        partition: str,
+        data: memoryview,
+        from_offset: int,
+        limits: BatchLimits,
+        work: OffsetsInWork,
+        aborted: list[tuple[int, int]] | None = None,
+    ) -> None:
+        self._partition = partition
+        self._data = data
+        self._limits = limits
+        self._work = work
+        self._aborted = None if aborted is None else sorted(aborted)
+        self._aborted_producers: set[int] = set()
+        self.next_offset = from_offset
+        self.leader_epoch = -1
+        self.record_bytes = 0
+        self._damaged = False
+
+    def __iter__(self) -> Iterator[Item]:
+        at, end, start = 0, len(self._data), self.next_offset
+        while end - at >= _LOG.size:
+            base, length = _LOG.unpack_from(self._data, at)
+            batch = self._data[at : at + _LOG.size + max(length, 0)]
+            if length < 0 or len(batch) < _LOG.size + length:
+                if at == 0:
+                    # Fetched again, it would be cut again.
+                    yield self._refused(self._last_offset(base, batch), "corrupt_batch", f"of {length} bytes", batch)
+                return
+            at += len(batch)
+            yield from self._guarded(base, batch)
+        if self._damaged and self.next_offset == start:
+            yield self._refused(start, "corrupt_batch", "no offset that fits", self._data)
+
+    def _guarded(self, base: int, batch: memoryview) -> Iterator[Item]:
+        """Read one batch; what cannot be read of it becomes one refused range."""
+        last = self._last_offset(base, batch)
+        try:
+            magic = batch[_MAGIC_AT]
+            if last < self.next_offset:
+                return
+            if not self._work.begin(self._partition, base, last):
+                raise BatchRefusedError("poison_offset", "the daemon ended twice while it read this batch")
+            if magic == 2:
+                yield from self._read(base, last, batch)
+            elif magic in (0, 1):
+                yield from self._read_old(magic, batch)
+            else:
+                raise BatchRefusedError("corrupt_batch", f"format {magic}")
+        except BatchRefusedError as error:
+            refused = error
+        except (struct.error, ValueError, IndexError, OverflowError) as error:
+            refused = BatchRefusedError("corrupt_batch", f"records: {error}"[:200])
+        else:
+            self.next_offset = max(self.next_offset, last + 1)
+            return
+        if self.next_offset <= last:
+            yield self._refused(last, refused.reason, str(refused), batch, refused.head)
+        else:
+            self._damaged = True
+
+    @staticmethod
+    def _last_offset(base: int, batch: memoryview) -> int:
+        """Return the last offset that a batch claims, its first one if it claims none."""
+        if len(batch) < _HEADER.size or batch[_MAGIC_AT] != 2:
+            return base
+        return base + max(int(_HEADER.unpack_from(batch)[6]), 0)
+
+    def _read(self, base: int, last: int, batch: memoryview) -> Iterator[Message]:
+        header = _HEADER.unpack_from(batch)
+        _, _, epoch, _, crc, attributes, last_delta, _, max_time, producer, _, _, count = header
+        if calc_crc32c(batch[_CHECKED_FROM:]) != crc:
+            raise BatchRefusedError("corrupt_batch", "checksum")
+        self.leader_epoch = epoch
+        if self._is_aborted(base, last_delta, attributes, producer) or attributes & _CONTROL_MASK:
+            return
+        records = batch[_HEADER.size :]
+        limits = self._limits
+        if not 0 <= count <= limits.max_batch_records:
+            raise BatchRefusedError("batch_too_many_records", f"{count} records, {limits.max_batch_records} allowed")
+        codec = attributes & CODEC_MASK
+        if codec != decompression.NONE:
+            records = memoryview(decompress(codec, records, limits.max_batch_bytes))
+        elif len(records) > limits.max_batch_bytes:
+            raise BatchRefusedError("batch_too_large", f"{len(records)} bytes, {limits.max_batch_bytes} allowed")
+        if count * _MIN_RECORD_BYTES > len(records):
+            raise BatchRefusedError(
+                "corrupt_batch", f"{count} records in {len(records)} bytes", bytes(records[:HEAD_BYTES])
+            )
+        appended = max_time / 1000 if attributes & _TIMESTAMP_TYPE_MASK else None
+        at, expected = 0, base
+        for _ in range(count):
+            length, at = _varint(records, at)
+            end = at + length
+            if length < 0 or end > len(records):
+                raise ValueError("a record ends beyond its batch")
+            _, position = _varint(records, at + 1)
+            delta, position = _varint(records, position)
+            key_bytes, position = _varint(records, position)
+            value_bytes, position = _varint(records, position + max(key_bytes, 0))
+            offset, stop = base + delta, position + max(value_bytes, 0)
+            if not expected <= offset <= last or stop > end:
+                raise ValueError(f"a record at offset {offset}")
+            expected = offset + 1
+            if offset >= self.next_offset:
+                self.next_offset = expected
+                self.record_bytes = end - at
+                yield Message(self._partition, offset, records[position:stop], appended)
+            at = end
+        if at != len(records):
+            raise ValueError(f"{len(records) - at} bytes behind the last record")
+
+    def _is_aborted(self, base: int, last_delta: int, attributes: int, producer: int) -> bool:
+        if self._aborted is None or producer < 0:
+            return False
+        while self._aborted and self._aborted[0][0] <= base + last_delta:
+            self._aborted_producers.add(self._aborted.pop(0)[1])
+        if attributes & _CONTROL_MASK:
+            # A marker, commit or abort, ends the producer's transaction.
+            self._aborted_producers.discard(producer)
+            return True
+        return bool(attributes & _TRANSACTIONAL_MASK) and producer in self._aborted_producers
+
+    def _read_old(self, magic: int, batch: memoryview) -> Iterator[Message]:
+        offset, timestamp, attributes, value = self._old_message(magic, batch)
+        appended = timestamp / 1000 if attributes & _TIMESTAMP_TYPE_MASK else None
+        codec = attributes & CODEC_MASK
+        if codec == decompression.NONE:
+            if offset >= self.next_offset:
+                self.record_bytes = len(batch)
+                self.next_offset = offset + 1
+                yield Message(self._partition, offset, value, appended)
+            return
+        if codec == decompression.LZ4 and magic == 0:
+            raise BatchRefusedError("unsupported_codec", "lz4 in message format 0")
+        inner = memoryview(decompress(codec, value, self._limits.max_batch_bytes))
+        messages = self._inner_messages(magic, inner)
+        # With format 1 the inner offsets are relative, and the wrapper has the offset of its last message.
+        shift = offset - messages[-1][0] if magic == 1 and messages else 0
+        for relative, start, end in messages:
+            position = relative + shift
+            if position > offset:
+                raise ValueError(f"a message at offset {position}")
+            if position < self.next_offset:
+                continue
+            _, _, nested, inner_value = self._old_message(magic, inner[start:end])
+            if nested & CODEC_MASK:
+                raise BatchRefusedError("corrupt_batch", "compressed messages within compressed messages")
+            self.record_bytes = end - start
+            self.next_offset = position + 1
+            yield Message(self._partition, position, inner_value, appended)
+
+    def _inner_messages(self, magic: int, inner: memoryview) -> list[tuple[int, int, int]]:
+        """Return offset, begin and end of each message of a decompressed set."""
+        found: list[tuple[int, int, int]] = []
+        at = 0
+        while at < len(inner):
+            offset, length = _LOG.unpack_from(inner, at)
+            end = at + _LOG.size + length
+            if len(found) >= self._limits.max_batch_records:
+                raise BatchRefusedError("batch_too_many_records", f"more than {len(found)}", bytes(inner[:HEAD_BYTES]))
+            if length < _OLD_HEADERS[magic].size - _LOG.size or end > len(inner):
+                raise ValueError(f"message {len(found)} of a set")
+            found.append((offset, at, end))
+            at = end
+        return found
+
+    def _old_message(self, magic: int, data: memoryview) -> tuple[int, int, int, memoryview]:
+        """Return offset, timestamp, attributes and value of a message of format 0 or 1."""
+        header = _OLD_HEADERS[magic]
+        offset, _, crc, found, attributes, *timestamp = header.unpack_from(data)
+        if found != magic or zlib.crc32(data[_OLD_CHECKED_FROM:]) != crc:
+            raise BatchRefusedError("corrupt_batch", "checksum")
+        at = header.size
+        (key_bytes,) = _LENGTH.unpack_from(data, at)
+        at += 4 + max(key_bytes, 0)
+        (value_bytes,) = _LENGTH.unpack_from(data, at)
+        value = data[at + 4 : at + 4 + max(value_bytes, 0)]
+        if len(value) != max(value_bytes, 0):
+            raise ValueError("a message ends beyond its set")
+        return offset, (timestamp or [0])[0], attributes, value
+
+    def _refused(self, last: int, reason: str, detail: str, batch: memoryview, head: bytes = b"") -> RefusedMessages:
+        first = self.next_offset
+        last = max(first, last)
+        self.next_offset = last + 1
+        self.record_bytes = HEAD_BYTES
+        return RefusedMessages(
+            self._partition, first, last, reason, detail, head or bytes(batch[:HEAD_BYTES]), len(batch)
+        )
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """Return a zig-zag varint of at most ten bytes and the position behind it."""
+    byte = data[at]
+    at += 1
+    if byte < 0x80:
+        return (byte >> 1) ^ -(byte & 1), at
+    value, shift = byte & 0x7F, 7
+    while byte >= 0x80:
+        if shift > 63:
+            raise ValueError("a number of more than ten bytes")
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        shift += 7
+    return (value >> 1) ^ -(value & 1), at

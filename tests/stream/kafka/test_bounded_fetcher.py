@@ -1,0 +1,130 @@
+"""Hostile batches on a real broker are refused, and the rest of the partition is read, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import uuid
+
+import pytest
+from kafka.consumer.fetcher import Fetcher
+
+from flexd.core.errors import StreamError
+from flexd.stream.kafka import bounded_fetcher
+from flexd.stream.kafka.source import KafkaSource
+from flexd.stream.types import Message, RefusedMessages
+from tests.support.raw_kafka import CODECS, batch, produce
+from tests.support.reading import poll_until
+from tests.support.repository import ROOT, child_environment
+
+pytestmark = pytest.mark.slow
+
+
+def a_topic(broker) -> str:
+    topic = f"topic-{uuid.uuid4().hex[:8]}"
+    broker.create_topic(topic, 1)
+    return topic
+
+
+def open_source(broker, topic: str, **options) -> KafkaSource:
+    return KafkaSource(broker.bootstrap_servers, topic, f"group-{topic}", session_timeout_seconds=6.0, **options)
+
+
+def offsets(item) -> range:
+    return range(item.offset, (item.offset if isinstance(item, Message) else item.last_offset) + 1)
+
+
+def test_poison_batches_are_refused_in_their_place_and_read_past_again_after_a_restart(tansu):
+    topic = a_topic(tansu)
+    values = []
+    for codec in CODECS:
+        produce(tansu.bootstrap_servers, topic, batch([b"before " + codec.encode()], codec=codec))
+        produce(tansu.bootstrap_servers, topic, batch([bytes(200_000)], codec=codec))
+        values.append(b"before " + codec.encode())
+    produce(tansu.bootstrap_servers, topic, batch([b"bad checksum"], crc=5))
+    produce(tansu.bootstrap_servers, topic, batch([b"bad gzip"], codec="gzip", compressed=b"garbage"))
+    produce(tansu.bootstrap_servers, topic, batch([b"last"]))
+    values.append(b"last")
+
+    for position in (None, 1):
+        source = open_source(tansu, topic, max_batch_bytes=100_000)
+        if position is not None:
+            source.restore({f"{topic}/0": position})
+        items = poll_until(source, lambda got: any(bytes(item.payload) == b"last" for item in got))
+        assert source.problem is None
+        assert source.positions() == {f"{topic}/0": 13}
+        source.close()
+        begin = position or 0
+        assert [bytes(item.payload) for item in items if isinstance(item, Message)] == values[begin:]
+        refused = [item for item in items if isinstance(item, RefusedMessages)]
+        assert [item.reason for item in refused] == ["batch_too_large"] * 5 + ["corrupt_batch"] * 2
+        assert [offset for item in items for offset in offsets(item)] == list(range(begin, 13))
+
+
+def test_a_poll_ends_at_a_number_of_decompressed_bytes(tansu):
+    topic = a_topic(tansu)
+    produce(tansu.bootstrap_servers, topic, batch([bytes(10_000)] * 50, codec="gzip"))
+    source = open_source(tansu, topic, max_poll_bytes=100_000)
+    polls: list[int] = []
+    got: list[Message] = []
+    while len(got) < 50:
+        items = source.poll(1.0)
+        polls.append(len(items))
+        got += items
+    source.close()
+    assert [item.offset for item in got] == list(range(50))
+    assert max(polls) <= 11
+
+
+_READ = """
+import json, sys
+from flexd.stream.kafka.source import KafkaSource
+from flexd.stream.types import RefusedMessages
+def peak():
+    # Not getrusage, whose maximum starts with that of the parent.
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(line.split()[1]) // 1024
+source = KafkaSource(sys.argv[1], sys.argv[2], "g", session_timeout_seconds=6.0)
+source.poll(0.5)
+before, items = peak(), []
+while not any(bytes(item.payload[:4]) == b"last" for item in items):
+    items = [*items, *source.poll(0.5)]
+source.close()
+refused = [item.reason for item in items if isinstance(item, RefusedMessages)]
+print(json.dumps({"before": before, "after": peak(), "refused": refused}))
+"""
+
+
+def test_300_kilobytes_of_gzip_cost_the_daemon_no_gigabyte(tansu):
+    topic = a_topic(tansu)
+    bomb = batch([bytes(300 * 2**20)], codec="gzip")
+    assert len(bomb) < 320_000
+    produce(tansu.bootstrap_servers, topic, bomb)
+    produce(tansu.bootstrap_servers, topic, batch([b"last"]))
+    done = subprocess.run(
+        [sys.executable, "-c", _READ, tansu.bootstrap_servers, topic],
+        capture_output=True, check=True, env=child_environment(), cwd=ROOT, timeout=120,
+    )  # fmt: skip
+    figures = json.loads(done.stdout)
+    assert figures["refused"] == ["batch_too_large"]
+    assert figures["after"] - figures["before"] < 160, figures
+
+
+def test_a_changed_client_is_refused_at_the_start(monkeypatch):
+    bounded_fetcher.check_client()
+
+    class Changed(Fetcher.PartitionRecords):
+        def take(self, n=None, more=None):
+            raise AssertionError
+
+    monkeypatch.setattr(Fetcher, "PartitionRecords", Changed)
+    with pytest.raises(StreamError, match=r"kafka-python .* cannot be bounded: test_a_changed_client.*.take changed"):
+        KafkaSource("127.0.0.1:1", "t", "g")
+
+
+def test_the_consumer_of_a_source_has_the_bounded_fetcher(tansu):
+    source = open_source(tansu, a_topic(tansu))
+    poll_until(source, lambda _: source._connector.client is not None)
+    assert isinstance(source._connector.client._fetcher, bounded_fetcher.BoundedFetcher)
+    source.close()
