@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from flexd.api.base import FiniteOrNone, Model
-from flexd.api.families import counter, counters, gauge, with_zeros
+from flexd.api.families import counter, counters, gauge, gauges, with_zeros
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -40,7 +40,7 @@ class StreamStatus(Model):
     """Accesses not counted inside good messages, by reason."""
     adjusted_accesses: dict[str, int] = Field(default_factory=dict)
     """Accesses counted by rule: ``late`` (older than ``sketch.late_after_seconds``, at their own time),
-    ``future_clamped`` (dated too far ahead, as of the newest event)."""
+    ``future_clamped`` (dated too far ahead, at their arrival)."""
     messages_lost: int = 0
     """Messages that existed and the source could not deliver."""
     dead_letters: int = 0
@@ -53,6 +53,10 @@ class StreamStatus(Model):
     """Positions that could not be committed."""
     newest_event_unix_seconds: FiniteOrNone = None
     """Newest event time seen."""
+    least_skew_seconds: FiniteOrNone = None
+    """Least event time minus arrival of the accesses of the last ten seconds."""
+    most_skew_seconds: FiniteOrNone = None
+    """Most of the same; above ``sketch.max_future_seconds`` accesses are counted at their arrival."""
     problem: str | None = None
     """Reason why the source cannot be read now; null if it can."""
 
@@ -70,7 +74,7 @@ class StreamStatus(Model):
         )  # fmt: skip
         yield counters(
             "flexd_ingest_adjusted_accesses",
-            "Accesses counted by rule: late (at their own time) and future_clamped (as of the newest event).",
+            "Accesses counted by rule: late (at their own time) and future_clamped (at their arrival).",
             "rule",
             self.adjusted_accesses,
         )
@@ -89,6 +93,12 @@ class StreamStatus(Model):
             "flexd_ingest_newest_event_time_seconds",
             "Newest event time seen, Unix time; NaN before the first.",
             self.newest_event_unix_seconds,
+        )
+        yield gauges(
+            "flexd_ingest_event_time_skew_seconds",
+            "Event time minus arrival of the accesses of the last ten seconds: least and most; NaN without any.",
+            "bound",
+            {"least": self.least_skew_seconds, "most": self.most_skew_seconds},
         )
 
 

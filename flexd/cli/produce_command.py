@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -125,26 +123,28 @@ def produce(
         target = _of_config(config, checked)
         max_future_seconds = checked.sketch.max_future_seconds
     compression = 1.0 if as_dated or speed is None else speed
-    _warn_of_jumps(events, message, compression, max_future_seconds)
     messages = -(-len(events) // message)
     span = float(events.seconds[-1] - events.seconds[0])
     duration = len(events) / rate if rate is not None else span / speed if speed is not None else None
     what = f"{units.count(len(events))} accesses in {units.plural(messages, 'message')} to {target}"
     if duration is not None:
         what += f", in about {units.age(duration)}"
+    anchor = now or (Anchor.END if speed is None else Anchor.START)
+    dated = events if as_dated else replay.move_times(events, anchor.value, time.time(), compression)
+    pace: replay.Pace | None = None
+    if rate is not None:
+        pace = replay.constant_rate(rate)
+    elif speed is not None:
+        pace = replay.trace_times(dated, speed if as_dated else 1.0)
+    _warn_of_future(dated, message, pace, max_future_seconds)
     if dry_run:
         facts = {"accesses": len(events), "messages": messages, "seconds": duration, "target": str(target)}
         emit({**facts, "sent": False}, [Facts("", (("would send", what),))], output)
         return
     confirm(f"{what}. Send?", yes)
     if not as_dated:
-        anchor = now or (Anchor.END if speed is None else Anchor.START)
-        events = replay.move_times(events, anchor.value, time.time(), compression)
-    pace: replay.Pace | None = None
-    if rate is not None:
-        pace = replay.constant_rate(rate)
-    elif speed is not None:
-        pace = replay.trace_times(events, speed if as_dated else 1.0)
+        # Again: the confirmation may have taken any time.
+        dated = replay.move_times(events, anchor.value, time.time(), compression)
     sink = target.open(timeout)
     progress = _Progress(len(events))
     try:
@@ -244,20 +244,22 @@ def _renames(pairs: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _warn_of_jumps(trace: Trace, accesses_per_message: int, compression: float, max_future_seconds: float) -> None:
-    """Print a note if the daemon would clamp event times because messages lie too far apart in time."""
+def _warn_of_future(
+    trace: Trace, accesses_per_message: int, pace: replay.Pace | None, max_future_seconds: float
+) -> None:
+    """Print a note if the daemon would clamp event times because messages are dated far ahead of their arrival."""
     last = [*range(accesses_per_message, len(trace), accesses_per_message), len(trace)]
-    gaps = [
-        float(trace.seconds[end - 1] - trace.seconds[begin - 1]) / compression
-        for begin, end in itertools.pairwise(last)
+    now = time.time()
+    ahead = [
+        float(trace.seconds[end - 1]) - now - (0.0 if pace is None else pace(float(trace.seconds[end - 1]), end))
+        for end in last
     ]
-    jumps = [gap for gap in gaps if gap > max_future_seconds]
-    if jumps:
-        speed = math.ceil(compression * max(jumps) / max(max_future_seconds, 1e-3))
+    future = [seconds for seconds in ahead if seconds > max_future_seconds]
+    if future:
         print(
-            f"note: {units.plural(len(jumps), 'message')} of {units.count(len(gaps) + 1)} are dated more than "
-            f"{max_future_seconds:g} s after the message before; the daemon counts such accesses as future_clamped. "
-            f"--speed {speed} or more brings the messages close enough together.",
+            f"note: {units.plural(len(future), 'message')} of {units.count(len(last))} are dated up to "
+            f"{units.age(max(future))} after they are sent; the daemon counts accesses dated more than "
+            f"{max_future_seconds:g} s ahead at their arrival (future_clamped). --speed sends each message at its time.",
             file=sys.stderr,
         )
 

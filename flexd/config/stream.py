@@ -142,7 +142,9 @@ class SketchConfig(Section):
     max_hot_rows: Annotated[Int, Field(ge=1)] = 1_000_000
     """Rows listed one by one in the profile, per table."""
     max_future_seconds: Annotated[Float, Field(ge=0)] = 300.0
-    """Accesses with an event time further ahead of the newest event are counted at the newest event's time."""
+    """Accesses with an event time further ahead of their arrival are counted at their arrival (the broker's time where
+    the topic has LogAppendTime, else the daemon's). So wrong or hostile clocks reduce the weight of other accesses by
+    the decay over this time at most."""
     conservative: bool = True
     """Use conservative updates of count-min counters, which have smaller errors. With false counters do not depend on
     the order of arrival, so that any split of the stream over followers merges to the same counters."""

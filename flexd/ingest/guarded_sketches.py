@@ -78,6 +78,11 @@ class GuardedSketches:
         with self.lock:
             return self.sketches.sequence_length_quantiles(table, ranks)
 
+    def limit_clock(self, now_seconds: float) -> None:
+        """Apply ``SketchSet.limit_clock``."""
+        with self.lock:
+            self.sketches.limit_clock(now_seconds)
+
     def clock(self) -> dict[str, Any]:
         """Return ``SketchSet.clock``."""
         with self.lock:

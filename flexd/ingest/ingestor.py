@@ -18,6 +18,7 @@ from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
 from flexd.core.supervision import Supervisor, UnsafeStateError
+from flexd.ingest.arrival import ArrivalClock
 from flexd.ingest.background_job import BackgroundJob
 from flexd.ingest.backoff import Backoff
 from flexd.ingest.dead_letters import DeadLetterFile
@@ -70,6 +71,7 @@ class Ingestor:
             without the lock); they come back as ``restored``.
         decode: message -> batches; raises CodecError.
         work: records what is being counted; the source records in the same one what it reads. Closed by the thread.
+        clock: Unix seconds; accesses dated later than this, beyond the allowance, are counted at their arrival.
         save_in_background: snapshots are written while ingest continues; False stops ingest until they are on disk.
         supervisor: of the process; records the faults of the thread.
         thread: name of the thread.
@@ -92,6 +94,7 @@ class Ingestor:
         extra_state: Callable[[], Mapping[str, Any]] = dict,
         decode: Decode = decode_message,
         work: OffsetsInWork | None = None,
+        clock: Callable[[], float] = time.time,
         save_in_background: bool = True,
         supervisor: Supervisor | None = None,
         thread: str = "flexd-ingest",
@@ -100,6 +103,7 @@ class Ingestor:
         self._snapshots = snapshots
         self._dead_letters = dead_letters
         self._work = work or OffsetsInWork()
+        self._arrivals = ArrivalClock(clock)
         self._snapshot_interval_seconds = snapshot_interval_seconds
         self._poll_seconds = poll_seconds
         self._extra_state = extra_state
@@ -134,7 +138,9 @@ class Ingestor:
         self._generation = state.generation
         self._generation_lock = threading.Lock()
         self._sketches = GuardedSketches(state.sketches)
-        self._counter = MessageCounter(self._sketches, dead_letters, max_message_bytes, decode, self._work)
+        self._counter = MessageCounter(
+            self._sketches, dead_letters, max_message_bytes, decode, self._work, self._arrivals
+        )
         self._stats = self._read_stats()
 
     def start(self) -> None:
@@ -220,8 +226,14 @@ class Ingestor:
         return drained, since
 
     def clock(self) -> dict[str, Any]:
-        """Return ``SketchSet.clock`` (any thread)."""
-        return self._sketches.clock()
+        """Return ``SketchSet.clock`` and the time of this daemon, for ``drain`` of another (any thread)."""
+        return {**self._sketches.clock(), "now": self._arrivals.now()}
+
+    def follow_clock(self, clock: Mapping[str, Any]) -> None:
+        """Date arrivals by the time of the daemon that returned this ``clock`` just now (any thread)."""
+        now = clock.get("now")
+        if isinstance(now, int | float) and math.isfinite(now):
+            self._arrivals.follow(now)
 
     def choices(self) -> tuple[TableChoice, ...]:
         """Return how each table is counted."""
@@ -323,7 +335,9 @@ class Ingestor:
             self._work.end()
             self._counted_at = time.monotonic()
         now = time.monotonic()
+        self._counter.skew.update(now)
         if now >= self._lag_at + _LAG_INTERVAL_SECONDS:
+            self._sketches.limit_clock(self._arrivals.now())
             self._lag, self._lag_at = self._source.lag(), now
 
     def _begin_save(self) -> None:
@@ -411,6 +425,8 @@ class Ingestor:
             lag_messages=self._lag,
             messages_lost=self._source.messages_lost,
             newest_event_seconds=self._sketches.newest_event_seconds,
+            least_skew_seconds=self._counter.skew.least_seconds,
+            most_skew_seconds=self._counter.skew.most_seconds,
             snapshots=self._snapshot_count,
             snapshot_failures=self._snapshot_failures,
             commit_failures=self._commit_failures,

@@ -9,6 +9,7 @@ from flexd.core import tap_counts
 from flexd.core.errors import CodecError, SketchError
 from flexd.core.fault_points import fault_point
 from flexd.core.tap_counts import TapCounts
+from flexd.ingest.arrival import ArrivalClock, EventTimeSkew
 from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.ingest.guarded_sketches import GuardedSketches
 from flexd.ingest.message_counts import MAX_REASONS, MessageCounts
@@ -45,6 +46,7 @@ class MessageCounter:
         dead_letters: None keeps none.
         max_message_bytes: larger messages are rejected undecoded.
         decode: message -> batches; raises CodecError.
+        arrivals: tells when messages arrived.
         work: records the message that is being counted; the caller ends it after the last message of a poll.
     """
 
@@ -55,12 +57,15 @@ class MessageCounter:
         max_message_bytes: int,
         decode: Decode,
         work: OffsetsInWork | None = None,
+        arrivals: ArrivalClock | None = None,
     ) -> None:
         self._sketches = sketches
         self._dead_letters = dead_letters
         self._max_message_bytes = max_message_bytes
         self._decode = decode
         self._work = work or OffsetsInWork()
+        self._arrivals = arrivals or ArrivalClock()
+        self.skew = EventTimeSkew()
         self._messages = self._bytes = self._batches = 0
         self._accesses = AccessCounts()
         self._rejected: dict[str, int] = {}
@@ -90,11 +95,14 @@ class MessageCounter:
             _log.exception("ingest: message %s/%d", message.partition, message.offset)
             self._reject("internal_error", repr(error), message)
             return
+        arrival = self._arrivals.arrival(message)
+        for batch in batches:
+            self.skew.add(batch.event_time_seconds - arrival)
         with self._sketches.lock:
             sketches = self._sketches.sketches
             try:
                 fault_point("thread.counting")
-                accesses = sum((_ingest(sketches, batch) for batch in batches), AccessCounts())
+                accesses = sum((_ingest(sketches, batch, arrival) for batch in batches), AccessCounts())
             except SketchError as error:  # It is raised before a batch changes anything.
                 refused: Exception | None = error
             except Exception as error:
@@ -123,8 +131,8 @@ class MessageCounter:
             self._dead_letters.record(reason, detail, message)
 
 
-def _ingest(sketches: SketchSet, batch: AccessBatch | TapCounts) -> AccessCounts:
+def _ingest(sketches: SketchSet, batch: AccessBatch | TapCounts, arrival: float) -> AccessCounts:
+    rank, time = batch.source_rank, batch.event_time_seconds
     if isinstance(batch, TapCounts):
-        rank, time = batch.source_rank, batch.event_time_seconds
-        return sum((sketches.ingest_counted(counts, rank, time) for counts in batch.tables), AccessCounts())
-    return sketches.ingest(batch.table, batch.rows, batch.source_rank, batch.event_time_seconds, batch.sequence_lengths)
+        return sum((sketches.ingest_counted(counts, rank, time, arrival) for counts in batch.tables), AccessCounts())
+    return sketches.ingest(batch.table, batch.rows, rank, time, batch.sequence_lengths, arrival)

@@ -24,12 +24,14 @@ class IngestStats:
         messages, accesses, bytes, batches: read; accesses are those counted.
         rejected_messages: by reason of ``MESSAGE_REASONS``.
         rejected_accesses: by reason of ``ROW_REASONS``.
-        adjusted_accesses: counted by a special rule, by rule (``future_clamped``: at the newest event time instead of
-            their own; ``late``: at their own time).
+        adjusted_accesses: counted by a special rule, by rule (``future_clamped``: at their arrival instead of their
+            own time; ``late``: at their own time).
         messages_per_second, accesses_per_second: over the last seconds.
         lag_messages: messages in the stream not read yet, as far as the source knows.
         messages_lost: messages known to have existed that the source could not deliver.
         newest_event_seconds: NaN before the first access.
+        least_skew_seconds, most_skew_seconds: event time minus arrival of the messages of the last ten seconds; NaN
+            without any.
         idle_seconds: how far profiles decay beyond the newest event because the stream is idle.
         snapshots, snapshot_failures, commit_failures, source_failures: numbers of events.
         snapshot_age_seconds: since the newest durable snapshot of this process, NaN before the first.
@@ -52,6 +54,8 @@ class IngestStats:
     lag_messages: int = 0
     messages_lost: int = 0
     newest_event_seconds: float = math.nan
+    least_skew_seconds: float = math.nan
+    most_skew_seconds: float = math.nan
     idle_seconds: float = 0.0
     snapshots: int = 0
     snapshot_failures: int = 0

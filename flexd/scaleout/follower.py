@@ -275,6 +275,7 @@ class Follower:
             self._accepted += answer.outcome == "accepted"
             self._repeated += answer.outcome == "repeated"
         self._leader = answer
+        self._counters().follow_clock(answer.clock)
         self._unacknowledged.settle(answer.positions, self._source.positions(), self._owned)
 
     def _begin(self) -> None:

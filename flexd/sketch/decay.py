@@ -15,10 +15,6 @@ GROWTH_HALF_LIVES = 2
 """Half-lives of event time between two rescales of a counter."""
 MIN_HALF_LIFE_SECONDS = 1e-3
 
-JUMP_TIMES = 8
-"""Distinct event times beyond the future limit, without one within it in between, that move the clock: the stream was
-idle, and not a single clock is wrong."""
-
 
 @dataclass(frozen=True)
 class Admission:
@@ -27,15 +23,12 @@ class Admission:
     Attributes:
         event_time_seconds: the time at which they are counted (different from their own only if ``future_clamped``).
         late: older than the newest event by more than the allowance; weighted by their own time nevertheless.
-        future_clamped: dated too far ahead, counted at the newest event time.
-        backdate_half_lives: non-zero once, when the first event of the stream turns out to have been dated wrongly:
-            everything counted so far must move this many half-lives back.
+        future_clamped: dated too far ahead of their arrival, counted at their arrival.
     """
 
     event_time_seconds: float
     late: bool = False
     future_clamped: bool = False
-    backdate_half_lives: int = 0
 
 
 class ForwardDecay:
@@ -48,9 +41,13 @@ class ForwardDecay:
     the forward weight in whole units of ``2^unit_exponent``; an exponent is an integer, so two counters with the same
     half-life merge after a shift.
 
+    An event time is believed up to ``max_future_seconds`` after the arrival of its message, whatever the clock shows
+    and however many messages agree. So the clock never runs ahead of arrival by more than that in total, and no set of
+    messages can reduce the weight of accesses dated at their arrival by more than the decay over that time.
+
     Args:
         half_life_seconds: event time in which an access loses half its weight; None counts for ever (weight 1).
-        max_future_seconds: accesses dated further ahead of the newest event are counted at the newest event time.
+        max_future_seconds: accesses dated further ahead of their arrival are counted at their arrival.
         late_after_seconds: an access is late if it is older than the newest event by more than this. Ranks and
             partitions interleave, so small differences are normal.
 
@@ -72,9 +69,6 @@ class ForwardDecay:
         self.late_after_seconds = late_after_seconds
         self._newest = math.nan
         self._oldest = math.nan
-        self._confirmed = False
-        self._future_times: list[float] = []
-        """Distinct event times beyond the future limit since the last one within it."""
 
     @property
     def newest_seconds(self) -> float:
@@ -86,8 +80,12 @@ class ForwardDecay:
         """Oldest event time, NaN before the first."""
         return self._oldest
 
-    def admit(self, event_time_seconds: float) -> Admission:
+    def admit(self, event_time_seconds: float, arrival_seconds: float = math.inf) -> Admission:
         """Place one event time on the clock and move the clock.
+
+        Args:
+            arrival_seconds: when the message arrived, by a clock that no publisher sets. Infinite if the times are of
+                no clock, such as step numbers: every time is then believed.
 
         Raises:
             SketchError: the time is not finite.
@@ -95,43 +93,27 @@ class ForwardDecay:
         time = event_time_seconds
         if not math.isfinite(time):
             raise SketchError(f"event time {time}", remedy="send Unix seconds")
-        newest = self._newest
-        if math.isnan(newest):
+        clamped = time > arrival_seconds + self.max_future_seconds
+        if clamped:
+            time = arrival_seconds
+        if math.isnan(self._newest):
             self._newest = self._oldest = time
-            return Admission(time)
-        if time > newest + self.max_future_seconds:
-            return self._admit_ahead(time)
-        self._future_times.clear()
-        if time >= newest:
-            self._confirmed = self._confirmed or time > newest
+            return Admission(time, future_clamped=clamped)
+        if time >= self._newest:
             self._newest = time
-            return Admission(time)
-        if not self._confirmed and time < newest - self.max_future_seconds:
-            # Only the stream's first event supports this clock. If it were kept, everything after an event dated years
-            # ahead would have no weight.
-            self._newest = self._oldest = time
-            half_life = self.half_life_seconds
-            return Admission(
-                time, backdate_half_lives=0 if half_life is None else math.ceil((newest - time) / half_life)
-            )
-        self._confirmed = True
+            return Admission(time, future_clamped=clamped)
         self._oldest = min(self._oldest, time)
-        return Admission(time, late=self._late(time))
+        return Admission(time, late=self._late(time), future_clamped=clamped)
 
-    def _admit_ahead(self, time: float) -> Admission:
-        if time not in self._future_times:
-            self._future_times.append(time)
-        if len(self._future_times) < JUMP_TIMES:
-            return Admission(self._newest, future_clamped=True)
-        # The median, so that a wrong clock among the witnesses does not decide where the stream continues.
-        self._newest = sorted(self._future_times)[(JUMP_TIMES - 1) // 2]
-        self._future_times.clear()
-        self._confirmed = True
-        if time <= self._newest + self.max_future_seconds:
-            late = self._late(time)
-            self._newest = max(self._newest, time)
-            return Admission(time, late=late)
-        return Admission(self._newest, future_clamped=True)
+    def limit(self, now_seconds: float) -> None:
+        """Set the clock back if it is further ahead of ``now_seconds`` than events may be dated.
+
+        It can be after a merge, after a restart with a saved clock, and after the machine's clock was set back.
+        """
+        latest = now_seconds + self.max_future_seconds
+        if self._newest > latest:
+            self._newest = latest
+            self._oldest = min(self._oldest, latest)
 
     def _late(self, time: float) -> bool:
         return time < self._newest - self.late_after_seconds
@@ -190,16 +172,10 @@ class ForwardDecay:
         first = math.isnan(self._newest)
         self._newest = other._newest if first else max(self._newest, other._newest)
         self._oldest = other._oldest if first else min(self._oldest, other._oldest)
-        self._confirmed = self._confirmed or other._confirmed
 
     def state(self) -> dict[str, Any]:
         """Return JSON-able values; floats are hexadecimal text, which restores every bit and NaN."""
-        return {
-            "newest": self._newest.hex(),
-            "oldest": self._oldest.hex(),
-            "confirmed": self._confirmed,
-            "ahead": [time.hex() for time in self._future_times],
-        }
+        return {"newest": self._newest.hex(), "oldest": self._oldest.hex()}
 
     def load(self, state: dict[str, Any]) -> None:
         """Replace everything by what ``state`` returned.
@@ -208,8 +184,4 @@ class ForwardDecay:
             KeyError, TypeError, ValueError: fields are missing or malformed.
         """
         newest, oldest = float.fromhex(state["newest"]), float.fromhex(state["oldest"])
-        ahead = [float.fromhex(time) for time in state["ahead"]]
-        if len(ahead) >= JUMP_TIMES:
-            raise ValueError(f"{len(ahead)} event times ahead")
-        self._newest, self._oldest, self._future_times = newest, oldest, ahead
-        self._confirmed = bool(state["confirmed"])
+        self._newest, self._oldest = newest, oldest

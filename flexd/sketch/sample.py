@@ -164,11 +164,6 @@ class AccessSample:
         """Return the source rank of each of ``rows``, int32[n]; -1 if it was no rank."""
         return self._ranks[: self._count].copy()
 
-    def scale_weights(self, log_weight_change: float) -> None:
-        """Multiply the weights of everything sampled so far by ``exp(log_weight_change)``."""
-        self._keys[: self._count] -= log_weight_change
-        self._limit -= log_weight_change
-
     def merge(self, other: AccessSample) -> None:
         """Become a sample of both streams; the other is not changed."""
         limit = min(self._limit, other._limit)

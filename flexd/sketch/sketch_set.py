@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -120,6 +121,7 @@ class SketchSet:
         source_rank: int,
         event_time_seconds: float,
         sequence_lengths: npt.NDArray[np.integer[Any]] | None = None,
+        arrival_seconds: float = math.inf,
     ) -> AccessCounts:
         """Count one batch.
 
@@ -129,6 +131,7 @@ class SketchSet:
             source_rank: rank whose samples made the accesses.
             event_time_seconds: Unix time of the accesses.
             sequence_lengths: integer[s] or None.
+            arrival_seconds: as in ``ForwardDecay.admit``.
 
         Raises:
             SketchError: rows are no vector of integers, or the time is not finite. Nothing is counted then.
@@ -140,7 +143,7 @@ class SketchSet:
             return AccessCounts(unknown_table=len(rows))
         if not len(rows):
             return AccessCounts()
-        admission = self._admit(event_time_seconds)
+        admission = self._decay.admit(event_time_seconds, arrival_seconds)
         ids = rows if rows.dtype in _ROW_DTYPES else rows.astype(np.int64)
         negative, outside = self._tables[index].add(
             np.ascontiguousarray(ids), source_rank, admission.event_time_seconds, self._decay
@@ -149,7 +152,9 @@ class SketchSet:
             self._lengths.setdefault(index, KllQuantiles()).add(sequence_lengths)
         return _access_counts(admission, len(rows) - negative - outside, negative, outside)
 
-    def ingest_counted(self, counts: TableCounts, source_rank: int, event_time_seconds: float) -> AccessCounts:
+    def ingest_counted(
+        self, counts: TableCounts, source_rank: int, event_time_seconds: float, arrival_seconds: float = math.inf
+    ) -> AccessCounts:
         """Count accesses of one table that come as numbers of accesses by row, of one event time and one rank.
 
         Exact tables end up equal, bit by bit, to the same accesses given to ``ingest``. In a count-min, estimates are
@@ -163,7 +168,7 @@ class SketchSet:
             return AccessCounts(unknown_table=counts.accesses)
         if not counts.accesses:
             return AccessCounts()
-        admission = self._admit(event_time_seconds)
+        admission = self._decay.admit(event_time_seconds, arrival_seconds)
         # Seeded by the message: counted again after a crash, it gives the same sample.
         random = np.random.default_rng([source_rank, int(np.float64(event_time_seconds).view(np.uint64))])
         outside = self._tables[index].add_counted(
@@ -176,6 +181,10 @@ class SketchSet:
     def advance(self, to_event_time_seconds: float) -> None:
         """Move event time on without an access, so that an idle stream decays."""
         self._decay.advance(to_event_time_seconds)
+
+    def limit_clock(self, now_seconds: float) -> None:
+        """Apply ``ForwardDecay.limit``."""
+        self._decay.limit(now_seconds)
 
     def query(self, table: str, rows: Int64Array) -> Float64Array:
         """Return the decayed accesses of int64[n] rows as float64[n].
@@ -362,13 +371,6 @@ class SketchSet:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SketchError(f"sketch state is damaged: {error!r}", remedy="start from empty sketches") from error
         return fresh
-
-    def _admit(self, event_time_seconds: float) -> Admission:
-        admission = self._decay.admit(event_time_seconds)
-        if admission.backdate_half_lives:
-            for sketch in self._tables:
-                sketch.backdate(admission.backdate_half_lives)
-        return admission
 
     def _index_of(self, table: str) -> int:
         index = self._index.get(table)

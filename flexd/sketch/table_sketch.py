@@ -111,12 +111,6 @@ class TableSketch(ABC):
         """Return the weight of one access of this time in the present unit."""
         return 0 if self.exponent is None else decay.units(time, self.exponent, up=self.rounds_up)
 
-    def backdate(self, half_lives: int) -> None:
-        """Move everything counted so far to this many half-lives earlier."""
-        if self.exponent is not None:
-            self.exponent -= half_lives
-        self._sample.scale_weights(-half_lives * math.log(2.0))
-
     def merge(self, other: TableSketch) -> None:
         """Add the other's accesses to these; the other is not changed.
 

@@ -12,7 +12,7 @@ class SketchSettings:
     Attributes:
         memory_bytes: for the counters of all tables.
         half_life_seconds: event time in which an access loses half its weight; None counts for ever.
-        max_future_seconds: accesses dated further ahead of the newest event are counted at the newest event time.
+        max_future_seconds: accesses dated further ahead of their arrival are counted at their arrival.
         max_hot_rows: rows listed individually in a profile, per table.
         late_after_seconds: accesses older than the newest event by more than this are counted as late.
         conservative: count-min counters use conservative update: smaller errors, but dependent on the order of arrival.

@@ -218,16 +218,6 @@ def test_state_of_other_tables_settings_or_damaged_is_refused():
             SketchSet.from_state(TABLES, sketches.settings, {**meta, key: None}, arrays)
 
 
-def test_accesses_of_a_wrong_first_event_do_not_stay_in_the_sample():
-    sketches = SketchSet(TABLES, MEMORY, 50.0, 300.0, 500)
-    first = np.full(200_000, 1, dtype=np.int64)
-    sketches.ingest("large", first, 0, T0 + 1e7)
-    for i in range(10):
-        sketches.ingest("large", np.arange(20_000, dtype=np.int64) + 1000, 0, T0 + 0.01 * i)
-    sampled = sketches._tables[1]._sample.rows()
-    assert abs((sampled == 1).mean() - 0.5) < 0.1
-
-
 def test_memory_stays_within_the_choices():
     sketches = _set()
     _feed(sketches, _batches(8, 40))

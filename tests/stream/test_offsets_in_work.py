@@ -86,7 +86,7 @@ def test_a_skipped_range_stays_skipped_and_is_forgotten_after_a_week(tmp_path, m
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[]", b'{"format": 2, "offsets": []}', b'{"format": 1, "offsets": [3]}'])
-def test_a_damaged_record_is_set_aside(tmp_path, text):
+def test_a_damaged_record_is_quarantined(tmp_path, text):
     (tmp_path / RECORD_NAME).write_bytes(text)
     assert skips(tmp_path) == []
     assert (tmp_path / f"{RECORD_NAME}.unusable").read_bytes() == text
