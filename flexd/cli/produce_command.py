@@ -22,6 +22,7 @@ from flexd.core.errors import ConfigError, StreamError
 
 if TYPE_CHECKING:
     from flexd.config.model import Config
+    from flexd.stream.replay import Pace
     from flexd.stream.trace import Trace
     from flexd.stream.types import Sink
 
@@ -131,7 +132,7 @@ def produce(
         what += f", in about {units.age(duration)}"
     anchor = now or (Anchor.END if speed is None else Anchor.START)
     dated = events if as_dated else replay.move_times(events, anchor.value, time.time(), compression)
-    pace: replay.Pace | None = None
+    pace: Pace | None = None
     if rate is not None:
         pace = replay.constant_rate(rate)
     elif speed is not None:
@@ -144,7 +145,7 @@ def produce(
     confirm(f"{what}. Send?", yes)
     if not as_dated:
         # Again: the confirmation may have taken any time.
-        dated = replay.move_times(events, anchor.value, time.time(), compression)
+        events = replay.move_times(events, anchor.value, time.time(), compression)
     sink = target.open(timeout)
     progress = _Progress(len(events))
     try:
@@ -244,9 +245,7 @@ def _renames(pairs: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _warn_of_future(
-    trace: Trace, accesses_per_message: int, pace: replay.Pace | None, max_future_seconds: float
-) -> None:
+def _warn_of_future(trace: Trace, accesses_per_message: int, pace: Pace | None, max_future_seconds: float) -> None:
     """Print a note if the daemon would clamp event times because messages are dated far ahead of their arrival."""
     last = [*range(accesses_per_message, len(trace), accesses_per_message), len(trace)]
     now = time.time()
@@ -258,8 +257,8 @@ def _warn_of_future(
     if future:
         print(
             f"note: {units.plural(len(future), 'message')} of {units.count(len(last))} are dated up to "
-            f"{units.age(max(future))} after they are sent; the daemon counts accesses dated more than "
-            f"{max_future_seconds:g} s ahead at their arrival (future_clamped). --speed sends each message at its time.",
+            f"{units.age(max(future))} after they are sent; the daemon counts accesses that are dated more than "
+            f"{max_future_seconds:g} s ahead at their arrival (future_clamped). --speed sends each at its time.",
             file=sys.stderr,
         )
 

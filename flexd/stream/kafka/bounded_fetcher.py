@@ -137,7 +137,7 @@ class BoundedPartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
         self._record_bytes = 0
         super().__init__(*args, **kwargs)
 
-    def take(self, n: int | None = None) -> list[Item]:
+    def _next_items(self, n: int | None = None) -> list[Item]:
         taken: list[Item] = []
         iterator = self.record_iterator
         while iterator is not None and (n is None or len(taken) < n) and self.bytes_left > 0:
@@ -147,6 +147,8 @@ class BoundedPartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
             taken.append(item)
             self.bytes_left -= self._record_bytes
         return taken
+
+    take = _next_items
 
     def _unpack_records(self, tp: Any, records: Any, key_deserializer: Any, value_deserializer: Any) -> Iterator[Item]:
         aborted = None

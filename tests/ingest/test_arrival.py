@@ -1,0 +1,82 @@
+"""Arrival by the broker's or the daemon's clock, and the skew of event times against it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from flexd.core.keyspace import TableSpec
+from flexd.ingest.arrival import WINDOW_SECONDS, ArrivalClock, EventTimeSkew
+from flexd.ingest.guarded_sketches import GuardedSketches
+from flexd.ingest.message_counter import MessageCounter, decode_message
+from flexd.sketch.sketch_set import SketchSet
+from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.types import AccessBatch, Message
+
+NOW = 1.7e9
+
+
+def appended(seconds: float | None, partition: str = "t/0") -> Message:
+    return Message(partition, 0, b"", seconds)
+
+
+def test_without_a_time_of_append_messages_arrive_now():
+    assert ArrivalClock(lambda: NOW).arrival(appended(None)) == NOW
+
+
+def test_a_backlog_arrived_when_the_broker_appended_it():
+    clock = ArrivalClock(lambda: NOW)
+    assert clock.arrival(appended(NOW - 7200)) == NOW - 7200
+    assert clock.arrival(appended(NOW - 3600)) == NOW - 3600
+    assert clock.arrival(appended(NOW - 7000, "t/1")) == NOW - 7000
+
+
+def test_a_broker_whose_clock_is_ahead_moves_no_arrival_beyond_now():
+    clock = ArrivalClock(lambda: NOW)
+    assert clock.arrival(appended(NOW + 86_400)) == NOW
+    assert clock.arrival(appended(NOW - 10)) == NOW, "a partition's time does not go back"
+
+
+def test_a_broker_whose_clock_goes_back_does_not_make_honest_accesses_future_ones():
+    clock = ArrivalClock(lambda: NOW)
+    clock.arrival(appended(NOW - 10))
+    assert clock.arrival(appended(NOW - 3600)) == NOW - 10
+
+
+def test_a_follower_dates_arrivals_by_its_leaders_clock():
+    clock = ArrivalClock(lambda: NOW + 86_400)
+    clock.follow(NOW)
+    assert clock.now() == NOW
+    assert clock.arrival(appended(None)) == NOW
+
+
+def test_the_skew_is_that_of_the_last_whole_window():
+    skew = EventTimeSkew()
+    skew.update(100.0)
+    assert math.isnan(skew.least_seconds)
+    for seconds in (-5.0, 3.0, 0.0):
+        skew.add(seconds)
+    skew.update(100.0 + WINDOW_SECONDS / 2)
+    assert math.isnan(skew.most_seconds)
+    skew.update(100.0 + WINDOW_SECONDS)
+    assert (skew.least_seconds, skew.most_seconds) == (-5.0, 3.0)
+    skew.update(100.0 + 2 * WINDOW_SECONDS)
+    assert math.isnan(skew.least_seconds)
+    assert math.isnan(skew.most_seconds)
+
+
+@pytest.mark.parametrize("appended_seconds", [None, NOW - 50.0])
+def test_messages_are_counted_by_their_arrival(appended_seconds):
+    sketches = GuardedSketches(SketchSet([TableSpec("t", 8, 4)], 2**20, 3600.0, 300.0))
+    counter = MessageCounter(sketches, None, 10_000, decode_message, arrivals=ArrivalClock(lambda: NOW))
+    arrival = NOW if appended_seconds is None else appended_seconds
+    for time in (arrival - 5, arrival + 250, arrival + 86_400):
+        payload = encode_arrow([AccessBatch("t", np.array([1], np.int32), 0, time)])
+        counter.count(Message("p", 0, payload, appended_seconds))
+    assert counter.counts().accesses.future_clamped == 1
+    assert counter.counts().accesses.accepted == 3
+    assert sketches.newest_event_seconds == arrival + 250
+    counter.skew.update(0.0)
+    assert (counter.skew.least_seconds, counter.skew.most_seconds) == (-5.0, 86_400.0)
